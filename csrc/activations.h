@@ -10,28 +10,28 @@
 
 namespace lightning_zero {
 
-class Activations {
+class ActivationOffload {
  public:
-  explicit Activations(Context& context) : context_(context) {}
+  explicit ActivationOffload(Context& context) : context_(context) {}
 
   // Names of the ops that do it.
-  struct Steps {
-    std::string leave, left, come, came;
+  struct Ops {
+    std::string start_offload, wait_offload, start_reload, wait_reload;
   };
-  void keep(Steps steps) { steps_ = std::move(steps); }
+  void set_ops(Ops steps) { ops_ = std::move(steps); }
 
   // Starts a copy to the host, and returns it.
-  at::Tensor leave(const at::Tensor& value);
+  at::Tensor start_offload(const at::Tensor& value);
   // The current stream waits for that: from here on the device's memory may be used for something else.
-  void left(const at::Tensor& value, const at::Tensor& host);
+  void wait_offload(const at::Tensor& value, const at::Tensor& host);
   // Starts a copy back, and returns it.
-  at::Tensor come(const at::Tensor& host);
+  at::Tensor start_reload(const at::Tensor& host);
   // The current stream waits for that: the copy may be read, and the host's memory used for something else.
-  void came(const at::Tensor& value, const at::Tensor& host);
+  void wait_reload(const at::Tensor& value, const at::Tensor& host);
 
  private:
   Context& context_;
-  Steps steps_;
+  Ops ops_;
 };
 
 }  // namespace lightning_zero

@@ -19,7 +19,7 @@ struct ExecutorOptions {
   bool double_buffer = true;
   bool free_buckets = false;  // give bucket memory back at the end of each backward
   bool sync_collectives = false;
-  bool poison = false;  // see Communicator::poison; and memory of weights and buckets is NaN when it is
+  bool nan_fill = false;  // see Communicator::poison; and memory of weights and buckets is NaN when it is
                         // handed out or given back
   std::optional<at::ScalarType> reduce_dtype;  // on the wire; the parameter's own when empty
   // Of whole weights in a part of what hosts exchange, but for the first ones, which are smaller.
@@ -43,36 +43,36 @@ struct Context {
 
   c10::Device device;
   int64_t rank = 0, size = 1;
-  Ranks inside, across;     // the ranks of this rank's host; and those at its place of each host
+  Ranks intra_host, inter_host;     // the ranks of this rank's host; and those at its place of each host
   bool replicated = false;  // each host holds all of every parameter
   ExecutorOptions options;
   c10::intrusive_ptr<Watchdog> watchdog;
   std::vector<std::unique_ptr<ParamRecord>> records;
-  int64_t epoch = 0;  // changes when shards may have
+  int64_t shard_version = 0;  // changes when shards may have
   // Tells apart in which order code that is not compiled has gathered weights by collectives, since ranks
   // compared it last: to read others than the rest goes unnoticed where they are of one size.
-  uint64_t read_order = 0;
-  int64_t told = 0;  // changes when somebody who is no optimizer has said that he changes shards
+  uint64_t eager_read_hash = 0;
+  int64_t user_write_count = 0;  // changes when somebody who is no optimizer has said that he changes shards
   std::map<std::string, int64_t> counters;
   // Of all owners' state, and held by each of their methods that others than the owners call: what is called
   // from Python, from ops, and from autograd's threads.
   mutable std::recursive_mutex mutex;
 
   // How many shards make a host shard, and how many a parameter.
-  int64_t shards_of_host_shard() const { return replicated ? 1 : across.size; }
-  int64_t shards() const { return inside.size * shards_of_host_shard(); }
+  int64_t shards_of_host_shard() const { return replicated ? 1 : inter_host.size; }
+  int64_t shards() const { return intra_host.size * shards_of_host_shard(); }
   // Which shard of each parameter lies on this rank.
-  int64_t shard_number() const { return replicated ? inside.rank : inside.rank * across.size + across.rank; }
-  bool has_hosts() const { return across.size > 1; }
+  int64_t shard_number() const { return replicated ? intra_host.rank : intra_host.rank * inter_host.size + inter_host.rank; }
+  bool has_hosts() const { return inter_host.size > 1; }
   bool exchanges_weights() const { return has_hosts() && !replicated; }
   ParamRecord& at(int64_t index) const { return *records.at(static_cast<size_t>(index)); }
   void count(const char* what, int64_t by = 1) { counters[what] += by; }
-  void note_read(int64_t index) {
-    read_order = (read_order ^ static_cast<uint64_t>(index + 1)) * 0x100000001b3;  // as FNV does
+  void record_read(int64_t index) {
+    eager_read_hash = (eager_read_hash ^ static_cast<uint64_t>(index + 1)) * 0x100000001b3;  // as FNV does
   }
-  void touch(const ParamRecord& record) const {
+  void set_last_parameter(const ParamRecord& record) const {
     if (watchdog)
-      watchdog->activity().touch(record.name);
+      watchdog->activity().set_last_parameter(record.name);
   }
 };
 

@@ -42,10 +42,10 @@ class Executor : public c10::intrusive_ptr_target {
   Parameters& parameters() { return parameters_; }
   Weights& weights() { return weights_; }
   Reducer& gradients() { return gradients_; }
-  Activations& activations() { return activations_; }
-  Recorder& graphs() { return graphs_; }
+  ActivationOffload& activations() { return activations_; }
+  GraphRecorder& graphs() { return graphs_; }
   Transports& transports() { return transports_; }
-  int64_t epoch() const;  // changes when shards may have
+  int64_t shard_version() const;  // changes when shards may have
 
   // See Transports. Legal outside backward.
   void set_staging(std::vector<at::Tensor> staging, const std::string& group_name, int64_t timeout_ms);
@@ -54,7 +54,7 @@ class Executor : public c10::intrusive_ptr_target {
   void set_epoch_lock(std::vector<at::Tensor> numbers);
   // The same on devices: the kernels of turns.cu, and of each rank a number for each rank. After
   // set_barrier().
-  void set_device_epoch_lock(const at::Tensor& code, std::vector<at::Tensor> rows);
+  void set_device_epoch_lock(const at::Tensor& code, std::vector<at::Tensor> pads);
 
   // See Transports.
   void begin_stage() { transports_.begin_stage(); }
@@ -70,16 +70,16 @@ class Executor : public c10::intrusive_ptr_target {
   void close();
 
  private:
-  class Round;
-  void begin_round();
+  class BackwardGuard;
+  void guard_backward();
 
   Context context_;
   Communicators communicators_;
   Transports transports_;
   Weights weights_;
   Reducer gradients_;
-  Activations activations_;
-  Recorder graphs_;
+  ActivationOffload activations_;
+  GraphRecorder graphs_;
   Parameters parameters_;
 };
 

@@ -64,12 +64,12 @@ void reduce_group(at::TensorList grads, at::TensorList shards) {
 }
 
 // Gradients whose memory is left alone until reduce_release, where `borrow` is not 0.
-void reduce_zero_copy(at::TensorList grads, at::TensorList shards, at::IntArrayRef borrow) {
+void reduce_zero_copy(at::TensorList grads, at::TensorList shards, at::IntArrayRef zero_copy) {
   auto& executor = executor_of(shards, "reduce_zero_copy", grads.size());
-  executor_of(shards, "reduce_zero_copy", borrow.size());
+  executor_of(shards, "reduce_zero_copy", zero_copy.size());
   for (size_t i = 0; i < grads.size(); ++i) {
     executor.gradients().reduce(ShardTable::instance().find(shards[i], "reduce_zero_copy").index, grads[i],
-                                borrow[i] != 0);
+                                zero_copy[i] != 0);
   }
 }
 
@@ -87,22 +87,22 @@ void check_plan(const at::Tensor& shard, std::string_view digest, std::string_vi
 // Activations. Each op is found by any shard of its graph.
 at::Tensor offload_start(const at::Tensor& value, const at::Tensor& shard) {
   auto [executor, index] = ShardTable::instance().find(shard, "offload_start");
-  return executor->activations().leave(value);
+  return executor->activations().start_offload(value);
 }
 
 void offload_wait(const at::Tensor& value, const at::Tensor& host, const at::Tensor& shard) {
   auto [executor, index] = ShardTable::instance().find(shard, "offload_wait");
-  executor->activations().left(value, host);
+  executor->activations().wait_offload(value, host);
 }
 
 at::Tensor reload_start(const at::Tensor& host, const at::Tensor& shard) {
   auto [executor, index] = ShardTable::instance().find(shard, "reload_start");
-  return executor->activations().come(host);
+  return executor->activations().start_reload(host);
 }
 
 at::Tensor reload_wait(const at::Tensor& value, const at::Tensor& host, const at::Tensor& shard) {
   auto [executor, index] = ShardTable::instance().find(shard, "reload_wait");
-  executor->activations().came(value, host);
+  executor->activations().wait_reload(value, host);
   return value;
 }
 

@@ -4,9 +4,9 @@
 
 #include <utility>
 
-namespace lightning_zero::over_copies {
+namespace lightning_zero::grad_aliasing {
 
-void refuse(const ParamRecord& record) {
+void raise_in_use(const ParamRecord& record) {
   TORCH_CHECK_VALUE(
       false, "lightning_zero: the weight ", record.name,
       " is needed once more while its gradient waits for the optimizer's step, or comes: with "
@@ -18,61 +18,61 @@ void refuse(const ParamRecord& record) {
       "step.");
 }
 
-void check(const ParamRecord& record) {
-  if (record.compute_copy.holds != InCopy::WEIGHT)
-    refuse(record);
+void check_is_weight(const ParamRecord& record) {
+  if (record.compute_shard.state != ComputeShardState::WEIGHT)
+    raise_in_use(record);
 }
 
-void is_read(ParamRecord& record, const Pending& pending) {
-  if (!record.grad_over_copy())
+void note_read_until(ParamRecord& record, const Pending& pending) {
+  if (!record.is_grad_aliased())
     return;
-  record.compute_copy.was_read = true;
-  record.compute_copy.last_read = pending;
-  record.compute_copy.last_read.drop_continuation();
+  record.compute_shard.was_read = true;
+  record.compute_shard.last_read = pending;
+  record.compute_shard.last_read.drop_continuation();
 }
 
-void arrive(ParamRecord& record, const c10::Device& device) {
-  if (!record.grad_over_copy())
+void begin_gradient(ParamRecord& record, const c10::Device& device) {
+  if (!record.is_grad_aliased())
     return;
-  record.compute_copy.holds = InCopy::GRADIENT_COMES;
-  std::exchange(record.compute_copy.last_read, {}).wait(device);
+  record.compute_shard.state = ComputeShardState::GRADIENT_PENDING;
+  std::exchange(record.compute_shard.last_read, {}).wait(device);
 }
 
 void forget_reads(Context& context) {
-  for (auto& record : context.records) record->compute_copy.last_read = {};
+  for (auto& record : context.records) record->compute_shard.last_read = {};
 }
 
-void note_reads(Context& context) {
-  for (auto& record : context.records) record->compute_copy.was_read = false;
+void begin_noting_reads(Context& context) {
+  for (auto& record : context.records) record->compute_shard.was_read = false;
 }
 
-std::vector<int64_t> reads(const Context& context) {
+std::vector<int64_t> parameters_read(const Context& context) {
   std::vector<int64_t> found;
   for (const auto& record : context.records) {
-    if (record->compute_copy.was_read)
+    if (record->compute_shard.was_read)
       found.push_back(record->index);
   }
   return found;
 }
 
-void have_arrived(Context& context) {
+void end_backward(Context& context) {
   for (auto& record : context.records) {
-    if (!record->grad_over_copy())
+    if (!record->is_grad_aliased())
       continue;
-    if (record->compute_copy.holds == InCopy::GRADIENT_COMES)
-      record->compute_copy.holds = InCopy::GRADIENT;
-    record->compute_copy.last_read = {};
+    if (record->compute_shard.state == ComputeShardState::GRADIENT_PENDING)
+      record->compute_shard.state = ComputeShardState::GRADIENT;
+    record->compute_shard.last_read = {};
   }
 }
 
 bool may_write(const ParamRecord& record) {
-  const auto holds = record.compute_copy.holds;
-  return holds == InCopy::WEIGHT || (holds == InCopy::GRADIENT && !record.keeps_gradient());
+  const auto holds = record.compute_shard.state;
+  return holds == ComputeShardState::WEIGHT || (holds == ComputeShardState::GRADIENT && !record.holds_gradient());
 }
 
-void check_kept(const ParamRecord& record) {
+void check_is_gradient(const ParamRecord& record) {
   TORCH_CHECK_VALUE(
-      !record.grad_over_copy() || record.compute_copy.holds != InCopy::WEIGHT || !record.keeps_gradient(),
+      !record.is_grad_aliased() || record.compute_shard.state != ComputeShardState::WEIGHT || !record.holds_gradient(),
       "lightning_zero: the gradient of ", record.name,
       " was put aside and put back, and its weight was needed in between: with gradients_over_copies=True "
       "that is what lies there now. Put a clone aside (p.grad.clone()), or pass "

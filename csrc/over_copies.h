@@ -19,25 +19,25 @@
 #include "context.h"
 #include "transport/pending.h"
 
-namespace lightning_zero::over_copies {
+namespace lightning_zero::grad_aliasing {
 
 // Refuses a copy that is about to be read and is a gradient.
-void check(const ParamRecord& record);
+void check_is_weight(const ParamRecord& record);
 // It is read until `pending` is over.
-void is_read(ParamRecord& record, const Pending& pending);
+void note_read_until(ParamRecord& record, const Pending& pending);
 // The parameter's gradient is about to be reduced, or was by a replay.
-void arrive(ParamRecord& record, const c10::Device& device);
+void begin_gradient(ParamRecord& record, const c10::Device& device);
 // What is queued from here on is recorded, or was: it must not wait for what is not, nor the other way round.
 void forget_reads(Context& context);
 // Parameters whose copies were read since note_reads().
-void note_reads(Context& context);
-std::vector<int64_t> reads(const Context& context);
+void begin_noting_reads(Context& context);
+std::vector<int64_t> parameters_read(const Context& context);
 // The backward is over.
-void have_arrived(Context& context);
+void end_backward(Context& context);
 // Whether the copy may be written now.
 bool may_write(const ParamRecord& record);
 // Refuses what is in param.grad and was a gradient, until its copy was written.
-void check_kept(const ParamRecord& record);
-[[noreturn]] void refuse(const ParamRecord& record);
+void check_is_gradient(const ParamRecord& record);
+[[noreturn]] void raise_in_use(const ParamRecord& record);
 
 }  // namespace lightning_zero::over_copies

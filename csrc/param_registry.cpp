@@ -7,19 +7,19 @@
 
 namespace lightning_zero {
 
-const std::vector<at::Tensor>& ParamRecord::copies_in(at::ScalarType dtype) const {
+const std::vector<at::Tensor>& ParamRecord::peer_shards_in(at::ScalarType dtype) const {
   static const std::vector<at::Tensor> none;
   if (shard.scalar_type() == dtype)
-    return shards.empty() ? full_precision_copy.of_ranks : shards;
-  const auto& own = compute_copy.own;
-  return own.defined() && own.scalar_type() == dtype ? compute_copy.of_ranks : none;
+    return shards.empty() ? full_precision_shard.by_rank : shards;
+  const auto& own = compute_shard.local;
+  return own.defined() && own.scalar_type() == dtype ? compute_shard.by_rank : none;
 }
 
 ShardCopy* ParamRecord::resident_host_shard() {
   if (!resident.memory.defined())
     return nullptr;
-  for (auto* copy : {&compute_copy, &full_precision_copy}) {
-    if (copy->own.defined() && copy->own.const_data_ptr() == resident.memory.const_data_ptr())
+  for (auto* copy : {&compute_shard, &full_precision_shard}) {
+    if (copy->local.defined() && copy->local.const_data_ptr() == resident.memory.const_data_ptr())
       return copy;
   }
   return nullptr;
@@ -30,12 +30,12 @@ void DeferredGradient::add(const at::Tensor& grad) {
   std::exchange(filled, true) ? sum.add_(grad) : sum.copy_(grad);
 }
 
-void ParamRecord::take_in_gradient() {
+void ParamRecord::accept_user_gradient() {
   const auto& held = param.grad();
   if (!held.defined() || held.const_data_ptr() == grad.const_data_ptr())
     return;
-  if (grad_over_copy())
-    over_copies::refuse(*this);
+  if (is_grad_aliased())
+    grad_aliasing::raise_in_use(*this);
   grad.copy_(held.reshape({-1}));
 }
 

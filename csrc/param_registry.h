@@ -23,31 +23,31 @@ class Executor;
 
 // As Context::epoch and a parameter's version were when something was made of its values.
 struct Stamp {
-  int64_t epoch = -1, version = -1;
+  int64_t shard_version = -1, version = -1;
   bool operator==(const Stamp&) const = default;
 };
 
 // What lies where a parameter's compute copy belongs.
-enum class InCopy {
+enum class ComputeShardState {
   WEIGHT,
-  GRADIENT_COMES,  // one that this backward reduces, or has
+  GRADIENT_PENDING,  // one that this backward reduces, or has
   GRADIENT         // one that a backward has left, whether anybody still wants it or not
 };
 
 // A copy of this rank's shard; with several hosts, of its host shard. Undefined where there is none.
 struct ShardCopy {
-  at::Tensor own;
-  std::vector<at::Tensor> of_ranks;  // of every rank of the host, where they can be read from here
+  at::Tensor local;
+  std::vector<at::Tensor> by_rank;  // of every rank of the host, where they can be read from here
   Stamp written;
-  bool by_steps = false;  // see [Note: shards on the host] in compute_copies.h
+  bool written_by_optimizer = false;  // see [Note: shards on the host] in compute_copies.h
   // -- where gradients lie over copies
-  InCopy holds = InCopy::WEIGHT;
+  ComputeShardState state = ComputeShardState::WEIGHT;
   Pending last_read;      // of it, by this rank, in this backward
   bool was_read = false;  // since note_reads()
   // -- of a host shard
   const std::string* name = nullptr;  // the parameter's
-  int64_t place = -1;                 // in the order of first use; negative: not used yet
-  int64_t part = -1;                  // of the exchange that was begun last
+  int64_t use_order = -1;                 // in the order of first use; negative: not used yet
+  int64_t exchange_part = -1;                  // of the exchange that was begun last
 };
 
 // Memory for the whole parameter, padded, in which it stays until the optimizer steps. Undefined where it
@@ -68,7 +68,7 @@ struct DeferredGradient {
   // -- where it is whole
   void add(const at::Tensor& grad);
   at::Tensor values(int64_t numel) const { return memory.narrow(0, 0, numel); }  // without padding
-  void empty() {
+  void clear() {
     filled = false;
     version = -1;
   }
@@ -81,10 +81,10 @@ struct ParamRecord {
   at::Tensor shard;         // 1-D view of an arena: shard_numel elements, the tail of the last ranks zero
   at::Tensor grad;          // 1-D view of the gradient arena, same layout; undefined until training needs it
   at::Tensor visible_grad;  // the same in the parameter's shape: what param.grad is given, each time
-  ShardCopy compute_copy;   // in the dtype that is computed in, if that is another
+  ShardCopy compute_shard;   // in the dtype that is computed in, if that is another
   // In the shard's own dtype, for weights that are computed with in it. Written, and read, with the compute
   // copy: shards themselves change at times of which peers know nothing.
-  ShardCopy full_precision_copy;
+  ShardCopy full_precision_shard;
   std::vector<at::Tensor> shards;  // every rank's, where ranks take turns to read and write them
   ResidentWeight resident;
   DeferredGradient deferred;
@@ -100,20 +100,20 @@ struct ParamRecord {
   ShardCopy* resident_host_shard();
   // Somebody may have put a tensor of their own into param.grad; it counts as what has been accumulated so
   // far.
-  void take_in_gradient();
+  void accept_user_gradient();
   // Whether `grad` is the compute copy's memory: see [Note: gradients over copies] in over_copies.h.
-  bool grad_over_copy() const {
-    return grad.defined() && compute_copy.own.defined() &&
-           grad.const_data_ptr() == compute_copy.own.const_data_ptr();
+  bool is_grad_aliased() const {
+    return grad.defined() && compute_shard.local.defined() &&
+           grad.const_data_ptr() == compute_shard.local.const_data_ptr();
   }
   // Whether users, or an optimizer, may still read the gradient in `grad`.
-  bool keeps_gradient() const {
+  bool holds_gradient() const {
     const auto& held = param.grad();
     return held.defined() && held.const_data_ptr() == grad.const_data_ptr();
   }
-  Stamp stamp(int64_t epoch) const { return {epoch, static_cast<int64_t>(param._version())}; }
+  Stamp stamp(int64_t shard_version) const { return {shard_version, static_cast<int64_t>(param._version())}; }
   // The same values in `dtype` on every rank, where they can be read from here; empty where they cannot.
-  const std::vector<at::Tensor>& copies_in(at::ScalarType dtype) const;
+  const std::vector<at::Tensor>& peer_shards_in(at::ScalarType dtype) const;
 };
 
 struct ParamRef {

@@ -42,9 +42,9 @@ void Parameters::move(int64_t index, at::Tensor shard) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
   TORCH_INTERNAL_ASSERT(shard.dim() == 1 && shard.is_contiguous() && shard.numel() == record.shard_numel());
-  weights_.edits().sync(/*forget=*/true);
+  weights_.user_writes().sync(/*forget=*/true);
   ShardTable::instance().remove(record.shard);
-  weights_.access().take_back();
+  weights_.access().invalidate();
   record.shards.clear();
   record.shard = std::move(shard);
   ShardTable::instance().add(record.shard, ParamRef{&executor_, index});
@@ -60,11 +60,11 @@ void Parameters::drop(int64_t index) {
 
 void Parameters::install_gradient_hooks(int64_t index) {
   Lock lock(context_.mutex);
-  surround_hooks(context_.at(index));
+  wrap_user_hooks(context_.at(index));
 }
 
-bool Parameters::is_of_whole_host(const std::vector<at::Tensor>& tensors, int64_t numel) const {
-  return static_cast<int64_t>(tensors.size()) == context_.inside.size &&
+bool Parameters::covers_host(const std::vector<at::Tensor>& tensors, int64_t numel) const {
+  return static_cast<int64_t>(tensors.size()) == context_.intra_host.size &&
          std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
            return tensor.is_contiguous() && tensor.numel() >= numel &&
                   tensor.scalar_type() == tensors[0].scalar_type();
@@ -79,27 +79,27 @@ void Parameters::add_compute_shard_memory(at::Tensor copies, at::Tensor shards) 
 void Parameters::set_peer_compute_shards(int64_t index, std::vector<at::Tensor> peers) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
-  TORCH_INTERNAL_ASSERT(is_of_whole_host(peers, record.host_shard_numel()), record.name);
-  record.compute_copy.of_ranks = std::move(peers);
-  weights_.access().share();
-  weights_.access().take_back();
+  TORCH_INTERNAL_ASSERT(covers_host(peers, record.host_shard_numel()), record.name);
+  record.compute_shard.by_rank = std::move(peers);
+  weights_.access().set_shared();
+  weights_.access().invalidate();
 }
 
 void Parameters::set_full_precision_shard(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
-  TORCH_INTERNAL_ASSERT((is_of_whole_host(peers, record.host_shard_numel()) ||
+  TORCH_INTERNAL_ASSERT((covers_host(peers, record.host_shard_numel()) ||
                          (context_.exchanges_weights() && peers.empty())) &&
                         copy.scalar_type() == record.shard.scalar_type());
-  record.full_precision_copy.own = std::move(copy);
-  record.full_precision_copy.of_ranks = std::move(peers);
-  weights_.access().take_back();
+  record.full_precision_shard.local = std::move(copy);
+  record.full_precision_shard.by_rank = std::move(peers);
+  weights_.access().invalidate();
 }
 
 void Parameters::set_peer_shards(int64_t index, std::vector<at::Tensor> shards) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
-  TORCH_INTERNAL_ASSERT(weights_.access().uses_epoch_lock() && is_of_whole_host(shards, record.shard_numel()),
+  TORCH_INTERNAL_ASSERT(weights_.access().uses_epoch_lock() && covers_host(shards, record.shard_numel()),
                         record.name);
   record.shards = std::move(shards);
 }

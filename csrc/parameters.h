@@ -36,10 +36,10 @@ class Parameters {
   void set_grad(int64_t index, std::optional<at::Tensor> grad) {
     Lock lock(context_.mutex);
     auto& record = context_.at(index);
-    if (record.compute_copy.holds != InCopy::WEIGHT)
-      record.compute_copy.written = {};  // it is nobody's gradient any more, and no weight
-    record.compute_copy.holds = InCopy::WEIGHT;
-    record.compute_copy.last_read = {};
+    if (record.compute_shard.state != ComputeShardState::WEIGHT)
+      record.compute_shard.written = {};  // it is nobody's gradient any more, and no weight
+    record.compute_shard.state = ComputeShardState::WEIGHT;
+    record.compute_shard.last_read = {};
     record.grad = std::move(grad).value_or(at::Tensor());
     record.visible_grad = at::Tensor();
   }
@@ -50,7 +50,7 @@ class Parameters {
     auto& kept = context_.at(index).deferred;
     kept.memory = std::move(memory).value_or(at::Tensor());
     kept.whole = whole;
-    kept.empty();
+    kept.clear();
   }
   void set_resident(int64_t index, std::optional<at::Tensor> memory) {
     Lock lock(context_.mutex);
@@ -58,12 +58,12 @@ class Parameters {
   }
   void set_compute_shard(int64_t index, at::Tensor copy) {
     Lock lock(context_.mutex);
-    context_.at(index).compute_copy.own = std::move(copy);
+    context_.at(index).compute_shard.local = std::move(copy);
   }
   // Its shard lies in the host's memory, which the device reads over its link.
   void mark_on_host(int64_t index) {
     Lock lock(context_.mutex);
-    context_.at(index).compute_copy.by_steps = true;
+    context_.at(index).compute_shard.written_by_optimizer = true;
   }
   // Compute copies in one tensor, of the shards in another: written in one kernel.
   void add_compute_shard_memory(at::Tensor copies, at::Tensor shards);
@@ -80,7 +80,7 @@ class Parameters {
 
  private:
   // One of each rank of the host, each with at least `numel` elements: copies read them by address.
-  bool is_of_whole_host(const std::vector<at::Tensor>& tensors, int64_t numel) const;
+  bool covers_host(const std::vector<at::Tensor>& tensors, int64_t numel) const;
 
   Context& context_;
   Executor& executor_;

@@ -12,30 +12,30 @@ Watchdog& watchdog(Watchdog& watchdog) {
 
 TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
   // What methods take and return comes before the classes that have them.
-  using Watched = c10::intrusive_ptr<Facet<Watchdog, Watchdog>>;
-  Rows<Watchdog, Watchdog> dog(m, "Watchdog", watchdog);
-  dog.by_hand()
+  using WatchdogHandle = c10::intrusive_ptr<BoundPart<Watchdog, Watchdog>>;
+  BindingTable<Watchdog, Watchdog> dog(m, "Watchdog", watchdog);
+  dog.raw_class()
       .def(torch::init(
           [](const std::string& group_name, double report_s, double timeout_s, std::vector<int64_t> hosts) {
-            return c10::make_intrusive<Facet<Watchdog, Watchdog>>(
+            return c10::make_intrusive<BoundPart<Watchdog, Watchdog>>(
                 c10::make_intrusive<Watchdog>(group_name, report_s, timeout_s, std::move(hosts)));
           }))
       .def("watch_replay",
-           [](const Watched& self, const at::Tensor& ended, int64_t lane, int64_t number) {
-             self->whole->activity().watch_replay(ended, static_cast<SequenceId>(lane), number);
+           [](const WatchdogHandle& self, const at::Tensor& ended, int64_t lane, int64_t number) {
+             self->root->activity().watch_replay(ended, static_cast<SequenceId>(lane), number);
            })
       .def("watch_device",
-           [](const Watched& self, const at::Tensor& words) { self->whole->activity().watch_device(words); })
+           [](const WatchdogHandle& self, const at::Tensor& words) { self->root->activity().watch_device(words); })
       .def("set_exchange_parts",
-           [](const Watched& self, int64_t first, std::vector<std::string> weights) {
-             self->whole->activity().set_exchange_parts(first, std::move(weights));
+           [](const WatchdogHandle& self, int64_t first, std::vector<std::string> weights) {
+             self->root->activity().set_exchange_parts(first, std::move(weights));
            })
-      .def("sequence_number", [](const Watched& self, int64_t lane) {
-        return self->whole->activity().status().sequence_number.at(static_cast<size_t>(lane));
+      .def("sequence_number", [](const WatchdogHandle& self, int64_t lane) {
+        return self->root->activity().status().sequence_numbers.at(static_cast<size_t>(lane));
       });
   dog("enter", &Watchdog::enter)               //
       ("busy", &Watchdog::busy)                //
-      ("moved", &Watchdog::moved)              //
+      ("moved", &Watchdog::set_progress)              //
       ("begin_wait", &Watchdog::begin_wait)    //
       ("end_wait", &Watchdog::end_wait)        //
       ("on_abort", &Watchdog::on_abort)            //
@@ -49,50 +49,50 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       ("leave", &Watchdog::leave)              //
       ("close", &Watchdog::close);
 
-  bind_parts(m);
+  bind_executor_parts(m);
 
-  Rows<Executor> executor(m, "Executor", itself);
-  executor.by_hand()
-      .def(torch::init([](std::string gathers, std::string gathers_across, std::string reduces,
-                          std::string reduces_across, std::string control, const std::string& device) {
-        return c10::make_intrusive<Facet<Executor>>(c10::make_intrusive<Executor>(
-            Communicators::Names{std::move(gathers), std::move(gathers_across), std::move(reduces),
-                                 std::move(reduces_across), std::move(control)},
+  BindingTable<Executor> executor(m, "Executor", whole_executor);
+  executor.raw_class()
+      .def(torch::init([](std::string gathers, std::string inter_host_gathers, std::string reduces,
+                          std::string inter_host_reduces, std::string control, const std::string& device) {
+        return c10::make_intrusive<BoundPart<Executor>>(c10::make_intrusive<Executor>(
+            Communicators::Names{std::move(gathers), std::move(inter_host_gathers), std::move(reduces),
+                                 std::move(inter_host_reduces), std::move(control)},
             device));
       }))
-      .def("parameters", facet<Parameters>())
-      .def("weights", facet<Weights>())
-      .def("gradients", facet<Reducer>())
-      .def("graphs", facet<Recorder>())
-      .def("transports", facet<Transports>())
+      .def("parameters", bind_part<Parameters>())
+      .def("weights", bind_part<Weights>())
+      .def("gradients", bind_part<Reducer>())
+      .def("graphs", bind_part<GraphRecorder>())
+      .def("transports", bind_part<Transports>())
       .def("configure",
-           [](const Made& self, int64_t bucket_bytes, bool double_buffer, bool free_buckets,
-              bool sync_collectives, bool poison, std::optional<at::ScalarType> reduce_dtype,
+           [](const ExecutorHandle& self, int64_t bucket_bytes, bool double_buffer, bool free_buckets,
+              bool sync_collectives, bool nan_fill, std::optional<at::ScalarType> reduce_dtype,
               int64_t exchange_part_bytes) {
-             self->whole->configure({bucket_bytes, double_buffer, free_buckets, sync_collectives, poison,
+             self->root->configure({bucket_bytes, double_buffer, free_buckets, sync_collectives, nan_fill,
                                      reduce_dtype, exchange_part_bytes});
            },
            "",
            {arg("bucket_bytes"), arg("double_buffer"), arg("free_buckets"), arg("sync_collectives"),
             arg("poison"), arg("reduce_dtype"), arg("exchange_part_bytes")})
-      .def("watch", [](const Made& self, const Watched& watchdog) { self->whole->watch(watchdog->whole); })
+      .def("watch", [](const ExecutorHandle& self, const WatchdogHandle& watchdog) { self->root->watch(watchdog->root); })
       .def("on_backward_end",
-           [](const Made& self, std::string op) { self->whole->gradients().on_abort(std::move(op)); })
+           [](const ExecutorHandle& self, std::string op) { self->root->gradients().on_backward_end(std::move(op)); })
       .def("keep_activations",
-           [](const Made& self, std::string leave, std::string left, std::string come, std::string came) {
-             self->whole->activations().keep(
+           [](const ExecutorHandle& self, std::string leave, std::string left, std::string come, std::string came) {
+             self->root->activations().set_ops(
                  {std::move(leave), std::move(left), std::move(come), std::move(came)});
            },
            "", {arg("leave"), arg("left"), arg("come"), arg("came")})
       .def("on_new_plan",
-           [](const Made& self, std::string op) { self->whole->weights().on_new_plan(std::move(op)); })
+           [](const ExecutorHandle& self, std::string op) { self->root->weights().on_new_plan(std::move(op)); })
       .def("before_user_writes",
-           [](const Made& self, std::string op) {
-             self->whole->weights().edits().before_change(std::move(op));
+           [](const ExecutorHandle& self, std::string op) {
+             self->root->weights().user_writes().set_before_write_op(std::move(op));
            })
-      .def("counters", [](const Made& self) {
+      .def("counters", [](const ExecutorHandle& self) {
         c10::Dict<std::string, int64_t> result;
-        for (const auto& [name, value] : self->whole->counters()) result.insert(name, value);
+        for (const auto& [name, value] : self->root->counters()) result.insert(name, value);
         return result;
       });
   executor("reset_counters", &Executor::reset_counters)  //

@@ -12,17 +12,17 @@ using torch::arg;
 
 // A part of what Python made, or all of it, as Python sees it. Keeps all of it. Torch's registry of classes
 // is known here alone: its header takes a compiler twice as long as a tensor's.
-template <class Owner, class Whole = Executor>
-struct Facet : torch::CustomClassHolder {
-  explicit Facet(c10::intrusive_ptr<Whole> whole) : whole(std::move(whole)) {}
-  c10::intrusive_ptr<Whole> whole;
+template <class Owner, class Root = Executor>
+struct BoundPart : torch::CustomClassHolder {
+  explicit BoundPart(c10::intrusive_ptr<Root> root) : root(std::move(root)) {}
+  c10::intrusive_ptr<Root> root;
 };
-using Made = c10::intrusive_ptr<Facet<Executor>>;
+using ExecutorHandle = c10::intrusive_ptr<BoundPart<Executor>>;
 
 // The executor's method of that name hands it out.
 template <class Owner>
-auto facet() {
-  return [](const Made& self) { return c10::make_intrusive<Facet<Owner>>(self->whole); };
+auto bind_part() {
+  return [](const ExecutorHandle& self) { return c10::make_intrusive<BoundPart<Owner>>(self->root); };
 }
 
 // What a method takes and returns, whether it is const or not.
@@ -37,43 +37,43 @@ Signature<Result, Args...> signature(Result (Class::*)(Args...) const) {
   return {};
 }
 
-template <class Owner, class Whole = Executor>
-class Rows {
+template <class Owner, class Root = Executor>
+class BindingTable {
  public:
-  Rows(torch::Library& m, const char* name, Owner& (*owner)(Whole&))
-      : class_(m.class_<Facet<Owner, Whole>>(name)), owner_(owner) {}
+  BindingTable(torch::Library& m, const char* name, Owner& (*owner)(Root&))
+      : class_(m.class_<BoundPart<Owner, Root>>(name)), owner_(owner) {}
 
   // A method of the owner, or of `part`, which belongs to it.
   template <class Method>
     requires std::is_member_function_pointer_v<Method>
-  Rows& operator()(const char* name, Method method, std::initializer_list<arg> names = {}) {
+  BindingTable& operator()(const char* name, Method method, std::initializer_list<arg> names = {}) {
     return add(name, owner_, method, names);
   }
   template <class Part, class Method>
     requires std::is_member_function_pointer_v<Method>
-  Rows& operator()(const char* name, Part& (*part)(Whole&), Method method,
+  BindingTable& operator()(const char* name, Part& (*part)(Root&), Method method,
                    std::initializer_list<arg> names = {}) {
     return add(name, part, method, names);
   }
   template <class Result>
-  Rows& operator()(const char* name, Result (*function)()) {
+  BindingTable& operator()(const char* name, Result (*function)()) {
     class_.def(name, [function](const Self&) { return function(); });
     return *this;
   }
   // What is no method.
-  torch::class_<Facet<Owner, Whole>>& by_hand() { return class_; }
+  torch::class_<BoundPart<Owner, Root>>& raw_class() { return class_; }
 
  private:
-  using Self = c10::intrusive_ptr<Facet<Owner, Whole>>;
+  using Self = c10::intrusive_ptr<BoundPart<Owner, Root>>;
 
   template <class Part, class Method>
-  Rows& add(const char* name, Part& (*part)(Whole&), Method method, std::initializer_list<arg> names) {
+  BindingTable& add(const char* name, Part& (*part)(Root&), Method method, std::initializer_list<arg> names) {
     // torch reads types off a function that takes them by name.
     const auto define = [&]<class Result, class... Args>(Signature<Result, Args...>) {
       class_.def(
           name,
           [part, method](const Self& self, Args... args) -> Result {
-            return (part(*self->whole).*method)(std::forward<Args>(args)...);
+            return (part(*self->root).*method)(std::forward<Args>(args)...);
           },
           "", names);
     };
@@ -81,15 +81,15 @@ class Rows {
     return *this;
   }
 
-  torch::class_<Facet<Owner, Whole>> class_;
-  Owner& (*owner_)(Whole&);
+  torch::class_<BoundPart<Owner, Root>> class_;
+  Owner& (*owner_)(Root&);
 };
 
-inline Executor& itself(Executor& executor) {
+inline Executor& whole_executor(Executor& executor) {
   return executor;
 }
 
 // In parts.cpp: of weights and gradients, which executors hand out.
-void bind_parts(torch::Library& m);
+void bind_executor_parts(torch::Library& m);
 
 }  // namespace lightning_zero

@@ -8,9 +8,9 @@
 
 namespace lightning_zero {
 
-std::string Recorder::disabled_reason(int64_t segment) const {
+std::string GraphRecorder::disabled_reason(int64_t segment) const {
   Lock lock(context_.mutex);
-  if (context_.options.poison || context_.options.sync_collectives)
+  if (context_.options.nan_fill || context_.options.sync_collectives)
     return "collectives are being debugged";
   if (recording_)
     return "another graph is being recorded";
@@ -19,7 +19,7 @@ std::string Recorder::disabled_reason(int64_t segment) const {
   return weights_.disabled_reason();
 }
 
-void Recorder::begin(bool backward, bool adding, int64_t segment) {
+void GraphRecorder::begin(bool backward, bool adding, int64_t segment) {
   Lock lock(context_.mutex);
   const auto reason = disabled_reason(segment);
   TORCH_INTERNAL_ASSERT(reason.empty(), reason);
@@ -30,7 +30,7 @@ void Recorder::begin(bool backward, bool adding, int64_t segment) {
   recording_ = true;
 }
 
-int64_t Recorder::end() {
+int64_t GraphRecorder::end() {
   Lock lock(context_.mutex);
   TORCH_INTERNAL_ASSERT(recording_);
   auto reason = gradients_.finish();
@@ -41,7 +41,7 @@ int64_t Recorder::end() {
   graph.gradients = gradients_.end();
   graph.weights = weights_.end();
   graph.counters = std::exchange(context_.counters, std::move(counters_));
-  graph.meetings = communicators_.end_recording();
+  graph.collectives = communicators_.end_recording();
   recording_ = false;
   if (!reason.empty())
     weights_.mark_not_run(graph.weights);
@@ -50,11 +50,11 @@ int64_t Recorder::end() {
   return made_;
 }
 
-void Recorder::abort() {
+void GraphRecorder::abort() {
   Lock lock(context_.mutex);
   if (!recording_)
     return;
-  communicators_.join_whatever_happened();
+  communicators_.join_ignoring_errors();
   gradients_.abort();
   weights_.mark_not_run(weights_.end());
   context_.counters = std::move(counters_);
@@ -62,7 +62,7 @@ void Recorder::abort() {
   recording_ = false;
 }
 
-const Recorder::Recorded& Recorder::recorded(int64_t graph) const {
+const GraphRecorder::Recorded& GraphRecorder::recorded(int64_t graph) const {
   const auto found = graphs_.find(graph);
   TORCH_CHECK(
       found != graphs_.end(),
@@ -72,7 +72,7 @@ const Recorder::Recorded& Recorder::recorded(int64_t graph) const {
   return found->second;
 }
 
-bool Recorder::fits(int64_t forward, int64_t backward) const {
+bool GraphRecorder::fits(int64_t forward, int64_t backward) const {
   Lock lock(context_.mutex);
   std::set<int64_t> gathered;  // by the forward, for its backward
   for (const auto number : {forward, backward}) {
@@ -85,42 +85,42 @@ bool Recorder::fits(int64_t forward, int64_t backward) const {
   return true;
 }
 
-void Recorder::mark_not_run(int64_t graph) {
+void GraphRecorder::mark_not_run(int64_t graph) {
   Lock lock(context_.mutex);
   weights_.mark_not_run(recorded(graph).weights);
 }
 
-void Recorder::drop(int64_t graph) {
+void GraphRecorder::drop(int64_t graph) {
   Lock lock(context_.mutex);
   graphs_.erase(graph);
 }
 
-void Recorder::before_replay(int64_t number) {
+void GraphRecorder::before_replay(int64_t number) {
   Lock lock(context_.mutex);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   const auto& graph = recorded(number);
   weights_.before_replay(graph.weights);
-  communicators_.before_replay(graph.meetings);
+  communicators_.before_replay(graph.collectives);
   if (!graph.gradients.arrivals.empty())
     gradients_.before_replay(graph.gradients);
 }
 
-void Recorder::after_replay(int64_t number) {
+void GraphRecorder::after_replay(int64_t number) {
   Lock lock(context_.mutex);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   const auto& graph = recorded(number);
   for (const auto& [name, by] : graph.counters) context_.counters[name] += by;
   context_.count("replayed_graphs");
-  communicators_.after_replay(graph.meetings);
+  communicators_.after_replay(graph.collectives);
   weights_.after_replay(graph.weights);
   if (!graph.gradients.arrivals.empty())
     gradients_.after_replay(graph.gradients);
 }
 
-void Recorder::close() {
+void GraphRecorder::close() {
   // Whoever holds the outputs of a replayed forward may still begin its backward.
   graphs_.clear();
-  gradients_.forget_replay();
+  gradients_.clear_replay();
 }
 
 }  // namespace lightning_zero

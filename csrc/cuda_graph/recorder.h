@@ -19,9 +19,9 @@
 
 namespace lightning_zero {
 
-class Recorder {
+class GraphRecorder {
  public:
-  Recorder(Context& context, Communicators& communicators, Transports& transports, Weights& weights,
+  GraphRecorder(Context& context, Communicators& communicators, Transports& transports, Weights& weights,
            Reducer& reducer)
       : context_(context),
         communicators_(communicators),
@@ -31,7 +31,7 @@ class Recorder {
   // Why nothing can be recorded now; empty when it can. `segment`: see begin().
   std::string disabled_reason(int64_t segment) const;
   // Why collectives, where weights or gradients travel by them, can never be recorded; empty when they can.
-  std::string no_collectives_reason() const { return communicators_.why_not_captured(); }
+  std::string no_collectives_reason() const { return communicators_.no_capture_reason(); }
   // What follows is recorded. `adding`: to the gradients that are there, rather than in their place.
   // `segment`: of a backward, that they are, as Reducer::mark() says where the same code runs; -1: the first.
   void begin(bool backward, bool adding, int64_t segment);
@@ -45,22 +45,22 @@ class Recorder {
   void before_replay(int64_t graph);
   void after_replay(int64_t graph);
   // What was kept back for a replay that did not come.
-  void forget_replay() { gradients_.forget_replay(); }
+  void clear_replay() { gradients_.clear_replay(); }
   void close();
 
  private:
   struct Recorded {
-    GradientRecording::Recorded gradients;
-    WeightRecording::Recorded weights;
-    Meetings meetings;
+    GradientCapture::Recorded gradients;
+    WeightCapture::Recorded weights;
+    CollectiveCounts collectives;
     std::map<std::string, int64_t> counters;
   };
   const Recorded& recorded(int64_t graph) const;
 
   Context& context_;
   Communicators& communicators_;
-  WeightRecording weights_;
-  GradientRecording gradients_;
+  WeightCapture weights_;
+  GradientCapture gradients_;
   bool recording_ = false;
   std::map<std::string, int64_t> counters_;  // of what goes on around a recording
   std::map<int64_t, Recorded> graphs_;       // by their numbers

@@ -20,13 +20,13 @@ int64_t digest(const std::vector<int64_t>& arrivals) {
 
 }  // namespace
 
-Agreement::Agreed Agreement::agree(std::vector<int64_t> flags, const std::vector<int64_t>& arrivals,
+RankConsensus::Result RankConsensus::agree(std::vector<int64_t> flags, const std::vector<int64_t>& arrivals,
                                    int64_t barriers) {
   // What must be alike travels twice, once negative: the largest of both tells.
   const auto order = digest(arrivals);
   const auto first = flags.size();
-  const auto reads = static_cast<int64_t>(std::exchange(context_.read_order, 0) >> 2);
-  flags.insert(flags.end(), {order, -order, barriers, -barriers, to_say_ ? 1 : 0, reads, -reads});
+  const auto reads = static_cast<int64_t>(std::exchange(context_.eager_read_hash, 0) >> 2);
+  flags.insert(flags.end(), {order, -order, barriers, -barriers, flag_ ? 1 : 0, reads, -reads});
   if (control_ != nullptr) {
     control_->all_reduce_max(flags, "the agreement at the end of a backward pass");
     context_.count("agreements");
@@ -40,16 +40,16 @@ Agreement::Agreed Agreement::agree(std::vector<int64_t> flags, const std::vector
         "ranks, and resume from a checkpoint.");
     // Replicas read by themselves, each as it likes.
     if (!context_.replicated && flags[first + 5] != -flags[first + 6])
-      refuse_order(reads);
+      raise_order_mismatch(reads);
   }
-  said_ = said_ || flags[first + 4] != 0;
+  any_flag_ = any_flag_ || flags[first + 4] != 0;
   const bool same_order = flags[first] == -flags[first + 1];
   flags.resize(first);
   return {std::move(flags), same_order};
 }
 
 // All ranks come here.
-void Agreement::refuse_order(int64_t mine) {
+void RankConsensus::raise_order_mismatch(int64_t mine) {
   std::vector<int64_t> all(static_cast<size_t>(context_.size), -1);
   all[static_cast<size_t>(context_.rank)] = mine;
   control_->all_reduce_max(all, "in which order ranks have read weights");

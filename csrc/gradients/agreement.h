@@ -9,36 +9,36 @@
 
 namespace lightning_zero {
 
-class Agreement {
+class RankConsensus {
  public:
   // `control`: null where there is one rank.
-  Agreement(Context& context, Communicator* control) : context_(context), control_(control) {}
+  RankConsensus(Context& context, Communicator* control) : context_(context), control_(control) {}
 
-  struct Agreed {
+  struct Result {
     std::vector<int64_t> flags;  // the largest of any rank
     bool same_order = true;      // of arrival, on all ranks
   };
   // `flags`: of this rank; as long on every rank. `barriers`: that there were before this backward. Throws
   // where ranks came to them at different times, or have read weights in another order than others.
-  Agreed agree(std::vector<int64_t> flags, const std::vector<int64_t>& arrivals, int64_t barriers);
+  Result agree(std::vector<int64_t> flags, const std::vector<int64_t>& arrivals, int64_t barriers);
 
   // Something that the agreements to come carry along; and whether, since the last question, some rank had
   // something to say.
-  void say(bool yes) {
+  void set_flag(bool yes) {
     Lock lock(context_.mutex);
-    to_say_ = yes;
+    flag_ = yes;
   }
-  bool take_consensus_flag() {
+  bool take_flag() {
     Lock lock(context_.mutex);
-    return std::exchange(said_, false);
+    return std::exchange(any_flag_, false);
   }
 
  private:
-  [[noreturn]] void refuse_order(int64_t mine);
+  [[noreturn]] void raise_order_mismatch(int64_t mine);
 
   Context& context_;
   Communicator* control_;
-  bool to_say_ = false, said_ = false;
+  bool flag_ = false, any_flag_ = false;
 };
 
 }  // namespace lightning_zero

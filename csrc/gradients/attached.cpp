@@ -31,7 +31,7 @@ void AttachedGradients::attach(const std::vector<char>& brought, const DeferredG
       held = shown;
     }
     if (defers)
-      deferred.stand_for(record);
+      deferred.track(record);
   }
 }
 
@@ -43,7 +43,7 @@ int64_t AttachedGradients::key() const {
                       "lightning_zero: the data of parameter ", record->name,
                       " was replaced by another tensor, which neither gathers nor optimizer steps would see. "
                       "Copy into it instead (param.data.copy_(x)), or assign to module.weight.data.");
-    over_copies::check_kept(*record);
+    grad_aliasing::check_is_gradient(*record);
     const auto& grad = record->param.grad();
     key =
         (key ^ (grad.defined() ? reinterpret_cast<uintptr_t>(grad.const_data_ptr()) : 0)) * 1099511628211ULL;
@@ -54,7 +54,7 @@ int64_t AttachedGradients::key() const {
 bool AttachedGradients::may_write_gradient(int64_t index) const {
   Lock lock(context_.mutex);
   const auto& record = context_.at(index);
-  return !record.grad_over_copy() || record.compute_copy.holds != InCopy::WEIGHT;
+  return !record.is_grad_aliased() || record.compute_shard.state != ComputeShardState::WEIGHT;
 }
 
 bool AttachedGradients::has_gradients() const {

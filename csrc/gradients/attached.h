@@ -19,7 +19,7 @@ class AttachedGradients {
   void attach(const std::vector<char>& brought, const DeferredGradients& deferred);
 
   // Parameters with a gradient from the last backward.
-  std::vector<int64_t> of_last_backward() const {
+  std::vector<int64_t> last_attached() const {
     Lock lock(context_.mutex);
     return attached_;
   }

@@ -22,13 +22,13 @@ const char* name(ReduceBucket::State state) {
 
 }  // namespace
 
-void ReduceBucket::append(ParamRecord* record, int expected, bool again) {
+void ReduceBucket::append(ParamRecord* record, int expected, bool repeated) {
   TORCH_INTERNAL_ASSERT(state_ == State::EMPTY);
-  slots_.push_back(Slot{record, chunk_, 0, expected, false, again});
+  slots_.push_back(Slot{record, chunk_, 0, expected, false, repeated});
   chunk_ += record->host_shard_numel();
 }
 
-void ReduceBucket::has_left() {
+void ReduceBucket::mark_launched() {
   TORCH_INTERNAL_ASSERT(state_ == State::EMPTY, "a bucket that is ", name(state_), " has not left");
   state_ = State::LAUNCHED;
   sent_.assign(slots_.size(), Sent{});
@@ -46,8 +46,8 @@ void ReduceBucket::open(BucketBuffer* buffer, bool adding, std::optional<bool> d
       continue;
     }
     slot.add = adding || record.param.grad().defined();
-    if (!adding && !slot.again)
-      record.take_in_gradient();
+    if (!adding && !slot.repeated)
+      record.accept_user_gradient();
   }
 }
 
@@ -55,50 +55,50 @@ at::Tensor& ReduceBucket::memory(at::Tensor& tensor, int64_t numel, at::ScalarTy
   if (!tensor.defined()) {
     const auto& shard = slots_.front().record->shard;
     tensor = tensors::empty(numel, shard.options().dtype(dtype).requires_grad(std::nullopt));
-    if (poison)
-      fill_with_poison(tensor);
+    if (nan_fill)
+      fill_with_nan(tensor);
   }
   return tensor;
 }
 
-void ReduceBucket::put(size_t index, const at::Tensor& grad, bool borrow) {
+void ReduceBucket::add(size_t index, const at::Tensor& grad, bool zero_copy) {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot add a gradient to a bucket that is ", name(state_));
-  take_over(index);
+  copy_borrowed(index);
   auto& slot = slots_[index];
   auto& sent = sent_[index];
-  const bool first = slot.arrivals++ == 0 || std::exchange(sent.waits, false);
+  const bool first = slot.arrivals++ == 0 || std::exchange(sent.in_deferred, false);
   if (slot.takes_deferred()) {
     slot.record->deferred.add(grad);
-    sent.waits = true;
+    sent.in_deferred = true;
   } else if (!first) {
-    run(index).narrow(0, 0, grad.numel()).view(grad.sizes()).add_(grad, scale);
-  } else if (borrow && own_send_buffers && scale == 1.0 && grad.scalar_type() == dtype_ &&
+    send_slice(index).narrow(0, 0, grad.numel()).view(grad.sizes()).add_(grad, scale);
+  } else if (zero_copy && own_send_buffers && scale == 1.0 && grad.scalar_type() == dtype_ &&
              !grad.is_conj() && !grad.is_neg() && grad.is_contiguous() &&
              grad.numel() == ranks_ * slot.record->host_shard_numel()) {
-    sent = {grad.view({-1}), /*borrowed=*/true};
+    sent = {grad.view({-1}), /*zero_copy=*/true};
   } else {
     copy_in(index, grad);
   }
 }
 
-void ReduceBucket::take_over(size_t index) {
-  if (sent_[index].borrowed)
+void ReduceBucket::copy_borrowed(size_t index) {
+  if (sent_[index].zero_copy)
     copy_in(index, std::exchange(sent_[index], {}).flat);
 }
 
 void ReduceBucket::release(size_t index, const c10::Stream& stream) {
   if (state_ == State::FILLING) {
-    take_over(index);
-  } else if (sent_[index].borrowed) {
+    copy_borrowed(index);
+  } else if (sent_[index].zero_copy) {
     read_.block(stream);
     sent_[index] = {};
   }
 }
 
-void ReduceBucket::read_by(const c10::Stream& stream) {
+void ReduceBucket::record_read(const c10::Stream& stream) {
   read_.record(stream);
   for (auto& sent : sent_) {
-    if (sent.flat.defined() && !sent.borrowed)
+    if (sent.flat.defined() && !sent.zero_copy)
       buffer_->own_send_buffers.push_back(std::move(sent.flat));
   }
 }
@@ -107,7 +107,7 @@ void ReduceBucket::copy_in(size_t index, const at::Tensor& grad) {
   const auto& slot = slots_[index];
   const auto& record = *slot.record;
   // In the gradient's own shape: one that is a transposed view is copied once, not flattened first.
-  auto whole = run(index);
+  auto whole = send_slice(index);
   auto filled = piece(whole, 0, record.numel).view(grad.sizes());
   if (scale == 1.0) {
     filled.copy_(grad);
@@ -126,7 +126,7 @@ void ReduceBucket::copy_in(size_t index, const at::Tensor& grad) {
     piece(whole, record.numel, padding).zero_();
 }
 
-at::Tensor ReduceBucket::run(size_t index) {
+at::Tensor ReduceBucket::send_slice(size_t index) {
   const auto& slot = slots_[index];
   const auto length = ranks_ * slot.record->host_shard_numel();
   if (!own_send_buffers)
@@ -134,7 +134,7 @@ at::Tensor ReduceBucket::run(size_t index) {
   return memory(sent_[index].flat, length);
 }
 
-bool ReduceBucket::complete() const {
+bool ReduceBucket::is_complete() const {
   if (state_ != State::FILLING)
     return false;
   bool any = false;
@@ -149,49 +149,49 @@ bool ReduceBucket::complete() const {
 void ReduceBucket::seal(const std::function<bool(const Slot&)>& has_more) {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot launch a bucket that is ", name(state_));
   for (auto& slot : slots_) {
-    if (!slot.again)
+    if (!slot.repeated)
       continue;
     if (has_more(slot))
       slot.add = true;
     else
-      slot.record->take_in_gradient();
+      slot.record->accept_user_gradient();
   }
   for (size_t index = 0; index < slots_.size(); ++index) {
     auto& slot = slots_[index];
     if (slot.takes_deferred()) {
       auto& kept = slot.record->deferred;
       copy_in(index, kept.values(slot.record->numel));
-      kept.empty();
-    } else if (slot.arrivals == 0 || sent_[index].waits) {
-      run(index).zero_();
+      kept.clear();
+    } else if (slot.arrivals == 0 || sent_[index].in_deferred) {
+      send_slice(index).zero_();
     }
   }
   state_ = State::LAUNCHED;
   buffer_->filling = false;
 }
 
-void ReduceBucket::accumulate(int64_t begin, int64_t width, const Sums& sums, bool across) {
-  if (hosts_ == 1 || across)
-    add_to(begin, width, sums, slots_.front().record->deferred.shards,
+void ReduceBucket::accumulate(int64_t begin, int64_t width, const ApplySum& sums, bool inter_host) {
+  if (hosts_ == 1 || inter_host)
+    apply_to_runs(begin, width, sums, slots_.front().record->deferred.shards,
            [](Slot& slot) { return Target{slot.record->grad, &slot.add}; });
   else if (deferred)
-    add_to(begin, width, sums, 1, [](Slot& slot) {
+    apply_to_runs(begin, width, sums, 1, [](Slot& slot) {
       auto& kept = slot.record->deferred;
       return Target{kept.memory, &kept.filled};
     });
   else
-    sums(piece(wide_memory(), begin, width), begin, /*add=*/false);
+    sums(piece(fp32_memory(), begin, width), begin, /*add=*/false);
 }
 
-at::Tensor ReduceBucket::host_sums() {
+at::Tensor ReduceBucket::sum_on_host() {
   std::vector<at::Tensor> to, from;
-  auto sums = wide_memory();
+  auto sums = fp32_memory();
   for (auto& slot : slots_) {
     auto& kept = slot.record->deferred;
     if (kept.filled && !kept.whole) {
       to.push_back(piece(sums, slot.offset, slot.record->host_shard_numel()));
       from.push_back(kept.memory);
-      kept.empty();
+      kept.clear();
     }
   }
   if (!to.empty())
@@ -199,14 +199,14 @@ at::Tensor ReduceBucket::host_sums() {
   return sums;
 }
 
-at::Tensor ReduceBucket::wide_memory() {
+at::Tensor ReduceBucket::fp32_memory() {
   const auto wide = c10::promoteTypes(dtype_, at::kFloat);
   return piece(memory(buffer_->host_sums, buffer_->capacity, wide), 0, chunk_);
 }
 
 // `parts`: slots are so many times as wide as what each contributes.
 template <class Find>
-void ReduceBucket::add_to(int64_t begin, int64_t width, const Sums& sums, int64_t parts, Find&& target) {
+void ReduceBucket::apply_to_runs(int64_t begin, int64_t width, const ApplySum& sums, int64_t parts, Find&& target) {
   const auto end = begin + width;
   const auto offset = [&](const Slot& slot) { return slot.offset / parts; };
   const auto numel = [&](const Slot& slot) { return slot.record->host_shard_numel() / parts; };

@@ -36,15 +36,15 @@ class ReduceBucket {
     int arrivals = 0;    // this backward
     int expected = 1;    // arrivals after which it need not be waited for
     bool add = false;    // the gradient shard already holds a value that counts
-    bool again = false;  // an earlier bucket of the same backward has a slot for the parameter, too
+    bool repeated = false;  // an earlier bucket of the same backward has a slot for the parameter, too
     // Whether it takes along what waits whole on this rank.
-    bool takes_deferred() const { return !again && record->deferred.whole && record->deferred.filled; }
+    bool takes_deferred() const { return !repeated && record->deferred.whole && record->deferred.filled; }
   };
 
-  ReduceBucket(at::ScalarType dtype, const Ranks& inside, const Ranks& across, int64_t segment)
-      : dtype_(dtype), ranks_(inside.size), hosts_(across.size), segment_(segment) {}
+  ReduceBucket(at::ScalarType dtype, const Ranks& intra_host, const Ranks& inter_host, int64_t segment)
+      : dtype_(dtype), ranks_(intra_host.size), hosts_(inter_host.size), segment_(segment) {}
 
-  void append(ParamRecord* record, int expected, bool again);
+  void append(ParamRecord* record, int expected, bool repeated);
 
   // FILLING from EMPTY. Decides, per parameter, whether to overwrite or to add to its gradient shard:
   // must come before autograd can touch param.grad in this backward. `adding`: to all of them, since they
@@ -52,19 +52,19 @@ class ReduceBucket {
   // an earlier bucket brings by the time that this one leaves, seal() is told.
   void open(BucketBuffer* buffer, bool adding, std::optional<bool> decided);
   // LAUNCHED from EMPTY: a graph that was replayed has sent everything.
-  void has_left();
+  void mark_launched();
 
   // Copies `grad` (any layout and dtype, the whole parameter's elements) times scale into its slot, cast in
   // the same kernel; adds when the slot was filled before. Legal only while FILLING.
   // `borrow`: leave it where it is, if what travels are its very bytes.
-  void put(size_t slot, const at::Tensor& grad, bool borrow = false);
+  void add(size_t slot, const at::Tensor& grad, bool zero_copy = false);
 
   // The owner wants a borrowed gradient's memory back. Copies it when it has not been read yet.
   void release(size_t slot, const c10::Stream& stream);
   // What travels has been read by what `stream` has been given so far.
-  void read_by(const c10::Stream& stream);
+  void record_read(const c10::Stream& stream);
 
-  bool complete() const;  // every slot has what it expects, and at least one gradient is there
+  bool is_complete() const;  // every slot has what it expects, and at least one gradient is there
 
   // FILLING -> LAUNCHED. Zeroes the slots nothing arrived for, and takes along what earlier backwards have
   // left whole on this rank; the caller launches send() -> recv(). `has_more`: whether an earlier bucket has
@@ -74,7 +74,7 @@ class ReduceBucket {
   // Moves elements `begin` to `begin + width` of what ranks have sent into the gradient shards; with several
   // hosts, into host_sums(). `across`: it is what all hosts have made of their host_sums(), and comes into
   // the gradient shards.
-  void accumulate(int64_t begin, int64_t width, const Sums& sums, bool across = false);
+  void accumulate(int64_t begin, int64_t width, const ApplySum& sums, bool inter_host = false);
 
   void reset();  // any -> EMPTY; forgets the buffer
 
@@ -88,30 +88,30 @@ class ReduceBucket {
   at::Tensor recv() { return piece(memory(buffer_->recv, buffer_->capacity), 0, chunk_); }
   // The part of send() that belongs to one parameter: what travels for it; with `own_send_buffers`, a tensor
   // of its own, or the gradient that is borrowed.
-  at::Tensor run(size_t slot);
+  at::Tensor send_slice(size_t slot);
   // With several hosts: chunk() elements, in float32 or what is wider. What earlier backwards have left on
   // this host is added to it, and counts as taken along.
-  at::Tensor host_sums();
+  at::Tensor sum_on_host();
   // As open() finds them: how the transport wants gradients.
   bool own_send_buffers = false;
   bool deferred = false;  // nothing crosses hosts, see [Note: deferred gradients]
   double scale = 1.0;
-  bool poison = false;
+  bool nan_fill = false;
 
  private:
   // `tensor`, made at its first use.
   at::Tensor& memory(at::Tensor& tensor, int64_t numel) { return memory(tensor, numel, dtype_); }
   at::Tensor& memory(at::Tensor& tensor, int64_t numel, at::ScalarType dtype);
-  void take_over(size_t slot);  // copies a gradient that is borrowed
+  void copy_borrowed(size_t slot);  // copies a gradient that is borrowed
   void copy_in(size_t slot, const at::Tensor& grad);
-  at::Tensor wide_memory();
+  at::Tensor fp32_memory();
   // Where a slot's values go, and whether they are added.
   struct Target {
     at::Tensor memory;
     bool* add;
   };
   template <class Find>
-  void add_to(int64_t begin, int64_t width, const Sums& sums, int64_t parts, Find&& target);
+  void apply_to_runs(int64_t begin, int64_t width, const ApplySum& sums, int64_t parts, Find&& target);
 
   at::ScalarType dtype_;
   int64_t ranks_, hosts_;
@@ -122,8 +122,8 @@ class ReduceBucket {
   // earlier backwards have left whole on this rank, and travels with that.
   struct Sent {
     at::Tensor flat;
-    bool borrowed = false;
-    bool waits = false;
+    bool zero_copy = false;
+    bool in_deferred = false;
   };
   std::vector<Sent> sent_;
   Fence read_;

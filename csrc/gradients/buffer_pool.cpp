@@ -8,8 +8,8 @@ namespace lightning_zero {
 namespace {
 
 // How long a host may wait for a reduce-scatter that some peer has not joined before it takes new memory.
-constexpr std::chrono::milliseconds kPeerPatience{2000};
-constexpr std::chrono::milliseconds kMorePatience{100};  // with one that has been waited for so long
+constexpr std::chrono::milliseconds kPeerWait{2000};
+constexpr std::chrono::milliseconds kRepeatedPeerWait{100};  // with one that has been waited for so long
 
 }  // namespace
 
@@ -35,9 +35,9 @@ BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
   if (oldest == buffers_.end())
     return grow(chunk, stats);
   // A peer that has not come is waited for at length once, and not again for each buffer.
-  const auto patience = oldest->get() == late_ ? kMorePatience : kPeerPatience;
-  late_ = (*oldest)->pending.ready_within(patience) ? nullptr : oldest->get();
-  if (late_ != nullptr)
+  const auto limit = oldest->get() == slow_buffer_ ? kRepeatedPeerWait : kPeerWait;
+  slow_buffer_ = (*oldest)->pending.ready_within(limit) ? nullptr : oldest->get();
+  if (slow_buffer_ != nullptr)
     return grow(chunk, stats);
   (*oldest)->pending.wait(device_);
   (*oldest)->own_send_buffers.clear();
@@ -91,7 +91,7 @@ int64_t BufferPool::bytes() const {
   return total;
 }
 
-BufferPool& BufferPools::of(at::ScalarType dtype) {
+BufferPool& BufferPools::for_dtype(at::ScalarType dtype) {
   auto& pool = pools_[static_cast<int>(dtype)];
   if (!pool)
     pool = make_(dtype);

@@ -56,7 +56,7 @@ class BufferPool {
   int64_t capacity_;
   int64_t expected_ = 0;
   size_t depth_;
-  const BucketBuffer* late_ = nullptr;                 // which was not ready when it was wanted
+  const BucketBuffer* slow_buffer_ = nullptr;                 // which was not ready when it was wanted
   std::deque<std::unique_ptr<BucketBuffer>> buffers_;  // oldest use first
 };
 
@@ -66,7 +66,7 @@ class BufferPools {
   using Make = std::function<std::unique_ptr<BufferPool>(at::ScalarType)>;
   explicit BufferPools(Make make) : make_(std::move(make)) {}
 
-  BufferPool& of(at::ScalarType dtype);
+  BufferPool& for_dtype(at::ScalarType dtype);
   void drain();
   void release();
   void discard();

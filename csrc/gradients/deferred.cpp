@@ -7,9 +7,9 @@
 
 namespace lightning_zero {
 
-bool DeferredGradients::any() const {
+bool DeferredGradients::has_any() const {
   Lock lock(context_.mutex);
-  return may_wait_ && std::any_of(context_.records.begin(), context_.records.end(),
+  return may_be_pending_ && std::any_of(context_.records.begin(), context_.records.end(),
                                   [](const auto& record) { return record->deferred.filled; });
 }
 
@@ -17,33 +17,33 @@ void DeferredGradients::defer(bool on, bool whole) {
   Lock lock(context_.mutex);
   on_ = on && (whole ? context_.size > 1 : context_.has_hosts());
   whole_ = whole;
-  may_wait_ = may_wait_ || on_;
+  may_be_pending_ = may_be_pending_ || on_;
 }
 
 void DeferredGradients::reduce() {
   Lock lock(context_.mutex);
   at::NoGradGuard no_grad;
-  look();
-  if (!may_wait_)
+  validate();
+  if (!may_be_pending_)
     return;
   const bool on = std::exchange(on_, false);
   launch_();
-  on_ = may_wait_ = on;
+  on_ = may_be_pending_ = on;
   context_.count("deferred_reductions");
 }
 
-void DeferredGradients::are_reduced() {
+void DeferredGradients::finish_reduction() {
   if (on_)
     return;
   TORCH_CHECK_VALUE(
-      !any(),
+      !has_any(),
       "lightning_zero: requires_grad was switched off for a parameter between micro-batches whose gradients "
       "have not been reduced yet (stage=1, or reduce_across='step'). Change it between optimizer steps.");
-  may_wait_ = false;
+  may_be_pending_ = false;
 }
 
-void DeferredGradients::look() {
-  if (!may_wait_)
+void DeferredGradients::validate() {
+  if (!may_be_pending_)
     return;
   for (auto& record : context_.records) {
     auto& kept = record->deferred;
@@ -51,7 +51,7 @@ void DeferredGradients::look() {
       continue;
     const auto& grad = record->param.grad();
     if (!grad.defined()) {
-      kept.empty();
+      kept.clear();
       continue;
     }
     TORCH_CHECK_VALUE(
@@ -69,11 +69,11 @@ void DeferredGradients::look() {
 void DeferredGradients::abort() {
   for (auto& record : context_.records) {
     if (record->deferred.version < 0)
-      record->deferred.empty();
+      record->deferred.clear();
   }
 }
 
-void DeferredGradients::stand_for(ParamRecord& record) const {
+void DeferredGradients::track(ParamRecord& record) const {
   record.deferred.version = static_cast<int64_t>(record.param.grad()._version());
 }
 

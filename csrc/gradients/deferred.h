@@ -34,24 +34,24 @@ class DeferredGradients {
   }
   bool is_whole() const { return on_ && whole_; }
   // Whether anything waits on this rank; of what does not wait whole, alike on every rank.
-  bool any() const;
+  bool has_any() const;
   // Reduces it now, on every rank, outside backward. Harmless where there is nothing.
   void reduce();
   // A backward, or a step, begins: forgets what zero_grad() has dropped, and throws where values were
   // changed.
-  void look();
+  void validate();
   // A backward has ended that took along what there was.
-  void are_reduced();
+  void finish_reduction();
   // What a backward brought that was interrupted, and that is in no param.grad, does not count.
   void abort();
   // The parameter's param.grad stands for it from here on.
-  void stand_for(ParamRecord& record) const;
+  void track(ParamRecord& record) const;
 
  private:
   Context& context_;
   std::function<void()> launch_;
   bool on_ = false, whole_ = false;
-  bool may_wait_ = false;  // something, on some rank; alike on every rank
+  bool may_be_pending_ = false;  // something, on some rank; alike on every rank
 };
 
 }  // namespace lightning_zero

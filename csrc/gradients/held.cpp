@@ -8,44 +8,44 @@
 
 namespace lightning_zero {
 
-std::vector<HeldGradients::Held>::iterator HeldGradients::find(int64_t index, int backward) {
-  return std::find_if(held_.begin(), held_.end(), [&](const Held& held) {
+std::vector<HookedGradients::Sum>::iterator HookedGradients::find(int64_t index, int backward) {
+  return std::find_if(sums_.begin(), sums_.end(), [&](const Sum& held) {
     return held.index == index && held.backward == backward;
   });
 }
 
-void HeldGradients::add(const ParamRecord& record, const at::Tensor& grad, int backward) {
+void HookedGradients::add(const ParamRecord& record, const at::Tensor& grad, int backward) {
   const auto& device = record.shard.device();
   auto found = find(record.index, backward);
-  if (found == held_.end()) {
-    Held held{backward, record.index, tensors::empty(record.numel, record.shard.options()), {}};
+  if (found == sums_.end()) {
+    Sum held{backward, record.index, tensors::empty(record.numel, record.shard.options()), {}};
     held.flat.view(grad.sizes()).copy_(grad);
-    held_.push_back(std::move(held));
+    sums_.push_back(std::move(held));
   } else {
     found->added.block(current_stream(device));
     found->flat.view(grad.sizes()).add_(grad);
-    std::rotate(found, found + 1, held_.end());
+    std::rotate(found, found + 1, sums_.end());
   }
-  held_.back().added.record(current_stream(device));
+  sums_.back().added.record(current_stream(device));
 }
 
-at::Tensor HeldGradients::take(const ParamRecord& record, int backward) {
+at::Tensor HookedGradients::take(const ParamRecord& record, int backward) {
   const auto found = find(record.index, backward);
-  if (found == held_.end())
+  if (found == sums_.end())
     return {};
   const auto held = std::move(*found);
-  held_.erase(found);
+  sums_.erase(found);
   held.added.block(current_stream(record.shard.device()));
   return as_parameter(held.flat, record);
 }
 
-std::optional<int64_t> HeldGradients::next(int backward) const {
+std::optional<int64_t> HookedGradients::next(int backward) const {
   const auto found =
-      std::find_if(held_.begin(), held_.end(), [&](const Held& held) { return held.backward == backward; });
-  return found == held_.end() ? std::nullopt : std::optional(found->index);
+      std::find_if(sums_.begin(), sums_.end(), [&](const Sum& held) { return held.backward == backward; });
+  return found == sums_.end() ? std::nullopt : std::optional(found->index);
 }
 
-void surround_hooks(const ParamRecord& record) {
+void wrap_user_hooks(const ParamRecord& record) {
   const auto* impl = record.param.unsafeGetTensorImpl();
   const auto first = [impl, name = record.name](const at::Tensor& grad) {
     const auto ref = ShardTable::instance().find(impl->data());
@@ -57,7 +57,7 @@ void surround_hooks(const ParamRecord& record) {
         "from their modules (self.layer.weight), or use the optimizer's weight_decay for a "
         "penalty on all of them. If a function that you compiled (torch.compile) reads its weights or calls "
         "its module, leave torch.compile out there.");
-    return ref && !grad.defined() ? ref->executor->gradients().take_held(ref->index) : grad;
+    return ref && !grad.defined() ? ref->executor->gradients().take_hooked_sum(ref->index) : grad;
   };
   const auto last = [impl](const at::Tensor& grad) {
     const auto ref = ShardTable::instance().find(impl->data());
@@ -66,7 +66,7 @@ void surround_hooks(const ParamRecord& record) {
     ref->executor->gradients().reduce_hooked(ref->index, grad);
     return at::Tensor();
   };
-  compat::surround_hooks(record.param, first, last);
+  compat::wrap_user_hooks(record.param, first, last);
 }
 
 }  // namespace lightning_zero

@@ -19,7 +19,7 @@
 
 namespace lightning_zero {
 
-class HeldGradients {
+class HookedGradients {
  public:
   // `grad`: as the parameter lies in memory. `backward`: autograd's number of the one that brings it.
   void add(const ParamRecord& record, const at::Tensor& grad, int backward);
@@ -27,22 +27,22 @@ class HeldGradients {
   at::Tensor take(const ParamRecord& record, int backward);
   // A parameter with a sum; empty if there is none.
   std::optional<int64_t> next(int backward) const;
-  void clear() { held_.clear(); }
+  void clear() { sums_.clear(); }
 
  private:
-  struct Held {
+  struct Sum {
     int backward;
     int64_t index;
     at::Tensor flat;
     Fence added;  // to `flat`
   };
-  std::vector<Held>::iterator find(int64_t index, int backward);
+  std::vector<Sum>::iterator find(int64_t index, int backward);
 
-  std::vector<Held> held_;  // in the order in which the last of each one's gradients came
+  std::vector<Sum> sums_;  // in the order in which the last of each one's gradients came
 };
 
 // Puts our hooks around the user's. Raises, in backward, if autograd brings this rank's shard a gradient:
 // something was computed with the shard itself.
-void surround_hooks(const ParamRecord& record);
+void wrap_user_hooks(const ParamRecord& record);
 
 }  // namespace lightning_zero

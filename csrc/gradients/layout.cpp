@@ -14,7 +14,7 @@ at::ScalarType BucketLayout::wire_dtype(const ParamRecord& record) const {
 }
 
 int64_t BucketLayout::row_limit(at::ScalarType dtype) const {
-  return context_.options.bucket_bytes / static_cast<int64_t>(c10::elementSize(dtype)) / context_.inside.size;
+  return context_.options.bucket_bytes / static_cast<int64_t>(c10::elementSize(dtype)) / context_.intra_host.size;
 }
 
 void BucketLayout::add_parameter() {
@@ -30,7 +30,7 @@ bool BucketLayout::is_stale() const {
   });
 }
 
-void BucketLayout::make() {
+void BucketLayout::build() {
   // Parameters that became trainable go to the end; until an order has been learned, and for a new set of
   // parameters, gradients are expected in the reverse order of registration.
   std::vector<char> known(context_.records.size(), 0);
@@ -48,7 +48,7 @@ void BucketLayout::make() {
   int64_t number = 0;
   for (const auto& segment : members()) pack(segment, number++);
   late_ = buckets_;
-  ++made_;
+  ++version_;
   context_.count("plans");
 }
 
@@ -103,16 +103,16 @@ void BucketLayout::pack(const Segment& members, int64_t segment) {
       };
       return place(a.index) < place(b.index);
     });
-    auto& made = buckets_.emplace_back(bucket.dtype, context_.inside, context_.across, segment);
+    auto& made = buckets_.emplace_back(bucket.dtype, context_.intra_host, context_.inter_host, segment);
     for (const auto& [index, count] : bucket.members) {
       positions_[index].push_back(
           {static_cast<int64_t>(buckets_.size()) - 1, static_cast<int64_t>(made.slots().size())});
-      made.append(&context_.at(index), count, /*again=*/positions_[index].size() > 1);
+      made.append(&context_.at(index), count, /*repeated=*/positions_[index].size() > 1);
     }
   }
 }
 
-BucketLayout::Position BucketLayout::place(int64_t index, size_t launched) {
+BucketLayout::Position BucketLayout::find_position(int64_t index, size_t launched) {
   Position found;
   for (const auto position : positions_[static_cast<size_t>(index)]) {
     found = position;
@@ -132,7 +132,7 @@ bool BucketLayout::was_launched(int64_t index, int64_t before) const {
   });
 }
 
-size_t BucketLayout::begin_of(int64_t segment) const {
+size_t BucketLayout::first_bucket_of(int64_t segment) const {
   const auto first = std::find_if(buckets_.begin(), buckets_.end(),
                                   [&](const auto& bucket) { return bucket.segment() >= segment; });
   return static_cast<size_t>(first - buckets_.begin());
@@ -142,11 +142,11 @@ void BucketLayout::expect(BufferPools& pools) const {
   std::map<at::ScalarType, int64_t> largest;
   for (const auto& bucket : buckets_)
     largest[bucket.dtype()] = std::max(largest[bucket.dtype()], bucket.chunk());
-  for (auto [dtype, chunk] : largest) pools.of(dtype).expect(chunk);
+  for (auto [dtype, chunk] : largest) pools.for_dtype(dtype).expect(chunk);
 }
 
-void BucketLayout::learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks, bool alike) {
-  if (!learned_.learn(arrivals, marks, alike))
+void BucketLayout::learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks, bool same_on_all_ranks) {
+  if (!learned_.learn(arrivals, marks, same_on_all_ranks))
     return;
   sort_order();
   for (auto& bucket : buckets_) bucket.reset();

@@ -24,14 +24,14 @@ class BucketLayout {
   void forget() { buckets_.clear(); }
   size_t size() const { return buckets_.size(); }
   bool is_stale() const;
-  void make();
+  void build();
   // Changes each time.
-  int64_t number() const { return made_; }
+  int64_t version() const { return version_; }
 
   // Launching in the order of arrival is what hides the reduce-scatters. The first backward shows the order;
   // it is adopted only when every rank saw the same one. `marks`: how many had arrived where a segment ended.
   // Segments that come later are added, a few times.
-  void learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks, bool alike);
+  void learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks, bool same_on_all_ranks);
 
   // Trainable parameters in the order their gradients are sent.
   const std::vector<int64_t>& order() const { return order_; }
@@ -40,7 +40,7 @@ class BucketLayout {
     return positions_[static_cast<size_t>(index)];
   }
   // Where a gradient that arrives now goes. `launched`: so many buckets have left, or are another graph's.
-  Position place(int64_t index, size_t launched);
+  Position find_position(int64_t index, size_t launched);
   // Whether an earlier bucket than this one has brought the parameter's gradient.
   bool was_launched(int64_t index, int64_t before) const;
   // Launched in this order; and a second chance for each.
@@ -49,7 +49,7 @@ class BucketLayout {
   ReduceBucket::Slot& slot(Position position) { return buckets_[position.bucket].slots()[position.slot]; }
   Segments& segments() { return learned_; }
   // Number of the first bucket of a segment, by its own number; 0 where that is -1.
-  size_t begin_of(int64_t segment) const;
+  size_t first_bucket_of(int64_t segment) const;
 
   // Elements per rank that the buckets need, so that pools are neither larger than that nor grow.
   void expect(BufferPools& pools) const;
@@ -71,7 +71,7 @@ class BucketLayout {
   Segments learned_;
   std::vector<std::vector<Position>> positions_;  // by parameter
   std::vector<ReduceBucket> buckets_, late_;
-  int64_t made_ = 0;
+  int64_t version_ = 0;
 };
 
 }  // namespace lightning_zero

@@ -13,11 +13,11 @@ namespace lightning_zero {
 namespace {
 
 // In place of autograd's task while a backward is recorded.
-constexpr int kRecording = -1;
+constexpr int kCaptureTask = -1;
 
 }  // namespace
 
-std::string GradientRecording::disabled_reason(int64_t segment) const {
+std::string GradientCapture::disabled_reason(int64_t segment) const {
   auto& layout = reducer_.layout();
   if (layout.size() == 0 || !layout.segments().is_learned() || layout.is_stale())
     return "no backward pass has shown in which order gradients come";
@@ -25,32 +25,32 @@ std::string GradientRecording::disabled_reason(int64_t segment) const {
     if (!context_.at(index).grad.defined())
       return "gradients have no memory yet";
   }
-  if (segment >= 0 && layout.segments().where(segment) < 0)
+  if (segment >= 0 && layout.segments().index_of(segment) < 0)
     return "compiled graphs run backward in other orders all the time";
   return {};
 }
 
-void GradientRecording::begin(bool backward, bool adding, int64_t segment) {
+void GradientCapture::begin(bool backward, bool adding, int64_t segment) {
   auto& now = reducer_.backward();
   auto& layout = reducer_.layout();
   recorded_ = {};
   recorded_.adding = adding;
   recorded_.deferred = reducer_.deferred().is_on();
-  recorded_.taking = !recorded_.deferred && reducer_.deferred().any();
-  recorded_.layout = layout.number();
-  recorded_.begin = recorded_.end = layout.begin_of(layout.segments().where(segment));
+  recorded_.taking = !recorded_.deferred && reducer_.deferred().has_any();
+  recorded_.layout = layout.version();
+  recorded_.begin = recorded_.end = layout.first_bucket_of(layout.segments().index_of(segment));
   for (const auto i : layout.order()) recorded_.grads.push_back(context_.at(i).grad.const_data_ptr());
   // Before anything is noted that restore() puts back: what leaves here takes deferred gradients along.
   if (!reducer_.backward().goes_on())
     reducer_.release_buffers();
   else if (segment >= 0 && !reducer_.deferred().is_whole())
-    come_to(recorded_.begin);
+    launch_up_to(recorded_.begin);
   // Replays find something there, or zeros: before_replay() sees to it.
-  records_around_.clear();
-  over_copies::forget_reads(context_);
+  outer_records_.clear();
+  grad_aliasing::forget_reads(context_);
   for (auto& record : context_.records) {
     auto& kept = record->deferred;
-    records_around_.emplace_back(kept.filled, kept.version, record->compute_copy.holds);
+    outer_records_.emplace_back(kept.filled, kept.version, record->compute_shard.state);
     const bool filled = kept.memory.defined() && (recorded_.deferred || recorded_.taking);
     if (filled && !kept.filled && !has_streams(context_.device))
       kept.memory.zero_();  // what a CPU records takes place
@@ -58,23 +58,23 @@ void GradientRecording::begin(bool backward, bool adding, int64_t segment) {
   }
   // Nothing that was launched before may be waited for inside, and nothing inside from without: memory and
   // fences are others.
-  pools_around_ = reducer_.pools().exchange({});
+  outer_pools_ = reducer_.pools().exchange({});
   layout.expect(reducer_.pools());
-  buckets_around_ = layout.buckets();
-  late_around_ = layout.late();
+  outer_buckets_ = layout.buckets();
+  outer_late_buckets_ = layout.late();
   layout.reset();
-  around_ = now;
+  outer_backward_ = now;
   now.tasks.clear();
   if (backward) {
     now = {};
-    now.tasks = {kRecording};
+    now.tasks = {kCaptureTask};
     now.next_launch = recorded_.begin;
   }
   now.recorded_adding = adding;
   transports_.reduce().begin_recording(backward);
 }
 
-std::string GradientRecording::finish() {
+std::string GradientCapture::finish() {
   auto& layout = reducer_.layout();
   if (reducer_.backward().goes_on()) {
     reducer_.launch_complete();  // a CPU launches nothing while gradients arrive
@@ -87,7 +87,7 @@ std::string GradientRecording::finish() {
   return {};
 }
 
-GradientRecording::Recorded GradientRecording::end() {
+GradientCapture::Recorded GradientCapture::end() {
   const auto& now = reducer_.backward();
   if (reducer_.backward().goes_on()) {
     recorded_.arrivals = now.arrivals;
@@ -100,28 +100,28 @@ GradientRecording::Recorded GradientRecording::end() {
   return std::move(recorded_);
 }
 
-void GradientRecording::abort() {
+void GradientCapture::abort() {
   transports_.reduce().abort_recording();
   restore();
 }
 
-void GradientRecording::restore() {
+void GradientCapture::restore() {
   auto& layout = reducer_.layout();
-  layout.buckets() = std::move(buckets_around_);
-  layout.late() = std::move(late_around_);
+  layout.buckets() = std::move(outer_buckets_);
+  layout.late() = std::move(outer_late_buckets_);
   // The graph's fences go with it, and its memory.
-  reducer_.pools().exchange(std::move(pools_around_));
-  reducer_.backward() = std::move(around_);
-  over_copies::forget_reads(context_);
-  for (size_t i = 0; i < records_around_.size(); ++i) {
+  reducer_.pools().exchange(std::move(outer_pools_));
+  reducer_.backward() = std::move(outer_backward_);
+  grad_aliasing::forget_reads(context_);
+  for (size_t i = 0; i < outer_records_.size(); ++i) {
     auto& record = *context_.records[i];
-    std::tie(record.deferred.filled, record.deferred.version, record.compute_copy.holds) = records_around_[i];
+    std::tie(record.deferred.filled, record.deferred.version, record.compute_shard.state) = outer_records_[i];
   }
 }
 
-bool GradientRecording::fits(const Recorded& graph) const {
+bool GradientCapture::fits(const Recorded& graph) const {
   const auto& layout = reducer_.layout();
-  if (graph.layout != layout.number())
+  if (graph.layout != layout.version())
     return false;
   for (size_t i = 0; i < layout.order().size(); ++i) {
     if (context_.at(layout.order()[i]).grad.const_data_ptr() != graph.grads[i])
@@ -132,7 +132,7 @@ bool GradientRecording::fits(const Recorded& graph) const {
 
 // Launches what lies before this bucket, so that buckets leave in one order on every rank, and lets the
 // current stream wait for it.
-void GradientRecording::come_to(size_t bucket) {
+void GradientCapture::launch_up_to(size_t bucket) {
   TORCH_CHECK(
       reducer_.backward().next_launch <= bucket,
       "lightning_zero: compiled code, whose backward is replayed as a graph, ran backward in another "
@@ -143,7 +143,7 @@ void GradientRecording::come_to(size_t bucket) {
 }
 
 // What has come from elsewhere of gradients that the graph brings goes later, by itself.
-void GradientRecording::make_way(const Recorded& graph) {
+void GradientCapture::move_to_late_buckets(const Recorded& graph) {
   auto& layout = reducer_.layout();
   for (size_t b = graph.begin; b < graph.end; ++b) {
     auto &bucket = layout.buckets()[b], &late = layout.late()[b];
@@ -155,7 +155,7 @@ void GradientRecording::make_way(const Recorded& graph) {
   }
 }
 
-void GradientRecording::before_replay(const Recorded& graph) {
+void GradientCapture::before_replay(const Recorded& graph) {
   TORCH_CHECK(compat::is_full_backward(),
               "lightning_zero: backward(inputs=...) or torch.autograd.grad() asked for some gradients only, ",
               "of compiled code whose backward is replayed as a graph, with all of them. Pass "
@@ -166,8 +166,8 @@ void GradientRecording::before_replay(const Recorded& graph) {
       "lightning_zero: whether this micro-batch is the last before the optimizer's step was another when "
       "its forward ran than now, in its backward. Let no_backward_sync() surround both.");
   if (!reducer_.deferred().is_whole()) {
-    come_to(graph.begin);
-    make_way(graph);
+    launch_up_to(graph.begin);
+    move_to_late_buckets(graph);
   }
   overwritten_.clear();
   const auto& layout = reducer_.layout();
@@ -182,13 +182,13 @@ void GradientRecording::before_replay(const Recorded& graph) {
       record.deferred.memory.zero_();
     if (graph.deferred)
       continue;
-    const auto [position, again] = within(graph, i);
+    const auto [position, repeated] = find_slot(graph, i);
     const bool sent = layout.was_launched(i, position.bucket);
     if (!sent)
-      record.take_in_gradient();
-    const bool adds = sent || record.param.grad().defined(), recorded = graph.adding || again;
-    if (adds != recorded && record.grad_over_copy())
-      over_copies::refuse(record);
+      record.accept_user_gradient();
+    const bool adds = sent || record.param.grad().defined(), recorded = graph.adding || repeated;
+    if (adds != recorded && record.is_grad_aliased())
+      grad_aliasing::raise_in_use(record);
     if (adds && !recorded) {
       overwritten_.emplace_back(record.grad, record.grad.clone());
     } else if (!adds && recorded) {
@@ -197,7 +197,7 @@ void GradientRecording::before_replay(const Recorded& graph) {
   }
 }
 
-void GradientRecording::after_replay(const Recorded& graph) {
+void GradientCapture::after_replay(const Recorded& graph) {
   for (const auto& [grad, before] : std::exchange(overwritten_, {})) grad.add_(before);
   auto& now = reducer_.backward();
   auto& layout = reducer_.layout();
@@ -207,16 +207,16 @@ void GradientRecording::after_replay(const Recorded& graph) {
     return;
   for (size_t b = graph.begin; b < graph.end; ++b) {
     auto& bucket = layout.buckets()[b];
-    bucket.has_left();
-    for (auto& slot : bucket.slots()) over_copies::arrive(*slot.record, context_.device);
+    bucket.mark_launched();
+    for (auto& slot : bucket.slots()) grad_aliasing::begin_gradient(*slot.record, context_.device);
     now.segment = bucket.segment();
   }
-  for (const auto i : graph.arrivals) ++layout.slot(within(graph, i).first).arrivals;
+  for (const auto i : graph.arrivals) ++layout.slot(find_slot(graph, i).first).arrivals;
   now.next_launch = std::max(now.next_launch, graph.end);
   transports_.reduce().after_replay(graph.traffic);
 }
 
-void GradientRecording::note_deferred(const Recorded& graph) {
+void GradientCapture::note_deferred(const Recorded& graph) {
   if (!graph.deferred && !graph.taking)
     return;
   for (const auto i : graph.arrivals) {
@@ -224,17 +224,17 @@ void GradientRecording::note_deferred(const Recorded& graph) {
     if (graph.deferred)
       kept.filled = true;
     else
-      kept.empty();
+      kept.clear();
   }
 }
 
 // Where among the graph's buckets a parameter has its place, and whether others come before.
-std::pair<BucketLayout::Position, bool> GradientRecording::within(const Recorded& graph, int64_t index) {
+std::pair<BucketLayout::Position, bool> GradientCapture::find_slot(const Recorded& graph, int64_t index) {
   auto& layout = reducer_.layout();
   for (const auto position : layout.positions(index)) {
     const auto bucket = static_cast<size_t>(position.bucket);
     if (graph.begin <= bucket && bucket < graph.end)
-      return {position, layout.slot(position).again};
+      return {position, layout.slot(position).repeated};
   }
   TORCH_INTERNAL_ASSERT(false, context_.at(index).name, " has no place among the buckets of a graph");
 }

@@ -10,9 +10,9 @@
 
 namespace lightning_zero {
 
-class GradientRecording {
+class GradientCapture {
  public:
-  GradientRecording(Context& context, Transports& transports, Reducer& reducer)
+  GradientCapture(Context& context, Transports& transports, Reducer& reducer)
       : context_(context), transports_(transports), reducer_(reducer) {}
 
   // What a graph does to gradients.
@@ -44,12 +44,12 @@ class GradientRecording {
   void before_replay(const Recorded& graph);
   void after_replay(const Recorded& graph);
   // The backward in which something was replayed is over, or has been interrupted.
-  void forget_replay() { overwritten_.clear(); }
+  void clear_replay() { overwritten_.clear(); }
 
  private:
-  void come_to(size_t bucket);
-  void make_way(const Recorded& graph);
-  std::pair<BucketLayout::Position, bool> within(const Recorded& graph, int64_t index);
+  void launch_up_to(size_t bucket);
+  void move_to_late_buckets(const Recorded& graph);
+  std::pair<BucketLayout::Position, bool> find_slot(const Recorded& graph, int64_t index);
   void restore();
   void note_deferred(const Recorded& graph);
 
@@ -58,11 +58,11 @@ class GradientRecording {
   Reducer& reducer_;
   Recorded recorded_;
   // What goes on around the recording.
-  Backward around_;
-  std::vector<ReduceBucket> buckets_around_, late_around_;
+  Backward outer_backward_;
+  std::vector<ReduceBucket> outer_buckets_, outer_late_buckets_;
   // By parameter: `filled` and `version` of DeferredGradient, and what lies where its compute copy belongs.
-  std::vector<std::tuple<bool, int64_t, InCopy>> records_around_;
-  BufferPools::Pools pools_around_;
+  std::vector<std::tuple<bool, int64_t, ComputeShardState>> outer_records_;
+  BufferPools::Pools outer_pools_;
   // Gradients, and what was there before a replay that overwrites it.
   std::vector<std::pair<at::Tensor, at::Tensor>> overwritten_;
 };

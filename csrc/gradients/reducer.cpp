@@ -28,13 +28,13 @@ bool is_wanted(const ParamRecord& record) {
 
 }  // namespace
 
-Reducer::Reducer(Context& context, Transports& transports, Communicator* control, std::function<void()> begun)
+Reducer::Reducer(Context& context, Transports& transports, Communicator* control, std::function<void()> on_begin)
     : context_(context),
       transports_(transports),
-      begun_(std::move(begun)),
+      on_begin_(std::move(on_begin)),
       layout_(context),
       pools_([this](at::ScalarType dtype) { return make_pool(dtype); }),
-      agreement_(context, control),
+      consensus_(context, control),
       deferred_(context,
                 [this] {
                   TORCH_INTERNAL_ASSERT(!backward_.goes_on());
@@ -45,7 +45,7 @@ Reducer::Reducer(Context& context, Transports& transports, Communicator* control
 
 std::unique_ptr<BufferPool> Reducer::make_pool(at::ScalarType dtype) const {
   const int depth = context_.options.double_buffer ? transports_.reduce().buckets_in_flight() : 1;
-  return std::make_unique<BufferPool>(dtype, context_.device, static_cast<int>(context_.inside.size),
+  return std::make_unique<BufferPool>(dtype, context_.device, static_cast<int>(context_.intra_host.size),
                                       std::max<int64_t>(layout_.row_limit(dtype), 1), depth);
 }
 
@@ -62,11 +62,11 @@ void Reducer::join() {
   if (tasks.empty())
     begin();
   tasks.push_back(task);
-  begun_();
+  on_begin_();
 }
 
 void Reducer::begin() {
-  deferred_.look();
+  deferred_.validate();
   backward_.arrivals.clear();
   backward_.marks.clear();
   backward_.next_launch = 0;
@@ -77,7 +77,7 @@ void Reducer::begin() {
 
 void Reducer::prepare_layout() {
   if (layout_.is_stale()) {
-    layout_.make();
+    layout_.build();
     layout_.expect(pools_);
   }
 }
@@ -89,17 +89,17 @@ void Reducer::open(ReduceBucket& bucket, bool adding) {
     if (!slot.record->grad.defined())
       slot.record->grad = tensors::zeros_like(slot.record->shard);
   }
-  auto* buffer = pools_.of(bucket.dtype()).acquire(bucket.chunk(), pool_stats_);
-  bucket.poison = context_.options.poison;
-  bucket.own_send_buffers = transports_.reduce().wants_own_send_buffers();
+  auto* buffer = pools_.for_dtype(bucket.dtype()).acquire(bucket.chunk(), pool_stats_);
+  bucket.nan_fill = context_.options.nan_fill;
+  bucket.own_send_buffers = transports_.reduce().uses_own_send_buffers();
   bucket.scale = transports_.reduce().scale(bucket.dtype());
   bucket.deferred = deferred_.is_on();
-  if (bucket.poison && buffer->send.defined())
-    fill_with_poison(buffer->send);
+  if (bucket.nan_fill && buffer->send.defined())
+    fill_with_nan(buffer->send);
   bucket.open(buffer, adding, backward_.recorded_adding);
 }
 
-void Reducer::reduce(int64_t index, const at::Tensor& grad, bool borrow) {
+void Reducer::reduce(int64_t index, const at::Tensor& grad, bool zero_copy) {
   Lock lock(context_.mutex);
   at::AutoDispatchBelowADInplaceOrView no_autograd;  // and not only no graph: the way through it takes time
   auto& record = context_.at(index);
@@ -108,29 +108,29 @@ void Reducer::reduce(int64_t index, const at::Tensor& grad, bool borrow) {
   if (compat::current_backward() >= 0 && !is_wanted(record))
     return;
   if (compat::has_hooks(record.param))
-    hold(record, grad);
+    add_hooked(record, grad);
   else
-    take(record, grad, borrow);
+    put_in_bucket(record, grad, zero_copy);
 }
 
-void Reducer::hold(const ParamRecord& record, const at::Tensor& grad) {
+void Reducer::add_hooked(const ParamRecord& record, const at::Tensor& grad) {
   TORCH_CHECK_NOT_IMPLEMENTED(!backward_.recorded_adding, "a hook sees the gradient of ", record.name);
   join();
-  surround_hooks(record);  // of those to come: the user's may be newer than ours
-  held_.add(record, grad, compat::current_backward());
+  wrap_user_hooks(record);  // of those to come: the user's may be newer than ours
+  hooked_.add(record, grad, compat::current_backward());
 }
 
-at::Tensor Reducer::take_held(int64_t index) {
+at::Tensor Reducer::take_hooked_sum(int64_t index) {
   Lock lock(context_.mutex);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
-  return held_.take(context_.at(index), compat::current_backward());
+  return hooked_.take(context_.at(index), compat::current_backward());
 }
 
 void Reducer::reduce_hooked(int64_t index, const at::Tensor& grad) {
   Lock lock(context_.mutex);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   auto& record = context_.at(index);
-  take(record, grad.permute(record.order), /*borrow=*/false);
+  put_in_bucket(record, grad.permute(record.order), /*zero_copy=*/false);
 }
 
 void Reducer::run_hooks() {
@@ -141,10 +141,10 @@ void Reducer::run_hooks() {
     at::Tensor param;
     {
       Lock lock(context_.mutex);
-      index = held_.next(task);
+      index = hooked_.next(task);
       if (!index)
         return;
-      surround_hooks(context_.at(*index));
+      wrap_user_hooks(context_.at(*index));
       // Or what hooks bring would begin another round, after the one that ends now.
       auto& tasks = backward_.tasks;
       if (tasks.empty())
@@ -159,17 +159,17 @@ void Reducer::run_hooks() {
   }
 }
 
-void Reducer::take(ParamRecord& record, const at::Tensor& grad, bool borrow) {
+void Reducer::put_in_bucket(ParamRecord& record, const at::Tensor& grad, bool zero_copy) {
   const auto index = record.index;
   join();
-  const auto position = layout_.place(index, backward_.next_launch);
+  const auto position = layout_.find_position(index, backward_.next_launch);
   if (position.bucket < 0 && !record.trainable())
     return;  // switched off between forward and backward: torch accumulates no such gradient, either
   TORCH_CHECK(
       position.bucket >= 0, "lightning_zero: a gradient arrived for ", record.name,
       ", whose requires_grad was switched on during this backward pass. Change requires_grad between steps.");
   context_.count("reduces");
-  context_.touch(record);
+  context_.set_last_parameter(record);
   backward_.arrivals.push_back(index);
   if (deferred_.is_whole()) {
     record.deferred.add(grad);
@@ -178,12 +178,12 @@ void Reducer::take(ParamRecord& record, const at::Tensor& grad, bool borrow) {
   const bool late = position.late;
   auto& bucket = (late ? layout_.late() : layout_.buckets())[position.bucket];
   open(bucket, /*adding=*/late);
-  bucket.put(position.slot, grad, borrow && !late);
+  bucket.add(position.slot, grad, zero_copy && !late);
   // When the host waits for each collective, it must not wait for peers that have no such gradient: launch
   // after the agreement.
   const auto& next = backward_.next_launch;
-  if (!late && next < layout_.buckets().size() && layout_.buckets()[next].complete() &&
-      !context_.options.sync_collectives && transports_.reduce().leaves_early())
+  if (!late && next < layout_.buckets().size() && layout_.buckets()[next].is_complete() &&
+      !context_.options.sync_collectives && transports_.reduce().launches_early())
     launch_complete();
 }
 
@@ -216,7 +216,7 @@ int64_t Reducer::segment() {
 
 void Reducer::launch_complete() {
   auto& next = backward_.next_launch;
-  while (next < layout_.size() && layout_.buckets()[next].complete()) launch(next++);
+  while (next < layout_.size() && layout_.buckets()[next].is_complete()) launch(next++);
 }
 
 void Reducer::launch_before(size_t bucket) {
@@ -232,11 +232,11 @@ void Reducer::launch(size_t number, bool late) {
     return late || backward_.recorded_adding ||
            layout_.was_launched(slot.record->index, static_cast<int64_t>(number));
   });
-  for (auto& slot : bucket.slots()) over_copies::arrive(*slot.record, context_.device);
+  for (auto& slot : bucket.slots()) grad_aliasing::begin_gradient(*slot.record, context_.device);
   if (!late && std::exchange(backward_.segment, bucket.segment()) != bucket.segment())
     transports_.reduce().begin_segment();
   context_.count("flushes");
-  context_.count("reduce_bytes", context_.inside.size * bucket.chunk() *
+  context_.count("reduce_bytes", context_.intra_host.size * bucket.chunk() *
                                      static_cast<int64_t>(c10::elementSize(bucket.dtype())));
   transports_.reduce().reduce(bucket);
 }
@@ -245,13 +245,13 @@ void Reducer::launch(size_t number, bool late) {
 // kernel is tuned at its first run, memory is freed, a hook reads a value), and then does not come to the
 // agreement. So nothing that a peer's device waits for may come after it: a rank that lacks gradients sends
 // zeros instead.
-void Reducer::launch_all() {
+void Reducer::launch_before_consensus() {
   if (!has_streams(context_.device) || context_.options.sync_collectives || context_.size == 1)
     return;
   launch_before(layout_.size());
 }
 
-Agreement::Agreed Reducer::agree() {
+RankConsensus::Result Reducer::agree() {
   // Per slot of each bucket: 1 a gradient is there, 2 one that came after the bucket had left, or that waits
   // from earlier backwards and that a replayed graph did not take along.
   std::vector<int64_t> flags;
@@ -261,14 +261,14 @@ Agreement::Agreed Reducer::agree() {
     for (size_t s = 0; s < bucket.slots().size(); ++s) {
       const bool is_late = late.state() == ReduceBucket::State::FILLING && late.slots()[s].arrivals > 0;
       const auto& slot = bucket.slots()[s];
-      const bool waits = !defers && !slot.again && slot.record->deferred.filled;
+      const bool waits = !defers && !slot.repeated && slot.record->deferred.filled;
       const bool was_left = waits && bucket.state() == ReduceBucket::State::LAUNCHED;
       flags.push_back(is_late || was_left ? 2 : slot.arrivals > 0 || waits ? 1 : 0);
     }
   }
   auto order = backward_.arrivals;
   for (const auto mark : backward_.marks) order.push_back(-1 - static_cast<int64_t>(mark));
-  return agreement_.agree(std::move(flags), order, transports_.reduce().barriers_before());
+  return consensus_.agree(std::move(flags), order, transports_.reduce().barriers_before());
 }
 
 void Reducer::end_backward() {
@@ -282,13 +282,13 @@ void Reducer::end_backward() {
       begin();
     before_end_(!backward_.arrivals.empty());
     if (!deferred_.is_whole())
-      launch_all();
+      launch_before_consensus();
     end(/*learning=*/true);
-    ++backwards_;
+    ++completed_backwards_;
   }
   // Without the lock: hooks are Python, and may gather.
-  if (!end_op_.empty())
-    compat::call(end_op_);
+  if (!end_hook_op_.empty())
+    compat::call(end_hook_op_);
 }
 
 void Reducer::end_empty_backward() {
@@ -313,8 +313,8 @@ void Reducer::end(bool learning) {
       wanted[b] = std::max(wanted[b], *flag++);
     }
   }
-  launch_agreed(wanted);
-  deferred_.are_reduced();
+  launch_wanted(wanted);
+  deferred_.finish_reduction();
   attached_.attach(brought, deferred_);
   if (learning)
     layout_.learn(backward_.arrivals, backward_.marks, agreed.same_order);
@@ -322,7 +322,7 @@ void Reducer::end(bool learning) {
 }
 
 // By bucket: 1 what has not left yet, 2 what came after it had.
-void Reducer::launch_agreed(const std::vector<int64_t>& wanted) {
+void Reducer::launch_wanted(const std::vector<int64_t>& wanted) {
   for (size_t b = backward_.next_launch; b < wanted.size(); ++b) {
     if (wanted[b] == 0)
       continue;
@@ -343,21 +343,21 @@ void Reducer::finish() {
   layout_.reset();
   backward_.tasks.clear();
   backward_.next_launch = 0;
-  over_copies::have_arrived(context_);
+  grad_aliasing::end_backward(context_);
   if (context_.options.free_buckets)
     release_buffers();
 }
 
 void Reducer::abort() {
-  held_.clear();
+  hooked_.clear();
   if (!backward_.goes_on())
     return;
-  transports_.interrupt();  // peers may have been interrupted elsewhere
+  transports_.release_barriers();  // peers may have been interrupted elsewhere
   pools_.discard();
   layout_.reset();
   backward_.tasks.clear();
   backward_.next_launch = 0;
-  over_copies::have_arrived(context_);
+  grad_aliasing::end_backward(context_);
   deferred_.abort();
   context_.count("aborted_backwards");
 }
@@ -377,7 +377,7 @@ void Reducer::add_counters(std::map<std::string, int64_t>& counters) const {
 void Reducer::close() {
   layout_.close();
   pools_.clear();
-  held_.clear();
+  hooked_.clear();
   attached_.close();
 }
 

@@ -43,15 +43,15 @@ class Reducer {
  public:
   // `control`: where ranks agree; null where there is one. `begun`: autograd has begun to bring gradients;
   // the callee sees to it that end_backward() is called when it ends.
-  Reducer(Context& context, Transports& transports, Communicator* control, std::function<void()> begun);
+  Reducer(Context& context, Transports& transports, Communicator* control, std::function<void()> on_begin);
 
   // -- ops
   // `borrow`: the caller leaves the gradient's memory alone until it calls release().
-  void reduce(int64_t index, const at::Tensor& grad, bool borrow = false);
+  void reduce(int64_t index, const at::Tensor& grad, bool zero_copy = false);
   void release(int64_t index);
 
   // -- hooks, see [Note: hooks on gradients]
-  at::Tensor take_held(int64_t index);                          // before the user's
+  at::Tensor take_hooked_sum(int64_t index);                          // before the user's
   void reduce_hooked(int64_t index, const at::Tensor& grad);  // after them; in the parameter's shape
 
   // Here a compiled graph's backward begins, or ends; see [Note: segments of a backward]. Whether a gradient
@@ -64,7 +64,7 @@ class Reducer {
   // A backward has reached no weight on this rank, but may have on others: ends as theirs do.
   void end_empty_backward();
   // Name of an op `() -> ()` that runs Python hooks on gradients after they are attached; "" for none.
-  void on_abort(std::string op) { end_op_ = std::move(op); }
+  void on_backward_end(std::string op) { end_hook_op_ = std::move(op); }
   // Called at the end of each backward: `brought`: gradients, on this rank. Before ranks agree.
   void before_end(std::function<void(bool brought)> callback) { before_end_ = std::move(callback); }
   void abort();            // drops what an interrupted backward left
@@ -74,9 +74,9 @@ class Reducer {
   AttachedGradients& attached() { return attached_; }
   int64_t completed_backwards() const {  // that have ended
     Lock lock(context_.mutex);
-    return backwards_;
+    return completed_backwards_;
   }
-  Agreement& agreement() { return agreement_; }
+  RankConsensus& consensus() { return consensus_; }
 
   // -- for the other owners, which hold the lock
   Backward& backward() { return backward_; }
@@ -93,33 +93,33 @@ class Reducer {
  private:
   std::unique_ptr<BufferPool> make_pool(at::ScalarType dtype) const;
   void begin();  // at the first gradient since the last end, or at an end without one
-  void take(ParamRecord& record, const at::Tensor& grad, bool borrow);
-  void hold(const ParamRecord& record, const at::Tensor& grad);
+  void put_in_bucket(ParamRecord& record, const at::Tensor& grad, bool zero_copy);
+  void add_hooked(const ParamRecord& record, const at::Tensor& grad);
   void run_hooks();  // of what autograd has not visited
   void open(ReduceBucket& bucket, bool adding);
   void launch(size_t number, bool late = false);
-  void launch_all();
-  void launch_agreed(const std::vector<int64_t>& wanted);
+  void launch_before_consensus();
+  void launch_wanted(const std::vector<int64_t>& wanted);
   void prepare_layout();
-  Agreement::Agreed agree();
+  RankConsensus::Result agree();
   // What this backward has brought, of whatever segment, is sent, and attached. `learning`: its order counts.
   void end(bool learning);
   void finish();
 
   Context& context_;
   Transports& transports_;
-  std::function<void()> begun_;
+  std::function<void()> on_begin_;
   std::function<void(bool)> before_end_;
-  std::string end_op_;
+  std::string end_hook_op_;
   BucketLayout layout_;
   BufferPools pools_;
   PoolStats pool_stats_;
-  Agreement agreement_;
+  RankConsensus consensus_;
   Backward backward_;
-  HeldGradients held_;
+  HookedGradients hooked_;
   DeferredGradients deferred_;
   AttachedGradients attached_;
-  int64_t backwards_ = 0;
+  int64_t completed_backwards_ = 0;
 };
 
 }  // namespace lightning_zero

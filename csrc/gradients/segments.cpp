@@ -9,8 +9,8 @@ namespace lightning_zero {
 namespace {
 
 // Where backwards are other ones all the time, that is not followed for ever.
-constexpr int kMostRelearned = 8;
-constexpr size_t kMostKnown = 1024;
+constexpr int kMaxRelearned = 8;
+constexpr size_t kMaxKnown = 1024;
 
 std::vector<Segment> cut(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks) {
   std::vector<Segment> all;
@@ -45,7 +45,7 @@ bool are_same(Segment a, Segment b) {
 
 // What was learned first may be a part: a first step's reentrant checkpoints run backwards of their own
 // within its, and one of these ends first.
-bool Segments::is_whole(const std::vector<Segment>& seen) const {
+bool Segments::is_superset(const std::vector<Segment>& seen) const {
   if (seen.size() != 1 || segments_.size() != 1 || seen.front().size() <= segments_.front().size())
     return false;
   std::set<int64_t> members;
@@ -67,7 +67,7 @@ std::vector<size_t> Segments::find(const std::vector<Segment>& wanted) const {
   return found;
 }
 
-bool Segments::learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks, bool alike) {
+bool Segments::learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks, bool same_on_all_ranks) {
   if (arrivals.empty() || (learned_ && arrivals == arrivals_ && marks == marks_))
     return false;
   arrivals_ = arrivals;
@@ -75,13 +75,13 @@ bool Segments::learn(const std::vector<int64_t>& arrivals, const std::vector<siz
   auto seen = cut(arrivals, marks);
   if (!learned_) {
     learned_ = true;
-    if (alike)
+    if (same_on_all_ranks)
       segments_ = std::move(seen);
-    return alike;
+    return same_on_all_ranks;
   }
   // Without graphs that could be replayed, other buckets are of no use, unless most come late.
-  const bool useful = !marks.empty() || is_whole(seen);
-  if (!alike || !useful || relearned_ >= kMostRelearned || !add(std::move(seen)))
+  const bool useful = !marks.empty() || is_superset(seen);
+  if (!same_on_all_ranks || !useful || relearned_ >= kMaxRelearned || !add(std::move(seen)))
     return false;
   ++relearned_;
   return true;
@@ -99,14 +99,14 @@ int64_t Segments::identify(const std::vector<int64_t>& arrivals, const std::vect
   });
   const auto number = found - known_.begin();
   if (found == known_.end()) {
-    if (known_.size() >= kMostKnown)
+    if (known_.size() >= kMaxKnown)
       return -1;
     known_.push_back({last, before});
   }
   return number;
 }
 
-int64_t Segments::where(int64_t number) const {
+int64_t Segments::index_of(int64_t number) const {
   if (number < 0 || number >= static_cast<int64_t>(known_.size()))
     return -1;
   const auto& [wanted, before] = known_[number];
@@ -135,7 +135,7 @@ bool Segments::add(std::vector<Segment> seen) {
   };
   // A backward of one segment may have brought another part of the same graph's gradients, as branches do.
   const bool other = seen.size() == 1 && std::any_of(segments_.begin(), segments_.end(), overlaps);
-  if (members.empty() || (other && !is_whole(seen)))
+  if (members.empty() || (other && !is_superset(seen)))
     return false;
   std::vector<Segment> all;
   size_t copied = 0;

@@ -26,7 +26,7 @@ class Segments {
   // What a backward has brought, and how much of it where a segment ended (`marks`); `alike`: on every rank.
   // The first one is learned as it is; segments that come later are added, a few times. Whether these are
   // others than before.
-  bool learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks, bool alike);
+  bool learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks, bool same_on_all_ranks);
   bool is_learned() const { return learned_; }
   // The next backward is learned like the first one: there are other parameters.
   void forget() { learned_ = false; }
@@ -35,14 +35,14 @@ class Segments {
   // A number by which to ask where() later: of the segment that ended last.
   int64_t identify(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks);
   // Which one it is of all(); -1 when it has not been learned.
-  int64_t where(int64_t number) const;
+  int64_t index_of(int64_t number) const;
 
  private:
   // Where each of these is among those that are known, in one order; their number for one that is not.
   std::vector<size_t> find(const std::vector<Segment>& wanted) const;
   bool add(std::vector<Segment> seen);
   // Whether a backward of one segment brought all of the only one that is known, and more.
-  bool is_whole(const std::vector<Segment>& seen) const;
+  bool is_superset(const std::vector<Segment>& seen) const;
 
   std::vector<Segment> segments_;
   struct Known {

@@ -40,13 +40,13 @@ void add_product(at::Tensor to, const at::Tensor& from, double factor, bool add)
 
 }  // namespace
 
-Sums mean_of(at::Tensor rows, int64_t begin, const RowMeans& mean) {
+ApplySum make_row_mean(at::Tensor rows, int64_t begin, const RowMeans& mean) {
   return [rows = std::move(rows), begin, &mean](const at::Tensor& to, int64_t from, bool add) {
     add_mean(to, rows.narrow(1, from - begin, to.numel()), add, mean);
   };
 }
 
-Sums product_of(at::Tensor sums, double factor) {
+ApplySum make_product(at::Tensor sums, double factor) {
   return [sums = std::move(sums), factor](const at::Tensor& to, int64_t begin, bool add) {
     add_product(to, piece(sums, begin, to.numel()), factor, add);
   };

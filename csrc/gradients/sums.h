@@ -10,11 +10,11 @@
 namespace lightning_zero {
 
 // Writes to `to`, or adds, what comes of the elements from `begin` on.
-using Sums = std::function<void(const at::Tensor& to, int64_t begin, bool add)>;
+using ApplySum = std::function<void(const at::Tensor& to, int64_t begin, bool add)>;
 
 // The mean over rows, one for each rank, taken in float32, of elements from `begin` on. While `mean` lives.
-Sums mean_of(at::Tensor rows, int64_t begin, const RowMeans& mean);
+ApplySum make_row_mean(at::Tensor rows, int64_t begin, const RowMeans& mean);
 // Of all elements, times `factor`: a reduce-scatter has added them up.
-Sums product_of(at::Tensor sums, double factor);
+ApplySum make_product(at::Tensor sums, double factor);
 
 }  // namespace lightning_zero

@@ -11,9 +11,9 @@ extern "C" __global__ void tell_sending(unsigned* host, int sent, unsigned numbe
 }
 
 extern "C" __global__ void __launch_bounds__(32)
-    announce_parts(Rows rows, int rank, unsigned number, unsigned* host, int come) {
+    announce_parts(Rows pads, int rank, unsigned number, unsigned* host, int come) {
   __threadfence_system();
-  for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x) put(rows.of[peer] + rank, number);
+  for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x) put(pads.of[peer] + rank, number);
   if (threadIdx.x == 0)
     put(host + come, number);
 }
@@ -21,12 +21,12 @@ extern "C" __global__ void __launch_bounds__(32)
 // `first`: how many parts all exchanges before had, in memory of the device: the graph that holds this is
 // replayed for other exchanges than that of its capture.
 extern "C" __global__ void __launch_bounds__(32)
-    wait_for_parts(Rows rows, int rank, const unsigned* first, unsigned parts, unsigned* host, int wanted,
+    wait_for_parts(Rows pads, int rank, const unsigned* first, unsigned parts, unsigned* host, int wanted,
                    int got) {
   const unsigned number = *first + parts;
   if (threadIdx.x == 0)
     put(host + wanted, number);
-  wait_for_all(rows.of[rank], number, host);
+  wait_for_all(pads.of[rank], number, host);
   if (threadIdx.x == 0)
     put(host + got, number);
 }

@@ -10,17 +10,17 @@
 // A rank begins an epoch, on LANES lanes at once: it counts on from `first`, and whoever waits for less than
 // that is let through.
 extern "C" __global__ void __launch_bounds__(32)
-    begin_epoch(Rows rows, int rank, unsigned* counts, unsigned first) {
-  if (threadIdx.x < LANES)
+    begin_epoch(Rows pads, int rank, unsigned* counts, unsigned first) {
+  if (threadIdx.x < CHANNELS)
     counts[threadIdx.x] = first;
-  for (int at = threadIdx.x; at < RANKS * LANES; at += blockDim.x)
-    put(rows.of[at % RANKS] + (at / RANKS) * RANKS + rank, first);
+  for (int at = threadIdx.x; at < RANKS * CHANNELS; at += blockDim.x)
+    put(pads.of[at % RANKS] + (at / RANKS) * RANKS + rank, first);
 }
 
 // `host`: memory of the host. [0]: not 0 once nobody must wait any more; [arrived], [passed]: how far this
 // device is.
 extern "C" __global__ void __launch_bounds__(32)
-    rank_barrier(Rows rows, int rank, unsigned* count, unsigned* host, int arrived, int passed) {
+    rank_barrier(Rows pads, int rank, unsigned* count, unsigned* host, int arrived, int passed) {
   __shared__ unsigned number;
   if (threadIdx.x == 0) {
     number = *count + 1;
@@ -29,8 +29,8 @@ extern "C" __global__ void __launch_bounds__(32)
   }
   __syncthreads();
   __threadfence_system();
-  for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x) put(rows.of[peer] + rank, number);
-  wait_for_all(rows.of[rank], number, host);
+  for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x) put(pads.of[peer] + rank, number);
+  wait_for_all(pads.of[rank], number, host);
   if (threadIdx.x == 0)
     put(host + passed, number);
 }

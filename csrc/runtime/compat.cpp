@@ -64,7 +64,7 @@ bool has_hooks(const at::Tensor& leaf) {
   return !std::all_of(hooks.begin(), hooks.end(), is_own);
 }
 
-void surround_hooks(const at::Tensor& leaf, Hook first, Hook last) {
+void wrap_user_hooks(const at::Tensor& leaf, Hook first, Hook last) {
   torch::autograd::impl::materialize_autograd_meta(leaf);
   auto& hooks = torch::autograd::impl::hooks(leaf);
   const bool others = has_hooks(leaf);
@@ -103,13 +103,13 @@ at::Tensor call_on_tensors(const std::string& op, std::vector<at::Tensor> argume
   return results.empty() ? at::Tensor() : results.back().toTensor();
 }
 
-void mark(const at::Tensor& tensor) {
+void mark_copy_on_write(const at::Tensor& tensor) {
   auto& storage = *tensor.storage().unsafeGetStorageImpl();
   if (c10::impl::cow::has_simple_data_ptr(storage))
     c10::impl::cow::lazy_clone_storage(storage);  // the clone goes at once
 }
 
-bool is_marked(const at::Tensor& tensor) {
+bool is_copy_on_write(const at::Tensor& tensor) {
   return c10::impl::cow::is_cow_data_ptr(tensor.storage().data_ptr());
 }
 

@@ -37,7 +37,7 @@ bool has_hooks(const at::Tensor& leaf);
 // Runs `first` before all other hooks of the leaf, and `last` after them, if there are others. Harmless when
 // repeated. Autograd calls hooks once per backward, after the last gradient of the leaf, even an undefined
 // one. The leaf owns them, so they must not own the leaf.
-void surround_hooks(const at::Tensor& leaf, Hook first, Hook last);
+void wrap_user_hooks(const at::Tensor& leaf, Hook first, Hook last);
 // Runs all of them as autograd does for an undefined gradient. Returns what the last one does.
 at::Tensor run_hooks(const at::Tensor& leaf);
 
@@ -52,8 +52,8 @@ at::Tensor call_on_tensors(const std::string& op, std::vector<at::Tensor> argume
 
 // Marks memory as shared with nobody: whoever may write to it takes the mark away. Memory of another make is
 // not marked.
-void mark(const at::Tensor& tensor);
-bool is_marked(const at::Tensor& tensor);
+void mark_copy_on_write(const at::Tensor& tensor);
+bool is_copy_on_write(const at::Tensor& tensor);
 
 // -- process groups
 

@@ -35,7 +35,7 @@ struct CudaRuntime {
   // Functions that this runtime lacks are null.
   int (*copy_batch)(void* const*, const void* const*, const size_t*, size_t, BatchAttributes*, size_t*,
                     size_t, void* stream) = nullptr;
-  int (*copy_rows)(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t bytes, size_t rows,
+  int (*copy_rows)(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t bytes, size_t pads,
                    int kind, void* stream) = nullptr;
   int (*last_error)() = nullptr;
 

@@ -9,18 +9,18 @@
 namespace lightning_zero {
 
 // The stream on which weights are read; they are written on the current one.
-struct ReadingStream {
-  std::function<void()> catch_up;  // the current stream waits for it
+struct ReaderStream {
+  std::function<void()> block_current_stream;  // the current stream waits for it
   std::function<void(const std::function<void()>&)>
       run;  // what this queues goes there, behind what is queued already
 };
 
-class DeviceTurns : public Turns {
+class DeviceEpochLock : public EpochLock {
  public:
   // `code`: bytes that the device's driver loads, of turns.cu. `rows`: of each rank, a number for each rank,
   // 32 bits, zero, that all ranks can write. `words`: as DeviceBarrier's, whose lane of weights they use.
-  DeviceTurns(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words, int64_t rank,
-              ReadingStream readers);
+  DeviceEpochLock(const at::Tensor& code, std::vector<at::Tensor> pads, at::Tensor words, int64_t rank,
+              ReaderStream readers);
 
  private:
   void announce(int64_t number) override;
@@ -28,10 +28,10 @@ class DeviceTurns : public Turns {
   void launch(void* kernel, int64_t number, const c10::Stream& stream) const;
 
   void *announce_, *wait_for_;
-  std::vector<at::Tensor> rows_;
+  std::vector<at::Tensor> pads_;
   at::Tensor words_;
   int64_t rank_;
-  ReadingStream readers_;
+  ReaderStream readers_;
 };
 
 }  // namespace lightning_zero

@@ -18,18 +18,18 @@ void DeviceWaits::watch(const at::Tensor& words) {
   words_ = words;
 }
 
-void DeviceWaits::let_pass(bool all) const {
+void DeviceWaits::release_waits(bool all) const {
   if (words_.defined())
     words_.mutable_data_ptr<int>()[device_words::STOP] = all;
 }
 
-void DeviceWaits::add(RankStatus& status, SequenceId lane, Seen& seen, int64_t number, bool waits,
+void DeviceWaits::add(RankStatus& status, SequenceId sequence, Seen& seen, int64_t number, bool waits,
                       const char* what) {
   if (!waits || number != seen.number)
     seen = {number, seconds_since_epoch()};
-  if (!waits || (status.waits() && !(status.wait.on_device && seen.since < status.wait.since)))
+  if (!waits || (status.is_waiting() && !(status.wait.on_device && seen.since < status.wait.since)))
     return;
-  status.wait = {static_cast<int>(lane), number, what, seen.since, /*on_device=*/true};
+  status.wait = {static_cast<int>(sequence), number, what, seen.since, /*on_device=*/true};
 }
 
 void DeviceWaits::add_to(RankStatus& status) {
@@ -37,14 +37,14 @@ void DeviceWaits::add_to(RankStatus& status) {
     return;
   namespace at_word = device_words;
   const volatile int* words = words_.const_data_ptr<int>();
-  for (int lane = 0; lane < at_word::BARRIERS; ++lane) {
-    const int64_t arrived = words[at_word::arrived(lane)];
-    const auto sequence_number = static_cast<SequenceId>(static_cast<int>(SequenceId::DEVICE_REDUCE) + lane);
-    status.sequence_number[static_cast<size_t>(sequence_number)] = arrived;
-    add(status, sequence_number, barriers_[lane], arrived, arrived != words[at_word::passed(lane)], kBarrierWaits[lane]);
+  for (int channel = 0; channel < at_word::BARRIERS; ++channel) {
+    const int64_t arrived = words[at_word::arrived(channel)];
+    const auto sequence = static_cast<SequenceId>(static_cast<int>(SequenceId::DEVICE_REDUCE) + channel);
+    status.sequence_numbers[static_cast<size_t>(sequence)] = arrived;
+    add(status, sequence, barriers_[channel], arrived, arrived != words[at_word::passed(channel)], kBarrierWaits[channel]);
   }
-  status.sequence_number[static_cast<size_t>(SequenceId::PART_SENT)] = words[at_word::SENT];
-  status.sequence_number[static_cast<size_t>(SequenceId::PART)] = words[at_word::COME];
+  status.sequence_numbers[static_cast<size_t>(SequenceId::PART_SENT)] = words[at_word::SENT];
+  status.sequence_numbers[static_cast<size_t>(SequenceId::PART)] = words[at_word::RECEIVED];
   for (int reader = 0; reader < at_word::READERS; ++reader) {
     const int64_t wanted = words[at_word::wanted(reader)];
     add(status, SequenceId::PART, parts_[reader], wanted, wanted != words[at_word::got(reader)], kPartWait);

@@ -15,7 +15,7 @@ class DeviceWaits {
   // `words`: see device_words.h.
   void watch(const at::Tensor& words);
   // Ends all waits, or has devices wait again.
-  void let_pass(bool all) const;
+  void release_waits(bool all) const;
   // What this device waits for, where the host waits for nothing, and how far it is.
   void add_to(RankStatus& status);
 
@@ -25,7 +25,7 @@ class DeviceWaits {
     double since = 0;
   };
   // Kernels wait for `number` of that lane, or are past it.
-  void add(RankStatus& status, SequenceId lane, Seen& seen, int64_t number, bool waits, const char* what);
+  void add(RankStatus& status, SequenceId sequence, Seen& seen, int64_t number, bool waits, const char* what);
 
   at::Tensor words_;
   std::array<Seen, device_words::BARRIERS> barriers_{};

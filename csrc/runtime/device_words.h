@@ -9,21 +9,21 @@ constexpr int READERS = 2;   // of what hosts exchange: see Reader in weights/ex
 
 constexpr int STOP = 0;  // not 0: nobody must wait any more
 // How many barriers of a lane this device has come to, and how many it has passed.
-constexpr int arrived(int lane) {
-  return 1 + 2 * lane;
+constexpr int arrived(int channel) {
+  return 1 + 2 * channel;
 }
-constexpr int passed(int lane) {
-  return 2 + 2 * lane;
+constexpr int passed(int channel) {
+  return 2 + 2 * channel;
 }
 // Of the parts that hosts exchange: this device has sent its own of so many, and got so many.
-constexpr int SENT = 1 + 2 * BARRIERS, COME = SENT + 1;
+constexpr int SENT = 1 + 2 * BARRIERS, RECEIVED = SENT + 1;
 // The part for which a reader waits, or has waited last; and the last one that it has waited for.
 constexpr int wanted(int reader) {
-  return COME + 1 + 2 * reader;
+  return RECEIVED + 1 + 2 * reader;
 }
 constexpr int got(int reader) {
-  return COME + 2 + 2 * reader;
+  return RECEIVED + 2 + 2 * reader;
 }
-constexpr int COUNT = COME + 1 + 2 * READERS;
+constexpr int COUNT = RECEIVED + 1 + 2 * READERS;
 
 }  // namespace lightning_zero::device_words

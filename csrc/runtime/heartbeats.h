@@ -13,7 +13,7 @@
 
 namespace lightning_zero {
 
-class RankBoard;
+class RankStateStore;
 
 // For one thread.
 class Heartbeats {
@@ -21,15 +21,15 @@ class Heartbeats {
   // `hosts`: of each rank, the number of its host, of which there are several.
   Heartbeats(int64_t rank, const std::vector<int64_t>& hosts);
 
-  bool said = false;  // that it is silent, to whom this rank talks
+  bool reported = false;  // that it is silent, to whom this rank talks
 
   // The rank that this one looks at.
   int64_t watched() const { return watched_; }
   // Beats, and looks: for how many seconds that rank has not. 0 until it has begun. Time in which this rank
   // itself did nothing does not count: somebody may have stopped all of them.
-  double silence(RankBoard& board);
+  double seconds_since_heartbeat(RankStateStore& store);
   // That rank has a reason to be silent so far.
-  void excuse() { silent_ = 0; }
+  void reset() { silent_ = 0; }
 
  private:
   using Clock = std::chrono::steady_clock;

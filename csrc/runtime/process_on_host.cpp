@@ -94,7 +94,7 @@ bool ProcessOnHost::is_alive() const {
   return !state.empty() && state[0] != "Z" && state[0] != "X" && state[kStarted] == started;
 }
 
-void end_forked_children() {
+void kill_forked_children() {
   auto* processes = sees_itself() ? ::opendir("/proc") : nullptr;
   if (processes == nullptr)
     return;

@@ -21,7 +21,7 @@ struct ProcessOnHost {
 // Kills what this process has forked without exec, or started by Python's multiprocessing: the workers of
 // data loaders, which nobody else ends when it ends by std::_Exit(), and which may hang. Not the ranks that
 // Lightning's launcher has started.
-void end_forked_children();
+void kill_forked_children();
 
 std::vector<std::string> split(const std::string& text, char by);
 

@@ -6,7 +6,7 @@ namespace lightning_zero {
 
 RankActivity::RankActivity(int64_t rank, const std::vector<int64_t>& hosts) {
   mine_.rank = rank;
-  mine_.stands(hosts);
+  mine_.set_host(hosts);
   mine_.known = true;
   mine_.phase_since = seconds_since_epoch();
 }
@@ -38,9 +38,9 @@ void RankActivity::busy(std::string what) {
   ++activity_;
 }
 
-void RankActivity::moved(std::string how_far) {
+void RankActivity::set_progress(std::string how_far) {
   std::lock_guard lock(mutex_);
-  mine_.task = {std::move(how_far), mine_.task.moves + 1, seconds_since_epoch()};
+  mine_.task = {std::move(how_far), mine_.task.updates + 1, seconds_since_epoch()};
   ++activity_;
 }
 
@@ -49,19 +49,19 @@ void RankActivity::forget_names() {
   last_ = nullptr;
 }
 
-int64_t RankActivity::meet(SequenceId lane, int64_t meetings) {
+int64_t RankActivity::advance(SequenceId sequence, int64_t count) {
   activity_.fetch_add(1, std::memory_order_relaxed);
-  return met_[static_cast<size_t>(lane)].fetch_add(meetings, std::memory_order_relaxed) + meetings;
+  return met_[static_cast<size_t>(sequence)].fetch_add(count, std::memory_order_relaxed) + count;
 }
 
-void RankActivity::reach(SequenceId lane, int64_t number) {
+void RankActivity::set_sequence_number(SequenceId sequence, int64_t number) {
   activity_.fetch_add(1, std::memory_order_relaxed);
-  met_[static_cast<size_t>(lane)].store(number, std::memory_order_relaxed);
+  met_[static_cast<size_t>(sequence)].store(number, std::memory_order_relaxed);
 }
 
-int64_t RankActivity::begin_wait(int lane, int64_t number, std::string what) {
+int64_t RankActivity::begin_wait(int sequence, int64_t number, std::string what) {
   std::lock_guard lock(mutex_);
-  waits_.push_back({lane, number, std::move(what), Clock::now(), ++ids_});
+  waits_.push_back({sequence, number, std::move(what), Clock::now(), ++ids_});
   return ids_;
 }
 
@@ -91,14 +91,14 @@ void RankActivity::watch_device(const at::Tensor& words) {
   devices_.watch(words);
 }
 
-void RankActivity::let_devices_pass(bool all) const {
+void RankActivity::release_device_waits(bool all) const {
   std::lock_guard lock(mutex_);
-  devices_.let_pass(all);
+  devices_.release_waits(all);
 }
 
-void RankActivity::watch_replay(const at::Tensor& ended, SequenceId lane, int64_t number) {
+void RankActivity::watch_replay(const at::Tensor& ended, SequenceId sequence, int64_t number) {
   std::lock_guard lock(mutex_);
-  replays_.started(ended, lane, number);
+  replays_.add(ended, sequence, number);
 }
 
 void RankActivity::forget_replays() {
@@ -112,17 +112,17 @@ RankStatus RankActivity::status() {
   status.activity = activity_;
   if (const auto* last = last_.load(std::memory_order_acquire))
     status.last = *last;
-  for (size_t lane = 0; lane < LANES; ++lane) status.sequence_number[lane] = met_[lane];
+  for (size_t sequence = 0; sequence < SEQUENCE_COUNT; ++sequence) status.sequence_numbers[sequence] = met_[sequence];
   if (!waits_.empty()) {
     const auto& wait = waits_.front();
     const auto since =
         seconds_since_epoch() - std::chrono::duration<double>(Clock::now() - wait.since).count();
     // Milliseconds of jitter between two readings of two clocks would be news each time.
-    status.wait = {wait.lane, wait.number, wait.what, std::round(since * 10) / 10};
+    status.wait = {wait.sequence, wait.number, wait.what, std::round(since * 10) / 10};
   }
   devices_.add_to(status);
   replays_.add_to(status);
-  if (status.waits() && status.wait.lane == static_cast<int>(SequenceId::PART))
+  if (status.is_waiting() && status.wait.sequence == static_cast<int>(SequenceId::PART))
     status.wait.what = part(status.wait.number);
   return status;
 }

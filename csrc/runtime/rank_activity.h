@@ -28,19 +28,19 @@ class RankActivity {
   void busy(std::string what);
   // How far something is that takes long, in words, each time that it is farther; "" when it is over. Others
   // may wait for it as long as that goes on.
-  void moved(std::string how_far);
+  void set_progress(std::string how_far);
   // The parameter that was gathered or reduced last. The name must live as long as this, or until
   // forget_names().
-  void touch(const std::string& name) { last_.store(&name, std::memory_order_release); }
+  void set_last_parameter(const std::string& name) { last_.store(&name, std::memory_order_release); }
   void forget_names();
 
   // This rank has begun, or will take part in, its next meetings of this lane; returns the last one's number.
-  int64_t meet(SequenceId lane, int64_t meetings = 1);
+  int64_t advance(SequenceId sequence, int64_t count = 1);
   // The same for a lane whose numbers somebody else counts.
-  void reach(SequenceId lane, int64_t number);
+  void set_sequence_number(SequenceId sequence, int64_t number);
   // It waits for the others to come to that number; -1: in a lane whose meetings are not counted. Returns
   // what end_wait() is given.
-  int64_t begin_wait(int lane, int64_t number, std::string what);
+  int64_t begin_wait(int sequence, int64_t number, std::string what);
   void end_wait(int64_t id);
 
   // Hosts exchange weights next, in parts, of which the first has the number `first` + 1. `weights`: of each
@@ -49,9 +49,9 @@ class RankActivity {
 
   // See DeviceWaits.
   void watch_device(const at::Tensor& words);
-  void let_devices_pass(bool all) const;
+  void release_device_waits(bool all) const;
   // See ReplayWaits.
-  void watch_replay(const at::Tensor& ended, SequenceId lane, int64_t number);
+  void watch_replay(const at::Tensor& ended, SequenceId sequence, int64_t number);
   void forget_replays();
 
   RankStatus status();
@@ -59,7 +59,7 @@ class RankActivity {
  private:
   using Clock = std::chrono::steady_clock;
   struct Wait {
-    int lane;
+    int sequence;
     int64_t number;
     std::string what;
     Clock::time_point since;
@@ -75,7 +75,7 @@ class RankActivity {
   int64_t ids_ = 0;
   std::list<Wait> waits_;  // of all threads, the oldest first
   std::atomic<const std::string*> last_{nullptr};
-  std::array<std::atomic<int64_t>, LANES> met_{};
+  std::array<std::atomic<int64_t>, SEQUENCE_COUNT> met_{};
   std::atomic<int64_t> activity_{0};
   DeviceWaits devices_;
   ReplayWaits replays_;

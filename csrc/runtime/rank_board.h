@@ -17,10 +17,10 @@ class Store;
 namespace lightning_zero {
 
 // Every method but tell_failure() is for one thread, and throws where the store is gone.
-class RankBoard {
+class RankStateStore {
  public:
   // `hosts`: of each rank, the number of its host; empty where there is one.
-  RankBoard(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t size, std::vector<int64_t> hosts);
+  RankStateStore(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t size, std::vector<int64_t> hosts);
 
   // Tells the others how this rank is, if that is news.
   void publish(const RankStatus& mine);
@@ -31,11 +31,11 @@ class RankBoard {
 
   // This rank is there; and what that one has written last, which is another text each time. Empty: nothing
   // yet.
-  void beat();
-  std::string beat_of(int64_t other);
+  void publish_heartbeat();
+  std::string heartbeat_of(int64_t other);
 
   // From any thread: why this rank ends.
-  void tell_failure(int64_t stage, const std::string& kind, const std::string& text);
+  void publish_failure(int64_t stage, const std::string& kind, const std::string& text);
   bool any_failed(int64_t stage);
   bool has_failed(int64_t stage, int64_t other);
   struct Failure {

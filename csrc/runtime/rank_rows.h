@@ -10,14 +10,14 @@
 
 namespace lightning_zero {
 
-inline void check_rows(const std::vector<at::Tensor>& rows, int64_t numel) {
-  for (const auto& row : rows) TORCH_INTERNAL_ASSERT(row.scalar_type() == at::kInt && row.numel() >= numel);
+inline void check_signal_pads(const std::vector<at::Tensor>& pads, int64_t numel) {
+  for (const auto& row : pads) TORCH_INTERNAL_ASSERT(row.scalar_type() == at::kInt && row.numel() >= numel);
 }
 
 // As a kernel takes them, which gets them by value in a structure. `offset`: of the first number.
-inline std::vector<void*> row_addresses(const std::vector<at::Tensor>& rows, size_t offset = 0) {
+inline std::vector<void*> pad_addresses(const std::vector<at::Tensor>& pads, size_t offset = 0) {
   std::vector<void*> addresses;
-  for (const auto& row : rows) addresses.push_back(row.mutable_data_ptr<int>() + offset);
+  for (const auto& row : pads) addresses.push_back(row.mutable_data_ptr<int>() + offset);
   return addresses;
 }
 

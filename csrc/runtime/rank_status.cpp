@@ -13,7 +13,7 @@ namespace lightning_zero {
 namespace {
 
 constexpr char kSeparator = '\n';
-constexpr double kStands = 5;  // seconds after which it is said that nothing more was done
+constexpr double kNoProgress = 5;  // seconds after which it is said that nothing more was done
 
 const char* name(Phase phase) {
   switch (phase) {
@@ -52,12 +52,12 @@ double seconds_since_epoch() {
   return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
 }
 
-void RankStatus::stands(const std::vector<int64_t>& hosts) {
+void RankStatus::set_host(const std::vector<int64_t>& hosts) {
   if (hosts.empty())
     return;
   const auto own = hosts.begin() + rank;
-  at.host = *own;
-  at.place = std::count(hosts.begin(), own, at.host);
+  location.host = *own;
+  location.local_rank = std::count(hosts.begin(), own, location.host);
 }
 
 std::string RankStatus::to_text() const {
@@ -74,15 +74,15 @@ std::string RankStatus::to_text() const {
   add(clean(busy));
   time(busy_since);
   add(clean(task.what));
-  whole(task.moves);
-  time(task.moved_at);
+  whole(task.updates);
+  time(task.updated_at);
   whole(activity);
-  whole(wait.lane);
+  whole(wait.sequence);
   whole(wait.number);
   add(clean(wait.what));
   time(wait.since);
   whole(wait.on_device);
-  for (const auto count : sequence_number) whole(count);
+  for (const auto count : sequence_numbers) whole(count);
   return out;
 }
 
@@ -90,7 +90,7 @@ RankStatus RankStatus::from_text(int64_t rank, const std::string& text) {
   RankStatus status;
   status.rank = rank;
   const auto fields = split(text, kSeparator);
-  if (fields.size() < 17 + LANES)
+  if (fields.size() < 17 + SEQUENCE_COUNT)
     return status;
   status.known = true;
   auto next = fields.begin();
@@ -105,17 +105,17 @@ RankStatus RankStatus::from_text(int64_t rank, const std::string& text) {
   status.busy = *next++;
   status.busy_since = time();
   status.task.what = *next++;
-  status.task.moves = whole();
-  status.task.moved_at = time();
+  status.task.updates = whole();
+  status.task.updated_at = time();
   status.activity = whole();
-  status.wait.lane = static_cast<int>(whole());
+  status.wait.sequence = static_cast<int>(whole());
   status.wait.number = whole();
   status.wait.what = *next++;
   status.wait.since = time();
   status.wait.on_device = whole() != 0;
-  for (auto& count : status.sequence_number) count = whole();
+  for (auto& count : status.sequence_numbers) count = whole();
   // Lanes are indices: what another version, or somebody else, has written must not be one that is not there.
-  if (status.wait.lane < -1 || status.wait.lane >= LANES)
+  if (status.wait.sequence < -1 || status.wait.sequence >= SEQUENCE_COUNT)
     status.wait = {};
   return status;
 }
@@ -132,12 +132,12 @@ std::string RankStatus::describe(double now) const {
   text += " for " + seconds(phase_since, now);
   if (!busy.empty())
     text += ", " + busy + " for " + seconds(busy_since, now);
-  else if (waits())
+  else if (is_waiting())
     text += std::string(", ") + (wait.on_device ? "its device waits" : "waits") + " in " + wait.what +
             " for " + seconds(wait.since, now);
-  if (moves())
+  if (has_task())
     text += ", " + task.what +
-            (now - task.moved_at > kStands ? ", and nothing more for " + seconds(task.moved_at, now) : "");
+            (now - task.updated_at > kNoProgress ? ", and nothing more for " + seconds(task.updated_at, now) : "");
   if (!last.empty())
     text += ", last used parameter '" + last + "'";
   return text;

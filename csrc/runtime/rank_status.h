@@ -13,13 +13,13 @@ namespace lightning_zero {
 // Each is a process group, or what is like one, except for WORLD: Lightning's own meetings; and for the last
 // two, which count parts of what hosts exchange: those that have come to a rank, and those that it has sent.
 enum class SequenceId : int { CONTROL, WORLD, GATHER, REDUCE, TURN, DEVICE_REDUCE, DEVICE_GATHER, PART, PART_SENT };
-constexpr int LANES = 9;
+constexpr int SEQUENCE_COUNT = 9;
 
 enum class Phase : int { OUTSIDE, SETUP, BETWEEN, FORWARD, BACKWARD, STEP, EVALUATION };
 
 // What a rank waits for; nothing where `what` is empty.
 struct RankWait {
-  int lane = -1;  // -1: something that has no number
+  int sequence = -1;  // -1: something that has no number
   int64_t number = 0;
   std::string what;
   double since = 0;        // seconds since the epoch
@@ -27,21 +27,21 @@ struct RankWait {
 };
 
 // Where a rank runs.
-struct RankPlace {
-  int64_t host = -1, place = 0;  // its place among that host's; negative: there is one host
+struct RankLocation {
+  int64_t host = -1, local_rank = 0;  // its place among that host's; negative: there is one host
   std::string host_name;         // empty: not known
 };
 
 // What takes long and says how far it is: bytes of a checkpoint, say. Nothing where `what` is empty.
 struct RankTask {
   std::string what;     // in words, with how far it is
-  int64_t moves = 0;    // changes whenever something more is done
-  double moved_at = 0;  // seconds since the epoch
+  int64_t updates = 0;    // changes whenever something more is done
+  double updated_at = 0;  // seconds since the epoch
 };
 
 struct RankStatus {
   int64_t rank = 0;
-  RankPlace at;
+  RankLocation location;
   bool known = false;  // false: nothing has been heard of it
   bool left = false;   // it has closed its engine, or ended
   int64_t stage = 0;   // how many stages of a Trainer it has begun
@@ -54,12 +54,12 @@ struct RankStatus {
   RankTask task;
   int64_t activity = 0;  // changes when it does anything that we see
   RankWait wait;
-  std::array<int64_t, LANES> sequence_number{};
+  std::array<int64_t, SEQUENCE_COUNT> sequence_numbers{};
 
   // `hosts`: of each rank, the number of its host; empty where there is one.
-  void stands(const std::vector<int64_t>& hosts);
-  bool waits() const { return !wait.what.empty(); }
-  bool moves() const { return !task.what.empty(); }
+  void set_host(const std::vector<int64_t>& hosts);
+  bool is_waiting() const { return !wait.what.empty(); }
+  bool has_task() const { return !task.what.empty(); }
   std::string to_text() const;
   static RankStatus from_text(int64_t rank, const std::string& text);
   // "rank 1, forward of training batch 7, for 31 s; last used 'net.0.weight'"

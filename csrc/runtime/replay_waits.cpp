@@ -10,15 +10,15 @@ constexpr double kLong = 1;  // seconds: replays that are over sooner compute, a
 
 }  // namespace
 
-void ReplayWaits::started(const at::Tensor& ended, SequenceId lane, int64_t number) {
+void ReplayWaits::add(const at::Tensor& ended, SequenceId sequence, int64_t number) {
   TORCH_INTERNAL_ASSERT(ended.device().is_cpu() && ended.scalar_type() == at::kLong);
   if (!ended_.defined() || ended_.const_data_ptr() != ended.const_data_ptr()) {
     running_.clear();
     seen_ = 0;
     ended_ = ended;
   }
-  look();  // or they would pile up where no thread asks
-  running_.push_back({lane, number, seconds_since_epoch()});
+  update();  // or they would pile up where no thread asks
+  running_.push_back({sequence, number, seconds_since_epoch()});
 }
 
 void ReplayWaits::forget() {
@@ -26,7 +26,7 @@ void ReplayWaits::forget() {
   running_.clear();
 }
 
-void ReplayWaits::look() {
+void ReplayWaits::update() {
   if (running_.empty())
     return;
   const int64_t ended = *static_cast<const volatile int64_t*>(ended_.const_data_ptr<int64_t>());
@@ -37,11 +37,11 @@ void ReplayWaits::look() {
 }
 
 void ReplayWaits::add_to(RankStatus& status) {
-  look();
-  if (running_.empty() || status.waits() || seconds_since_epoch() - running_.front().since < kLong)
+  update();
+  if (running_.empty() || status.is_waiting() || seconds_since_epoch() - running_.front().since < kLong)
     return;
   const auto& replay = running_.front();
-  status.wait = {static_cast<int>(replay.lane), replay.number, "the collectives of a replayed graph",
+  status.wait = {static_cast<int>(replay.sequence), replay.number, "the collectives of a replayed graph",
                  replay.since, /*on_device=*/true};
 }
 

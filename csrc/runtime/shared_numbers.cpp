@@ -20,8 +20,8 @@ constexpr std::chrono::microseconds kFirstNap{50}, kLongestNap{2000};
 
 }  // namespace
 
-SharedNumbers::SharedNumbers(std::vector<at::Tensor> numbers, int64_t rank, SequenceId lane)
-    : numbers_(std::move(numbers)), rank_(rank), lane_(lane) {
+SharedCounters::SharedCounters(std::vector<at::Tensor> numbers, int64_t rank, SequenceId sequence)
+    : numbers_(std::move(numbers)), rank_(rank), sequence_(sequence) {
   TORCH_INTERNAL_ASSERT(0 <= rank && static_cast<size_t>(rank) < numbers_.size());
   for (const auto& memory : numbers_) {
     TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kLong && memory.device().is_cpu() &&
@@ -31,14 +31,14 @@ SharedNumbers::SharedNumbers(std::vector<at::Tensor> numbers, int64_t rank, Sequ
   }
 }
 
-void SharedNumbers::set(int64_t number) {
+void SharedCounters::set(int64_t number) {
   auto& own = *numbers_[static_cast<size_t>(rank_)].mutable_data_ptr<int64_t>();
   std::atomic_ref(own).store(number, std::memory_order_release);
   if (watchdog_)
-    watchdog_->activity().reach(lane_, number);
+    watchdog_->activity().set_sequence_number(sequence_, number);
 }
 
-bool SharedNumbers::all_are(int64_t number) const {
+bool SharedCounters::all_are(int64_t number) const {
   for (const auto& memory : numbers_) {
     if (std::atomic_ref(*memory.mutable_data_ptr<int64_t>()).load(std::memory_order_acquire) < number)
       return false;
@@ -46,12 +46,12 @@ bool SharedNumbers::all_are(int64_t number) const {
   return true;
 }
 
-void SharedNumbers::wait_for(int64_t number, const char* what) const {
+void SharedCounters::wait_for(int64_t number, const char* what) const {
   if (all_are(number))
     return;
   std::optional<Watchdog::Waiting> waiting;
   if (watchdog_)
-    waiting.emplace(*watchdog_, lane_, number, what);
+    waiting.emplace(*watchdog_, sequence_, number, what);
   auto nap = kFirstNap;
   for (int tries = 0; !all_are(number); ++tries) {
     if (tries < kSpins) {

@@ -9,11 +9,11 @@
 
 namespace lightning_zero {
 
-class SharedNumbers {
+class SharedCounters {
  public:
   // `numbers`: of each rank, one integer of 64 bits, zero, in memory that all can read.
   // `lane`: in which the watchdog counts them.
-  SharedNumbers(std::vector<at::Tensor> numbers, int64_t rank, SequenceId lane);
+  SharedCounters(std::vector<at::Tensor> numbers, int64_t rank, SequenceId sequence);
   void watch(c10::intrusive_ptr<Watchdog> watchdog) { watchdog_ = std::move(watchdog); }
 
   // This rank's, which never goes back: what it did before, others see once they see the number.
@@ -26,7 +26,7 @@ class SharedNumbers {
 
   std::vector<at::Tensor> numbers_;
   int64_t rank_;
-  SequenceId lane_;
+  SequenceId sequence_;
   c10::intrusive_ptr<Watchdog> watchdog_;
 };
 

@@ -24,8 +24,8 @@ at::Tensor numbers(const std::vector<int64_t>& values);
 bool equal(const at::Tensor& a, const at::Tensor& b);
 void multiply(at::Tensor to, const at::Tensor& a, const at::Tensor& b);
 // Over the first dimension.
-at::Tensor mean_of_rows(const at::Tensor& rows, at::ScalarType dtype);
-void mean_of_rows(at::Tensor to, const at::Tensor& rows, at::ScalarType dtype);
+at::Tensor mean_of_rows(const at::Tensor& pads, at::ScalarType dtype);
+void mean_of_rows(at::Tensor to, const at::Tensor& pads, at::ScalarType dtype);
 // Each to its own, in one kernel where that is possible.
 void copy_each(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from);
 void add_each(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from);

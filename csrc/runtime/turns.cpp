@@ -6,45 +6,45 @@ namespace lightning_zero {
 
 namespace {
 
-constexpr int64_t kTurnsOfStep = 1 << 20;  // more than a training step takes
+constexpr int64_t kEpochsPerStep = 1 << 20;  // more than a training step takes
 
 }  // namespace
 
-void Turns::begin_writing() {
-  if (writing())
+void EpochLock::begin_writing() {
+  if (is_writing())
     return;
   announce(++number_);
   readable_ = false;
   wait_for(number_, /*to_read=*/false);
 }
 
-void Turns::end_writing() {
-  if (writing())
+void EpochLock::end_writing() {
+  if (is_writing())
     announce(++number_);
 }
 
-void Turns::wait_to_read() {
-  TORCH_INTERNAL_ASSERT(!writing());
+void EpochLock::wait_to_read() {
+  TORCH_INTERNAL_ASSERT(!is_writing());
   if (readable_)
     return;
   wait_for(number_, /*to_read=*/true);
   readable_ = true;
 }
 
-void Turns::begin_step(int64_t step) {
-  TORCH_INTERNAL_ASSERT(!writing());
-  const auto first = step * kTurnsOfStep;
+void EpochLock::begin_step(int64_t step) {
+  TORCH_INTERNAL_ASSERT(!is_writing());
+  const auto first = step * kEpochsPerStep;
   if (number_ >= first)
     return;
   announce(number_ = first);
   readable_ = false;
 }
 
-void HostTurns::announce(int64_t number) {
+void HostEpochLock::announce(int64_t number) {
   numbers_.set(number);
 }
 
-void HostTurns::wait_for(int64_t number, bool to_read) {
+void HostEpochLock::wait_for(int64_t number, bool to_read) {
   numbers_.wait_for(number, to_read ? "the others' parameters, which they have not written yet"
                                     : "the others, to have read what is about to be written");
 }

@@ -7,9 +7,9 @@
 // `host`: memory of the host. [0]: not 0 once nobody must wait any more; [arrived], [passed]: the turn that
 // this device has come to, and the last one for which it need not wait any more.
 extern "C" __global__ void __launch_bounds__(32)
-    announce(Rows rows, int rank, unsigned number, unsigned* host, int arrived, int passed) {
+    announce(Rows pads, int rank, unsigned number, unsigned* host, int arrived, int passed) {
   __threadfence_system();
-  for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x) put(rows.of[peer] + rank, number);
+  for (int peer = threadIdx.x; peer < RANKS; peer += blockDim.x) put(pads.of[peer] + rank, number);
   if (threadIdx.x == 0) {
     put(host + arrived, number);
     put(host + passed, number);
@@ -17,10 +17,10 @@ extern "C" __global__ void __launch_bounds__(32)
 }
 
 extern "C" __global__ void __launch_bounds__(32)
-    wait_for(Rows rows, int rank, unsigned number, unsigned* host, int arrived, int passed) {
+    wait_for(Rows pads, int rank, unsigned number, unsigned* host, int arrived, int passed) {
   if (threadIdx.x == 0)
     put(host + passed, number - 1);
-  wait_for_all(rows.of[rank], number, host);
+  wait_for_all(pads.of[rank], number, host);
   if (threadIdx.x == 0)
     put(host + passed, number);
 }

@@ -16,12 +16,12 @@
 
 namespace lightning_zero {
 
-class Turns {
+class EpochLock {
  public:
-  virtual ~Turns() = default;
+  virtual ~EpochLock() = default;
   virtual void watch(c10::intrusive_ptr<Watchdog> watchdog) {}
 
-  bool writing() const { return number_ % 2 != 0; }
+  bool is_writing() const { return number_ % 2 != 0; }
 
   // Returns once this rank may write.
   void begin_writing();
@@ -46,17 +46,17 @@ class Turns {
 };
 
 // Of processes on CPUs, whose reads and writes are over when the call that does them returns.
-class HostTurns : public Turns {
+class HostEpochLock : public EpochLock {
  public:
   // `numbers`: see SharedNumbers.
-  HostTurns(std::vector<at::Tensor> numbers, int64_t rank) : numbers_(std::move(numbers), rank, SequenceId::TURN) {}
+  HostEpochLock(std::vector<at::Tensor> numbers, int64_t rank) : numbers_(std::move(numbers), rank, SequenceId::TURN) {}
   void watch(c10::intrusive_ptr<Watchdog> watchdog) override { numbers_.watch(std::move(watchdog)); }
 
  private:
   void announce(int64_t number) override;
   void wait_for(int64_t number, bool to_read) override;
 
-  SharedNumbers numbers_;
+  SharedCounters numbers_;
 };
 
 }  // namespace lightning_zero

@@ -11,10 +11,10 @@
 namespace lightning_zero {
 
 // For one thread. While a rank says that it is farther with what takes long, nobody waits too long for it.
-class WaitJudge {
+class StallPolicy {
  public:
   // `report_s`: a wait that takes longer is reported; `timeout_s`: one that takes longer ends the process.
-  WaitJudge(int64_t rank, int64_t size, double report_s, double timeout_s)
+  StallPolicy(int64_t rank, int64_t size, double report_s, double timeout_s)
       : rank_(rank), size_(size), report_(report_s), timeout_(timeout_s) {}
 
   // From the next look on; what has been reported already is reported again after the new time.
@@ -25,10 +25,10 @@ class WaitJudge {
     std::string kind, text;  // why this rank must end; empty: it need not
   };
   // `statuses`: asked only when it is time to look at the others, since asking keeps the store busy.
-  Finding look(const RankStatus& mine, const std::function<std::vector<RankStatus>()>& statuses);
+  Finding check(const RankStatus& mine, const std::function<std::vector<RankStatus>()>& statuses);
 
  private:
-  void look_for_moves(const std::vector<RankStatus>& all);
+  void note_progress(const std::vector<RankStatus>& all);
 
   using Clock = std::chrono::steady_clock;
 
@@ -39,7 +39,7 @@ class WaitJudge {
   double reported_after_ = 0, still_after_ = 0;
   Clock::time_point still_since_{}, stuck_since_{}, moved_since_{};
   std::vector<int64_t> stuck_at_, all_at_;  // activities of all ranks
-  std::vector<int64_t> moves_;              // of all ranks' tasks
+  std::vector<int64_t> task_updates_;              // of all ranks' tasks
 };
 
 }  // namespace lightning_zero

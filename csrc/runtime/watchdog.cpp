@@ -15,8 +15,8 @@ using std::chrono::milliseconds;
 using Clock = Watchdog::Clock;
 
 constexpr milliseconds kSlice{250};    // of a wait, between two looks at whether it should end
-constexpr milliseconds kToHear{6000};  // by when it is known who broke a connection
-constexpr milliseconds kToLeave{6000};
+constexpr milliseconds kHearTimeout{6000};  // by when it is known who broke a connection
+constexpr milliseconds kExitTimeout{6000};
 
 const std::vector<int64_t>& checked(const std::vector<int64_t>& hosts, int64_t size) {
   TORCH_CHECK_VALUE(hosts.empty() || static_cast<int64_t>(hosts.size()) == size,
@@ -31,8 +31,8 @@ Watchdog::Watchdog(const std::string& group_name, double report_s, double timeou
     : rank_(compat::process_group(group_name)->getRank()),
       size_(compat::process_group(group_name)->getSize()),
       activity_(rank_, checked(hosts, size_)),
-      end_(activity_),
-      judge_(rank_, size_, report_s, timeout_s),
+      abort_(activity_),
+      stall_policy_(rank_, size_, report_s, timeout_s),
       report_s_(report_s),
       process_(::getpid()) {
   if (size_ == 1)
@@ -41,8 +41,8 @@ Watchdog::Watchdog(const std::string& group_name, double report_s, double timeou
   auto store = compat::process_group(group_name)->getStore()->clone();
   store->setTimeout(milliseconds(5000));
   if (!hosts.empty())
-    hearts_ = std::make_unique<Heartbeats>(rank_, hosts);
-  board_ = std::make_unique<RankBoard>(std::move(store), rank_, size_, std::move(hosts));
+    heartbeats_ = std::make_unique<Heartbeats>(rank_, hosts);
+  store_ = std::make_unique<RankStateStore>(std::move(store), rank_, size_, std::move(hosts));
   thread_ = std::thread([this] { run(); });
 }
 
@@ -52,17 +52,17 @@ Watchdog::~Watchdog() {
 
 // ---- what this rank does
 
-Watchdog::Waiting::Waiting(Watchdog& watchdog, SequenceId lane, int64_t number, std::string what)
+Watchdog::Waiting::Waiting(Watchdog& watchdog, SequenceId sequence, int64_t number, std::string what)
     : activity_(watchdog.activity_),
-      id_(activity_.begin_wait(static_cast<int>(lane), number, std::move(what))) {}
+      id_(activity_.begin_wait(static_cast<int>(sequence), number, std::move(what))) {}
 
-void Watchdog::wait(c10d::Work& work, SequenceId lane, int64_t number, const char* what) {
+void Watchdog::wait(c10d::Work& work, SequenceId sequence, int64_t number, const char* what) {
   if (size_ == 1) {
     work.wait();
     return;
   }
   check();
-  const Waiting waiting(*this, lane, number, what);
+  const Waiting waiting(*this, sequence, number, what);
   for (bool completed = false;;) {
     try {
       work.wait(kSlice);
@@ -74,7 +74,7 @@ void Watchdog::wait(c10d::Work& work, SequenceId lane, int64_t number, const cha
         continue;
       // A connection broke. Who broke it is better to know than that it is broken.
       skip_grace_period();
-      for (const auto begun = Clock::now(); Clock::now() - begun < kToHear;) {
+      for (const auto begun = Clock::now(); Clock::now() - begun < kHearTimeout;) {
         check();
         std::this_thread::sleep_for(milliseconds(50));
       }
@@ -83,11 +83,11 @@ void Watchdog::wait(c10d::Work& work, SequenceId lane, int64_t number, const cha
   }
 }
 
-int64_t Watchdog::begin_wait(int64_t lane, std::string what) {
-  TORCH_CHECK_VALUE(lane < LANES, "lightning_zero: there is no lane ", lane, " of collectives.");
+int64_t Watchdog::begin_wait(int64_t sequence, std::string what) {
+  TORCH_CHECK_VALUE(sequence < SEQUENCE_COUNT, "lightning_zero: there is no lane ", sequence, " of collectives.");
   check();
-  const auto number = lane < 0 ? 0 : activity_.meet(static_cast<SequenceId>(lane));
-  return activity_.begin_wait(static_cast<int>(lane), number, std::move(what));
+  const auto number = sequence < 0 ? 0 : activity_.advance(static_cast<SequenceId>(sequence));
+  return activity_.begin_wait(static_cast<int>(sequence), number, std::move(what));
 }
 
 void Watchdog::watch_group(const std::string& group_name) {
@@ -111,16 +111,16 @@ void Watchdog::set_report_interval(double report_s) {
 // ---- how it ends
 
 void Watchdog::fail(const std::string& text) {
-  if (size_ > 1 && end_.fail())
-    board_->tell_failure(activity_.stage(), "failed", text);
+  if (size_ > 1 && abort_.fail())
+    store_->publish_failure(activity_.stage(), "failed", text);
 }
 
 void Watchdog::leave() {
-  if (!end_.is_broken())
+  if (!abort_.has_ended())
     return close();
   std::thread([] {
-    std::this_thread::sleep_for(kToLeave);
-    end_forked_children();
+    std::this_thread::sleep_for(kExitTimeout);
+    kill_forked_children();
     std::_Exit(1);
   }).detach();
 }

@@ -40,7 +40,7 @@ class Work;
 
 namespace lightning_zero {
 
-class RankBoard;
+class RankStateStore;
 class Heartbeats;
 
 class Watchdog : public c10::intrusive_ptr_target {
@@ -59,14 +59,14 @@ class Watchdog : public c10::intrusive_ptr_target {
   RankActivity& activity() { return activity_; }
   void enter(int64_t phase) { activity_.enter(static_cast<Phase>(phase)); }
   void busy(std::string what) { activity_.busy(std::move(what)); }
-  void moved(std::string how_far) { activity_.moved(std::move(how_far)); }
+  void set_progress(std::string how_far) { activity_.set_progress(std::move(how_far)); }
   // Waits for `work`, which is the `number`-th meeting of that lane. Throws what has gone wrong, see
   // on_abort().
-  void wait(c10d::Work& work, SequenceId lane, int64_t number, const char* what);
+  void wait(c10d::Work& work, SequenceId sequence, int64_t number, const char* what);
   // Surrounds a wait for the others to come to that number.
   class Waiting {
    public:
-    Waiting(Watchdog& watchdog, SequenceId lane, int64_t number, std::string what);
+    Waiting(Watchdog& watchdog, SequenceId sequence, int64_t number, std::string what);
     ~Waiting() { activity_.end_wait(id_); }
     Waiting(const Waiting&) = delete;
     Waiting& operator=(const Waiting&) = delete;
@@ -77,7 +77,7 @@ class Watchdog : public c10::intrusive_ptr_target {
   };
   // A wait of somebody else's, that cannot be ended from here. `lane`: -1 where ranks do not come in step.
   // Returns what end_wait() is given.
-  int64_t begin_wait(int64_t lane, std::string what);
+  int64_t begin_wait(int64_t sequence, std::string what);
   void end_wait(int64_t id) { activity_.end_wait(id); }
   // Errors that the group's own watchdog finds, where it has one: NCCL's.
   void watch_group(const std::string& group_name);
@@ -87,20 +87,20 @@ class Watchdog : public c10::intrusive_ptr_target {
   // -- how it ends
 
   // See RankEnd.
-  void on_abort(std::string op) { end_.on_abort(std::move(op)); }
+  void on_abort(std::string op) { abort_.on_abort(std::move(op)); }
   // A stage begins that all ranks take part in: what failed before is over.
-  void begin() { end_.begin(); }
+  void begin() { abort_.begin(); }
   // An exception ends what this rank does. `text` tells the others which.
   void fail(const std::string& text);
   // A connection to another rank broke: if it is heard that one has failed, that is why, and this rank need
   // not be given time to fail by itself.
-  void skip_grace_period() { end_.skip_grace_period(); }
+  void skip_grace_period() { abort_.skip_grace_period(); }
   // Throws when this rank must not go on.
-  void check() { end_.check(); }
+  void check() { abort_.check(); }
   // Throws what all ranks have found together, and need not tell each other.
-  [[noreturn]] void refuse(const std::string& text) { end_.raise("mismatch", text); }
+  [[noreturn]] void refuse(const std::string& text) { abort_.raise("mismatch", text); }
   // Why; empty while nothing is wrong.
-  std::string abort_reason() const { return end_.abort_reason(); }
+  std::string abort_reason() const { return abort_.abort_reason(); }
   // The rank leaves, and is not missed.
   void close();
   // The process leaves. After a failure it may hang at its very end, for peers that are gone: it is not given
@@ -110,24 +110,24 @@ class Watchdog : public c10::intrusive_ptr_target {
  private:
   // In watchdog_thread.cpp:
   void run();
-  void look();
-  void end_where_the_device_is_left();
-  bool look_for_failures(const RankStatus& mine);
-  bool look_for_deaths(const RankStatus& mine);
-  bool look_for_silence(const RankStatus& mine);
-  bool look_at_backends(const RankStatus& mine);
+  void poll();
+  void exit_if_device_stuck();
+  bool check_failures(const RankStatus& mine);
+  bool check_processes(const RankStatus& mine);
+  bool check_heartbeats(const RankStatus& mine);
+  bool check_backends(const RankStatus& mine);
   // This rank has found something, of which it tells the others, or has heard of it from one of them. `rest`:
   // of the text, for this rank alone.
-  void end(const std::string& kind, const std::string& text, const std::string& rest = {});
-  void end_as_told(const std::string& kind, const std::string& text);
-  void say(const std::string& text) const;
+  void abort_all(const std::string& kind, const std::string& text, const std::string& rest = {});
+  void abort_rank(const std::string& kind, const std::string& text);
+  void print(const std::string& text) const;
 
   int64_t rank_ = 0, size_ = 1;
   RankActivity activity_;
-  RankEnd end_;
-  std::unique_ptr<RankBoard> board_;    // null where there is one rank
-  std::unique_ptr<Heartbeats> hearts_;  // null where there is one host
-  WaitJudge judge_;
+  RankAbort abort_;
+  std::unique_ptr<RankStateStore> store_;    // null where there is one rank
+  std::unique_ptr<Heartbeats> heartbeats_;  // null where there is one host
+  StallPolicy stall_policy_;
 
   std::mutex mutex_;
   std::condition_variable wake_;

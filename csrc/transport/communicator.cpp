@@ -15,12 +15,12 @@
 
 namespace lightning_zero {
 
-Communicator::Communicator(const std::string& group_name, const c10::Device& device, SequenceId lane, Line& line)
+Communicator::Communicator(const std::string& group_name, const c10::Device& device, SequenceId sequence, CollectiveOrder& order)
     : group_(compat::process_group(group_name)),
       device_(device),
-      lane_(lane),
+      sequence_(sequence),
       stream_(new_stream(device)),
-      line_(line) {}
+      order_(order) {}
 
 Communicator::~Communicator() {
   const WithoutPythonLock others_may_have_it;
@@ -40,15 +40,15 @@ template <class Launch>
 Pending Communicator::launch(const char* what, Launch&& launch, std::function<void()> then, int64_t bytes) {
   Pending pending;
   const auto received = bytes / size() * (size() - 1);
-  const bool meets = *what != 0, replayed = recording_ && has_streams(device_);
+  const bool is_collective = *what != 0, replayed = recording_ && has_streams(device_);
   const bool slowed = link && received > 0;
-  if (meets && replayed)
-    line_.add(lane_);
-  if (watchdog_ && meets) {
+  if (is_collective && replayed)
+    order_.add(sequence_);
+  if (watchdog_ && is_collective) {
     watchdog_->check();
     pending.watchdog_ = watchdog_;
-    pending.lane_ = lane_;
-    pending.number_ = replayed ? 0 : watchdog_->activity().meet(lane_);
+    pending.sequence_ = sequence_;
+    pending.number_ = replayed ? 0 : watchdog_->activity().advance(sequence_);
     pending.what_ = what;
   }
   if (!has_streams(device_)) {
@@ -69,19 +69,19 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
   {
     c10::StreamGuard on_our_stream(stream_);
     inputs_ready.block(stream_);
-    if (meets)
-      line_.enter(stream_);
+    if (is_collective)
+      order_.enter(stream_);
     if (slowed)
-      link->take(received, stream_, lane_);
+      link->take(received, stream_, sequence_);
     // Not async: c10d then queues the collective on the current stream, ours. It may return no Work.
     for (auto& work : launch(/*async=*/false)) {
       if (work)
         work->wait();
     }
-    if (meets)
-      line_.leave(stream_);
+    if (is_collective)
+      order_.leave(stream_);
     if (slowed)
-      link->hold(stream_, lane_);
+      link->hold(stream_, sequence_);
     if (then)
       then();
     pending.fence_.record(stream_);
@@ -91,7 +91,7 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
   return pending;
 }
 
-void Communicator::poison(bool on) {
+void Communicator::set_nan_fill(bool on) {
   jitter_rng_.reset();
   if (on && !has_streams(device_))
     jitter_rng_.emplace(17 + rank());
@@ -107,7 +107,7 @@ at::Tensor Communicator::scratch(const at::Tensor& output,
   if (!jitter_rng_)
     return output;
   auto memory = tensors::empty_like(output);
-  fill_with_poison(output);
+  fill_with_nan(output);
   copies.emplace_back(output, memory);
   return memory;
 }
@@ -137,7 +137,7 @@ int64_t nbytes_of(const std::vector<at::Tensor>& tensors) {
 
 }  // namespace
 
-std::string Communicator::why_not_captured() const {
+std::string Communicator::no_capture_reason() const {
   const auto backend = compat::backend_name(*group_, device_);
   if (backend != "nccl")
     return "only NCCL's can be held by graphs, not those of backend '" + backend + "'";
@@ -153,15 +153,15 @@ std::string Communicator::why_not_captured() const {
   return {};
 }
 
-void Communicator::refuse_in_graph(const char* what) const {
+void Communicator::check_capturable(const char* what) const {
   if (!recording_ || !has_streams(device_))
     return;
-  const auto reason = why_not_captured();
+  const auto reason = no_capture_reason();
   TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), what, " by collectives, and ", reason);
 }
 
 Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optional<at::ScalarType> cast_to) {
-  refuse_in_graph("weights are gathered");
+  check_capturable("weights are gathered");
   jitter();
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   auto target = scratch(output, copies);
@@ -179,7 +179,7 @@ Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optio
 }
 
 Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs) {
-  refuse_in_graph("weights are gathered");
+  check_capturable("weights are gathered");
   jitter();
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   for (size_t i = 0; i < outputs.size(); ++i) {
@@ -232,19 +232,19 @@ Pending Communicator::copy_group(std::vector<at::Tensor> outputs,
 }
 
 void Communicator::copy(const std::vector<Copy>& copies) {
-  copy_all(copies, stream_, recording_ ? lanes_ : std::vector<c10::Stream>());
+  enqueue_copies(copies, stream_, recording_ ? side_streams_ : std::vector<c10::Stream>());
 }
 
-bool Communicator::record(bool on) {
+bool Communicator::set_recording(bool on) {
   recording_ = on;
-  while (on && has_streams(device_) && static_cast<int>(lanes_.size()) + 1 < size())
-    lanes_.push_back(new_stream(device_));
+  while (on && has_streams(device_) && static_cast<int>(side_streams_.size()) + 1 < size())
+    side_streams_.push_back(new_stream(device_));
   return std::exchange(used_, false);
 }
 
 void Communicator::join() {
   if (recording_ && used_)
-    catch_up();
+    block_current_stream();
 }
 
 Pending Communicator::run(const std::function<void()>& work) {
@@ -256,7 +256,7 @@ Pending Communicator::run(const std::function<void()>& work) {
                 {});
 }
 
-Pending Communicator::behind(Pending first, const std::function<Pending()>& launch) {
+Pending Communicator::run_after(Pending first, const std::function<Pending()>& launch) {
   std::optional<c10::StreamGuard> on_our_stream;
   if (has_streams(device_))
     on_our_stream.emplace(stream_);
@@ -283,16 +283,16 @@ void Communicator::use_symmetric_barrier(const at::Tensor& memory, const std::st
 
 void Communicator::signal_all() {
   const auto stream = current_stream(device_);
-  line_.enter(stream);
+  order_.enter(stream);
   signal_all_();
-  line_.leave(stream);
+  order_.leave(stream);
 }
 
-void Communicator::use_device_barrier(std::shared_ptr<DeviceBarrier> barrier, int lane) {
-  signal_all_ = [this, barrier = std::move(barrier), lane] { (*barrier)(lane, current_stream(device_)); };
+void Communicator::use_device_barrier(std::shared_ptr<DeviceBarrier> barrier, int channel) {
+  signal_all_ = [this, barrier = std::move(barrier), channel] { (*barrier)(channel, current_stream(device_)); };
 }
 
-void Communicator::catch_up() {
+void Communicator::block_current_stream() {
   Fence done;
   done.record(stream_);
   done.block(current_stream(device_));
@@ -308,11 +308,11 @@ void Communicator::barrier_on_current_stream() {
 
 Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs,
                                            at::Tensor all_inputs, std::function<void()> then) {
-  refuse_in_graph("gradients are reduced");
+  check_capturable("gradients are reduced");
   jitter();
   const auto bytes = nbytes_of(inputs);
   if (jitter_rng_) {
-    for (const auto& output : outputs) fill_with_poison(output);
+    for (const auto& output : outputs) fill_with_nan(output);
   }
   if (!has_streams(device_)) {
     // gloo's reduce-scatter is an all-reduce of a copy, in a Work that never says it is completed, so a pool
@@ -351,7 +351,7 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
 }
 
 Pending Communicator::all_reduce(at::Tensor values, std::function<void()> then) {
-  refuse_in_graph("gradients are reduced");
+  check_capturable("gradients are reduced");
   jitter();
   // As a reduce-scatter and an all-gather, of which either brings a rank what the others have a part in.
   const auto bytes = 2 * static_cast<int64_t>(values.nbytes());

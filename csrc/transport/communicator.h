@@ -27,7 +27,7 @@ namespace lightning_zero {
 class Communicator {
  public:
   // `line`: in which its collectives stand while a graph is recorded, with those of others.
-  Communicator(const std::string& group_name, const c10::Device& device, SequenceId lane, Line& line);
+  Communicator(const std::string& group_name, const c10::Device& device, SequenceId sequence, CollectiveOrder& order);
   ~Communicator();
 
   // Counts what ranks do together here, and watches over waits for it.
@@ -54,7 +54,7 @@ class Communicator {
 
   // What `launch` launches here, behind what has been launched elsewhere. On an accelerator the caller's
   // stream waits for neither.
-  Pending behind(Pending first, const std::function<Pending()>& launch);
+  Pending run_after(Pending first, const std::function<Pending()>& launch);
   // Whatever `work` queues, on our stream, behind what the caller has queued.
   Pending run(const std::function<void()>& work);
 
@@ -69,7 +69,7 @@ class Communicator {
   void use_symmetric_barrier(const at::Tensor& memory, const std::string& group_name, int64_t timeout_ms,
                              int channel);
   // The same by a kernel of our own, whose waits the host can end.
-  void use_device_barrier(std::shared_ptr<DeviceBarrier> barrier, int lane);
+  void use_device_barrier(std::shared_ptr<DeviceBarrier> barrier, int channel);
 
   // Several reduce-scatters in one launch. inputs[i]: size() * outputs[i].numel() elements; `all_inputs`, on
   // a CPU, is the memory they lie in, whose contents are lost. `then` runs on our stream once the outputs are
@@ -84,25 +84,25 @@ class Communicator {
   void all_reduce_max(std::vector<int64_t>& values, const char* what);
 
   // The current stream waits for ours.
-  void catch_up();
+  void block_current_stream();
 
   // While a graph of the device is recorded: everything on our stream belongs to it. join(): the current
   // stream waits for ours, if there was anything.
-  bool record(bool on);
+  bool set_recording(bool on);
   void join();
   // Why no graph can hold collectives of this process group; empty where one can. On a CPU nothing is held.
-  std::string why_not_captured() const;
+  std::string no_capture_reason() const;
 
   // Debugging: wait on the host before and after each collective, so that an error shows where it happened.
   bool synchronize_each = false;
 
   // Debugging: its collectives cross this link. Null: none.
-  std::shared_ptr<SlowLink> link;
+  std::shared_ptr<EmulatedLink> link;
 
   // Debugging, on a CPU: what a collective writes is NaN until it has been waited for, and ranks run at
   // random speeds, so that whoever reads too early, or relies on the order in which ranks arrive, gets
   // another result.
-  void poison(bool on);
+  void set_nan_fill(bool on);
 
  private:
   int rank() const;
@@ -112,7 +112,7 @@ class Communicator {
   at::Tensor scratch(const at::Tensor& output, std::vector<std::pair<at::Tensor, at::Tensor>>& copies);
   void jitter();
 
-  void refuse_in_graph(const char* what) const;
+  void check_capturable(const char* what) const;
   // In the line, on the current stream.
   void signal_all();
 
@@ -122,12 +122,12 @@ class Communicator {
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
-  SequenceId lane_;
+  SequenceId sequence_;
   c10::Stream stream_;
-  Line& line_;
+  CollectiveOrder& order_;
   c10::intrusive_ptr<Watchdog> watchdog_;
   bool recording_ = false, used_ = false;
-  std::vector<c10::Stream> lanes_;          // for copies beside each other in graphs
+  std::vector<c10::Stream> side_streams_;          // for copies beside each other in graphs
   std::function<void()> signal_all_;        // and wait for all, on the current stream
   at::Tensor token_, tokens_;               // what a barrier gathers
   std::optional<std::mt19937> jitter_rng_;  // when poisoning

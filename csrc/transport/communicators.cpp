@@ -8,32 +8,32 @@ namespace lightning_zero {
 
 Communicators::Communicators(Context& context, const Names& names)
     : context_(context),
-      gathers_(names.gathers, context.device, SequenceId::GATHER, line_),
-      reduces_(names.reduces, context.device, SequenceId::REDUCE, line_) {
-  context.inside = gathers_.ranks();
-  context.rank = context.inside.rank;
-  context.size = context.inside.size;
-  if (!names.reduces_across.empty()) {
-    const auto across = [&](const std::string& name, SequenceId lane) {
-      return std::make_unique<Communicator>(name, context.device, lane, line_);
+      gathers_(names.gathers, context.device, SequenceId::GATHER, order_),
+      reduces_(names.reduces, context.device, SequenceId::REDUCE, order_) {
+  context.intra_host = gathers_.ranks();
+  context.rank = context.intra_host.rank;
+  context.size = context.intra_host.size;
+  if (!names.inter_host_reduces.empty()) {
+    const auto inter_host = [&](const std::string& name, SequenceId sequence) {
+      return std::make_unique<Communicator>(name, context.device, sequence, order_);
     };
-    context.replicated = names.gathers_across.empty();
+    context.replicated = names.inter_host_gathers.empty();
     if (!context.replicated)
-      gathers_across_ = across(names.gathers_across, SequenceId::GATHER);
-    reduces_across_ = across(names.reduces_across, SequenceId::REDUCE);
-    context.across = reduces_across_->ranks();
-    context.size *= context.across.size;
+      inter_host_gathers_ = inter_host(names.inter_host_gathers, SequenceId::GATHER);
+    inter_host_reduces_ = inter_host(names.inter_host_reduces, SequenceId::REDUCE);
+    context.inter_host = inter_host_reduces_->ranks();
+    context.size *= context.inter_host.size;
   }
   if (context.size == 1)
     return;
-  control_.emplace(names.control, c10::Device(c10::kCPU), SequenceId::CONTROL, line_);
+  control_.emplace(names.control, c10::Device(c10::kCPU), SequenceId::CONTROL, order_);
   context.rank = control_->ranks().rank;
   TORCH_INTERNAL_ASSERT(control_->ranks().size == context.size, "hosts have other numbers of ranks");
 }
 
 std::vector<Communicator*> Communicators::on_device() {
   std::vector<Communicator*> all{&gathers_, &reduces_};
-  for (auto* comm : {gathers_across_.get(), reduces_across_.get()}) {
+  for (auto* comm : {inter_host_gathers_.get(), inter_host_reduces_.get()}) {
     if (comm != nullptr)
       all.push_back(comm);
   }
@@ -44,43 +44,43 @@ void Communicators::watch(const c10::intrusive_ptr<Watchdog>& watchdog) {
   for (auto* comm : on_device()) comm->watch(watchdog);
   if (control_)
     control_->watch(watchdog);
-  if (arrivals_)
-    arrivals_->watch(watchdog);
+  if (remote_signals_)
+    remote_signals_->watch(watchdog);
 }
 
-void Communicators::take(std::unique_ptr<Arrivals> arrivals) {
-  arrivals_ = std::move(arrivals);
-  arrivals_->watch(context_.watchdog);
+void Communicators::set_remote_signals(std::unique_ptr<RemoteSignals> remote_signals) {
+  remote_signals_ = std::move(remote_signals);
+  remote_signals_->watch(context_.watchdog);
 }
 
 void Communicators::configure(const ExecutorOptions& options) {
   for (auto* comm : on_device()) {
     comm->synchronize_each = options.sync_collectives;
-    comm->poison(options.poison);
+    comm->set_nan_fill(options.nan_fill);
   }
 }
 
-void Communicators::slow_down(const std::shared_ptr<SlowLink>& link) {
-  for (auto* comm : {gathers_across_.get(), reduces_across_.get()}) {
+void Communicators::emulate_link(const std::shared_ptr<EmulatedLink>& link) {
+  for (auto* comm : {inter_host_gathers_.get(), inter_host_reduces_.get()}) {
     if (comm != nullptr)
       comm->link = link;
   }
 }
 
-void Communicators::catch_up() {
-  for (auto* comm : on_device()) comm->catch_up();
+void Communicators::block_current_stream() {
+  for (auto* comm : on_device()) comm->block_current_stream();
 }
 
 void Communicators::begin_recording() {
-  line_.begin_recording();
-  for (auto* comm : on_device()) comm->record(true);
+  order_.begin_recording();
+  for (auto* comm : on_device()) comm->set_recording(true);
 }
 
 void Communicators::join() {
   for (auto* comm : on_device()) comm->join();
 }
 
-void Communicators::join_whatever_happened() {
+void Communicators::join_ignoring_errors() {
   for (auto* comm : on_device()) {
     try {
       comm->join();  // or the capture could not even be ended
@@ -90,15 +90,15 @@ void Communicators::join_whatever_happened() {
   }
 }
 
-Meetings Communicators::end_recording() {
-  const bool across = gathers_across_ && gathers_across_->record(false);
-  for (auto* comm : on_device()) comm->record(false);
-  auto meetings = line_.end_recording();
-  meetings.gathers_across = across;
-  return meetings;
+CollectiveCounts Communicators::end_recording() {
+  const bool inter_host = inter_host_gathers_ && inter_host_gathers_->set_recording(false);
+  for (auto* comm : on_device()) comm->set_recording(false);
+  auto counts = order_.end_recording();
+  counts.inter_host_gathers = inter_host;
+  return counts;
 }
 
-void Communicators::before_replay(const Meetings& graph) {
+void Communicators::before_replay(const CollectiveCounts& graph) {
   if (!graph.any())
     return;
   if (context_.watchdog)
@@ -106,8 +106,8 @@ void Communicators::before_replay(const Meetings& graph) {
   // Those of the graph come behind those that were launched before. Not behind what hosts exchange, of which
   // the graph waits for what it reads.
   for (auto* comm : on_device()) {
-    if (comm != gathers_across_.get() || graph.gathers_across)
-      comm->catch_up();
+    if (comm != inter_host_gathers_.get() || graph.inter_host_gathers)
+      comm->block_current_stream();
   }
   if (replays_.defined() || !context_.watchdog || context_.size == 1)
     return;
@@ -115,12 +115,12 @@ void Communicators::before_replay(const Meetings& graph) {
   replays_ended_ = tensors::zeros(1, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
 }
 
-void Communicators::after_replay(const Meetings& graph) {
+void Communicators::after_replay(const CollectiveCounts& graph) {
   if (!graph.any() || !context_.watchdog)
     return;
   auto& activity = context_.watchdog->activity();
-  const auto gathers = activity.meet(SequenceId::GATHER, graph.gathers);
-  const auto reduces = activity.meet(SequenceId::REDUCE, graph.reduces);
+  const auto gathers = activity.advance(SequenceId::GATHER, graph.gathers);
+  const auto reduces = activity.advance(SequenceId::REDUCE, graph.reduces);
   if (!replays_.defined())
     return;
   replays_.add_(1);
@@ -131,9 +131,9 @@ void Communicators::after_replay(const Meetings& graph) {
     activity.watch_replay(replays_ended_, SequenceId::GATHER, gathers);
 }
 
-std::string Communicators::why_not_captured() {
+std::string Communicators::no_capture_reason() {
   for (auto* comm : on_device()) {
-    if (auto reason = comm->why_not_captured(); !reason.empty())
+    if (auto reason = comm->no_capture_reason(); !reason.empty())
       return reason;
   }
   return {};

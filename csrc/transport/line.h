@@ -32,22 +32,22 @@
 namespace lightning_zero {
 
 // Of ranks, in which their devices wait for each other.
-struct Meetings {
+struct CollectiveCounts {
   int64_t gathers = 0, reduces = 0;
-  bool gathers_across = false;  // some of these are of several hosts
+  bool inter_host_gathers = false;  // some of these are of several hosts
   bool any() const { return gathers + reduces > 0; }
 };
 
-class Line {
+class CollectiveOrder {
  public:
   void begin_recording() { recording_ = true; }
   // What a replay will have of them, which recording had not.
-  Meetings end_recording() {
+  CollectiveCounts end_recording() {
     recording_ = false;
     last_ = {};
-    return std::exchange(meetings_, {});
+    return std::exchange(counts_, {});
   }
-  void add(SequenceId lane) { ++(lane == SequenceId::GATHER ? meetings_.gathers : meetings_.reduces); }
+  void add(SequenceId sequence) { ++(sequence == SequenceId::GATHER ? counts_.gathers : counts_.reduces); }
 
   // Around the launch of what waits for other ranks, on `stream`. Nothing where nothing is recorded.
   void enter(const c10::Stream& stream) const { last_.block(stream); }
@@ -59,7 +59,7 @@ class Line {
  private:
   bool recording_ = false;
   Fence last_;
-  Meetings meetings_;
+  CollectiveCounts counts_;
 };
 
 }  // namespace lightning_zero

@@ -31,7 +31,7 @@ class PeerCopyGather : public GatherTransport {
 bool PeerCopyGather::is_ready(const std::vector<ParamRecord*>& records, at::ScalarType dtype) const {
   return memory_.is_published() &&
          std::all_of(records.begin(), records.end(),
-                     [&](const ParamRecord* record) { return !record->copies_in(dtype).empty(); });
+                     [&](const ParamRecord* record) { return !record->peer_shards_in(dtype).empty(); });
 }
 
 bool PeerCopyGather::can_gather(const std::vector<ParamRecord*>& records,
@@ -50,9 +50,9 @@ Pending PeerCopyGather::gather(const std::vector<ParamRecord*>& records, std::ve
   std::vector<const std::vector<at::Tensor>*> peers;
   for (auto* record : records) {
     if (dtype != record->shard.scalar_type())
-      over_copies::check(*record);
-    memory_.await_copy(*record, dtype, /*of_peers=*/true);
-    peers.push_back(&record->copies_in(dtype));
+      grad_aliasing::check_is_weight(*record);
+    memory_.wait_for_shard(*record, dtype, /*from_peers=*/true);
+    peers.push_back(&record->peer_shards_in(dtype));
   }
   context_.count("copied_weights", static_cast<int64_t>(records.size()));
   return comm_.copy_group(std::move(outputs), peers);

@@ -19,11 +19,11 @@ constexpr int64_t kWidest = 8;  // bytes of an element; half a complex128
 PeerReduce::PeerReduce(const Context& context, Communicator& comm, const RowMeans& means,
                        std::vector<at::Tensor> staging)
     : context_(context), comm_(comm), means_(means), staging_(std::move(staging)) {
-  TORCH_INTERNAL_ASSERT(static_cast<int64_t>(staging_.size()) == context_.inside.size);
+  TORCH_INTERNAL_ASSERT(static_cast<int64_t>(staging_.size()) == context_.intra_host.size);
   for (const auto& memory : staging_)
     TORCH_INTERNAL_ASSERT(memory.scalar_type() == at::kByte && memory.numel() > 0 &&
                           memory.numel() == staging_[0].numel() &&
-                          memory.numel() % unit(context_.inside.size) == 0);
+                          memory.numel() % unit(context_.intra_host.size) == 0);
 }
 
 int64_t PeerReduce::unit(int64_t ranks) {
@@ -61,7 +61,7 @@ void PeerReduce::barrier() {
 }
 
 void PeerReduce::send_round(ReduceBucket& bucket, int64_t begin, int64_t width) {
-  const auto size = context_.inside.size, rank = context_.inside.rank;
+  const auto size = context_.intra_host.size, rank = context_.intra_host.rank;
   const auto item = static_cast<int64_t>(c10::elementSize(bucket.dtype()));
   const auto half = staging_[0].numel() / 2;
   const auto at_byte = rounds_++ % 2 * half;
@@ -72,7 +72,7 @@ void PeerReduce::send_round(ReduceBucket& bucket, int64_t begin, int64_t width) 
     const auto from = std::max(begin, slot.offset), to = std::min(begin + width, slot.offset + numel);
     if (from >= to)
       continue;
-    const auto run = bucket.run(index);
+    const auto run = bucket.send_slice(index);
     const auto* source = static_cast<const char*>(run.const_data_ptr());
     for (int64_t step = 0; step < size; ++step) {
       const auto peer = (rank + step) % size;
@@ -85,16 +85,16 @@ void PeerReduce::send_round(ReduceBucket& bucket, int64_t begin, int64_t width) 
   }
   comm_.copy(copies);
   if (begin + width == bucket.chunk())
-    bucket.read_by(current_stream(context_.device));
+    bucket.record_read(current_stream(context_.device));
   barrier();
   const auto mine = staging_[rank].view(bucket.dtype());
   const auto rows = mine.as_strided({size, width}, {width, 1}, at_byte / item);
-  bucket.accumulate(begin, width, mean_of(rows, begin, means_));
+  bucket.accumulate(begin, width, make_row_mean(rows, begin, means_));
 }
 
 void PeerReduce::reduce(ReduceBucket& bucket) {
   const auto half = staging_[0].numel() / 2;
-  const auto most = half / static_cast<int64_t>(c10::elementSize(bucket.dtype())) / context_.inside.size;
+  const auto most = half / static_cast<int64_t>(c10::elementSize(bucket.dtype())) / context_.intra_host.size;
   bucket.buffer()->pending = comm_.run([&] {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     // After the last round of the segment before, which may have used the same half.

@@ -27,11 +27,11 @@ class PeerReduce : public ReduceTransport {
 
   void reduce(ReduceBucket& bucket) override;
   double scale(at::ScalarType) const override { return 1.0; }
-  bool takes_mean(at::ScalarType) const override { return true; }
-  bool wants_own_send_buffers() const override { return true; }
+  bool averages(at::ScalarType) const override { return true; }
+  bool uses_own_send_buffers() const override { return true; }
   int buckets_in_flight() const override { return 4; }  // they hold no memory of their own
   // A host that waits for its peers in each round must not wait for those that have no such gradient.
-  bool leaves_early() const override { return has_streams(context_.device) || context_.inside.size == 1; }
+  bool launches_early() const override { return has_streams(context_.device) || context_.intra_host.size == 1; }
 
   void begin_backward() override;
   void begin_segment() override { rounds_ = 0; }

@@ -54,7 +54,7 @@ class Pending {
   std::function<void()> continuation_;
   // By which the watchdog counts what the works are.
   c10::intrusive_ptr<Watchdog> watchdog_;
-  SequenceId lane_ = SequenceId::GATHER;
+  SequenceId sequence_ = SequenceId::GATHER;
   int64_t number_ = 0;
   const char* what_ = "";
   std::chrono::steady_clock::time_point arrives_{};  // no sooner, on a CPU: see SlowLink
@@ -72,6 +72,6 @@ inline at::Tensor piece(const at::Tensor& whole, int64_t begin, int64_t length) 
 }
 
 // NaN, or the least integer.
-void fill_with_poison(at::Tensor tensor);
+void fill_with_nan(at::Tensor tensor);
 
 }  // namespace lightning_zero

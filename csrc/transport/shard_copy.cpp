@@ -23,7 +23,7 @@ class ShardCopyGather : public GatherTransport {
   // What is wanted in a dtype that nobody keeps is cast here.
   Pending gather(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
                  std::vector<at::Tensor>& sources, bool grouped) override;
-  bool needs_no_rank() const override { return true; }
+  bool gathers_alone() const override { return true; }
 
  private:
   Context& context_;
@@ -46,8 +46,8 @@ Pending ShardCopyGather::gather(const std::vector<ParamRecord*>& records, std::v
   for (size_t i = 0; i < records.size(); ++i) {
     const auto& record = *records[i];
     const auto dtype = outputs[i].scalar_type();
-    const bool is_weight = dtype == record.shard.scalar_type() || record.compute_copy.holds == InCopy::WEIGHT;
-    if (const auto& copies = record.copies_in(dtype); is_weight && !copies.empty()) {
+    const bool is_weight = dtype == record.shard.scalar_type() || record.compute_shard.state == ComputeShardState::WEIGHT;
+    if (const auto& copies = record.peer_shards_in(dtype); is_weight && !copies.empty()) {
       to.push_back(outputs[i]);
       from.push_back(&copies);
       continue;

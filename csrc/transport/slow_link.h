@@ -18,19 +18,19 @@
 
 namespace lightning_zero {
 
-class SlowLink {
+class EmulatedLink {
  public:
   using Clock = std::chrono::steady_clock;
 
   // `code`: bytes that the device's driver loads, of slow_link.cu; none on a CPU.
-  SlowLink(double bytes_per_s, const c10::Device& device, const std::optional<at::Tensor>& code);
+  EmulatedLink(double bytes_per_s, const c10::Device& device, const std::optional<at::Tensor>& code);
 
   // On a CPU: when `bytes` that are sent now arrive.
   Clock::time_point arrival(int64_t bytes);
   // On a device, around what sends `bytes`, where `stream` comes to it: what the stream is given behind
   // hold() begins when they have arrived. One `lane` after the other on a stream.
-  void take(int64_t bytes, const c10::Stream& stream, SequenceId lane) const;
-  void hold(const c10::Stream& stream, SequenceId lane) const;
+  void take(int64_t bytes, const c10::Stream& stream, SequenceId sequence) const;
+  void hold(const c10::Stream& stream, SequenceId sequence) const;
 
  private:
   uint64_t* time(int64_t which) const;

@@ -33,10 +33,10 @@ class WeightMemory {
   // What this queues from here on may read them; after it has waited for whoever writes.
   virtual void begin_reading() = 0;
   // This rank's shard in `dtype`; undefined when a cast is needed.
-  virtual at::Tensor source_in(ParamRecord& record, at::ScalarType dtype) = 0;
+  virtual at::Tensor local_source(ParamRecord& record, at::ScalarType dtype) = 0;
   // What is queued on the stream of weights from here on may read the copy in `dtype` of this rank, or of all
   // of its host where `of_peers`: before compiled code does, and after is_published().
-  virtual void await_copy(ParamRecord& record, at::ScalarType dtype, bool of_peers) = 0;
+  virtual void wait_for_shard(ParamRecord& record, at::ScalarType dtype, bool from_peers) = 0;
 };
 
 class GatherTransport {
@@ -60,7 +60,7 @@ class GatherTransport {
   }
 
   // Whether this rank may gather what its peers do not, at any time.
-  virtual bool needs_no_rank() const { return false; }
+  virtual bool gathers_alone() const { return false; }
 };
 
 class ReduceTransport {
@@ -74,13 +74,13 @@ class ReduceTransport {
   // What gradients are multiplied with on their way into a bucket of that dtype.
   virtual double scale(at::ScalarType dtype) const = 0;
   // Whether it is a mean that it takes of what ranks have sent, and not a sum.
-  virtual bool takes_mean(at::ScalarType dtype) const = 0;
+  virtual bool averages(at::ScalarType dtype) const = 0;
   // Whether each gradient travels from memory of its own, and may be left where its owner has it.
-  virtual bool wants_own_send_buffers() const = 0;
+  virtual bool uses_own_send_buffers() const = 0;
   // How many buckets of a dtype may be on their way before the caller's stream waits for the first.
   virtual int buckets_in_flight() const = 0;
   // Whether a bucket may leave before ranks have agreed that all have it.
-  virtual bool leaves_early() const { return true; }
+  virtual bool launches_early() const { return true; }
 
   // -- barriers that bear no name: had ranks come to them at different times, they would add up what
   // is not there yet, without a word. So they compare at their agreement how many there were before this

@@ -13,8 +13,8 @@ namespace lightning_zero {
 using MakeGather = std::unique_ptr<GatherTransport>(Context&, Communicators&, WeightMemory&);
 MakeGather make_shard_copy_gather, make_peer_copy_gather, make_collective_gather;
 std::unique_ptr<ReduceTransport> make_collective_reduce(const Context& context, Communicator& comm);
-std::unique_ptr<ReduceTransport> make_across_reduce(Context& context, Communicator& comm,
-                                                    std::unique_ptr<ReduceTransport> inside);
+std::unique_ptr<ReduceTransport> make_cross_host_reduce(Context& context, Communicator& comm,
+                                                    std::unique_ptr<ReduceTransport> intra_host);
 
 namespace {
 
@@ -25,7 +25,7 @@ constexpr MakeGather* kGathers[] = {make_shard_copy_gather, make_peer_copy_gathe
 
 Transports::Transports(Context& context, Communicators& communicators)
     : context_(context), communicators_(communicators) {
-  reduce_by_collective();
+  use_collective_reduce();
 }
 
 std::vector<std::unique_ptr<GatherTransport>> Transports::make_gathers(WeightMemory& memory) {
@@ -34,19 +34,19 @@ std::vector<std::unique_ptr<GatherTransport>> Transports::make_gathers(WeightMem
   return all;
 }
 
-void Transports::reduce_by_collective() {
-  reduce_by(make_collective_reduce(context_, communicators_.reduces()));
+void Transports::use_collective_reduce() {
+  set_reduce(make_collective_reduce(context_, communicators_.reduces()));
 }
 
-void Transports::reduce_by(std::unique_ptr<ReduceTransport> inside) {
-  auto* across = communicators_.reduces_across();
-  reduce_ = across == nullptr ? std::move(inside) : make_across_reduce(context_, *across, std::move(inside));
+void Transports::set_reduce(std::unique_ptr<ReduceTransport> intra_host) {
+  auto* inter_host = communicators_.inter_host_reduces();
+  reduce_ = inter_host == nullptr ? std::move(intra_host) : make_cross_host_reduce(context_, *inter_host, std::move(intra_host));
 }
 
 void Transports::set_staging(std::vector<at::Tensor> staging, const std::string& group_name,
                              int64_t timeout_ms) {
-  const auto mine = staging.at(static_cast<size_t>(context_.inside.rank));
-  reduce_by(std::make_unique<PeerReduce>(context_, communicators_.reduces(), means_, std::move(staging)));
+  const auto mine = staging.at(static_cast<size_t>(context_.intra_host.rank));
+  set_reduce(std::make_unique<PeerReduce>(context_, communicators_.reduces(), means_, std::move(staging)));
   if (!barrier_) {
     communicators_.reduces().use_symmetric_barrier(mine, group_name, timeout_ms, /*channel=*/0);
     communicators_.gathers().use_symmetric_barrier(mine, group_name, timeout_ms, /*channel=*/1);
@@ -54,12 +54,12 @@ void Transports::set_staging(std::vector<at::Tensor> staging, const std::string&
 }
 
 int64_t Transports::staging_unit() const {
-  return PeerReduce::unit(context_.inside.size);
+  return PeerReduce::unit(context_.intra_host.size);
 }
 
-void Transports::set_barrier(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words) {
+void Transports::set_barrier(const at::Tensor& code, std::vector<at::Tensor> pads, at::Tensor words) {
   Lock lock(context_.mutex);
-  barrier_ = std::make_shared<DeviceBarrier>(code, std::move(rows), std::move(words), context_.inside.rank);
+  barrier_ = std::make_shared<DeviceBarrier>(code, std::move(pads), std::move(words), context_.intra_host.rank);
   communicators_.reduces().use_device_barrier(barrier_, 0);
   communicators_.gathers().use_device_barrier(barrier_, 1);
   if (context_.watchdog)
@@ -68,50 +68,50 @@ void Transports::set_barrier(const at::Tensor& code, std::vector<at::Tensor> row
 
 void Transports::limit_cross_host_bandwidth(const std::optional<at::Tensor>& code, double bytes_per_s) {
   Lock lock(context_.mutex);
-  communicators_.slow_down(bytes_per_s > 0 ? std::make_shared<SlowLink>(bytes_per_s, context_.device, code)
+  communicators_.emulate_link(bytes_per_s > 0 ? std::make_shared<EmulatedLink>(bytes_per_s, context_.device, code)
                                            : nullptr);
 }
 
 void Transports::set_mean_kernels(const at::Tensor& code) {
   Lock lock(context_.mutex);
-  means_ = RowMeans(code, context_.inside.size);
+  means_ = RowMeans(code, context_.intra_host.size);
 }
 
-std::unique_ptr<Turns> Transports::make_turns(std::vector<at::Tensor> numbers) {
-  TORCH_INTERNAL_ASSERT(static_cast<int64_t>(numbers.size()) == context_.inside.size);
-  auto turns = std::make_unique<HostTurns>(std::move(numbers), context_.inside.rank);
-  turns->watch(context_.watchdog);
-  return turns;
+std::unique_ptr<EpochLock> Transports::make_epoch_lock(std::vector<at::Tensor> numbers) {
+  TORCH_INTERNAL_ASSERT(static_cast<int64_t>(numbers.size()) == context_.intra_host.size);
+  auto epoch_lock = std::make_unique<HostEpochLock>(std::move(numbers), context_.intra_host.rank);
+  epoch_lock->watch(context_.watchdog);
+  return epoch_lock;
 }
 
-std::unique_ptr<Turns> Transports::make_device_turns(const at::Tensor& code, std::vector<at::Tensor> rows) {
-  TORCH_INTERNAL_ASSERT(barrier_ && static_cast<int64_t>(rows.size()) == context_.inside.size);
-  ReadingStream readers{[this] { communicators_.gathers().catch_up(); },
+std::unique_ptr<EpochLock> Transports::make_device_epoch_lock(const at::Tensor& code, std::vector<at::Tensor> pads) {
+  TORCH_INTERNAL_ASSERT(barrier_ && static_cast<int64_t>(pads.size()) == context_.intra_host.size);
+  ReaderStream readers{[this] { communicators_.gathers().block_current_stream(); },
                         [this](const std::function<void()>& work) { communicators_.gathers().run(work); }};
-  return std::make_unique<DeviceTurns>(code, std::move(rows), barrier_->words(), context_.inside.rank,
+  return std::make_unique<DeviceEpochLock>(code, std::move(pads), barrier_->words(), context_.intra_host.rank,
                                        std::move(readers));
 }
 
 void Transports::set_remote_signals(std::vector<at::Tensor> numbers) {
   Lock lock(context_.mutex);
-  TORCH_INTERNAL_ASSERT(static_cast<int64_t>(numbers.size()) == context_.inside.size);
-  communicators_.take(std::make_unique<HostArrivals>(std::move(numbers), context_.inside.rank));
+  TORCH_INTERNAL_ASSERT(static_cast<int64_t>(numbers.size()) == context_.intra_host.size);
+  communicators_.set_remote_signals(std::make_unique<HostRemoteSignals>(std::move(numbers), context_.intra_host.rank));
 }
 
-void Transports::set_device_remote_signals(const at::Tensor& code, std::vector<at::Tensor> rows) {
+void Transports::set_device_remote_signals(const at::Tensor& code, std::vector<at::Tensor> pads) {
   Lock lock(context_.mutex);
-  const bool alone = rows.size() == 1;
-  TORCH_INTERNAL_ASSERT(alone || static_cast<int64_t>(rows.size()) == context_.inside.size);
+  const bool alone = pads.size() == 1;
+  TORCH_INTERNAL_ASSERT(alone || static_cast<int64_t>(pads.size()) == context_.intra_host.size);
   // Where there is no barrier, ranks read nothing of each other, and wait for their own collectives only.
   const auto pinned = at::TensorOptions().dtype(at::kInt).pinned_memory(true);
   auto words = barrier_ ? barrier_->words() : tensors::zeros(device_words::COUNT, pinned);
-  communicators_.take(std::make_unique<DeviceArrivals>(code, std::move(rows), std::move(words),
-                                                       alone ? 0 : context_.inside.rank));
+  communicators_.set_remote_signals(std::make_unique<DeviceRemoteSignals>(code, std::move(pads), std::move(words),
+                                                       alone ? 0 : context_.intra_host.rank));
 }
 
 void Transports::begin_stage() {
   Lock lock(context_.mutex);
-  context_.read_order = 0;  // an exception may have ended the stage before, on each rank elsewhere
+  context_.eager_read_hash = 0;  // an exception may have ended the stage before, on each rank elsewhere
   auto* control = communicators_.control();
   if (control == nullptr)
     return;
@@ -124,25 +124,25 @@ void Transports::begin_step(bool in_backward) {
   if (!barrier_)
     return;
   const auto stream = current_stream(context_.device);
-  communicators_.catch_up();
+  communicators_.block_current_stream();
   if (std::exchange(interrupted_, false)) {
     synchronize(stream);  // all waits have been ended
-    barrier_->let_pass(false);
+    barrier_->release_waits(false);
   }
   barrier_->begin_epoch(steps_, stream);
   if (!in_backward)
     reduce_->forget_barriers();  // what an interrupted backward had missed, nobody waits for any more
 }
 
-void Transports::interrupt() {
+void Transports::release_barriers() {
   if (!barrier_)
     return;
-  barrier_->let_pass(true);
+  barrier_->release_waits(true);
   interrupted_ = true;
 }
 
 void Transports::close() {
-  reduce_by_collective();
+  use_collective_reduce();
 }
 
 }  // namespace lightning_zero

@@ -26,7 +26,7 @@ class Transports {
   void set_staging(std::vector<at::Tensor> staging, const std::string& group_name, int64_t timeout_ms);
   int64_t staging_unit() const;
   // Barriers on devices, instead of torch's; see DeviceBarrier.
-  void set_barrier(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words);
+  void set_barrier(const at::Tensor& code, std::vector<at::Tensor> pads, at::Tensor words);
   // Debugging: see SlowLink, between hosts; 0: as fast as can be. `code`: of its kernel, on a device.
   void limit_cross_host_bandwidth(const std::optional<at::Tensor>& code, double bytes_per_s);
   // Kernels that add up what ranks have sent; see RowMeans.
@@ -39,14 +39,14 @@ class Transports {
 
   // Of each rank's number of its turn; and on devices, where there is a barrier: the kernels of turns.cu, and
   // of each rank a number for each rank.
-  std::unique_ptr<Turns> make_turns(std::vector<at::Tensor> numbers);
-  std::unique_ptr<Turns> make_device_turns(const at::Tensor& code, std::vector<at::Tensor> rows);
+  std::unique_ptr<EpochLock> make_epoch_lock(std::vector<at::Tensor> numbers);
+  std::unique_ptr<EpochLock> make_device_epoch_lock(const at::Tensor& code, std::vector<at::Tensor> pads);
 
   // With several hosts: what they exchange is announced to the ranks of this one that read it, see Arrivals;
   // on a CPU by numbers, on a device by kernels of arrivals.cu, after set_barrier() where that is called. Not
   // inside a graph.
   void set_remote_signals(std::vector<at::Tensor> numbers);
-  void set_device_remote_signals(const at::Tensor& code, std::vector<at::Tensor> rows);
+  void set_device_remote_signals(const at::Tensor& code, std::vector<at::Tensor> pads);
 
   // A stage of training or evaluation begins, on every rank: steps are counted alike from now on, although an
   // exception may have ended the stage before at another step on each.
@@ -57,12 +57,12 @@ class Transports {
   void begin_step(bool in_backward);
   // A backward was interrupted here, at another point than on peers: lets their devices through their
   // barriers.
-  void interrupt();
+  void release_barriers();
   void close();
 
  private:
-  void reduce_by_collective();
-  void reduce_by(std::unique_ptr<ReduceTransport> inside);  // and across hosts, where there are several
+  void use_collective_reduce();
+  void set_reduce(std::unique_ptr<ReduceTransport> intra_host);  // and across hosts, where there are several
 
   Context& context_;
   Communicators& communicators_;

@@ -34,35 +34,35 @@
 
 namespace lightning_zero {
 
-class Access : public WeightMemory {
+class ShardAccess : public WeightMemory {
  public:
   // `comm`: of what reads peers' memory. `host_shards`: null where there is one host. `before_change`: what
   // has been fetched ahead is of values that go.
-  Access(Context& context, Communicator& comm, ComputeCopies& copies, HostShards* host_shards,
-         std::function<void()> before_change)
+  ShardAccess(Context& context, Communicator& comm, ComputeShards& copies, HostShards* host_shards,
+         std::function<void()> on_change)
       : context_(context),
         comm_(comm),
-        copies_(copies),
+        compute_shards_(copies),
         host_shards_(host_shards),
-        before_change_(std::move(before_change)) {}
+        on_change_(std::move(on_change)) {}
 
   // Peers read compute copies.
-  void share() { shared_ = true; }
+  void set_shared() { shared_ = true; }
   // What peers read is not what it was.
-  void take_back() { published_ = false; }
+  void invalidate() { published_ = false; }
   // Peers read shards, in turns.
-  void take(std::unique_ptr<Turns> turns);
+  void set_epoch_lock(std::unique_ptr<EpochLock> epoch_lock);
   // Whether peers read anything.
-  bool is_shared() const { return shared_ || turns_ || (host_shards_ != nullptr && host_shards_->any()); }
+  bool is_shared() const { return shared_ || epoch_lock_ || (host_shards_ != nullptr && host_shards_->any()); }
 
   bool is_published() const override { return published_; }
-  bool uses_epoch_lock() const override { return turns_ != nullptr; }
-  at::Tensor source_in(ParamRecord& record, at::ScalarType dtype) override;
-  void await_copy(ParamRecord& record, at::ScalarType dtype, bool of_peers) override;
+  bool uses_epoch_lock() const override { return epoch_lock_ != nullptr; }
+  at::Tensor local_source(ParamRecord& record, at::ScalarType dtype) override;
+  void wait_for_shard(ParamRecord& record, at::ScalarType dtype, bool from_peers) override;
 
   // -- where ranks take turns
-  bool is_writing() const { return turns_->writing(); }
-  void begin_turn_to_write();
+  bool is_writing() const { return epoch_lock_->is_writing(); }
+  void begin_write_epoch();
   void end_writing();  // harmless where there are none
   void begin_reading() override;
   void begin_step(int64_t step);
@@ -72,32 +72,32 @@ class Access : public WeightMemory {
   void expire();
   // Likewise, without a word. Hosts would exchange all weights anew before each batch of an evaluation, and
   // do so only where begin_writing() has told them.
-  void expire_unless_told();
+  void expire_on_single_host();
 
   // Weights may be read here as they are now; on every rank. `everything`: all copies are written, and not
   // only stale ones. `wait`: by the current stream, too, and not only by what this executor launches.
-  void let_read(bool everything, bool wait = false);
+  void publish(bool all, bool wait = false);
   // A graph is about to be captured, and then replayed: what let_read() does before the replay is done now,
   // since what is captured depends on it. Nothing is left to do then that other ranks, which may run the
   // same, did not.
-  void let_read_ahead();
+  void publish_before_capture();
   // What is queued on the current stream next may read the host shard that is the resident weight.
-  void await_resident(ParamRecord& record, bool compiled);
+  void wait_for_resident(ParamRecord& record, bool compiled);
   void close();
 
  private:
-  void publish(bool everything, bool wait);
+  void publish_compute_shards(bool all, bool wait);
   void publish_host_shards(bool wait);
 
   Context& context_;
   Communicator& comm_;
-  ComputeCopies& copies_;
+  ComputeShards& compute_shards_;
   HostShards* host_shards_;
-  std::function<void()> before_change_;
-  std::unique_ptr<Turns> turns_;
+  std::function<void()> on_change_;
+  std::unique_ptr<EpochLock> epoch_lock_;
   bool shared_ = false;       // some compute copy is read by peers
   bool published_ = false;    // every rank's copies may be read, until the next point where they change
-  bool asked_ahead_ = false;  // with several hosts: whether ranks have agreed for the next replay
+  bool published_before_capture_ = false;  // with several hosts: whether ranks have agreed for the next replay
 };
 
 }  // namespace lightning_zero

@@ -10,94 +10,94 @@
 
 namespace lightning_zero {
 
-void ComputeCopies::add_memory(at::Tensor copies, at::Tensor shards) {
+void ComputeShards::add_memory(at::Tensor copies, at::Tensor shards) {
   TORCH_INTERNAL_ASSERT(copies.numel() == shards.numel());
   memory_.emplace_back(std::move(copies), std::move(shards));
 }
 
-bool ComputeCopies::has_memory() const {
+bool ComputeShards::has_memory() const {
   return !memory_.empty() || std::any_of(context_.records.begin(), context_.records.end(),
-                                         [](const auto& record) { return record->compute_copy.by_steps; });
+                                         [](const auto& record) { return record->compute_shard.written_by_optimizer; });
 }
 
-Stamp ComputeCopies::now(const ParamRecord& record) const {
-  return record.stamp(record.compute_copy.by_steps ? context_.told : context_.epoch);
+Stamp ComputeShards::now(const ParamRecord& record) const {
+  return record.stamp(record.compute_shard.written_by_optimizer ? context_.user_write_count : context_.shard_version);
 }
 
-bool ComputeCopies::is_stale(const ParamRecord& record) const {
-  const auto& copy = record.compute_copy;
-  return over_copies::may_write(record) && (copy.holds != InCopy::WEIGHT || copy.written != now(record));
+bool ComputeShards::is_stale(const ParamRecord& record) const {
+  const auto& copy = record.compute_shard;
+  return grad_aliasing::may_write(record) && (copy.state != ComputeShardState::WEIGHT || copy.written != now(record));
 }
 
-bool ComputeCopies::any_lost() const {
+bool ComputeShards::any_unclaimed_gradient() const {
   return std::any_of(context_.records.begin(), context_.records.end(), [](const auto& record) {
-    return record->compute_copy.holds != InCopy::WEIGHT && over_copies::may_write(*record);
+    return record->compute_shard.state != ComputeShardState::WEIGHT && grad_aliasing::may_write(*record);
   });
 }
 
-void ComputeCopies::is_written(ParamRecord& record) {
-  record.compute_copy.written = now(record);
-  record.compute_copy.holds = InCopy::WEIGHT;
+void ComputeShards::is_written(ParamRecord& record) {
+  record.compute_shard.written = now(record);
+  record.compute_shard.state = ComputeShardState::WEIGHT;
 }
 
-std::vector<ParamRecord*> ComputeCopies::stale(bool everything) const {
+std::vector<ParamRecord*> ComputeShards::stale(bool all) const {
   std::vector<ParamRecord*> found;
   for (auto& record : context_.records) {
-    const bool wanted = everything ? over_copies::may_write(*record) : is_stale(*record);
-    if (record->compute_copy.own.defined() && wanted)
+    const bool wanted = all ? grad_aliasing::may_write(*record) : is_stale(*record);
+    if (record->compute_shard.local.defined() && wanted)
       found.push_back(record.get());
   }
   return found;
 }
 
-void ComputeCopies::write(ParamRecord& record) {
+void ComputeShards::write(ParamRecord& record) {
   TORCH_INTERNAL_ASSERT(!recording, "a replay would write the compute copy of ", record.name, " each time");
   at::NoGradGuard no_grad;
-  record.compute_copy.own.copy_(record.shard);
+  record.compute_shard.local.copy_(record.shard);
   is_written(record);
   context_.count("compute_shard_writes");
 }
 
-void ComputeCopies::write_all() {
-  const auto may_write = [](const auto& record) { return over_copies::may_write(*record); };
+void ComputeShards::write_all() {
+  const auto may_write = [](const auto& record) { return grad_aliasing::may_write(*record); };
   const bool all = std::all_of(context_.records.begin(), context_.records.end(), may_write);
   if (all) {
     for (auto& [copies, shards] : memory_) copies.copy_(shards);
   }
   for (auto& record : context_.records) {
-    if (!record->compute_copy.own.defined())
+    if (!record->compute_shard.local.defined())
       continue;
-    if (all && !record->compute_copy.by_steps)
+    if (all && !record->compute_shard.written_by_optimizer)
       is_written(*record);
-    else if (record->compute_copy.by_steps ? is_stale(*record) : may_write(record))
+    else if (record->compute_shard.written_by_optimizer ? is_stale(*record) : may_write(record))
       write(*record);
   }
 }
 
-std::vector<int64_t> ComputeCopies::written() const {
+std::vector<int64_t> ComputeShards::written() const {
   Lock lock(context_.mutex);
   std::vector<int64_t> found;
   for (const auto& record : context_.records) {
-    if (record->compute_copy.by_steps && record->compute_copy.own.defined() && !is_stale(*record))
+    if (record->compute_shard.written_by_optimizer && record->compute_shard.local.defined() && !is_stale(*record))
       found.push_back(record->index);
   }
   return found;
 }
 
-void ComputeCopies::mark_compute_shards_written(std::vector<int64_t> indices, bool written) {
+void ComputeShards::mark_compute_shards_written(std::vector<int64_t> indices, bool written) {
   Lock lock(context_.mutex);
   for (const auto index : indices) {
     auto& record = context_.at(index);
-    TORCH_INTERNAL_ASSERT(record.compute_copy.by_steps && record.compute_copy.own.defined(), record.name);
-    record.compute_copy.written = written ? now(record) : Stamp{};
+    TORCH_INTERNAL_ASSERT(record.compute_shard.written_by_optimizer && record.compute_shard.local.defined(), record.name);
+    record.compute_shard.written = written ? now(record) : Stamp{};
   }
 }
 
-void ComputeCopies::write_full_precision(const std::vector<ParamRecord*>& records) {
+void ComputeShards::write_full_precision(const std::vector<ParamRecord*>& records) {
   std::vector<at::Tensor> copies, shards;
   for (auto* record : records) {
-    if (record->full_precision_copy.own.defined()) {
-      copies.push_back(record->full_precision_copy.own);
+    if (record->full_precision_shard.local.defined()) {
+      copies.push_back(record->full_precision_shard.local);
       shards.push_back(record->shard);
     }
   }

@@ -14,20 +14,20 @@
 
 namespace lightning_zero {
 
-class ComputeCopies {
+class ComputeShards {
  public:
-  explicit ComputeCopies(Context& context) : context_(context) {}
+  explicit ComputeShards(Context& context) : context_(context) {}
 
   // Copies that are neighbours in memory, of shards that are likewise: written in one kernel.
   void add_memory(at::Tensor copies, at::Tensor shards);
   bool has_memory() const;
 
   // Whether some are gradients that nobody wants: no step has come, and where ranks take turns nobody writes.
-  bool any_lost() const;
+  bool any_unclaimed_gradient() const;
   // Not where it is a gradient that somebody wants.
   bool is_stale(const ParamRecord& record) const;
   // Parameters whose copies are stale; or all that have one.
-  std::vector<ParamRecord*> stale(bool everything) const;
+  std::vector<ParamRecord*> stale(bool all) const;
   // The compute copy of one parameter; those of all, in few kernels; and full-precision copies.
   void write(ParamRecord& record);
   void write_all();  // of shards on the host only stale ones
@@ -39,9 +39,9 @@ class ComputeCopies {
   // An optimizer is about to write these copies, and has.
   void mark_compute_shards_written(std::vector<int64_t> indices, bool written);
   // Changes when somebody who is no optimizer says that shards change.
-  int64_t told() const {
+  int64_t user_write_count() const {
     Lock lock(context_.mutex);
-    return context_.told;
+    return context_.user_write_count;
   }
 
   void close() { memory_.clear(); }

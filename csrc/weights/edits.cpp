@@ -10,7 +10,7 @@
 
 namespace lightning_zero {
 
-Edits::Tracked* Edits::held(int64_t index, at::ScalarType dtype) {
+UserWrites::Tracked* UserWrites::find_tracked(int64_t index, at::ScalarType dtype) {
   const auto found = std::find_if(tracked_.begin(), tracked_.end(), [&](const Tracked& other) {
     return other.index == index && other.flat.scalar_type() == dtype &&
            other.flat.is_inference() == c10::InferenceMode::is_enabled();
@@ -18,49 +18,49 @@ Edits::Tracked* Edits::held(int64_t index, at::ScalarType dtype) {
   return found == tracked_.end() ? nullptr : &*found;
 }
 
-void Edits::hand_out(Tracked* before, const at::Tensor& flat, const at::Tensor& full,
+void UserWrites::track(Tracked* before, const at::Tensor& flat, const at::Tensor& full,
                      const ParamRecord& record) {
-  gathered_.add(full, record.index);
+  storages_.add(full, record.index);
   if (before != nullptr) {
-    before->given.push_back(full);
+    before->views.push_back(full);
   } else if (flat.scalar_type() == record.shard.scalar_type()) {
     tracked_.push_back({flat, record.index, static_cast<uint32_t>(record.param._version()), {full}});
   }
-  compat::mark(flat);
+  compat::mark_copy_on_write(flat);
 }
 
-bool Edits::Tracked::held() {
+bool UserWrites::Tracked::is_held() {
   // A tensor that Python has seen is kept alive, with its Python object, by our reference: let go of it for a
   // moment to see who else holds it.
   std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> seen;
-  for (const auto& tensor : given) seen.emplace_back(tensor.getIntrusivePtr());
-  given.clear();
+  for (const auto& tensor : views) seen.emplace_back(tensor.getIntrusivePtr());
+  views.clear();
   const bool viewed = flat.storage().use_count() > 1;
   for (const auto& weak : seen) {
     if (auto impl = weak.lock())
-      given.emplace_back(std::move(impl));
+      views.emplace_back(std::move(impl));
   }
-  return viewed || !given.empty();
+  return viewed || !views.empty();
 }
 
-uint64_t Edits::Tracked::edits_seen() const {
-  uint64_t edits = 0;
-  for (const auto& tensor : given) {
+uint64_t UserWrites::Tracked::write_count() const {
+  uint64_t writes = 0;
+  for (const auto& tensor : views) {
     if (!tensor.is_inference())
-      edits += tensor._version();
+      writes += tensor._version();
     if (!tensor.is_alias_of(flat))
-      ++edits;
+      ++writes;
   }
-  return edits;
+  return writes;
 }
 
 // `module.weight.data = x` gives the tensor that was read other memory. Its values belong into the shard, and the
 // tensor to memory where edits are seen: new memory, since other names of the old one (`module.weight.data` that
 // was read before) keep their values, as in a plain module.
-void Edits::take_assigned(Tracked& weight) {
+void UserWrites::absorb_data_assignment(Tracked& weight) {
   const auto& record = context_.at(weight.index);
   at::Tensor assigned;
-  for (const auto& tensor : weight.given) {
+  for (const auto& tensor : weight.views) {
     if (tensor.is_alias_of(weight.flat))
       continue;
     TORCH_CHECK_VALUE(
@@ -75,11 +75,11 @@ void Edits::take_assigned(Tracked& weight) {
   weight.flat = tensors::empty(weight.flat.numel(), weight.flat.options()).zero_();
   auto own = as_parameter(weight.flat, record);
   own.copy_(assigned);
-  for (auto& tensor : weight.given) tensor.set_data(own);
-  gathered_.add(own, weight.index);
+  for (auto& tensor : weight.views) tensor.set_data(own);
+  storages_.add(own, weight.index);
 }
 
-at::Tensor Edits::own_part(const Tracked& weight) const {
+at::Tensor UserWrites::own_part(const Tracked& weight) const {
   const auto& record = context_.at(weight.index);
   const auto width = record.shard_numel(), begin = std::min(context_.shard_number() * width, record.numel);
   return weight.flat.narrow(0, begin, std::min(width, record.numel - begin));
@@ -87,23 +87,23 @@ at::Tensor Edits::own_part(const Tracked& weight) const {
 
 // Versions do not count writes through `.data`, nor through a view whose base is gone; the mark on the memory
 // does, and is also taken away by some readers. Each rank compares its own elements: all ranks make equal edits.
-bool Edits::is_late(Tracked& weight) {
-  if (weight.edits_seen() != weight.edits)
+bool UserWrites::is_late(Tracked& weight) {
+  if (weight.write_count() != weight.writes)
     return true;
-  if (compat::is_marked(weight.flat))
+  if (compat::is_copy_on_write(weight.flat))
     return false;
   const auto now = own_part(weight);
   if (!tensors::equal(now.view(at::kByte), weight.before.view(at::kByte)))
     return true;
-  compat::mark(weight.flat);
+  compat::mark_copy_on_write(weight.flat);
   return false;
 }
 
-void Edits::refuse_late() {
+void UserWrites::raise_if_late() {
   for (auto it = outdated_.begin(); it != outdated_.end();) {
     const auto name = context_.at(it->index).name;
     const bool late = is_late(*it);
-    it = late || !it->held() ? outdated_.erase(it) : it + 1;
+    it = late || !it->is_held() ? outdated_.erase(it) : it + 1;
     TORCH_CHECK(!late, "lightning_zero: a tensor that was read from ", name,
                 " before an optimizer step, or before the parameter was loaded, was "
                 "edited after it. The edit cannot reach the parameter any more. Read module.weight again "
@@ -111,30 +111,30 @@ void Edits::refuse_late() {
   }
 }
 
-void Edits::change() {
-  if (!change_op_.empty())
-    compat::call(change_op_);
+void UserWrites::notify_before_write() {
+  if (!before_write_op_.empty())
+    compat::call(before_write_op_);
 }
 
-void Edits::copy(const Tracked& weight) {
+void UserWrites::copy_to_shard(const Tracked& weight) {
   auto& record = context_.at(weight.index);
   const auto own = own_part(weight);
   if (own.numel() > 0)
     record.shard.narrow(0, 0, own.numel()).copy_(own);
-  record.compute_copy.written = record.full_precision_copy.written = {};
-  if (record.compute_copy.by_steps)
-    ++context_.told;
-  resident_.edit(record, weight.flat);
+  record.compute_shard.written = record.full_precision_shard.written = {};
+  if (record.compute_shard.written_by_optimizer)
+    ++context_.user_write_count;
+  resident_.apply_user_write(record, weight.flat);
 }
 
 // Whether its values are others than those of the shards. While shards are written nobody can tell, and it
 // does not matter for whose turn it is.
-bool Edits::is_edited(const Tracked& weight) {
+bool UserWrites::is_edited(const Tracked& weight) {
   auto& record = context_.at(weight.index);
   if (access_.is_writing())
     return true;
   auto now = tensors::empty(weight.flat.numel(), weight.flat.options());
-  if (!gatherer_.read_alone(record, now))
+  if (!gatherer_.gather_alone(record, now))
     return true;
   const auto numel = record.numel;
   // Bit by bit: NaN is no edit.
@@ -142,50 +142,50 @@ bool Edits::is_edited(const Tracked& weight) {
                          weight.flat.narrow(0, 0, numel).view(at::kByte));
 }
 
-void Edits::take() {
+void UserWrites::apply_with_epoch_lock() {
   std::vector<Tracked*> edited;
   for (auto& weight : tracked_) {
     if (context_.at(weight.index).param._version() != weight.version)
       continue;
-    take_assigned(weight);
-    if (compat::is_marked(weight.flat))
+    absorb_data_assignment(weight);
+    if (compat::is_copy_on_write(weight.flat))
       continue;
     if (is_edited(weight))
       edited.push_back(&weight);
     else
-      compat::mark(weight.flat);
+      compat::mark_copy_on_write(weight.flat);
   }
   if (edited.empty())
     return;
-  change();
-  access_.begin_turn_to_write();
+  notify_before_write();
+  access_.begin_write_epoch();
   for (const auto* weight : edited) {
-    copy(*weight);
-    compat::mark(weight->flat);
+    copy_to_shard(*weight);
+    compat::mark_copy_on_write(weight->flat);
   }
 }
 
-void Edits::sync(bool forget) {
+void UserWrites::sync(bool forget) {
   Lock lock(context_.mutex);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
-  refuse_late();
+  raise_if_late();
   if (access_.uses_epoch_lock())
-    take();
+    apply_with_epoch_lock();
   for (auto it = tracked_.begin(); it != tracked_.end();) {
     auto& record = context_.at(it->index);
     // A newer parameter (an optimizer step, a loaded state) wins over a copy taken before it.
     const bool current = record.param._version() == it->version;
     if (current && !access_.uses_epoch_lock()) {
-      take_assigned(*it);
-      if (!compat::is_marked(it->flat))
-        change();
-      copy(*it);
-      compat::mark(it->flat);
+      absorb_data_assignment(*it);
+      if (!compat::is_copy_on_write(it->flat))
+        notify_before_write();
+      copy_to_shard(*it);
+      compat::mark_copy_on_write(it->flat);
     }
-    const bool held = it->held();
+    const bool held = it->is_held();
     if (held && (forget || !current)) {
-      it->edits = it->edits_seen();
-      compat::mark(it->flat);
+      it->writes = it->write_count();
+      compat::mark_copy_on_write(it->flat);
       it->before = own_part(*it).clone();
       outdated_.push_back(std::move(*it));
     }
@@ -193,20 +193,20 @@ void Edits::sync(bool forget) {
   }
 }
 
-int64_t Edits::find_gathered(const at::Tensor& tensor) {
+int64_t UserWrites::find_gathered(const at::Tensor& tensor) {
   Lock lock(context_.mutex);
-  return gathered_.find(tensor);
+  return storages_.find(tensor);
 }
 
-void Edits::drop() {
+void UserWrites::drop() {
   Lock lock(context_.mutex);
   tracked_.clear();
   outdated_.clear();
 }
 
-void Edits::close() {
+void UserWrites::close() {
   drop();
-  gathered_.clear();
+  storages_.clear();
 }
 
 }  // namespace lightning_zero

@@ -12,9 +12,9 @@
 
 namespace lightning_zero {
 
-class Edits {
+class UserWrites {
  public:
-  Edits(Context& context, Access& access, Gatherer& gatherer, ResidentWeights& resident)
+  UserWrites(Context& context, ShardAccess& access, Gatherer& gatherer, ResidentWeights& resident)
       : context_(context), access_(access), gatherer_(gatherer), resident_(resident) {}
 
   // A weight that eager code was given.
@@ -23,28 +23,28 @@ class Edits {
     int64_t index;
     uint32_t version;  // of the parameter when it was gathered
     // What code was given: views of `flat`, until somebody assigns other memory to one's `data`.
-    std::vector<at::Tensor> given;
-    uint64_t edits = 0;  // edits_seen() when its shard changed, after which edits come too late
+    std::vector<at::Tensor> views;
+    uint64_t writes = 0;  // edits_seen() when its shard changed, after which edits come too late
     at::Tensor before;   // this rank's elements at that time
-    bool held();
-    uint64_t edits_seen() const;
+    bool is_held();
+    uint64_t write_count() const;
   };
 
   // How many weights are watched.
   size_t watched() const { return tracked_.size(); }
   // Name of an op `() -> ()` that is called before edits change shards: a save beside training may be copying
   // them. Not for weights that nobody can have written to: a forward reads them, and is not to wait for that.
-  void before_change(std::string op) { change_op_ = std::move(op); }
+  void set_before_write_op(std::string op) { before_write_op_ = std::move(op); }
   // What code holds of this parameter in this dtype; null when it holds nothing.
-  Tracked* held(int64_t index, at::ScalarType dtype);
+  Tracked* find_tracked(int64_t index, at::ScalarType dtype);
   // Code is given `full`, a view of `flat`, which is what it held before, or new.
-  void hand_out(Tracked* before, const at::Tensor& flat, const at::Tensor& full, const ParamRecord& record);
+  void track(Tracked* before, const at::Tensor& flat, const at::Tensor& full, const ParamRecord& record);
 
   // Copies edits made to weights that eager code still holds, or held last, into their shards. `forget`: and
   // stop watching them, because the shards are about to change.
   void sync(bool forget);
   // Where ranks take turns, edits are a turn to write, and weights that nobody edited must not begin one.
-  void take();
+  void apply_with_epoch_lock();
   // Lets go of all; edits to come of those that code still holds are not seen.
   void drop();
   // Parameter of which the tensor is a gathered weight, or a view of one; -1 when it is none.
@@ -52,22 +52,22 @@ class Edits {
   void close();
 
  private:
-  void take_assigned(Tracked& weight);
-  void refuse_late();
+  void absorb_data_assignment(Tracked& weight);
+  void raise_if_late();
   // This rank's elements of it, without padding: a view.
   at::Tensor own_part(const Tracked& weight) const;
   bool is_late(Tracked& weight);
   bool is_edited(const Tracked& weight);
-  void change();
-  void copy(const Tracked& weight);
+  void notify_before_write();
+  void copy_to_shard(const Tracked& weight);
 
   Context& context_;
-  Access& access_;
+  ShardAccess& access_;
   Gatherer& gatherer_;
   ResidentWeights& resident_;
-  GatheredTable gathered_;
+  GatheredStorages storages_;
   std::vector<Tracked> tracked_;
-  std::string change_op_;
+  std::string before_write_op_;
   std::vector<Tracked> outdated_;  // still held although their shards have changed
 };
 

@@ -26,38 +26,38 @@ std::vector<std::string> names_of(const std::vector<std::vector<ShardCopy*>>& pa
 
 }  // namespace
 
-void Exchange::begin(const std::vector<ShardCopy*>& copies, int64_t first) {
+void HostExchange::begin(const std::vector<ShardCopy*>& copies, int64_t first) {
   std::vector<std::vector<ShardCopy*>> parts;
   int64_t room = 0;
   for (auto* copy : copies) {
-    const auto bytes = static_cast<int64_t>(copy->own.nbytes()) * context_.inside.size;
+    const auto bytes = static_cast<int64_t>(copy->local.nbytes()) * context_.intra_host.size;
     if (parts.empty() || bytes > room) {
       room = context_.options.exchange_part_bytes >>
              std::max<int64_t>(kSmallParts - static_cast<int64_t>(parts.size()), 0);
       parts.emplace_back();
     }
     room -= bytes;
-    const auto before = std::exchange(copy->part, static_cast<int64_t>(parts.size()) - 1);
-    cut_ += copy->place >= 0 && copy->part != before;
+    const auto before = std::exchange(copy->exchange_part, static_cast<int64_t>(parts.size()) - 1);
+    layout_version_ += copy->use_order >= 0 && copy->exchange_part != before;
     parts.back().push_back(copy);
   }
   parts_.clear();
-  come_ = 0;
-  seen_ = {};
+  received_ = 0;
+  waited_ = {};
   first_ = first;
   planned_ = static_cast<int64_t>(parts.size());
-  if (auto* arrivals = comms_.arrivals())
-    arrivals->begin(first);
+  if (auto* remote_signals = comms_.remote_signals())
+    remote_signals->begin(first);
   if (context_.watchdog)
     context_.watchdog->activity().set_exchange_parts(first, names_of(parts));
-  tell_sending();
+  announce_send();
   for (const auto& part : parts) {
     std::vector<at::Tensor> whole, own;
     for (const auto* copy : part) {
-      const auto numel = copy->own.numel() / context_.across.size;
-      whole.push_back(copy->own);
-      own.push_back(piece(copy->own, context_.across.rank * numel, numel));
-      context_.count("gather_bytes_across", static_cast<int64_t>(copy->own.nbytes()));
+      const auto numel = copy->local.numel() / context_.inter_host.size;
+      whole.push_back(copy->local);
+      own.push_back(piece(copy->local, context_.inter_host.rank * numel, numel));
+      context_.count("gather_bytes_across", static_cast<int64_t>(copy->local.nbytes()));
     }
     send(std::move(whole), std::move(own));
   }
@@ -66,72 +66,72 @@ void Exchange::begin(const std::vector<ShardCopy*>& copies, int64_t first) {
 }
 
 // Nothing keeps one part behind another but those at other places of the network, so this is said once.
-void Exchange::tell_sending() {
-  if (auto* arrivals = comms_.arrivals(); arrivals != nullptr && has_streams(context_.device))
-    comms_.gathers_across()->run([&] { arrivals->send(planned_ - 1); });
+void HostExchange::announce_send() {
+  if (auto* remote_signals = comms_.remote_signals(); remote_signals != nullptr && has_streams(context_.device))
+    comms_.inter_host_gathers()->run([&] { remote_signals->announce_send(planned_ - 1); });
   else if (context_.watchdog)
-    context_.watchdog->activity().reach(SequenceId::PART_SENT, last());
+    context_.watchdog->activity().set_sequence_number(SequenceId::PART_SENT, last());
 }
 
-void Exchange::send(std::vector<at::Tensor> whole, std::vector<at::Tensor> own) {
-  auto& across = *comms_.gathers_across();
+void HostExchange::send(std::vector<at::Tensor> whole, std::vector<at::Tensor> own) {
+  auto& inter_host = *comms_.inter_host_gathers();
   // In place: what is gathered begins where it ends up.
-  auto pending = across.all_gather_group(std::move(whole), std::move(own));
-  if (auto* arrivals = comms_.arrivals(); arrivals != nullptr && has_streams(context_.device))
-    pending = across.run([&] { arrivals->announce(static_cast<int64_t>(parts_.size())); });
+  auto pending = inter_host.all_gather_group(std::move(whole), std::move(own));
+  if (auto* remote_signals = comms_.remote_signals(); remote_signals != nullptr && has_streams(context_.device))
+    pending = inter_host.run([&] { remote_signals->announce(static_cast<int64_t>(parts_.size())); });
   parts_.push_back(std::move(pending));
 }
 
-void Exchange::end() {
+void HostExchange::end() {
   if (parts_.empty())
     return;
   if (!has_streams(context_.device))
-    return come(static_cast<int64_t>(parts_.size()) - 1);
+    return wait_for_part(static_cast<int64_t>(parts_.size()) - 1);
   auto last = parts_.back();
   last.wait(context_.device);
 }
 
-void Exchange::come(int64_t part) {
-  for (; come_ <= part; ++come_) {
-    auto& pending = parts_[static_cast<size_t>(come_)];
+void HostExchange::wait_for_part(int64_t part) {
+  for (; received_ <= part; ++received_) {
+    auto& pending = parts_[static_cast<size_t>(received_)];
     std::optional<Watchdog::Waiting> waiting;
     if (context_.watchdog && !pending.ready())
-      waiting.emplace(*context_.watchdog, SequenceId::PART, number_of(come_), "weights of other hosts");
+      waiting.emplace(*context_.watchdog, SequenceId::PART, number_of(received_), "weights of other hosts");
     pending.wait(context_.device);
     waiting.reset();
     if (context_.watchdog)
-      context_.watchdog->activity().reach(SequenceId::PART, number_of(come_));
-    if (auto* arrivals = comms_.arrivals())
-      arrivals->announce(come_);
+      context_.watchdog->activity().set_sequence_number(SequenceId::PART, number_of(received_));
+    if (auto* remote_signals = comms_.remote_signals())
+      remote_signals->announce(received_);
     context_.count("awaited_parts");
   }
 }
 
-void Exchange::let_read(const ShardCopy& copy, Reader reader, bool of_peers) {
-  const auto part = copy.part;
+void HostExchange::wait_until_readable(const ShardCopy& copy, Reader reader, bool from_peers) {
+  const auto part = copy.exchange_part;
   const bool in_graph = recording_ && has_streams(context_.device);
-  auto* arrivals = comms_.arrivals();
-  auto& seen = (in_graph ? recorded_ : seen_)[static_cast<size_t>(reader)];
+  auto* remote_signals = comms_.remote_signals();
+  auto& seen = (in_graph ? recorded_ : waited_)[static_cast<size_t>(reader)];
   if (part < 0 || part >= static_cast<int64_t>(parts_.size()))
     return;
   if (!has_streams(context_.device)) {
-    come(part);
+    wait_for_part(part);
     if (recording_) {
       auto& noted = recorded_[static_cast<size_t>(reader)];
       noted = std::max(noted, part + 1);
     }
-    if (!of_peers || seen > part)
+    if (!from_peers || seen > part)
       return;
-    TORCH_INTERNAL_ASSERT(arrivals, "nobody tells what peers have got");
-    arrivals->wait_for(part, reader);
+    TORCH_INTERNAL_ASSERT(remote_signals, "nobody tells what peers have got");
+    remote_signals->wait_for(part, reader);
     seen = part + 1;
     return;
   }
-  if (seen > part || (in_graph && !arrivals))
+  if (seen > part || (in_graph && !remote_signals))
     return;
   const auto wait = [&] {
-    if (arrivals != nullptr)
-      return arrivals->wait_for(part, reader);
+    if (remote_signals != nullptr)
+      return remote_signals->wait_for(part, reader);
     auto pending = parts_[static_cast<size_t>(part)];
     pending.wait(context_.device);
   };
@@ -142,23 +142,23 @@ void Exchange::let_read(const ShardCopy& copy, Reader reader, bool of_peers) {
   seen = part + 1;
 }
 
-void Exchange::begin_recording() {
+void HostExchange::begin_recording() {
   recording_ = true;
   recorded_ = {};
 }
 
-Exchange::Recorded Exchange::end_recording() {
+HostExchange::Recorded HostExchange::end_recording() {
   recording_ = false;
-  return {cut_, *std::max_element(recorded_.begin(), recorded_.end())};
+  return {layout_version_, *std::max_element(recorded_.begin(), recorded_.end())};
 }
 
 // What it waits for holds other weights than when it was captured, and there may be fewer parts than that.
-void Exchange::before_replay(const Recorded& graph) {
-  auto* arrivals = comms_.arrivals();
-  if (fits(graph) || arrivals == nullptr || !has_streams(context_.device) || parts_.empty())
+void HostExchange::before_replay(const Recorded& graph) {
+  auto* remote_signals = comms_.remote_signals();
+  if (fits(graph) || remote_signals == nullptr || !has_streams(context_.device) || parts_.empty())
     return;
-  arrivals->wait_for(planned_ - 1, Reader::CURRENT);
-  arrivals->wait_no_more(graph.parts);
+  remote_signals->wait_for(planned_ - 1, Reader::CURRENT);
+  remote_signals->skip_waits(graph.parts);
 }
 
 }  // namespace lightning_zero

@@ -25,9 +25,9 @@
 
 namespace lightning_zero {
 
-class Exchange {
+class HostExchange {
  public:
-  Exchange(Context& context, Communicators& comms) : context_(context), comms_(comms) {}
+  HostExchange(Context& context, Communicators& comms) : context_(context), comms_(comms) {}
 
   // All of these, each of which lies on the current stream with this rank's part written: sends them. After
   // end(), and after ranks of the host that read them. Their parts have the numbers behind `first`, which is
@@ -40,35 +40,35 @@ class Exchange {
   void end();
 
   // What `reader` does next may read this host shard, of all ranks of the host where `of_peers`.
-  void let_read(const ShardCopy& copy, Reader reader, bool of_peers);
+  void wait_until_readable(const ShardCopy& copy, Reader reader, bool from_peers);
   // Whether graphs hold waits; otherwise all must be over before one is replayed.
-  bool in_graphs() const { return comms_.arrivals() != nullptr || !has_streams(context_.device); }
+  bool in_graphs() const { return comms_.remote_signals() != nullptr || !has_streams(context_.device); }
 
   // -- see [Note: captured graphs]
   struct Recorded {
-    int64_t cut = 0, parts = 0;  // how parts were cut, and how many of them the graph waits for
+    int64_t layout_version = 0, parts = 0;  // how parts were cut, and how many of them the graph waits for
   };
   void begin_recording();
   Recorded end_recording();
-  bool fits(const Recorded& graph) const { return graph.parts == 0 || graph.cut == cut_; }
+  bool fits(const Recorded& graph) const { return graph.parts == 0 || graph.layout_version == layout_version_; }
   void before_replay(const Recorded& graph);
   void close() { parts_.clear(); }
 
  private:
-  using Seen = std::array<int64_t, 2>;  // by reader: how many parts it has waited for
+  using PartsWaited = std::array<int64_t, 2>;  // by reader: how many parts it has waited for
 
   void send(std::vector<at::Tensor> whole, std::vector<at::Tensor> own);
-  void tell_sending();
-  void come(int64_t part);
+  void announce_send();
+  void wait_for_part(int64_t part);
   int64_t number_of(int64_t part) const { return first_ + part + 1; }
 
   Context& context_;
   Communicators& comms_;
   int64_t first_ = 0, planned_ = 0;  // numbers of parts before this exchange, and how many it has
   std::vector<Pending> parts_;
-  int64_t cut_ = 0;   // another one whenever a weight that compiled code reads comes with another part
-  int64_t come_ = 0;  // on a CPU: how many this rank has waited for
-  Seen seen_{}, recorded_{};
+  int64_t layout_version_ = 0;   // another one whenever a weight that compiled code reads comes with another part
+  int64_t received_ = 0;  // on a CPU: how many this rank has waited for
+  PartsWaited waited_{}, recorded_{};
   bool recording_ = false;
 };
 

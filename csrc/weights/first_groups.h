@@ -11,30 +11,30 @@
 namespace lightning_zero {
 
 // Weights that are fetched in one launch into one tensor: weight i, padded, behind weight i - 1.
-struct Group {
+struct GatherGroup {
   std::vector<ParamRecord*> records;
   at::ScalarType dtype;
   int64_t numel;
-  bool operator==(const Group&) const = default;
+  bool operator==(const GatherGroup&) const = default;
 };
 
 // Such a fetch that has begun. `sources` must live until it has arrived.
-struct Fetch {
-  Group group;
+struct PendingGroup {
+  GatherGroup group;
   at::Tensor buffer;
   Pending pending;
 };
-Fetch start(Gatherer& gatherer, Group group, std::vector<at::Tensor>& sources);
+PendingGroup start_gather(Gatherer& gatherer, GatherGroup group, std::vector<at::Tensor>& sources);
 
-class FirstGroups {
+class GroupPrefetcher {
  public:
-  FirstGroups(Context& context, Gatherer& gatherer) : context_(context), gatherer_(gatherer) {}
+  GroupPrefetcher(Context& context, Gatherer& gatherer) : context_(context), gatherer_(gatherer) {}
 
   // A training step begins: fetches what the last one's graph fetched first. `noting`: and watches what this
   // one's does.
-  void begin_step(bool noting);
+  void begin_step(bool recording);
   // Another compiled graph begins: only one graph's groups are noted.
-  void begin_graph() { noting_ = noting_ && first_.empty(); }
+  void begin_graph() { recording_ = recording_ && recorded_.empty(); }
   // The group, if it has been on its way since the step began; otherwise undefined.
   at::Tensor take(const std::vector<ParamRecord*>& records, at::ScalarType dtype, int64_t numel);
   // What is on its way is of values that change, or is not wanted.
@@ -44,9 +44,9 @@ class FirstGroups {
  private:
   Context& context_;
   Gatherer& gatherer_;
-  std::vector<Group> first_;  // as the last step showed
-  bool noting_ = false;
-  std::deque<Fetch> ahead_;
+  std::vector<GatherGroup> recorded_;  // as the last step showed
+  bool recording_ = false;
+  std::deque<PendingGroup> pending_;
 };
 
 }  // namespace lightning_zero

@@ -10,28 +10,28 @@ namespace {
 
 // A bound on memory for loops that evaluate for long between two steps: a step of the largest models gathers
 // some thousand times.
-constexpr size_t kMostEntries = 1 << 16;
+constexpr size_t kMaxEntries = 1 << 16;
 // Backwards of one step that are told apart. An entry takes some 64 bytes.
-constexpr size_t kMostBackwards = 64;
+constexpr size_t kMaxBackwards = 64;
 
 }  // namespace
 
 void GatherLog::begin_step() {
-  now_.clear();
-  ended_ = 0;
-  notes_ = true;
+  current_.clear();
+  backwards_ = 0;
+  logging_ = true;
 }
 
 void GatherLog::note(Entry entry) {
-  notes_ = notes_ && now_.size() < kMostEntries;
-  if (notes_)
-    now_.push_back(std::move(entry));
+  logging_ = logging_ && current_.size() < kMaxEntries;
+  if (logging_)
+    current_.push_back(std::move(entry));
 }
 
 GatherLog::Entries GatherLog::take_from(size_t begin) {
-  const auto first = now_.begin() + static_cast<std::ptrdiff_t>(std::min(begin, now_.size()));
-  Entries taken(std::make_move_iterator(first), std::make_move_iterator(now_.end()));
-  now_.erase(first, now_.end());
+  const auto first = current_.begin() + static_cast<std::ptrdiff_t>(std::min(begin, current_.size()));
+  Entries taken(std::make_move_iterator(first), std::make_move_iterator(current_.end()));
+  current_.erase(first, current_.end());
   return taken;
 }
 
@@ -40,25 +40,25 @@ void GatherLog::append(const Entries& entries) {
 }
 
 void GatherLog::end_backward() {
-  if (ended_ < kMostBackwards) {
-    noted_.resize(std::max(noted_.size(), ended_ + 1));
-    noted_[ended_] = notes_ ? std::move(now_) : Entries{};
+  if (backwards_ < kMaxBackwards) {
+    previous_.resize(std::max(previous_.size(), backwards_ + 1));
+    previous_[backwards_] = logging_ ? std::move(current_) : Entries{};
   }
-  end_without();
+  end_skipped();
 }
 
 GatherLog::Entries GatherLog::missing() const {
-  if (ended_ >= noted_.size() || !notes_)
+  if (backwards_ >= previous_.size() || !logging_)
     return {};
-  const auto& all = noted_[ended_];
-  if (now_.size() > all.size() || !std::equal(now_.begin(), now_.end(), all.begin()))
+  const auto& all = previous_[backwards_];
+  if (current_.size() > all.size() || !std::equal(current_.begin(), current_.end(), all.begin()))
     return {};
-  return {all.begin() + static_cast<std::ptrdiff_t>(now_.size()), all.end()};
+  return {all.begin() + static_cast<std::ptrdiff_t>(current_.size()), all.end()};
 }
 
-void GatherLog::end_without() {
-  now_.clear();
-  ++ended_;
+void GatherLog::end_skipped() {
+  current_.clear();
+  ++backwards_;
 }
 
 }  // namespace lightning_zero

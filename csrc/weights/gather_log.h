@@ -31,7 +31,7 @@ class GatherLog {
   void begin_step();
   void note(Entry entry);
   // Number of the next entry; and the entries from that number on, which are taken out.
-  size_t size() const { return now_.size(); }
+  size_t size() const { return current_.size(); }
   Entries take_from(size_t begin);
   void append(const Entries& entries);
 
@@ -40,13 +40,13 @@ class GatherLog {
   // A backward without gradients ends: what this rank has not gathered of what it gathered up to there in the
   // last step with gradients. Nothing if it has gathered something else.
   Entries missing() const;
-  void end_without();
+  void end_skipped();
 
  private:
-  Entries now_;
-  size_t ended_ = 0;              // backwards in this step
-  bool notes_ = false;            // too much has not been noted yet
-  std::vector<Entries> noted_;    // by how many backwards had ended in the step
+  Entries current_;
+  size_t backwards_ = 0;              // backwards in this step
+  bool logging_ = false;            // too much has not been noted yet
+  std::vector<Entries> previous_;    // by how many backwards had ended in the step
 };
 
 }  // namespace lightning_zero

@@ -4,14 +4,14 @@
 
 namespace lightning_zero {
 
-void GatheredTable::add(const at::Tensor& gathered, int64_t index) {
+void GatheredStorages::add(const at::Tensor& gathered, int64_t index) {
   if (entries_.size() >= prune_at_)
     prune();
   auto* storage = gathered.storage().unsafeGetStorageImpl();
   entries_.insert_or_assign(storage, Entry{gathered.storage().getWeakStorageImpl(), index});
 }
 
-int64_t GatheredTable::find(const at::Tensor& tensor) {
+int64_t GatheredStorages::find(const at::Tensor& tensor) {
   if (!tensor.has_storage())
     return -1;
   auto it = entries_.find(tensor.storage().unsafeGetStorageImpl());
@@ -24,7 +24,7 @@ int64_t GatheredTable::find(const at::Tensor& tensor) {
   return it->second.index;
 }
 
-void GatheredTable::prune() {
+void GatheredStorages::prune() {
   for (auto it = entries_.begin(); it != entries_.end();) {
     it = it->second.storage.expired() ? entries_.erase(it) : std::next(it);
   }

@@ -11,7 +11,7 @@ namespace lightning_zero {
 // storage of a gathered weight -> parameter, for the saved-tensor hooks of eager code. Keyed by the storage
 // object, which a weak reference keeps from being reused, never by address: a freed weight's address
 // soon belongs to something else.
-class GatheredTable {
+class GatheredStorages {
  public:
   void add(const at::Tensor& gathered, int64_t index);
   int64_t find(const at::Tensor& tensor);  // -1 when not a gathered weight, or a view of one

@@ -9,13 +9,13 @@
 
 namespace lightning_zero {
 
-at::Tensor Gatherer::fresh(int64_t numel, const at::TensorOptions& options) const {
+at::Tensor Gatherer::allocate(int64_t numel, const at::TensorOptions& options) const {
   auto memory = tensors::empty(numel, options);
-  if (!context_.options.poison)
+  if (!context_.options.nan_fill)
     return memory;
   // Poisoned again before it goes back to the allocator.
   return tensors::wrap(memory.mutable_data_ptr(), numel, options,
-                       [memory](void*) { fill_with_poison(memory); });
+                       [memory](void*) { fill_with_nan(memory); });
 }
 
 GatherTransport& Gatherer::transport_for(const std::vector<ParamRecord*>& records,
@@ -28,15 +28,15 @@ GatherTransport& Gatherer::transport_for(const std::vector<ParamRecord*>& record
 Pending Gatherer::gather(ParamRecord& record, at::ScalarType dtype, at::Tensor& output,
                          std::vector<at::Tensor>& sources) {
   if (!output.defined())
-    output = fresh(whole_numel(record), record.shard.options().dtype(dtype));
+    output = allocate(full_numel(record), record.shard.options().dtype(dtype));
   context_.count("gathers");
   context_.count("gather_bytes", static_cast<int64_t>(output.nbytes()));
-  context_.touch(record);
+  context_.set_last_parameter(record);
   const std::vector<ParamRecord*> records{&record};
   std::vector<at::Tensor> outputs{output};
   auto& transport = transport_for(records, outputs, /*grouped=*/false);
   auto pending = transport.gather(records, std::move(outputs), sources, /*grouped=*/false);
-  over_copies::is_read(record, pending);
+  grad_aliasing::note_read_until(record, pending);
   return pending;
 }
 
@@ -44,7 +44,7 @@ Pending Gatherer::gather_group(const std::vector<ParamRecord*>& records, std::ve
                                std::vector<at::Tensor>& sources) {
   auto& transport = transport_for(records, outputs, /*grouped=*/true);
   auto pending = transport.gather(records, std::move(outputs), sources, /*grouped=*/true);
-  for (auto* record : records) over_copies::is_read(*record, pending);
+  for (auto* record : records) grad_aliasing::note_read_until(*record, pending);
   return pending;
 }
 
@@ -53,11 +53,11 @@ bool Gatherer::is_ready(const std::vector<ParamRecord*>& records, at::ScalarType
                      [&](const auto& transport) { return transport->is_ready(records, dtype); });
 }
 
-bool Gatherer::read_alone(ParamRecord& record, const at::Tensor& output) {
+bool Gatherer::gather_alone(ParamRecord& record, const at::Tensor& output) {
   const std::vector<ParamRecord*> records{&record};
   std::vector<at::Tensor> outputs{output}, sources;
   for (auto& transport : transports_) {
-    if (transport->needs_no_rank() && transport->can_gather(records, outputs, /*grouped=*/false)) {
+    if (transport->gathers_alone() && transport->can_gather(records, outputs, /*grouped=*/false)) {
       transport->gather(records, std::move(outputs), sources, /*grouped=*/false).wait(context_.device);
       return true;
     }

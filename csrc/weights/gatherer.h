@@ -16,8 +16,8 @@ class Gatherer {
       : context_(context), transports_(std::move(transports)) {}
 
   // With the padding of all ranks' shards.
-  int64_t whole_numel(const ParamRecord& record) const { return context_.shards() * record.shard_numel(); }
-  at::Tensor fresh(int64_t numel, const at::TensorOptions& options) const;
+  int64_t full_numel(const ParamRecord& record) const { return context_.shards() * record.shard_numel(); }
+  at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const;
 
   // One weight, wherever it is read, into `output`, or memory of its own where that is undefined. `sources`
   // must live until it is there.
@@ -32,7 +32,7 @@ class Gatherer {
   bool is_ready(const std::vector<ParamRecord*>& records, at::ScalarType dtype) const;
 
   // One weight without any other rank, unless that is impossible: whether it is there.
-  bool read_alone(ParamRecord& record, const at::Tensor& output);
+  bool gather_alone(ParamRecord& record, const at::Tensor& output);
 
  private:
   GatherTransport& transport_for(const std::vector<ParamRecord*>& records,

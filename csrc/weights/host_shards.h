@@ -28,12 +28,12 @@ class HostShards {
   // The host shard in `dtype`, which is there. Before compiled code reads it: notes that it does. Code that
   // is not compiled must not count: only its backward reads most weights here, the last layer's first.
   ShardCopy& read(ParamRecord& record, at::ScalarType dtype, bool compiled);
-  Exchange& exchange() { return exchange_; }
+  HostExchange& exchange() { return exchange_; }
 
  private:
   Context& context_;
   Communicators& comms_;
-  Exchange exchange_;
+  HostExchange exchange_;
   // In the order of their first use, as this rank has seen it, and a number that tells it apart from others;
   // of these so many first ones are in that order on every rank.
   std::vector<ShardCopy*> used_;

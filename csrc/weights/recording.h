@@ -10,14 +10,14 @@
 
 namespace lightning_zero {
 
-class WeightRecording {
+class WeightCapture {
  public:
-  WeightRecording(Context& context, Weights& weights) : context_(context), weights_(weights) {}
+  WeightCapture(Context& context, Weights& weights) : context_(context), weights_(weights) {}
 
   // What a graph does with weights.
   struct Recorded {
     ResidentWeights::Recorded resident;
-    Exchange::Recorded exchange;
+    HostExchange::Recorded exchange;
     std::vector<int64_t> read;  // copies over which gradients come
     GatherLog::Entries gathers;
   };

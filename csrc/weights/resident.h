@@ -15,7 +15,7 @@ namespace lightning_zero {
 
 class ResidentWeights {
  public:
-  ResidentWeights(Context& context, Access& access, Gatherer& gatherer)
+  ResidentWeights(Context& context, ShardAccess& access, Gatherer& gatherer)
       : context_(context), access_(access), gatherer_(gatherer) {}
 
   // For compiled code: gathers them into their memory, `resident`, unless they are there.
@@ -25,11 +25,11 @@ class ResidentWeights {
   // undefined, of one that stays in this dtype; gathers that first, unless it is there. Whether it has done
   // so.
   bool read(ParamRecord& record, at::ScalarType dtype, at::Tensor& flat);
-  void serve(bool on);
+  void serve_eager(bool on);
   // Eager code has edited a weight that it was given.
-  void edit(ParamRecord& record, const at::Tensor& flat) const;
-  bool any_arriving() const { return !arriving_.empty(); }
-  void close() { arriving_.clear(); }
+  void apply_user_write(ParamRecord& record, const at::Tensor& flat) const;
+  bool has_pending() const { return !pending_.empty(); }
+  void close() { pending_.clear(); }
 
   // -- see [Note: captured graphs]
   // By index: weights that a recorded graph gathers; and those that must be there already.
@@ -42,7 +42,7 @@ class ResidentWeights {
   void mark_not_run(const Recorded& graph);
   // Whether a replay finds what it needs, where `gathered` has been gathered before; its own is added to
   // that.
-  bool finds_all(const Recorded& graph, std::set<int64_t>& gathered) const;
+  bool has_inputs(const Recorded& graph, std::set<int64_t>& gathered) const;
   void after_replay(const Recorded& graph);
 
  private:
@@ -53,16 +53,16 @@ class ResidentWeights {
   void wait_for(int64_t index, bool compiled);
 
   Context& context_;
-  Access& access_;
+  ShardAccess& access_;
   Gatherer& gatherer_;
   // Gathers into resident memory that have not been waited for, by parameter.
-  struct Arriving {
+  struct PendingGather {
     Pending pending;
     std::vector<at::Tensor> sources;
   };
-  std::unordered_map<int64_t, std::shared_ptr<Arriving>> arriving_;
+  std::unordered_map<int64_t, std::shared_ptr<PendingGather>> pending_;
   std::optional<Recorded> recording_;
-  bool serves_ = false;
+  bool serves_eager_ = false;
 };
 
 }  // namespace lightning_zero

@@ -65,14 +65,14 @@ class Weights {
   // runs; it may raise.
   void on_new_plan(std::string op) { new_plan_op_ = std::move(op); }
 
-  Access& access() { return access_; }
-  ComputeCopies& copies() { return copies_; }
-  Edits& edits() { return edits_; }
+  ShardAccess& access() { return access_; }
+  ComputeShards& copies() { return compute_shards_; }
+  UserWrites& user_writes() { return user_writes_; }
   ResidentWeights& resident() { return resident_; }
-  FirstGroups& first() { return first_; }
+  GroupPrefetcher& prefetcher() { return prefetcher_; }
   // Null on one host.
-  Exchange* exchange() { return host_shards_ ? &host_shards_->exchange() : nullptr; }
-  size_t watched() const { return edits_.watched(); }  // by edits()
+  HostExchange* exchange() { return host_shards_ ? &host_shards_->exchange() : nullptr; }
+  size_t watched() const { return user_writes_.watched(); }  // by edits()
   void close();
 
  private:
@@ -82,13 +82,13 @@ class Weights {
   void repeat(const GatherLog::Entry& entry);
 
   Context& context_;
-  ComputeCopies copies_;
+  ComputeShards compute_shards_;
   std::unique_ptr<HostShards> host_shards_;  // null where there is one host
-  Access access_;
+  ShardAccess access_;
   Gatherer gatherer_;
-  FirstGroups first_;
+  GroupPrefetcher prefetcher_;
   ResidentWeights resident_;
-  Edits edits_;
+  UserWrites user_writes_;
   GatherLog log_;
   std::string new_plan_op_;
   std::set<std::string> plans_;  // digests of those that all ranks are known to have
