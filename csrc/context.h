@@ -1,6 +1,7 @@
-// What the owners of an executor's state have in common.
+// Ranks that do something together, seen from one of them.
 #pragma once
 
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -8,11 +9,16 @@
 #include <string>
 #include <vector>
 
-#include "param_registry.h"
-#include "ranks.h"
-#include "runtime/watchdog.h"
+#include "watchdog/watchdog.h"
+#include "weights/param_registry.h"
 
 namespace lightning_zero {
+
+struct Ranks {
+  int64_t rank = 0, size = 1;
+};
+
+// What the owners of an executor's state have in common.
 
 struct ExecutorOptions {
   int64_t bucket_bytes = 64 << 20;

@@ -2,7 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "runtime/compat.h"
+#include "torch_compat.h"
 
 namespace lightning_zero {
 

@@ -19,12 +19,12 @@
 #include <string>
 #include <vector>
 
-#include "activations.h"
+#include "activation_offload.h"
 #include "context.h"
-#include "cuda_graph/recorder.h"
+#include "cuda/graph_recorder.h"
 #include "gradients/reducer.h"
-#include "parameters.h"
-#include "transport/transports.h"
+#include "weights/param_registry.h"
+#include "transport/transport.h"
 #include "weights/weights.h"
 
 namespace lightning_zero {

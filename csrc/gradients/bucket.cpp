@@ -2,9 +2,170 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "runtime/tensors.h"
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "tensor_ops.h"
 
 namespace lightning_zero {
+
+namespace {
+
+void add_mean(at::Tensor to, const at::Tensor& rows, bool add, const RowMeans& mean) {
+  if (mean(to, rows, add))
+    return;
+  const auto wide = c10::promoteTypes(to.scalar_type(), at::kFloat);
+  if (!add && to.scalar_type() == wide)
+    return tensors::mean_of_rows(to, rows, wide);
+  const auto from = tensors::mean_of_rows(rows, wide);
+  add ? to.add_(from) : to.copy_(from);
+}
+
+void add_product(at::Tensor to, const at::Tensor& from, double factor, bool add) {
+  int exponent = 0;
+  if (factor == 1.0) {
+    add ? to.add_(from) : to.copy_(from);
+  } else if (std::frexp(factor, &exponent) == 0.5) {
+    // In one kernel: it rounds to a narrow dtype, which loses nothing of a half or a quarter.
+    if (add)
+      to.add_(from, factor);
+    else
+      tensors::multiply(to, from, tensors::scalar(factor));
+  } else {
+    const auto wide = c10::promoteTypes(to.scalar_type(), at::kFloat);
+    const bool there = !add && to.scalar_type() == wide;
+    auto product = there ? to : tensors::empty(to.numel(), to.options().dtype(wide));
+    tensors::multiply(product, product.copy_(from), tensors::scalar(factor));
+    if (!there)
+      add ? to.add_(product) : to.copy_(product);
+  }
+}
+
+}  // namespace
+
+ApplySum make_row_mean(at::Tensor rows, int64_t begin, const RowMeans& mean) {
+  return [rows = std::move(rows), begin, &mean](const at::Tensor& to, int64_t from, bool add) {
+    add_mean(to, rows.narrow(1, from - begin, to.numel()), add, mean);
+  };
+}
+
+ApplySum make_product(at::Tensor sums, double factor) {
+  return [sums = std::move(sums), factor](const at::Tensor& to, int64_t begin, bool add) {
+    add_product(to, piece(sums, begin, to.numel()), factor, add);
+  };
+}
+
+namespace {
+
+// How long a host may wait for a reduce-scatter that some peer has not joined before it takes new memory.
+constexpr std::chrono::milliseconds kPeerWait{2000};
+constexpr std::chrono::milliseconds kRepeatedPeerWait{100};  // with one that has been waited for so long
+
+}  // namespace
+
+BufferPool::BufferPool(at::ScalarType dtype, const c10::Device& device, int ranks, int64_t capacity,
+                       int depth)
+    : dtype_(dtype), device_(device), ranks_(ranks), capacity_(capacity), depth_(depth) {}
+
+BucketBuffer* BufferPool::grow(int64_t chunk, PoolStats& stats) {
+  if (chunk > capacity_ || buffers_.size() >= depth_)
+    ++stats.grown;
+  ++stats.allocated;
+  auto buffer = std::make_unique<BucketBuffer>();
+  buffer->capacity = std::max(chunk, expected_);
+  buffer->filling = true;
+  buffers_.push_back(std::move(buffer));
+  return buffers_.back().get();
+}
+
+BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
+  if (buffers_.size() < depth_)
+    return grow(chunk, stats);
+  auto oldest = std::find_if(buffers_.begin(), buffers_.end(), [](const auto& b) { return !b->filling; });
+  if (oldest == buffers_.end())
+    return grow(chunk, stats);
+  // A peer that has not come is waited for at length once, and not again for each buffer.
+  const auto limit = oldest->get() == slow_buffer_ ? kRepeatedPeerWait : kPeerWait;
+  slow_buffer_ = (*oldest)->pending.ready_within(limit) ? nullptr : oldest->get();
+  if (slow_buffer_ != nullptr)
+    return grow(chunk, stats);
+  (*oldest)->pending.wait(device_);
+  (*oldest)->own_send_buffers.clear();
+  if ((*oldest)->capacity < chunk) {
+    // The wait above put the old memory's last use in the caller's past, so replacing it is in order.
+    buffers_.erase(oldest);
+    return grow(chunk, stats);
+  }
+  auto buffer = std::move(*oldest);
+  buffers_.erase(oldest);
+  buffer->filling = true;
+  buffers_.push_back(std::move(buffer));
+  return buffers_.back().get();
+}
+
+void BufferPool::drain() {
+  for (auto& buffer : buffers_) {
+    if (!buffer->filling) {
+      buffer->pending.wait(device_);
+      buffer->own_send_buffers.clear();
+    }
+  }
+}
+
+void BufferPool::release() {
+  drain();
+  buffers_.clear();
+}
+
+void BufferPool::discard() {
+  for (auto& buffer : buffers_) {
+    buffer->pending.drop_continuation();
+    if (has_streams(device_)) {
+      try {
+        buffer->pending.wait(device_);  // it may still be reading gradients that are borrowed
+      } catch (const std::exception&) {
+        // The device is lost, and nothing reads any more.
+      }
+    }
+    buffer->own_send_buffers.clear();
+    buffer->filling = false;
+  }
+}
+
+int64_t BufferPool::bytes() const {
+  int64_t total = 0;
+  for (const auto& buffer : buffers_) {
+    for (const auto& tensor : {buffer->send, buffer->recv, buffer->host_sums})
+      total += tensor.defined() ? tensor.nbytes() : 0;
+  }
+  return total;
+}
+
+BufferPool& BufferPools::for_dtype(at::ScalarType dtype) {
+  auto& pool = pools_[static_cast<int>(dtype)];
+  if (!pool)
+    pool = make_(dtype);
+  return *pool;
+}
+
+void BufferPools::drain() {
+  for (auto& [dtype, pool] : pools_) pool->drain();
+}
+
+void BufferPools::release() {
+  for (auto& [dtype, pool] : pools_) pool->release();
+}
+
+void BufferPools::discard() {
+  for (auto& [dtype, pool] : pools_) pool->discard();
+}
+
+int64_t BufferPools::bytes() const {
+  int64_t total = 0;
+  for (const auto& [dtype, pool] : pools_) total += pool->bytes();
+  return total;
+}
 
 namespace {
 

@@ -5,13 +5,193 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <string>
 #include <utility>
 
-#include "over_copies.h"
-#include "runtime/compat.h"
-#include "runtime/tensors.h"
+#include "executor.h"
+#include "gradients/grad_aliasing.h"
+#include "tensor_ops.h"
+#include "torch_compat.h"
 
 namespace lightning_zero {
+
+namespace {
+
+int64_t digest(const std::vector<int64_t>& arrivals) {
+  int64_t digest = 1469598103934665603LL;
+  for (auto index : arrivals)
+    digest = static_cast<int64_t>((static_cast<uint64_t>(digest) ^ index) * 1099511628211ULL);
+  return std::abs(digest / 2);
+}
+
+}  // namespace
+
+RankConsensus::Result RankConsensus::agree(std::vector<int64_t> flags, const std::vector<int64_t>& arrivals,
+                                   int64_t barriers) {
+  // What must be alike travels twice, once negative: the largest of both tells.
+  const auto order = digest(arrivals);
+  const auto first = flags.size();
+  const auto reads = static_cast<int64_t>(std::exchange(context_.eager_read_hash, 0) >> 2);
+  flags.insert(flags.end(), {order, -order, barriers, -barriers, flag_ ? 1 : 0, reads, -reads});
+  if (control_ != nullptr) {
+    control_->all_reduce_max(flags, "the agreement at the end of a backward pass");
+    context_.count("agreements");
+    // Signals carry no name: ranks that came to barriers at different times would add up what is not there
+    // yet, without a word.
+    TORCH_CHECK(
+        flags[first + 2] == -flags[first + 3],
+        "lightning_zero: an earlier backward pass was interrupted at different points on different ranks, so "
+        "their gradients no longer fit together. Let the exception that interrupted it end the training on "
+        "all "
+        "ranks, and resume from a checkpoint.");
+    // Replicas read by themselves, each as it likes.
+    if (!context_.replicated && flags[first + 5] != -flags[first + 6])
+      raise_order_mismatch(reads);
+  }
+  any_flag_ = any_flag_ || flags[first + 4] != 0;
+  const bool same_order = flags[first] == -flags[first + 1];
+  flags.resize(first);
+  return {std::move(flags), same_order};
+}
+
+// All ranks come here.
+void RankConsensus::raise_order_mismatch(int64_t mine) {
+  std::vector<int64_t> all(static_cast<size_t>(context_.size), -1);
+  all[static_cast<size_t>(context_.rank)] = mine;
+  control_->all_reduce_max(all, "in which order ranks have read weights");
+  std::map<int64_t, std::string> ranks;  // by order
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    auto& text = ranks[all[rank]];
+    text += (text.empty() ? "rank " : ", rank ") + std::to_string(rank);
+  }
+  std::string groups;
+  for (const auto& [order, text] : ranks) groups += (groups.empty() ? "one on " : "; another on ") + text;
+  const auto text =
+      "Code that is not compiled has read weights in different orders: " + groups +
+      ". Weights are all-gathered one after the other, so ranks were given other weights than they asked "
+      "for, and the losses and gradients of the backward pass that ends here are wrong. Every rank must "
+      "read the same modules in the same order: look for branches that depend on the data or on the rank.";
+  if (context_.watchdog)
+    context_.watchdog->refuse(text);
+  TORCH_CHECK(false, text);
+}
+
+void AttachedGradients::attach(const std::vector<char>& brought, const DeferredGradients& deferred) {
+  attached_.clear();
+  const bool defers = deferred.is_on();
+  for (const auto index : layout_.order()) {
+    if (!brought[index])
+      continue;  // no rank used it: leave grad as it is, so that weight decay leaves it alone
+    auto& record = context_.at(index);
+    attached_.push_back(record.index);
+    auto& held = record.param.mutable_grad();
+    if (defers && !held.defined())
+      record.grad.zero_();  // nothing has been reduced of it
+    if (!held.defined() || held.const_data_ptr() != record.grad.const_data_ptr()) {
+      auto& shown = record.visible_grad;
+      if (!shown.defined() || shown.const_data_ptr() != record.grad.const_data_ptr()) {
+        // No view to autograd: Dynamo fakes what a gradient is a view of as well, with symbols for its sizes,
+        // and that is two thirds of the seconds in which it traces a model.
+        at::AutoDispatchBelowADInplaceOrView no_views;
+        shown = record.grad.view(record.param.sizes());
+      }
+      held = shown;
+    }
+    if (defers)
+      deferred.track(record);
+  }
+}
+
+int64_t AttachedGradients::key() const {
+  Lock lock(context_.mutex);
+  uint64_t key = 14695981039346656037ULL;
+  for (const auto& record : context_.records) {
+    TORCH_CHECK_VALUE(!record->live || record->param.const_data_ptr() == record->shard.const_data_ptr(),
+                      "lightning_zero: the data of parameter ", record->name,
+                      " was replaced by another tensor, which neither gathers nor optimizer steps would see. "
+                      "Copy into it instead (param.data.copy_(x)), or assign to module.weight.data.");
+    grad_aliasing::check_is_gradient(*record);
+    const auto& grad = record->param.grad();
+    key =
+        (key ^ (grad.defined() ? reinterpret_cast<uintptr_t>(grad.const_data_ptr()) : 0)) * 1099511628211ULL;
+  }
+  return static_cast<int64_t>(key);
+}
+
+bool AttachedGradients::may_write_gradient(int64_t index) const {
+  Lock lock(context_.mutex);
+  const auto& record = context_.at(index);
+  return !record.is_grad_aliased() || record.compute_shard.state != ComputeShardState::WEIGHT;
+}
+
+bool AttachedGradients::has_gradients() const {
+  Lock lock(context_.mutex);
+  return std::any_of(layout_.order().begin(), layout_.order().end(),
+                     [&](int64_t i) { return context_.at(i).param.grad().defined(); });
+}
+
+std::vector<HookedGradients::Sum>::iterator HookedGradients::find(int64_t index, int backward) {
+  return std::find_if(sums_.begin(), sums_.end(), [&](const Sum& held) {
+    return held.index == index && held.backward == backward;
+  });
+}
+
+void HookedGradients::add(const ParamRecord& record, const at::Tensor& grad, int backward) {
+  const auto& device = record.shard.device();
+  auto found = find(record.index, backward);
+  if (found == sums_.end()) {
+    Sum held{backward, record.index, tensors::empty(record.numel, record.shard.options()), {}};
+    held.flat.view(grad.sizes()).copy_(grad);
+    sums_.push_back(std::move(held));
+  } else {
+    found->added.block(current_stream(device));
+    found->flat.view(grad.sizes()).add_(grad);
+    std::rotate(found, found + 1, sums_.end());
+  }
+  sums_.back().added.record(current_stream(device));
+}
+
+at::Tensor HookedGradients::take(const ParamRecord& record, int backward) {
+  const auto found = find(record.index, backward);
+  if (found == sums_.end())
+    return {};
+  const auto held = std::move(*found);
+  sums_.erase(found);
+  held.added.block(current_stream(record.shard.device()));
+  return as_parameter(held.flat, record);
+}
+
+std::optional<int64_t> HookedGradients::next(int backward) const {
+  const auto found =
+      std::find_if(sums_.begin(), sums_.end(), [&](const Sum& held) { return held.backward == backward; });
+  return found == sums_.end() ? std::nullopt : std::optional(found->index);
+}
+
+void wrap_user_hooks(const ParamRecord& record) {
+  const auto* impl = record.param.unsafeGetTensorImpl();
+  const auto first = [impl, name = record.name](const at::Tensor& grad) {
+    const auto ref = ShardTable::instance().find(impl->data());
+    TORCH_CHECK_VALUE(
+        !ref || !grad.defined(), "lightning_zero: the training step computed with this rank's shard of ",
+        name,
+        ", as self.parameters() and self.named_parameters() return it, so each rank would get "
+        "another result. Read whole weights "
+        "from their modules (self.layer.weight), or use the optimizer's weight_decay for a "
+        "penalty on all of them. If a function that you compiled (torch.compile) reads its weights or calls "
+        "its module, leave torch.compile out there.");
+    return ref && !grad.defined() ? ref->executor->gradients().take_hooked_sum(ref->index) : grad;
+  };
+  const auto last = [impl](const at::Tensor& grad) {
+    const auto ref = ShardTable::instance().find(impl->data());
+    if (!ref || !grad.defined())
+      return grad;
+    ref->executor->gradients().reduce_hooked(ref->index, grad);
+    return at::Tensor();
+  };
+  compat::wrap_user_hooks(record.param, first, last);
+}
 
 namespace {
 

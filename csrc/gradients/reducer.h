@@ -1,3 +1,122 @@
+// What ranks tell each other at the end of a backward, on the host: no device is read.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "context.h"
+#include "cuda/streams.h"
+#include "gradients/deferred.h"
+#include "gradients/layout.h"
+#include "transport/communicator.h"
+#include "transport/transport.h"
+#include "weights/param_registry.h"
+
+namespace lightning_zero {
+
+class RankConsensus {
+ public:
+  // `control`: null where there is one rank.
+  RankConsensus(Context& context, Communicator* control) : context_(context), control_(control) {}
+
+  struct Result {
+    std::vector<int64_t> flags;  // the largest of any rank
+    bool same_order = true;      // of arrival, on all ranks
+  };
+  // `flags`: of this rank; as long on every rank. `barriers`: that there were before this backward. Throws
+  // where ranks came to them at different times, or have read weights in another order than others.
+  Result agree(std::vector<int64_t> flags, const std::vector<int64_t>& arrivals, int64_t barriers);
+
+  // Something that the agreements to come carry along; and whether, since the last question, some rank had
+  // something to say.
+  void set_flag(bool yes) {
+    Lock lock(context_.mutex);
+    flag_ = yes;
+  }
+  bool take_flag() {
+    Lock lock(context_.mutex);
+    return std::exchange(any_flag_, false);
+  }
+
+ private:
+  [[noreturn]] void raise_order_mismatch(int64_t mine);
+
+  Context& context_;
+  Communicator* control_;
+  bool flag_ = false, any_flag_ = false;
+};
+
+// Gradients as users find them: which parameters have one, and where it lies.
+
+class AttachedGradients {
+ public:
+  AttachedGradients(Context& context, const BucketLayout& layout) : context_(context), layout_(layout) {}
+
+  // A backward has ended. `brought`: by parameter, whether it brought a gradient to some rank: then it gets
+  // it. `deferred`: where that is deferred, what the parameter gets stands for it.
+  void attach(const std::vector<char>& brought, const DeferredGradients& deferred);
+
+  // Parameters with a gradient from the last backward.
+  std::vector<int64_t> last_attached() const {
+    Lock lock(context_.mutex);
+    return attached_;
+  }
+  // Changes whenever a parameter's gradient comes, goes or lies elsewhere.
+  int64_t key() const;
+  // Whether the memory of this parameter's gradient is not a compute copy now.
+  bool may_write_gradient(int64_t index) const;
+  // Whether gradients are there, to which a backward that begins now would add.
+  bool has_gradients() const;
+  void close() { attached_.clear(); }
+
+ private:
+  Context& context_;
+  const BucketLayout& layout_;
+  std::vector<int64_t> attached_;
+};
+
+// Whole gradients of this rank that wait for the hooks of their parameters.
+//
+// [Note: hooks on gradients] A hook of register_hook() sees the gradient that this rank's backward computes,
+// whole, before it is reduced, as in a plain module under DDP. So reduce() adds up the gradients of a
+// parameter with hooks here. Autograd runs the hooks of a leaf, even for an undefined gradient, after
+// everything that contributes to it: one of ours comes first and hands over the sum, the user's come next,
+// and another of ours comes last, puts the result into a bucket, and returns none to autograd. Sums whose
+// leaf autograd does not visit are handed over when the backward ends.
+
+class HookedGradients {
+ public:
+  // `grad`: as the parameter lies in memory. `backward`: autograd's number of the one that brings it.
+  void add(const ParamRecord& record, const at::Tensor& grad, int backward);
+  // The sum, in the parameter's shape and dtype; undefined if there is none.
+  at::Tensor take(const ParamRecord& record, int backward);
+  // A parameter with a sum; empty if there is none.
+  std::optional<int64_t> next(int backward) const;
+  void clear() { sums_.clear(); }
+
+ private:
+  struct Sum {
+    int backward;
+    int64_t index;
+    at::Tensor flat;
+    Fence added;  // to `flat`
+  };
+  std::vector<Sum>::iterator find(int64_t index, int backward);
+
+  std::vector<Sum> sums_;  // in the order in which the last of each one's gradients came
+};
+
+// Puts our hooks around the user's. Raises, in backward, if autograd brings this rank's shard a gradient:
+// something was computed with the shard itself.
+void wrap_user_hooks(const ParamRecord& record);
+
 // What an executor does with gradients: reduce() copies one into its bucket on the caller's stream. Complete
 // buckets are reduced in one fixed order on the gradients' stream and accumulated into the gradient arena
 // there. When autograd finishes, end_backward() makes the ranks agree on what is still missing, sends it,
@@ -10,22 +129,6 @@
 // that is launched after the agreement.
 //
 // State is per parameter and backward, never per graph. All methods may be called from autograd's threads.
-#pragma once
-
-#include <functional>
-#include <map>
-#include <optional>
-#include <string>
-#include <vector>
-
-#include "context.h"
-#include "gradients/agreement.h"
-#include "gradients/attached.h"
-#include "gradients/held.h"
-#include "gradients/layout.h"
-#include "transport/transports.h"
-
-namespace lightning_zero {
 
 // What is known of the backward that goes on, or went on last.
 struct Backward {

@@ -4,8 +4,8 @@
 
 #include "context.h"
 #include "gradients/bucket.h"
-#include "runtime/tensors.h"
-#include "transport/communicators.h"
+#include "tensor_ops.h"
+#include "transport/communicator.h"
 #include "transport/transport.h"
 
 namespace lightning_zero {

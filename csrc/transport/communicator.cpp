@@ -1,19 +1,122 @@
+// Collectives of single tensors, whatever this torch calls them.
 #include "transport/communicator.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/Tensor.h>
 #include <c10/core/StreamGuard.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
+#include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <string_view>
 #include <thread>
+#include <vector>
 
-#include "runtime/collectives.h"
-#include "runtime/compat.h"
-#include "runtime/python_lock.h"
-#include "runtime/tensors.h"
+#include "cuda/cuda_api.h"
+#include "tensor_ops.h"
+#include "torch_compat.h"
+
+namespace lightning_zero::compat {
+
+// torch 2.13 renamed the single-tensor collectives of c10d::ProcessGroup and deprecated the old names;
+// torch 2.11 has only the old ones. Detecting the member keeps version numbers out of the code.
+
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+template <class Group>
+auto all_gather(Group& group, at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options,
+                int) -> decltype(group.all_gather_single(output, input, options)) {
+  return group.all_gather_single(output, input, options);
+}
+
+template <class Group>
+WorkPtr all_gather(Group& group, at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options,
+                   long) {
+  return group._allgather_base(output, input, options);
+}
+
+template <class Group>
+auto reduce_scatter(Group& group, at::Tensor& output, at::Tensor& input,
+                    const c10d::ReduceScatterOptions& options, int)
+    -> decltype(group.reduce_scatter_single(output, input, options)) {
+  return group.reduce_scatter_single(output, input, options);
+}
+
+template <class Group>
+WorkPtr reduce_scatter(Group& group, at::Tensor& output, at::Tensor& input,
+                       const c10d::ReduceScatterOptions& options, long) {
+  return group._reduce_scatter_base(output, input, options);
+}
+
+// Several of them in one launch.
+
+template <class Group>
+auto all_gather_several(Group& group, std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                        const c10d::AllgatherOptions& options, int)
+    -> decltype(group.all_gather_single_coalesced(outputs, inputs, options)) {
+  return group.all_gather_single_coalesced(outputs, inputs, options);
+}
+
+template <class Group>
+WorkPtr all_gather_several(Group& group, std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                           const c10d::AllgatherOptions& options, long) {
+  return group.allgather_into_tensor_coalesced(outputs, inputs, options);
+}
+
+template <class Group>
+auto reduce_scatter_several(Group& group, std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
+                            const c10d::ReduceScatterOptions& options, int)
+    -> decltype(group.reduce_scatter_single_coalesced(outputs, inputs, options)) {
+  return group.reduce_scatter_single_coalesced(outputs, inputs, options);
+}
+
+template <class Group>
+WorkPtr reduce_scatter_several(Group& group, std::vector<at::Tensor>& outputs,
+                               std::vector<at::Tensor>& inputs, const c10d::ReduceScatterOptions& options,
+                               long) {
+  return group.reduce_scatter_tensor_coalesced(outputs, inputs, options);
+}
+
+}  // namespace lightning_zero::compat
 
 namespace lightning_zero {
+
+EmulatedLink::EmulatedLink(double bytes_per_s, const c10::Device& device, const std::optional<at::Tensor>& code)
+    : bytes_per_s_(bytes_per_s) {
+  if (!code)
+    return;
+  const auto& driver = CudaDriver::instance();
+  void* module = driver.load_module(code->const_data_ptr());
+  reserve_ = driver.find_kernel(module, "reserve_link");
+  hold_ = driver.find_kernel(module, "hold_stream");
+  times_ = tensors::zeros(1 + SEQUENCE_COUNT, at::TensorOptions().dtype(at::kLong).device(device));
+}
+
+EmulatedLink::Clock::time_point EmulatedLink::arrival(int64_t bytes) {
+  const std::chrono::duration<double> takes(static_cast<double>(bytes) / bytes_per_s_);
+  std::lock_guard lock(mutex_);
+  free_at_ = std::max(free_at_, Clock::now()) + std::chrono::duration_cast<Clock::duration>(takes);
+  return free_at_;
+}
+
+uint64_t* EmulatedLink::time(int64_t which) const {
+  return reinterpret_cast<uint64_t*>(times_.mutable_data_ptr<int64_t>()) + which;
+}
+
+void EmulatedLink::reserve(int64_t bytes, const c10::Stream& stream, SequenceId sequence) const {
+  auto* free_at = time(0);
+  auto* arrives = time(1 + static_cast<int64_t>(sequence));
+  auto nanoseconds = static_cast<uint64_t>(1e9 * static_cast<double>(bytes) / bytes_per_s_);
+  std::array<void*, 3> arguments = {&free_at, &nanoseconds, &arrives};
+  CudaDriver::instance().launch(reserve_, 1, 1, stream, arguments.data());
+}
+
+void EmulatedLink::hold(const c10::Stream& stream, SequenceId sequence) const {
+  auto* arrives = time(1 + static_cast<int64_t>(sequence));
+  std::array<void*, 1> arguments = {&arrives};
+  CudaDriver::instance().launch(hold_, 1, 1, stream, arguments.data());
+}
 
 Communicator::Communicator(const std::string& group_name, const c10::Device& device, SequenceId sequence, CollectiveOrder& order)
     : group_(compat::process_group(group_name)),
@@ -72,7 +175,7 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
     if (is_collective)
       order_.enter(stream_);
     if (slowed)
-      link->take(received, stream_, sequence_);
+      link->reserve(received, stream_, sequence_);
     // Not async: c10d then queues the collective on the current stream, ours. It may return no Work.
     for (auto& work : launch(/*async=*/false)) {
       if (work)
@@ -374,6 +477,139 @@ void Communicator::all_reduce_max(std::vector<int64_t>& values, const char* what
   auto pending = launch(what, [&](bool) { return Works{group_->allreduce(tensors, options)}; }, {});
   pending.wait(device_);
   std::copy_n(tensors[0].const_data_ptr<int64_t>(), values.size(), values.begin());
+}
+
+Communicators::Communicators(Context& context, const Names& names)
+    : context_(context),
+      gathers_(names.gathers, context.device, SequenceId::GATHER, order_),
+      reduces_(names.reduces, context.device, SequenceId::REDUCE, order_) {
+  context.intra_host = gathers_.ranks();
+  context.rank = context.intra_host.rank;
+  context.size = context.intra_host.size;
+  if (!names.inter_host_reduces.empty()) {
+    const auto inter_host = [&](const std::string& name, SequenceId sequence) {
+      return std::make_unique<Communicator>(name, context.device, sequence, order_);
+    };
+    context.replicated = names.inter_host_gathers.empty();
+    if (!context.replicated)
+      inter_host_gathers_ = inter_host(names.inter_host_gathers, SequenceId::GATHER);
+    inter_host_reduces_ = inter_host(names.inter_host_reduces, SequenceId::REDUCE);
+    context.inter_host = inter_host_reduces_->ranks();
+    context.size *= context.inter_host.size;
+  }
+  if (context.size == 1)
+    return;
+  control_.emplace(names.control, c10::Device(c10::kCPU), SequenceId::CONTROL, order_);
+  context.rank = control_->ranks().rank;
+  TORCH_INTERNAL_ASSERT(control_->ranks().size == context.size, "hosts have other numbers of ranks");
+}
+
+std::vector<Communicator*> Communicators::on_device() {
+  std::vector<Communicator*> all{&gathers_, &reduces_};
+  for (auto* comm : {inter_host_gathers_.get(), inter_host_reduces_.get()}) {
+    if (comm != nullptr)
+      all.push_back(comm);
+  }
+  return all;
+}
+
+void Communicators::watch(const c10::intrusive_ptr<Watchdog>& watchdog) {
+  for (auto* comm : on_device()) comm->watch(watchdog);
+  if (control_)
+    control_->watch(watchdog);
+  if (remote_signals_)
+    remote_signals_->watch(watchdog);
+}
+
+void Communicators::set_remote_signals(std::unique_ptr<RemoteSignals> remote_signals) {
+  remote_signals_ = std::move(remote_signals);
+  remote_signals_->watch(context_.watchdog);
+}
+
+void Communicators::configure(const ExecutorOptions& options) {
+  for (auto* comm : on_device()) {
+    comm->synchronize_each = options.sync_collectives;
+    comm->set_nan_fill(options.nan_fill);
+  }
+}
+
+void Communicators::emulate_link(const std::shared_ptr<EmulatedLink>& link) {
+  for (auto* comm : {inter_host_gathers_.get(), inter_host_reduces_.get()}) {
+    if (comm != nullptr)
+      comm->link = link;
+  }
+}
+
+void Communicators::block_current_stream() {
+  for (auto* comm : on_device()) comm->block_current_stream();
+}
+
+void Communicators::begin_recording() {
+  order_.begin_recording();
+  for (auto* comm : on_device()) comm->set_recording(true);
+}
+
+void Communicators::join() {
+  for (auto* comm : on_device()) comm->join();
+}
+
+void Communicators::join_ignoring_errors() {
+  for (auto* comm : on_device()) {
+    try {
+      comm->join();  // or the capture could not even be ended
+    } catch (const c10::Error&) {
+      // It is lost already, by what could not be captured. Ending it is all that is left to do.
+    }
+  }
+}
+
+CollectiveCounts Communicators::end_recording() {
+  const bool inter_host = inter_host_gathers_ && inter_host_gathers_->set_recording(false);
+  for (auto* comm : on_device()) comm->set_recording(false);
+  auto counts = order_.end_recording();
+  counts.inter_host_gathers = inter_host;
+  return counts;
+}
+
+void Communicators::before_replay(const CollectiveCounts& graph) {
+  if (!graph.any())
+    return;
+  if (context_.watchdog)
+    context_.watchdog->check();
+  // Those of the graph come behind those that were launched before. Not behind what hosts exchange, of which
+  // the graph waits for what it reads.
+  for (auto* comm : on_device()) {
+    if (comm != inter_host_gathers_.get() || graph.inter_host_gathers)
+      comm->block_current_stream();
+  }
+  if (replays_.defined() || !context_.watchdog || context_.size == 1)
+    return;
+  replays_ = tensors::zeros(1, at::TensorOptions().dtype(at::kLong).device(context_.device));
+  replays_ended_ = tensors::zeros(1, at::TensorOptions().dtype(at::kLong).pinned_memory(true));
+}
+
+void Communicators::after_replay(const CollectiveCounts& graph) {
+  if (!graph.any() || !context_.watchdog)
+    return;
+  auto& activity = context_.watchdog->activity();
+  const auto gathers = activity.advance(SequenceId::GATHER, graph.gathers);
+  const auto reduces = activity.advance(SequenceId::REDUCE, graph.reduces);
+  if (!replays_.defined())
+    return;
+  replays_.add_(1);
+  replays_ended_.copy_(replays_, /*non_blocking=*/true);
+  if (graph.reduces > 0)  // a backward, whose last meeting is a reduction
+    activity.watch_replay(replays_ended_, SequenceId::REDUCE, reduces);
+  else
+    activity.watch_replay(replays_ended_, SequenceId::GATHER, gathers);
+}
+
+std::string Communicators::no_capture_reason() {
+  for (auto* comm : on_device()) {
+    if (auto reason = comm->no_capture_reason(); !reason.empty())
+      return reason;
+  }
+  return {};
 }
 
 }  // namespace lightning_zero

@@ -8,7 +8,7 @@
 #include <optional>
 #include <thread>
 
-#include "runtime/compat.h"
+#include "torch_compat.h"
 
 namespace lightning_zero {
 

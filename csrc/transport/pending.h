@@ -7,8 +7,8 @@
 #include <functional>
 #include <vector>
 
-#include "runtime/device.h"
-#include "runtime/watchdog.h"
+#include "cuda/streams.h"
+#include "watchdog/watchdog.h"
 
 namespace c10d {
 class Work;

@@ -5,8 +5,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "runtime/cuda_api.h"
-#include "runtime/device.h"
+#include "cuda/cuda_api.h"
+#include "cuda/streams.h"
 
 namespace lightning_zero {
 

@@ -5,7 +5,7 @@
 
 #include <algorithm>
 
-#include "runtime/compat.h"
+#include "torch_compat.h"
 
 namespace lightning_zero {
 

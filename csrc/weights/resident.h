@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "context.h"
-#include "weights/access.h"
-#include "weights/gatherer.h"
+#include "weights/compute_shards.h"
+#include "weights/gather.h"
 
 namespace lightning_zero {
 

@@ -11,14 +11,14 @@
 #include <string>
 
 #include "context.h"
-#include "transport/transports.h"
-#include "weights/access.h"
-#include "weights/compute_copies.h"
-#include "weights/edits.h"
-#include "weights/first_groups.h"
-#include "weights/gather_log.h"
-#include "weights/gatherer.h"
-#include "weights/host_shards.h"
+#include "transport/transport.h"
+#include "weights/compute_shards.h"
+#include "weights/compute_shards.h"
+#include "weights/user_writes.h"
+#include "weights/gather.h"
+#include "weights/gather.h"
+#include "weights/gather.h"
+#include "weights/host_exchange.h"
 #include "weights/resident.h"
 
 namespace lightning_zero {

@@ -1,0 +1,344 @@
+#include "watchdog/rank_state.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <map>
+
+#include "watchdog/rank_state_store.h"
+
+namespace lightning_zero {
+
+namespace {
+
+constexpr char kSeparator = '\n';
+constexpr double kNoProgress = 5;  // seconds after which it is said that nothing more was done
+
+const char* name(Phase phase) {
+  switch (phase) {
+    case Phase::OUTSIDE:
+      return "outside of the Trainer's loops";
+    case Phase::SETUP:
+      return "setting up";
+    case Phase::BETWEEN:
+      return "between two steps";
+    case Phase::FORWARD:
+      return "forward";
+    case Phase::BACKWARD:
+      return "backward";
+    case Phase::STEP:
+      return "the optimizer's step";
+    case Phase::EVALUATION:
+      return "evaluation";
+  }
+  return "?";
+}
+
+std::string clean(std::string text) {
+  std::replace(text.begin(), text.end(), kSeparator, ' ');
+  return text;
+}
+
+std::string seconds(double since, double now) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.0f s", std::max(0.0, now - since));
+  return text;
+}
+
+}  // namespace
+
+double seconds_since_epoch() {
+  return std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+void RankStatus::set_host(const std::vector<int64_t>& hosts) {
+  if (hosts.empty())
+    return;
+  const auto own = hosts.begin() + rank;
+  location.host = *own;
+  location.local_rank = std::count(hosts.begin(), own, location.host);
+}
+
+std::string RankStatus::to_text() const {
+  std::string out;
+  const auto add = [&](const std::string& value) { (out += value) += kSeparator; };
+  const auto whole = [&](int64_t value) { add(std::to_string(value)); };
+  const auto time = [&](double value) { whole(std::llround(1000 * value)); };
+  whole(left);
+  whole(stage);
+  whole(static_cast<int64_t>(phase));
+  whole(batches);
+  time(phase_since);
+  add(clean(last));
+  add(clean(busy));
+  time(busy_since);
+  add(clean(task.what));
+  whole(task.updates);
+  time(task.updated_at);
+  whole(activity);
+  whole(wait.sequence);
+  whole(wait.number);
+  add(clean(wait.what));
+  time(wait.since);
+  whole(wait.on_device);
+  for (const auto count : sequence_numbers) whole(count);
+  return out;
+}
+
+RankStatus RankStatus::from_text(int64_t rank, const std::string& text) {
+  RankStatus status;
+  status.rank = rank;
+  const auto fields = split(text, kSeparator);
+  if (fields.size() < 17 + SEQUENCE_COUNT)
+    return status;
+  status.known = true;
+  auto next = fields.begin();
+  const auto whole = [&] { return std::strtoll((next++)->c_str(), nullptr, 10); };
+  const auto time = [&] { return 1e-3 * static_cast<double>(whole()); };
+  status.left = whole() != 0;
+  status.stage = whole();
+  status.phase = static_cast<Phase>(whole());
+  status.batches = whole();
+  status.phase_since = time();
+  status.last = *next++;
+  status.busy = *next++;
+  status.busy_since = time();
+  status.task.what = *next++;
+  status.task.updates = whole();
+  status.task.updated_at = time();
+  status.activity = whole();
+  status.wait.sequence = static_cast<int>(whole());
+  status.wait.number = whole();
+  status.wait.what = *next++;
+  status.wait.since = time();
+  status.wait.on_device = whole() != 0;
+  for (auto& count : status.sequence_numbers) count = whole();
+  // Lanes are indices: what another version, or somebody else, has written must not be one that is not there.
+  if (status.wait.sequence < -1 || status.wait.sequence >= SEQUENCE_COUNT)
+    status.wait = {};
+  return status;
+}
+
+std::string RankStatus::describe(double now) const {
+  auto text = "rank " + std::to_string(rank);
+  if (!known)
+    return text + " (nothing heard of it yet)";
+  if (left)
+    return text + " (has ended its part)";
+  text += std::string(": ") + name(phase);
+  if (phase == Phase::FORWARD || phase == Phase::BACKWARD || phase == Phase::STEP)
+    text += " of training batch " + std::to_string(batches);
+  text += " for " + seconds(phase_since, now);
+  if (!busy.empty())
+    text += ", " + busy + " for " + seconds(busy_since, now);
+  else if (is_waiting())
+    text += std::string(", ") + (wait.on_device ? "its device waits" : "waits") + " in " + wait.what +
+            " for " + seconds(wait.since, now);
+  if (has_task())
+    text += ", " + task.what +
+            (now - task.updated_at > kNoProgress ? ", and nothing more for " + seconds(task.updated_at, now) : "");
+  if (!last.empty())
+    text += ", last used parameter '" + last + "'";
+  return text;
+}
+
+namespace {
+
+// Devices count with 32 bits, over and over; what hosts exchange is counted there, too.
+bool is_behind(const RankStatus& status, SequenceId sequence, int64_t number) {
+  const auto sequence_number = status.sequence_numbers[static_cast<size_t>(sequence)];
+  if (!status.known || sequence < SequenceId::DEVICE_REDUCE)
+    return !status.known || sequence_number < number;
+  return static_cast<int32_t>(static_cast<uint32_t>(sequence_number) - static_cast<uint32_t>(number)) < 0;
+}
+
+// Meetings of the ranks of one host.
+bool is_of_host(SequenceId sequence) {
+  return sequence == SequenceId::TURN || sequence == SequenceId::DEVICE_REDUCE || sequence == SequenceId::DEVICE_GATHER;
+}
+
+bool waits_for_part(const RankStatus& status) {
+  return status.is_waiting() && status.wait.sequence == static_cast<int>(SequenceId::PART);
+}
+
+// A part comes to each rank of a host from those at the same place of the others. Of whatever has not come
+// yet to all ranks of the host that waits: who has not sent it.
+std::vector<int64_t> ranks_without_send(const RankStatus& waiting, const std::vector<RankStatus>& all) {
+  std::vector<int64_t> missing;
+  for (const auto& other : all) {
+    const bool awaited = std::any_of(all.begin(), all.end(), [&](const RankStatus& peer) {
+      return peer.location.host == waiting.location.host && peer.location.local_rank == other.location.local_rank &&
+             is_behind(peer, SequenceId::PART, waiting.wait.number);
+    });
+    if (awaited && other.rank != waiting.rank && is_behind(other, SequenceId::PART_SENT, waiting.wait.number))
+      missing.push_back(other.rank);
+  }
+  return missing;
+}
+
+// Ranks of the same host to which the part has not come.
+std::vector<int64_t> ranks_without_part(const RankStatus& waiting, const std::vector<RankStatus>& all) {
+  std::vector<int64_t> ranks;
+  for (const auto& other : all) {
+    if (other.location.host == waiting.location.host && is_behind(other, SequenceId::PART, waiting.wait.number))
+      ranks.push_back(other.rank);
+  }
+  return ranks;
+}
+
+// Ranks at whose end of a chain of waits this one is.
+std::vector<int64_t> ranks_blocked_on(int64_t rank, const std::vector<RankStatus>& all) {
+  std::vector<int64_t> ranks;
+  for (const auto& other : all) {
+    const auto ends = other.rank == rank ? std::vector<int64_t>() : find_blocking_ranks(other, all);
+    if (std::find(ends.begin(), ends.end(), rank) != ends.end())
+      ranks.push_back(other.rank);
+  }
+  return ranks;
+}
+
+// What to look at, where what hosts exchange does not come.
+std::string describe_missing_part(const RankStatus& mine, const std::vector<int64_t>& missing,
+                       const std::vector<RankStatus>& all) {
+  if (missing.empty())
+    return " Every rank has sent its part of that, and it has not come to " +
+           format_ranks(ranks_without_part(mine, all), all) +
+           ": the network between this host and others is slow, or broken. Try it with NCCL_DEBUG=INFO, and "
+           "name the right interface by NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs).";
+  return " These weights are read here once " + std::string(missing.size() == 1 ? "it has" : "they have") +
+         " sent a part of them: look first at what was printed there, and at the host.";
+}
+
+}  // namespace
+
+std::vector<int64_t> find_awaited_ranks(const RankStatus& waiting, const std::vector<RankStatus>& all) {
+  std::vector<int64_t> missing;
+  if (!waiting.is_waiting() || waiting.wait.sequence < 0)
+    return missing;
+  if (waits_for_part(waiting))
+    return ranks_without_send(waiting, all);
+  const auto sequence = static_cast<SequenceId>(waiting.wait.sequence);
+  for (const auto& other : all) {
+    const bool comes = other.rank != waiting.rank && !(is_of_host(sequence) && other.location.host != waiting.location.host);
+    if (comes && is_behind(other, sequence, waiting.wait.number))
+      missing.push_back(other.rank);
+  }
+  return missing;
+}
+
+std::vector<int64_t> find_blocking_ranks(const RankStatus& waiting, const std::vector<RankStatus>& all) {
+  const auto direct = find_awaited_ranks(waiting, all);
+  std::vector<int64_t> ends;
+  std::vector<bool> seen(all.size());
+  seen[static_cast<size_t>(waiting.rank)] = true;
+  auto open = direct;
+  while (!open.empty()) {
+    const auto rank = static_cast<size_t>(open.back());
+    open.pop_back();
+    if (seen[rank])
+      continue;
+    seen[rank] = true;
+    const auto& status = all[rank];
+    const auto behind = status.known && !status.left && status.busy.empty() ? find_awaited_ranks(status, all)
+                                                                            : std::vector<int64_t>();
+    if (behind.empty())
+      ends.push_back(status.rank);
+    open.insert(open.end(), behind.begin(), behind.end());
+  }
+  std::sort(ends.begin(), ends.end());
+  return ends.empty() ? direct : ends;
+}
+
+std::vector<int64_t> find_lagging_ranks(const std::vector<RankStatus>& all) {
+  const auto& first = all.front();
+  // Of hosts: devices are all at the same place while they compute what all have launched. What hosts
+  // exchange may be on its way.
+  const bool together = first.is_waiting() && first.wait.sequence >= 0 && !waits_for_part(first) &&
+                        std::all_of(all.begin(), all.end(), [&](const auto& status) {
+                          return status.known && !status.left && status.is_waiting() && !status.wait.on_device &&
+                                 status.wait.sequence == first.wait.sequence &&
+                                 status.wait.number == first.wait.number;
+                        });
+  std::vector<int64_t> missing;
+  for (const auto sequence : {static_cast<size_t>(SequenceId::GATHER), static_cast<size_t>(SequenceId::REDUCE)}) {
+    if (!together || !missing.empty())
+      break;
+    int64_t most = 0;
+    for (const auto& status : all) most = std::max(most, status.sequence_numbers[sequence]);
+    for (const auto& status : all) {
+      if (status.sequence_numbers[sequence] < most)
+        missing.push_back(status.rank);
+    }
+  }
+  return missing;
+}
+
+bool is_deadlock(const std::vector<RankStatus>& all) {
+  if (!find_lagging_ranks(all).empty())
+    return std::all_of(all.begin(), all.end(), [](const RankStatus& status) { return status.busy.empty(); });
+  bool any = false;
+  for (const auto& status : all) {
+    if (!status.known || !status.busy.empty())
+      return false;
+    if (status.left)
+      continue;
+    if (find_awaited_ranks(status, all).empty())
+      return false;
+    any = true;
+  }
+  return any;
+}
+
+bool is_idle(const std::vector<RankStatus>& all) {
+  return std::all_of(all.begin(), all.end(), [](const RankStatus& status) {
+    return status.known && !status.left && status.busy.empty() && !status.has_task() &&
+           status.phase != Phase::OUTSIDE && !status.is_waiting();
+  });
+}
+
+std::string format_ranks(const std::vector<int64_t>& ranks, const std::vector<RankStatus>& all) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  std::map<int64_t, std::string> hosts;
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+    if (const auto& status = all[static_cast<size_t>(ranks[i])]; status.location.host >= 0)
+      hosts[status.location.host] = status.location.host_name;
+  }
+  std::string of;
+  for (const auto& [host, name] : hosts)
+    of += (of.empty() ? "" : ", ") + std::to_string(host) + (name.empty() ? "" : " (" + name + ")");
+  return of.empty() ? text : text + (hosts.size() == 1 ? " of host " : " of hosts ") + of;
+}
+
+std::string format_report(const std::vector<RankStatus>& all, int64_t rank, double now) {
+  const auto& mine = all[static_cast<size_t>(rank)];
+  const auto behind = find_lagging_ranks(all);
+  auto missing = behind.empty() ? find_blocking_ranks(mine, all) : behind;
+  const bool on_its_way = waits_for_part(mine) && missing.empty();
+  if (missing.empty() && !on_its_way) {
+    for (const auto& other : all) {
+      if (other.rank != rank && !other.is_waiting())
+        missing.push_back(other.rank);
+    }
+  }
+  std::string text = mine.describe(now) + ".";
+  if (mine.is_waiting() && !missing.empty()) {
+    text +=
+        " Missing: " + format_ranks(missing, all) +
+        (behind.empty() ? "." : ", which took no part in collectives that the devices of others wait for.");
+  }
+  if (waits_for_part(mine))
+    text += describe_missing_part(mine, missing, all);
+  if (const auto waiting = ranks_blocked_on(rank, all); !mine.is_waiting() && !waiting.empty())
+    text += " Waiting for this rank: " + format_ranks(waiting, all) + ".";
+  std::string others;
+  for (const auto& other : all) {
+    if (other.rank != rank)
+      others += (others.empty() ? " " : "; ") + other.describe(now);
+  }
+  return text + (others.empty() ? "" : " The others:" + others + ".");
+}
+
+}  // namespace lightning_zero
