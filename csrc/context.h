@@ -26,7 +26,7 @@ struct ExecutorOptions {
   bool free_buckets = false;  // give bucket memory back at the end of each backward
   bool sync_collectives = false;
   bool nan_fill = false;  // see Communicator::poison; and memory of weights and buckets is NaN when it is
-                        // handed out or given back
+                          // handed out or given back
   std::optional<at::ScalarType> reduce_dtype;  // on the wire; the parameter's own when empty
   // Of whole weights in a part of what hosts exchange, but for the first ones, which are smaller.
   int64_t exchange_part_bytes = 128 << 20;
@@ -49,8 +49,8 @@ struct Context {
 
   c10::Device device;
   int64_t rank = 0, size = 1;
-  Ranks intra_host, inter_host;     // the ranks of this rank's host; and those at its place of each host
-  bool replicated = false;  // each host holds all of every parameter
+  Ranks intra_host, inter_host;  // the ranks of this rank's host; and those at its place of each host
+  bool replicated = false;       // each host holds all of every parameter
   ExecutorOptions options;
   c10::intrusive_ptr<Watchdog> watchdog;
   std::vector<std::unique_ptr<ParamRecord>> records;
@@ -68,7 +68,9 @@ struct Context {
   int64_t shards_of_host_shard() const { return replicated ? 1 : inter_host.size; }
   int64_t shards() const { return intra_host.size * shards_of_host_shard(); }
   // Which shard of each parameter lies on this rank.
-  int64_t shard_number() const { return replicated ? intra_host.rank : intra_host.rank * inter_host.size + inter_host.rank; }
+  int64_t shard_number() const {
+    return replicated ? intra_host.rank : intra_host.rank * inter_host.size + inter_host.rank;
+  }
   bool has_hosts() const { return inter_host.size > 1; }
   bool exchanges_weights() const { return has_hosts() && !replicated; }
   ParamRecord& at(int64_t index) const { return *records.at(static_cast<size_t>(index)); }

@@ -23,8 +23,8 @@
 #include "context.h"
 #include "cuda/graph_recorder.h"
 #include "gradients/reducer.h"
-#include "weights/param_registry.h"
 #include "transport/transport.h"
+#include "weights/param_registry.h"
 #include "weights/weights.h"
 
 namespace lightning_zero {

@@ -52,7 +52,7 @@ class BindingTable {
   template <class Part, class Method>
     requires std::is_member_function_pointer_v<Method>
   BindingTable& operator()(const char* name, Part& (*part)(Root&), Method method,
-                   std::initializer_list<arg> names = {}) {
+                           std::initializer_list<arg> names = {}) {
     return add(name, part, method, names);
   }
   template <class Result>

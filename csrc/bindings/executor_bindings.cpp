@@ -24,8 +24,8 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
            [](const WatchdogHandle& self, const at::Tensor& ended, int64_t lane, int64_t number) {
              self->root->activity().watch_replay(ended, static_cast<SequenceId>(lane), number);
            })
-      .def("watch_device",
-           [](const WatchdogHandle& self, const at::Tensor& words) { self->root->activity().watch_device(words); })
+      .def("watch_device", [](const WatchdogHandle& self,
+                              const at::Tensor& words) { self->root->activity().watch_device(words); })
       .def("set_exchange_parts",
            [](const WatchdogHandle& self, int64_t first, std::vector<std::string> weights) {
              self->root->activity().set_exchange_parts(first, std::move(weights));
@@ -33,20 +33,20 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       .def("sequence_number", [](const WatchdogHandle& self, int64_t lane) {
         return self->root->activity().status().sequence_numbers.at(static_cast<size_t>(lane));
       });
-  dog("enter", &Watchdog::enter)               //
-      ("busy", &Watchdog::busy)                //
-      ("moved", &Watchdog::set_progress)              //
-      ("begin_wait", &Watchdog::begin_wait)    //
-      ("end_wait", &Watchdog::end_wait)        //
-      ("on_abort", &Watchdog::on_abort)            //
-      ("begin", &Watchdog::begin)              //
-      ("fail", &Watchdog::fail)                //
-      ("watch_group", &Watchdog::watch_group)  //
-      ("set_report_interval", &Watchdog::set_report_interval)    //
-      ("skip_grace_period", &Watchdog::skip_grace_period)              //
-      ("check", &Watchdog::check)              //
-      ("abort_reason", &Watchdog::abort_reason)          //
-      ("leave", &Watchdog::leave)              //
+  dog("enter", &Watchdog::enter)                               //
+      ("busy", &Watchdog::busy)                                //
+      ("moved", &Watchdog::set_progress)                       //
+      ("begin_wait", &Watchdog::begin_wait)                    //
+      ("end_wait", &Watchdog::end_wait)                        //
+      ("on_abort", &Watchdog::on_abort)                        //
+      ("begin", &Watchdog::begin)                              //
+      ("fail", &Watchdog::fail)                                //
+      ("watch_group", &Watchdog::watch_group)                  //
+      ("set_report_interval", &Watchdog::set_report_interval)  //
+      ("skip_grace_period", &Watchdog::skip_grace_period)      //
+      ("check", &Watchdog::check)                              //
+      ("abort_reason", &Watchdog::abort_reason)                //
+      ("leave", &Watchdog::leave)                              //
       ("close", &Watchdog::close);
 
   bind_executor_parts(m);
@@ -70,22 +70,24 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
               bool sync_collectives, bool nan_fill, std::optional<at::ScalarType> reduce_dtype,
               int64_t exchange_part_bytes) {
              self->root->configure({bucket_bytes, double_buffer, free_buckets, sync_collectives, nan_fill,
-                                     reduce_dtype, exchange_part_bytes});
+                                    reduce_dtype, exchange_part_bytes});
            },
            "",
            {arg("bucket_bytes"), arg("double_buffer"), arg("free_buckets"), arg("sync_collectives"),
             arg("poison"), arg("reduce_dtype"), arg("exchange_part_bytes")})
-      .def("watch", [](const ExecutorHandle& self, const WatchdogHandle& watchdog) { self->root->watch(watchdog->root); })
-      .def("on_backward_end",
-           [](const ExecutorHandle& self, std::string op) { self->root->gradients().on_backward_end(std::move(op)); })
+      .def("watch", [](const ExecutorHandle& self,
+                       const WatchdogHandle& watchdog) { self->root->watch(watchdog->root); })
+      .def("on_backward_end", [](const ExecutorHandle& self,
+                                 std::string op) { self->root->gradients().on_backward_end(std::move(op)); })
       .def("keep_activations",
-           [](const ExecutorHandle& self, std::string leave, std::string left, std::string come, std::string came) {
+           [](const ExecutorHandle& self, std::string leave, std::string left, std::string come,
+              std::string came) {
              self->root->activations().set_ops(
                  {std::move(leave), std::move(left), std::move(come), std::move(came)});
            },
            "", {arg("leave"), arg("left"), arg("come"), arg("came")})
-      .def("on_new_plan",
-           [](const ExecutorHandle& self, std::string op) { self->root->weights().on_new_plan(std::move(op)); })
+      .def("on_new_plan", [](const ExecutorHandle& self,
+                             std::string op) { self->root->weights().on_new_plan(std::move(op)); })
       .def("before_user_writes",
            [](const ExecutorHandle& self, std::string op) {
              self->root->weights().user_writes().set_before_write_op(std::move(op));
@@ -95,11 +97,11 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
         for (const auto& [name, value] : self->root->counters()) result.insert(name, value);
         return result;
       });
-  executor("reset_counters", &Executor::reset_counters)  //
-      ("begin_stage", &Executor::begin_stage)            //
-      ("begin_training_step", &Executor::begin_training_step)            //
-      ("size", &Executor::size)                          //
-      ("rank", &Executor::rank)                          //
+  executor("reset_counters", &Executor::reset_counters)        //
+      ("begin_stage", &Executor::begin_stage)                  //
+      ("begin_training_step", &Executor::begin_training_step)  //
+      ("size", &Executor::size)                                //
+      ("rank", &Executor::rank)                                //
       ("close", &Executor::close);
 }
 

@@ -164,7 +164,7 @@ std::vector<PitchedCopy> merge_pitched(const std::vector<Copy>& copies) {
 }  // namespace
 
 void enqueue_copies(const std::vector<Copy>& copies, const c10::Stream& stream,
-              const std::vector<c10::Stream>& side_streams) {
+                    const std::vector<c10::Stream>& side_streams) {
   if (side_streams.empty() && has_streams(stream.device()) && enqueue_batch(copies, stream))
     return;
   Fence begin;

@@ -62,6 +62,6 @@ struct Copy {
 // `side_streams`: for the lanes beyond the first, when this is recorded into a graph, which has no place for
 // that call.
 void enqueue_copies(const std::vector<Copy>& copies, const c10::Stream& stream,
-              const std::vector<c10::Stream>& side_streams);
+                    const std::vector<c10::Stream>& side_streams);
 
 }  // namespace lightning_zero

@@ -41,7 +41,8 @@ WeightCapture::Recorded WeightCapture::end() {
   auto gathers = weights_.log().take_from(gathered_before_);
   if (!has_streams(context_.device))
     weights_.log().append(gathers);  // what a CPU records takes place
-  return {weights_.resident().end_recording(), exchange ? exchange->end_recording() : HostExchange::Recorded{},
+  return {weights_.resident().end_recording(),
+          exchange ? exchange->end_recording() : HostExchange::Recorded{},
           grad_aliasing::parameters_read(context_), std::move(gathers)};
 }
 

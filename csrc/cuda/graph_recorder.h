@@ -61,7 +61,7 @@ class WeightCapture {
 class GraphRecorder {
  public:
   GraphRecorder(Context& context, Communicators& communicators, Transports& transports, Weights& weights,
-           Reducer& reducer)
+                Reducer& reducer)
       : context_(context),
         communicators_(communicators),
         weights_(context, weights),

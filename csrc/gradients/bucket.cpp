@@ -334,7 +334,7 @@ void ReduceBucket::seal(const std::function<bool(const Slot&)>& has_more) {
 void ReduceBucket::accumulate(int64_t begin, int64_t width, const ApplySum& sums, bool inter_host) {
   if (hosts_ == 1 || inter_host)
     apply_to_runs(begin, width, sums, slots_.front().record->deferred.shards,
-           [](Slot& slot) { return Target{slot.record->grad, &slot.add}; });
+                  [](Slot& slot) { return Target{slot.record->grad, &slot.add}; });
   else if (deferred)
     apply_to_runs(begin, width, sums, 1, [](Slot& slot) {
       auto& kept = slot.record->deferred;
@@ -367,7 +367,8 @@ at::Tensor ReduceBucket::fp32_memory() {
 
 // `parts`: slots are so many times as wide as what each contributes.
 template <class Find>
-void ReduceBucket::apply_to_runs(int64_t begin, int64_t width, const ApplySum& sums, int64_t parts, Find&& target) {
+void ReduceBucket::apply_to_runs(int64_t begin, int64_t width, const ApplySum& sums, int64_t parts,
+                                 Find&& target) {
   const auto end = begin + width;
   const auto offset = [&](const Slot& slot) { return slot.offset / parts; };
   const auto numel = [&](const Slot& slot) { return slot.record->host_shard_numel() / parts; };

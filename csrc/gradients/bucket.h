@@ -70,7 +70,7 @@ class BufferPool {
   int64_t capacity_;
   int64_t expected_ = 0;
   size_t depth_;
-  const BucketBuffer* slow_buffer_ = nullptr;                 // which was not ready when it was wanted
+  const BucketBuffer* slow_buffer_ = nullptr;          // which was not ready when it was wanted
   std::deque<std::unique_ptr<BucketBuffer>> buffers_;  // oldest use first
 };
 
@@ -118,10 +118,10 @@ class ReduceBucket {
 
   struct Slot {
     ParamRecord* record;
-    int64_t offset;      // of the host shard within recv(); its run in send() begins at ranks * offset
-    int arrivals = 0;    // this backward
-    int expected = 1;    // arrivals after which it need not be waited for
-    bool add = false;    // the gradient shard already holds a value that counts
+    int64_t offset;         // of the host shard within recv(); its run in send() begins at ranks * offset
+    int arrivals = 0;       // this backward
+    int expected = 1;       // arrivals after which it need not be waited for
+    bool add = false;       // the gradient shard already holds a value that counts
     bool repeated = false;  // an earlier bucket of the same backward has a slot for the parameter, too
     // Whether it takes along what waits whole on this rank.
     bool takes_deferred() const { return !repeated && record->deferred.whole && record->deferred.filled; }

@@ -10,7 +10,7 @@ namespace lightning_zero {
 bool DeferredGradients::has_any() const {
   Lock lock(context_.mutex);
   return may_be_pending_ && std::any_of(context_.records.begin(), context_.records.end(),
-                                  [](const auto& record) { return record->deferred.filled; });
+                                        [](const auto& record) { return record->deferred.filled; });
 }
 
 void DeferredGradients::defer(bool on, bool whole) {

@@ -67,12 +67,14 @@ void end_backward(Context& context) {
 
 bool may_write(const ParamRecord& record) {
   const auto holds = record.compute_shard.state;
-  return holds == ComputeShardState::WEIGHT || (holds == ComputeShardState::GRADIENT && !record.holds_gradient());
+  return holds == ComputeShardState::WEIGHT ||
+         (holds == ComputeShardState::GRADIENT && !record.holds_gradient());
 }
 
 void check_is_gradient(const ParamRecord& record) {
   TORCH_CHECK_VALUE(
-      !record.is_grad_aliased() || record.compute_shard.state != ComputeShardState::WEIGHT || !record.holds_gradient(),
+      !record.is_grad_aliased() || record.compute_shard.state != ComputeShardState::WEIGHT ||
+          !record.holds_gradient(),
       "lightning_zero: the gradient of ", record.name,
       " was put aside and put back, and its weight was needed in between: with gradients_over_copies=True "
       "that is what lies there now. Put a clone aside (p.grad.clone()), or pass "

@@ -69,7 +69,8 @@ std::vector<size_t> Segments::find(const std::vector<Segment>& wanted) const {
   return found;
 }
 
-bool Segments::learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks, bool same_on_all_ranks) {
+bool Segments::learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks,
+                     bool same_on_all_ranks) {
   if (arrivals.empty() || (learned_ && arrivals == arrivals_ && marks == marks_))
     return false;
   arrivals_ = arrivals;
@@ -167,7 +168,8 @@ at::ScalarType BucketLayout::wire_dtype(const ParamRecord& record) const {
 }
 
 int64_t BucketLayout::row_limit(at::ScalarType dtype) const {
-  return context_.options.bucket_bytes / static_cast<int64_t>(c10::elementSize(dtype)) / context_.intra_host.size;
+  return context_.options.bucket_bytes / static_cast<int64_t>(c10::elementSize(dtype)) /
+         context_.intra_host.size;
 }
 
 void BucketLayout::add_parameter() {
@@ -298,7 +300,8 @@ void BucketLayout::expect(BufferPools& pools) const {
   for (auto [dtype, chunk] : largest) pools.for_dtype(dtype).expect(chunk);
 }
 
-void BucketLayout::learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks, bool same_on_all_ranks) {
+void BucketLayout::learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks,
+                         bool same_on_all_ranks) {
   if (!learned_.learn(arrivals, marks, same_on_all_ranks))
     return;
   sort_order();

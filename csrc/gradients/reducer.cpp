@@ -29,7 +29,7 @@ int64_t digest(const std::vector<int64_t>& arrivals) {
 }  // namespace
 
 RankConsensus::Result RankConsensus::agree(std::vector<int64_t> flags, const std::vector<int64_t>& arrivals,
-                                   int64_t barriers) {
+                                           int64_t barriers) {
   // What must be alike travels twice, once negative: the largest of both tells.
   const auto order = digest(arrivals);
   const auto first = flags.size();
@@ -133,9 +133,8 @@ bool AttachedGradients::has_gradients() const {
 }
 
 std::vector<HookedGradients::Sum>::iterator HookedGradients::find(int64_t index, int backward) {
-  return std::find_if(sums_.begin(), sums_.end(), [&](const Sum& held) {
-    return held.index == index && held.backward == backward;
-  });
+  return std::find_if(sums_.begin(), sums_.end(),
+                      [&](const Sum& held) { return held.index == index && held.backward == backward; });
 }
 
 void HookedGradients::add(const ParamRecord& record, const at::Tensor& grad, int backward) {
@@ -208,7 +207,8 @@ bool is_wanted(const ParamRecord& record) {
 
 }  // namespace
 
-Reducer::Reducer(Context& context, Transports& transports, Communicator* control, std::function<void()> on_begin)
+Reducer::Reducer(Context& context, Transports& transports, Communicator* control,
+                 std::function<void()> on_begin)
     : context_(context),
       transports_(transports),
       on_begin_(std::move(on_begin)),

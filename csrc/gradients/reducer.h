@@ -154,7 +154,7 @@ class Reducer {
   void release(int64_t index);
 
   // -- hooks, see [Note: hooks on gradients]
-  at::Tensor take_hooked_sum(int64_t index);                          // before the user's
+  at::Tensor take_hooked_sum(int64_t index);                  // before the user's
   void reduce_hooked(int64_t index, const at::Tensor& grad);  // after them; in the parameter's shape
 
   // Here a compiled graph's backward begins, or ends; see [Note: segments of a backward]. Whether a gradient

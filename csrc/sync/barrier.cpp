@@ -14,7 +14,7 @@ namespace lightning_zero {
 namespace {
 
 constexpr int64_t kBarriersPerStep = 1 << 16;  // that an epoch may have
-constexpr unsigned kThreads = 32;       // as in barrier.cu
+constexpr unsigned kThreads = 32;              // as in barrier.cu
 
 }  // namespace
 

@@ -57,13 +57,13 @@ void HostEpochLock::wait_for(int64_t number, bool to_read) {
 
 namespace {
 
-constexpr unsigned kEpochLockThreads = 32;              // as in turns.cu
+constexpr unsigned kEpochLockThreads = 32;         // as in turns.cu
 constexpr int kLane = device_words::BARRIERS - 1;  // of weights
 
 }  // namespace
 
-DeviceEpochLock::DeviceEpochLock(const at::Tensor& code, std::vector<at::Tensor> pads, at::Tensor words, int64_t rank,
-                         ReaderStream readers)
+DeviceEpochLock::DeviceEpochLock(const at::Tensor& code, std::vector<at::Tensor> pads, at::Tensor words,
+                                 int64_t rank, ReaderStream readers)
     : pads_(std::move(pads)), words_(std::move(words)), rank_(rank), readers_(std::move(readers)) {
   const auto& driver = CudaDriver::instance();
   auto* module = driver.load_module(code.const_data_ptr());

@@ -50,7 +50,8 @@ class EpochLock {
 class HostEpochLock : public EpochLock {
  public:
   // `numbers`: see SharedNumbers.
-  HostEpochLock(std::vector<at::Tensor> numbers, int64_t rank) : numbers_(std::move(numbers), rank, SequenceId::TURN) {}
+  HostEpochLock(std::vector<at::Tensor> numbers, int64_t rank)
+      : numbers_(std::move(numbers), rank, SequenceId::TURN) {}
   void watch(c10::intrusive_ptr<Watchdog> watchdog) override { numbers_.watch(std::move(watchdog)); }
 
  private:
@@ -74,7 +75,7 @@ class DeviceEpochLock : public EpochLock {
   // `code`: bytes that the device's driver loads, of turns.cu. `rows`: of each rank, a number for each rank,
   // 32 bits, zero, that all ranks can write. `words`: as DeviceBarrier's, whose lane of weights they use.
   DeviceEpochLock(const at::Tensor& code, std::vector<at::Tensor> pads, at::Tensor words, int64_t rank,
-              ReaderStream readers);
+                  ReaderStream readers);
 
  private:
   void announce(int64_t number) override;

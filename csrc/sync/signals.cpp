@@ -90,8 +90,8 @@ void HostRemoteSignals::wait_for(int64_t part, Reader) {
   numbers_.wait_for(number_of(part), "weights that other hosts send to other ranks of this one");
 }
 
-DeviceRemoteSignals::DeviceRemoteSignals(const at::Tensor& code, std::vector<at::Tensor> pads, at::Tensor words,
-                               int64_t rank)
+DeviceRemoteSignals::DeviceRemoteSignals(const at::Tensor& code, std::vector<at::Tensor> pads,
+                                         at::Tensor words, int64_t rank)
     : pads_(std::move(pads)), words_(std::move(words)), rank_(rank) {
   const auto& driver = CudaDriver::instance();
   auto* module = driver.load_module(code.const_data_ptr());

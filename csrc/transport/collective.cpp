@@ -26,7 +26,7 @@ class CollectiveGather : public GatherTransport {
  private:
   // With several hosts: into host shards first, unless these are there already.
   Pending gather_inter_host(const std::vector<ParamRecord*>& records, const std::vector<at::Tensor>& outputs,
-                        std::vector<at::Tensor>& sources, bool grouped);
+                            std::vector<at::Tensor>& sources, bool grouped);
 
   Context& context_;
   Communicator& comm_;
@@ -73,8 +73,8 @@ Pending CollectiveGather::gather(const std::vector<ParamRecord*>& records, std::
 }
 
 Pending CollectiveGather::gather_inter_host(const std::vector<ParamRecord*>& records,
-                                        const std::vector<at::Tensor>& outputs,
-                                        std::vector<at::Tensor>& sources, bool grouped) {
+                                            const std::vector<at::Tensor>& outputs,
+                                            std::vector<at::Tensor>& sources, bool grouped) {
   std::vector<at::Tensor> host_shards, missing, shards;
   for (size_t i = 0; i < records.size(); ++i) {
     auto& record = *records[i];
@@ -97,7 +97,7 @@ Pending CollectiveGather::gather_inter_host(const std::vector<ParamRecord*>& rec
   if (missing.empty())
     return comm_.all_gather_group(outputs, host_shards);
   return comm_.run_after(inter_host_->all_gather_group(missing, shards),
-                      [&] { return comm_.all_gather_group(outputs, host_shards); });
+                         [&] { return comm_.all_gather_group(outputs, host_shards); });
 }
 
 void CollectiveReduce::reduce(ReduceBucket& bucket) {

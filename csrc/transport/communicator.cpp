@@ -82,7 +82,8 @@ WorkPtr reduce_scatter_several(Group& group, std::vector<at::Tensor>& outputs,
 
 namespace lightning_zero {
 
-EmulatedLink::EmulatedLink(double bytes_per_s, const c10::Device& device, const std::optional<at::Tensor>& code)
+EmulatedLink::EmulatedLink(double bytes_per_s, const c10::Device& device,
+                           const std::optional<at::Tensor>& code)
     : bytes_per_s_(bytes_per_s) {
   if (!code)
     return;
@@ -118,7 +119,8 @@ void EmulatedLink::hold(const c10::Stream& stream, SequenceId sequence) const {
   CudaDriver::instance().launch(hold_, 1, 1, stream, arguments.data());
 }
 
-Communicator::Communicator(const std::string& group_name, const c10::Device& device, SequenceId sequence, CollectiveOrder& order)
+Communicator::Communicator(const std::string& group_name, const c10::Device& device, SequenceId sequence,
+                           CollectiveOrder& order)
     : group_(compat::process_group(group_name)),
       device_(device),
       sequence_(sequence),
@@ -392,7 +394,9 @@ void Communicator::signal_all() {
 }
 
 void Communicator::use_device_barrier(std::shared_ptr<DeviceBarrier> barrier, int channel) {
-  signal_all_ = [this, barrier = std::move(barrier), channel] { (*barrier)(channel, current_stream(device_)); };
+  signal_all_ = [this, barrier = std::move(barrier), channel] {
+    (*barrier)(channel, current_stream(device_));
+  };
 }
 
 void Communicator::block_current_stream() {

@@ -125,7 +125,8 @@ class EmulatedLink {
 class Communicator {
  public:
   // `line`: in which its collectives stand while a graph is recorded, with those of others.
-  Communicator(const std::string& group_name, const c10::Device& device, SequenceId sequence, CollectiveOrder& order);
+  Communicator(const std::string& group_name, const c10::Device& device, SequenceId sequence,
+               CollectiveOrder& order);
   ~Communicator();
 
   // Counts what ranks do together here, and watches over waits for it.
@@ -225,7 +226,7 @@ class Communicator {
   CollectiveOrder& order_;
   c10::intrusive_ptr<Watchdog> watchdog_;
   bool recording_ = false, used_ = false;
-  std::vector<c10::Stream> side_streams_;          // for copies beside each other in graphs
+  std::vector<c10::Stream> side_streams_;   // for copies beside each other in graphs
   std::function<void()> signal_all_;        // and wait for all, on the current stream
   at::Tensor token_, tokens_;               // what a barrier gathers
   std::optional<std::mt19937> jitter_rng_;  // when poisoning

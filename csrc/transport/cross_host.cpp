@@ -54,7 +54,9 @@ class CrossHostReduce : public ReduceTransport {
   int buckets_in_flight() const override { return intra_host_->buckets_in_flight(); }
   // A host waits for the ranks of its own before it can send anything to others, and must not wait for those
   // that have no such gradient.
-  bool launches_early() const override { return has_streams(context_.device) && intra_host_->launches_early(); }
+  bool launches_early() const override {
+    return has_streams(context_.device) && intra_host_->launches_early();
+  }
 
   void begin_backward() override { intra_host_->begin_backward(); }
   void begin_segment() override { intra_host_->begin_segment(); }
@@ -107,7 +109,7 @@ Pending CrossHostReduce::send_unreduced(ReduceBucket& bucket) {
 }
 
 Pending CrossHostReduce::send(ReduceBucket& bucket, const at::Tensor& wire, const at::Tensor& received,
-                           double factor) {
+                              double factor) {
   const bool own = !wire.defined();  // otherwise it was told before that they have been read
   const auto accumulate = [this, &bucket, factor, own](const at::Tensor& sums) {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -124,7 +126,8 @@ Pending CrossHostReduce::send(ReduceBucket& bucket, const at::Tensor& wire, cons
   for (size_t index = 0; index < bucket.slots().size(); ++index) {
     const auto& slot = bucket.slots()[index];
     outputs.push_back(piece(received, slot.offset / context_.inter_host.size, slot.record->shard_numel()));
-    inputs.push_back(own ? bucket.send_slice(index) : piece(wire, slot.offset, slot.record->host_shard_numel()));
+    inputs.push_back(own ? bucket.send_slice(index)
+                         : piece(wire, slot.offset, slot.record->host_shard_numel()));
   }
   context_.count("reduce_bytes_across", bytes_of(bucket));
   return comm_.reduce_scatter_group(std::move(outputs), std::move(inputs), wire,
@@ -134,7 +137,7 @@ Pending CrossHostReduce::send(ReduceBucket& bucket, const at::Tensor& wire, cons
 }  // namespace
 
 std::unique_ptr<ReduceTransport> make_cross_host_reduce(Context& context, Communicator& comm,
-                                                    std::unique_ptr<ReduceTransport> intra_host) {
+                                                        std::unique_ptr<ReduceTransport> intra_host) {
   return std::make_unique<CrossHostReduce>(context, comm, std::move(intra_host));
 }
 

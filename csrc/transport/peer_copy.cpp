@@ -93,9 +93,9 @@ class ShardCopyGather : public GatherTransport {
 
 bool ShardCopyGather::can_gather(const std::vector<ParamRecord*>& records, const std::vector<at::Tensor>&,
                                  bool) const {
-  return memory_.uses_epoch_lock() && std::none_of(records.begin(), records.end(), [](const ParamRecord* record) {
-           return record->shards.empty();
-         });
+  return memory_.uses_epoch_lock() &&
+         std::none_of(records.begin(), records.end(),
+                      [](const ParamRecord* record) { return record->shards.empty(); });
 }
 
 Pending ShardCopyGather::gather(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
@@ -106,7 +106,8 @@ Pending ShardCopyGather::gather(const std::vector<ParamRecord*>& records, std::v
   for (size_t i = 0; i < records.size(); ++i) {
     const auto& record = *records[i];
     const auto dtype = outputs[i].scalar_type();
-    const bool is_weight = dtype == record.shard.scalar_type() || record.compute_shard.state == ComputeShardState::WEIGHT;
+    const bool is_weight =
+        dtype == record.shard.scalar_type() || record.compute_shard.state == ComputeShardState::WEIGHT;
     if (const auto& copies = record.peer_shards_in(dtype); is_weight && !copies.empty()) {
       to.push_back(outputs[i]);
       from.push_back(&copies);

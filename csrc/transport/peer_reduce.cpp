@@ -39,7 +39,9 @@ class PeerReduce : public ReduceTransport {
   bool uses_own_send_buffers() const override { return true; }
   int buckets_in_flight() const override { return 4; }  // they hold no memory of their own
   // A host that waits for its peers in each round must not wait for those that have no such gradient.
-  bool launches_early() const override { return has_streams(context_.device) || context_.intra_host.size == 1; }
+  bool launches_early() const override {
+    return has_streams(context_.device) || context_.intra_host.size == 1;
+  }
 
   void begin_backward() override;
   void begin_segment() override { rounds_ = 0; }
@@ -157,8 +159,8 @@ void PeerReduce::reduce(ReduceBucket& bucket) {
 
 }  // namespace
 
-std::unique_ptr<ReduceTransport> make_peer_reduce(const Context& context, Communicator& comm, const RowMeans& means,
-                                                  std::vector<at::Tensor> staging) {
+std::unique_ptr<ReduceTransport> make_peer_reduce(const Context& context, Communicator& comm,
+                                                  const RowMeans& means, std::vector<at::Tensor> staging) {
   return std::make_unique<PeerReduce>(context, comm, means, std::move(staging));
 }
 

@@ -12,11 +12,11 @@ namespace lightning_zero {
 using MakeGather = std::unique_ptr<GatherTransport>(Context&, Communicators&, WeightMemory&);
 MakeGather make_shard_copy_gather, make_peer_copy_gather, make_collective_gather;
 std::unique_ptr<ReduceTransport> make_collective_reduce(const Context& context, Communicator& comm);
-std::unique_ptr<ReduceTransport> make_peer_reduce(const Context& context, Communicator& comm, const RowMeans& means,
-                                                  std::vector<at::Tensor> staging);
+std::unique_ptr<ReduceTransport> make_peer_reduce(const Context& context, Communicator& comm,
+                                                  const RowMeans& means, std::vector<at::Tensor> staging);
 int64_t peer_reduce_unit(int64_t ranks);
 std::unique_ptr<ReduceTransport> make_cross_host_reduce(Context& context, Communicator& comm,
-                                                    std::unique_ptr<ReduceTransport> intra_host);
+                                                        std::unique_ptr<ReduceTransport> intra_host);
 
 namespace {
 
@@ -42,7 +42,8 @@ void Transports::use_collective_reduce() {
 
 void Transports::set_reduce(std::unique_ptr<ReduceTransport> intra_host) {
   auto* inter_host = communicators_.inter_host_reduces();
-  reduce_ = inter_host == nullptr ? std::move(intra_host) : make_cross_host_reduce(context_, *inter_host, std::move(intra_host));
+  reduce_ = inter_host == nullptr ? std::move(intra_host)
+                                  : make_cross_host_reduce(context_, *inter_host, std::move(intra_host));
 }
 
 void Transports::set_staging(std::vector<at::Tensor> staging, const std::string& group_name,
@@ -61,7 +62,8 @@ int64_t Transports::staging_unit() const {
 
 void Transports::set_barrier(const at::Tensor& code, std::vector<at::Tensor> pads, at::Tensor words) {
   Lock lock(context_.mutex);
-  barrier_ = std::make_shared<DeviceBarrier>(code, std::move(pads), std::move(words), context_.intra_host.rank);
+  barrier_ =
+      std::make_shared<DeviceBarrier>(code, std::move(pads), std::move(words), context_.intra_host.rank);
   communicators_.reduces().use_device_barrier(barrier_, 0);
   communicators_.gathers().use_device_barrier(barrier_, 1);
   if (context_.watchdog)
@@ -70,8 +72,8 @@ void Transports::set_barrier(const at::Tensor& code, std::vector<at::Tensor> pad
 
 void Transports::limit_cross_host_bandwidth(const std::optional<at::Tensor>& code, double bytes_per_s) {
   Lock lock(context_.mutex);
-  communicators_.emulate_link(bytes_per_s > 0 ? std::make_shared<EmulatedLink>(bytes_per_s, context_.device, code)
-                                           : nullptr);
+  communicators_.emulate_link(
+      bytes_per_s > 0 ? std::make_shared<EmulatedLink>(bytes_per_s, context_.device, code) : nullptr);
 }
 
 void Transports::set_mean_kernels(const at::Tensor& code) {
@@ -86,18 +88,20 @@ std::unique_ptr<EpochLock> Transports::make_epoch_lock(std::vector<at::Tensor> n
   return epoch_lock;
 }
 
-std::unique_ptr<EpochLock> Transports::make_device_epoch_lock(const at::Tensor& code, std::vector<at::Tensor> pads) {
+std::unique_ptr<EpochLock> Transports::make_device_epoch_lock(const at::Tensor& code,
+                                                              std::vector<at::Tensor> pads) {
   TORCH_INTERNAL_ASSERT(barrier_ && static_cast<int64_t>(pads.size()) == context_.intra_host.size);
   ReaderStream readers{[this] { communicators_.gathers().block_current_stream(); },
-                        [this](const std::function<void()>& work) { communicators_.gathers().run(work); }};
+                       [this](const std::function<void()>& work) { communicators_.gathers().run(work); }};
   return std::make_unique<DeviceEpochLock>(code, std::move(pads), barrier_->words(), context_.intra_host.rank,
-                                       std::move(readers));
+                                           std::move(readers));
 }
 
 void Transports::set_remote_signals(std::vector<at::Tensor> numbers) {
   Lock lock(context_.mutex);
   TORCH_INTERNAL_ASSERT(static_cast<int64_t>(numbers.size()) == context_.intra_host.size);
-  communicators_.set_remote_signals(std::make_unique<HostRemoteSignals>(std::move(numbers), context_.intra_host.rank));
+  communicators_.set_remote_signals(
+      std::make_unique<HostRemoteSignals>(std::move(numbers), context_.intra_host.rank));
 }
 
 void Transports::set_device_remote_signals(const at::Tensor& code, std::vector<at::Tensor> pads) {
@@ -107,8 +111,8 @@ void Transports::set_device_remote_signals(const at::Tensor& code, std::vector<a
   // Where there is no barrier, ranks read nothing of each other, and wait for their own collectives only.
   const auto pinned = at::TensorOptions().dtype(at::kInt).pinned_memory(true);
   auto words = barrier_ ? barrier_->words() : tensors::zeros(device_words::COUNT, pinned);
-  communicators_.set_remote_signals(std::make_unique<DeviceRemoteSignals>(code, std::move(pads), std::move(words),
-                                                       alone ? 0 : context_.intra_host.rank));
+  communicators_.set_remote_signals(std::make_unique<DeviceRemoteSignals>(
+      code, std::move(pads), std::move(words), alone ? 0 : context_.intra_host.rank));
 }
 
 void Transports::begin_stage() {

@@ -46,7 +46,7 @@ class RankAbort {
   mutable std::mutex mutex_;  // taken before the activity's
   std::string abort_op_;
   bool failed_ = false;  // this rank, by itself
-  bool raised_ = false;    // a wait has thrown, so that somebody knows that this process should end
+  bool raised_ = false;  // a wait has thrown, so that somebody knows that this process should end
   std::atomic<bool> ending_{false}, skip_grace_{false};
   std::string kind_, text_;
   Clock::time_point deadline_{};

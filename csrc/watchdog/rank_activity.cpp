@@ -44,7 +44,8 @@ void DeviceWaits::add_to(RankStatus& status) {
     const int64_t arrived = words[at_word::arrived(channel)];
     const auto sequence = static_cast<SequenceId>(static_cast<int>(SequenceId::DEVICE_REDUCE) + channel);
     status.sequence_numbers[static_cast<size_t>(sequence)] = arrived;
-    add(status, sequence, barriers_[channel], arrived, arrived != words[at_word::passed(channel)], kBarrierWaits[channel]);
+    add(status, sequence, barriers_[channel], arrived, arrived != words[at_word::passed(channel)],
+        kBarrierWaits[channel]);
   }
   status.sequence_numbers[static_cast<size_t>(SequenceId::PART_SENT)] = words[at_word::SENT];
   status.sequence_numbers[static_cast<size_t>(SequenceId::PART)] = words[at_word::RECEIVED];
@@ -203,7 +204,8 @@ RankStatus RankActivity::status() {
   status.activity = activity_;
   if (const auto* last = last_.load(std::memory_order_acquire))
     status.last = *last;
-  for (size_t sequence = 0; sequence < SEQUENCE_COUNT; ++sequence) status.sequence_numbers[sequence] = met_[sequence];
+  for (size_t sequence = 0; sequence < SEQUENCE_COUNT; ++sequence)
+    status.sequence_numbers[sequence] = met_[sequence];
   if (!waits_.empty()) {
     const auto& wait = waits_.front();
     const auto since =

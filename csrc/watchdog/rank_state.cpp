@@ -138,7 +138,8 @@ std::string RankStatus::describe(double now) const {
             " for " + seconds(wait.since, now);
   if (has_task())
     text += ", " + task.what +
-            (now - task.updated_at > kNoProgress ? ", and nothing more for " + seconds(task.updated_at, now) : "");
+            (now - task.updated_at > kNoProgress ? ", and nothing more for " + seconds(task.updated_at, now)
+                                                 : "");
   if (!last.empty())
     text += ", last used parameter '" + last + "'";
   return text;
@@ -156,7 +157,8 @@ bool is_behind(const RankStatus& status, SequenceId sequence, int64_t number) {
 
 // Meetings of the ranks of one host.
 bool is_of_host(SequenceId sequence) {
-  return sequence == SequenceId::TURN || sequence == SequenceId::DEVICE_REDUCE || sequence == SequenceId::DEVICE_GATHER;
+  return sequence == SequenceId::TURN || sequence == SequenceId::DEVICE_REDUCE ||
+         sequence == SequenceId::DEVICE_GATHER;
 }
 
 bool waits_for_part(const RankStatus& status) {
@@ -169,7 +171,8 @@ std::vector<int64_t> ranks_without_send(const RankStatus& waiting, const std::ve
   std::vector<int64_t> missing;
   for (const auto& other : all) {
     const bool awaited = std::any_of(all.begin(), all.end(), [&](const RankStatus& peer) {
-      return peer.location.host == waiting.location.host && peer.location.local_rank == other.location.local_rank &&
+      return peer.location.host == waiting.location.host &&
+             peer.location.local_rank == other.location.local_rank &&
              is_behind(peer, SequenceId::PART, waiting.wait.number);
     });
     if (awaited && other.rank != waiting.rank && is_behind(other, SequenceId::PART_SENT, waiting.wait.number))
@@ -182,7 +185,8 @@ std::vector<int64_t> ranks_without_send(const RankStatus& waiting, const std::ve
 std::vector<int64_t> ranks_without_part(const RankStatus& waiting, const std::vector<RankStatus>& all) {
   std::vector<int64_t> ranks;
   for (const auto& other : all) {
-    if (other.location.host == waiting.location.host && is_behind(other, SequenceId::PART, waiting.wait.number))
+    if (other.location.host == waiting.location.host &&
+        is_behind(other, SequenceId::PART, waiting.wait.number))
       ranks.push_back(other.rank);
   }
   return ranks;
@@ -201,7 +205,7 @@ std::vector<int64_t> ranks_blocked_on(int64_t rank, const std::vector<RankStatus
 
 // What to look at, where what hosts exchange does not come.
 std::string describe_missing_part(const RankStatus& mine, const std::vector<int64_t>& missing,
-                       const std::vector<RankStatus>& all) {
+                                  const std::vector<RankStatus>& all) {
   if (missing.empty())
     return " Every rank has sent its part of that, and it has not come to " +
            format_ranks(ranks_without_part(mine, all), all) +
@@ -221,7 +225,8 @@ std::vector<int64_t> find_awaited_ranks(const RankStatus& waiting, const std::ve
     return ranks_without_send(waiting, all);
   const auto sequence = static_cast<SequenceId>(waiting.wait.sequence);
   for (const auto& other : all) {
-    const bool comes = other.rank != waiting.rank && !(is_of_host(sequence) && other.location.host != waiting.location.host);
+    const bool comes =
+        other.rank != waiting.rank && !(is_of_host(sequence) && other.location.host != waiting.location.host);
     if (comes && is_behind(other, sequence, waiting.wait.number))
       missing.push_back(other.rank);
   }
@@ -257,12 +262,13 @@ std::vector<int64_t> find_lagging_ranks(const std::vector<RankStatus>& all) {
   // exchange may be on its way.
   const bool together = first.is_waiting() && first.wait.sequence >= 0 && !waits_for_part(first) &&
                         std::all_of(all.begin(), all.end(), [&](const auto& status) {
-                          return status.known && !status.left && status.is_waiting() && !status.wait.on_device &&
-                                 status.wait.sequence == first.wait.sequence &&
+                          return status.known && !status.left && status.is_waiting() &&
+                                 !status.wait.on_device && status.wait.sequence == first.wait.sequence &&
                                  status.wait.number == first.wait.number;
                         });
   std::vector<int64_t> missing;
-  for (const auto sequence : {static_cast<size_t>(SequenceId::GATHER), static_cast<size_t>(SequenceId::REDUCE)}) {
+  for (const auto sequence :
+       {static_cast<size_t>(SequenceId::GATHER), static_cast<size_t>(SequenceId::REDUCE)}) {
     if (!together || !missing.empty())
       break;
     int64_t most = 0;

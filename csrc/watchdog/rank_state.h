@@ -12,7 +12,17 @@ namespace lightning_zero {
 // Kinds of meetings; within one, ranks meet in the same order. DEVICE lanes: barriers that run on a device.
 // Each is a process group, or what is like one, except for WORLD: Lightning's own meetings; and for the last
 // two, which count parts of what hosts exchange: those that have come to a rank, and those that it has sent.
-enum class SequenceId : int { CONTROL, WORLD, GATHER, REDUCE, TURN, DEVICE_REDUCE, DEVICE_GATHER, PART, PART_SENT };
+enum class SequenceId : int {
+  CONTROL,
+  WORLD,
+  GATHER,
+  REDUCE,
+  TURN,
+  DEVICE_REDUCE,
+  DEVICE_GATHER,
+  PART,
+  PART_SENT
+};
 constexpr int SEQUENCE_COUNT = 9;
 
 enum class Phase : int { OUTSIDE, SETUP, BETWEEN, FORWARD, BACKWARD, STEP, EVALUATION };
@@ -29,12 +39,12 @@ struct RankWait {
 // Where a rank runs.
 struct RankLocation {
   int64_t host = -1, local_rank = 0;  // its place among that host's; negative: there is one host
-  std::string host_name;         // empty: not known
+  std::string host_name;              // empty: not known
 };
 
 // What takes long and says how far it is: bytes of a checkpoint, say. Nothing where `what` is empty.
 struct RankTask {
-  std::string what;     // in words, with how far it is
+  std::string what;       // in words, with how far it is
   int64_t updates = 0;    // changes whenever something more is done
   double updated_at = 0;  // seconds since the epoch
 };

@@ -3,8 +3,8 @@
 #include <dirent.h>
 #include <fcntl.h>
 #include <signal.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <algorithm>
 #include <cstdlib>
@@ -131,7 +131,7 @@ std::string failed_key(int64_t stage, int64_t rank) {
 }  // namespace
 
 RankStateStore::RankStateStore(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t size,
-                     std::vector<int64_t> hosts)
+                               std::vector<int64_t> hosts)
     : store_(std::move(store)), rank_(rank), size_(size), hosts_(std::move(hosts)) {
   processes_.resize(static_cast<size_t>(size));
   known_.resize(static_cast<size_t>(size));
@@ -247,7 +247,8 @@ int64_t next_of(int64_t rank, const std::vector<int64_t>& hosts) {
   const auto count = *std::max_element(hosts.begin(), hosts.end()) + 1;
   for (int64_t other = 0; other < static_cast<int64_t>(hosts.size()); ++other) {
     const auto status = stands(other);
-    if (status.location.host == (mine.location.host + 1) % count && status.location.local_rank == mine.location.local_rank)
+    if (status.location.host == (mine.location.host + 1) % count &&
+        status.location.local_rank == mine.location.local_rank)
       return other;
   }
   return rank;

@@ -40,7 +40,8 @@ std::vector<std::string> split(const std::string& text, char by);
 class RankStateStore {
  public:
   // `hosts`: of each rank, the number of its host; empty where there is one.
-  RankStateStore(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t size, std::vector<int64_t> hosts);
+  RankStateStore(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t size,
+                 std::vector<int64_t> hosts);
 
   // Tells the others how this rank is, if that is news.
   void publish(const RankStatus& mine);

@@ -12,11 +12,12 @@ namespace {
 using std::chrono::duration;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kStuckTime{4000};         // for which nothing moves before a deadlock is called one
-constexpr milliseconds kIdleTime{2000};         // for which no rank has moved, nor waits where that is seen
-constexpr milliseconds kDeviceStuckTime{60000};  // the same where devices wait: their hosts may still come round
-constexpr double kLookAfter = 2;             // seconds of a wait after which the others are looked at
-constexpr double kReportAgain = 10;          // times the time until the first report
+constexpr milliseconds kStuckTime{4000};  // for which nothing moves before a deadlock is called one
+constexpr milliseconds kIdleTime{2000};   // for which no rank has moved, nor waits where that is seen
+constexpr milliseconds kDeviceStuckTime{
+    60000};                          // the same where devices wait: their hosts may still come round
+constexpr double kLookAfter = 2;     // seconds of a wait after which the others are looked at
+constexpr double kReportAgain = 10;  // times the time until the first report
 
 }  // namespace
 
@@ -39,7 +40,7 @@ void StallPolicy::note_progress(const std::vector<RankStatus>& all) {
 }
 
 StallPolicy::Finding StallPolicy::check(const RankStatus& mine,
-                                   const std::function<std::vector<RankStatus>()>& statuses) {
+                                        const std::function<std::vector<RankStatus>()>& statuses) {
   Finding found;
   const auto now = Clock::now();
   const auto wall = seconds_since_epoch();

@@ -39,7 +39,7 @@ class StallPolicy {
   double reported_after_ = 0, still_after_ = 0;
   Clock::time_point still_since_{}, stuck_since_{}, moved_since_{};
   std::vector<int64_t> stuck_at_, all_at_;  // activities of all ranks
-  std::vector<int64_t> task_updates_;              // of all ranks' tasks
+  std::vector<int64_t> task_updates_;       // of all ranks' tasks
 };
 
 }  // namespace lightning_zero

@@ -1,8 +1,8 @@
 #include "watchdog/watchdog.h"
 
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -19,7 +19,7 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = Watchdog::Clock;
 
-constexpr milliseconds kSlice{250};    // of a wait, between two looks at whether it should end
+constexpr milliseconds kSlice{250};         // of a wait, between two looks at whether it should end
 constexpr milliseconds kHearTimeout{6000};  // by when it is known who broke a connection
 constexpr milliseconds kExitTimeout{6000};
 
@@ -89,7 +89,8 @@ void Watchdog::wait(c10d::Work& work, SequenceId sequence, int64_t number, const
 }
 
 int64_t Watchdog::begin_wait(int64_t sequence, std::string what) {
-  TORCH_CHECK_VALUE(sequence < SEQUENCE_COUNT, "lightning_zero: there is no lane ", sequence, " of collectives.");
+  TORCH_CHECK_VALUE(sequence < SEQUENCE_COUNT, "lightning_zero: there is no lane ", sequence,
+                    " of collectives.");
   check();
   const auto number = sequence < 0 ? 0 : activity_.advance(static_cast<SequenceId>(sequence));
   return activity_.begin_wait(static_cast<int>(sequence), number, std::move(what));
@@ -154,8 +155,8 @@ using std::chrono::milliseconds;
 using Clock = Watchdog::Clock;
 
 constexpr milliseconds kTick{500};
-constexpr milliseconds kGracePeriod{3000};  // that a rank gets to fail by itself once another has
-constexpr milliseconds kExitTimeLimit{4000};   // and then to end
+constexpr milliseconds kGracePeriod{3000};    // that a rank gets to fail by itself once another has
+constexpr milliseconds kExitTimeLimit{4000};  // and then to end
 constexpr milliseconds kStoreGone{5000};
 constexpr milliseconds kDeviceLeft{10000};  // that a rank which has failed gives its device
 // Of a rank of another host, in seconds: after which that is said; after which nobody waits any more; and the
@@ -189,7 +190,7 @@ void Watchdog::run() {
     }
     if (abort_.is_ending() && abort_.is_overdue()) {
       print("This process did not end by itself within " + std::to_string(kExitTimeLimit.count() / 1000) +
-          " s and is ended now.");
+            " s and is ended now.");
       kill_forked_children();
       std::_Exit(1);
     }
@@ -216,7 +217,8 @@ void Watchdog::exit_if_device_stuck() {
   else if (since_.device_left == Clock::time_point{})
     since_.device_left = Clock::now();
   else if (Clock::now() - since_.device_left > kExitTimeLimit) {
-    print("This process has failed, and its device waits for other ranks, which do not come. It is ended now. "
+    print(
+        "This process has failed, and its device waits for other ranks, which do not come. It is ended now. "
         "This is " +
         mine.describe(seconds_since_epoch()) + ".");
     kill_forked_children();
@@ -260,8 +262,8 @@ bool Watchdog::check_failures(const RankStatus& mine) {
   if (other_failed_.found && (abort_.skips_grace() || other_failed_.found->kind == "gone" ||
                               Clock::now() - other_failed_.found->at > kGracePeriod))
     abort_rank(other_failed_.found->kind, other_failed_.found->text + "\nThis is " +
-                                               mine.describe(seconds_since_epoch()) +
-                                               ". It cannot go on alone, and ends, too.");
+                                              mine.describe(seconds_since_epoch()) +
+                                              ". It cannot go on alone, and ends, too.");
   return other_failed_.found.has_value();
 }
 
@@ -285,12 +287,12 @@ bool Watchdog::check_processes(const RankStatus& mine) {
       return false;
     const auto now = seconds_since_epoch();
     abort_all("gone",
-        "The process of rank " + std::to_string(other) + " (number " + std::to_string(process->pid) +
-            (last.left ? ") has ended its part and is gone, but this rank waits for it."
-                       : ") is gone without a word. It was killed (SIGKILL, out of host memory), it "
-                         "crashed, or it called exit().") +
-            " Last seen: " + last.describe(now) + ".",
-        "\nThis is " + mine.describe(now) + ". It cannot go on alone, and ends, too.");
+              "The process of rank " + std::to_string(other) + " (number " + std::to_string(process->pid) +
+                  (last.left ? ") has ended its part and is gone, but this rank waits for it."
+                             : ") is gone without a word. It was killed (SIGKILL, out of host memory), it "
+                               "crashed, or it called exit().") +
+                  " Last seen: " + last.describe(now) + ".",
+              "\nThis is " + mine.describe(now) + ". It cannot go on alone, and ends, too.");
     return true;
   }
   return false;
@@ -302,7 +304,8 @@ bool Watchdog::check_heartbeats(const RankStatus& mine) {
   const auto seconds = heartbeats_->seconds_since_heartbeat(*store_);
   const auto other = heartbeats_->watched();
   const bool broken = abort_.skips_grace();
-  if (seconds < (broken ? kGoneWhereBroken : kSilent) || (mine.phase == Phase::OUTSIDE && !mine.is_waiting())) {
+  if (seconds < (broken ? kGoneWhereBroken : kSilent) ||
+      (mine.phase == Phase::OUTSIDE && !mine.is_waiting())) {
     heartbeats_->reported = false;
     return false;
   }
@@ -342,11 +345,12 @@ bool Watchdog::check_backends(const RankStatus& mine) {
       continue;
     const auto now = seconds_since_epoch();
     const bool late = error == c10d::ErrorType::TIMEOUT;  // all ranks live, and can be asked
-    const auto mine_and_others = late ? format_report(store_->statuses(mine), rank_, now) : mine.describe(now) + ".";
+    const auto mine_and_others =
+        late ? format_report(store_->statuses(mine), rank_, now) : mine.describe(now) + ".";
     abort_rank("failed",
-                std::string("NCCL reports ") +
-                    (late ? "that a collective took longer than its timeout" : "an error of communication") +
-                    " in process group " + name + ". This is " + mine_and_others);
+               std::string("NCCL reports ") +
+                   (late ? "that a collective took longer than its timeout" : "an error of communication") +
+                   " in process group " + name + ". This is " + mine_and_others);
     return true;
   }
   return false;

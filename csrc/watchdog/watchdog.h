@@ -125,7 +125,7 @@ class Watchdog : public c10::intrusive_ptr_target {
   int64_t rank_ = 0, size_ = 1;
   RankActivity activity_;
   RankAbort abort_;
-  std::unique_ptr<RankStateStore> store_;    // null where there is one rank
+  std::unique_ptr<RankStateStore> store_;   // null where there is one rank
   std::unique_ptr<Heartbeats> heartbeats_;  // null where there is one host
   StallPolicy stall_policy_;
 

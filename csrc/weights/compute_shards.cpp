@@ -18,17 +18,20 @@ void ComputeShards::add_memory(at::Tensor copies, at::Tensor shards) {
 }
 
 bool ComputeShards::has_memory() const {
-  return !memory_.empty() || std::any_of(context_.records.begin(), context_.records.end(),
-                                         [](const auto& record) { return record->compute_shard.written_by_optimizer; });
+  return !memory_.empty() ||
+         std::any_of(context_.records.begin(), context_.records.end(),
+                     [](const auto& record) { return record->compute_shard.written_by_optimizer; });
 }
 
 Stamp ComputeShards::now(const ParamRecord& record) const {
-  return record.stamp(record.compute_shard.written_by_optimizer ? context_.user_write_count : context_.shard_version);
+  return record.stamp(record.compute_shard.written_by_optimizer ? context_.user_write_count
+                                                                : context_.shard_version);
 }
 
 bool ComputeShards::is_stale(const ParamRecord& record) const {
   const auto& copy = record.compute_shard;
-  return grad_aliasing::may_write(record) && (copy.state != ComputeShardState::WEIGHT || copy.written != now(record));
+  return grad_aliasing::may_write(record) &&
+         (copy.state != ComputeShardState::WEIGHT || copy.written != now(record));
 }
 
 bool ComputeShards::any_unclaimed_gradient() const {
@@ -80,7 +83,8 @@ std::vector<int64_t> ComputeShards::written() const {
   Lock lock(context_.mutex);
   std::vector<int64_t> found;
   for (const auto& record : context_.records) {
-    if (record->compute_shard.written_by_optimizer && record->compute_shard.local.defined() && !is_stale(*record))
+    if (record->compute_shard.written_by_optimizer && record->compute_shard.local.defined() &&
+        !is_stale(*record))
       found.push_back(record->index);
   }
   return found;
@@ -90,7 +94,8 @@ void ComputeShards::mark_compute_shards_written(std::vector<int64_t> indices, bo
   Lock lock(context_.mutex);
   for (const auto index : indices) {
     auto& record = context_.at(index);
-    TORCH_INTERNAL_ASSERT(record.compute_shard.written_by_optimizer && record.compute_shard.local.defined(), record.name);
+    TORCH_INTERNAL_ASSERT(record.compute_shard.written_by_optimizer && record.compute_shard.local.defined(),
+                          record.name);
     record.compute_shard.written = written ? now(record) : Stamp{};
   }
 }
@@ -119,7 +124,8 @@ void ShardAccess::watch(const c10::intrusive_ptr<Watchdog>& watchdog) {
 
 at::Tensor ShardAccess::local_source(ParamRecord& record, at::ScalarType dtype) {
   if (host_shards_ != nullptr) {
-    const auto& copy = record.shard.scalar_type() == dtype ? record.full_precision_shard : record.compute_shard;
+    const auto& copy =
+        record.shard.scalar_type() == dtype ? record.full_precision_shard : record.compute_shard;
     const bool serves = published_ && copy.local.defined() && copy.local.scalar_type() == dtype;
     return serves ? copy.local : at::Tensor();
   }
@@ -200,14 +206,14 @@ void ShardAccess::publish_before_capture() {
 
 void ShardAccess::wait_for_shard(ParamRecord& record, at::ScalarType dtype, bool from_peers) {
   if (host_shards_ != nullptr)
-    host_shards_->exchange().wait_until_readable(host_shards_->read(record, dtype, /*compiled=*/true), Reader::GATHERS,
-                                      from_peers);
+    host_shards_->exchange().wait_until_readable(host_shards_->read(record, dtype, /*compiled=*/true),
+                                                 Reader::GATHERS, from_peers);
 }
 
 void ShardAccess::wait_for_resident(ParamRecord& record, bool compiled) {
   const auto dtype = record.resident.memory.scalar_type();
   host_shards_->exchange().wait_until_readable(host_shards_->read(record, dtype, compiled), Reader::CURRENT,
-                                    /*from_peers=*/false);
+                                               /*from_peers=*/false);
 }
 
 void ShardAccess::publish_host_shards(bool wait) {

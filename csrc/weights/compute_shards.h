@@ -91,7 +91,7 @@ class ShardAccess : public WeightMemory {
   // `comm`: of what reads peers' memory. `host_shards`: null where there is one host. `before_change`: what
   // has been fetched ahead is of values that go.
   ShardAccess(Context& context, Communicator& comm, ComputeShards& copies, HostShards* host_shards,
-         std::function<void()> on_change)
+              std::function<void()> on_change)
       : context_(context),
         comm_(comm),
         compute_shards_(copies),
@@ -105,7 +105,9 @@ class ShardAccess : public WeightMemory {
   // Peers read shards, in turns.
   void set_epoch_lock(std::unique_ptr<EpochLock> epoch_lock);
   // Whether peers read anything.
-  bool is_shared() const { return shared_ || epoch_lock_ || (host_shards_ != nullptr && host_shards_->any()); }
+  bool is_shared() const {
+    return shared_ || epoch_lock_ || (host_shards_ != nullptr && host_shards_->any());
+  }
 
   bool is_published() const override { return published_; }
   bool uses_epoch_lock() const override { return epoch_lock_ != nullptr; }
@@ -147,9 +149,10 @@ class ShardAccess : public WeightMemory {
   HostShards* host_shards_;
   std::function<void()> on_change_;
   std::unique_ptr<EpochLock> epoch_lock_;
-  bool shared_ = false;       // some compute copy is read by peers
-  bool published_ = false;    // every rank's copies may be read, until the next point where they change
-  bool published_before_capture_ = false;  // with several hosts: whether ranks have agreed for the next replay
+  bool shared_ = false;     // some compute copy is read by peers
+  bool published_ = false;  // every rank's copies may be read, until the next point where they change
+  bool published_before_capture_ =
+      false;  // with several hosts: whether ranks have agreed for the next replay
 };
 
 }  // namespace lightning_zero

@@ -18,8 +18,7 @@ at::Tensor Gatherer::allocate(int64_t numel, const at::TensorOptions& options) c
   if (!context_.options.nan_fill)
     return memory;
   // Poisoned again before it goes back to the allocator.
-  return tensors::wrap(memory.mutable_data_ptr(), numel, options,
-                       [memory](void*) { fill_with_nan(memory); });
+  return tensors::wrap(memory.mutable_data_ptr(), numel, options, [memory](void*) { fill_with_nan(memory); });
 }
 
 GatherTransport& Gatherer::transport_for(const std::vector<ParamRecord*>& records,
@@ -102,7 +101,8 @@ void GroupPrefetcher::begin_step(bool recording) {
   }
 }
 
-at::Tensor GroupPrefetcher::take(const std::vector<ParamRecord*>& records, at::ScalarType dtype, int64_t numel) {
+at::Tensor GroupPrefetcher::take(const std::vector<ParamRecord*>& records, at::ScalarType dtype,
+                                 int64_t numel) {
   if (!gatherer_.is_ready(records, dtype))
     return {};
   GatherGroup group{records, dtype, numel};

@@ -126,9 +126,9 @@ class GatherLog {
 
  private:
   Entries current_;
-  size_t backwards_ = 0;              // backwards in this step
-  bool logging_ = false;            // too much has not been noted yet
-  std::vector<Entries> previous_;    // by how many backwards had ended in the step
+  size_t backwards_ = 0;           // backwards in this step
+  bool logging_ = false;           // too much has not been noted yet
+  std::vector<Entries> previous_;  // by how many backwards had ended in the step
 };
 
 }  // namespace lightning_zero

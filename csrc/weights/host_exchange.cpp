@@ -69,7 +69,8 @@ void HostExchange::begin(const std::vector<ShardCopy*>& copies, int64_t first) {
 
 // Nothing keeps one part behind another but those at other places of the network, so this is said once.
 void HostExchange::announce_send() {
-  if (auto* remote_signals = comms_.remote_signals(); remote_signals != nullptr && has_streams(context_.device))
+  if (auto* remote_signals = comms_.remote_signals();
+      remote_signals != nullptr && has_streams(context_.device))
     comms_.inter_host_gathers()->run([&] { remote_signals->announce_send(planned_ - 1); });
   else if (context_.watchdog)
     context_.watchdog->activity().set_sequence_number(SequenceId::PART_SENT, last());
@@ -79,7 +80,8 @@ void HostExchange::send(std::vector<at::Tensor> whole, std::vector<at::Tensor> o
   auto& inter_host = *comms_.inter_host_gathers();
   // In place: what is gathered begins where it ends up.
   auto pending = inter_host.all_gather_group(std::move(whole), std::move(own));
-  if (auto* remote_signals = comms_.remote_signals(); remote_signals != nullptr && has_streams(context_.device))
+  if (auto* remote_signals = comms_.remote_signals();
+      remote_signals != nullptr && has_streams(context_.device))
     pending = inter_host.run([&] { remote_signals->announce(static_cast<int64_t>(parts_.size())); });
   parts_.push_back(std::move(pending));
 }

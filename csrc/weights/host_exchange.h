@@ -50,7 +50,9 @@ class HostExchange {
   };
   void begin_recording();
   Recorded end_recording();
-  bool fits(const Recorded& graph) const { return graph.parts == 0 || graph.layout_version == layout_version_; }
+  bool fits(const Recorded& graph) const {
+    return graph.parts == 0 || graph.layout_version == layout_version_;
+  }
   void before_replay(const Recorded& graph);
   void close() { parts_.clear(); }
 
@@ -66,7 +68,8 @@ class HostExchange {
   Communicators& comms_;
   int64_t first_ = 0, planned_ = 0;  // numbers of parts before this exchange, and how many it has
   std::vector<Pending> parts_;
-  int64_t layout_version_ = 0;   // another one whenever a weight that compiled code reads comes with another part
+  int64_t layout_version_ =
+      0;                  // another one whenever a weight that compiled code reads comes with another part
   int64_t received_ = 0;  // on a CPU: how many this rank has waited for
   PartsWaited waited_{}, recorded_{};
   bool recording_ = false;

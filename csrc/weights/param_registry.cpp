@@ -203,9 +203,9 @@ void Parameters::set_peer_compute_shards(int64_t index, std::vector<at::Tensor> 
 void Parameters::set_full_precision_shard(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
-  TORCH_INTERNAL_ASSERT((covers_host(peers, record.host_shard_numel()) ||
-                         (context_.exchanges_weights() && peers.empty())) &&
-                        copy.scalar_type() == record.shard.scalar_type());
+  TORCH_INTERNAL_ASSERT(
+      (covers_host(peers, record.host_shard_numel()) || (context_.exchanges_weights() && peers.empty())) &&
+      copy.scalar_type() == record.shard.scalar_type());
   record.full_precision_shard.local = std::move(copy);
   record.full_precision_shard.by_rank = std::move(peers);
   weights_.access().invalidate();

@@ -33,7 +33,7 @@ struct Stamp {
 enum class ComputeShardState {
   WEIGHT,
   GRADIENT_PENDING,  // one that this backward reduces, or has
-  GRADIENT         // one that a backward has left, whether anybody still wants it or not
+  GRADIENT           // one that a backward has left, whether anybody still wants it or not
 };
 
 // A copy of this rank's shard; with several hosts, of its host shard. Undefined where there is none.
@@ -48,8 +48,8 @@ struct ShardCopy {
   bool was_read = false;  // since note_reads()
   // -- of a host shard
   const std::string* name = nullptr;  // the parameter's
-  int64_t use_order = -1;                 // in the order of first use; negative: not used yet
-  int64_t exchange_part = -1;                  // of the exchange that was begun last
+  int64_t use_order = -1;             // in the order of first use; negative: not used yet
+  int64_t exchange_part = -1;         // of the exchange that was begun last
 };
 
 // Memory for the whole parameter, padded, in which it stays until the optimizer steps. Undefined where it
@@ -83,7 +83,7 @@ struct ParamRecord {
   at::Tensor shard;         // 1-D view of an arena: shard_numel elements, the tail of the last ranks zero
   at::Tensor grad;          // 1-D view of the gradient arena, same layout; undefined until training needs it
   at::Tensor visible_grad;  // the same in the parameter's shape: what param.grad is given, each time
-  ShardCopy compute_shard;   // in the dtype that is computed in, if that is another
+  ShardCopy compute_shard;  // in the dtype that is computed in, if that is another
   // In the shard's own dtype, for weights that are computed with in it. Written, and read, with the compute
   // copy: shards themselves change at times of which peers know nothing.
   ShardCopy full_precision_shard;

@@ -83,7 +83,8 @@ void ResidentWeights::serve_eager(bool on) {
 
 bool ResidentWeights::read(ParamRecord& record, at::ScalarType dtype, at::Tensor& flat) {
   auto& memory = record.resident.memory;
-  if (!memory.defined() || memory.scalar_type() != dtype || !(serves_eager_ || compat::current_backward() >= 0))
+  if (!memory.defined() || memory.scalar_type() != dtype ||
+      !(serves_eager_ || compat::current_backward() >= 0))
     return false;
   if (record.resident_host_shard() != nullptr || is_filled(record))
     wait_for(record.index, /*compiled=*/false);

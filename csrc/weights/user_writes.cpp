@@ -46,7 +46,7 @@ UserWrites::Tracked* UserWrites::find_tracked(int64_t index, at::ScalarType dtyp
 }
 
 void UserWrites::track(Tracked* before, const at::Tensor& flat, const at::Tensor& full,
-                     const ParamRecord& record) {
+                       const ParamRecord& record) {
   storages_.add(full, record.index);
   if (before != nullptr) {
     before->views.push_back(full);
@@ -81,9 +81,9 @@ uint64_t UserWrites::Tracked::write_count() const {
   return writes;
 }
 
-// `module.weight.data = x` gives the tensor that was read other memory. Its values belong into the shard, and the
-// tensor to memory where edits are seen: new memory, since other names of the old one (`module.weight.data` that
-// was read before) keep their values, as in a plain module.
+// `module.weight.data = x` gives the tensor that was read other memory. Its values belong into the shard, and
+// the tensor to memory where edits are seen: new memory, since other names of the old one
+// (`module.weight.data` that was read before) keep their values, as in a plain module.
 void UserWrites::absorb_data_assignment(Tracked& weight) {
   const auto& record = context_.at(weight.index);
   at::Tensor assigned;
@@ -113,7 +113,8 @@ at::Tensor UserWrites::own_part(const Tracked& weight) const {
 }
 
 // Versions do not count writes through `.data`, nor through a view whose base is gone; the mark on the memory
-// does, and is also taken away by some readers. Each rank compares its own elements: all ranks make equal edits.
+// does, and is also taken away by some readers. Each rank compares its own elements: all ranks make equal
+// edits.
 bool UserWrites::is_late(Tracked& weight) {
   if (weight.write_count() != weight.writes)
     return true;

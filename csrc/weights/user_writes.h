@@ -49,7 +49,7 @@ class UserWrites {
     // What code was given: views of `flat`, until somebody assigns other memory to one's `data`.
     std::vector<at::Tensor> views;
     uint64_t writes = 0;  // edits_seen() when its shard changed, after which edits come too late
-    at::Tensor before;   // this rank's elements at that time
+    at::Tensor before;    // this rank's elements at that time
     bool is_held();
     uint64_t write_count() const;
   };

@@ -13,13 +13,10 @@
 #include "context.h"
 #include "transport/transport.h"
 #include "weights/compute_shards.h"
-#include "weights/compute_shards.h"
-#include "weights/user_writes.h"
-#include "weights/gather.h"
-#include "weights/gather.h"
 #include "weights/gather.h"
 #include "weights/host_exchange.h"
 #include "weights/resident.h"
+#include "weights/user_writes.h"
 
 namespace lightning_zero {
 
