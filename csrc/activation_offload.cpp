@@ -4,7 +4,7 @@
 
 namespace lightning_zero {
 
-// None of these holds the lock while Python runs, whose own lock another thread may have that waits for ours.
+// Do not hold the lock while Python runs: another thread may hold the GIL and wait for this lock.
 
 at::Tensor ActivationOffload::start_offload(const at::Tensor& value) {
   auto host = compat::call_on_tensors(ops_.start_offload, {value});

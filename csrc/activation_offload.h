@@ -1,5 +1,5 @@
-// Activations that leave for the host's memory between forward and backward. Streams, events and memory are
-// Python's: see lightning_zero/offload/activations.py, whose four steps these are.
+// Moves activations to host memory between forward and backward. lightning_zero/offload/activations.py owns
+// the streams, events and memory, and implements the four steps as ops.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,19 +14,19 @@ class ActivationOffload {
  public:
   explicit ActivationOffload(Context& context) : context_(context) {}
 
-  // Names of the ops that do it.
+  // Names of the ops that implement the steps.
   struct Ops {
     std::string start_offload, wait_offload, start_reload, wait_reload;
   };
   void set_ops(Ops steps) { ops_ = std::move(steps); }
 
-  // Starts a copy to the host, and returns it.
+  // Start a D2H copy of `value` and return it.
   at::Tensor start_offload(const at::Tensor& value);
-  // The current stream waits for that: from here on the device's memory may be used for something else.
+  // Make the current stream wait for that copy. The device memory of `value` may be reused afterwards.
   void wait_offload(const at::Tensor& value, const at::Tensor& host);
-  // Starts a copy back, and returns it.
+  // Start an H2D copy of `host` and return it.
   at::Tensor start_reload(const at::Tensor& host);
-  // The current stream waits for that: the copy may be read, and the host's memory used for something else.
+  // Make the current stream wait for that copy. `value` may be read and `host` reused afterwards.
   void wait_reload(const at::Tensor& value, const at::Tensor& host);
 
  private:

@@ -6,8 +6,8 @@
 
 namespace lightning_zero {
 
-// Lives in autograd's list of final callbacks. Destroyed without having run, it means that the backward was
-// interrupted by an exception.
+// Owned by autograd's list of final callbacks. If it is destroyed without having run, an exception
+// interrupted the backward.
 class Executor::BackwardGuard {
  public:
   explicit BackwardGuard(Executor& executor)
@@ -18,7 +18,7 @@ class Executor::BackwardGuard {
     try {
       executor_->abort_backward();
     } catch (const std::exception&) {
-      // See ~Executor: what interrupted the backward is on its way to the user.
+      // See ~Executor: the exception that interrupted the backward is already propagating.
     }
   }
   void run() {
@@ -48,8 +48,8 @@ Executor::~Executor() {
   try {
     close();
   } catch (const std::exception&) {
-    // After an error of the device every call throws, and a destructor that throws ends the process before
-    // the error that came first is shown.
+    // After a device error every call throws. A destructor that throws would end the process before the first
+    // error is shown.
   }
 }
 

@@ -52,12 +52,12 @@ void multiply(at::Tensor to, const at::Tensor& a, const at::Tensor& b) {
   at::mul_out(to, a, b);
 }
 
-at::Tensor mean_of_rows(const at::Tensor& pads, at::ScalarType dtype) {
-  return at::mean(pads, at::IntArrayRef{0}, /*keepdim=*/false, dtype);
+at::Tensor mean_of_rows(const at::Tensor& rows, at::ScalarType dtype) {
+  return at::mean(rows, at::IntArrayRef{0}, /*keepdim=*/false, dtype);
 }
 
-void mean_of_rows(at::Tensor to, const at::Tensor& pads, at::ScalarType dtype) {
-  at::mean_out(to, pads, at::IntArrayRef{0}, /*keepdim=*/false, dtype);
+void mean_of_rows(at::Tensor to, const at::Tensor& rows, at::ScalarType dtype) {
+  at::mean_out(to, rows, at::IntArrayRef{0}, /*keepdim=*/false, dtype);
 }
 
 void copy_each(const std::vector<at::Tensor>& to, const std::vector<at::Tensor>& from) {

@@ -107,7 +107,7 @@ at::Tensor call_on_tensors(const std::string& op, std::vector<at::Tensor> argume
 void mark_copy_on_write(const at::Tensor& tensor) {
   auto& storage = *tensor.storage().unsafeGetStorageImpl();
   if (c10::impl::cow::has_simple_data_ptr(storage))
-    c10::impl::cow::lazy_clone_storage(storage);  // the clone goes at once
+    c10::impl::cow::lazy_clone_storage(storage);  // the clone is dropped at once
 }
 
 bool is_copy_on_write(const at::Tensor& tensor) {
@@ -159,7 +159,7 @@ WithoutPythonLock::WithoutPythonLock() {
   static auto* const is_held = python<int()>("PyGILState_Check");
   static auto* const release = python<void*()>("PyEval_SaveThread");
   static auto* const exists = python<int()>("Py_IsInitialized");
-  // Once Python has ended, PyGILState_Check says 1 on any thread.
+  // After Python's finalization, PyGILState_Check returns 1 on any thread.
   if (is_held != nullptr && release != nullptr && exists != nullptr && exists() != 0 && is_held() != 0)
     thread_ = release();
 }

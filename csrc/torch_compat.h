@@ -1,8 +1,7 @@
-// What differs between the supported versions of torch, and what we use of the insides of autograd, the
-// dispatcher, copy-on-write memory and c10d's registries, none of which torch promises to keep. An upgrade of
-// torch is checked here first, and then where else something is not torch's public C++ interface:
-// runtime/device.cpp (c10::impl::VirtualGuardImpl), parameters.cpp, weights/edits.cpp and
-// weights/gathered_table (who holds a TensorImpl or a StorageImpl), weights/compute_copies.cpp
+// Wraps torch internals that differ between the supported versions, or that torch does not document as
+// stable: autograd, the dispatcher, copy-on-write storage and c10d's registries. Check this file first when
+// upgrading torch. Other users of internals: cuda/streams.cpp (c10::impl::VirtualGuardImpl),
+// gradients/reducer.cpp and weights/user_writes.cpp (TensorImpl, StorageImpl), tensor_ops.cpp
 // (at::_foreach_copy_).
 #pragma once
 
@@ -19,54 +18,55 @@ class Work;
 
 namespace lightning_zero::compat {
 
-// -- autograd
+// ---- autograd
 
-// By which a backward pass that goes on in this thread is known; negative outside of one.
+// Return the id of the backward that runs in this thread; negative outside of one.
 int current_backward();
-// Whether it is for all gradients, and not for those of torch.autograd.grad() or backward(inputs=...).
+// Return true if the backward computes all gradients, as opposed to torch.autograd.grad() or
+// backward(inputs=...).
 bool is_full_backward();
 enum class Wanted { NO, TO_ACCUMULATE, TO_RETURN };
-// Whether it is after the gradient of `leaf`.
+// Return whether the running backward needs the gradient of `leaf`.
 Wanted wanted(const at::Tensor& leaf);
-// Called when it ends without an exception; destroyed in any case.
+// Call `callback` when the backward ends without an exception. It is destroyed in any case.
 void at_end_of_backward(std::function<void()> callback);
-// Takes the gradient of a leaf, undefined if there is none, and returns the one that the next hook gets.
+// Takes the gradient of a leaf, or an undefined tensor, and returns the gradient for the next hook.
 using Hook = std::function<at::Tensor(const at::Tensor&)>;
-// Return true if the leaf has hooks besides those of surround_hooks().
+// Return true if the leaf has hooks other than those of wrap_user_hooks().
 bool has_hooks(const at::Tensor& leaf);
-// Runs `first` before all other hooks of the leaf, and `last` after them, if there are others. Harmless when
-// repeated. Autograd calls hooks once per backward, after the last gradient of the leaf, even an undefined
-// one. The leaf owns them, so they must not own the leaf.
+// Run `first` before and `last` after all user hooks of the leaf. Idempotent. Autograd calls hooks once per
+// backward, after the last gradient of the leaf, even if that is undefined. The leaf owns the hooks, so they
+// must not own the leaf.
 void wrap_user_hooks(const at::Tensor& leaf, Hook first, Hook last);
-// Runs all of them as autograd does for an undefined gradient. Returns what the last one does.
+// Run all hooks as autograd does for an undefined gradient. Return the result of the last hook.
 at::Tensor run_hooks(const at::Tensor& leaf);
 
-// -- the dispatcher
+// ---- dispatcher
 
-// An op by its qualified name, which Python may have implemented: of strings; and of tensors, with what it
-// returns last, if it does.
+// Call an op by its qualified name. Python may implement it. call_on_tensors() returns the last result, if
+// any.
 void call(const std::string& op, std::vector<std::string> arguments = {});
 at::Tensor call_on_tensors(const std::string& op, std::vector<at::Tensor> arguments);
 
-// -- memory that is copied when it is written to
+// ---- copy-on-write storage
 
-// Marks memory as shared with nobody: whoever may write to it takes the mark away. Memory of another make is
-// not marked.
+// Mark the storage as copy-on-write without a second owner. Any code that may write to it removes the mark.
+// Storages with a custom deleter are not marked.
 void mark_copy_on_write(const at::Tensor& tensor);
 bool is_copy_on_write(const at::Tensor& tensor);
 
-// -- process groups
+// ---- process groups
 
 c10::intrusive_ptr<c10d::ProcessGroup> process_group(const std::string& name);
-// By which the group's collectives on that device go; "" where it has none.
+// Return the name of the group's backend for that device; "" without one.
 std::string backend_name(c10d::ProcessGroup& group, const c10::Device& device);
-// Whether ranks compare collectives with each other as they start them (TORCH_DISTRIBUTED_DEBUG=DETAIL).
+// Return true if ranks compare collectives when they start them (TORCH_DISTRIBUTED_DEBUG=DETAIL).
 bool compares_collectives();
-// Makes _c10d_functional::wait_tensor(tensor) wait for it.
+// Make _c10d_functional::wait_tensor(tensor) wait for `work`.
 void register_work(const at::Tensor& tensor, c10::intrusive_ptr<c10d::Work> work);
-// A barrier of that group's devices, by signals in symmetric memory, which `memory` is; on the current
-// stream. The device traps at the timeout, so that a process whose peers are gone ends. `channel`: of the
-// signals; one for each stream on which there are barriers.
+// Return a barrier of the group's devices on the current stream. It uses signal pads of the symmetric memory
+// `memory`. The device traps at the timeout, so that a process whose peers are gone ends. Each stream with
+// barriers needs its own `channel`.
 std::function<void()> symmetric_barrier(const at::Tensor& memory, const std::string& group_name,
                                         int64_t timeout_ms, int channel);
 
@@ -74,13 +74,11 @@ std::function<void()> symmetric_barrier(const at::Tensor& memory, const std::str
 
 namespace lightning_zero {
 
-// Python's lock, which is known only by name: this library does without Python's headers.
-//
-// Executors go where Python drops them, under its lock. A process group that goes with one joins threads of
-// its own, and these want the lock where they drop a tensor that Python made: both would wait for ever.
+// Python drops executors under the GIL. The destructor of a process group joins its threads, which take the
+// GIL to drop tensors that Python created: without a release, both would wait forever. The C API is looked up
+// by name, because this library is built without Python's headers.
 
-// While it lives this thread does not hold the lock. Nothing happens where it did not, or where there is no
-// Python.
+// Releases the GIL during its lifetime. Does nothing if this thread does not hold it, or without Python.
 class WithoutPythonLock {
  public:
   WithoutPythonLock();
@@ -89,7 +87,7 @@ class WithoutPythonLock {
   WithoutPythonLock& operator=(const WithoutPythonLock&) = delete;
 
  private:
-  void* thread_ = nullptr;  // as Python knows it, where it held the lock
+  void* thread_ = nullptr;  // Python's thread state while the GIL is released
 };
 
 }  // namespace lightning_zero

@@ -1,5 +1,5 @@
-// What Python can ask, once: the classes' names, their methods' and their arguments'. Which types they have,
-// and what they do, is said for Python in lightning_zero/native/executor_stubs.py, and a test compares both.
+// Binds classes, methods and argument names to Python. lightning_zero/native/executor_stubs.py declares their
+// types for Python, and a test compares both.
 #pragma once
 
 #include <torch/library.h>
@@ -10,8 +10,8 @@ namespace lightning_zero {
 
 using torch::arg;
 
-// A part of what Python made, or all of it, as Python sees it. Keeps all of it. Torch's registry of classes
-// is known here alone: its header takes a compiler twice as long as a tensor's.
+// A Python handle on one part of a root object. It keeps the root alive. Only bindings include torch's class
+// registry, whose header doubles compile time.
 template <class Owner, class Root = Executor>
 struct BoundPart : torch::CustomClassHolder {
   explicit BoundPart(c10::intrusive_ptr<Root> root) : root(std::move(root)) {}
@@ -19,13 +19,13 @@ struct BoundPart : torch::CustomClassHolder {
 };
 using ExecutorHandle = c10::intrusive_ptr<BoundPart<Executor>>;
 
-// The executor's method of that name hands it out.
+// Return a function that creates the handle of a part of the executor.
 template <class Owner>
 auto bind_part() {
   return [](const ExecutorHandle& self) { return c10::make_intrusive<BoundPart<Owner>>(self->root); };
 }
 
-// What a method takes and returns, whether it is const or not.
+// Types of a method's result and arguments, const or not.
 template <class Result, class... Args>
 struct Signature {};
 template <class Result, class Class, class... Args>
@@ -43,7 +43,7 @@ class BindingTable {
   BindingTable(torch::Library& m, const char* name, Owner& (*owner)(Root&))
       : class_(m.class_<BoundPart<Owner, Root>>(name)), owner_(owner) {}
 
-  // A method of the owner, or of `part`, which belongs to it.
+  // Bind a method of the owner, or of `part` of the root.
   template <class Method>
     requires std::is_member_function_pointer_v<Method>
   BindingTable& operator()(const char* name, Method method, std::initializer_list<arg> names = {}) {
@@ -60,7 +60,7 @@ class BindingTable {
     class_.def(name, [function](const Self&) { return function(); });
     return *this;
   }
-  // What is no method.
+  // Return the torch class, for bindings that are not methods.
   torch::class_<BoundPart<Owner, Root>>& raw_class() { return class_; }
 
  private:
@@ -68,7 +68,7 @@ class BindingTable {
 
   template <class Part, class Method>
   BindingTable& add(const char* name, Part& (*part)(Root&), Method method, std::initializer_list<arg> names) {
-    // torch reads types off a function that takes them by name.
+    // torch infers the schema from a function with the same argument types.
     const auto define = [&]<class Result, class... Args>(Signature<Result, Args...>) {
       class_.def(
           name,
@@ -89,7 +89,7 @@ inline Executor& whole_executor(Executor& executor) {
   return executor;
 }
 
-// In parts.cpp: of weights and gradients, which executors hand out.
+// Bind the parts that executors return. Defined in part_bindings.cpp.
 void bind_executor_parts(torch::Library& m);
 
 }  // namespace lightning_zero

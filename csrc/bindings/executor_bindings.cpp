@@ -11,7 +11,7 @@ Watchdog& watchdog(Watchdog& watchdog) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
-  // What methods take and return comes before the classes that have them.
+  // Argument and result types must be registered before the classes whose methods use them.
   using WatchdogHandle = c10::intrusive_ptr<BoundPart<Watchdog, Watchdog>>;
   BindingTable<Watchdog, Watchdog> dog(m, "Watchdog", watchdog);
   dog.raw_class()

@@ -1,5 +1,5 @@
-// The few functions of CUDA's driver and runtime that are called here, looked up in the libraries that torch
-// has loaded, so that neither CUDA nor its headers are needed to build this.
+// The functions of CUDA's driver and runtime that csrc calls, and batched copies. They are looked up in the
+// libraries that torch has loaded, so that a build needs neither CUDA nor its headers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,51 +16,49 @@ struct CudaDriver {
   int (*launch_kernel)(void* kernel, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                        void* stream, void** arguments, void** extra) = nullptr;
 
-  static const CudaDriver& instance();  // throws where the driver is not loaded
+  static const CudaDriver& instance();  // throws if the driver is not loaded
 
-  // What NVRTC made. It stays loaded: graphs may hold its kernels longer than anybody holds this.
+  // Load a module that NVRTC compiled. It is never unloaded, because graphs may use its kernels longer than
+  // any owner lives.
   void* load_module(const void* image) const;
   void* find_kernel(void* module, const char* name) const;
   void launch(void* kernel, unsigned blocks, unsigned threads, const c10::Stream& stream,
               void** arguments) const;
 };
 
-// cudaMemcpyBatchAsync and its cudaMemcpyAttributes as CUDA 13 has them; 12.8 has another signature.
+// cudaMemcpyBatchAsync and cudaMemcpyAttributes of CUDA 13; 12.8 has another signature.
 struct BatchAttributes {
-  int source_order = 1;  // as the stream has it
+  int source_order = 1;  // in stream order
   int source_hint[2] = {0, 0}, target_hint[2] = {0, 0};
-  unsigned flags = 1;  // copy engines rather than multiprocessors
+  unsigned flags = 1;  // prefer copy engines to SMs
 };
 constexpr int kCopyByAddress = 4;  // cudaMemcpyDefault
 
 struct CudaRuntime {
-  // Functions that this runtime lacks are null.
+  // Null if the runtime lacks the function.
   int (*copy_batch)(void* const*, const void* const*, const size_t*, size_t, BatchAttributes*, size_t*,
                     size_t, void* stream) = nullptr;
-  int (*copy_rows)(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t bytes, size_t pads,
+  int (*copy_rows)(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t bytes, size_t rows,
                    int kind, void* stream) = nullptr;
   int (*last_error)() = nullptr;
 
   static const CudaRuntime& instance();
 };
 
-// Copies between memory that ranks share: where whole weights come from, and where gradients go.
 
-// `bytes` of one tensor's storage to another's.
-// Addresses, not tensors: a step has thousands, and making a view takes as long as everything else about
-// them.
+// A copy of `bytes` from one tensor's storage to another's. It holds addresses, because a step has thousands
+// of copies and creating a view costs as much as everything else about one.
 struct Copy {
   void* to;
   const void* from;
   size_t bytes;
   const void *to_storage, *from_storage;
-  int stream = 0;  // in a graph: those of other lanes go on beside it
+  int stream = 0;  // in a graph: copies of different streams run concurrently
 };
 
-// Queues copies on `stream`, which must be the current one, in any order: one call of the driver for all of
-// them where it has such a call, since on the host each takes longer than a small transfer does.
-// `side_streams`: for the lanes beyond the first, when this is recorded into a graph, which has no place for
-// that call.
+// Queue copies on `stream`, which must be the current stream, in any order. One driver call queues all of
+// them if the runtime has such a call, because each call costs more than a small transfer. `side_streams`:
+// for concurrent copies in a capture, where that call is not allowed.
 void enqueue_copies(const std::vector<Copy>& copies, const c10::Stream& stream,
                     const std::vector<c10::Stream>& side_streams);
 

@@ -19,7 +19,7 @@ std::string WeightCapture::disabled_reason() const {
 }
 
 void WeightCapture::begin() {
-  // Nothing that was launched before may be waited for inside, and nothing inside from without.
+  // Captured work must not wait for earlier work, nor vice versa.
   weights_.prefetcher().forget();
   grad_aliasing::begin_noting_reads(context_);
   weights_.resident().begin_recording();
@@ -40,7 +40,7 @@ WeightCapture::Recorded WeightCapture::end() {
   auto* exchange = weights_.exchange();
   auto gathers = weights_.log().take_from(gathered_before_);
   if (!has_streams(context_.device))
-    weights_.log().append(gathers);  // what a CPU records takes place
+    weights_.log().append(gathers);  // a CPU executes what it captures
   return {weights_.resident().end_recording(),
           exchange ? exchange->end_recording() : HostExchange::Recorded{},
           grad_aliasing::parameters_read(context_), std::move(gathers)};
@@ -170,7 +170,7 @@ void GraphRecorder::after_replay(int64_t number) {
 }
 
 void GraphRecorder::close() {
-  // Whoever holds the outputs of a replayed forward may still begin its backward.
+  // The owner of a replayed forward's outputs may still begin its backward, which raises.
   graphs_.clear();
   gradients_.clear_replay();
 }

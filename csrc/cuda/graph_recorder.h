@@ -1,4 +1,13 @@
-// The weights' part in captured graphs. See [Note: captured graphs] in cuda_graph/recorder.h.
+// Captures compiled graphs as CUDA graphs, and keeps the executor's state correct around replays.
+//
+// [Note: CUDA graphs] The forward and backward of a compiled graph may be captured as CUDA graphs and
+// replayed. During a capture, ops queue the same work as usual but communicate with no other rank on the
+// host. Each part of the executor records the state changes of the run. A replay has three steps.
+// before_replay() does the work that differs each time: synchronize with peers whose memory is read, join
+// autograd's backward, and decide whether gradients are added. Then the graph runs. after_replay() applies
+// the recorded state changes. The queued work is the same, so one rank may replay what another runs; for
+// collectives see [Note: collectives in graphs]. Only backwards whose gradients fill whole buckets can be
+// captured: see [Note: segments of a backward] in gradients/layout.h.
 #pragma once
 
 #include <cstdint>
@@ -17,27 +26,27 @@ class WeightCapture {
  public:
   WeightCapture(Context& context, Weights& weights) : context_(context), weights_(weights) {}
 
-  // What a graph does with weights.
+  // The weights' part of a captured graph.
   struct Recorded {
     ResidentWeights::Recorded resident;
     HostExchange::Recorded exchange;
-    std::vector<int64_t> read;  // copies over which gradients come
+    std::vector<int64_t> read;  // parameters whose compute shards are read and that gradients may alias
     GatherLog::Entries gathers;
   };
 
-  // Why none can begin now; empty when it can.
+  // Return the reason against a capture now; empty if there is none.
   std::string disabled_reason() const;
   void begin();
-  // Why a replay would not do the same, empty when it would.
+  // Return the reason why a replay would differ; empty if there is none.
   std::string finish() const;
   Recorded end();
 
-  // Whether a replay reads what it should, where `gathered`, by index, has been gathered before; its own is
-  // added to that.
+  // Return true if a replay reads valid weights. `gathered`: indices of weights that earlier graphs gather;
+  // the graph's own are added.
   bool fits(const Recorded& graph, std::set<int64_t>& gathered) const;
-  // What the graph was to leave behind is not there.
+  // The graph was only captured, so the weights that it gathers are not valid.
   void mark_not_run(const Recorded& graph) { weights_.resident().mark_not_run(graph.resident); }
-  // Does what must be done each time: peers agree that what is read is new, and may be read.
+  // Let peers agree that the weights are new and readable.
   void before_replay(const Recorded& graph);
   void after_replay(const Recorded& graph) { weights_.resident().after_replay(graph.resident); }
 
@@ -47,16 +56,6 @@ class WeightCapture {
   size_t gathered_before_ = 0;  // see GatherLog
 };
 
-// Compiled code that is replayed as graphs of the device.
-//
-// [Note: captured graphs] A compiled graph's forward and backward may be captured as graphs of the device and
-// replayed. While one is recorded, ops queue what they always queue, but agree on nothing and call nobody;
-// what the run would have changed is noted by each owner of state. A replay consists of before_replay(),
-// which does what must be done each time anew (synchronise with peers whose copies are read, join autograd's
-// backward, decide whether gradients are added), the graph, and after_replay(), which brings the books up to
-// date. What is queued is the same, so a rank may replay what another runs; why that is so for collectives,
-// too, is said in [Note: collectives in graphs]. Recorded are only backwards whose gradients fill whole
-// buckets: see [Note: segments of a backward] in gradients/segments.h.
 
 class GraphRecorder {
  public:
@@ -67,23 +66,23 @@ class GraphRecorder {
         weights_(context, weights),
         gradients_(context, transports, reducer) {}
 
-  // Why nothing can be recorded now; empty when it can. `segment`: see begin().
+  // Return the reason against a capture now; empty if there is none. `segment`: see begin().
   std::string disabled_reason(int64_t segment) const;
-  // Why collectives, where weights or gradients travel by them, can never be recorded; empty when they can.
+  // Return the reason why collectives of weights or gradients can never be captured; empty if there is none.
   std::string no_collectives_reason() const { return communicators_.no_capture_reason(); }
-  // What follows is recorded. `adding`: to the gradients that are there, rather than in their place.
-  // `segment`: of a backward, that they are, as Reducer::mark() says where the same code runs; -1: the first.
+  // Begin a capture. `adding`: gradients are added to existing ones. `segment`: id of the captured part of a
+  // backward, from Reducer::segment(); -1: the first.
   void begin(bool backward, bool adding, int64_t segment);
-  int64_t end();  // the graph's number; throws NotImplementedError where a replay would not be the same
-  void abort();   // harmless where nothing is recorded
+  int64_t end();  // returns the graph's id; throws NotImplementedError if a replay would differ
+  void abort();  // no effect without a capture
 
-  // Whether replays of these would do what runs would.
+  // Return true if replays of these graphs would do the same as runs.
   bool fits(int64_t forward, int64_t backward) const;
-  void mark_not_run(int64_t graph);  // what it was to leave behind is not there
+  void mark_not_run(int64_t graph);  // it was only captured
   void drop(int64_t graph);
   void before_replay(int64_t graph);
   void after_replay(int64_t graph);
-  // What was kept back for a replay that did not come.
+  // Drop state of a replay that did not happen.
   void clear_replay() { gradients_.clear_replay(); }
   void close();
 
@@ -101,8 +100,8 @@ class GraphRecorder {
   WeightCapture weights_;
   GradientCapture gradients_;
   bool recording_ = false;
-  std::map<std::string, int64_t> counters_;  // of what goes on around a recording
-  std::map<int64_t, Recorded> graphs_;       // by their numbers
+  std::map<std::string, int64_t> counters_;  // from outside of the capture
+  std::map<int64_t, Recorded> graphs_;  // by id
   int64_t made_ = 0;
 };
 

@@ -23,7 +23,7 @@ void synchronize(const c10::Stream& stream) {
 void Fence::record(const c10::Stream& stream) {
   if (!has_streams(stream.device()))
     return;
-  // A fresh event each time: a copy of this fence may still be waited for at the older point.
+  // A new event each time: a copy of this fence may still be waited for at the earlier point.
   event_ = std::make_shared<c10::Event>(stream.device_type());
   event_->record(stream);
 }

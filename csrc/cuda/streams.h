@@ -1,8 +1,7 @@
-// Streams and fences: the only place that tells a CPU from an accelerator.
+// Streams and fences. Only this file distinguishes CPUs from accelerators.
 //
-// A CPU has one implicit stream and its events throw when recorded, so every operation here is a no-op
-// there; work that runs in the background on a CPU is tracked by its c10d::Work instead (see
-// transport/communicator.h).
+// A CPU has one implicit stream, and its events throw when recorded, so all operations are no-ops there.
+// Background work on a CPU is tracked by its c10d::Work instead (see transport/communicator.h).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,18 +20,18 @@ inline bool has_streams(const c10::Device& device) {
   return device.type() != c10::kCPU;
 }
 
-// The stream on which the caller's work is being queued.
+// Return the stream on which the caller queues work.
 c10::Stream current_stream(const c10::Device& device);
 
-// A stream of our own. High priority: a collective should start as soon as its input is ready, since the
-// compute it hides behind is already queued.
+// Return a new stream. It has high priority, since a collective should start when its input is ready, before
+// compute that is already queued.
 c10::Stream new_stream(const c10::Device& device);
 
-// Waits on the host until everything queued on `stream` has run. For debugging only.
+// Block the host until all work on `stream` has completed. For debugging only.
 void synchronize(const c10::Stream& stream);
 
-// A point in a stream's queue that other streams can wait for without involving the host.
-// Copies share the point. A fence that was never recorded, or any fence on a CPU, lets everybody pass.
+// A point in a stream's queue that other streams can wait for without the host. Copies share the point.
+// Waiting returns immediately for a fence that was never recorded, and on a CPU.
 class Fence {
  public:
   void record(const c10::Stream& stream);

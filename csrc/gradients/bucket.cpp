@@ -27,7 +27,7 @@ void add_product(at::Tensor to, const at::Tensor& from, double factor, bool add)
   if (factor == 1.0) {
     add ? to.add_(from) : to.copy_(from);
   } else if (std::frexp(factor, &exponent) == 0.5) {
-    // In one kernel: it rounds to a narrow dtype, which loses nothing of a half or a quarter.
+    // One kernel. Rounding to a narrow dtype is exact for powers of two.
     if (add)
       to.add_(from, factor);
     else
@@ -58,9 +58,11 @@ ApplySum make_product(at::Tensor sums, double factor) {
 
 namespace {
 
-// How long a host may wait for a reduce-scatter that some peer has not joined before it takes new memory.
+// Maximum wait of the host for a reduce-scatter that a peer has not joined, before it allocates another
+// buffer.
 constexpr std::chrono::milliseconds kPeerWait{2000};
-constexpr std::chrono::milliseconds kRepeatedPeerWait{100};  // with one that has been waited for so long
+// for a buffer that has already exceeded kPeerWait
+constexpr std::chrono::milliseconds kRepeatedPeerWait{100};
 
 }  // namespace
 
@@ -85,7 +87,7 @@ BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
   auto oldest = std::find_if(buffers_.begin(), buffers_.end(), [](const auto& b) { return !b->filling; });
   if (oldest == buffers_.end())
     return grow(chunk, stats);
-  // A peer that has not come is waited for at length once, and not again for each buffer.
+  // Wait long for a slow peer once, not for each buffer.
   const auto limit = oldest->get() == slow_buffer_ ? kRepeatedPeerWait : kPeerWait;
   slow_buffer_ = (*oldest)->pending.ready_within(limit) ? nullptr : oldest->get();
   if (slow_buffer_ != nullptr)
@@ -93,7 +95,7 @@ BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
   (*oldest)->pending.wait(device_);
   (*oldest)->own_send_buffers.clear();
   if ((*oldest)->capacity < chunk) {
-    // The wait above put the old memory's last use in the caller's past, so replacing it is in order.
+    // The wait above ordered the last use of the old memory before this point, so it can be replaced.
     buffers_.erase(oldest);
     return grow(chunk, stats);
   }
@@ -123,9 +125,9 @@ void BufferPool::discard() {
     buffer->pending.drop_continuation();
     if (has_streams(device_)) {
       try {
-        buffer->pending.wait(device_);  // it may still be reading gradients that are borrowed
+        buffer->pending.wait(device_);  // it may still read zero-copy gradients
       } catch (const std::exception&) {
-        // The device is lost, and nothing reads any more.
+        // The device failed, so nothing reads the buffer.
       }
     }
     buffer->own_send_buffers.clear();
@@ -224,7 +226,7 @@ at::Tensor& ReduceBucket::memory(at::Tensor& tensor, int64_t numel, at::ScalarTy
 
 void ReduceBucket::add(size_t index, const at::Tensor& grad, bool zero_copy) {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot add a gradient to a bucket that is ", name(state_));
-  copy_borrowed(index);
+  materialize(index);
   auto& slot = slots_[index];
   auto& sent = sent_[index];
   const bool first = slot.arrivals++ == 0 || std::exchange(sent.in_deferred, false);
@@ -242,14 +244,14 @@ void ReduceBucket::add(size_t index, const at::Tensor& grad, bool zero_copy) {
   }
 }
 
-void ReduceBucket::copy_borrowed(size_t index) {
+void ReduceBucket::materialize(size_t index) {
   if (sent_[index].zero_copy)
     copy_in(index, std::exchange(sent_[index], {}).flat);
 }
 
 void ReduceBucket::release(size_t index, const c10::Stream& stream) {
   if (state_ == State::FILLING) {
-    copy_borrowed(index);
+    materialize(index);
   } else if (sent_[index].zero_copy) {
     read_.block(stream);
     sent_[index] = {};
@@ -267,21 +269,20 @@ void ReduceBucket::record_read(const c10::Stream& stream) {
 void ReduceBucket::copy_in(size_t index, const at::Tensor& grad) {
   const auto& slot = slots_[index];
   const auto& record = *slot.record;
-  // In the gradient's own shape: one that is a transposed view is copied once, not flattened first.
+  // Copy in the gradient's own shape, so that a transposed view is copied once and not flattened first.
   auto whole = send_slice(index);
   auto filled = piece(whole, 0, record.numel).view(grad.sizes());
   if (scale == 1.0) {
     filled.copy_(grad);
   } else if (filled.element_size() > grad.element_size()) {
-    filled.copy_(grad).mul_(scale);  // scaling in the narrow type would round twice
+    filled.copy_(grad).mul_(scale);  // scaling in the narrow dtype would round twice
   } else {
-    // 1/3 in bfloat16 would be off by 0.2%, always to the same side; a 0-dim double does not change the
-    // dtype.
+    // 1/3 in bfloat16 has a systematic error of 0.2%. A 0-dim double tensor does not change the result dtype.
     if (!scale_.defined())
       scale_ = tensors::scalar(scale);
     tensors::multiply(filled, grad, scale_);
   }
-  // Stale values in the padding would reach the last ranks' shards, and from there the gradient norm.
+  // Stale values in the padding would reach the last ranks' shards and the gradient norm.
   const auto padding = ranks_ * record.host_shard_numel() - record.numel;
   if (padding > 0)
     piece(whole, record.numel, padding).zero_();
@@ -365,20 +366,21 @@ at::Tensor ReduceBucket::fp32_memory() {
   return piece(memory(buffer_->host_sums, buffer_->capacity, wide), 0, chunk_);
 }
 
-// `parts`: slots are so many times as wide as what each contributes.
+// `parts`: the ratio of a slot's size to its contribution.
 template <class Find>
 void ReduceBucket::apply_to_runs(int64_t begin, int64_t width, const ApplySum& sums, int64_t parts,
                                  Find&& target) {
   const auto end = begin + width;
   const auto offset = [&](const Slot& slot) { return slot.offset / parts; };
   const auto numel = [&](const Slot& slot) { return slot.record->host_shard_numel() / parts; };
-  // What of a slot's target lies between `begin` and `end`.
+  // Return the slice of a slot's target between `begin` and `end`.
   const auto within = [&](Slot& slot) {
     const auto from = std::max(begin, offset(slot));
     const auto to = std::min(end, offset(slot) + numel(slot));
     return from < to ? piece(target(slot).memory, from - offset(slot), to - from) : at::Tensor();
   };
-  // Neighbours in the bucket are usually neighbours in the gradient arena too: one kernel for each run.
+  // Slots that are adjacent in the bucket are usually adjacent in the flat gradient buffer too. Use one
+  // kernel per contiguous run.
   for (size_t first = 0; first < slots_.size();) {
     auto& head = slots_[first];
     auto into = within(head);

@@ -1,16 +1,15 @@
-// Gradients that lie where the compute copies of their weights lay.
+// Gradients that alias the compute shards of their weights.
 //
-// [Note: gradients over copies] Once a backward has computed with a weight for the last time, nobody reads
-// its compute copy until the optimizer has stepped; and its gradient, reduced, has as many elements. So the
-// gradient may lie there, in the copy's dtype, and takes no memory of its own. `grad` is the copy's memory
-// then, and whoever comes next, who finds the copy stale anyway, writes it anew.
+// [Note: gradient aliasing] After a backward has used a weight for the last time, its compute shard is not
+// read until the optimizer step. The reduced gradient has the same number of elements. So `grad` may be the
+// compute shard's memory, in its dtype, and needs no memory of its own. The next user of the compute shard
+// finds it stale and rewrites it.
 //
-// What makes it safe: a bucket is reduced on this rank once all ranks have sent theirs, and each sends it
-// behind its own last read of these weights, for which launching waits. A read that comes later still, in the
-// same backward or before the step, would find the gradient's bits. Where ranks read each other's shards, or
-// all-gather, weights come from shards then; elsewhere, and in what is replayed, the read is refused. While
-// somebody may want the gradient, nobody writes the copy; one that is not in param.grad nobody wants, and its
-// copy is stale.
+// This is safe because a rank reduces a bucket after all ranks have sent theirs, and a launch waits for this
+// rank's last read of these weights. A later read, in the same backward or before the step, would see the
+// gradient. With readable peer shards or all-gathers, weights are then read from the shards. In other cases,
+// and in replays, the read raises an error. A compute shard is not rewritten while its gradient is attached
+// to param.grad. A detached gradient makes it stale.
 #pragma once
 
 #include <cstdint>
@@ -21,22 +20,22 @@
 
 namespace lightning_zero::grad_aliasing {
 
-// Refuses a copy that is about to be read and is a gradient.
+// Raise if a compute shard that is about to be read holds a gradient.
 void check_is_weight(const ParamRecord& record);
-// It is read until `pending` is over.
+// The compute shard is read until `pending` completes.
 void note_read_until(ParamRecord& record, const Pending& pending);
-// The parameter's gradient is about to be reduced, or was by a replay.
+// The parameter's gradient is about to be reduced, or a replay has reduced it.
 void begin_gradient(ParamRecord& record, const c10::Device& device);
-// What is queued from here on is recorded, or was: it must not wait for what is not, nor the other way round.
+// Forget reads at the boundaries of a capture: captured work must not wait for other work, nor vice versa.
 void forget_reads(Context& context);
-// Parameters whose copies were read since note_reads().
+// Record the parameters whose compute shards are read from now on; parameters_read() returns them.
 void begin_noting_reads(Context& context);
 std::vector<int64_t> parameters_read(const Context& context);
-// The backward is over.
+// End the backward.
 void end_backward(Context& context);
-// Whether the copy may be written now.
+// Return true if the compute shard may be written now.
 bool may_write(const ParamRecord& record);
-// Refuses what is in param.grad and was a gradient, until its copy was written.
+// Raise if param.grad holds a former gradient whose memory is a compute shard again.
 void check_is_gradient(const ParamRecord& record);
 [[noreturn]] void raise_in_use(const ParamRecord& record);
 

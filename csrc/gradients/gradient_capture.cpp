@@ -12,7 +12,7 @@ namespace lightning_zero {
 
 namespace {
 
-// In place of autograd's task while a backward is recorded.
+// Replaces the id of autograd's graph task during a capture.
 constexpr int kCaptureTask = -1;
 
 }  // namespace
@@ -40,12 +40,12 @@ void GradientCapture::begin(bool backward, bool adding, int64_t segment) {
   recorded_.layout = layout.version();
   recorded_.begin = recorded_.end = layout.first_bucket_of(layout.segments().index_of(segment));
   for (const auto i : layout.order()) recorded_.grads.push_back(context_.at(i).grad.const_data_ptr());
-  // Before anything is noted that restore() puts back: what leaves here takes deferred gradients along.
+  // Do this before saving the state that restore() puts back: launched buckets send deferred gradients.
   if (!reducer_.backward().goes_on())
     reducer_.release_buffers();
   else if (segment >= 0 && !reducer_.deferred().is_whole())
     launch_up_to(recorded_.begin);
-  // Replays find something there, or zeros: before_replay() sees to it.
+  // A replay finds deferred gradients or zeros, see before_replay().
   outer_records_.clear();
   grad_aliasing::forget_reads(context_);
   for (auto& record : context_.records) {
@@ -53,11 +53,10 @@ void GradientCapture::begin(bool backward, bool adding, int64_t segment) {
     outer_records_.emplace_back(kept.filled, kept.version, record->compute_shard.state);
     const bool filled = kept.memory.defined() && (recorded_.deferred || recorded_.taking);
     if (filled && !kept.filled && !has_streams(context_.device))
-      kept.memory.zero_();  // what a CPU records takes place
+      kept.memory.zero_();  // a CPU executes what it captures
     kept.filled = filled;
   }
-  // Nothing that was launched before may be waited for inside, and nothing inside from without: memory and
-  // fences are others.
+  // Captured work must not wait for earlier work, nor vice versa, so memory and fences are separate.
   outer_pools_ = reducer_.pools().exchange({});
   layout.expect(reducer_.pools());
   outer_buckets_ = layout.buckets();
@@ -109,7 +108,7 @@ void GradientCapture::restore() {
   auto& layout = reducer_.layout();
   layout.buckets() = std::move(outer_buckets_);
   layout.late() = std::move(outer_late_buckets_);
-  // The graph's fences go with it, and its memory.
+  // The graph's fences and memory belong to the graph.
   reducer_.pools().exchange(std::move(outer_pools_));
   reducer_.backward() = std::move(outer_backward_);
   grad_aliasing::forget_reads(context_);
@@ -130,8 +129,8 @@ bool GradientCapture::fits(const Recorded& graph) const {
   return true;
 }
 
-// Launches what lies before this bucket, so that buckets leave in one order on every rank, and lets the
-// current stream wait for it.
+// Launch all buckets before this one, so that buckets are launched in one order on every rank, and make the
+// current stream wait for them.
 void GradientCapture::launch_up_to(size_t bucket) {
   TORCH_CHECK(
       reducer_.backward().next_launch <= bucket,
@@ -142,7 +141,7 @@ void GradientCapture::launch_up_to(size_t bucket) {
   reducer_.pools().drain();
 }
 
-// What has come from elsewhere of gradients that the graph brings goes later, by itself.
+// Gradients that arrived eagerly for the graph's parameters are sent later, in late buckets.
 void GradientCapture::move_to_late_buckets(const Recorded& graph) {
   auto& layout = reducer_.layout();
   for (size_t b = graph.begin; b < graph.end; ++b) {
@@ -228,7 +227,7 @@ void GradientCapture::note_deferred(const Recorded& graph) {
   }
 }
 
-// Where among the graph's buckets a parameter has its place, and whether others come before.
+// Return the parameter's slot among the graph's buckets, and whether earlier buckets have one too.
 std::pair<BucketLayout::Position, bool> GradientCapture::find_slot(const Recorded& graph, int64_t index) {
   auto& layout = reducer_.layout();
   for (const auto position : layout.positions(index)) {

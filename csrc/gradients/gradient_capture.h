@@ -1,4 +1,4 @@
-// The gradients' part in captured graphs. See [Note: captured graphs] in cuda_graph/recorder.h.
+// The gradients' part of captured graphs. See [Note: CUDA graphs] in cuda/graph_recorder.h.
 #pragma once
 
 #include <string>
@@ -15,35 +15,35 @@ class GradientCapture {
   GradientCapture(Context& context, Transports& transports, Reducer& reducer)
       : context_(context), transports_(transports), reducer_(reducer) {}
 
-  // What a graph does to gradients.
+  // The effects of a graph on gradients.
   struct Recorded {
-    bool adding = false;             // to those that are there, rather than in their place
-    bool deferred = false;           // adds to what waits here; see [Note: deferred gradients]
-    bool taking = false;             // takes what has been deferred along
-    int64_t layout = 0;              // of buckets
-    std::vector<const void*> grads;  // where they lie
-    std::vector<int64_t> arrivals;   // empty: a forward, or the backward of frozen weights
-    size_t begin = 0, end = 0;       // of the buckets that it launches
+    bool adding = false;  // to existing gradients, instead of overwriting them
+    bool deferred = false;  // adds to deferred gradients, see [Note: deferred gradients]
+    bool taking = false;  // sends deferred gradients
+    int64_t layout = 0;  // version of the bucket layout
+    std::vector<const void*> grads;  // their addresses
+    std::vector<int64_t> arrivals;  // empty: a forward, or the backward of frozen weights
+    size_t begin = 0, end = 0;  // range of buckets that it launches
     ReduceTransport::Traffic traffic;
   };
 
-  // Why none can begin now; empty when it can.
-  // `segment`: whose gradients are to be recorded, as Reducer::mark() said; -1: of the first one, or none.
+  // Return the reason against a capture now; empty if there is none. `segment`: id of the captured gradients,
+  // from Reducer::segment(); -1: the first segment, or none.
   std::string disabled_reason(int64_t segment) const;
   void begin(bool backward, bool adding, int64_t segment);
-  // Launches what is complete; why a replay would not do the same, empty when it would.
+  // Launch complete buckets. Return the reason why a replay would differ; empty if there is none.
   std::string finish();
   Recorded end();
-  void abort();  // harmless where nothing is recorded
+  void abort();  // no effect without a capture
 
-  // Whether no replay fits any more; and whether this one does.
+  // Return true if no graph can be replayed, or if this one can.
   bool is_stale() const { return reducer_.layout().is_stale(); }
   bool fits(const Recorded& graph) const;
-  // For a backward; before it: joins autograd's, sends what lies before its gradients, and sees to it that
-  // these are added, or not.
+  // Before a backward's replay: join autograd's backward, launch earlier buckets, and prepare gradients to be
+  // added or overwritten.
   void before_replay(const Recorded& graph);
   void after_replay(const Recorded& graph);
-  // The backward in which something was replayed is over, or has been interrupted.
+  // The backward with a replay has ended or was interrupted.
   void clear_replay() { overwritten_.clear(); }
 
  private:
@@ -57,13 +57,13 @@ class GradientCapture {
   Transports& transports_;
   Reducer& reducer_;
   Recorded recorded_;
-  // What goes on around the recording.
+  // State outside of the capture.
   Backward outer_backward_;
   std::vector<ReduceBucket> outer_buckets_, outer_late_buckets_;
-  // By parameter: `filled` and `version` of DeferredGradient, and what lies where its compute copy belongs.
+  // By parameter: `filled` and `version` of DeferredGradient, and the state of the compute shard.
   std::vector<std::tuple<bool, int64_t, ComputeShardState>> outer_records_;
   BufferPools::Pools outer_pools_;
-  // Gradients, and what was there before a replay that overwrites it.
+  // Gradients, with their values before a replay overwrites them.
   std::vector<std::pair<at::Tensor, at::Tensor>> overwritten_;
 };
 

@@ -10,7 +10,7 @@ namespace lightning_zero {
 
 namespace {
 
-// Where backwards are other ones all the time, that is not followed for ever.
+// Limits for models whose backwards differ in every step.
 constexpr int kMaxRelearned = 8;
 constexpr size_t kMaxKnown = 1024;
 
@@ -24,7 +24,7 @@ std::vector<Segment> cut(const std::vector<int64_t>& arrivals, const std::vector
     std::map<int64_t, int> counts;
     for (size_t i = begin; i < end; ++i) ++counts[arrivals[i]];
     std::set<int64_t> seen;
-    for (size_t i = end; i-- > begin;) {  // in the order of the last arrivals
+    for (size_t i = end; i-- > begin;) {  // in the order of last arrivals
       if (seen.insert(arrivals[i]).second)
         segment.push_back({arrivals[i], counts[arrivals[i]]});
     }
@@ -45,8 +45,8 @@ bool are_same(Segment a, Segment b) {
 
 }  // namespace
 
-// What was learned first may be a part: a first step's reentrant checkpoints run backwards of their own
-// within its, and one of these ends first.
+// The first learned backward may be partial: reentrant checkpoints in a first step run backwards inside its
+// backward, and one of these ends first.
 bool Segments::is_superset(const std::vector<Segment>& seen) const {
   if (seen.size() != 1 || segments_.size() != 1 || seen.front().size() <= segments_.front().size())
     return false;
@@ -82,7 +82,7 @@ bool Segments::learn(const std::vector<int64_t>& arrivals, const std::vector<siz
       segments_ = std::move(seen);
     return same_on_all_ranks;
   }
-  // Without graphs that could be replayed, other buckets are of no use, unless most come late.
+  // Without graphs to replay, other buckets are useful only if most gradients would arrive late.
   const bool useful = !marks.empty() || is_superset(seen);
   if (!same_on_all_ranks || !useful || relearned_ >= kMaxRelearned || !add(std::move(seen)))
     return false;
@@ -118,12 +118,12 @@ int64_t Segments::index_of(int64_t number) const {
     if (are_same(segments_[i], wanted) && seen++ == before)
       return static_cast<int64_t>(i);
   }
-  // Branches of one graph bring some of its gradients, or others: whoever records it will see.
+  // Branches of one graph produce different gradients. The capture detects this.
   return segments_.size() == 1 ? 0 : -1;
 }
 
-// Whether the backward that brought these segments is made room for: others, of graphs that did not run in
-// it, stay where they are; those that share weights with what is new do not.
+// Try to make room for the segments of a backward. Segments of graphs that did not run in it stay. Those that
+// share weights with new segments are removed.
 bool Segments::add(std::vector<Segment> seen) {
   const auto found = find(seen);
   std::set<int64_t> members;  // of new segments
@@ -136,7 +136,7 @@ bool Segments::add(std::vector<Segment> seen) {
     return std::any_of(segment.begin(), segment.end(),
                        [&](const auto& e) { return members.count(e.index) > 0; });
   };
-  // A backward of one segment may have brought another part of the same graph's gradients, as branches do.
+  // A backward of one segment may contain another branch of the same graph.
   const bool other = seen.size() == 1 && std::any_of(segments_.begin(), segments_.end(), overlaps);
   if (members.empty() || (other && !is_superset(seen)))
     return false;
@@ -186,8 +186,8 @@ bool BucketLayout::is_stale() const {
 }
 
 void BucketLayout::build() {
-  // Parameters that became trainable go to the end; until an order has been learned, and for a new set of
-  // parameters, gradients are expected in the reverse order of registration.
+  // Parameters that became trainable are appended. Until an order is learned, and for a new set of
+  // parameters, gradients are expected in reverse order of registration.
   std::vector<char> known(context_.records.size(), 0);
   std::erase_if(order_, [&](int64_t i) { return !context_.at(i).trainable(); });
   for (auto i : order_) known[i] = 1;
@@ -222,7 +222,7 @@ std::vector<Segment> BucketLayout::members() const {
   if (all.empty())
     all.emplace_back();
   for (auto index : order_) {
-    if (!placed[index])  // nobody waits for what did not come in the backward that was learned
+    if (!placed[index])  // parameters without gradients in the learned backward are not waited for
       all.back().push_back({index, learned_.is_learned() ? 0 : 1});
   }
   return all;
@@ -250,8 +250,8 @@ void BucketLayout::pack(const Segment& members, int64_t segment) {
     bucket.chunk += record.host_shard_numel();
   }
   for (auto& bucket : planned) {
-    // As in the arena: neighbours are accumulated by one kernel. Not by address, which no two ranks have in
-    // common.
+    // In the order of the flat buffer, so that one kernel accumulates adjacent slots. Not by address, which
+    // differs between ranks.
     std::stable_sort(bucket.members.begin(), bucket.members.end(), [&](const auto& a, const auto& b) {
       const auto place = [&](int64_t i) {
         return std::tuple(context_.at(i).shard.scalar_type(), context_.at(i).shard.storage_offset(), i);
@@ -309,7 +309,7 @@ void BucketLayout::learn(const std::vector<int64_t>& arrivals, const std::vector
   buckets_.clear();
 }
 
-// By what brings each parameter's last gradient; those that nothing brings stay behind the others.
+// Sort by the last gradient of each parameter. Parameters without gradients come last.
 void BucketLayout::sort_order() {
   std::map<int64_t, size_t> last;
   size_t place = 0;

@@ -30,7 +30,7 @@ int64_t digest(const std::vector<int64_t>& arrivals) {
 
 RankConsensus::Result RankConsensus::agree(std::vector<int64_t> flags, const std::vector<int64_t>& arrivals,
                                            int64_t barriers) {
-  // What must be alike travels twice, once negative: the largest of both tells.
+  // Values that must be equal are sent twice, once negated: their maxima match only if all ranks agree.
   const auto order = digest(arrivals);
   const auto first = flags.size();
   const auto reads = static_cast<int64_t>(std::exchange(context_.eager_read_hash, 0) >> 2);
@@ -38,15 +38,14 @@ RankConsensus::Result RankConsensus::agree(std::vector<int64_t> flags, const std
   if (control_ != nullptr) {
     control_->all_reduce_max(flags, "the agreement at the end of a backward pass");
     context_.count("agreements");
-    // Signals carry no name: ranks that came to barriers at different times would add up what is not there
-    // yet, without a word.
+    // Barriers carry no name. Ranks that passed them at different times would silently add up stale memory.
     TORCH_CHECK(
         flags[first + 2] == -flags[first + 3],
         "lightning_zero: an earlier backward pass was interrupted at different points on different ranks, so "
         "their gradients no longer fit together. Let the exception that interrupted it end the training on "
         "all "
         "ranks, and resume from a checkpoint.");
-    // Replicas read by themselves, each as it likes.
+    // Replicas read independently of each other.
     if (!context_.replicated && flags[first + 5] != -flags[first + 6])
       raise_order_mismatch(reads);
   }
@@ -56,7 +55,7 @@ RankConsensus::Result RankConsensus::agree(std::vector<int64_t> flags, const std
   return {std::move(flags), same_order};
 }
 
-// All ranks come here.
+// All ranks reach this point.
 void RankConsensus::raise_order_mismatch(int64_t mine) {
   std::vector<int64_t> all(static_cast<size_t>(context_.size), -1);
   all[static_cast<size_t>(context_.rank)] = mine;
@@ -83,17 +82,17 @@ void AttachedGradients::attach(const std::vector<char>& brought, const DeferredG
   const bool defers = deferred.is_on();
   for (const auto index : layout_.order()) {
     if (!brought[index])
-      continue;  // no rank used it: leave grad as it is, so that weight decay leaves it alone
+      continue;  // no rank used it: leave grad unchanged, so that weight decay skips it
     auto& record = context_.at(index);
     attached_.push_back(record.index);
     auto& held = record.param.mutable_grad();
     if (defers && !held.defined())
-      record.grad.zero_();  // nothing has been reduced of it
+      record.grad.zero_();  // nothing of it has been reduced
     if (!held.defined() || held.const_data_ptr() != record.grad.const_data_ptr()) {
       auto& shown = record.visible_grad;
       if (!shown.defined() || shown.const_data_ptr() != record.grad.const_data_ptr()) {
-        // No view to autograd: Dynamo fakes what a gradient is a view of as well, with symbols for its sizes,
-        // and that is two thirds of the seconds in which it traces a model.
+        // Not a view for autograd: Dynamo also fakes a gradient's base, with symbolic sizes, which takes two
+        // thirds of its tracing time.
         at::AutoDispatchBelowADInplaceOrView no_views;
         shown = record.grad.view(record.param.sizes());
       }
@@ -194,8 +193,8 @@ void wrap_user_hooks(const ParamRecord& record) {
 
 namespace {
 
-// torch.autograd.grad() and backward(inputs=...) are after the gradients of some tensors only, but a compiled
-// graph hands over those of all its weights.
+// torch.autograd.grad() and backward(inputs=...) need some gradients only, but a compiled graph passes those
+// of all its weights.
 bool is_wanted(const ParamRecord& record) {
   const auto wanted = compat::wanted(record.param);
   TORCH_CHECK(wanted != compat::Wanted::TO_RETURN,
@@ -281,7 +280,8 @@ void Reducer::open(ReduceBucket& bucket, bool adding) {
 
 void Reducer::reduce(int64_t index, const at::Tensor& grad, bool zero_copy) {
   Lock lock(context_.mutex);
-  at::AutoDispatchBelowADInplaceOrView no_autograd;  // and not only no graph: the way through it takes time
+  // skips autograd's dispatch, which costs time even without a graph
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
   auto& record = context_.at(index);
   TORCH_CHECK(grad.numel() == record.numel, "lightning_zero: the gradient of ", record.name, " has shape ",
               grad.sizes(), " but the parameter has shape ", at::IntArrayRef(record.shape), ".");
@@ -296,7 +296,7 @@ void Reducer::reduce(int64_t index, const at::Tensor& grad, bool zero_copy) {
 void Reducer::add_hooked(const ParamRecord& record, const at::Tensor& grad) {
   TORCH_CHECK_NOT_IMPLEMENTED(!backward_.recorded_adding, "a hook sees the gradient of ", record.name);
   join();
-  wrap_user_hooks(record);  // of those to come: the user's may be newer than ours
+  wrap_user_hooks(record);  // again, because the user may have added hooks since
   hooked_.add(record, grad, compat::current_backward());
 }
 
@@ -325,7 +325,7 @@ void Reducer::run_hooks() {
       if (!index)
         return;
       wrap_user_hooks(context_.at(*index));
-      // Or what hooks bring would begin another round, after the one that ends now.
+      // Join the backward, or the gradients from hooks would begin another one after it.
       auto& tasks = backward_.tasks;
       if (tasks.empty())
         begin();
@@ -344,7 +344,7 @@ void Reducer::put_in_bucket(ParamRecord& record, const at::Tensor& grad, bool ze
   join();
   const auto position = layout_.find_position(index, backward_.next_launch);
   if (position.bucket < 0 && !record.trainable())
-    return;  // switched off between forward and backward: torch accumulates no such gradient, either
+    return;  // requires_grad was switched off between forward and backward; torch drops such gradients too
   TORCH_CHECK(
       position.bucket >= 0, "lightning_zero: a gradient arrived for ", record.name,
       ", whose requires_grad was switched on during this backward pass. Change requires_grad between steps.");
@@ -359,8 +359,8 @@ void Reducer::put_in_bucket(ParamRecord& record, const at::Tensor& grad, bool ze
   auto& bucket = (late ? layout_.late() : layout_.buckets())[position.bucket];
   open(bucket, /*adding=*/late);
   bucket.add(position.slot, grad, zero_copy && !late);
-  // When the host waits for each collective, it must not wait for peers that have no such gradient: launch
-  // after the agreement.
+  // If the host waits for each collective, it must not wait for peers without such gradients. Launch after
+  // the consensus instead.
   const auto& next = backward_.next_launch;
   if (!late && next < layout_.buckets().size() && layout_.buckets()[next].is_complete() &&
       !context_.options.sync_collectives && transports_.reduce().launches_early())
@@ -421,10 +421,9 @@ void Reducer::launch(size_t number, bool late) {
   transports_.reduce().reduce(bucket);
 }
 
-// Devices wait for their peers' parts of what has left, and this rank's host may wait for its device (a
-// kernel is tuned at its first run, memory is freed, a hook reads a value), and then does not come to the
-// agreement. So nothing that a peer's device waits for may come after it: a rank that lacks gradients sends
-// zeros instead.
+// Devices wait for their peers' contributions to launched buckets, and this rank's host may wait for its
+// device before the consensus (kernel autotuning, freeing memory, a hook that reads a value). So a peer's
+// device must not wait for a launch after the consensus. A rank without gradients sends zeros instead.
 void Reducer::launch_before_consensus() {
   if (!has_streams(context_.device) || context_.options.sync_collectives || context_.size == 1)
     return;
@@ -432,8 +431,8 @@ void Reducer::launch_before_consensus() {
 }
 
 RankConsensus::Result Reducer::agree() {
-  // Per slot of each bucket: 1 a gradient is there, 2 one that came after the bucket had left, or that waits
-  // from earlier backwards and that a replayed graph did not take along.
+  // Per slot of each bucket: 1 for a gradient, 2 for one that arrived after its bucket was launched, or a
+  // deferred one that a replayed graph did not send.
   std::vector<int64_t> flags;
   const bool defers = deferred_.is_on();
   for (size_t b = 0; b < layout_.size(); ++b) {
@@ -456,8 +455,8 @@ void Reducer::end_backward() {
   {
     Lock lock(context_.mutex);
     at::NoGradGuard no_grad;
-    // A backward inside this one has ended since (reentrant activation checkpointing), and nothing has come
-    // after it. Other ranks may have gradients.
+    // A backward inside this one has ended (reentrant activation checkpointing), and no gradient arrived
+    // since. Other ranks may have gradients.
     if (backward_.tasks.empty())
       begin();
     before_end_(!backward_.arrivals.empty());
@@ -466,7 +465,7 @@ void Reducer::end_backward() {
     end(/*learning=*/true);
     ++completed_backwards_;
   }
-  // Without the lock: hooks are Python, and may gather.
+  // Without the lock: hooks are Python code and may gather.
   if (!end_hook_op_.empty())
     compat::call(end_hook_op_);
 }
@@ -501,7 +500,7 @@ void Reducer::end(bool learning) {
   finish();
 }
 
-// By bucket: 1 what has not left yet, 2 what came after it had.
+// By bucket: 1 to launch it, 2 to launch its late bucket too.
 void Reducer::launch_wanted(const std::vector<int64_t>& wanted) {
   for (size_t b = backward_.next_launch; b < wanted.size(); ++b) {
     if (wanted[b] == 0)
@@ -532,7 +531,7 @@ void Reducer::abort() {
   hooked_.clear();
   if (!backward_.goes_on())
     return;
-  transports_.release_barriers();  // peers may have been interrupted elsewhere
+  transports_.release_barriers();  // peers may have been interrupted at another point
   pools_.discard();
   layout_.reset();
   backward_.tasks.clear();

@@ -1,4 +1,15 @@
-// What ranks tell each other at the end of a backward, on the host: no device is read.
+// Reduces gradients. reduce() copies a gradient into its bucket on the caller's stream. Complete buckets are
+// reduced in a fixed order on the stream of gradients and accumulated into the flat gradient buffer. When
+// autograd finishes, end_backward() lets ranks agree on missing gradients, launches the remaining buckets,
+// makes the caller's stream wait once, and attaches param.grad.
+//
+// [Note: one order on every rank] A rank may have gradients that its peers lack. So buckets are launched
+// strictly in order, and an incomplete bucket delays later ones. end_backward() takes the maximum over ranks
+// of the arrived gradients, on a CPU group without device synchronization, before it launches the rest. A
+// gradient that arrives after the launch of its bucket (a weight used in two graphs) goes to a late bucket,
+// which is launched after the consensus.
+//
+// State is per parameter and backward, never per graph. Autograd's threads may call any method.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,19 +34,20 @@ namespace lightning_zero {
 
 class RankConsensus {
  public:
-  // `control`: null where there is one rank.
+  // Agreement of all ranks at the end of a backward, on the host and without device reads. `control`: null
+  // with one rank.
   RankConsensus(Context& context, Communicator* control) : context_(context), control_(control) {}
 
   struct Result {
-    std::vector<int64_t> flags;  // the largest of any rank
-    bool same_order = true;      // of arrival, on all ranks
+    std::vector<int64_t> flags;  // maximum over ranks
+    bool same_order = true;  // gradients arrived in the same order on all ranks
   };
-  // `flags`: of this rank; as long on every rank. `barriers`: that there were before this backward. Throws
-  // where ranks came to them at different times, or have read weights in another order than others.
+  // `flags`: of this rank, with the same length on every rank. `barriers`: number of barriers before this
+  // backward. Raise if ranks passed barriers at different times or read weights in different orders.
   Result agree(std::vector<int64_t> flags, const std::vector<int64_t>& arrivals, int64_t barriers);
 
-  // Something that the agreements to come carry along; and whether, since the last question, some rank had
-  // something to say.
+  // set_flag() attaches a flag to the next agreements. take_flag() returns true if some rank set it since the
+  // last call.
   void set_flag(bool yes) {
     Lock lock(context_.mutex);
     flag_ = yes;
@@ -53,26 +65,26 @@ class RankConsensus {
   bool flag_ = false, any_flag_ = false;
 };
 
-// Gradients as users find them: which parameters have one, and where it lies.
+// Attaches gradients to param.grad, and describes the attached ones.
 
 class AttachedGradients {
  public:
   AttachedGradients(Context& context, const BucketLayout& layout) : context_(context), layout_(layout) {}
 
-  // A backward has ended. `brought`: by parameter, whether it brought a gradient to some rank: then it gets
-  // it. `deferred`: where that is deferred, what the parameter gets stands for it.
+  // End a backward. `brought`: by parameter, whether some rank had a gradient, which is then attached.
+  // `deferred`: while it is on, param.grad represents the deferred gradient.
   void attach(const std::vector<char>& brought, const DeferredGradients& deferred);
 
-  // Parameters with a gradient from the last backward.
+  // Return the parameters with a gradient from the last backward.
   std::vector<int64_t> last_attached() const {
     Lock lock(context_.mutex);
     return attached_;
   }
-  // Changes whenever a parameter's gradient comes, goes or lies elsewhere.
+  // Return a hash that changes whenever a parameter's gradient is attached, detached or moved.
   int64_t key() const;
-  // Whether the memory of this parameter's gradient is not a compute copy now.
+  // Return true if the memory of this parameter's gradient does not hold a compute shard now.
   bool may_write_gradient(int64_t index) const;
-  // Whether gradients are there, to which a backward that begins now would add.
+  // Return true if gradients exist, to which a new backward would add.
   bool has_gradients() const;
   void close() { attached_.clear(); }
 
@@ -82,22 +94,22 @@ class AttachedGradients {
   std::vector<int64_t> attached_;
 };
 
-// Whole gradients of this rank that wait for the hooks of their parameters.
+// Full gradients of this rank that wait for the hooks of their parameters.
 //
-// [Note: hooks on gradients] A hook of register_hook() sees the gradient that this rank's backward computes,
-// whole, before it is reduced, as in a plain module under DDP. So reduce() adds up the gradients of a
-// parameter with hooks here. Autograd runs the hooks of a leaf, even for an undefined gradient, after
-// everything that contributes to it: one of ours comes first and hands over the sum, the user's come next,
-// and another of ours comes last, puts the result into a bucket, and returns none to autograd. Sums whose
-// leaf autograd does not visit are handed over when the backward ends.
+// [Note: hooks on gradients] A hook of register_hook() sees the full gradient of this rank before it is
+// reduced, as in a plain module under DDP. reduce() therefore sums the gradients of parameters with hooks
+// here. Autograd runs the hooks of a leaf after all its contributions, even with an undefined gradient. The
+// first hook is ours and returns the sum. The user's hooks follow. The last hook is ours, puts the result
+// into a bucket, and returns no gradient. Sums of leaves that autograd does not visit are processed when the
+// backward ends.
 
 class HookedGradients {
  public:
-  // `grad`: as the parameter lies in memory. `backward`: autograd's number of the one that brings it.
+  // `grad`: with the parameter's dimension order in memory. `backward`: autograd's graph task id.
   void add(const ParamRecord& record, const at::Tensor& grad, int backward);
-  // The sum, in the parameter's shape and dtype; undefined if there is none.
+  // Return the sum in the parameter's shape and dtype; undefined if there is none.
   at::Tensor take(const ParamRecord& record, int backward);
-  // A parameter with a sum; empty if there is none.
+  // Return a parameter with a sum; empty if there is none.
   std::optional<int64_t> next(int backward) const;
   void clear() { sums_.clear(); }
 
@@ -110,102 +122,91 @@ class HookedGradients {
   };
   std::vector<Sum>::iterator find(int64_t index, int backward);
 
-  std::vector<Sum> sums_;  // in the order in which the last of each one's gradients came
+  std::vector<Sum> sums_;  // in the order of each parameter's last gradient
 };
 
-// Puts our hooks around the user's. Raises, in backward, if autograd brings this rank's shard a gradient:
-// something was computed with the shard itself.
+// Wrap the user's hooks with ours. Backward raises if autograd computes a gradient for the shard itself,
+// because the user computed with the shard.
 void wrap_user_hooks(const ParamRecord& record);
 
-// What an executor does with gradients: reduce() copies one into its bucket on the caller's stream. Complete
-// buckets are reduced in one fixed order on the gradients' stream and accumulated into the gradient arena
-// there. When autograd finishes, end_backward() makes the ranks agree on what is still missing, sends it,
-// lets the caller's stream wait once, and attaches param.grad.
-//
-// [Note: one order on every rank] A rank may see gradients its peers do not. Buckets are therefore launched
-// strictly in order, a bucket that is not complete holds back the ones behind it, and end_backward() takes
-// the maximum over ranks of what arrived (on a host group: no device is read) before it launches the rest. A
-// gradient that arrives after its bucket was launched (a weight used in two graphs) waits in a second bucket
-// that is launched after the agreement.
-//
-// State is per parameter and backward, never per graph. All methods may be called from autograd's threads.
 
-// What is known of the backward that goes on, or went on last.
+// State of the running, or last, backward.
 struct Backward {
-  std::vector<int> tasks;         // autograd's, that will call end_backward()
-  std::vector<int64_t> arrivals;  // parameters, in order
-  std::vector<size_t> marks;      // how many had arrived where one segment ended, and another began
+  std::vector<int> tasks;  // autograd's graph tasks that will call end_backward()
+  std::vector<int64_t> arrivals;  // indices of parameters, in order
+  std::vector<size_t> marks;  // number of arrivals at the end of each segment
   size_t next_launch = 0;
-  int64_t segment = -1;  // of what was launched last
-  // While a graph is recorded: whether its gradients are added to those that are there.
+  int64_t segment = -1;  // of the last launch
+  // During a capture: whether gradients are added to existing ones.
   std::optional<bool> recorded_adding;
   bool goes_on() const { return !tasks.empty(); }
 };
 
 class Reducer {
  public:
-  // `control`: where ranks agree; null where there is one. `begun`: autograd has begun to bring gradients;
-  // the callee sees to it that end_backward() is called when it ends.
+  // `control`: for the consensus; null with one rank. `on_begin`: called at the first gradient of a backward;
+  // it must arrange that end_backward() is called at the end.
   Reducer(Context& context, Transports& transports, Communicator* control, std::function<void()> on_begin);
 
-  // -- ops
-  // `borrow`: the caller leaves the gradient's memory alone until it calls release().
+  // ---- ops
+  //
+  // `zero_copy`: the caller does not modify the gradient's memory until it calls release().
   void reduce(int64_t index, const at::Tensor& grad, bool zero_copy = false);
   void release(int64_t index);
 
-  // -- hooks, see [Note: hooks on gradients]
-  at::Tensor take_hooked_sum(int64_t index);                  // before the user's
+  // ---- hooks, see [Note: hooks on gradients]
+  at::Tensor take_hooked_sum(int64_t index);  // before the user's hooks
   void reduce_hooked(int64_t index, const at::Tensor& grad);  // after them; in the parameter's shape
 
-  // Here a compiled graph's backward begins, or ends; see [Note: segments of a backward]. Whether a gradient
-  // has come since the last mark.
+  // Mark the beginning or end of a compiled graph's backward, see [Note: segments of a backward]. Return true
+  // if gradients arrived since the last mark.
   bool mark();
-  // The number of what ended at the last mark, by which Segments knows it.
+  // Return the id of the segment that ended at the last mark.
   int64_t segment();
 
   void end_backward();
-  // A backward has reached no weight on this rank, but may have on others: ends as theirs do.
+  // End a backward that reached no weight on this rank, but may have on others.
   void end_empty_backward();
-  // Name of an op `() -> ()` that runs Python hooks on gradients after they are attached; "" for none.
+  // Set an op `() -> ()` that runs Python hooks on gradients after they are attached; "" for none.
   void on_backward_end(std::string op) { end_hook_op_ = std::move(op); }
-  // Called at the end of each backward: `brought`: gradients, on this rank. Before ranks agree.
+  // Set a callback for the end of each backward, before the consensus. `brought`: this rank has gradients.
   void before_end(std::function<void(bool brought)> callback) { before_end_ = std::move(callback); }
-  void abort();            // drops what an interrupted backward left
-  void release_buffers();  // bucket memory; legal outside backward
+  void abort();  // drop the state of an interrupted backward
+  void release_buffers();  // free bucket memory; legal outside backward
 
   DeferredGradients& deferred() { return deferred_; }
   AttachedGradients& attached() { return attached_; }
-  int64_t completed_backwards() const {  // that have ended
+  int64_t completed_backwards() const {  // number of backwards that have ended
     Lock lock(context_.mutex);
     return completed_backwards_;
   }
   RankConsensus& consensus() { return consensus_; }
 
-  // -- for the other owners, which hold the lock
+  // ---- for other parts, which hold the lock
   Backward& backward() { return backward_; }
   BucketLayout& layout() { return layout_; }
   BufferPools& pools() { return pools_; }
-  // A gradient comes, or all that a graph brings.
+  // Join the running backward, at a gradient or at a replay.
   void join();
   void launch_complete();
-  // Everything that lies before this bucket, whatever has come of it.
+  // Launch all buckets before this one, complete or not.
   void launch_before(size_t bucket);
   void add_counters(std::map<std::string, int64_t>& counters) const;
   void close();
 
  private:
   std::unique_ptr<BufferPool> make_pool(at::ScalarType dtype) const;
-  void begin();  // at the first gradient since the last end, or at an end without one
+  void begin();  // at the first gradient of a backward, or at the end of one without gradients
   void put_in_bucket(ParamRecord& record, const at::Tensor& grad, bool zero_copy);
   void add_hooked(const ParamRecord& record, const at::Tensor& grad);
-  void run_hooks();  // of what autograd has not visited
+  void run_hooks();  // of leaves that autograd has not visited
   void open(ReduceBucket& bucket, bool adding);
   void launch(size_t number, bool late = false);
   void launch_before_consensus();
   void launch_wanted(const std::vector<int64_t>& wanted);
   void prepare_layout();
   RankConsensus::Result agree();
-  // What this backward has brought, of whatever segment, is sent, and attached. `learning`: its order counts.
+  // Send and attach all gradients of this backward. `learning`: learn from the order of arrivals.
   void end(bool learning);
   void finish();
 

@@ -1,4 +1,4 @@
-// Weights and gradients by collectives of a process group: what always can be done.
+// Gathers weights and reduces gradients by collectives of a process group, which is always possible.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 
@@ -24,19 +24,19 @@ class CollectiveGather : public GatherTransport {
                  std::vector<at::Tensor>& sources, bool grouped) override;
 
  private:
-  // With several hosts: into host shards first, unless these are there already.
+  // With several hosts: gather host shards first, unless they are available.
   Pending gather_inter_host(const std::vector<ParamRecord*>& records, const std::vector<at::Tensor>& outputs,
                             std::vector<at::Tensor>& sources, bool grouped);
 
   Context& context_;
   Communicator& comm_;
-  Communicator* inter_host_;  // null where there is one host
+  Communicator* inter_host_;  // null with one host
   WeightMemory& memory_;
 };
 
-// Gradients are summed as they are, and the sums scaled where they become float32 anyway: so they can leave
-// from where they lie, and a third is not rounded. Sums in half precision might overflow: there gradients are
-// scaled while they are copied into a bucket, as DDP does.
+// Gradients are summed unscaled, and sums are scaled when they become float32. So gradients can be sent from
+// their own memory, and factors such as 1/3 are not rounded. Sums in half precision could overflow, so there
+// gradients are scaled when they are copied into a bucket, as in DDP.
 class CollectiveReduce : public ReduceTransport {
  public:
   CollectiveReduce(const Context& context, Communicator& comm) : context_(context), comm_(comm) {}
@@ -46,7 +46,7 @@ class CollectiveReduce : public ReduceTransport {
     return averages(dtype) ? 1.0 : 1.0 / static_cast<double>(context_.size);
   }
   bool averages(at::ScalarType dtype) const override { return dtype != at::kHalf; }
-  // gloo adds up in place, and in one piece.
+  // gloo reduces in place and needs one tensor.
   bool uses_own_send_buffers() const override { return has_streams(context_.device); }
   int buckets_in_flight() const override { return 2; }
 
@@ -79,8 +79,8 @@ Pending CollectiveGather::gather_inter_host(const std::vector<ParamRecord*>& rec
   for (size_t i = 0; i < records.size(); ++i) {
     auto& record = *records[i];
     const auto dtype = outputs[i].scalar_type();
-    // All ranks must find the same: they do where they have passed the point at which host shards are brought
-    // up to date. Code that reads a weight elsewhere may find one stale on this rank only.
+    // All ranks must decide alike. They do after the point at which host shards are brought up to date. At
+    // other points a host shard may be stale on this rank only.
     auto found = grouped ? memory_.local_source(record, dtype) : at::Tensor();
     if (found.defined()) {
       memory_.wait_for_shard(record, dtype, /*from_peers=*/false);

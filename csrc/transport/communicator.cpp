@@ -1,4 +1,3 @@
-// Collectives of single tensors, whatever this torch calls them.
 #include "transport/communicator.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -19,8 +18,8 @@
 
 namespace lightning_zero::compat {
 
-// torch 2.13 renamed the single-tensor collectives of c10d::ProcessGroup and deprecated the old names;
-// torch 2.11 has only the old ones. Detecting the member keeps version numbers out of the code.
+// torch 2.13 renamed the single-tensor collectives of c10d::ProcessGroup and deprecated the old names. torch
+// 2.11 has only the old ones. These templates detect the member, so that no version numbers are needed.
 
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
@@ -49,7 +48,7 @@ WorkPtr reduce_scatter(Group& group, at::Tensor& output, at::Tensor& input,
   return group._reduce_scatter_base(output, input, options);
 }
 
-// Several of them in one launch.
+// ---- several collectives in one launch
 
 template <class Group>
 auto all_gather_several(Group& group, std::vector<at::Tensor>& outputs, std::vector<at::Tensor>& inputs,
@@ -140,7 +139,6 @@ int Communicator::size() const {
   return group_->getSize();
 }
 
-// `what` ranks do together here, in words; empty for what this rank does alone.
 template <class Launch>
 Pending Communicator::launch(const char* what, Launch&& launch, std::function<void()> then, int64_t bytes) {
   Pending pending;
@@ -178,7 +176,7 @@ Pending Communicator::launch(const char* what, Launch&& launch, std::function<vo
       order_.enter(stream_);
     if (slowed)
       link->reserve(received, stream_, sequence_);
-    // Not async: c10d then queues the collective on the current stream, ours. It may return no Work.
+    // Not async: c10d then queues the collective on the current stream, ours, and may return no Work.
     for (auto& work : launch(/*async=*/false)) {
       if (work)
         work->wait();
@@ -219,7 +217,7 @@ at::Tensor Communicator::scratch(const at::Tensor& output,
 
 namespace {
 
-// gloo has no collectives of complex numbers. Sums over their real and imaginary parts are the same.
+// gloo has no complex collectives. Sums of real and imaginary parts are equivalent.
 at::Tensor as_real(const at::Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   return c10::isComplexType(dtype) ? tensor.view(c10::toRealValueType(dtype)) : tensor;
@@ -275,7 +273,7 @@ Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optio
       [&](bool async) {
         c10d::AllgatherOptions options;
         options.asyncOp = async;
-        // On an accelerator the cast copy comes from our stream's pool, so freeing it at once is in order.
+        // On an accelerator the cast copy is allocated on our stream, so freeing it here is safe.
         auto source = cast_to ? input.to(*cast_to) : input;
         auto whole = as_real(target), part = as_real(source);
         return Works{compat::all_gather(*group_, whole, part, options, 0)};
@@ -289,7 +287,7 @@ Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vec
   std::vector<std::pair<at::Tensor, at::Tensor>> copies;
   for (size_t i = 0; i < outputs.size(); ++i) {
     if (jitter_rng_ && inputs[i].is_alias_of(outputs[i]))
-      inputs[i] = inputs[i].clone();  // or it would be poisoned
+      inputs[i] = inputs[i].clone();  // otherwise it would be filled with NaN
     outputs[i] = as_real(scratch(outputs[i], copies));
     inputs[i] = as_real(inputs[i]);
   }
@@ -298,7 +296,7 @@ Pending Communicator::all_gather_group(std::vector<at::Tensor> outputs, std::vec
       [&](bool async) {
         c10d::AllgatherOptions options;
         options.asyncOp = async;
-        // One kernel for all of them, and one call: on the host each call takes longer than a small transfer.
+        // One kernel and one call: on the host a call costs more than a small transfer.
         if (has_streams(device_) && outputs.size() > 1)
           return Works{compat::all_gather_several(*group_, outputs, inputs, options, 0)};
         Works works;
@@ -321,7 +319,7 @@ Pending Communicator::copy_group(std::vector<at::Tensor> outputs,
         for (size_t i = 0; i < outputs.size(); ++i) {
           auto* begin = static_cast<char*>(outputs[i].mutable_data_ptr());
           const auto bytes = outputs[i].nbytes() / size();
-          // Each rank begins with its own part, so that no two read from one rank at a time.
+          // Each rank starts with its own part, so that no two ranks read from one rank at a time.
           for (int step = 0; step < size(); ++step) {
             const int from = (rank() + step) % size();
             const auto& source = (*sources[i])[from];
@@ -422,9 +420,9 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
     for (const auto& output : outputs) fill_with_nan(output);
   }
   if (!has_streams(device_)) {
-    // gloo's reduce-scatter is an all-reduce of a copy, in a Work that never says it is completed, so a pool
-    // of buffers that asks would wait in vain. All-reducing the inputs themselves, which nobody reads again,
-    // gives the same sums and an honest Work.
+    // gloo's reduce-scatter is an all-reduce of a copy, and its Work never completes, so a pool that polls it
+    // would wait forever. All-reducing the inputs, which are not read again, gives the same sums and a
+    // correct Work.
     auto take_own_part = [outputs, inputs, own = rank(), then = std::move(then)]() mutable {
       for (size_t i = 0; i < outputs.size(); ++i) {
         const auto width = outputs[i].numel();
@@ -460,7 +458,7 @@ Pending Communicator::reduce_scatter_group(std::vector<at::Tensor> outputs, std:
 Pending Communicator::all_reduce(at::Tensor values, std::function<void()> then) {
   check_capturable("gradients are reduced");
   jitter();
-  // As a reduce-scatter and an all-gather, of which either brings a rank what the others have a part in.
+  // As a reduce-scatter and an all-gather, each of which receives the other ranks' parts.
   const auto bytes = 2 * static_cast<int64_t>(values.nbytes());
   return launch(
       "the reduction of gradients",
@@ -560,9 +558,9 @@ void Communicators::join() {
 void Communicators::join_ignoring_errors() {
   for (auto* comm : on_device()) {
     try {
-      comm->join();  // or the capture could not even be ended
+      comm->join();  // otherwise the capture could not be ended
     } catch (const c10::Error&) {
-      // It is lost already, by what could not be captured. Ending it is all that is left to do.
+      // The capture is already invalid and can only be ended.
     }
   }
 }
@@ -580,8 +578,8 @@ void Communicators::before_replay(const CollectiveCounts& graph) {
     return;
   if (context_.watchdog)
     context_.watchdog->check();
-  // Those of the graph come behind those that were launched before. Not behind what hosts exchange, of which
-  // the graph waits for what it reads.
+  // The graph's collectives follow those launched before. Host exchanges are excluded, since the graph waits
+  // for the parts that it reads.
   for (auto* comm : on_device()) {
     if (comm != inter_host_gathers_.get() || graph.inter_host_gathers)
       comm->block_current_stream();
@@ -602,7 +600,7 @@ void Communicators::after_replay(const CollectiveCounts& graph) {
     return;
   replays_.add_(1);
   replays_ended_.copy_(replays_, /*non_blocking=*/true);
-  if (graph.reduces > 0)  // a backward, whose last meeting is a reduction
+  if (graph.reduces > 0)  // a backward, whose last collective is a reduction
     activity.watch_replay(replays_ended_, SequenceId::REDUCE, reduces);
   else
     activity.watch_replay(replays_ended_, SequenceId::GATHER, gathers);

@@ -1,6 +1,6 @@
-// Gradients between hosts: what the ranks of each have reduced among themselves is reduced once more, among
-// the ranks at one place of all hosts: each takes its part of it, or, where hosts hold replicas, all of it.
-// See [Note: hosts] in context.h.
+// Reduces gradients between hosts. After the ranks of each host have reduced among themselves, ranks with the
+// same local rank reduce across hosts. Each receives its part, or all of it with replicas. See [Note: hosts]
+// in context.h.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 
@@ -16,12 +16,12 @@ namespace lightning_zero {
 
 namespace {
 
-// That this rank sends to other hosts.
+// Return the bytes that this rank sends to other hosts.
 int64_t bytes_of(const ReduceBucket& bucket) {
   return bucket.chunk() * static_cast<int64_t>(c10::elementSize(bucket.dtype()));
 }
 
-// Whether earlier backwards have left something for it on this host.
+// Return true if earlier backwards left deferred gradients on this host.
 bool has_deferred(ReduceBucket& bucket) {
   return std::ranges::any_of(bucket.slots(), [](const ReduceBucket::Slot& slot) {
     return slot.record->deferred.filled && !slot.record->deferred.whole;
@@ -47,13 +47,12 @@ class CrossHostReduce : public ReduceTransport {
 
   double scale(at::ScalarType dtype) const override { return intra_host_->scale(dtype); }
   bool averages(at::ScalarType dtype) const override { return intra_host_->averages(dtype); }
-  // Replicas add up in place, and in one piece.
+  // Replicas all-reduce in place, in one tensor.
   bool uses_own_send_buffers() const override {
     return intra_host_->uses_own_send_buffers() && !(is_single_rank() && context_.replicated);
   }
   int buckets_in_flight() const override { return intra_host_->buckets_in_flight(); }
-  // A host waits for the ranks of its own before it can send anything to others, and must not wait for those
-  // that have no such gradient.
+  // A host waits for its own ranks before it sends, so it must not wait for those without such gradients.
   bool launches_early() const override {
     return has_streams(context_.device) && intra_host_->launches_early();
   }
@@ -69,17 +68,17 @@ class CrossHostReduce : public ReduceTransport {
 
  private:
   bool is_single_rank() const { return context_.intra_host.size == 1; }
-  // Elements that come to this rank.
+  // Return the number of elements that this rank receives.
   int64_t part_of(const ReduceBucket& bucket) const {
     return context_.replicated ? bucket.chunk() : bucket.chunk() / context_.inter_host.size;
   }
-  // What this host has added up.
+  // Send the sums of this host.
   Pending send(ReduceBucket& bucket);
-  // What the only rank of a host puts into a bucket is the host's sum: copied to itself, to float32 and back
-  // it would be the same, for 16 bytes per element of the device's bandwidth.
+  // With one rank per host, its bucket already is the host's sum. Skipping the copy through float32 saves 16
+  // bytes of memory traffic per element.
   Pending send_unreduced(ReduceBucket& bucket);
-  // `wire`: all of it, in one piece, whose contents are lost; undefined where each gradient travels from
-  // memory of its own. `received`: of part_of() elements for their sums, which come into the gradient shards
+  // `wire`: the whole bucket in one tensor, which is overwritten; undefined if gradients are sent from
+  // separate memory. `received`: part_of() elements for the sums, which are added to the gradient shards
   // times `factor`.
   Pending send(ReduceBucket& bucket, const at::Tensor& wire, const at::Tensor& received, double factor);
 
@@ -93,7 +92,7 @@ Pending CrossHostReduce::send(ReduceBucket& bucket) {
   const auto hosts = context_.inter_host.size;
   const auto sums = bucket.sum_on_host();
   auto wire = tensors::empty(bucket.chunk(), sums.options().dtype(bucket.dtype()));
-  if (intra_host_->averages(bucket.dtype()))  // of the ranks of one host; in float32, before it is rounded
+  if (intra_host_->averages(bucket.dtype()))  // over the ranks of one host; in float32, before rounding
     tensors::multiply(wire, sums, tensors::scalar(1.0 / static_cast<double>(hosts)));
   else
     wire.copy_(sums);
@@ -110,7 +109,7 @@ Pending CrossHostReduce::send_unreduced(ReduceBucket& bucket) {
 
 Pending CrossHostReduce::send(ReduceBucket& bucket, const at::Tensor& wire, const at::Tensor& received,
                               double factor) {
-  const bool own = !wire.defined();  // otherwise it was told before that they have been read
+  const bool own = !wire.defined();  // otherwise the read has already been recorded
   const auto accumulate = [this, &bucket, factor, own](const at::Tensor& sums) {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     bucket.accumulate(0, sums.numel(), make_product(sums, factor), /*inter_host=*/true);
@@ -118,7 +117,7 @@ Pending CrossHostReduce::send(ReduceBucket& bucket, const at::Tensor& wire, cons
       bucket.record_read(current_stream(context_.device));
   };
   if (context_.replicated) {
-    // It crosses twice: to where a part of it is added up, and back.
+    // An all-reduce crosses twice: reduce-scatter and all-gather.
     context_.count("reduce_bytes_across", 2 * bytes_of(bucket));
     return comm_.all_reduce(wire, [accumulate, wire] { accumulate(wire); });
   }

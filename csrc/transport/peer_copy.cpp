@@ -1,5 +1,5 @@
-// Weights by plain copies out of every rank's compute copies. See [Note: copies from peers] in
-// weights/access.h.
+// Gathers weights by copies from every rank's compute shards (PeerCopyGather, see [Note: copies from peers])
+// or shards (ShardCopyGather, see [Note: epoch lock]), both in weights/compute_shards.h.
 #include <ATen/core/Tensor.h>
 
 #include <algorithm>
@@ -40,7 +40,7 @@ bool PeerCopyGather::is_ready(const std::vector<ParamRecord*>& records, at::Scal
 bool PeerCopyGather::can_gather(const std::vector<ParamRecord*>& records,
                                 const std::vector<at::Tensor>& outputs, bool grouped) const {
   if (!grouped)
-    return false;  // a copy may be stale there
+    return false;  // a copy may be stale
   const auto dtype = outputs[0].scalar_type();
   const bool alike =
       std::all_of(outputs.begin(), outputs.end(), [&](const auto& o) { return o.scalar_type() == dtype; });
@@ -68,8 +68,7 @@ std::unique_ptr<GatherTransport> make_peer_copy_gather(Context& context, Communi
   return std::make_unique<PeerCopyGather>(context, comms.gathers(), memory);
 }
 
-// Weights by plain copies out of every rank's shards, where ranks take turns: no other rank need come along.
-// See [Note: turns] in weights/access.h.
+// Copies from shards need no other rank.
 
 namespace {
 
@@ -80,7 +79,7 @@ class ShardCopyGather : public GatherTransport {
 
   bool can_gather(const std::vector<ParamRecord*>& records, const std::vector<at::Tensor>& outputs,
                   bool grouped) const override;
-  // What is wanted in a dtype that nobody keeps is cast here.
+  // Casts here if no rank keeps the requested dtype.
   Pending gather(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
                  std::vector<at::Tensor>& sources, bool grouped) override;
   bool gathers_alone() const override { return true; }

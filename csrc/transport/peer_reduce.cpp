@@ -1,10 +1,9 @@
-// Gradients by plain copies into every rank's memory: a one-sided reduce-scatter.
+// Reduces gradients by copies into every rank's memory: a one-sided reduce-scatter.
 //
-// [Note: one-sided reduce-scatter] Where ranks can write into each other's memory, a bucket is not
-// reduce-scattered: each rank copies every peer's part into that peer's staging memory, all pass a barrier,
-// and each adds up what it was sent, in float32. Staging memory has two halves, used in turn: whoever passes
-// the barrier of one round knows that all have added up the round before it, so its half may be written
-// again.
+// [Note: one-sided reduce-scatter] If ranks can write each other's memory, each rank copies every peer's part
+// of a bucket into that peer's staging memory, all ranks pass a barrier, and each sums what it received in
+// float32. Staging memory has two halves, used in turn. A rank that passes the barrier of one round knows
+// that all ranks have summed the previous round, so the other half may be overwritten.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 
@@ -21,16 +20,18 @@ namespace lightning_zero {
 
 namespace {
 
-constexpr int64_t kAlign = 64;  // elements: copies and sums of whole cache lines; of complex128 half as many
-constexpr int64_t kWidest = 8;  // bytes of an element; half a complex128
+// elements: aligns copies and sums to cache lines; complex128 needs half as many
+constexpr int64_t kAlign = 64;
+constexpr int64_t kWidest = 8;  // bytes per element; half a complex128
 
 class PeerReduce : public ReduceTransport {
  public:
-  // `staging`: memory of each rank, as bytes, a multiple of unit() long. `means`: may become others later.
+  // `staging`: memory of each rank in bytes, a multiple of unit() long. `means`: may be replaced later.
   PeerReduce(const Context& context, Communicator& comm, const RowMeans& means,
              std::vector<at::Tensor> staging);
 
-  // Bytes: both halves hold whole pieces of every rank, of any dtype.
+  // Return the bytes of which staging memory must be a multiple, so that each half holds aligned parts of
+  // every rank in any dtype.
   static int64_t unit(int64_t ranks);
 
   void reduce(ReduceBucket& bucket) override;
@@ -38,7 +39,7 @@ class PeerReduce : public ReduceTransport {
   bool averages(at::ScalarType) const override { return true; }
   bool uses_own_send_buffers() const override { return true; }
   int buckets_in_flight() const override { return 4; }  // they hold no memory of their own
-  // A host that waits for its peers in each round must not wait for those that have no such gradient.
+  // A host that waits for its peers in each round must not wait for those without such gradients.
   bool launches_early() const override {
     return has_streams(context_.device) || context_.intra_host.size == 1;
   }
@@ -55,17 +56,17 @@ class PeerReduce : public ReduceTransport {
 
  private:
   void barrier();
-  // Elements from `begin` on, `width` of each rank's part.
+  // Send `width` elements of each rank's part, from `begin` on.
   void send_round(ReduceBucket& bucket, int64_t begin, int64_t width);
 
   const Context& context_;
   Communicator& comm_;
   const RowMeans& means_;
   std::vector<at::Tensor> staging_;  // by rank
-  int64_t rounds_ = 0;               // this segment of a backward
-  int64_t barriers_ = 0;             // of all ranks, ever,
-  int64_t barriers_before_ = 0;      // before this backward,
-  int64_t barriers_recorded_ = 0;    // and before what is being recorded
+  int64_t rounds_ = 0;  // in this segment of a backward
+  int64_t barriers_ = 0;  // all since the start
+  int64_t barriers_before_ = 0;  // before this backward
+  int64_t barriers_recorded_ = 0;  // before the current capture
 };
 
 PeerReduce::PeerReduce(const Context& context, Communicator& comm, const RowMeans& means,
@@ -96,7 +97,7 @@ void PeerReduce::begin_recording(bool backward) {
 ReduceTransport::Traffic PeerReduce::end_recording() {
   const Traffic traffic{rounds_, std::exchange(barriers_, barriers_recorded_) - barriers_recorded_};
   if (!has_streams(context_.device))
-    barriers_ += traffic.barriers;  // they took place
+    barriers_ += traffic.barriers;  // a CPU executes them during the capture
   return traffic;
 }
 
@@ -149,7 +150,7 @@ void PeerReduce::reduce(ReduceBucket& bucket) {
   const auto most = half / static_cast<int64_t>(c10::elementSize(bucket.dtype())) / context_.intra_host.size;
   bucket.buffer()->pending = comm_.run([&] {
     at::AutoDispatchBelowADInplaceOrView no_autograd;
-    // After the last round of the segment before, which may have used the same half.
+    // After the last round of the previous segment, which may have used the same half.
     if (rounds_ == 0)
       barrier();
     for (int64_t begin = 0; begin < bucket.chunk(); begin += most)

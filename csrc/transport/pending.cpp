@@ -15,9 +15,9 @@ namespace lightning_zero {
 namespace {
 
 constexpr std::chrono::milliseconds kSleepSlice{
-    100};  // of a sleep, between two looks at whether it should end
+    100};  // interval between checks of the watchdog during a sleep
 
-// A launched all-gather, in the form that _c10d_functional::wait_tensor knows how to wait for.
+// A launched all-gather, as _c10d_functional::wait_tensor expects it.
 class PendingWork : public c10d::Work {
  public:
   PendingWork(Pending pending, std::vector<at::Tensor> sources, c10::Device device)

@@ -12,9 +12,9 @@ namespace lightning_zero {
 
 namespace {
 
-constexpr unsigned kMeanThreads = 256;  // as in row_means.cu
-constexpr int64_t kBlocks = 1 << 16;    // more than run at once; each thread has a pack or two
-constexpr int64_t kPack = 16;           // bytes
+constexpr unsigned kMeanThreads = 256;  // as in kernels.cu
+constexpr int64_t kBlocks = 1 << 16;  // more than run at once; a thread has one or two packs
+constexpr int64_t kPack = 16;  // bytes
 
 bool aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % kPack == 0;

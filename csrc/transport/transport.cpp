@@ -8,7 +8,7 @@
 
 namespace lightning_zero {
 
-// Each is made in a file of its own, which says what it does: shard_copy.cpp, peer_copy.cpp, collective.cpp.
+// Defined in peer_copy.cpp, collective.cpp, peer_reduce.cpp and cross_host.cpp.
 using MakeGather = std::unique_ptr<GatherTransport>(Context&, Communicators&, WeightMemory&);
 MakeGather make_shard_copy_gather, make_peer_copy_gather, make_collective_gather;
 std::unique_ptr<ReduceTransport> make_collective_reduce(const Context& context, Communicator& comm);
@@ -20,7 +20,7 @@ std::unique_ptr<ReduceTransport> make_cross_host_reduce(Context& context, Commun
 
 namespace {
 
-// The best first; the last can gather everything.
+// In order of preference; the last one can gather everything.
 constexpr MakeGather* kGathers[] = {make_shard_copy_gather, make_peer_copy_gather, make_collective_gather};
 
 }  // namespace
@@ -108,7 +108,7 @@ void Transports::set_device_remote_signals(const at::Tensor& code, std::vector<a
   Lock lock(context_.mutex);
   const bool alone = pads.size() == 1;
   TORCH_INTERNAL_ASSERT(alone || static_cast<int64_t>(pads.size()) == context_.intra_host.size);
-  // Where there is no barrier, ranks read nothing of each other, and wait for their own collectives only.
+  // Without a barrier, ranks do not read each other's memory and wait for their own collectives only.
   const auto pinned = at::TensorOptions().dtype(at::kInt).pinned_memory(true);
   auto words = barrier_ ? barrier_->words() : tensors::zeros(device_words::COUNT, pinned);
   communicators_.set_remote_signals(std::make_unique<DeviceRemoteSignals>(
@@ -117,7 +117,7 @@ void Transports::set_device_remote_signals(const at::Tensor& code, std::vector<a
 
 void Transports::begin_stage() {
   Lock lock(context_.mutex);
-  context_.eager_read_hash = 0;  // an exception may have ended the stage before, on each rank elsewhere
+  context_.eager_read_hash = 0;  // an exception may have ended the previous stage at different points
   auto* control = communicators_.control();
   if (control == nullptr)
     return;
@@ -137,7 +137,7 @@ void Transports::begin_step(bool in_backward) {
   }
   barrier_->begin_step(steps_, stream);
   if (!in_backward)
-    reduce_->forget_barriers();  // what an interrupted backward had missed, nobody waits for any more
+    reduce_->forget_barriers();  // no rank waits for barriers that an interrupted backward missed
 }
 
 void Transports::release_barriers() {

@@ -218,7 +218,7 @@ void ShardAccess::wait_for_resident(ParamRecord& record, bool compiled) {
 
 void ShardAccess::publish_host_shards(bool wait) {
   if (!host_shards_->any())
-    return;  // nobody reads any, and a rank that runs what this one replays would not ask
+    return;  // no rank reads any, and a rank that runs a graph which this rank replays would not ask
   const bool stale = !published_ || host_shards_->any_stale();
   if (std::exchange(published_before_capture_, false) && !stale)
     return;
@@ -226,7 +226,7 @@ void ShardAccess::publish_host_shards(bool wait) {
   if (host_shards_->on_any_rank(stale)) {
     on_change_();
     exchange.end();
-    comm_.barrier().wait(context_.device);  // all have read
+    comm_.barrier().wait(context_.device);  // all ranks have read
     host_shards_->refresh();
   }
   if (wait)
@@ -239,12 +239,11 @@ void ShardAccess::publish_host_shards(bool wait) {
 void ShardAccess::publish_compute_shards(bool all, bool wait) {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   if (host_shards_ != nullptr)
-    return publish_host_shards(wait);  // what changes shards says so
+    return publish_host_shards(wait);  // changes are announced
   const auto stale = compute_shards_.stale(all);
   if (!stale.empty())
     on_change_();
-  // Whether this rank has anything to write is its own affair: all ranks come to the barrier whenever one
-  // might.
+  // All ranks join the barrier, even if this rank has nothing to write.
   if (shared_) {
     auto all_have_read = comm_.barrier();
     if (!stale.empty() || !has_streams(context_.device))

@@ -1,10 +1,13 @@
-// Copies of this rank's shards: in the dtype that is computed in (a parameter's compute copy), or in the
-// shard's own where peers may not read shards themselves (its full-precision copy).
+// Owns the copies of this rank's shards (ComputeShards), and defines when shards and copies may be written
+// and read (ShardAccess).
 //
-// [Note: shards on the host] A shard in the host's memory is read over a link that is slower than the
-// device's memory by two orders of magnitude, so its copy is written where the shard is on the device anyway:
-// by the optimizer's step. It is not written again before a training step, as others are, in case somebody
-// has changed the shard without a word: whoever is no optimizer must tell, as where ranks take turns.
+// A compute shard has the compute dtype. A full-precision shard has the shard's own dtype and exists where
+// peers may not read the shards themselves.
+//
+// [Note: shards on the host] A shard in host memory is read over a link that is two orders of magnitude
+// slower than device memory. Its compute shard is therefore written by the optimizer step, which has the
+// shard on the device anyway. It is not rewritten before a training step to catch unannounced changes, as
+// other compute shards are: everything except the optimizer must announce changes, as with an epoch lock.
 #pragma once
 
 #include <functional>
@@ -24,27 +27,29 @@ class ComputeShards {
  public:
   explicit ComputeShards(Context& context) : context_(context) {}
 
-  // Copies that are neighbours in memory, of shards that are likewise: written in one kernel.
+  // Add compute shards that are contiguous in memory, like their shards, to be written by one kernel.
   void add_memory(at::Tensor copies, at::Tensor shards);
   bool has_memory() const;
 
-  // Whether some are gradients that nobody wants: no step has come, and where ranks take turns nobody writes.
+  // Return true if some hold gradients that are no longer attached. No optimizer step has come, so with an
+  // epoch lock none has been rewritten.
   bool any_unclaimed_gradient() const;
-  // Not where it is a gradient that somebody wants.
+  // Return false for memory that holds an attached gradient.
   bool is_stale(const ParamRecord& record) const;
-  // Parameters whose copies are stale; or all that have one.
+  // Return the parameters with stale compute shards, or all with one.
   std::vector<ParamRecord*> stale(bool all) const;
-  // The compute copy of one parameter; those of all, in few kernels; and full-precision copies.
+  // Write one compute shard, all compute shards in few kernels, or full-precision shards.
   void write(ParamRecord& record);
   void write_all();  // of shards on the host only stale ones
   void write_full_precision(const std::vector<ParamRecord*>& records);
 
-  // -- of shards on the host
-  // Indices of those whose copies are as they should be.
+  // ---- shards on the host
+  //
+  // Return the indices of parameters with a valid compute shard.
   std::vector<int64_t> written() const;
-  // An optimizer is about to write these copies, and has.
+  // Called before (false) and after (true) an optimizer writes these compute shards.
   void mark_compute_shards_written(std::vector<int64_t> indices, bool written);
-  // Changes when somebody who is no optimizer says that shards change.
+  // Increases when something other than an optimizer announces a shard change.
   int64_t user_write_count() const {
     Lock lock(context_.mutex);
     return context_.user_write_count;
@@ -52,7 +57,7 @@ class ComputeShards {
 
   void close() { memory_.clear(); }
 
-  // While a graph is recorded nothing may be written: a replay would do it each time.
+  // Compute shards must not be written during a capture, or every replay would write them.
   bool recording = false;
 
  private:
@@ -63,33 +68,30 @@ class ComputeShards {
   std::vector<std::pair<at::Tensor, at::Tensor>> memory_;
 };
 
-// When shards and their copies may be written, and when they may be read.
-//
-// [Note: copies from peers] Where all ranks can read each other's compute copies, compiled graphs fetch
-// weights by plain copies: a copy engine does them, no multiprocessor, and no rank waits for another. What
-// makes it safe is that a compute copy changes only at points which every rank passes: before the forward of
-// a training step (Weights::refresh_compute_shards) and where a compiled graph begins (Weights::check_plan).
-// There, all ranks have read what they wanted (first barrier), stale copies are written, and all ranks have
-// written theirs (second barrier). Eager code, which may find a stale copy anywhere, casts the shard instead
+// [Note: copies from peers] If all ranks can read each other's compute shards, compiled graphs gather weights
+// by plain copies. Copy engines execute them, so they occupy no SM, and no rank waits for another. This is
+// safe because compute shards change only where all ranks pass: before the forward of a training step
+// (Weights::refresh_compute_shards) and at the beginning of a compiled graph (Weights::check_plan). At these
+// points a first barrier waits until all ranks have read, stale copies are written, and a second barrier
+// waits until all ranks have written. Eager code may find a stale copy at any point, so it casts the shard
 // and gathers through the process group.
 //
-// [Note: turns] Where all ranks can read the shards themselves, everybody reads what it
-// wants when it wants, out of compute copies and shards, and ranks need not read the same: what changes
-// shards says so before (begin_writing), and ranks take turns. See runtime/turns.h. There are no barriers
-// where graphs begin, and eager code copies, too. Whether eager code has edited a weight that it was given
-// must be told alike on every rank, and without a look at values on a device: its memory is marked as
-// copy-on-write, with nobody to share it, so that whoever may write to it takes the mark away. Only then
-// values are compared.
+// [Note: epoch lock] If all ranks can read the shards themselves, each rank reads compute shards and shards
+// whenever it wants, and ranks need not read the same weights. Code that changes shards announces it
+// (begin_writing), and an epoch lock separates reads from writes, see sync/epoch_lock.h. Graphs then begin
+// without barriers, and eager code copies too. All ranks must decide alike whether eager code has written to
+// a weight, without reading device memory. So its storage is marked as copy-on-write, and any code that may
+// write removes the mark. Only then are values compared.
 //
-// With several hosts there are no turns: what ranks of a host read from each other are host shards. At the
-// same points, once all have read, it begins that they are brought up to date with other hosts, and who reads
-// one waits until that is over for it; see [Note: the exchange] in weights/exchange.h. Whether that is needed
-// ranks agree on: of all that is stale anywhere, no rank may leave out anything.
+// With several hosts there is no epoch lock, and ranks of a host read each other's host shards. At the same
+// points, after all ranks have read, the exchange with other hosts begins. A reader waits until its host
+// shard has arrived, see [Note: host exchange] in weights/host_exchange.h. All ranks agree on whether an
+// exchange is needed, because no rank may skip a stale shard.
 
 class ShardAccess : public WeightMemory {
  public:
-  // `comm`: of what reads peers' memory. `host_shards`: null where there is one host. `before_change`: what
-  // has been fetched ahead is of values that go.
+  // `comm`: orders reads of peers' memory. `host_shards`: null with one host. `on_change`: drops prefetched
+  // weights.
   ShardAccess(Context& context, Communicator& comm, ComputeShards& copies, HostShards* host_shards,
               std::function<void()> on_change)
       : context_(context),
@@ -98,13 +100,13 @@ class ShardAccess : public WeightMemory {
         host_shards_(host_shards),
         on_change_(std::move(on_change)) {}
 
-  // Peers read compute copies.
+  // Peers read compute shards.
   void set_shared() { shared_ = true; }
-  // What peers read is not what it was.
+  // The memory that peers read has changed.
   void invalidate() { published_ = false; }
-  // Peers read shards, in turns.
+  // Peers read shards, guarded by an epoch lock.
   void set_epoch_lock(std::unique_ptr<EpochLock> epoch_lock);
-  // Whether peers read anything.
+  // Return true if peers read any memory of this rank.
   bool is_shared() const {
     return shared_ || epoch_lock_ || (host_shards_ != nullptr && host_shards_->any());
   }
@@ -114,28 +116,27 @@ class ShardAccess : public WeightMemory {
   at::Tensor local_source(ParamRecord& record, at::ScalarType dtype) override;
   void wait_for_shard(ParamRecord& record, at::ScalarType dtype, bool from_peers) override;
 
-  // -- where ranks take turns
+  // ---- with an epoch lock
   bool is_writing() const { return epoch_lock_->is_writing(); }
   void begin_write_epoch();
-  void end_writing();  // harmless where there are none
+  void end_writing();  // no effect without an epoch lock
   void begin_reading() override;
   void begin_step(int64_t step);
   void watch(const c10::intrusive_ptr<Watchdog>& watchdog);
 
-  // Shards may have changed. Where ranks take turns nothing changes without begin_turn_to_write().
+  // Shards may have changed. With an epoch lock this requires begin_write_epoch().
   void expire();
-  // Likewise, without a word. Hosts would exchange all weights anew before each batch of an evaluation, and
-  // do so only where begin_writing() has told them.
+  // Shards may have changed without an announcement. With several hosts only begin_writing() counts, or hosts
+  // would exchange all weights before each evaluation batch.
   void expire_on_single_host();
 
-  // Weights may be read here as they are now; on every rank. `everything`: all copies are written, and not
-  // only stale ones. `wait`: by the current stream, too, and not only by what this executor launches.
+  // Make weights readable as they are now, on every rank. `all`: write all compute shards, not only stale
+  // ones. `wait`: the current stream waits too.
   void publish(bool all, bool wait = false);
-  // A graph is about to be captured, and then replayed: what let_read() does before the replay is done now,
-  // since what is captured depends on it. Nothing is left to do then that other ranks, which may run the
-  // same, did not.
+  // Do before a capture the work that publish() does before a replay, because the captured graph depends on
+  // it. The replay then needs no work that other ranks, which may run the same graph eagerly, did not do.
   void publish_before_capture();
-  // What is queued on the current stream next may read the host shard that is the resident weight.
+  // Work queued on the current stream may then read the host shard that is the resident weight.
   void wait_for_resident(ParamRecord& record, bool compiled);
   void close();
 
@@ -149,10 +150,10 @@ class ShardAccess : public WeightMemory {
   HostShards* host_shards_;
   std::function<void()> on_change_;
   std::unique_ptr<EpochLock> epoch_lock_;
-  bool shared_ = false;     // some compute copy is read by peers
-  bool published_ = false;  // every rank's copies may be read, until the next point where they change
+  bool shared_ = false;  // peers read some compute shards
+  bool published_ = false;  // every rank's copies may be read, until the next point of change
   bool published_before_capture_ =
-      false;  // with several hosts: whether ranks have agreed for the next replay
+      false;  // with several hosts: ranks have agreed for the next replay
 };
 
 }  // namespace lightning_zero

@@ -17,7 +17,7 @@ at::Tensor Gatherer::allocate(int64_t numel, const at::TensorOptions& options) c
   auto memory = tensors::empty(numel, options);
   if (!context_.options.nan_fill)
     return memory;
-  // Poisoned again before it goes back to the allocator.
+  // Fill with NaN again before the memory returns to the allocator.
   return tensors::wrap(memory.mutable_data_ptr(), numel, options, [memory](void*) { fill_with_nan(memory); });
 }
 
@@ -70,7 +70,7 @@ bool Gatherer::gather_alone(ParamRecord& record, const at::Tensor& output) {
 
 namespace {
 
-// The weights that the first kernels read, and not so many that memory notices.
+// Enough for the first kernels of a step, and little memory.
 constexpr size_t kMaxPrefetchedGroups = 3;
 constexpr int64_t kMaxPrefetchedBytes = 256 << 20;
 
@@ -128,7 +128,7 @@ at::Tensor GroupPrefetcher::take(const std::vector<ParamRecord*>& records, at::S
 }
 
 void GroupPrefetcher::drop() {
-  // Their memory must not be given to somebody else while it is being written.
+  // Their memory must not be reused while a copy writes to it.
   for (auto& group : pending_) group.pending.wait(context_.device);
   pending_.clear();
 }
@@ -141,10 +141,10 @@ void GroupPrefetcher::forget() {
 
 namespace {
 
-// A bound on memory for loops that evaluate for long between two steps: a step of the largest models gathers
-// some thousand times.
+// Bounds the memory of long evaluation loops between two steps. A step of the largest models has a few
+// thousand gathers.
 constexpr size_t kMaxEntries = 1 << 16;
-// Backwards of one step that are told apart. An entry takes some 64 bytes.
+// Backwards per step that are logged separately. An entry takes about 64 bytes.
 constexpr size_t kMaxBackwards = 64;
 
 }  // namespace

@@ -1,4 +1,5 @@
-// Memory for whole weights, and the way in which they come there.
+// Gathers weights: allocates their memory, selects a transport, prefetches the first groups of a step, and
+// logs gathers.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,27 +16,27 @@ namespace lightning_zero {
 
 class Gatherer {
  public:
-  // `transports`: the best first; the last can gather everything.
+  // `transports`: in order of preference; the last one can gather everything.
   Gatherer(Context& context, std::vector<std::unique_ptr<GatherTransport>> transports)
       : context_(context), transports_(std::move(transports)) {}
 
-  // With the padding of all ranks' shards.
+  // Return the size of the full weight with the padding of all shards.
   int64_t full_numel(const ParamRecord& record) const { return context_.shards() * record.shard_numel(); }
   at::Tensor allocate(int64_t numel, const at::TensorOptions& options) const;
 
-  // One weight, wherever it is read, into `output`, or memory of its own where that is undefined. `sources`
-  // must live until it is there.
+  // Gather one weight, at any point of the program, into `output`, which is allocated if undefined. `sources`
+  // must live until the gather has completed.
   Pending gather(ParamRecord& record, at::ScalarType dtype, at::Tensor& output,
                  std::vector<at::Tensor>& sources);
 
-  // Starts to bring whole weights into `outputs`, for compiled code. `sources`: likewise.
+  // Gather weights for compiled code into `outputs`. `sources` must live until the gather has completed.
   Pending gather_group(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
                        std::vector<at::Tensor>& sources);
 
-  // Whether a group could be gathered by this rank alone before it is asked for.
+  // Return true if this rank alone could gather the group before it is requested.
   bool is_ready(const std::vector<ParamRecord*>& records, at::ScalarType dtype) const;
 
-  // One weight without any other rank, unless that is impossible: whether it is there.
+  // Gather one weight without other ranks. Return false if no transport can.
   bool gather_alone(ParamRecord& record, const at::Tensor& output);
 
  private:
@@ -46,10 +47,10 @@ class Gatherer {
   std::vector<std::unique_ptr<GatherTransport>> transports_;
 };
 
-// What a training step's compiled code gathers first is fetched as the step begins, before Dynamo has checked
+// Prefetches the groups that a training step gathers first, as the step begins and before Dynamo has checked
 // its guards.
 
-// Weights that are fetched in one launch into one tensor: weight i, padded, behind weight i - 1.
+// Weights that are gathered in one launch into one tensor, one after the other, each padded.
 struct GatherGroup {
   std::vector<ParamRecord*> records;
   at::ScalarType dtype;
@@ -57,7 +58,7 @@ struct GatherGroup {
   bool operator==(const GatherGroup&) const = default;
 };
 
-// Such a fetch that has begun. `sources` must live until it has arrived.
+// A gather of a group that has begun. `sources` must live until it has completed.
 struct PendingGroup {
   GatherGroup group;
   at::Tensor buffer;
@@ -69,38 +70,38 @@ class GroupPrefetcher {
  public:
   GroupPrefetcher(Context& context, Gatherer& gatherer) : context_(context), gatherer_(gatherer) {}
 
-  // A training step begins: fetches what the last one's graph fetched first. `noting`: and watches what this
-  // one's does.
+  // Begin a training step: gather the groups that the previous step gathered first. `recording`: record those
+  // of this step.
   void begin_step(bool recording);
-  // Another compiled graph begins: only one graph's groups are noted.
+  // Only the groups of one graph per step are recorded.
   void begin_graph() { recording_ = recording_ && recorded_.empty(); }
-  // The group, if it has been on its way since the step began; otherwise undefined.
+  // Return the group's buffer if it was prefetched; otherwise an undefined tensor.
   at::Tensor take(const std::vector<ParamRecord*>& records, at::ScalarType dtype, int64_t numel);
-  // What is on its way is of values that change, or is not wanted.
+  // Drop prefetched groups, whose values change or which the step does not need.
   void drop();
   void forget();
 
  private:
   Context& context_;
   Gatherer& gatherer_;
-  std::vector<GatherGroup> recorded_;  // as the last step showed
+  std::vector<GatherGroup> recorded_;  // groups of the previous step
   bool recording_ = false;
   std::deque<PendingGroup> pending_;
 };
 
-// Which collectives brought weights in a training step, so that a rank whose backward brings no gradient can
-// take part in those that its peers start.
+// Logs the collectives that gather weights in a training step, so that a rank whose backward brings no
+// gradients can join those of its peers.
 //
-// [Note: a rank without gradients] A loss on one rank may reach no weight: its forward is left out, or its
-// backward is. Where weights are all-gathered, the peers of that rank wait for it in each all-gather. So each
-// rank notes what it gathers up to the end of a backward, and repeats the rest of that before it ends a
-// backward without gradients. A step that gathers otherwise than the noted one is found by the agreement at
-// the end of the backward, see Agreement::refuse_order().
+// [Note: a rank without gradients] The loss of one rank may not depend on any weight, or its backward may be
+// left out. If weights are all-gathered, its peers wait for it in every all-gather. So each rank logs its
+// gathers up to the end of a backward, and repeats the missing ones before it ends a backward without
+// gradients. If a step gathers other weights than the logged step, the consensus at the end of the backward
+// detects it, see RankConsensus::raise_order_mismatch().
 
 class GatherLog {
  public:
   enum class Kind { EAGER, SINGLE, GROUP, RESIDENT, GRAPH };
-  // GRAPH: a compiled graph begins, where peers may have to be waited for. `numel`: of a group.
+  // GRAPH: the beginning of a compiled graph, which may wait for peers. `numel`: size of a group.
   struct Entry {
     Kind kind = Kind::GRAPH;
     at::ScalarType dtype = at::kFloat;
@@ -112,23 +113,23 @@ class GatherLog {
 
   void begin_step();
   void note(Entry entry);
-  // Number of the next entry; and the entries from that number on, which are taken out.
+  // Return the number of entries; remove and return the entries from `begin` on.
   size_t size() const { return current_.size(); }
   Entries take_from(size_t begin);
   void append(const Entries& entries);
 
-  // A backward has brought gradients.
+  // End a backward that brought gradients.
   void end_backward();
-  // A backward without gradients ends: what this rank has not gathered of what it gathered up to there in the
-  // last step with gradients. Nothing if it has gathered something else.
+  // For a backward without gradients: return the gathers that the previous step with gradients logged up to
+  // here and that this rank has not started. Empty if this step has gathered something else.
   Entries missing() const;
   void end_skipped();
 
  private:
   Entries current_;
-  size_t backwards_ = 0;           // backwards in this step
-  bool logging_ = false;           // too much has not been noted yet
-  std::vector<Entries> previous_;  // by how many backwards had ended in the step
+  size_t backwards_ = 0;  // number of backwards that ended in this step
+  bool logging_ = false;  // false after the log has exceeded its limit
+  std::vector<Entries> previous_;  // by the number of backwards that had ended before
 };
 
 }  // namespace lightning_zero

@@ -13,9 +13,9 @@ namespace lightning_zero {
 
 namespace {
 
-constexpr int kSmallParts = 3;  // of an eighth, a quarter and a half: the first layers need not wait for more
+constexpr int kSmallParts = 3;  // of 1/8, 1/4 and 1/2 of the size: the first layers wait for less
 
-// What whoever waits for a part is told that it holds.
+// Describe parts for the watchdog's messages.
 std::vector<std::string> names_of(const std::vector<std::vector<ShardCopy*>>& parts) {
   std::vector<std::string> names;
   for (const auto& part : parts) {
@@ -67,7 +67,7 @@ void HostExchange::begin(const std::vector<ShardCopy*>& copies, int64_t first) {
   context_.count("exchanged_parts", planned_);
 }
 
-// Nothing keeps one part behind another but those at other places of the network, so this is said once.
+// Parts depend only on ranks with the same local rank, so one signal covers all of them.
 void HostExchange::announce_send() {
   if (auto* remote_signals = comms_.remote_signals();
       remote_signals != nullptr && has_streams(context_.device))
@@ -78,7 +78,7 @@ void HostExchange::announce_send() {
 
 void HostExchange::send(std::vector<at::Tensor> whole, std::vector<at::Tensor> own) {
   auto& inter_host = *comms_.inter_host_gathers();
-  // In place: what is gathered begins where it ends up.
+  // In place: the input is a slice of the output.
   auto pending = inter_host.all_gather_group(std::move(whole), std::move(own));
   if (auto* remote_signals = comms_.remote_signals();
       remote_signals != nullptr && has_streams(context_.device))
@@ -156,7 +156,7 @@ HostExchange::Recorded HostExchange::end_recording() {
   return {layout_version_, *std::max_element(recorded_.begin(), recorded_.end())};
 }
 
-// What it waits for holds other weights than when it was captured, and there may be fewer parts than that.
+// The graph waits for parts that hold other weights than at its capture, and there may be fewer of them.
 void HostExchange::before_replay(const Recorded& graph) {
   auto* remote_signals = comms_.remote_signals();
   if (fits(graph) || remote_signals == nullptr || !has_streams(context_.device) || parts_.empty())
@@ -195,7 +195,7 @@ ShardCopy& HostShards::read(ParamRecord& record, at::ScalarType dtype, bool comp
   if (compiled && copy.use_order < 0) {
     copy.use_order = static_cast<int64_t>(used_.size());
     used_.push_back(&copy);
-    order_ = (order_ ^ static_cast<uint64_t>(2 * record.index + own + 1)) * 0x100000001b3;  // as FNV does
+    order_ = (order_ ^ static_cast<uint64_t>(2 * record.index + own + 1)) * 0x100000001b3;  // FNV-1a
   }
   return copy;
 }

@@ -148,7 +148,7 @@ void Parameters::set_grad(int64_t index, std::optional<at::Tensor> grad) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
   if (record.compute_shard.state != ComputeShardState::WEIGHT)
-    record.compute_shard.written = {};  // it is nobody's gradient any more, and no weight
+    record.compute_shard.written = {};  // it is neither a gradient nor a weight
   record.compute_shard.state = ComputeShardState::WEIGHT;
   record.compute_shard.last_read = {};
   record.grad = std::move(grad).value_or(at::Tensor());

@@ -1,8 +1,8 @@
-// What the executor knows of each sharded parameter, and the table that finds it from a tensor.
+// The sharded parameters of an executor, their memory, and a table that finds them from a tensor.
 //
-// An op receives only a shard. Finding the parameter by the shard itself, rather than by a number baked
-// into the graph, lets all layers of one shape share one compiled graph. The table is the one piece of
-// process-wide state: ops have no other way to their executor.
+// An op receives only a shard. Finding the parameter by its shard, instead of by an index in the graph, lets
+// layers of equal shapes share one compiled graph. The table is the only process-wide state: ops have no
+// other way to reach their executor.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,51 +23,51 @@ namespace lightning_zero {
 
 class Executor;
 
-// As Context::epoch and a parameter's version were when something was made of its values.
+// Context::shard_version and the parameter's version when a derived value was computed.
 struct Stamp {
   int64_t shard_version = -1, version = -1;
   bool operator==(const Stamp&) const = default;
 };
 
-// What lies where a parameter's compute copy belongs.
+// Content of a parameter's compute-shard memory.
 enum class ComputeShardState {
   WEIGHT,
-  GRADIENT_PENDING,  // one that this backward reduces, or has
-  GRADIENT           // one that a backward has left, whether anybody still wants it or not
+  GRADIENT_PENDING,  // a gradient that this backward reduces or has reduced
+  GRADIENT  // the gradient of an earlier backward, whether or not it is still attached
 };
 
-// A copy of this rank's shard; with several hosts, of its host shard. Undefined where there is none.
+// A copy of this rank's shard, or of its host shard with several hosts. Undefined if there is none.
 struct ShardCopy {
   at::Tensor local;
-  std::vector<at::Tensor> by_rank;  // of every rank of the host, where they can be read from here
+  std::vector<at::Tensor> by_rank;  // of every rank of the host, if this process can read them
   Stamp written;
-  bool written_by_optimizer = false;  // see [Note: shards on the host] in compute_copies.h
-  // -- where gradients lie over copies
+  bool written_by_optimizer = false;  // see [Note: shards on the host] in compute_shards.h
+  // ---- gradient aliasing
   ComputeShardState state = ComputeShardState::WEIGHT;
-  Pending last_read;      // of it, by this rank, in this backward
-  bool was_read = false;  // since note_reads()
-  // -- of a host shard
-  const std::string* name = nullptr;  // the parameter's
-  int64_t use_order = -1;             // in the order of first use; negative: not used yet
-  int64_t exchange_part = -1;         // of the exchange that was begun last
+  Pending last_read;  // the last read of `local` by this rank in this backward
+  bool was_read = false;  // since grad_aliasing::begin_noting_reads()
+  // ---- host shards
+  const std::string* name = nullptr;  // the parameter's name
+  int64_t use_order = -1;  // position in the order of first use; negative: not used yet
+  int64_t exchange_part = -1;  // part of the last exchange that holds it
 };
 
-// Memory for the whole parameter, padded, in which it stays until the optimizer steps. Undefined where it
-// does not.
+// Padded memory in which the full parameter stays until the optimizer step. Undefined if the parameter is not
+// resident.
 struct ResidentWeight {
   at::Tensor memory;
   Stamp filled;
 };
 
-// What several backwards have brought and is still to be reduced: whole, or the host shard's part of it. See
-// [Note: deferred gradients] in gradients/deferred.h. Undefined where nothing was ever deferred.
+// The sum of gradients of several backwards that is not reduced yet: the full gradient, or the host shard.
+// See [Note: deferred gradients] in gradients/deferred.h. Undefined if nothing was ever deferred.
 struct DeferredGradient {
-  int64_t shards = 1;  // in a host shard
-  at::Tensor memory;   // 1-D, in float32 or what is wider
+  int64_t shards = 1;  // number of shards in a host shard
+  at::Tensor memory;  // one-dimensional, in float32 or wider
   bool whole = false;
-  bool filled = false;   // it holds something that is still to be reduced
-  int64_t version = -1;  // of the param.grad that stands for it; negative: none does yet
-  // -- where it is whole
+  bool filled = false;  // holds a value that must still be reduced
+  int64_t version = -1;  // version of the param.grad that represents it; negative: none
+  // ---- if `whole`
   void add(const at::Tensor& grad);
   at::Tensor values(int64_t numel) const { return memory.narrow(0, 0, numel); }  // without padding
   void clear() {
@@ -79,59 +79,59 @@ struct DeferredGradient {
 struct ParamRecord {
   int64_t index = 0;
   std::string name;
-  at::Tensor param;         // the nn.Parameter that users hold; its data is `shard` in another shape
-  at::Tensor shard;         // 1-D view of an arena: shard_numel elements, the tail of the last ranks zero
-  at::Tensor grad;          // 1-D view of the gradient arena, same layout; undefined until training needs it
-  at::Tensor visible_grad;  // the same in the parameter's shape: what param.grad is given, each time
-  ShardCopy compute_shard;  // in the dtype that is computed in, if that is another
-  // In the shard's own dtype, for weights that are computed with in it. Written, and read, with the compute
-  // copy: shards themselves change at times of which peers know nothing.
+  at::Tensor param;  // the user's nn.Parameter; its data is a reshaped view of `shard`
+  at::Tensor shard;  // 1-D view of a flat buffer; the last ranks' shards end with zeros
+  at::Tensor grad;  // 1-D view of the flat gradient buffer; undefined until training needs it
+  at::Tensor visible_grad;  // `grad` in the shape of `param`; assigned to param.grad
+  ShardCopy compute_shard;  // in the compute dtype, if that differs from the shard's
+  // In the shard's dtype, for full-precision computation. Written and read together with the compute shard,
+  // since shards change at times that peers do not know.
   ShardCopy full_precision_shard;
-  std::vector<at::Tensor> shards;  // every rank's, where ranks take turns to read and write them
+  std::vector<at::Tensor> shards;  // of every rank of the host, with an epoch lock
   ResidentWeight resident;
   DeferredGradient deferred;
-  std::vector<int64_t> shape;  // the whole parameter's
-  std::vector<int64_t> order;  // its dimensions as they lie in memory
-  int64_t numel = 0;           // the whole parameter's, without padding
-  bool live = true;            // false once no module reads it
+  std::vector<int64_t> shape;  // of the full parameter
+  std::vector<int64_t> order;  // order of its dimensions in memory
+  int64_t numel = 0;  // of the full parameter, without padding
+  bool live = true;  // false after the last module released it
   bool trainable() const { return live && param.requires_grad(); }
   int64_t shard_numel() const { return shard.numel(); }
-  // Of the host shard, see [Note: hosts]; where there is one host, that is the shard.
+  // Return the size of the host shard, see [Note: hosts]; the shard's size with one host.
   int64_t host_shard_numel() const { return deferred.shards * shard_numel(); }
-  // The host shard that is the resident weight, too: where there is one rank on each host. Null elsewhere.
+  // Return the host shard that is also the resident weight, with one rank per host; otherwise null.
   ShardCopy* resident_host_shard();
-  // Somebody may have put a tensor of their own into param.grad; it counts as what has been accumulated so
-  // far.
+  // If the user assigned a tensor to param.grad, copy it to `grad`, so that it counts as accumulated so far.
   void accept_user_gradient();
-  // Whether `grad` is the compute copy's memory: see [Note: gradients over copies] in over_copies.h.
+  // Return true if `grad` uses the compute shard's memory, see [Note: gradient aliasing] in
+  // gradients/grad_aliasing.h.
   bool is_grad_aliased() const {
     return grad.defined() && compute_shard.local.defined() &&
            grad.const_data_ptr() == compute_shard.local.const_data_ptr();
   }
-  // Whether users, or an optimizer, may still read the gradient in `grad`.
+  // Return true if param.grad is `grad`, which users or an optimizer may still read.
   bool holds_gradient() const {
     const auto& held = param.grad();
     return held.defined() && held.const_data_ptr() == grad.const_data_ptr();
   }
   Stamp stamp(int64_t shard_version) const { return {shard_version, static_cast<int64_t>(param._version())}; }
-  // The same values in `dtype` on every rank, where they can be read from here; empty where they cannot.
+  // Return every rank's shard in `dtype` if this process can read them; otherwise an empty vector.
   const std::vector<at::Tensor>& peer_shards_in(at::ScalarType dtype) const;
 };
 
 struct ParamRef {
-  Executor* executor;  // unregisters itself before it dies
+  Executor* executor;  // unregisters itself before its destruction
   int64_t index;
 };
 
-// shard address -> parameter. Addresses are unique because arenas keep every shard alive, and non-empty,
-// until its executor unregisters it.
+// Maps a shard's address to its parameter. Addresses are unique, because flat buffers keep every shard alive
+// and nonempty until its executor unregisters it.
 class ShardTable {
  public:
   static ShardTable& instance();
   void add(const at::Tensor& shard, ParamRef ref);
   void remove(const at::Tensor& shard);
   std::optional<ParamRef> find(const void* address);
-  // Throws an error that tells the user what may have replaced the shard.
+  // Throw an error that names possible causes if the tensor is not a known shard.
   ParamRef find(const at::Tensor& shard, const char* op);
 
  private:
@@ -139,12 +139,11 @@ class ShardTable {
   std::unordered_map<const void*, ParamRef> refs_;
 };
 
-// The weight in memory of `flat`, which is 1-D and padded.
+// Return the weight in the memory of `flat`, which is one-dimensional and padded.
 at::Tensor as_parameter(const at::Tensor& flat, int64_t numel, at::IntArrayRef shape);
-// The same for code that is not compiled, which sees the weight's own dimensions however they lie in memory.
+// The variant for eager code, with the weight's own dimension order.
 at::Tensor as_parameter(const at::Tensor& flat, const ParamRecord& record);
 
-// The parameters that an executor knows, by their numbers, and the memory that belongs to each.
 
 struct Context;
 class Reducer;
@@ -152,47 +151,46 @@ class Weights;
 
 class Parameters {
  public:
-  // `executor`: who is found by their shards.
+  // `executor`: stored in the shard table.
   Parameters(Context& context, Executor& executor, Weights& weights, Reducer& gradients)
       : context_(context), executor_(executor), weights_(weights), gradients_(gradients) {}
 
-  // Returns its number. `shape`: the whole parameter's; `order`: that of its dimensions in memory, by default
-  // their own.
+  // Return the parameter's index. `shape`: of the full parameter. `order`: its dimensions in memory order, by
+  // default as in `shape`.
   int64_t add(std::string name, at::Tensor param, at::Tensor shard, std::vector<int64_t> shape,
               std::optional<std::vector<int64_t>> order);
-  // Another piece of memory with the same values: shards move into an arena once all are known.
+  // Replace the shard's memory by one with equal values: shards move into a flat buffer after all are known.
   void move(int64_t index, at::Tensor shard);
-  // Nobody reads it any more: it was tied to another while the model was built.
+  // Remove a parameter that no module reads, because it was tied to another while the model was built.
   void drop(int64_t index);
-  // Puts hooks of ours around the user's, see [Note: hooks on gradients]: backward raises if autograd brings
-  // this shard a gradient. Again after the first of the user's hooks, which torch puts in place of all
-  // others.
+  // Wrap the user's hooks, see [Note: hooks on gradients]. Backward raises if autograd produces a gradient
+  // for the shard itself. Call it again after the user's first hook, with which torch replaces all others.
   void install_gradient_hooks(int64_t index);
 
-  // Without memory: it is to lie elsewhere, and nothing holds that where it lay. Between steps.
+  // Set or remove the gradient memory. Legal between steps, when no gradient is in use.
   void set_grad(int64_t index, std::optional<at::Tensor> grad);
-  // See [Note: deferred gradients]. `whole`: for the whole gradient, and not for the host shard's.
-  // Without memory: there is none any more, as of weights that stay.
+  // Set or remove memory for deferred gradients, see [Note: deferred gradients]. `whole`: for the full
+  // gradient instead of the host shard.
   void set_deferred_gradient(int64_t index, std::optional<at::Tensor> memory, bool whole);
   void set_resident(int64_t index, std::optional<at::Tensor> memory);
   void set_compute_shard(int64_t index, at::Tensor copy);
-  // Its shard lies in the host's memory, which the device reads over its link.
+  // The shard is in host memory, which the device reads over its link.
   void mark_on_host(int64_t index);
-  // Compute copies in one tensor, of the shards in another: written in one kernel.
+  // Compute shards in one tensor, of the shards in another, to be written by one kernel.
   void add_compute_shard_memory(at::Tensor copies, at::Tensor shards);
-  // The parameter's compute copy on every rank, in memory that this process can read. See [Note: copies from
-  // peers].
+  // Set every rank's compute shard, in memory that this process can read. See [Note: copies from peers].
   void set_peer_compute_shards(int64_t index, std::vector<at::Tensor> peers);
-  // The same for a copy in the parameter's own dtype.
+  // Set a copy in the parameter's own dtype, and that of every rank.
   void set_full_precision_shard(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers);
-  // The parameter's shard on every rank. Only where ranks take turns.
+  // Set every rank's shard. Legal only with an epoch lock.
   void set_peer_shards(int64_t index, std::vector<at::Tensor> shards);
 
-  // No shard is found any more.
+  // Remove all shards from the table.
   void unregister();
 
  private:
-  // One of each rank of the host, each with at least `numel` elements: copies read them by address.
+  // Return true if there is one tensor per rank of the host, with at least `numel` contiguous elements:
+  // copies read them by address.
   bool covers_host(const std::vector<at::Tensor>& tensors, int64_t numel) const;
 
   Context& context_;

@@ -30,9 +30,8 @@ void ResidentWeights::start(at::TensorList resident, at::TensorList shards) {
                               record.resident.memory.const_data_ptr() == resident[i].const_data_ptr(),
                           record.name);
     if (record.resident_host_shard() != nullptr)
-      continue;  // all ranks have exchanged it where the graph began
-    // The same on every rank: whether a weight is gathered must not depend on what one of them happens to
-    // hold.
+      continue;  // all ranks exchanged it at the beginning of the graph
+    // Ranks must decide alike, so the decision depends only on shared state.
     stale = stale || !is_filled(record);
     records.push_back(&record);
   }

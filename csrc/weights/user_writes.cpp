@@ -57,8 +57,8 @@ void UserWrites::track(Tracked* before, const at::Tensor& flat, const at::Tensor
 }
 
 bool UserWrites::Tracked::is_held() {
-  // A tensor that Python has seen is kept alive, with its Python object, by our reference: let go of it for a
-  // moment to see who else holds it.
+  // Our reference keeps a tensor with its Python object alive. Drop it for a moment to see whether other
+  // references exist.
   std::vector<c10::weak_intrusive_ptr<at::TensorImpl>> seen;
   for (const auto& tensor : views) seen.emplace_back(tensor.getIntrusivePtr());
   views.clear();
@@ -81,9 +81,9 @@ uint64_t UserWrites::Tracked::write_count() const {
   return writes;
 }
 
-// `module.weight.data = x` gives the tensor that was read other memory. Its values belong into the shard, and
-// the tensor to memory where edits are seen: new memory, since other names of the old one
-// (`module.weight.data` that was read before) keep their values, as in a plain module.
+// `module.weight.data = x` gives the tensor other memory. Copy its values to the shard, and give the tensor
+// new memory in which writes are noticed. Other references to the old memory (an earlier
+// `module.weight.data`) keep their values, as in a plain module.
 void UserWrites::absorb_data_assignment(Tracked& weight) {
   const auto& record = context_.at(weight.index);
   at::Tensor assigned;
@@ -112,9 +112,9 @@ at::Tensor UserWrites::own_part(const Tracked& weight) const {
   return weight.flat.narrow(0, begin, std::min(width, record.numel - begin));
 }
 
-// Versions do not count writes through `.data`, nor through a view whose base is gone; the mark on the memory
-// does, and is also taken away by some readers. Each rank compares its own elements: all ranks make equal
-// edits.
+// Version counters miss writes through `.data` and through views whose base is gone. The copy-on-write mark
+// detects them, but some readers remove it too, so the values decide. Each rank compares its own elements,
+// since all ranks make equal writes.
 bool UserWrites::is_late(Tracked& weight) {
   if (weight.write_count() != weight.writes)
     return true;
@@ -155,8 +155,8 @@ void UserWrites::copy_to_shard(const Tracked& weight) {
   resident_.apply_user_write(record, weight.flat);
 }
 
-// Whether its values are others than those of the shards. While shards are written nobody can tell, and it
-// does not matter for whose turn it is.
+// Return true if the values differ from those of the shards. During a write epoch the shards cannot be
+// compared, and the answer does not matter.
 bool UserWrites::is_edited(const Tracked& weight) {
   auto& record = context_.at(weight.index);
   if (access_.is_writing())
@@ -165,7 +165,7 @@ bool UserWrites::is_edited(const Tracked& weight) {
   if (!gatherer_.gather_alone(record, now))
     return true;
   const auto numel = record.numel;
-  // Bit by bit: NaN is no edit.
+  // Compare bits, so that NaN is no write.
   return !tensors::equal(now.narrow(0, 0, numel).view(at::kByte),
                          weight.flat.narrow(0, 0, numel).view(at::kByte));
 }
@@ -201,7 +201,7 @@ void UserWrites::sync(bool forget) {
     apply_with_epoch_lock();
   for (auto it = tracked_.begin(); it != tracked_.end();) {
     auto& record = context_.at(it->index);
-    // A newer parameter (an optimizer step, a loaded state) wins over a copy taken before it.
+    // A newer parameter (an optimizer step, a loaded state) takes precedence over an older copy.
     const bool current = record.param._version() == it->version;
     if (current && !access_.uses_epoch_lock()) {
       absorb_data_assignment(*it);

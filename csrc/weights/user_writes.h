@@ -1,4 +1,4 @@
-// Which parameter a gathered weight is of.
+// Tracks weights that eager code has read, and copies the user's in-place writes to them into the shards.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,13 +15,13 @@
 
 namespace lightning_zero {
 
-// storage of a gathered weight -> parameter, for the saved-tensor hooks of eager code. Keyed by the storage
-// object, which a weak reference keeps from being reused, never by address: a freed weight's address
-// soon belongs to something else.
+// Maps the storage of a gathered weight to its parameter, for the saved-tensor hooks of eager code. The key
+// is the storage object, which a weak reference protects from reuse. An address would soon belong to another
+// tensor.
 class GatheredStorages {
  public:
   void add(const at::Tensor& gathered, int64_t index);
-  int64_t find(const at::Tensor& tensor);  // -1 when not a gathered weight, or a view of one
+  int64_t find(const at::Tensor& tensor);  // -1: neither a gathered weight nor a view of one
   void clear() { entries_.clear(); }
 
  private:
@@ -34,51 +34,51 @@ class GatheredStorages {
   size_t prune_at_ = 64;
 };
 
-// Weights that eager code was given, and what it does to them: edits reach shards.
 
 class UserWrites {
  public:
   UserWrites(Context& context, ShardAccess& access, Gatherer& gatherer, ResidentWeights& resident)
       : context_(context), access_(access), gatherer_(gatherer), resident_(resident) {}
 
-  // A weight that eager code was given.
+  // A weight that eager code has read.
   struct Tracked {
-    at::Tensor flat;  // 1-D, padded
+    at::Tensor flat;  // one-dimensional, padded
     int64_t index;
-    uint32_t version;  // of the parameter when it was gathered
-    // What code was given: views of `flat`, until somebody assigns other memory to one's `data`.
+    uint32_t version;  // the parameter's version at the gather
+    // Returned to eager code: views of `flat`, until the user assigns to their `data`.
     std::vector<at::Tensor> views;
-    uint64_t writes = 0;  // edits_seen() when its shard changed, after which edits come too late
-    at::Tensor before;    // this rank's elements at that time
+    uint64_t writes = 0;  // write_count() when the shard changed; later writes are too late
+    at::Tensor before;  // this rank's elements at that time
     bool is_held();
     uint64_t write_count() const;
   };
 
-  // How many weights are watched.
+  // Return the number of tracked weights.
   size_t watched() const { return tracked_.size(); }
-  // Name of an op `() -> ()` that is called before edits change shards: a save beside training may be copying
-  // them. Not for weights that nobody can have written to: a forward reads them, and is not to wait for that.
+  // Set an op `() -> ()` that is called before user writes change shards, which an asynchronous save may be
+  // copying. It is not called for weights that cannot have been written, so that a forward does not wait for
+  // it.
   void set_before_write_op(std::string op) { before_write_op_ = std::move(op); }
-  // What code holds of this parameter in this dtype; null when it holds nothing.
+  // Return the tracked weight of this parameter and dtype; null if there is none.
   Tracked* find_tracked(int64_t index, at::ScalarType dtype);
-  // Code is given `full`, a view of `flat`, which is what it held before, or new.
+  // Eager code receives `full`, a view of `flat`. `before`: the tracked weight with this memory, or null.
   void track(Tracked* before, const at::Tensor& flat, const at::Tensor& full, const ParamRecord& record);
 
-  // Copies edits made to weights that eager code still holds, or held last, into their shards. `forget`: and
-  // stop watching them, because the shards are about to change.
+  // Copy user writes to tracked weights into their shards. `forget`: also stop tracking, because the shards
+  // are about to change.
   void sync(bool forget);
-  // Where ranks take turns, edits are a turn to write, and weights that nobody edited must not begin one.
+  // The variant with an epoch lock: user writes begin a write epoch, and weights without writes must not.
   void apply_with_epoch_lock();
-  // Lets go of all; edits to come of those that code still holds are not seen.
+  // Stop tracking all weights. Later writes are not noticed.
   void drop();
-  // Parameter of which the tensor is a gathered weight, or a view of one; -1 when it is none.
+  // Return the index of the parameter of which `tensor` is a gathered weight or a view of one; otherwise -1.
   int64_t find_gathered(const at::Tensor& tensor);
   void close();
 
  private:
   void absorb_data_assignment(Tracked& weight);
   void raise_if_late();
-  // This rank's elements of it, without padding: a view.
+  // Return a view of this rank's elements, without padding.
   at::Tensor own_part(const Tracked& weight) const;
   bool is_late(Tracked& weight);
   bool is_edited(const Tracked& weight);
@@ -92,7 +92,7 @@ class UserWrites {
   GatheredStorages storages_;
   std::vector<Tracked> tracked_;
   std::string before_write_op_;
-  std::vector<Tracked> outdated_;  // still held although their shards have changed
+  std::vector<Tracked> outdated_;  // still referenced, although their shards have changed
 };
 
 }  // namespace lightning_zero

@@ -28,13 +28,13 @@ at::Tensor Weights::gather(int64_t index, at::IntArrayRef shape, at::ScalarType 
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
   user_writes_.sync(/*forget=*/false);
-  // A weight that is read while it is still held is the same memory, as in a plain module: of two copies, the
-  // one that nobody edited would undo the edits of the other. It is gathered all the same, since ranks may
-  // hold weights for different times.
+  // A weight that is read while eager code still holds it has the same memory, as in a plain module. With two
+  // copies, the unmodified one would undo writes to the other. It is gathered anyway, because ranks may hold
+  // weights for different times.
   auto* held = tracked ? user_writes_.find_tracked(index, dtype) : nullptr;
   auto flat = held != nullptr ? held->flat : at::Tensor();
   {
-    // The same values again: autograd must not take them for an edit of the weight that was read first.
+    // The values are the same, so autograd must not count this as a write to the tensor.
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     std::vector<at::Tensor> sources;
     if (!resident_.read(record, dtype, flat)) {
@@ -100,9 +100,9 @@ void Weights::resident_start(at::TensorList resident, at::TensorList shards) {
 void Weights::check_plan(const std::string& digest, const std::string& plan) {
   std::unique_lock lock(context_.mutex);
   if (compute_shards_.recording)
-    return;  // before_replay() does this each time
+    return;  // before_replay() does this for each replay
   if (plans_.count(digest) == 0 && !new_plan_op_.empty()) {
-    lock.unlock();  // Python waits there for the other ranks
+    lock.unlock();  // Python waits there for other ranks
     compat::call(new_plan_op_, {digest, plan});
     lock.lock();
     plans_.insert(digest);
@@ -115,7 +115,7 @@ void Weights::check_plan(const std::string& digest, const std::string& plan) {
   access_.publish(/*all=*/false);
 }
 
-// ---- when shards change
+// ---- changes of shards
 
 void Weights::begin_writing(bool stepping) {
   Lock lock(context_.mutex);
@@ -144,7 +144,7 @@ void Weights::refresh_compute_shards() {
   if (!compute_shards_.has_memory() && !access_.is_shared())
     return;
   if (compute_shards_.any_unclaimed_gradient())
-    begin_writing(/*stepping=*/true);  // of all ranks, which elsewhere may not come along
+    begin_writing(/*stepping=*/true);  // all ranks do, unless reads are collective
   access_.publish(/*all=*/true);
   prefetcher_.begin_step(/*noting=*/access_.is_published());
 }
