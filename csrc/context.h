@@ -25,8 +25,8 @@ struct ExecutorOptions {
   bool double_buffer = true;
   bool free_buckets = false;  // return bucket memory to the allocator after each backward
   bool sync_collectives = false;
-  bool nan_fill = false;  // see Communicator::set_nan_fill
-                          // gradient dtype of collectives
+  bool nan_fill = false;                       // see Communicator::set_nan_fill
+                                               // gradient dtype of collectives
   std::optional<at::ScalarType> reduce_dtype;  // empty: the parameter's dtype
   // Bytes of full weights in one part of a host exchange. The first parts are smaller.
   int64_t exchange_part_bytes = 128 << 20;
@@ -48,7 +48,7 @@ struct Context {
   c10::Device device;
   int64_t rank = 0, size = 1;
   Ranks intra_host, inter_host;  // ranks of this host; ranks with this local rank on all hosts
-  bool replicated = false;  // each host holds a full replica
+  bool replicated = false;       // each host holds a full replica
   ExecutorOptions options;
   c10::intrusive_ptr<Watchdog> watchdog;
   std::vector<std::unique_ptr<ParamRecord>> records;

@@ -45,7 +45,6 @@ struct CudaRuntime {
   static const CudaRuntime& instance();
 };
 
-
 // A copy of `bytes` from one tensor's storage to another's. It holds addresses, because a step has thousands
 // of copies and creating a view costs as much as everything else about one.
 struct Copy {

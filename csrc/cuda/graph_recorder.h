@@ -56,7 +56,6 @@ class WeightCapture {
   size_t gathered_before_ = 0;  // see GatherLog
 };
 
-
 class GraphRecorder {
  public:
   GraphRecorder(Context& context, Communicators& communicators, Transports& transports, Weights& weights,
@@ -74,7 +73,7 @@ class GraphRecorder {
   // backward, from Reducer::segment(); -1: the first.
   void begin(bool backward, bool adding, int64_t segment);
   int64_t end();  // returns the graph's id; throws NotImplementedError if a replay would differ
-  void abort();  // no effect without a capture
+  void abort();   // no effect without a capture
 
   // Return true if replays of these graphs would do the same as runs.
   bool fits(int64_t forward, int64_t backward) const;
@@ -101,7 +100,7 @@ class GraphRecorder {
   GradientCapture gradients_;
   bool recording_ = false;
   std::map<std::string, int64_t> counters_;  // from outside of the capture
-  std::map<int64_t, Recorded> graphs_;  // by id
+  std::map<int64_t, Recorded> graphs_;       // by id
   int64_t made_ = 0;
 };
 

@@ -27,12 +27,11 @@ ApplySum make_row_mean(at::Tensor rows, int64_t begin, const RowMeans& mean);
 // Return `sums` times `factor`, for elements that a reduce-scatter has summed.
 ApplySum make_product(at::Tensor sums, double factor);
 
-
 // Send and receive memory of one bucket in flight.
 struct BucketBuffer {
   int64_t capacity = 0;  // elements per rank
-  at::Tensor send;  // ranks * capacity elements; undefined until first use, as are recv and host_sums
-  at::Tensor recv;  // capacity elements
+  at::Tensor send;       // ranks * capacity elements; undefined until first use, as are recv and host_sums
+  at::Tensor recv;       // capacity elements
   at::Tensor host_sums;  // only with several hosts
   // memory sent from outside of `send`, until `pending` has completed
   std::vector<at::Tensor> own_send_buffers;
@@ -41,7 +40,7 @@ struct BucketBuffer {
 };
 
 struct PoolStats {
-  int64_t grown = 0;  // buckets larger than the capacity, or buffers beyond `depth`
+  int64_t grown = 0;      // buckets larger than the capacity, or buffers beyond `depth`
   int64_t allocated = 0;  // buffers allocated
 };
 
@@ -58,7 +57,7 @@ class BufferPool {
   // reduce-scatter. Allocate beyond `depth` if all buffers are filling or a peer delays the oldest.
   BucketBuffer* acquire(int64_t chunk, PoolStats& stats);
 
-  void drain();  // wait for all buffers in flight
+  void drain();    // wait for all buffers in flight
   void release();  // drain and free the memory
   void discard();  // forget buffers in flight, whose results are not needed
   int64_t bytes() const;
@@ -72,7 +71,7 @@ class BufferPool {
   int64_t capacity_;
   int64_t expected_ = 0;
   size_t depth_;
-  const BucketBuffer* slow_buffer_ = nullptr;  // the buffer that exceeded the wait
+  const BucketBuffer* slow_buffer_ = nullptr;          // the buffer that exceeded the wait
   std::deque<std::unique_ptr<BucketBuffer>> buffers_;  // in order of last use
 };
 
@@ -117,10 +116,10 @@ class ReduceBucket {
 
   struct Slot {
     ParamRecord* record;
-    int64_t offset;  // of the host shard in recv(); its slice in send() begins at ranks * offset
-    int arrivals = 0;  // in this backward
-    int expected = 1;  // arrivals after which the bucket does not wait for it
-    bool add = false;  // add to the gradient shard instead of overwriting it
+    int64_t offset;         // of the host shard in recv(); its slice in send() begins at ranks * offset
+    int arrivals = 0;       // in this backward
+    int expected = 1;       // arrivals after which the bucket does not wait for it
+    bool add = false;       // add to the gradient shard instead of overwriting it
     bool repeated = false;  // an earlier bucket of this backward also has a slot for the parameter
     // Return true if the slot sends the full deferred gradient of this rank.
     bool takes_deferred() const { return !repeated && record->deferred.whole && record->deferred.filled; }
@@ -162,7 +161,7 @@ class ReduceBucket {
 
   State state() const { return state_; }
   at::ScalarType dtype() const { return dtype_; }
-  int64_t chunk() const { return chunk_; }  // elements of all host shards
+  int64_t chunk() const { return chunk_; }      // elements of all host shards
   int64_t segment() const { return segment_; }  // see [Note: segments of a backward]
   std::vector<Slot>& slots() { return slots_; }
   BucketBuffer* buffer() { return buffer_; }

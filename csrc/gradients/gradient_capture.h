@@ -17,13 +17,13 @@ class GradientCapture {
 
   // The effects of a graph on gradients.
   struct Recorded {
-    bool adding = false;  // to existing gradients, instead of overwriting them
-    bool deferred = false;  // adds to deferred gradients, see [Note: deferred gradients]
-    bool taking = false;  // sends deferred gradients
-    int64_t layout = 0;  // version of the bucket layout
+    bool adding = false;             // to existing gradients, instead of overwriting them
+    bool deferred = false;           // adds to deferred gradients, see [Note: deferred gradients]
+    bool taking = false;             // sends deferred gradients
+    int64_t layout = 0;              // version of the bucket layout
     std::vector<const void*> grads;  // their addresses
-    std::vector<int64_t> arrivals;  // empty: a forward, or the backward of frozen weights
-    size_t begin = 0, end = 0;  // range of buckets that it launches
+    std::vector<int64_t> arrivals;   // empty: a forward, or the backward of frozen weights
+    size_t begin = 0, end = 0;       // range of buckets that it launches
     ReduceTransport::Traffic traffic;
   };
 

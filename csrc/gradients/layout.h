@@ -61,7 +61,6 @@ class Segments {
   int relearned_ = 0;
 };
 
-
 class BucketLayout {
  public:
   struct Position {

@@ -40,7 +40,7 @@ class RankConsensus {
 
   struct Result {
     std::vector<int64_t> flags;  // maximum over ranks
-    bool same_order = true;  // gradients arrived in the same order on all ranks
+    bool same_order = true;      // gradients arrived in the same order on all ranks
   };
   // `flags`: of this rank, with the same length on every rank. `barriers`: number of barriers before this
   // backward. Raise if ranks passed barriers at different times or read weights in different orders.
@@ -129,12 +129,11 @@ class HookedGradients {
 // because the user computed with the shard.
 void wrap_user_hooks(const ParamRecord& record);
 
-
 // State of the running, or last, backward.
 struct Backward {
-  std::vector<int> tasks;  // autograd's graph tasks that will call end_backward()
+  std::vector<int> tasks;         // autograd's graph tasks that will call end_backward()
   std::vector<int64_t> arrivals;  // indices of parameters, in order
-  std::vector<size_t> marks;  // number of arrivals at the end of each segment
+  std::vector<size_t> marks;      // number of arrivals at the end of each segment
   size_t next_launch = 0;
   int64_t segment = -1;  // of the last launch
   // During a capture: whether gradients are added to existing ones.
@@ -155,7 +154,7 @@ class Reducer {
   void release(int64_t index);
 
   // ---- hooks, see [Note: hooks on gradients]
-  at::Tensor take_hooked_sum(int64_t index);  // before the user's hooks
+  at::Tensor take_hooked_sum(int64_t index);                  // before the user's hooks
   void reduce_hooked(int64_t index, const at::Tensor& grad);  // after them; in the parameter's shape
 
   // Mark the beginning or end of a compiled graph's backward, see [Note: segments of a backward]. Return true
@@ -171,7 +170,7 @@ class Reducer {
   void on_backward_end(std::string op) { end_hook_op_ = std::move(op); }
   // Set a callback for the end of each backward, before the consensus. `brought`: this rank has gradients.
   void before_end(std::function<void(bool brought)> callback) { before_end_ = std::move(callback); }
-  void abort();  // drop the state of an interrupted backward
+  void abort();            // drop the state of an interrupted backward
   void release_buffers();  // free bucket memory; legal outside backward
 
   DeferredGradients& deferred() { return deferred_; }

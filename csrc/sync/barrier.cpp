@@ -13,8 +13,8 @@ namespace lightning_zero {
 
 namespace {
 
-constexpr int64_t kBarriersPerStep = 1 << 16;  // that an epoch may have
-constexpr unsigned kThreads = 32;              // as in barrier.cu
+constexpr int64_t kBarriersPerStep = 1 << 16;  // maximum barriers in a training step
+constexpr unsigned kThreads = 32;              // as in signal_kernels.cu
 
 }  // namespace
 
@@ -41,7 +41,7 @@ void DeviceBarrier::operator()(int channel, const c10::Stream& stream) const {
       passed = device_words::passed(channel);
   void* count = counts_.mutable_data_ptr<int>() + channel;
   void* host = words_.mutable_data_ptr<int>();
-  // The first is a structure that the kernel takes by value.
+  // The kernel takes the first argument, a structure, by value.
   std::array<void*, 6> arguments = {pads.data(), &rank, &count, &host, &arrived, &passed};
   CudaDriver::instance().launch(barrier_, 1, kThreads, stream, arguments.data());
 }
@@ -50,7 +50,7 @@ void DeviceBarrier::begin_step(int64_t step, const c10::Stream& stream) const {
   auto pads = pads_of(0);
   int rank = static_cast<int>(rank_);
   void* counts = counts_.mutable_data_ptr<int>();
-  // Wraps after 65,536 epochs, as the comparison in barrier.cu does.
+  // Wraps after 65,536 steps, like the comparison in signal_kernels.cu.
   auto first = static_cast<uint32_t>(static_cast<uint64_t>(step) * kBarriersPerStep);
   std::array<void*, 4> arguments = {pads.data(), &rank, &counts, &first};
   CudaDriver::instance().launch(begin_step_, 1, kThreads, stream, arguments.data());

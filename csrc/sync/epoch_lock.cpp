@@ -12,7 +12,7 @@ namespace lightning_zero {
 
 namespace {
 
-constexpr int64_t kEpochsPerStep = 1 << 20;  // more than a training step takes
+constexpr int64_t kEpochsPerStep = 1 << 20;  // more epochs than a training step has
 
 }  // namespace
 
@@ -57,7 +57,7 @@ void HostEpochLock::wait_for(int64_t number, bool to_read) {
 
 namespace {
 
-constexpr unsigned kEpochLockThreads = 32;         // as in turns.cu
+constexpr unsigned kEpochLockThreads = 32;         // as in signal_kernels.cu
 constexpr int kLane = device_words::BARRIERS - 1;  // of weights
 
 }  // namespace
@@ -75,7 +75,7 @@ DeviceEpochLock::DeviceEpochLock(const at::Tensor& code, std::vector<at::Tensor>
 }
 
 void DeviceEpochLock::announce(int64_t number) {
-  readers_.block_current_stream();  // what was read is over
+  readers_.block_current_stream();  // reads have completed
   launch(announce_, number, current_stream(pads_[static_cast<size_t>(rank_)].device()));
 }
 
@@ -92,7 +92,7 @@ void DeviceEpochLock::launch(void* kernel, int64_t number, const c10::Stream& st
   int passed = device_words::passed(kLane);
   auto low = low_word(number);
   void* host = words_.mutable_data_ptr<int>();
-  // The first is a structure that the kernel takes by value.
+  // The kernel takes the first argument, a structure, by value.
   std::array<void*, 6> arguments = {pads.data(), &rank, &low, &host, &arrived, &passed};
   CudaDriver::instance().launch(kernel, 1, kEpochLockThreads, stream, arguments.data());
 }

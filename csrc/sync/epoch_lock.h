@@ -1,11 +1,11 @@
-// Ranks read each other's shards out of shared memory, and take turns: a time to read, a time to write, and
-// so on.
+// A reader/writer lock over the shards that ranks read from each other's memory: epochs of reading and of
+// writing alternate.
 //
-// Each rank has a number that the others read: even while it reads, odd while it writes. It goes on by one
-// whenever this rank begins to do the other, and never back. A rank writes once no other reads any more: all
-// numbers are at least its own, odd one. It reads once all have written: all are at least its own, even one.
-// Who has nothing to read, or nothing to write, waits for nobody, and nobody needs to come along with a
-// reader. What must be the same on every rank is only that its shards are written, and between which reads.
+// Each rank has a number that the others read: even while it reads, odd while it writes. The number increases
+// by one whenever the rank changes between them. A rank writes after no other rank reads: all numbers are at
+// least its own, odd one. It reads after all have written: all numbers are at least its own, even one. A rank
+// that has nothing to read or write waits for no other rank, and no rank has to read together with another.
+// Ranks must agree only on which write epochs there are, and between which reads.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -24,32 +24,32 @@ class EpochLock {
 
   bool is_writing() const { return number_ % 2 != 0; }
 
-  // Returns once this rank may write.
+  // Return after this rank may write.
   void begin_writing();
-  // What was to be written is: others may read it. Returns at once.
+  // Let other ranks read. Returns immediately.
   void end_writing();
-  // Returns once this rank may read; it must not be writing.
+  // Return after this rank may read. It must not be writing.
   void wait_to_read();
 
-  // A training step begins, the `step`-th: numbers go on from one that is the same on every rank, whatever
-  // each of them has done since the step before.
+  // Begin training step `step`: continue from a number that is the same on every rank, independent of earlier
+  // steps.
   void begin_step(int64_t step);
 
  protected:
-  // What this rank has read, or written, is over when the others see the number.
+  // Publish `number`, after this rank's earlier reads and writes.
   virtual void announce(int64_t number) = 0;
-  // What comes next, reads or writes, comes when all have announced that number.
+  // Order later reads or writes after all ranks have announced `number`.
   virtual void wait_for(int64_t number, bool to_read) = 0;
 
  private:
   int64_t number_ = 0;
-  bool readable_ = true;  // all have written what this rank would read now
+  bool readable_ = true;  // all ranks have written the values that this rank would read now
 };
 
-// Of processes on CPUs, whose reads and writes are over when the call that does them returns.
+// For processes on CPUs, whose reads and writes have completed when their calls return.
 class HostEpochLock : public EpochLock {
  public:
-  // `numbers`: see SharedNumbers.
+  // `numbers`: see SharedCounters.
   HostEpochLock(std::vector<at::Tensor> numbers, int64_t rank)
       : numbers_(std::move(numbers), rank, SequenceId::TURN) {}
   void watch(c10::intrusive_ptr<Watchdog> watchdog) override { numbers_.watch(std::move(watchdog)); }
@@ -61,19 +61,19 @@ class HostEpochLock : public EpochLock {
   SharedCounters numbers_;
 };
 
-// Turns on devices: kernels announce them and wait for them, the host does neither.
+// For devices: kernels announce epochs and wait for them, and the host does not block.
 
-// The stream on which weights are read; they are written on the current one.
+// The stream that reads weights. They are written on the current stream.
 struct ReaderStream {
-  std::function<void()> block_current_stream;  // the current stream waits for it
+  std::function<void()> block_current_stream;  // make the current stream wait for it
   std::function<void(const std::function<void()>&)>
-      run;  // what this queues goes there, behind what is queued already
+      run;  // queue work on it, after the work that is already queued on the current stream
 };
 
 class DeviceEpochLock : public EpochLock {
  public:
-  // `code`: bytes that the device's driver loads, of turns.cu. `rows`: of each rank, a number for each rank,
-  // 32 bits, zero, that all ranks can write. `words`: as DeviceBarrier's, whose lane of weights they use.
+  // `code`: the compiled signal_kernels.cu. `pads`: each rank's signal pad, one 32-bit number per rank,
+  // zeros, which all ranks can write. `words`: those of DeviceBarrier, whose channel of weights this uses.
   DeviceEpochLock(const at::Tensor& code, std::vector<at::Tensor> pads, at::Tensor words, int64_t rank,
                   ReaderStream readers);
 

@@ -19,9 +19,9 @@ namespace lightning_zero {
 
 namespace {
 
-constexpr int kSpins = 200;  // before a waiting rank gives its processor away for longer
-// Each nap is longer than the one before, an eighth of what was waited so far: naps of 50 us all the time
-// took an eighth of a processor from those that were waited for.
+constexpr int kSpins = 200;  // yields before a waiting rank sleeps
+// Naps grow to an eighth of the time waited so far. Constant naps of 50 us took an eighth of a CPU from the
+// ranks that were waited for.
 constexpr std::chrono::microseconds kFirstNap{50}, kLongestNap{2000};
 
 }  // namespace
@@ -73,7 +73,7 @@ void SharedCounters::wait_for(int64_t number, const char* what) const {
 
 namespace {
 
-constexpr unsigned kSignalThreads = 32;  // as in arrivals.cu
+constexpr unsigned kSignalThreads = 32;  // as in signal_kernels.cu
 
 }  // namespace
 
@@ -127,7 +127,7 @@ void DeviceRemoteSignals::announce(int64_t part) {
   auto number = low_word(number_of(part));
   void* host = words_.mutable_data_ptr<int>();
   int received = device_words::RECEIVED;
-  // The first is a structure that the kernel takes by value.
+  // The kernel takes the first argument, a structure, by value.
   std::array<void*, 5> arguments = {pads.data(), &rank, &number, &host, &received};
   CudaDriver::instance().launch(announce_, 1, kSignalThreads, current_stream(first_.device()),
                                 arguments.data());

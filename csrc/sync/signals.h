@@ -1,4 +1,5 @@
-// A number of each rank, in memory that processes of one host share: ranks tell each other how far they are.
+// Counters in host memory that the processes of one host share, and the signals of exchanges with other
+// hosts.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,14 +12,14 @@ namespace lightning_zero {
 
 class SharedCounters {
  public:
-  // `numbers`: of each rank, one integer of 64 bits, zero, in memory that all can read.
-  // `lane`: in which the watchdog counts them.
+  // `numbers`: each rank's counter, a 64-bit zero in memory that all ranks can read. `sequence`: under which
+  // the watchdog counts them.
   SharedCounters(std::vector<at::Tensor> numbers, int64_t rank, SequenceId sequence);
   void watch(c10::intrusive_ptr<Watchdog> watchdog) { watchdog_ = std::move(watchdog); }
 
-  // This rank's, which never goes back: what it did before, others see once they see the number.
+  // Increase this rank's counter. Ranks that see the number also see this rank's earlier writes.
   void set(int64_t number);
-  // Returns once all are at least that. `what`: is waited for, in words.
+  // Return after all counters have reached `number`. `what`: describes the wait.
   void wait_for(int64_t number, const char* what) const;
 
  private:
@@ -30,37 +31,33 @@ class SharedCounters {
   c10::intrusive_ptr<Watchdog> watchdog_;
 };
 
-// How much of what hosts exchange has come to the ranks of this host, which read it out of each other's
-// memory.
-//
-// It comes in parts, in one order. Each rank tells the others how many have come to it, of all exchanges so
-// far, which are counted alike on every rank. Nothing else holds readers back: no barrier, and not what they
-// do not read.
+// Tells the ranks of this host, which read each other's host shards, how many parts of host exchanges each
+// rank has received. Parts arrive in one order and are counted over all exchanges, alike on every rank.
+// Nothing else delays readers: neither a barrier nor parts that they do not read.
 
-// Who waits for a part: the stream on which weights are gathered, or the current one.
+// The reader of a part: the stream of weights, or the current stream.
 enum class Reader : int { GATHERS, CURRENT };
 
 class RemoteSignals {
  public:
   virtual ~RemoteSignals() = default;
   virtual void watch(c10::intrusive_ptr<Watchdog> watchdog) {}
-  // Whether they are also those of other ranks.
+  // Return true if waits include the parts of other ranks.
   virtual bool from_peers() const = 0;
 
-  // Parts come next, of which the first has the number `first` + 1. On a device, the current stream is behind
-  // all waits for those before, and before all waits for these.
+  // Begin an exchange whose parts are numbered from `first` + 1. On a device, the current stream must be
+  // ordered after all waits for earlier parts and before all waits for these.
   void begin(int64_t first);
-  // What is queued on the current stream of a device next sends the parts up to this one, from 0. Only the
-  // watchdog hears of it.
+  // Report to the watchdog that work queued next on the current stream sends the parts up to `part`, from 0.
   virtual void announce_send(int64_t part) {}
-  // The parts up to this one, from 0, have come to this rank; on a device, once what was queued on the
-  // current stream is over.
+  // Announce that this rank has received the parts up to `part`, from 0; on a device, after the work on the
+  // current stream.
   virtual void announce(int64_t part) = 0;
-  // Returns once these have come to all ranks; on a device, that is when what is queued next on the current
-  // stream begins, in a graph, too: there it means the part of the exchange that was begun last.
+  // Return after all ranks have received the parts up to `part`; on a device, make the current stream wait.
+  // In a graph, the part belongs to the last exchange before the replay.
   virtual void wait_for(int64_t part, Reader reader) = 0;
-  // The current stream has waited for all parts of this exchange: whoever waits in a graph that is replayed
-  // next, for one of the first so many parts, need not, whether there are so many or not.
+  // The current stream has waited for all parts of this exchange, so waits for the first `parts` in the next
+  // replayed graph pass, even if there are fewer parts.
   void skip_waits(int64_t parts) { set_first(first_ - parts); }
 
  protected:
@@ -71,10 +68,10 @@ class RemoteSignals {
   int64_t first_ = 0;
 };
 
-// Of processes on CPUs.
+// For processes on CPUs.
 class HostRemoteSignals : public RemoteSignals {
  public:
-  // `numbers`: see SharedNumbers.
+  // `numbers`: see SharedCounters.
   HostRemoteSignals(std::vector<at::Tensor> numbers, int64_t rank)
       : numbers_(std::move(numbers), rank, SequenceId::PART) {}
   void watch(c10::intrusive_ptr<Watchdog> watchdog) override { numbers_.watch(std::move(watchdog)); }
@@ -86,12 +83,11 @@ class HostRemoteSignals : public RemoteSignals {
   SharedCounters numbers_;
 };
 
-// On devices: kernels announce and wait, the host does neither.
+// For devices: kernels announce parts and wait for them, and the host does not block.
 class DeviceRemoteSignals : public RemoteSignals {
  public:
-  // `code`: bytes that the device's driver loads, of arrivals.cu. `rows`: of each rank, a number for each
-  // rank, 32 bits, zero, that all ranks can write; one row where no other rank reads. `words`: see
-  // device_words.h.
+  // `code`: the compiled signal_kernels.cu. `pads`: each rank's signal pad, one 32-bit number per rank,
+  // zeros, which all ranks can write; a single pad if no other rank reads. `words`: see signal_pads.h.
   DeviceRemoteSignals(const at::Tensor& code, std::vector<at::Tensor> pads, at::Tensor words, int64_t rank);
   void watch(c10::intrusive_ptr<Watchdog> watchdog) override;
   bool from_peers() const override { return pads_.size() > 1; }
@@ -106,7 +102,7 @@ class DeviceRemoteSignals : public RemoteSignals {
   std::vector<at::Tensor> pads_;
   at::Tensor words_;
   int64_t rank_;
-  at::Tensor first_;  // on the device, so that a graph finds there what it is replayed for
+  at::Tensor first_;  // on the device, so that a graph reads the value of its replay
 };
 
 }  // namespace lightning_zero

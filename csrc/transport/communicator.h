@@ -224,9 +224,9 @@ class Communicator {
   CollectiveOrder& order_;
   c10::intrusive_ptr<Watchdog> watchdog_;
   bool recording_ = false, used_ = false;
-  std::vector<c10::Stream> side_streams_;  // for concurrent copies in graphs
-  std::function<void()> signal_all_;  // signals all ranks and waits for them, on the current stream
-  at::Tensor token_, tokens_;  // input and output of a barrier
+  std::vector<c10::Stream> side_streams_;   // for concurrent copies in graphs
+  std::function<void()> signal_all_;        // signals all ranks and waits for them, on the current stream
+  at::Tensor token_, tokens_;               // input and output of a barrier
   std::optional<std::mt19937> jitter_rng_;  // with NaN fill
 };
 

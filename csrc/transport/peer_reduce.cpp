@@ -63,10 +63,10 @@ class PeerReduce : public ReduceTransport {
   Communicator& comm_;
   const RowMeans& means_;
   std::vector<at::Tensor> staging_;  // by rank
-  int64_t rounds_ = 0;  // in this segment of a backward
-  int64_t barriers_ = 0;  // all since the start
-  int64_t barriers_before_ = 0;  // before this backward
-  int64_t barriers_recorded_ = 0;  // before the current capture
+  int64_t rounds_ = 0;               // in this segment of a backward
+  int64_t barriers_ = 0;             // all since the start
+  int64_t barriers_before_ = 0;      // before this backward
+  int64_t barriers_recorded_ = 0;    // before the current capture
 };
 
 PeerReduce::PeerReduce(const Context& context, Communicator& comm, const RowMeans& means,

@@ -13,8 +13,8 @@ namespace lightning_zero {
 namespace {
 
 constexpr unsigned kMeanThreads = 256;  // as in kernels.cu
-constexpr int64_t kBlocks = 1 << 16;  // more than run at once; a thread has one or two packs
-constexpr int64_t kPack = 16;  // bytes
+constexpr int64_t kBlocks = 1 << 16;    // more than run at once; a thread has one or two packs
+constexpr int64_t kPack = 16;           // bytes
 
 bool aligned(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % kPack == 0;

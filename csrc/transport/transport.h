@@ -166,7 +166,7 @@ class Transports {
   std::unique_ptr<ReduceTransport> reduce_;
   RowMeans means_;
   std::shared_ptr<DeviceBarrier> barrier_;
-  int64_t steps_ = 0;  // number of training steps, for barriers and the epoch lock
+  int64_t steps_ = 0;         // number of training steps, for barriers and the epoch lock
   bool interrupted_ = false;  // devices were released from barriers
 };
 

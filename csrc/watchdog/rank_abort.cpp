@@ -26,7 +26,7 @@ bool RankAbort::fail() {
     return false;
   failed_ = true;
   activity_.release_device_waits(true);
-  return !ending_;  // or it ends because of another; that one has told everybody
+  return !ending_;  // if another rank caused the abort, that rank has told all others
 }
 
 void RankAbort::abort(const std::string& kind, const std::string& text, Clock::time_point deadline) {
@@ -81,7 +81,7 @@ bool RankAbort::has_ended() const {
 
 bool RankAbort::is_overdue() const {
   std::lock_guard lock(mutex_);
-  // Under a Trainer, whoever is told comes to fail(); without one, nobody need.
+  // With a Trainer, a rank whose wait raised reaches fail(). Without one it need not.
   return !failed_ && !(raised_ && activity_.stage() == 0) && Clock::now() > deadline_;
 }
 

@@ -1,4 +1,4 @@
-// Whether this rank must not go on, and why. See [Note: how ranks end] in runtime/watchdog.h.
+// Decides whether this rank must not continue, and why. See [Note: how ranks end] in watchdog.h.
 #pragma once
 
 #include <atomic>
@@ -10,43 +10,43 @@
 
 namespace lightning_zero {
 
-// All methods may be called from any thread.
+// Any thread may call any method.
 class RankAbort {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `activity`: of the rank, whose devices are let through their barriers once it ends.
+  // `activity`: of this rank, whose devices are released from barriers at an abort.
   explicit RankAbort(RankActivity& activity) : activity_(activity) {}
 
-  // Name of an op `(str kind, str text) -> ()` that raises. Without one a plain error is thrown.
+  // Set an op `(str kind, str text) -> ()` that raises. Without one, check() throws a plain error.
   void on_abort(std::string op);
-  // A stage begins: what failed before is over.
+  // Begin a stage: earlier failures no longer count.
   void begin();
-  // This rank has failed by itself. Returns whether the others are to be told.
+  // This rank has failed by itself. Return true if the others must be told.
   bool fail();
-  // It ends because of others, and must have come to its own end by `deadline`.
+  // Abort this rank because of others. It must end by itself before `deadline`.
   void abort(const std::string& kind, const std::string& text, Clock::time_point deadline);
-  // This rank need not be given time to fail by itself.
+  // Do not give this rank time to fail by itself.
   void skip_grace_period() { skip_grace_.store(true, std::memory_order_relaxed); }
 
-  // Throws once it must not go on.
+  // Throw if this rank must not continue.
   void check();
-  // Throws, as check() does.
+  // Throw, as check() does.
   [[noreturn]] void raise(const std::string& kind, const std::string& text) const;
-  std::string abort_reason() const;  // why; empty while nothing is wrong
+  std::string abort_reason() const;  // empty without an abort
 
   bool has_failed() const;
   bool is_ending() const { return ending_; }
   bool skips_grace() const { return skip_grace_; }
-  bool has_ended() const;   // it has failed, or ends because of others
-  bool is_overdue() const;  // it has been told to end, or could not be, and goes on
+  bool has_ended() const;   // failed or aborted
+  bool is_overdue() const;  // aborted, and still running after the deadline
 
  private:
   RankActivity& activity_;
-  mutable std::mutex mutex_;  // taken before the activity's
+  mutable std::mutex mutex_;  // locked before the activity's mutex
   std::string abort_op_;
   bool failed_ = false;  // this rank, by itself
-  bool raised_ = false;  // a wait has thrown, so that somebody knows that this process should end
+  bool raised_ = false;  // a wait has thrown, so the caller knows that the process should end
   std::atomic<bool> ending_{false}, skip_grace_{false};
   std::string kind_, text_;
   Clock::time_point deadline_{};

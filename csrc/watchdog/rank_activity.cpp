@@ -11,7 +11,7 @@ namespace {
 
 constexpr const char* kBarrierWaits[device_words::BARRIERS] = {"a barrier before gradients are added up",
                                                                "its turn to read or to write parameters"};
-constexpr const char* kPartWait = "weights of other hosts";  // which ones, RankActivity knows
+constexpr const char* kPartWait = "weights of other hosts";  // RankActivity adds which weights
 
 }  // namespace
 
@@ -57,7 +57,7 @@ void DeviceWaits::add_to(RankStatus& status) {
 
 namespace {
 
-constexpr double kLong = 1;  // seconds: replays that are over sooner compute, and wait for nobody
+constexpr double kLong = 1;  // seconds; shorter replays compute and wait for no rank
 
 }  // namespace
 
@@ -68,7 +68,7 @@ void ReplayWaits::add(const at::Tensor& ended, SequenceId sequence, int64_t numb
     seen_ = 0;
     ended_ = ended;
   }
-  update();  // or they would pile up where no thread asks
+  update();  // limits their number if no thread asks
   running_.push_back({sequence, number, seconds_since_epoch()});
 }
 
@@ -137,7 +137,7 @@ void RankActivity::set_progress(std::string how_far) {
 }
 
 void RankActivity::forget_names() {
-  std::lock_guard lock(mutex_);  // status() reads them under it
+  std::lock_guard lock(mutex_);  // status() reads the names under it
   last_ = nullptr;
 }
 
@@ -210,7 +210,7 @@ RankStatus RankActivity::status() {
     const auto& wait = waits_.front();
     const auto since =
         seconds_since_epoch() - std::chrono::duration<double>(Clock::now() - wait.since).count();
-    // Milliseconds of jitter between two readings of two clocks would be news each time.
+    // Rounded, because jitter between the two clocks would change the status each time.
     status.wait = {wait.sequence, wait.number, wait.what, std::round(since * 10) / 10};
   }
   devices_.add_to(status);

@@ -1,4 +1,4 @@
-// Waits of a device for those of other ranks, as its kernels tell of them in memory of the host.
+// Waits of this rank's device and host for other ranks, and its current phase.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,11 +19,11 @@ namespace lightning_zero {
 
 class DeviceWaits {
  public:
-  // `words`: see device_words.h.
+  // `words`: see signal_pads.h.
   void watch(const at::Tensor& words);
-  // Ends all waits, or has devices wait again.
+  // End all waits of the device, or let it wait again.
   void release_waits(bool all) const;
-  // What this device waits for, where the host waits for nothing, and how far it is.
+  // Add the device's progress, and its wait if the host waits for nothing.
   void add_to(RankStatus& status);
 
  private:
@@ -31,7 +31,7 @@ class DeviceWaits {
     int64_t number = 0;
     double since = 0;
   };
-  // Kernels wait for `number` of that lane, or are past it.
+  // Kernels wait for `number` of the sequence, or have passed it.
   void add(RankStatus& status, SequenceId sequence, Seen& seen, int64_t number, bool waits, const char* what);
 
   at::Tensor words_;
@@ -39,64 +39,60 @@ class DeviceWaits {
   std::array<Seen, device_words::READERS> parts_{};
 };
 
-// Replays of graphs in which devices wait for each other in collectives. Nobody else watches over these: a
-// process group hears of a collective when it is captured, and never again.
+// Replayed graphs with collectives in which devices wait for each other. A process group sees a collective at
+// its capture only, so its watchdog does not observe replays.
 
 class ReplayWaits {
  public:
-  // `ended`: in memory of the host, how many of all replays that were told of here have ended. The device
-  // says so itself: a thread that asked it could be held up by whoever waits for it. `number`: of the last of
-  // the replay's meetings in that lane.
+  // `ended`: number of ended replays among those added here, in host memory. The device writes it itself,
+  // because a thread that queried the device could block. `number`: of the replay's last collective in the
+  // sequence.
   void add(const at::Tensor& ended, SequenceId sequence, int64_t number);
   void forget();
-  // The oldest that has not ended, once it takes long and the host waits for nothing.
+  // Add the oldest replay that has not ended, if it is slow and the host waits for nothing.
   void add_to(RankStatus& status);
 
  private:
   struct Replay {
     SequenceId sequence;
     int64_t number;
-    double since;  // it began, or the one before it ended
+    double since;  // its beginning, or the end of the previous replay
   };
   void update();
 
   at::Tensor ended_;
-  int64_t seen_ = 0;  // that have ended
+  int64_t seen_ = 0;  // number of ended replays
   std::deque<Replay> running_;
 };
 
-// What this rank is doing and where it waits, as its threads tell of it.
-
-// All methods may be called from any thread.
+// The state of this rank, as its threads report it. Any thread may call any method.
 class RankActivity {
  public:
-  // `hosts`: of each rank, the number of its host; empty where there is one.
+  // `hosts`: the host index of each rank; empty with one host.
   RankActivity(int64_t rank, const std::vector<int64_t>& hosts);
 
   void enter(Phase phase);
   void begin_stage();
   int64_t stage() const;
-  // Something that takes its time and is no reason to worry, in words; "" when it is over.
+  // Describe a long task for which others must not report this rank; "" at its end.
   void busy(std::string what);
-  // How far something is that takes long, in words, each time that it is farther; "" when it is over. Others
-  // may wait for it as long as that goes on.
+  // Describe the progress of a long task, whenever there is some; "" at its end. Others may wait for it while
+  // it progresses.
   void set_progress(std::string how_far);
-  // The parameter that was gathered or reduced last. The name must live as long as this, or until
-  // forget_names().
+  // Set the last parameter that was gathered or reduced. The name must live until forget_names().
   void set_last_parameter(const std::string& name) { last_.store(&name, std::memory_order_release); }
   void forget_names();
 
-  // This rank has begun, or will take part in, its next meetings of this lane; returns the last one's number.
+  // This rank begins its next `count` collectives of the sequence. Return the number of the last one.
   int64_t advance(SequenceId sequence, int64_t count = 1);
-  // The same for a lane whose numbers somebody else counts.
+  // Set the number of a sequence that is counted elsewhere.
   void set_sequence_number(SequenceId sequence, int64_t number);
-  // It waits for the others to come to that number; -1: in a lane whose meetings are not counted. Returns
-  // what end_wait() is given.
+  // The rank waits for others to reach `number`; -1: in an uncounted sequence. Return an id for end_wait().
   int64_t begin_wait(int sequence, int64_t number, std::string what);
   void end_wait(int64_t id);
 
-  // Hosts exchange weights next, in parts, of which the first has the number `first` + 1. `weights`: of each
-  // part, which it holds.
+  // An exchange between hosts begins, whose parts are numbered from `first` + 1. `weights`: describes each
+  // part.
   void set_exchange_parts(int64_t first, std::vector<std::string> weights);
 
   // See DeviceWaits.
@@ -125,7 +121,7 @@ class RankActivity {
   int64_t first_part_ = 0;
   std::vector<std::string> parts_;
   int64_t ids_ = 0;
-  std::list<Wait> waits_;  // of all threads, the oldest first
+  std::list<Wait> waits_;  // of all threads, oldest first
   std::atomic<const std::string*> last_{nullptr};
   std::array<std::atomic<int64_t>, SEQUENCE_COUNT> met_{};
   std::atomic<int64_t> activity_{0};

@@ -14,7 +14,7 @@ namespace lightning_zero {
 namespace {
 
 constexpr char kSeparator = '\n';
-constexpr double kNoProgress = 5;  // seconds after which it is said that nothing more was done
+constexpr double kNoProgress = 5;  // seconds without progress after which a report mentions it
 
 const char* name(Phase phase) {
   switch (phase) {
@@ -115,7 +115,7 @@ RankStatus RankStatus::from_text(int64_t rank, const std::string& text) {
   status.wait.since = time();
   status.wait.on_device = whole() != 0;
   for (auto& count : status.sequence_numbers) count = whole();
-  // Lanes are indices: what another version, or somebody else, has written must not be one that is not there.
+  // Sequences are indices: reject values that other versions or programs have written.
   if (status.wait.sequence < -1 || status.wait.sequence >= SEQUENCE_COUNT)
     status.wait = {};
   return status;
@@ -147,7 +147,7 @@ std::string RankStatus::describe(double now) const {
 
 namespace {
 
-// Devices count with 32 bits, over and over; what hosts exchange is counted there, too.
+// Devices and host exchanges count with 32 bits, which wrap.
 bool is_behind(const RankStatus& status, SequenceId sequence, int64_t number) {
   const auto sequence_number = status.sequence_numbers[static_cast<size_t>(sequence)];
   if (!status.known || sequence < SequenceId::DEVICE_REDUCE)
@@ -155,7 +155,7 @@ bool is_behind(const RankStatus& status, SequenceId sequence, int64_t number) {
   return static_cast<int32_t>(static_cast<uint32_t>(sequence_number) - static_cast<uint32_t>(number)) < 0;
 }
 
-// Meetings of the ranks of one host.
+// Return true for sequences of the ranks of one host.
 bool is_of_host(SequenceId sequence) {
   return sequence == SequenceId::TURN || sequence == SequenceId::DEVICE_REDUCE ||
          sequence == SequenceId::DEVICE_GATHER;
@@ -165,8 +165,8 @@ bool waits_for_part(const RankStatus& status) {
   return status.is_waiting() && status.wait.sequence == static_cast<int>(SequenceId::PART);
 }
 
-// A part comes to each rank of a host from those at the same place of the others. Of whatever has not come
-// yet to all ranks of the host that waits: who has not sent it.
+// Return the ranks that have not sent a part which some rank of the waiting host lacks. A rank receives a
+// part from the ranks with its local rank on other hosts.
 std::vector<int64_t> ranks_without_send(const RankStatus& waiting, const std::vector<RankStatus>& all) {
   std::vector<int64_t> missing;
   for (const auto& other : all) {
@@ -181,7 +181,7 @@ std::vector<int64_t> ranks_without_send(const RankStatus& waiting, const std::ve
   return missing;
 }
 
-// Ranks of the same host to which the part has not come.
+// Return the ranks of the same host that have not received the part.
 std::vector<int64_t> ranks_without_part(const RankStatus& waiting, const std::vector<RankStatus>& all) {
   std::vector<int64_t> ranks;
   for (const auto& other : all) {
@@ -192,7 +192,7 @@ std::vector<int64_t> ranks_without_part(const RankStatus& waiting, const std::ve
   return ranks;
 }
 
-// Ranks at whose end of a chain of waits this one is.
+// Return the ranks whose chains of waits end at this rank.
 std::vector<int64_t> ranks_blocked_on(int64_t rank, const std::vector<RankStatus>& all) {
   std::vector<int64_t> ranks;
   for (const auto& other : all) {
@@ -203,7 +203,7 @@ std::vector<int64_t> ranks_blocked_on(int64_t rank, const std::vector<RankStatus
   return ranks;
 }
 
-// What to look at, where what hosts exchange does not come.
+// Say where to look if a part of a host exchange is missing.
 std::string describe_missing_part(const RankStatus& mine, const std::vector<int64_t>& missing,
                                   const std::vector<RankStatus>& all) {
   if (missing.empty())
@@ -258,8 +258,8 @@ std::vector<int64_t> find_blocking_ranks(const RankStatus& waiting, const std::v
 
 std::vector<int64_t> find_lagging_ranks(const std::vector<RankStatus>& all) {
   const auto& first = all.front();
-  // Of hosts: devices are all at the same place while they compute what all have launched. What hosts
-  // exchange may be on its way.
+  // Compares hosts: devices are all at the same point while they execute launched work. Parts of an exchange
+  // may still be in transit.
   const bool together = first.is_waiting() && first.wait.sequence >= 0 && !waits_for_part(first) &&
                         std::all_of(all.begin(), all.end(), [&](const auto& status) {
                           return status.known && !status.left && status.is_waiting() &&

@@ -15,9 +15,9 @@ namespace lightning_zero {
 
 namespace {
 
-constexpr size_t kParent = 1, kStarted = 19;  // of the fields that follow a process's name
+constexpr size_t kParent = 1, kStarted = 19;  // indices in the fields after a process's name
 
-// Not by streams: where a compiler links its library statically they find another copy's locales, and crash.
+// Not by streams: with a statically linked C++ library they would use another copy's locales and crash.
 std::string read(const std::string& path) {
   std::string text;
   const int file = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -41,17 +41,17 @@ std::string of_process(int64_t pid, const char* what) {
   return read("/proc/" + std::to_string(pid) + "/" + what);
 }
 
-// State, parent, ... start time of a process, as text; empty when there is none.
+// Return the process's fields from its state on, as text; empty if there is none.
 std::vector<std::string> state_of(int64_t pid) {
   const auto text = of_process(pid, "stat");
-  const auto end_of_name = text.rfind(')');  // the name may hold anything
+  const auto end_of_name = text.rfind(')');  // the name may contain anything
   if (end_of_name == std::string::npos)
     return {};
   auto fields = split(text.substr(std::min(end_of_name + 2, text.size())), ' ');
   return fields.size() > kStarted && !fields[0].empty() ? fields : std::vector<std::string>();
 }
 
-// Whether /proc is that of the namespace in which this process has its number.
+// Return true if /proc belongs to the PID namespace of this process.
 bool sees_itself() {
   return link("/proc/self") == std::to_string(::getpid());
 }
@@ -74,14 +74,14 @@ std::string ProcessOnHost::own() {
   if (!sees_itself() || state.empty())
     return "";
   char host[256] = {};
-  ::gethostname(host, sizeof(host) - 1);  // hosts that were started from one image may share what follows
+  ::gethostname(host, sizeof(host) - 1);  // hosts started from one image may share the boot id
   return std::string(host) + "/" + read("/proc/sys/kernel/random/boot_id") + "|" + link("/proc/self/ns/pid") +
          "|" + std::to_string(pid) + "|" + state[kStarted];
 }
 
 std::optional<ProcessOnHost> ProcessOnHost::find(const std::string& what) {
   const auto theirs = split(what, '|'), ours = split(own(), '|');
-  // The machine, and the namespace in which the number counts.
+  // Compare the machine and the PID namespace.
   if (theirs.size() != 4 || ours.size() != 4 || theirs[1].empty() || theirs[0] != ours[0] ||
       theirs[1] != ours[1])
     return std::nullopt;
@@ -186,7 +186,7 @@ const std::optional<std::string>& RankStateStore::process_text(int64_t other) {
 }
 
 const std::optional<ProcessOnHost>& RankStateStore::process_of(int64_t other) {
-  // What is told apart as hosts is taken for hosts that do not see each other.
+  // Ranks that are configured as different hosts count as unable to see each other.
   if (asked_[other] || (!hosts_.empty() && hosts_[other] != hosts_[rank_]))
     return processes_[other];
   if (const auto& text = process_text(other)) {
@@ -197,7 +197,7 @@ const std::optional<ProcessOnHost>& RankStateStore::process_of(int64_t other) {
 }
 
 void RankStateStore::publish_heartbeat() {
-  // Another text than those of a watchdog that this process had before, too.
+  // Distinct from the heartbeats of an earlier watchdog of this process.
   store_->set(key("beat", rank_), std::to_string(seconds_since_epoch()) + " " + std::to_string(++beats_));
 }
 
@@ -212,7 +212,7 @@ void RankStateStore::publish_failure(int64_t stage, const std::string& kind, con
     store_->set(failed_key(stage, rank_), kind + "|" + text);
     store_->add("lightning_zero/watchdog/failures/" + std::to_string(stage), 1);
   } catch (const std::exception&) {
-    // The store is gone, and with it whoever could be told.
+    // The store is gone, and with it all receivers.
   }
 }
 
@@ -233,9 +233,10 @@ RankStateStore::Failure RankStateStore::failure_of(int64_t stage, int64_t other)
 namespace {
 
 constexpr std::chrono::duration<double> kBeat{1.0};
-constexpr double kMaxBetweenChecks = 1.5;  // seconds; a thread that looks later was stopped, or kept waiting
+// seconds; a longer gap means that this thread was stopped or delayed
+constexpr double kMaxBetweenChecks = 1.5;
 
-// At the same place of the next host, and of the first behind the last.
+// Return the rank with the same local rank on the next host, cyclically.
 int64_t next_of(int64_t rank, const std::vector<int64_t>& hosts) {
   const auto stands = [&](int64_t of) {
     RankStatus status;

@@ -1,4 +1,5 @@
-// What Linux tells of processes on this host.
+// The state that ranks exchange through the key-value store of their process group: status, processes,
+// heartbeats, failures.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -17,45 +18,42 @@ class Store;
 
 namespace lightning_zero {
 
-// A process of this host, or none that can be seen from here.
+// A process of this host.
 struct ProcessOnHost {
   int64_t pid = 0;
-  std::string started;       // by which a later process of the same number is told apart
-  static std::string own();  // what others need to find this one
+  std::string started;       // start time, which distinguishes it from later processes with the same id
+  static std::string own();  // returns a text by which others find this process
   static std::optional<ProcessOnHost> find(const std::string& what);
-  static std::string host_in(const std::string& what);  // what that host calls itself; empty: not known
+  static std::string host_in(const std::string& what);  // the host's name; empty: unknown
   bool is_alive() const;
 };
 
-// Kills what this process has forked without exec, or started by Python's multiprocessing: the workers of
-// data loaders, which nobody else ends when it ends by std::_Exit(), and which may hang. Not the ranks that
-// Lightning's launcher has started.
+// Kill children that this process forked without exec, or started by Python's multiprocessing: data loader
+// workers, which would survive std::_Exit() and may hang. Ranks that Lightning's launcher started are spared.
 void kill_forked_children();
 
 std::vector<std::string> split(const std::string& text, char by);
 
-// What ranks tell each other through the key-value store of their process group.
-
-// Every method but tell_failure() is for one thread, and throws where the store is gone.
+// Only publish_failure() is thread-safe. All methods throw if the store is gone.
 class RankStateStore {
  public:
-  // `hosts`: of each rank, the number of its host; empty where there is one.
+  // `hosts`: the host index of each rank; empty with one host.
   RankStateStore(c10::intrusive_ptr<c10d::Store> store, int64_t rank, int64_t size,
                  std::vector<int64_t> hosts);
 
-  // Tells the others how this rank is, if that is news.
+  // Publish this rank's status if it changed.
   void publish(const RankStatus& mine);
-  // How all are; this rank as `mine` says.
+  // Return all statuses, with `mine` for this rank.
   std::vector<RankStatus> statuses(const RankStatus& mine);
-  // That rank's process, where it is on this host.
+  // Return that rank's process, if it is on this host.
   const std::optional<ProcessOnHost>& process_of(int64_t other);
 
-  // This rank is there; and what that one has written last, which is another text each time. Empty: nothing
-  // yet.
+  // Publish a heartbeat; return the last one of another rank, a different text each time, or "" before the
+  // first.
   void publish_heartbeat();
   std::string heartbeat_of(int64_t other);
 
-  // From any thread: why this rank ends.
+  // Publish why this rank ends. Any thread may call this.
   void publish_failure(int64_t stage, const std::string& kind, const std::string& text);
   bool any_failed(int64_t stage);
   bool has_failed(int64_t stage, int64_t other);
@@ -67,7 +65,7 @@ class RankStateStore {
  private:
   bool has(const std::string& key);
   std::string get(const std::string& key);
-  // What that rank says of its process; none: nothing yet.
+  // Return that rank's description of its process; none if unknown.
   const std::optional<std::string>& process_text(int64_t other);
 
   c10::intrusive_ptr<c10d::Store> store_;
@@ -80,29 +78,29 @@ class RankStateStore {
   std::vector<std::optional<ProcessOnHost>> processes_;
 };
 
-// Whether the next host is there. Of what runs there nobody sees the processes, and where all of them are
-// gone none is left to tell; NCCL waits for them as long as it is told to.
+// Detects that another host is gone. Its processes are not visible from here, no rank of it is left to
+// report, and NCCL waits until its timeout.
 //
-// Every rank writes down, once a second, that it is there, and looks at the one at its place of the next
-// host: so each is looked at by one, however many hosts there are. The watchdog's thread does that, which a
-// rank that computes, hangs, or holds Python's lock does not keep from it.
+// Every rank publishes a heartbeat once a second and observes the rank with its local rank on the next host.
+// So each rank has one observer, for any number of hosts. The watchdog's thread does this, independent of a
+// rank that computes, hangs or holds the GIL.
 
 class RankStateStore;
 
 // For one thread.
 class Heartbeats {
  public:
-  // `hosts`: of each rank, the number of its host, of which there are several.
+  // `hosts`: the host index of each rank; at least two hosts.
   Heartbeats(int64_t rank, const std::vector<int64_t>& hosts);
 
-  bool reported = false;  // that it is silent, to whom this rank talks
+  bool reported = false;  // the silence has been reported
 
-  // The rank that this one looks at.
+  // the observed rank
   int64_t watched() const { return watched_; }
-  // Beats, and looks: for how many seconds that rank has not. 0 until it has begun. Time in which this rank
-  // itself did nothing does not count: somebody may have stopped all of them.
+  // Publish a heartbeat, and return the seconds since the observed rank's last one; 0 before its first. Time
+  // in which this rank was stopped does not count, since all ranks may have been stopped.
   double seconds_since_heartbeat(RankStateStore& store);
-  // That rank has a reason to be silent so far.
+  // The observed rank has a reason to be silent.
   void reset() { silent_ = 0; }
 
  private:

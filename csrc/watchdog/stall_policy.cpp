@@ -12,12 +12,12 @@ namespace {
 using std::chrono::duration;
 using std::chrono::milliseconds;
 
-constexpr milliseconds kStuckTime{4000};  // for which nothing moves before a deadlock is called one
-constexpr milliseconds kIdleTime{2000};   // for which no rank has moved, nor waits where that is seen
+constexpr milliseconds kStuckTime{4000};  // without changes before a deadlock is reported
+constexpr milliseconds kIdleTime{2000};   // without changes before idle ranks are reported
 constexpr milliseconds kDeviceStuckTime{
-    60000};                          // the same where devices wait: their hosts may still come round
-constexpr double kLookAfter = 2;     // seconds of a wait after which the others are looked at
-constexpr double kReportAgain = 10;  // times the time until the first report
+    60000};  // before a deadlock with waiting devices is reported: hosts may still continue
+constexpr double kLookAfter = 2;     // seconds of a wait before other ranks' states are read
+constexpr double kReportAgain = 10;  // factor between successive reports
 
 }  // namespace
 
@@ -53,10 +53,10 @@ StallPolicy::Finding StallPolicy::check(const RankStatus& mine,
   const double quiet = duration<double>(now - quiet_since_).count();
   double waited = mine.is_waiting() ? wall - mine.wait.since : 0;
   const bool watched = mine.phase != Phase::OUTSIDE || mine.is_waiting() || mine.has_task();
-  const bool excused = !mine.busy.empty() && !mine.has_task();  // nobody knows how far it is
+  const bool excused = !mine.busy.empty() && !mine.has_task();  // its progress is unknown
   if (!watched || excused || now < next_look_ || (waited < kLookAfter && quiet < report_.count()))
     return found;
-  next_look_ = now + milliseconds(1000 + 20 * size_);  // so that many ranks do not keep the store busy
+  next_look_ = now + milliseconds(1000 + 20 * size_);  // limits the load of the store with many ranks
   const auto all = statuses();
   note_progress(all);
   const double unmoved = duration<double>(now - moved_since_).count();
@@ -72,8 +72,8 @@ StallPolicy::Finding StallPolicy::check(const RankStatus& mine,
   }
   if (std::exchange(all_at_, at) != at)
     still_since_ = now;
-  // A collective of the module's own, or of a callback's, is nothing that anybody here sees. Long
-  // computations look the same, so this is said less and less often.
+  // Collectives of the module or of callbacks are not observed. Long computations look the same, so reports
+  // become less frequent.
   const bool still = is_idle(all) && quiet > still_after_ && now - still_since_ > kIdleTime;
   if (still)
     still_after_ = kReportAgain * quiet;

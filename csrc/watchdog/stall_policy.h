@@ -1,4 +1,4 @@
-// How long is too long: when a wait is reported, when it is over, and when nobody can go on.
+// Decides when a wait is reported, when it times out, and when no rank can continue.
 #pragma once
 
 #include <chrono>
@@ -10,21 +10,21 @@
 
 namespace lightning_zero {
 
-// For one thread. While a rank says that it is farther with what takes long, nobody waits too long for it.
+// For one thread. A wait for a task that reports progress does not time out.
 class StallPolicy {
  public:
-  // `report_s`: a wait that takes longer is reported; `timeout_s`: one that takes longer ends the process.
+  // `report_s`: seconds after which a wait is reported. `timeout_s`: seconds after which it ends the process.
   StallPolicy(int64_t rank, int64_t size, double report_s, double timeout_s)
       : rank_(rank), size_(size), report_(report_s), timeout_(timeout_s) {}
 
-  // From the next look on; what has been reported already is reported again after the new time.
+  // Takes effect at the next check. Waits that were already reported are reported again after the new time.
   void set_report_interval(double report_s);
 
   struct Finding {
-    std::string report;      // what to say; empty: nothing
-    std::string kind, text;  // why this rank must end; empty: it need not
+    std::string report;      // text to print; empty: none
+    std::string kind, text;  // reason to abort this rank; empty: none
   };
-  // `statuses`: asked only when it is time to look at the others, since asking keeps the store busy.
+  // `statuses`: called only if other ranks' states are needed, because reading them loads the store.
   Finding check(const RankStatus& mine, const std::function<std::vector<RankStatus>()>& statuses);
 
  private:

@@ -19,8 +19,8 @@ namespace {
 using std::chrono::milliseconds;
 using Clock = Watchdog::Clock;
 
-constexpr milliseconds kSlice{250};         // of a wait, between two looks at whether it should end
-constexpr milliseconds kHearTimeout{6000};  // by when it is known who broke a connection
+constexpr milliseconds kSlice{250};         // interval between checks for an abort during a wait
+constexpr milliseconds kHearTimeout{6000};  // time to find out who broke a connection
 constexpr milliseconds kExitTimeout{6000};
 
 const std::vector<int64_t>& checked(const std::vector<int64_t>& hosts, int64_t size) {
@@ -42,7 +42,7 @@ Watchdog::Watchdog(const std::string& group_name, double report_s, double timeou
       process_(::getpid()) {
   if (size_ == 1)
     return;
-  // A client of its own: whoever waits in the group's holds its lock.
+  // A separate client, because a wait in the group's client holds its lock.
   auto store = compat::process_group(group_name)->getStore()->clone();
   store->setTimeout(milliseconds(5000));
   if (!hosts.empty())
@@ -55,7 +55,7 @@ Watchdog::~Watchdog() {
   close();
 }
 
-// ---- what this rank does
+// ---- activity of this rank
 
 Watchdog::Waiting::Waiting(Watchdog& watchdog, SequenceId sequence, int64_t number, std::string what)
     : activity_(watchdog.activity_),
@@ -74,10 +74,11 @@ void Watchdog::wait(c10d::Work& work, SequenceId sequence, int64_t number, const
       return;
     } catch (const std::exception&) {
       check();
-      // Only the slice is over; or was, just before the work ended well: then the next wait returns.
+      // Either only the slice timed out, or the work completed at the same time, and then the next wait
+      // returns.
       if (!std::exchange(completed, work.isCompleted()))
         continue;
-      // A connection broke. Who broke it is better to know than that it is broken.
+      // A connection broke. Find out which rank broke it.
       skip_grace_period();
       for (const auto begun = Clock::now(); Clock::now() - begun < kHearTimeout;) {
         check();
@@ -114,7 +115,7 @@ void Watchdog::set_report_interval(double report_s) {
   report_s_ = report_s;
 }
 
-// ---- how it ends
+// ---- end of this rank
 
 void Watchdog::fail(const std::string& text) {
   if (size_ > 1 && abort_.fail())
@@ -146,7 +147,7 @@ void Watchdog::close() {
   thread_.join();
 }
 
-// The Watchdog's thread: looks around twice a second. See watchdog.h.
+// ---- the thread, which polls twice a second
 
 namespace {
 
@@ -155,12 +156,12 @@ using std::chrono::milliseconds;
 using Clock = Watchdog::Clock;
 
 constexpr milliseconds kTick{500};
-constexpr milliseconds kGracePeriod{3000};    // that a rank gets to fail by itself once another has
+constexpr milliseconds kGracePeriod{3000};    // for a rank to fail by itself after another has failed
 constexpr milliseconds kExitTimeLimit{4000};  // and then to end
 constexpr milliseconds kStoreGone{5000};
-constexpr milliseconds kDeviceLeft{10000};  // that a rank which has failed gives its device
-// Of a rank of another host, in seconds: after which that is said; after which nobody waits any more; and the
-// same where a connection is known to be broken.
+constexpr milliseconds kDeviceLeft{10000};  // for the device of a failed rank
+// Seconds without a heartbeat of a rank on another host: before a report; before an abort; and before an
+// abort if a connection is known to be broken.
 constexpr double kSilent = 8, kGone = 30, kGoneWhereBroken = 2.5;
 
 }  // namespace
@@ -181,7 +182,7 @@ void Watchdog::run() {
         since_.store_lost = Clock::now();
       if (Clock::now() - since_.store_lost > kStoreGone && !abort_.is_ending()) {
         if (const auto mine = activity_.status(); mine.phase == Phase::OUTSIDE && !mine.is_waiting())
-          break;  // the others have ended, and this rank needs them no more
+          break;  // the others have ended, and this rank does not need them
         abort_rank(
             "failed",
             "The key-value store through which ranks find each other is gone: the process that serves it, "
@@ -201,12 +202,12 @@ void Watchdog::run() {
     last.left = true;
     store_->publish(last);
   } catch (const std::exception&) {
-    // Nobody is left to be told.
+    // No rank is left to receive it.
   }
 }
 
-// A barrier lets devices pass once a rank has failed, collectives do not: whatever then waits for the device,
-// on the way out, would wait for ever.
+// Failed ranks release their devices from barriers, but not from collectives. Waiting for the device during
+// exit would then hang.
 void Watchdog::exit_if_device_stuck() {
   const auto mine = activity_.status();
   const bool left = abort_.has_failed() && mine.wait.on_device &&
@@ -258,7 +259,7 @@ bool Watchdog::check_failures(const RankStatus& mine) {
         Clock::now(), failure.kind,
         "Rank " + std::to_string(other) + (failure.kind == "gone" ? " says: " : " failed: ") + failure.text};
   }
-  // Of one that is gone nobody has to say why by himself.
+  // A rank that is gone cannot report a reason itself.
   if (other_failed_.found && (abort_.skips_grace() || other_failed_.found->kind == "gone" ||
                               Clock::now() - other_failed_.found->at > kGracePeriod))
     abort_rank(other_failed_.found->kind, other_failed_.found->text + "\nThis is " +
@@ -278,11 +279,11 @@ bool Watchdog::check_processes(const RankStatus& mine) {
       continue;
     const auto all = store_->statuses(activity_.status());
     const auto& last = all[static_cast<size_t>(other)];
-    // One that has left is missed only by who waits for it.
+    // A rank that has left is missing only if this rank waits for it.
     const auto missing = find_awaited_ranks(all[static_cast<size_t>(rank_)], all);
     if (last.left && std::find(missing.begin(), missing.end(), other) == missing.end())
       continue;
-    // It may have said why a moment ago.
+    // It may have reported a reason a moment ago.
     if (store_->has_failed(mine.stage, other))
       return false;
     const auto now = seconds_since_epoch();
@@ -333,18 +334,18 @@ bool Watchdog::check_heartbeats(const RankStatus& mine) {
   return true;
 }
 
-// NCCL's own watchdog is kept from ending the process (TORCH_NCCL_RETHROW_CUDA_ERRORS), also for what it
-// alone knows: collectives of the module's own that take too long, and broken links.
+// TORCH_NCCL_RETHROW_CUDA_ERRORS keeps NCCL's watchdog from ending the process, also for errors that only it
+// observes: timeouts of the module's own collectives, and broken links.
 bool Watchdog::check_backends(const RankStatus& mine) {
   std::unique_lock lock(mutex_);
-  const auto backends = backends_;  // others may be added meanwhile
+  const auto backends = backends_;  // other groups may be added meanwhile
   lock.unlock();
   for (const auto& [name, backend] : backends) {
     const auto error = backend->getError();
     if (error == c10d::ErrorType::SUCCESS)
       continue;
     const auto now = seconds_since_epoch();
-    const bool late = error == c10d::ErrorType::TIMEOUT;  // all ranks live, and can be asked
+    const bool late = error == c10d::ErrorType::TIMEOUT;  // all ranks are alive and can be read
     const auto mine_and_others =
         late ? format_report(store_->statuses(mine), rank_, now) : mine.describe(now) + ".";
     abort_rank("failed",
@@ -367,7 +368,8 @@ void Watchdog::abort_rank(const std::string& kind, const std::string& text) {
 }
 
 void Watchdog::print(const std::string& text) const {
-  // One call, so that lines of several processes do not mix; not through Python, whose lock may be held.
+  // One write, so that lines of several processes do not mix. Not through Python, since another thread may
+  // hold the GIL.
   std::string line = "[lightning_zero, rank " + std::to_string(rank_) + "] " + text + "\n";
   [[maybe_unused]] const auto written = ::write(STDERR_FILENO, line.data(), line.size());
 }

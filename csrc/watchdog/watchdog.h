@@ -1,21 +1,21 @@
-// The Watchdog knows what its rank is doing and where it waits, tells the other ranks, and hears from them:
-// by rank_activity.h, rank_board.h, wait_judge.h (how long is too long) and rank_end.h (whether it must not
-// go on). When ranks wait for one that does not come, it says which one and where it was last; when nobody
-// can come any more, it ends the waits. Its thread needs neither the GIL nor the device.
+// Observes this rank's activity and waits, publishes them to other ranks and receives theirs
+// (rank_activity.h, rank_state_store.h). stall_policy.h decides when a wait is too long, and rank_abort.h
+// whether this rank must not continue. If ranks wait for one that does not arrive, the watchdog names that
+// rank and its last state. If no rank can continue, it ends the waits. Its thread needs neither the GIL nor
+// the device.
 //
-// Meetings of ranks are counted, by lane: the n-th of a lane on one rank is the n-th on every other. A rank
-// that waits for meeting n of a lane is held up by those that have not come to it yet. When every rank waits
-// and is held up, no rank can go on, and waiting longer changes nothing.
+// Collectives are counted per sequence: the n-th of a sequence on one rank matches the n-th on every other. A
+// rank that waits for collective n is blocked by the ranks that have not reached n. If every rank waits and
+// is blocked, none can continue.
 //
-// [Note: how ranks end] A rank on which an exception ends the training says so (fail). The others are given a
-// moment to fail by themselves, as they do when the mistake is in the model; then their waits throw, on
-// devices barriers let everybody pass, and a process that is not in any of our waits and does not end by
-// itself is ended. Nothing is done once this rank has failed, too: its exception is the one that users should
-// see.
+// [Note: how ranks end] A rank on which an exception ends training reports it (fail). The others get a grace
+// period to fail by themselves, as they do for an error in the model. After that their waits throw, and
+// barriers release their devices. A process that is in none of our waits and does not end by itself is
+// killed. Nothing is done after this rank has failed too, since users should see its own exception.
 //
-// Ranks talk through the store of the process group, over a connection of their own; processes of one host
-// see each other, so that one that was killed is missed at once, and the other hosts are told. A host that is
-// gone with all of its ranks is missed by the next one, see heartbeats.h.
+// Ranks communicate through the process group's store, with a separate connection. Processes of one host see
+// each other, so a killed process is noticed immediately, and other hosts are told. If all ranks of a host
+// are gone, the next host notices, see Heartbeats.
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -47,23 +47,22 @@ class Watchdog : public c10::intrusive_ptr_target {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `group_name`: a process group of all ranks that are watched, whose store they share.
-  // `report_s`: a wait that takes longer is reported; `timeout_s`: one that takes longer ends the process.
-  // `hosts`: of each rank, the number of its host; empty where there is one.
+  // `group_name`: a process group of all observed ranks, whose store they share. `report_s`: seconds after
+  // which a wait is reported. `timeout_s`: seconds after which a wait ends the process. `hosts`: the host
+  // index of each rank; empty with one host.
   Watchdog(const std::string& group_name, double report_s, double timeout_s, std::vector<int64_t> hosts);
   ~Watchdog() override;
 
-  // -- what this rank does
+  // ---- activity of this rank
 
   // See RankActivity.
   RankActivity& activity() { return activity_; }
   void enter(int64_t phase) { activity_.enter(static_cast<Phase>(phase)); }
   void busy(std::string what) { activity_.busy(std::move(what)); }
   void set_progress(std::string how_far) { activity_.set_progress(std::move(how_far)); }
-  // Waits for `work`, which is the `number`-th meeting of that lane. Throws what has gone wrong, see
-  // on_abort().
+  // Wait for `work`, collective `number` of the sequence. Throw if this rank must abort, see on_abort().
   void wait(c10d::Work& work, SequenceId sequence, int64_t number, const char* what);
-  // Surrounds a wait for the others to come to that number.
+  // Marks a scope as a wait for others to reach `number`.
   class Waiting {
    public:
     Waiting(Watchdog& watchdog, SequenceId sequence, int64_t number, std::string what);
@@ -75,40 +74,39 @@ class Watchdog : public c10::intrusive_ptr_target {
     RankActivity& activity_;
     int64_t id_;
   };
-  // A wait of somebody else's, that cannot be ended from here. `lane`: -1 where ranks do not come in step.
-  // Returns what end_wait() is given.
+  // Begin a wait that cannot be ended from here. `sequence`: -1 if it is not numbered. Return an id for
+  // end_wait().
   int64_t begin_wait(int64_t sequence, std::string what);
   void end_wait(int64_t id) { activity_.end_wait(id); }
-  // Errors that the group's own watchdog finds, where it has one: NCCL's.
+  // Observe errors of the group's own watchdog (NCCL).
   void watch_group(const std::string& group_name);
-  // Another time after which a wait is reported, also one that goes on now.
+  // Set the seconds after which a wait is reported, also for current waits.
   void set_report_interval(double report_s);
 
-  // -- how it ends
+  // ---- end of this rank
 
-  // See RankEnd.
+  // See RankAbort.
   void on_abort(std::string op) { abort_.on_abort(std::move(op)); }
-  // A stage begins that all ranks take part in: what failed before is over.
+  // Begin a stage of all ranks: earlier failures no longer count.
   void begin() { abort_.begin(); }
-  // An exception ends what this rank does. `text` tells the others which.
+  // An exception ends this rank. `text`: tells other ranks which.
   void fail(const std::string& text);
-  // A connection to another rank broke: if it is heard that one has failed, that is why, and this rank need
-  // not be given time to fail by itself.
+  // A connection to another rank broke. If a failure of another rank is known, abort without a grace period.
   void skip_grace_period() { abort_.skip_grace_period(); }
-  // Throws when this rank must not go on.
+  // Throw if this rank must not continue.
   void check() { abort_.check(); }
-  // Throws what all ranks have found together, and need not tell each other.
+  // Throw an error that all ranks have found, so that no rank must be told.
   [[noreturn]] void refuse(const std::string& text) { abort_.raise("mismatch", text); }
-  // Why; empty while nothing is wrong.
+  // empty without an abort
   std::string abort_reason() const { return abort_.abort_reason(); }
-  // The rank leaves, and is not missed.
+  // Leave: other ranks no longer wait for this one.
   void close();
-  // The process leaves. After a failure it may hang at its very end, for peers that are gone: it is not given
-  // long.
+  // The process exits. After a failure it may hang at exit because peers are gone, so it is killed after a
+  // few seconds.
   void leave();
 
  private:
-  // In watchdog_thread.cpp:
+  // ---- in the thread
   void run();
   void poll();
   void exit_if_device_stuck();
@@ -116,8 +114,8 @@ class Watchdog : public c10::intrusive_ptr_target {
   bool check_processes(const RankStatus& mine);
   bool check_heartbeats(const RankStatus& mine);
   bool check_backends(const RankStatus& mine);
-  // This rank has found something, of which it tells the others, or has heard of it from one of them. `rest`:
-  // of the text, for this rank alone.
+  // abort_all(): this rank found an error and tells the others. abort_rank(): another rank told it. `rest`:
+  // text for this rank only.
   void abort_all(const std::string& kind, const std::string& text, const std::string& rest = {});
   void abort_rank(const std::string& kind, const std::string& text);
   void print(const std::string& text) const;
@@ -125,21 +123,21 @@ class Watchdog : public c10::intrusive_ptr_target {
   int64_t rank_ = 0, size_ = 1;
   RankActivity activity_;
   RankAbort abort_;
-  std::unique_ptr<RankStateStore> store_;   // null where there is one rank
-  std::unique_ptr<Heartbeats> heartbeats_;  // null where there is one host
+  std::unique_ptr<RankStateStore> store_;   // null with one rank
+  std::unique_ptr<Heartbeats> heartbeats_;  // null with one host
   StallPolicy stall_policy_;
 
   std::mutex mutex_;
   std::condition_variable wake_;
   bool closing_ = false;
-  double report_s_;  // what judge_, which is the thread's, is told at each look
-  std::vector<std::pair<std::string, c10::intrusive_ptr<c10d::Backend>>> backends_;  // that know of errors
+  double report_s_;  // passed to stall_policy_, which the thread owns, at each poll
+  std::vector<std::pair<std::string, c10::intrusive_ptr<c10d::Backend>>> backends_;  // that report errors
 
-  // Of the process that made the thread: a fork has none, and must not wait for it.
+  // The process that created the thread. A fork has no thread and must not join it.
   const int64_t process_;
 
-  // The thread's own.
-  struct Since {  // what must not last began; never: it is not so
+  // ---- state of the thread
+  struct Since {  // beginning of a state that must not last; never: not in it
     Clock::time_point store_lost{}, device_left{};
   } since_;
   struct Failure {
@@ -147,8 +145,8 @@ class Watchdog : public c10::intrusive_ptr_target {
     std::string kind, text;
   };
   struct OtherFailed {
-    int64_t stage = -1;            // in which others were asked last
-    std::optional<Failure> found;  // there
+    int64_t stage = -1;            // in which other ranks were last checked
+    std::optional<Failure> found;  // in that stage
   } other_failed_;
   std::thread thread_;
 };

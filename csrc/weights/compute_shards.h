@@ -150,10 +150,9 @@ class ShardAccess : public WeightMemory {
   HostShards* host_shards_;
   std::function<void()> on_change_;
   std::unique_ptr<EpochLock> epoch_lock_;
-  bool shared_ = false;  // peers read some compute shards
-  bool published_ = false;  // every rank's copies may be read, until the next point of change
-  bool published_before_capture_ =
-      false;  // with several hosts: ranks have agreed for the next replay
+  bool shared_ = false;                    // peers read some compute shards
+  bool published_ = false;                 // every rank's copies may be read, until the next point of change
+  bool published_before_capture_ = false;  // with several hosts: ranks have agreed for the next replay
 };
 
 }  // namespace lightning_zero

@@ -127,8 +127,8 @@ class GatherLog {
 
  private:
   Entries current_;
-  size_t backwards_ = 0;  // number of backwards that ended in this step
-  bool logging_ = false;  // false after the log has exceeded its limit
+  size_t backwards_ = 0;           // number of backwards that ended in this step
+  bool logging_ = false;           // false after the log has exceeded its limit
   std::vector<Entries> previous_;  // by the number of backwards that had ended before
 };
 

@@ -69,9 +69,8 @@ class HostExchange {
   Communicators& comms_;
   int64_t first_ = 0, planned_ = 0;  // number of parts before this exchange, and in it
   std::vector<Pending> parts_;
-  int64_t layout_version_ =
-      0;  // changes whenever a weight of compiled code moves to another part
-  int64_t received_ = 0;  // on a CPU: the number of parts this rank has waited for
+  int64_t layout_version_ = 0;  // changes whenever a weight of compiled code moves to another part
+  int64_t received_ = 0;        // on a CPU: the number of parts this rank has waited for
   PartsWaited waited_{}, recorded_{};
   bool recording_ = false;
 };

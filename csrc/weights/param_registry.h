@@ -33,7 +33,7 @@ struct Stamp {
 enum class ComputeShardState {
   WEIGHT,
   GRADIENT_PENDING,  // a gradient that this backward reduces or has reduced
-  GRADIENT  // the gradient of an earlier backward, whether or not it is still attached
+  GRADIENT           // the gradient of an earlier backward, whether or not it is still attached
 };
 
 // A copy of this rank's shard, or of its host shard with several hosts. Undefined if there is none.
@@ -44,12 +44,12 @@ struct ShardCopy {
   bool written_by_optimizer = false;  // see [Note: shards on the host] in compute_shards.h
   // ---- gradient aliasing
   ComputeShardState state = ComputeShardState::WEIGHT;
-  Pending last_read;  // the last read of `local` by this rank in this backward
+  Pending last_read;      // the last read of `local` by this rank in this backward
   bool was_read = false;  // since grad_aliasing::begin_noting_reads()
   // ---- host shards
   const std::string* name = nullptr;  // the parameter's name
-  int64_t use_order = -1;  // position in the order of first use; negative: not used yet
-  int64_t exchange_part = -1;  // part of the last exchange that holds it
+  int64_t use_order = -1;             // position in the order of first use; negative: not used yet
+  int64_t exchange_part = -1;         // part of the last exchange that holds it
 };
 
 // Padded memory in which the full parameter stays until the optimizer step. Undefined if the parameter is not
@@ -63,9 +63,9 @@ struct ResidentWeight {
 // See [Note: deferred gradients] in gradients/deferred.h. Undefined if nothing was ever deferred.
 struct DeferredGradient {
   int64_t shards = 1;  // number of shards in a host shard
-  at::Tensor memory;  // one-dimensional, in float32 or wider
+  at::Tensor memory;   // one-dimensional, in float32 or wider
   bool whole = false;
-  bool filled = false;  // holds a value that must still be reduced
+  bool filled = false;   // holds a value that must still be reduced
   int64_t version = -1;  // version of the param.grad that represents it; negative: none
   // ---- if `whole`
   void add(const at::Tensor& grad);
@@ -79,9 +79,9 @@ struct DeferredGradient {
 struct ParamRecord {
   int64_t index = 0;
   std::string name;
-  at::Tensor param;  // the user's nn.Parameter; its data is a reshaped view of `shard`
-  at::Tensor shard;  // 1-D view of a flat buffer; the last ranks' shards end with zeros
-  at::Tensor grad;  // 1-D view of the flat gradient buffer; undefined until training needs it
+  at::Tensor param;         // the user's nn.Parameter; its data is a reshaped view of `shard`
+  at::Tensor shard;         // 1-D view of a flat buffer; the last ranks' shards end with zeros
+  at::Tensor grad;          // 1-D view of the flat gradient buffer; undefined until training needs it
   at::Tensor visible_grad;  // `grad` in the shape of `param`; assigned to param.grad
   ShardCopy compute_shard;  // in the compute dtype, if that differs from the shard's
   // In the shard's dtype, for full-precision computation. Written and read together with the compute shard,
@@ -92,8 +92,8 @@ struct ParamRecord {
   DeferredGradient deferred;
   std::vector<int64_t> shape;  // of the full parameter
   std::vector<int64_t> order;  // order of its dimensions in memory
-  int64_t numel = 0;  // of the full parameter, without padding
-  bool live = true;  // false after the last module released it
+  int64_t numel = 0;           // of the full parameter, without padding
+  bool live = true;            // false after the last module released it
   bool trainable() const { return live && param.requires_grad(); }
   int64_t shard_numel() const { return shard.numel(); }
   // Return the size of the host shard, see [Note: hosts]; the shard's size with one host.
@@ -143,7 +143,6 @@ class ShardTable {
 at::Tensor as_parameter(const at::Tensor& flat, int64_t numel, at::IntArrayRef shape);
 // The variant for eager code, with the weight's own dimension order.
 at::Tensor as_parameter(const at::Tensor& flat, const ParamRecord& record);
-
 
 struct Context;
 class Reducer;

@@ -34,7 +34,6 @@ class GatheredStorages {
   size_t prune_at_ = 64;
 };
 
-
 class UserWrites {
  public:
   UserWrites(Context& context, ShardAccess& access, Gatherer& gatherer, ResidentWeights& resident)
@@ -48,7 +47,7 @@ class UserWrites {
     // Returned to eager code: views of `flat`, until the user assigns to their `data`.
     std::vector<at::Tensor> views;
     uint64_t writes = 0;  // write_count() when the shard changed; later writes are too late
-    at::Tensor before;  // this rank's elements at that time
+    at::Tensor before;    // this rank's elements at that time
     bool is_held();
     uint64_t write_count() const;
   };
