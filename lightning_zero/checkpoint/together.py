@@ -94,8 +94,8 @@ class Together:
         told = None if error is None else _text(error)
         # An attempt may take longer than any collective, as long as it goes on.
         awaited = f"the others' attempts to {what}"
-        self._watchdog.collective(awaited, SequenceId.UNCOUNTED, lambda _: self._mesh.meeting(), waits=True)
-        ends = self._mesh.gathered((mine, told))
+        self._watchdog.collective(awaited, SequenceId.UNCOUNTED, lambda _: self._mesh.barrier(), waits=True)
+        ends = self._mesh.all_gather_values((mine, told))
         failed = {rank: text for rank, (_, text) in enumerate(ends) if text is not None}
         if failed:
             raise CheckpointError(_said(what, failed, self._mesh)) from error

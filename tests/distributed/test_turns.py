@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for, sgd, whole_params
 from tests.helpers.spread import check_spread
@@ -195,7 +195,7 @@ def write_whole(engine: Engine, layer: nn.Linear) -> None:
 def step(engine: Engine, layer: nn.Linear) -> None:
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     for param in layer.parameters():
-        with plainly():
+        with no_shard_dispatch():
             param.grad = -param.detach().clone()
     with engine.optimizers.stepping(optimizer):
         optimizer.step()

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lightning_zero.config import EngineConfig
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.sharding.flat_buffer import Arena
+from lightning_zero.sharding.flat_buffer import FlatBuffer
 from lightning_zero.sharding.layout import ShardLayout
-from lightning_zero.sharding.symm_mem import PeerMemory
+from lightning_zero.sharding.symm_mem import SymmetricMemory
 from tests.helpers.options import config
 
 ops = torch.ops.lightning_zero
@@ -134,8 +134,8 @@ class Sequence:
         self.one_sided = self.rng.random() < 0.3  # gradients go into peers' memory
         if self.one_sided:
             size = self.rng.choice((1, 2, 64)) * self.executor.transport.staging_unit
-            peers = PeerMemory(mesh)
-            self.executor.transport.set_staging(peers.empty(size, torch.uint8)[1], mesh.shard_group)
+            peers = SymmetricMemory(mesh)
+            self.executor.transport.set_staging(peers.empty(size, torch.uint8)[1], mesh.gather_group)
         self.trace = [
             f"{'whole numbers' if self.whole else 'reals'}, {'ragged' if self.ragged else 'even'}, "
             f"{'one-sided' if self.one_sided else 'scattered'}, {self.chosen}"
@@ -191,7 +191,7 @@ class Sequence:
         """Neighbours in memory, as the engine has them; gradient memory holds NaN until something is written there."""
         order = list(reversed(self.twins))
         pieces = [(twin.layout, twin.full.dtype) for twin in order]
-        shards, grads = Arena(pieces, torch.device("cpu")), Arena(pieces, torch.device("cpu"))
+        shards, grads = FlatBuffer(pieces, torch.device("cpu")), FlatBuffer(pieces, torch.device("cpu"))
         for twin, view, grad in zip(order, shards.views, grads.views, strict=True):
             view.copy_(twin.shard)
             twin.shard = view
@@ -237,7 +237,7 @@ class Sequence:
     def check(self) -> None:
         for twin in self.twins:
             name = f"p{twin.index} {twin.full.dtype} {tuple(twin.full.shape)}"
-            begin, end = twin.layout.range_of(self.rank)
+            begin, end = twin.layout.shard_range(self.rank)
             if not self.edited:
                 expected = twin.part(twin.full, self.rank)
                 self.expect_equal(twin.param.detach(), expected, f"shard of {name}")

@@ -38,7 +38,7 @@ def assert_grad(twin: Twin, contributions: list[Tensor | None], held: Tensor | f
     total = sum((c.double() for c in contributions if c is not None), torch.zeros(twin.full.shape, dtype=torch.float64))
     expected = twin.part((total / world + held).to(twin.full.dtype), dist.get_rank())
     assert_close_relative(twin.param.grad, expected, 1e-6, what=f"gradient of p{twin.index}")
-    begin, end = twin.layout.range_of(dist.get_rank())
+    begin, end = twin.layout.shard_range(dist.get_rank())
     assert not twin.param.grad.reshape(-1)[end - begin :].any(), "padding is not zero"
 
 
