@@ -12,9 +12,9 @@ namespace lightning_zero {
 
 std::string WeightCapture::disabled_reason() const {
   if (weights_.resident().has_pending())
-    return "weights that stay resident over a step are still on their way";
+    return "gathers of resident weights have not completed";
   if (weights_.user_writes().watched() > 0)
-    return "code that is not compiled holds weights";
+    return "eager code holds weights";
   return {};
 }
 
@@ -31,7 +31,7 @@ void WeightCapture::begin() {
 
 std::string WeightCapture::finish() const {
   if (weights_.resident().has_pending())
-    return "weights that stay resident over a step arrive in another graph";
+    return "another graph waits for gathers of resident weights";
   return {};
 }
 
@@ -65,7 +65,7 @@ std::string GraphRecorder::disabled_reason(int64_t segment) const {
   if (context_.options.nan_fill || context_.options.sync_collectives)
     return "collectives are being debugged";
   if (recording_)
-    return "another graph is being recorded";
+    return "another graph is being captured";
   if (const auto reason = gradients_.disabled_reason(segment); !reason.empty())
     return reason;
   return weights_.disabled_reason();
@@ -116,11 +116,10 @@ void GraphRecorder::abort() {
 
 const GraphRecorder::Recorded& GraphRecorder::recorded(int64_t graph) const {
   const auto found = graphs_.find(graph);
-  TORCH_CHECK(
-      found != graphs_.end(),
-      "lightning_zero: the weights of a forward pass, which was replayed as a graph, are gone: "
-      "lightning_zero.unshard() was called, or the strategy was closed, before its backward pass. Run "
-      "the backward pass first.");
+  TORCH_CHECK(found != graphs_.end(),
+              "lightning_zero: the weights of a forward pass that was replayed as a CUDA graph are "
+              "gone: lightning_zero.unshard() was called, or the strategy was closed, before its "
+              "backward pass. Run the backward pass first.");
   return found->second;
 }
 

@@ -192,7 +192,8 @@ void ReduceBucket::append(ParamRecord* record, int expected, bool repeated) {
 }
 
 void ReduceBucket::mark_launched() {
-  TORCH_INTERNAL_ASSERT(state_ == State::EMPTY, "a bucket that is ", name(state_), " has not left");
+  TORCH_INTERNAL_ASSERT(state_ == State::EMPTY, "cannot mark a bucket as launched that is ", name(state_),
+                        "");
   state_ = State::LAUNCHED;
   sent_.assign(slots_.size(), Sent{});
 }

@@ -35,10 +35,10 @@ void DeferredGradients::reduce() {
 void DeferredGradients::finish_reduction() {
   if (on_)
     return;
-  TORCH_CHECK_VALUE(
-      !has_any(),
-      "lightning_zero: requires_grad was switched off for a parameter between micro-batches whose gradients "
-      "have not been reduced yet (stage=1, or reduce_across='step'). Change it between optimizer steps.");
+  TORCH_CHECK_VALUE(!has_any(),
+                    "lightning_zero: requires_grad was switched off for a parameter between micro-batches "
+                    "whose gradients have not been reduced yet (stage=1, or cross_host_reduce='step'). "
+                    "Change it between optimizer steps.");
   may_be_pending_ = false;
 }
 
@@ -54,15 +54,15 @@ void DeferredGradients::validate() {
       kept.clear();
       continue;
     }
-    TORCH_CHECK_VALUE(
-        grad.const_data_ptr() == record->grad.const_data_ptr() &&
-            static_cast<int64_t>(grad._version()) == kept.version,
-        "lightning_zero: the gradient of ", record->name,
-        " was changed between micro-batches whose gradients have not been reduced yet (",
-        kept.whole ? "stage=1" : "reduce_across='step'",
-        "), so the change would reach a part of it only. Change gradients after the last micro-batch's "
-        "backward; drop them by zero_grad(set_to_none=True); or pass ",
-        kept.whole ? "stage=2" : "tuning=Tuning(reduce_across='micro-batch')", " to the strategy.");
+    TORCH_CHECK_VALUE(grad.const_data_ptr() == record->grad.const_data_ptr() &&
+                          static_cast<int64_t>(grad._version()) == kept.version,
+                      "lightning_zero: the gradient of ", record->name,
+                      " was changed between micro-batches whose gradients have not been reduced yet (",
+                      kept.whole ? "stage=1" : "cross_host_reduce='step'",
+                      "), so the change would affect only a part of it. Change gradients after the last "
+                      "micro-batch's backward, drop them with zero_grad(set_to_none=True), or pass ",
+                      kept.whole ? "stage=2" : "tuning=Tuning(cross_host_reduce='micro-batch')",
+                      " to the strategy.");
   }
 }
 

@@ -7,15 +7,14 @@
 namespace lightning_zero::grad_aliasing {
 
 void raise_in_use(const ParamRecord& record) {
-  TORCH_CHECK_VALUE(
-      false, "lightning_zero: the weight ", record.name,
-      " is needed once more while its gradient waits for the optimizer's step, or comes: with "
-      "gradients_over_copies=True that lies where the copy of the weight that is computed with lay. Drop "
-      "gradients that no optimizer steps by (zero_grad()) before weights are used again, or pass "
-      "tuning=Tuning(gradients_over_copies=False), which memory=... does not choose then, either: where "
-      "micro-batches are accumulated, where backward() is called several times for one step, where a "
-      "backward uses a weight in several graphs, and where weights are used between a backward and the "
-      "step.");
+  TORCH_CHECK_VALUE(false, "lightning_zero: the weight ", record.name,
+                    "is used again while its gradient is being reduced or waits for the optimizer step: with "
+                    "grad_aliasing=True the gradient uses the memory of the low-precision copy of the "
+                    "weight. Drop gradients that no optimizer step uses (zero_grad()) before using weights "
+                    "again, or pass tuning=Tuning(grad_aliasing=False), which also keeps memory=... from "
+                    "choosing it. That is necessary if micro-batches are accumulated, if backward() is "
+                    "called several times per step, if a backward uses a weight in several graphs, or if "
+                    "weights are used between a backward and the step.");
 }
 
 void check_is_weight(const ParamRecord& record) {
@@ -72,13 +71,13 @@ bool may_write(const ParamRecord& record) {
 }
 
 void check_is_gradient(const ParamRecord& record) {
-  TORCH_CHECK_VALUE(
-      !record.is_grad_aliased() || record.compute_shard.state != ComputeShardState::WEIGHT ||
-          !record.holds_gradient(),
-      "lightning_zero: the gradient of ", record.name,
-      " was put aside and put back, and its weight was needed in between: with gradients_over_copies=True "
-      "that is what lies there now. Put a clone aside (p.grad.clone()), or pass "
-      "tuning=Tuning(gradients_over_copies=False), which memory=... does not choose then, either.");
+  TORCH_CHECK_VALUE(!record.is_grad_aliased() || record.compute_shard.state != ComputeShardState::WEIGHT ||
+                        !record.holds_gradient(),
+                    "lightning_zero: the gradient of ", record.name,
+                    "was detached and reattached, and its weight was used in between: with "
+                    "grad_aliasing=True the weight now uses the gradient's memory. Keep a clone "
+                    "(p.grad.clone()) instead, or pass tuning=Tuning(grad_aliasing=False), which also keeps "
+                    "memory=... from choosing it.");
 }
 
 }  // namespace lightning_zero::grad_aliasing

@@ -20,13 +20,13 @@ constexpr int kCaptureTask = -1;
 std::string GradientCapture::disabled_reason(int64_t segment) const {
   auto& layout = reducer_.layout();
   if (layout.size() == 0 || !layout.segments().is_learned() || layout.is_stale())
-    return "no backward pass has shown in which order gradients come";
+    return "no backward pass has shown the order of gradients yet";
   for (const auto index : layout.order()) {
     if (!context_.at(index).grad.defined())
       return "gradients have no memory yet";
   }
   if (segment >= 0 && layout.segments().index_of(segment) < 0)
-    return "compiled graphs run backward in other orders all the time";
+    return "the order of compiled graphs in the backward pass keeps changing";
   return {};
 }
 
@@ -82,7 +82,7 @@ std::string GradientCapture::finish() {
   const auto waits = [](const auto& bucket) { return bucket.state() == ReduceBucket::State::FILLING; };
   if (std::any_of(layout.buckets().begin(), layout.buckets().end(), waits) ||
       std::any_of(layout.late().begin(), layout.late().end(), waits))
-    return "some of its gradients travel together with those of other graphs";
+    return "some of its gradients share buckets with those of other graphs";
   return {};
 }
 
@@ -132,11 +132,10 @@ bool GradientCapture::fits(const Recorded& graph) const {
 // Launch all buckets before this one, so that buckets are launched in one order on every rank, and make the
 // current stream wait for them.
 void GradientCapture::launch_up_to(size_t bucket) {
-  TORCH_CHECK(
-      reducer_.backward().next_launch <= bucket,
-      "lightning_zero: compiled code, whose backward is replayed as a graph, ran backward in another "
-      "order than when it was captured, behind code whose gradients must be sent later on every rank. "
-      "Pass cuda_graph_model=False in Tuning(...) to the strategy.");
+  TORCH_CHECK(reducer_.backward().next_launch <= bucket,
+              "lightning_zero: compiled code whose backward is replayed as a CUDA graph ran in another "
+              "order than at its capture, after code whose gradients every rank must send later. Pass "
+              "cuda_graph_model=False in Tuning(...) to the strategy.");
   reducer_.launch_before(bucket);
   reducer_.pools().drain();
 }
@@ -156,14 +155,14 @@ void GradientCapture::move_to_late_buckets(const Recorded& graph) {
 
 void GradientCapture::before_replay(const Recorded& graph) {
   TORCH_CHECK(compat::is_full_backward(),
-              "lightning_zero: backward(inputs=...) or torch.autograd.grad() asked for some gradients only, ",
-              "of compiled code whose backward is replayed as a graph, with all of them. Pass "
-              "cuda_graph_model=False in Tuning(...) to the strategy.");
+              "lightning_zero: backward(inputs=...) or torch.autograd.grad() requested only some "
+              "gradients ",
+              "of compiled code whose backward is replayed as a CUDA graph, which computes all of "
+              "them. Pass cuda_graph_model=False in Tuning(...) to the strategy.");
   reducer_.join();
-  TORCH_CHECK(
-      graph.deferred == reducer_.deferred().is_on(),
-      "lightning_zero: whether this micro-batch is the last before the optimizer's step was another when "
-      "its forward ran than now, in its backward. Let no_backward_sync() surround both.");
+  TORCH_CHECK(graph.deferred == reducer_.deferred().is_on(),
+              "lightning_zero: this micro-batch was the last one before the optimizer step in its "
+              "forward but not in its backward, or vice versa. Put both inside no_backward_sync().");
   if (!reducer_.deferred().is_whole()) {
     launch_up_to(graph.begin);
     move_to_late_buckets(graph);
@@ -174,9 +173,9 @@ void GradientCapture::before_replay(const Recorded& graph) {
     auto& record = context_.at(i);
     TORCH_CHECK_NOT_IMPLEMENTED(
         !compat::has_hooks(record.param), "lightning_zero: register_hook() was called on ", record.name,
-        " between a forward, which was replayed as a graph, and its backward, which would not run the hook. "
-        "Call it before the forward, as in on_train_start() or on_train_batch_start(), or pass "
-        "cuda_graph_model=False in Tuning(...) to the strategy.");
+        "between a forward that was replayed as a CUDA graph and its backward, which would not "
+        "run the hook. Call it before the forward, for example in on_train_start() or "
+        "on_train_batch_start(), or pass cuda_graph_model=False in Tuning(...) to the strategy.");
     if ((graph.deferred || graph.taking) && !record.deferred.filled)
       record.deferred.memory.zero_();
     if (graph.deferred)
@@ -235,7 +234,7 @@ std::pair<BucketLayout::Position, bool> GradientCapture::find_slot(const Recorde
     if (graph.begin <= bucket && bucket < graph.end)
       return {position, layout.slot(position).repeated};
   }
-  TORCH_INTERNAL_ASSERT(false, context_.at(index).name, " has no place among the buckets of a graph");
+  TORCH_INTERNAL_ASSERT(false, context_.at(index).name, "has no slot in the buckets of a graph");
 }
 
 }  // namespace lightning_zero

@@ -36,15 +36,13 @@ RankConsensus::Result RankConsensus::agree(std::vector<int64_t> flags, const std
   const auto reads = static_cast<int64_t>(std::exchange(context_.eager_read_hash, 0) >> 2);
   flags.insert(flags.end(), {order, -order, barriers, -barriers, flag_ ? 1 : 0, reads, -reads});
   if (control_ != nullptr) {
-    control_->all_reduce_max(flags, "the agreement at the end of a backward pass");
+    control_->all_reduce_max(flags, "the consensus at the end of a backward pass");
     context_.count("agreements");
     // Barriers carry no name. Ranks that passed them at different times would silently add up stale memory.
-    TORCH_CHECK(
-        flags[first + 2] == -flags[first + 3],
-        "lightning_zero: an earlier backward pass was interrupted at different points on different ranks, so "
-        "their gradients no longer fit together. Let the exception that interrupted it end the training on "
-        "all "
-        "ranks, and resume from a checkpoint.");
+    TORCH_CHECK(flags[first + 2] == -flags[first + 3],
+                "lightning_zero: an earlier backward pass was interrupted at different points on "
+                "different ranks, so their gradients no longer fit together. Let the exception that "
+                "interrupted it end the training on all ranks, and resume from a checkpoint.");
     // Replicas read independently of each other.
     if (!context_.replicated && flags[first + 5] != -flags[first + 6])
       raise_order_mismatch(reads);
@@ -59,7 +57,7 @@ RankConsensus::Result RankConsensus::agree(std::vector<int64_t> flags, const std
 void RankConsensus::raise_order_mismatch(int64_t mine) {
   std::vector<int64_t> all(static_cast<size_t>(context_.size), -1);
   all[static_cast<size_t>(context_.rank)] = mine;
-  control_->all_reduce_max(all, "in which order ranks have read weights");
+  control_->all_reduce_max(all, "the comparison of the order in which ranks have read weights");
   std::map<int64_t, std::string> ranks;  // by order
   for (size_t rank = 0; rank < all.size(); ++rank) {
     auto& text = ranks[all[rank]];
@@ -67,11 +65,11 @@ void RankConsensus::raise_order_mismatch(int64_t mine) {
   }
   std::string groups;
   for (const auto& [order, text] : ranks) groups += (groups.empty() ? "one on " : "; another on ") + text;
-  const auto text =
-      "Code that is not compiled has read weights in different orders: " + groups +
-      ". Weights are all-gathered one after the other, so ranks were given other weights than they asked "
-      "for, and the losses and gradients of the backward pass that ends here are wrong. Every rank must "
-      "read the same modules in the same order: look for branches that depend on the data or on the rank.";
+  const auto text = "Eager code has read weights in different orders: " + groups +
+                    ". Weights are all-gathered in order, so ranks received other weights than they "
+                    "requested, and the losses and gradients of this backward pass are wrong. Every rank "
+                    "must read the same modules in the same order: look for branches that depend on the data "
+                    "or on the rank.";
   if (context_.watchdog)
     context_.watchdog->refuse(text);
   TORCH_CHECK(false, text);
@@ -109,8 +107,8 @@ int64_t AttachedGradients::key() const {
   for (const auto& record : context_.records) {
     TORCH_CHECK_VALUE(!record->live || record->param.const_data_ptr() == record->shard.const_data_ptr(),
                       "lightning_zero: the data of parameter ", record->name,
-                      " was replaced by another tensor, which neither gathers nor optimizer steps would see. "
-                      "Copy into it instead (param.data.copy_(x)), or assign to module.weight.data.");
+                      "was replaced by another tensor, which gathers and optimizer steps would not use. Copy "
+                      "into it instead (param.data.copy_(x)), or assign to module.weight.data.");
     grad_aliasing::check_is_gradient(*record);
     const auto& grad = record->param.grad();
     key =
@@ -174,11 +172,10 @@ void wrap_user_hooks(const ParamRecord& record) {
     TORCH_CHECK_VALUE(
         !ref || !grad.defined(), "lightning_zero: the training step computed with this rank's shard of ",
         name,
-        ", as self.parameters() and self.named_parameters() return it, so each rank would get "
-        "another result. Read whole weights "
-        "from their modules (self.layer.weight), or use the optimizer's weight_decay for a "
-        "penalty on all of them. If a function that you compiled (torch.compile) reads its weights or calls "
-        "its module, leave torch.compile out there.");
+        ", which self.parameters() and self.named_parameters() return, so each rank would get a "
+        "different result. Read full weights from their modules (self.layer.weight), or use the "
+        "optimizer's weight_decay for a penalty on all of them. If a function that you compiled "
+        "with torch.compile reads its weights or calls its module, do not compile that function.");
     return ref && !grad.defined() ? ref->executor->gradients().take_hooked_sum(ref->index) : grad;
   };
   const auto last = [impl](const at::Tensor& grad) {
@@ -471,7 +468,7 @@ void Reducer::end_backward() {
 }
 
 void Reducer::end_empty_backward() {
-  TORCH_CHECK(!backward_.goes_on(), "lightning_zero: a backward pass goes on, and brings gradients.");
+  TORCH_CHECK(!backward_.goes_on(), "lightning_zero: a backward pass with gradients is running.");
   end_backward();
 }
 

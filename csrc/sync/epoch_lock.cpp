@@ -51,8 +51,8 @@ void HostEpochLock::announce(int64_t number) {
 }
 
 void HostEpochLock::wait_for(int64_t number, bool to_read) {
-  numbers_.wait_for(number, to_read ? "the others' parameters, which they have not written yet"
-                                    : "the others, to have read what is about to be written");
+  numbers_.wait_for(number, to_read ? "other ranks, to write their parameters"
+                                    : "other ranks, to finish reading parameters");
 }
 
 namespace {

@@ -87,7 +87,7 @@ void HostRemoteSignals::announce(int64_t part) {
 }
 
 void HostRemoteSignals::wait_for(int64_t part, Reader) {
-  numbers_.wait_for(number_of(part), "weights that other hosts send to other ranks of this one");
+  numbers_.wait_for(number_of(part), "weights that other hosts send to other ranks of this host");
 }
 
 DeviceRemoteSignals::DeviceRemoteSignals(const at::Tensor& code, std::vector<at::Tensor> pads,

@@ -243,16 +243,16 @@ int64_t nbytes_of(const std::vector<at::Tensor>& tensors) {
 std::string Communicator::no_capture_reason() const {
   const auto backend = compat::backend_name(*group_, device_);
   if (backend != "nccl")
-    return "only NCCL's can be held by graphs, not those of backend '" + backend + "'";
+    return "CUDA graphs can contain only NCCL's, not those of backend '" + backend + "'";
   if (size() == 1)
     return {};
   if (compat::compares_collectives())
-    return "TORCH_DISTRIBUTED_DEBUG=DETAIL compares them when a host starts them, as in "
-           "no replay";
+    return "TORCH_DISTRIBUTED_DEBUG=DETAIL compares them when the host starts them, which a replay "
+           "does not do";
   // See [Note: collectives in graphs].
   const char* registered = std::getenv("NCCL_GRAPH_REGISTER");
   if (registered == nullptr || registered != std::string_view("0"))
-    return "NCCL_GRAPH_REGISTER is not 0, so that those in graphs do not fit together with others";
+    return "NCCL_GRAPH_REGISTER is not 0, so those in graphs are incompatible with others";
   return {};
 }
 
@@ -503,7 +503,7 @@ Communicators::Communicators(Context& context, const Names& names)
     return;
   control_.emplace(names.control, c10::Device(c10::kCPU), SequenceId::CONTROL, order_);
   context.rank = control_->ranks().rank;
-  TORCH_INTERNAL_ASSERT(control_->ranks().size == context.size, "hosts have other numbers of ranks");
+  TORCH_INTERNAL_ASSERT(control_->ranks().size == context.size, "hosts have different numbers of ranks");
 }
 
 std::vector<Communicator*> Communicators::on_device() {

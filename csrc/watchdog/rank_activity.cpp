@@ -9,8 +9,8 @@ namespace lightning_zero {
 
 namespace {
 
-constexpr const char* kBarrierWaits[device_words::BARRIERS] = {"a barrier before gradients are added up",
-                                                               "its turn to read or to write parameters"};
+constexpr const char* kBarrierWaits[device_words::BARRIERS] = {"a barrier before the sum of gradients",
+                                                               "its turn to read or write parameters"};
 constexpr const char* kPartWait = "weights of other hosts";  // RankActivity adds which weights
 
 }  // namespace
@@ -92,7 +92,7 @@ void ReplayWaits::add_to(RankStatus& status) {
   if (running_.empty() || status.is_waiting() || seconds_since_epoch() - running_.front().since < kLong)
     return;
   const auto& replay = running_.front();
-  status.wait = {static_cast<int>(replay.sequence), replay.number, "the collectives of a replayed graph",
+  status.wait = {static_cast<int>(replay.sequence), replay.number, "the collectives of a replayed CUDA graph",
                  replay.since, /*on_device=*/true};
 }
 
@@ -173,9 +173,9 @@ std::string RankActivity::part(int64_t number) const {
   // Devices count with 32 bits.
   const auto index = static_cast<uint32_t>(number) - static_cast<uint32_t>(first_part_) - 1;
   if (index >= parts_.size())
-    return "weights that hosts exchange";
+    return "weights exchanged between hosts";
   return "part " + std::to_string(index + 1) + " of " + std::to_string(parts_.size()) +
-         " of the weights that hosts exchange (" + parts_[index] + ")";
+         "of the weights exchanged between hosts (" + parts_[index] + ")";
 }
 
 void RankActivity::watch_device(const at::Tensor& words) {

@@ -124,9 +124,9 @@ RankStatus RankStatus::from_text(int64_t rank, const std::string& text) {
 std::string RankStatus::describe(double now) const {
   auto text = "rank " + std::to_string(rank);
   if (!known)
-    return text + " (nothing heard of it yet)";
+    return text + "(no state received yet)";
   if (left)
-    return text + " (has ended its part)";
+    return text + " (has finished)";
   text += std::string(": ") + name(phase);
   if (phase == Phase::FORWARD || phase == Phase::BACKWARD || phase == Phase::STEP)
     text += " of training batch " + std::to_string(batches);
@@ -138,7 +138,7 @@ std::string RankStatus::describe(double now) const {
             " for " + seconds(wait.since, now);
   if (has_task())
     text += ", " + task.what +
-            (now - task.updated_at > kNoProgress ? ", and nothing more for " + seconds(task.updated_at, now)
+            (now - task.updated_at > kNoProgress ? ", without progress for " + seconds(task.updated_at, now)
                                                  : "");
   if (!last.empty())
     text += ", last used parameter '" + last + "'";
@@ -207,12 +207,13 @@ std::vector<int64_t> ranks_blocked_on(int64_t rank, const std::vector<RankStatus
 std::string describe_missing_part(const RankStatus& mine, const std::vector<int64_t>& missing,
                                   const std::vector<RankStatus>& all) {
   if (missing.empty())
-    return " Every rank has sent its part of that, and it has not come to " +
+    return "Every rank has sent its part, but it has not arrived at " +
            format_ranks(ranks_without_part(mine, all), all) +
-           ": the network between this host and others is slow, or broken. Try it with NCCL_DEBUG=INFO, and "
-           "name the right interface by NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME on CPUs).";
-  return " These weights are read here once " + std::string(missing.size() == 1 ? "it has" : "they have") +
-         " sent a part of them: look first at what was printed there, and at the host.";
+           ": the network between this host and others is slow or broken. Test it with "
+           "NCCL_DEBUG=INFO, and select the interface with NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME "
+           "on CPUs).";
+  return "These weights are read here after " + std::string(missing.size() == 1 ? "it has" : "they have") +
+         "sent a part of them: check its output and its host first.";
 }
 
 }  // namespace
@@ -331,9 +332,8 @@ std::string format_report(const std::vector<RankStatus>& all, int64_t rank, doub
   }
   std::string text = mine.describe(now) + ".";
   if (mine.is_waiting() && !missing.empty()) {
-    text +=
-        " Missing: " + format_ranks(missing, all) +
-        (behind.empty() ? "." : ", which took no part in collectives that the devices of others wait for.");
+    text += " Missing: " + format_ranks(missing, all) +
+            (behind.empty() ? "." : ", which did not join collectives that the devices of others wait for.");
   }
   if (waits_for_part(mine))
     text += describe_missing_part(mine, missing, all);

@@ -82,7 +82,7 @@ StallPolicy::Finding StallPolicy::check(const RankStatus& mine,
   if (still || std::max(waited, held) > reported_after_) {
     reported_after_ = kReportAgain * std::max(waited, quiet);
     found.report = std::string("No progress. ") +
-                   (still ? "Every rank computes, or waits in something that is not watched. " : "") +
+                   (still ? "Every rank computes, or waits in an operation that is not observed. " : "") +
                    "This is " + format_report(all, rank_, wall);
   }
   if (waited > timeout_.count()) {
@@ -101,13 +101,13 @@ StallPolicy::Finding StallPolicy::check(const RankStatus& mine,
     stuck_since_ = now;
   } else if (now - stuck_since_ > (devices ? kDeviceStuckTime : kStuckTime)) {
     found.kind = "mismatch";
-    found.text =
-        "Ranks wait for each other at different places, and would for ever. This is " +
-        format_report(all, rank_, wall) +
-        " Every rank must read the same modules in the same order where weights are all-gathered, and "
-        "run as many forward and backward passes, and take norms and sums of parameters on every rank: "
-        "look for branches that depend on the data or on the rank. In manual optimization, a rank without a "
-        "loss runs the same forward, and `self.manual_backward(0 * loss)`.";
+    found.text = "Ranks wait for each other at different points, and none can continue. This is " +
+                 format_report(all, rank_, wall) +
+                 "If weights are all-gathered, every rank must read the same modules in the same order, "
+                 "run the same number of forward and backward passes, and compute the same norms and sums "
+                 "of parameters: look for branches that depend on the data or on the rank. In manual "
+                 "optimization, a rank without a loss must run the same forward, and "
+                 "`self.manual_backward(0 * loss)`.";
   }
   return found;
 }

@@ -90,7 +90,7 @@ void Watchdog::wait(c10d::Work& work, SequenceId sequence, int64_t number, const
 }
 
 int64_t Watchdog::begin_wait(int64_t sequence, std::string what) {
-  TORCH_CHECK_VALUE(sequence < SEQUENCE_COUNT, "lightning_zero: there is no lane ", sequence,
+  TORCH_CHECK_VALUE(sequence < SEQUENCE_COUNT, "lightning_zero: there is no sequence ", sequence,
                     " of collectives.");
   check();
   const auto number = sequence < 0 ? 0 : activity_.advance(static_cast<SequenceId>(sequence));
@@ -191,7 +191,7 @@ void Watchdog::run() {
     }
     if (abort_.is_ending() && abort_.is_overdue()) {
       print("This process did not end by itself within " + std::to_string(kExitTimeLimit.count() / 1000) +
-            " s and is ended now.");
+            "s and is killed now.");
       kill_forked_children();
       std::_Exit(1);
     }
@@ -219,8 +219,8 @@ void Watchdog::exit_if_device_stuck() {
     since_.device_left = Clock::now();
   else if (Clock::now() - since_.device_left > kExitTimeLimit) {
     print(
-        "This process has failed, and its device waits for other ranks, which do not come. It is ended now. "
-        "This is " +
+        "This process has failed, and its device waits for other ranks that do not arrive. It is "
+        "killed now. This is " +
         mine.describe(seconds_since_epoch()) + ".");
     kill_forked_children();
     std::_Exit(1);
@@ -264,7 +264,7 @@ bool Watchdog::check_failures(const RankStatus& mine) {
                               Clock::now() - other_failed_.found->at > kGracePeriod))
     abort_rank(other_failed_.found->kind, other_failed_.found->text + "\nThis is " +
                                               mine.describe(seconds_since_epoch()) +
-                                              ". It cannot go on alone, and ends, too.");
+                                              ". It cannot continue alone and ends too.");
   return other_failed_.found.has_value();
 }
 
@@ -287,13 +287,15 @@ bool Watchdog::check_processes(const RankStatus& mine) {
     if (store_->has_failed(mine.stage, other))
       return false;
     const auto now = seconds_since_epoch();
-    abort_all("gone",
-              "The process of rank " + std::to_string(other) + " (number " + std::to_string(process->pid) +
-                  (last.left ? ") has ended its part and is gone, but this rank waits for it."
-                             : ") is gone without a word. It was killed (SIGKILL, out of host memory), it "
-                               "crashed, or it called exit().") +
-                  " Last seen: " + last.describe(now) + ".",
-              "\nThis is " + mine.describe(now) + ". It cannot go on alone, and ends, too.");
+    abort_all(
+        "gone",
+        "The process of rank " + std::to_string(other) + " (number " + std::to_string(process->pid) +
+            (last.left
+                 ? ") has finished and is gone, but this rank waits for it."
+                 : ") is gone without reporting an error. It was killed (SIGKILL, out of host memory), it "
+                   "crashed, or it called exit().") +
+            " Last seen: " + last.describe(now) + ".",
+        "\nThis is " + mine.describe(now) + ". It cannot continue alone and ends too.");
     return true;
   }
   return false;
@@ -320,17 +322,16 @@ bool Watchdog::check_heartbeats(const RankStatus& mine) {
     return false;
   }
   const auto now = seconds_since_epoch();
-  auto text =
-      "There has been no sign of life of " + format_ranks({other}, all) + " for " +
-      std::to_string(static_cast<int64_t>(seconds)) +
-      " s: its process was killed or stopped, or its host, or the network to it, is gone. Last seen: " +
-      last.describe(now) + ".";
+  auto text = "There has been no heartbeat from " + format_ranks({other}, all) + " for " +
+              std::to_string(static_cast<int64_t>(seconds)) +
+              " s: its process was killed or stopped, or its host or the network to it failed. Last seen: " +
+              last.describe(now) + ".";
   if (!gone) {
     heartbeats_->reported = true;
-    print(text + " It is given up after " + std::to_string(static_cast<int64_t>(kGone)) + " s.");
+    print(text + " This rank gives up after " + std::to_string(static_cast<int64_t>(kGone)) + " s.");
     return false;
   }
-  abort_all("gone", text, "\nThis is " + mine.describe(now) + ". It cannot go on alone, and ends, too.");
+  abort_all("gone", text, "\nThis is " + mine.describe(now) + ". It cannot continue alone and ends too.");
   return true;
 }
 

@@ -56,7 +56,7 @@ std::vector<ParamRecord*> ComputeShards::stale(bool all) const {
 }
 
 void ComputeShards::write(ParamRecord& record) {
-  TORCH_INTERNAL_ASSERT(!recording, "a replay would write the compute copy of ", record.name, " each time");
+  TORCH_INTERNAL_ASSERT(!recording, "a replay would write the compute shard of ", record.name, " each time");
   at::NoGradGuard no_grad;
   record.compute_shard.local.copy_(record.shard);
   is_written(record);

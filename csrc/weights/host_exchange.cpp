@@ -126,7 +126,7 @@ void HostExchange::wait_until_readable(const ShardCopy& copy, Reader reader, boo
     }
     if (!from_peers || seen > part)
       return;
-    TORCH_INTERNAL_ASSERT(remote_signals, "nobody tells what peers have got");
+    TORCH_INTERNAL_ASSERT(remote_signals, "remote signals are not set");
     remote_signals->wait_for(part, reader);
     seen = part + 1;
     return;
@@ -182,7 +182,7 @@ bool HostShards::any_stale() const {
 bool HostShards::on_any_rank(bool yes) {
   const auto order = static_cast<int64_t>(order_ >> 2);
   std::vector<int64_t> said{yes, order, -order, exchange_.last()};
-  comms_.control()->all_reduce_max(said, "whether weights have changed");
+  comms_.control()->all_reduce_max(said, "the consensus on changed weights");
   if (said[1] == -said[2])
     agreed_ = used_.size();
   parts_ = said[3];

@@ -92,9 +92,10 @@ void UserWrites::absorb_data_assignment(Tracked& weight) {
       continue;
     TORCH_CHECK_VALUE(
         tensor.sizes() == at::IntArrayRef(record.shape) && tensor.scalar_type() == weight.flat.scalar_type(),
-        "lightning_zero: ", record.name, ".data was given a tensor of shape ", tensor.sizes(), " and dtype ",
-        tensor.scalar_type(), ", but a sharded parameter keeps its shape ", at::IntArrayRef(record.shape),
-        " and dtype ", weight.flat.scalar_type(), ". Call lightning_zero.unshard(module) to change them.");
+        "lightning_zero: ", record.name, ".data was assigned a tensor of shape ", tensor.sizes(),
+        " and dtype ", tensor.scalar_type(), ", but a sharded parameter keeps its shape ",
+        at::IntArrayRef(record.shape), " and dtype ", weight.flat.scalar_type(),
+        ". Call lightning_zero.unshard(module) to change them.");
     assigned = tensor;
   }
   if (!assigned.defined())
@@ -133,9 +134,9 @@ void UserWrites::raise_if_late() {
     const bool late = is_late(*it);
     it = late || !it->is_held() ? outdated_.erase(it) : it + 1;
     TORCH_CHECK(!late, "lightning_zero: a tensor that was read from ", name,
-                " before an optimizer step, or before the parameter was loaded, was "
-                "edited after it. The edit cannot reach the parameter any more. Read module.weight again "
-                "before editing it.");
+                "before an optimizer step, or before the parameter was loaded, was written to "
+                "afterwards. The write can no longer reach the parameter. Read module.weight again "
+                "before writing to it.");
   }
 }
 

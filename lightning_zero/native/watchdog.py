@@ -1,6 +1,6 @@
 """A handle on the C++ watchdog: what this rank does, what it waits for, and how it ends when others cannot go on.
 
-See ``csrc/runtime/watchdog.h`` for what it does with that.
+See ``csrc/watchdog/watchdog.h`` for what it does with that.
 """
 
 from __future__ import annotations
