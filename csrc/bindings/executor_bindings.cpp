@@ -39,14 +39,14 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       ("begin_wait", &Watchdog::begin_wait)                    //
       ("end_wait", &Watchdog::end_wait)                        //
       ("on_abort", &Watchdog::on_abort)                        //
-      ("begin", &Watchdog::begin)                              //
+      ("begin_stage", &Watchdog::begin_stage)                  //
       ("fail", &Watchdog::fail)                                //
       ("watch_group", &Watchdog::watch_group)                  //
       ("set_report_interval", &Watchdog::set_report_interval)  //
       ("skip_grace_period", &Watchdog::skip_grace_period)      //
       ("check", &Watchdog::check)                              //
       ("abort_reason", &Watchdog::abort_reason)                //
-      ("leave", &Watchdog::leave)                              //
+      ("limit_exit_time", &Watchdog::limit_exit_time)          //
       ("close", &Watchdog::close);
 
   bind_executor_parts(m);
@@ -79,13 +79,13 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
                        const WatchdogHandle& watchdog) { self->root->watch(watchdog->root); })
       .def("on_backward_end", [](const ExecutorHandle& self,
                                  std::string op) { self->root->gradients().on_backward_end(std::move(op)); })
-      .def("keep_activations",
-           [](const ExecutorHandle& self, std::string leave, std::string left, std::string come,
-              std::string came) {
-             self->root->activations().set_ops(
-                 {std::move(leave), std::move(left), std::move(come), std::move(came)});
+      .def("set_activation_ops",
+           [](const ExecutorHandle& self, std::string start_offload, std::string wait_offload,
+              std::string start_reload, std::string wait_reload) {
+             self->root->activations().set_ops({std::move(start_offload), std::move(wait_offload),
+                                                std::move(start_reload), std::move(wait_reload)});
            },
-           "", {arg("leave"), arg("left"), arg("come"), arg("came")})
+           "", {arg("start_offload"), arg("wait_offload"), arg("start_reload"), arg("wait_reload")})
       .def("on_new_plan", [](const ExecutorHandle& self,
                              std::string op) { self->root->weights().on_new_plan(std::move(op)); })
       .def("before_user_writes",

@@ -14,8 +14,8 @@ Weights& weights(Executor& executor) {
 ShardAccess& shard_access(Executor& executor) {
   return executor.weights().access();
 }
-ComputeShards& copies(Executor& executor) {
-  return executor.weights().copies();
+ComputeShards& compute_shards(Executor& executor) {
+  return executor.weights().compute_shards();
 }
 UserWrites& user_writes(Executor& executor) {
   return executor.weights().user_writes();
@@ -70,19 +70,19 @@ void bind_executor_parts(torch::Library& m) {
       ("expire_compute_shards", &Weights::expire_compute_shards)                      //
       ("refresh_compute_shards", &Weights::refresh_compute_shards)                    //
       ("sync_compute_shards", &Weights::sync_compute_shards, {arg("ahead") = false})  //
-      ("written", copies, &ComputeShards::written)                                    //
-      ("mark_compute_shards_written", copies, &ComputeShards::mark_compute_shards_written,
+      ("valid_compute_shards", compute_shards, &ComputeShards::valid_indices)         //
+      ("mark_compute_shards_written", compute_shards, &ComputeShards::mark_compute_shards_written,
        {arg("indices"), arg("written")})                                                   //
       ("sync_user_writes", user_writes, &UserWrites::sync, {arg("forget") = false})        //
       ("drop", user_writes, &UserWrites::drop)                                             //
       ("serve_eager_from_resident", resident, &ResidentWeights::serve_eager, {arg("on")})  //
       ("find_gathered", user_writes, &UserWrites::find_gathered, {arg("tensor")})          //
-      ("epoch", whole_executor, &Executor::shard_version)                                  //
-      ("told", copies, &ComputeShards::user_write_count);
+      ("shard_version", whole_executor, &Executor::shard_version)                          //
+      ("user_write_count", compute_shards, &ComputeShards::user_write_count);
 
   BindingTable<Reducer>(m, "Gradients", gradients)                                              //
-      ("attached", attached, &AttachedGradients::last_attached)                                 //
-      ("key", attached, &AttachedGradients::key)                                                //
+      ("last_attached", attached, &AttachedGradients::last_attached)                            //
+      ("attachment_key", attached, &AttachedGradients::attachment_key)                          //
       ("has_gradients", attached, &AttachedGradients::has_gradients)                            //
       ("may_write_gradient", attached, &AttachedGradients::may_write_gradient, {arg("index")})  //
       ("is_full_backward", &compat::is_full_backward)                                           //

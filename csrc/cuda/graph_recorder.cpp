@@ -23,7 +23,7 @@ void WeightCapture::begin() {
   weights_.prefetcher().forget();
   grad_aliasing::begin_noting_reads(context_);
   weights_.resident().begin_recording();
-  weights_.copies().recording = true;
+  weights_.compute_shards().recording = true;
   gathered_before_ = weights_.log().size();
   if (auto* exchange = weights_.exchange())
     exchange->begin_recording();
@@ -36,7 +36,7 @@ std::string WeightCapture::finish() const {
 }
 
 WeightCapture::Recorded WeightCapture::end() {
-  weights_.copies().recording = false;
+  weights_.compute_shards().recording = false;
   auto* exchange = weights_.exchange();
   auto gathers = weights_.log().take_from(gathered_before_);
   if (!has_streams(context_.device))

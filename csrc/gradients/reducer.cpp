@@ -101,7 +101,7 @@ void AttachedGradients::attach(const std::vector<char>& brought, const DeferredG
   }
 }
 
-int64_t AttachedGradients::key() const {
+int64_t AttachedGradients::attachment_key() const {
   Lock lock(context_.mutex);
   uint64_t key = 14695981039346656037ULL;
   for (const auto& record : context_.records) {

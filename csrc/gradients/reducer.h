@@ -81,7 +81,7 @@ class AttachedGradients {
     return attached_;
   }
   // Return a hash that changes whenever a parameter's gradient is attached, detached or moved.
-  int64_t key() const;
+  int64_t attachment_key() const;
   // Return true if the memory of this parameter's gradient does not hold a compute shard now.
   bool may_write_gradient(int64_t index) const;
   // Return true if gradients exist, to which a new backward would add.

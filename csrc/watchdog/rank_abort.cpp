@@ -11,7 +11,7 @@ void RankAbort::on_abort(std::string op) {
   abort_op_ = std::move(op);
 }
 
-void RankAbort::begin() {
+void RankAbort::begin_stage() {
   std::lock_guard lock(mutex_);
   activity_.begin_stage();
   failed_ = false;

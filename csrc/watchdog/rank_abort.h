@@ -21,7 +21,7 @@ class RankAbort {
   // Set an op `(str kind, str text) -> ()` that raises. Without one, check() throws a plain error.
   void on_abort(std::string op);
   // Begin a stage: earlier failures no longer count.
-  void begin();
+  void begin_stage();
   // This rank has failed by itself. Return true if the others must be told.
   bool fail();
   // Abort this rank because of others. It must end by itself before `deadline`.

@@ -122,7 +122,7 @@ void Watchdog::fail(const std::string& text) {
     store_->publish_failure(activity_.stage(), "failed", text);
 }
 
-void Watchdog::leave() {
+void Watchdog::limit_exit_time() {
   if (!abort_.has_ended())
     return close();
   std::thread([] {

@@ -88,7 +88,7 @@ class Watchdog : public c10::intrusive_ptr_target {
   // See RankAbort.
   void on_abort(std::string op) { abort_.on_abort(std::move(op)); }
   // Begin a stage of all ranks: earlier failures no longer count.
-  void begin() { abort_.begin(); }
+  void begin_stage() { abort_.begin_stage(); }
   // An exception ends this rank. `text`: tells other ranks which.
   void fail(const std::string& text);
   // A connection to another rank broke. If a failure of another rank is known, abort without a grace period.
@@ -103,7 +103,7 @@ class Watchdog : public c10::intrusive_ptr_target {
   void close();
   // The process exits. After a failure it may hang at exit because peers are gone, so it is killed after a
   // few seconds.
-  void leave();
+  void limit_exit_time();
 
  private:
   // ---- in the thread

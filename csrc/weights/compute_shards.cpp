@@ -79,7 +79,7 @@ void ComputeShards::write_all() {
   }
 }
 
-std::vector<int64_t> ComputeShards::written() const {
+std::vector<int64_t> ComputeShards::valid_indices() const {
   Lock lock(context_.mutex);
   std::vector<int64_t> found;
   for (const auto& record : context_.records) {

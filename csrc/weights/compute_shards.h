@@ -46,7 +46,7 @@ class ComputeShards {
   // ---- shards on the host
   //
   // Return the indices of parameters with a valid compute shard.
-  std::vector<int64_t> written() const;
+  std::vector<int64_t> valid_indices() const;
   // Called before (false) and after (true) an optimizer writes these compute shards.
   void mark_compute_shards_written(std::vector<int64_t> indices, bool written);
   // Increases when something other than an optimizer announces a shard change.

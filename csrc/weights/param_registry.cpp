@@ -187,7 +187,7 @@ bool Parameters::covers_host(const std::vector<at::Tensor>& tensors, int64_t num
 
 void Parameters::add_compute_shard_memory(at::Tensor copies, at::Tensor shards) {
   Lock lock(context_.mutex);
-  weights_.copies().add_memory(std::move(copies), std::move(shards));
+  weights_.compute_shards().add_memory(std::move(copies), std::move(shards));
 }
 
 void Parameters::set_peer_compute_shards(int64_t index, std::vector<at::Tensor> peers) {

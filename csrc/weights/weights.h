@@ -64,7 +64,7 @@ class Weights {
   void on_new_plan(std::string op) { new_plan_op_ = std::move(op); }
 
   ShardAccess& access() { return access_; }
-  ComputeShards& copies() { return compute_shards_; }
+  ComputeShards& compute_shards() { return compute_shards_; }
   UserWrites& user_writes() { return user_writes_; }
   ResidentWeights& resident() { return resident_; }
   GroupPrefetcher& prefetcher() { return prefetcher_; }

@@ -97,14 +97,14 @@ class Weights(Protocol):
         """
         ...
 
-    def told(self) -> int:
+    def user_write_count(self) -> int:
         """Changes whenever somebody who is no optimizer has said that shards change."""
         ...
 
-    def epoch(self) -> int:
+    def shard_version(self) -> int:
         """Changes whenever shards may have changed."""
 
-    def written(self) -> list[int]:
+    def valid_compute_shards(self) -> list[int]:
         """Indices of the parameters with a shard on the host whose compute copy is as it should be."""
         ...
 
@@ -131,10 +131,10 @@ class Weights(Protocol):
 class Gradients(Protocol):
     """What backward passes have brought."""
 
-    def attached(self) -> list[int]:
+    def last_attached(self) -> list[int]:
         """Indices of the parameters that the last backward gave a gradient."""
 
-    def key(self) -> int:
+    def attachment_key(self) -> int:
         """A number that changes whenever a parameter's gradient comes, goes or lies elsewhere."""
 
     def has_gradients(self) -> bool:

@@ -267,7 +267,7 @@ class Sequence:
             self.expect_equal(grad.double(), expected, f"gradient of {name}, off by {error:.3g} > {twin.slack:.3g}")
 
     def _ended(self) -> None:
-        self.heard.append(sorted(self.executor.gradients.attached()))
+        self.heard.append(sorted(self.executor.gradients.last_attached()))
 
     def _count_gather(self, twin: Twin, dtype: torch.dtype, eager: bool = False) -> None:
         self.counts["gathers"] += 1

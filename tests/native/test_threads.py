@@ -25,10 +25,10 @@ def from_two_threads() -> int:
     asked: list[Callable[[], object]] = [
         executor.reset_counters,
         executor.counters,
-        weights.epoch,
-        weights.told,
+        weights.shard_version,
+        weights.user_write_count,
         gradients.completed_backwards,
-        gradients.attached,
+        gradients.last_attached,
         gradients.defers,
         gradients.take_consensus_flag,
         lambda: gradients.set_consensus_flag(True),
