@@ -1,4 +1,4 @@
-// A set of ranks, as one of them sees it.
+// State that all parts of an executor share: options, ranks, parameter records, the lock.
 #pragma once
 
 #include <cstdint>
@@ -14,20 +14,18 @@
 
 namespace lightning_zero {
 
+// A set of ranks, as one of them sees it.
 struct Ranks {
   int64_t rank = 0, size = 1;
 };
-
-// State that all parts of an executor share.
 
 struct ExecutorOptions {
   int64_t bucket_bytes = 64 << 20;
   bool double_buffer = true;
   bool free_buckets = false;  // return bucket memory to the allocator after each backward
   bool sync_collectives = false;
-  bool nan_fill = false;                       // see Communicator::set_nan_fill
-                                               // gradient dtype of collectives
-  std::optional<at::ScalarType> reduce_dtype;  // empty: the parameter's dtype
+  bool nan_fill = false;  // fills bucket and weight memory with NaN, see Communicator::set_nan_fill
+  std::optional<at::ScalarType> reduce_dtype;  // of gradients in collectives; empty: the parameter's dtype
   // Bytes of full weights in one part of a host exchange. The first parts are smaller.
   int64_t exchange_part_bytes = 128 << 20;
 };

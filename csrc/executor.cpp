@@ -40,8 +40,9 @@ Executor::Executor(const Communicators::Names& groups, const std::string& device
       activations_(context_),
       graphs_(context_, communicators_, transports_, weights_, gradients_),
       parameters_(context_, *this, weights_, gradients_) {
-  gradients_.before_end(
-      [this](bool brought) { brought ? weights_.log().end_backward() : weights_.repeat_gathers(); });
+  gradients_.before_end([this](bool has_gradients) {
+    has_gradients ? weights_.log().end_backward() : weights_.repeat_gathers();
+  });
 }
 
 Executor::~Executor() {

@@ -32,8 +32,8 @@ at::Tensor zeros_like(const at::Tensor& tensor) {
 }
 
 at::Tensor wrap(void* memory, int64_t numel, const at::TensorOptions& options,
-                std::function<void(void*)> gone) {
-  return at::from_blob(memory, {numel}, std::move(gone), options);
+                std::function<void(void*)> on_free) {
+  return at::from_blob(memory, {numel}, std::move(on_free), options);
 }
 
 at::Tensor scalar(double value) {

@@ -16,7 +16,7 @@ at::Tensor empty_like(const at::Tensor& tensor);
 at::Tensor zeros_like(const at::Tensor& tensor);
 // Wrap foreign memory. `gone` is called when the last tensor on it is destroyed.
 at::Tensor wrap(void* memory, int64_t numel, const at::TensorOptions& options,
-                std::function<void(void*)> gone);
+                std::function<void(void*)> on_free);
 // On the CPU, in 64 bits.
 at::Tensor scalar(double value);
 at::Tensor numbers(const std::vector<int64_t>& values);

@@ -77,7 +77,7 @@ namespace lightning_zero {
 // Python drops executors under the GIL. The destructor of a process group joins its threads, which take the
 // GIL to drop tensors that Python created: without a release, both would wait forever. The C API is looked up
 // by name, because this library is built without Python's headers.
-
+//
 // Releases the GIL during its lifetime. Does nothing if this thread does not hold it, or without Python.
 class WithoutPythonLock {
  public:

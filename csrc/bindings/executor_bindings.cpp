@@ -21,8 +21,8 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
                 c10::make_intrusive<Watchdog>(group_name, report_s, timeout_s, std::move(hosts)));
           }))
       .def("watch_replay",
-           [](const WatchdogHandle& self, const at::Tensor& ended, int64_t lane, int64_t number) {
-             self->root->activity().watch_replay(ended, static_cast<SequenceId>(lane), number);
+           [](const WatchdogHandle& self, const at::Tensor& ended, int64_t sequence, int64_t number) {
+             self->root->activity().watch_replay(ended, static_cast<SequenceId>(sequence), number);
            })
       .def("watch_device", [](const WatchdogHandle& self,
                               const at::Tensor& words) { self->root->activity().watch_device(words); })
@@ -30,8 +30,8 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
            [](const WatchdogHandle& self, int64_t first, std::vector<std::string> weights) {
              self->root->activity().set_exchange_parts(first, std::move(weights));
            })
-      .def("sequence_number", [](const WatchdogHandle& self, int64_t lane) {
-        return self->root->activity().status().sequence_numbers.at(static_cast<size_t>(lane));
+      .def("sequence_number", [](const WatchdogHandle& self, int64_t sequence) {
+        return self->root->activity().status().sequence_numbers.at(static_cast<size_t>(sequence));
       });
   dog("enter", &Watchdog::enter)                               //
       ("busy", &Watchdog::busy)                                //

@@ -60,7 +60,7 @@ void bind_executor_parts(torch::Library& m) {
       ("set_full_precision_shard", &Parameters::set_full_precision_shard,
        {arg("index"), arg("copy"), arg("peers")})  //
       ("set_deferred_gradient", &Parameters::set_deferred_gradient,
-       {arg("index"), arg("memory"), arg("whole")})  //
+       {arg("index"), arg("memory"), arg("full")})  //
       ("set_peer_shards", &Parameters::set_peer_shards, {arg("index"), arg("shards")});
 
   BindingTable<Weights>(m, "Weights", weights)                                        //
@@ -93,7 +93,7 @@ void bind_executor_parts(torch::Library& m) {
       ("take_consensus_flag", consensus, &RankConsensus::take_flag)                             //
       ("end_empty_backward", &Reducer::end_empty_backward)                                      //
       ("release_buffers", &Reducer::release_buffers)                                            //
-      ("defer", deferred, &DeferredGradients::defer, {arg("on"), arg("whole") = false})         //
+      ("defer", deferred, &DeferredGradients::defer, {arg("on"), arg("full") = false})          //
       ("defers", deferred, &DeferredGradients::is_on)                                           //
       ("has_deferred", deferred, &DeferredGradients::has_any)                                   //
       ("reduce_deferred", deferred, &DeferredGradients::reduce)                                 //

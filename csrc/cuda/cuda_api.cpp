@@ -107,7 +107,7 @@ bool enqueue_batch(const std::vector<Copy>& copies, const c10::Stream& stream) {
 }
 
 void enqueue_pitched(const PitchedCopy& rows, const c10::Stream& stream) {
-  const auto& [to, from, bytes, to_storage, from_storage, lane] = rows.first;
+  const auto& [to, from, bytes, to_storage, from_storage, index] = rows.first;
   if (!has_streams(stream.device())) {
     for (size_t row = 0; row < rows.rows; ++row)
       std::memcpy(static_cast<char*>(to) + row * rows.to_pitch,
@@ -172,16 +172,16 @@ void enqueue_copies(const std::vector<Copy>& copies, const c10::Stream& stream,
   begin.record(stream);
   std::vector<char> used(side_streams.size(), 0);
   for (const auto& rows : merge_pitched(copies)) {
-    const size_t lane = side_streams.empty() ? 0 : rows.first.stream % (side_streams.size() + 1);
-    if (lane > 0 && !std::exchange(used[lane - 1], 1))
-      begin.block(side_streams[lane - 1]);
-    enqueue_pitched(rows, lane == 0 ? stream : side_streams[lane - 1]);
+    const size_t index = side_streams.empty() ? 0 : rows.first.stream % (side_streams.size() + 1);
+    if (index > 0 && !std::exchange(used[index - 1], 1))
+      begin.block(side_streams[index - 1]);
+    enqueue_pitched(rows, index == 0 ? stream : side_streams[index - 1]);
   }
-  for (size_t lane = 0; lane < side_streams.size(); ++lane) {
-    if (!used[lane])
+  for (size_t index = 0; index < side_streams.size(); ++index) {
+    if (!used[index])
       continue;
     Fence end;
-    end.record(side_streams[lane]);
+    end.record(side_streams[index]);
     end.block(stream);
   }
 }

@@ -271,8 +271,8 @@ void ReduceBucket::copy_in(size_t index, const at::Tensor& grad) {
   const auto& slot = slots_[index];
   const auto& record = *slot.record;
   // Copy in the gradient's own shape, so that a transposed view is copied once and not flattened first.
-  auto whole = send_slice(index);
-  auto filled = piece(whole, 0, record.numel).view(grad.sizes());
+  auto slice = send_slice(index);
+  auto filled = piece(slice, 0, record.numel).view(grad.sizes());
   if (scale == 1.0) {
     filled.copy_(grad);
   } else if (filled.element_size() > grad.element_size()) {
@@ -286,7 +286,7 @@ void ReduceBucket::copy_in(size_t index, const at::Tensor& grad) {
   // Stale values in the padding would reach the last ranks' shards and the gradient norm.
   const auto padding = ranks_ * record.host_shard_numel() - record.numel;
   if (padding > 0)
-    piece(whole, record.numel, padding).zero_();
+    piece(slice, record.numel, padding).zero_();
 }
 
 at::Tensor ReduceBucket::send_slice(size_t index) {
@@ -322,9 +322,9 @@ void ReduceBucket::seal(const std::function<bool(const Slot&)>& has_more) {
   for (size_t index = 0; index < slots_.size(); ++index) {
     auto& slot = slots_[index];
     if (slot.takes_deferred()) {
-      auto& kept = slot.record->deferred;
-      copy_in(index, kept.values(slot.record->numel));
-      kept.clear();
+      auto& sum = slot.record->deferred;
+      copy_in(index, sum.values(slot.record->numel));
+      sum.clear();
     } else if (slot.arrivals == 0 || sent_[index].in_deferred) {
       send_slice(index).zero_();
     }
@@ -339,8 +339,8 @@ void ReduceBucket::accumulate(int64_t begin, int64_t width, const ApplySum& sums
                   [](Slot& slot) { return Target{slot.record->grad, &slot.add}; });
   else if (deferred)
     apply_to_runs(begin, width, sums, 1, [](Slot& slot) {
-      auto& kept = slot.record->deferred;
-      return Target{kept.memory, &kept.filled};
+      auto& sum = slot.record->deferred;
+      return Target{sum.memory, &sum.filled};
     });
   else
     sums(piece(fp32_memory(), begin, width), begin, /*add=*/false);
@@ -350,11 +350,11 @@ at::Tensor ReduceBucket::sum_on_host() {
   std::vector<at::Tensor> to, from;
   auto sums = fp32_memory();
   for (auto& slot : slots_) {
-    auto& kept = slot.record->deferred;
-    if (kept.filled && !kept.whole) {
+    auto& sum = slot.record->deferred;
+    if (sum.filled && !sum.full) {
       to.push_back(piece(sums, slot.offset, slot.record->host_shard_numel()));
-      from.push_back(kept.memory);
-      kept.clear();
+      from.push_back(sum.memory);
+      sum.clear();
     }
   }
   if (!to.empty())

@@ -109,7 +109,6 @@ class BufferPools {
 // Memory: for each parameter, `ranks` consecutive host shards. A gradient is written by one contiguous copy,
 // followed by its padding. All reduce-scatters of a bucket are one launch. `ranks` are those of one host; for
 // several hosts see [Note: hosts].
-
 class ReduceBucket {
  public:
   enum class State { EMPTY, FILLING, LAUNCHED };
@@ -122,7 +121,7 @@ class ReduceBucket {
     bool add = false;       // add to the gradient shard instead of overwriting it
     bool repeated = false;  // an earlier bucket of this backward also has a slot for the parameter
     // Return true if the slot sends the full deferred gradient of this rank.
-    bool takes_deferred() const { return !repeated && record->deferred.whole && record->deferred.filled; }
+    bool takes_deferred() const { return !repeated && record->deferred.full && record->deferred.filled; }
   };
 
   ReduceBucket(at::ScalarType dtype, const Ranks& intra_host, const Ranks& inter_host, int64_t segment)

@@ -13,10 +13,10 @@ bool DeferredGradients::has_any() const {
                                         [](const auto& record) { return record->deferred.filled; });
 }
 
-void DeferredGradients::defer(bool on, bool whole) {
+void DeferredGradients::defer(bool on, bool full) {
   Lock lock(context_.mutex);
-  on_ = on && (whole ? context_.size > 1 : context_.has_hosts());
-  whole_ = whole;
+  on_ = on && (full ? context_.size > 1 : context_.has_hosts());
+  full_ = full;
   may_be_pending_ = may_be_pending_ || on_;
 }
 
@@ -46,22 +46,22 @@ void DeferredGradients::validate() {
   if (!may_be_pending_)
     return;
   for (auto& record : context_.records) {
-    auto& kept = record->deferred;
-    if (!kept.filled || kept.version < 0)
+    auto& sum = record->deferred;
+    if (!sum.filled || sum.version < 0)
       continue;
     const auto& grad = record->param.grad();
     if (!grad.defined()) {
-      kept.clear();
+      sum.clear();
       continue;
     }
     TORCH_CHECK_VALUE(grad.const_data_ptr() == record->grad.const_data_ptr() &&
-                          static_cast<int64_t>(grad._version()) == kept.version,
+                          static_cast<int64_t>(grad._version()) == sum.version,
                       "lightning_zero: the gradient of ", record->name,
                       " was changed between micro-batches whose gradients have not been reduced yet (",
-                      kept.whole ? "stage=1" : "cross_host_reduce='step'",
+                      sum.full ? "stage=1" : "cross_host_reduce='step'",
                       "), so the change would affect only a part of it. Change gradients after the last "
                       "micro-batch's backward, drop them with zero_grad(set_to_none=True), or pass ",
-                      kept.whole ? "stage=2" : "tuning=Tuning(cross_host_reduce='micro-batch')",
+                      sum.full ? "stage=2" : "tuning=Tuning(cross_host_reduce='micro-batch')",
                       " to the strategy.");
   }
 }

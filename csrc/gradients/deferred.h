@@ -24,15 +24,15 @@ class DeferredGradients {
   DeferredGradients(Context& context, std::function<void()> launch)
       : context_(context), launch_(std::move(launch)) {}
 
-  // Switch deferring for the next backwards, on every rank. `whole`: sum full gradients and reduce nothing;
+  // Switch deferring for the next backwards, on every rank. `full`: sum full gradients and reduce nothing;
   // otherwise reduce inside each host. No effect without other ranks or hosts.
-  void defer(bool on, bool whole);
+  void defer(bool on, bool full);
   bool is_on() const {
     Lock lock(context_.mutex);
     return on_;
   }
-  bool is_whole() const { return on_ && whole_; }
-  // Return true if this rank has deferred gradients. Without `whole`, the same on every rank.
+  bool is_full() const { return on_ && full_; }
+  // Return true if this rank has deferred gradients. Without `full`, the same on every rank.
   bool has_any() const;
   // Reduce deferred gradients now. Collective; legal outside backward; no effect without any.
   void reduce();
@@ -49,7 +49,7 @@ class DeferredGradients {
  private:
   Context& context_;
   std::function<void()> launch_;
-  bool on_ = false, whole_ = false;
+  bool on_ = false, full_ = false;
   bool may_be_pending_ = false;  // on some rank; the same on every rank
 };
 

@@ -36,25 +36,25 @@ void GradientCapture::begin(bool backward, bool adding, int64_t segment) {
   recorded_ = {};
   recorded_.adding = adding;
   recorded_.deferred = reducer_.deferred().is_on();
-  recorded_.taking = !recorded_.deferred && reducer_.deferred().has_any();
+  recorded_.sends_deferred = !recorded_.deferred && reducer_.deferred().has_any();
   recorded_.layout = layout.version();
   recorded_.begin = recorded_.end = layout.first_bucket_of(layout.segments().index_of(segment));
   for (const auto i : layout.order()) recorded_.grads.push_back(context_.at(i).grad.const_data_ptr());
   // Do this before saving the state that restore() puts back: launched buckets send deferred gradients.
   if (!reducer_.backward().goes_on())
     reducer_.release_buffers();
-  else if (segment >= 0 && !reducer_.deferred().is_whole())
+  else if (segment >= 0 && !reducer_.deferred().is_full())
     launch_up_to(recorded_.begin);
   // A replay finds deferred gradients or zeros, see before_replay().
   outer_records_.clear();
   grad_aliasing::forget_reads(context_);
   for (auto& record : context_.records) {
-    auto& kept = record->deferred;
-    outer_records_.emplace_back(kept.filled, kept.version, record->compute_shard.state);
-    const bool filled = kept.memory.defined() && (recorded_.deferred || recorded_.taking);
-    if (filled && !kept.filled && !has_streams(context_.device))
-      kept.memory.zero_();  // a CPU executes what it captures
-    kept.filled = filled;
+    auto& sum = record->deferred;
+    outer_records_.emplace_back(sum.filled, sum.version, record->compute_shard.state);
+    const bool filled = sum.memory.defined() && (recorded_.deferred || recorded_.sends_deferred);
+    if (filled && !sum.filled && !has_streams(context_.device))
+      sum.memory.zero_();  // a CPU executes what it captures
+    sum.filled = filled;
   }
   // Captured work must not wait for earlier work, nor vice versa, so memory and fences are separate.
   outer_pools_ = reducer_.pools().exchange({});
@@ -163,7 +163,7 @@ void GradientCapture::before_replay(const Recorded& graph) {
   TORCH_CHECK(graph.deferred == reducer_.deferred().is_on(),
               "lightning_zero: this micro-batch was the last one before the optimizer step in its "
               "forward but not in its backward, or vice versa. Put both inside no_backward_sync().");
-  if (!reducer_.deferred().is_whole()) {
+  if (!reducer_.deferred().is_full()) {
     launch_up_to(graph.begin);
     move_to_late_buckets(graph);
   }
@@ -176,7 +176,7 @@ void GradientCapture::before_replay(const Recorded& graph) {
         "between a forward that was replayed as a CUDA graph and its backward, which would not "
         "run the hook. Call it before the forward, for example in on_train_start() or "
         "on_train_batch_start(), or pass cuda_graph_model=False in Tuning(...) to the strategy.");
-    if ((graph.deferred || graph.taking) && !record.deferred.filled)
+    if ((graph.deferred || graph.sends_deferred) && !record.deferred.filled)
       record.deferred.memory.zero_();
     if (graph.deferred)
       continue;
@@ -201,7 +201,7 @@ void GradientCapture::after_replay(const Recorded& graph) {
   auto& layout = reducer_.layout();
   now.arrivals.insert(now.arrivals.end(), graph.arrivals.begin(), graph.arrivals.end());
   note_deferred(graph);
-  if (reducer_.deferred().is_whole())
+  if (reducer_.deferred().is_full())
     return;
   for (size_t b = graph.begin; b < graph.end; ++b) {
     auto& bucket = layout.buckets()[b];
@@ -215,14 +215,14 @@ void GradientCapture::after_replay(const Recorded& graph) {
 }
 
 void GradientCapture::note_deferred(const Recorded& graph) {
-  if (!graph.deferred && !graph.taking)
+  if (!graph.deferred && !graph.sends_deferred)
     return;
   for (const auto i : graph.arrivals) {
-    auto& kept = context_.at(i).deferred;
+    auto& sum = context_.at(i).deferred;
     if (graph.deferred)
-      kept.filled = true;
+      sum.filled = true;
     else
-      kept.clear();
+      sum.clear();
   }
 }
 

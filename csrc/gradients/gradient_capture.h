@@ -19,7 +19,7 @@ class GradientCapture {
   struct Recorded {
     bool adding = false;             // to existing gradients, instead of overwriting them
     bool deferred = false;           // adds to deferred gradients, see [Note: deferred gradients]
-    bool taking = false;             // sends deferred gradients
+    bool sends_deferred = false;     // sends deferred gradients
     int64_t layout = 0;              // version of the bucket layout
     std::vector<const void*> grads;  // their addresses
     std::vector<int64_t> arrivals;   // empty: a forward, or the backward of frozen weights

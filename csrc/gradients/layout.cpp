@@ -253,10 +253,10 @@ void BucketLayout::pack(const Segment& members, int64_t segment) {
     // In the order of the flat buffer, so that one kernel accumulates adjacent slots. Not by address, which
     // differs between ranks.
     std::stable_sort(bucket.members.begin(), bucket.members.end(), [&](const auto& a, const auto& b) {
-      const auto place = [&](int64_t i) {
+      const auto position = [&](int64_t i) {
         return std::tuple(context_.at(i).shard.scalar_type(), context_.at(i).shard.storage_offset(), i);
       };
-      return place(a.index) < place(b.index);
+      return position(a.index) < position(b.index);
     });
     auto& made = buckets_.emplace_back(bucket.dtype, context_.intra_host, context_.inter_host, segment);
     for (const auto& [index, count] : bucket.members) {
@@ -312,11 +312,11 @@ void BucketLayout::learn(const std::vector<int64_t>& arrivals, const std::vector
 // Sort by the last gradient of each parameter. Parameters without gradients come last.
 void BucketLayout::sort_order() {
   std::map<int64_t, size_t> last;
-  size_t place = 0;
+  size_t position = 0;
   for (const auto& segment : learned_.all()) {
-    for (const auto& expected : segment) last[expected.index] = place++;
+    for (const auto& expected : segment) last[expected.index] = position++;
   }
-  const auto rank = [&](int64_t i) { return last.count(i) ? last.at(i) : place; };
+  const auto rank = [&](int64_t i) { return last.count(i) ? last.at(i) : position; };
   std::stable_sort(order_.begin(), order_.end(), [&](int64_t a, int64_t b) { return rank(a) < rank(b); });
 }
 

@@ -75,18 +75,18 @@ void RankConsensus::raise_order_mismatch(int64_t mine) {
   TORCH_CHECK(false, text);
 }
 
-void AttachedGradients::attach(const std::vector<char>& brought, const DeferredGradients& deferred) {
+void AttachedGradients::attach(const std::vector<char>& has_gradient, const DeferredGradients& deferred) {
   attached_.clear();
   const bool defers = deferred.is_on();
   for (const auto index : layout_.order()) {
-    if (!brought[index])
+    if (!has_gradient[index])
       continue;  // no rank used it: leave grad unchanged, so that weight decay skips it
     auto& record = context_.at(index);
     attached_.push_back(record.index);
-    auto& held = record.param.mutable_grad();
-    if (defers && !held.defined())
+    auto& current = record.param.mutable_grad();
+    if (defers && !current.defined())
       record.grad.zero_();  // nothing of it has been reduced
-    if (!held.defined() || held.const_data_ptr() != record.grad.const_data_ptr()) {
+    if (!current.defined() || current.const_data_ptr() != record.grad.const_data_ptr()) {
       auto& shown = record.visible_grad;
       if (!shown.defined() || shown.const_data_ptr() != record.grad.const_data_ptr()) {
         // Not a view for autograd: Dynamo also fakes a gradient's base, with symbolic sizes, which takes two
@@ -94,7 +94,7 @@ void AttachedGradients::attach(const std::vector<char>& brought, const DeferredG
         at::AutoDispatchBelowADInplaceOrView no_views;
         shown = record.grad.view(record.param.sizes());
       }
-      held = shown;
+      current = shown;
     }
     if (defers)
       deferred.track(record);
@@ -131,16 +131,16 @@ bool AttachedGradients::has_gradients() const {
 
 std::vector<HookedGradients::Sum>::iterator HookedGradients::find(int64_t index, int backward) {
   return std::find_if(sums_.begin(), sums_.end(),
-                      [&](const Sum& held) { return held.index == index && held.backward == backward; });
+                      [&](const Sum& sum) { return sum.index == index && sum.backward == backward; });
 }
 
 void HookedGradients::add(const ParamRecord& record, const at::Tensor& grad, int backward) {
   const auto& device = record.shard.device();
   auto found = find(record.index, backward);
   if (found == sums_.end()) {
-    Sum held{backward, record.index, tensors::empty(record.numel, record.shard.options()), {}};
-    held.flat.view(grad.sizes()).copy_(grad);
-    sums_.push_back(std::move(held));
+    Sum sum{backward, record.index, tensors::empty(record.numel, record.shard.options()), {}};
+    sum.flat.view(grad.sizes()).copy_(grad);
+    sums_.push_back(std::move(sum));
   } else {
     found->added.block(current_stream(device));
     found->flat.view(grad.sizes()).add_(grad);
@@ -153,15 +153,15 @@ at::Tensor HookedGradients::take(const ParamRecord& record, int backward) {
   const auto found = find(record.index, backward);
   if (found == sums_.end())
     return {};
-  const auto held = std::move(*found);
+  const auto sum = std::move(*found);
   sums_.erase(found);
-  held.added.block(current_stream(record.shard.device()));
-  return as_parameter(held.flat, record);
+  sum.added.block(current_stream(record.shard.device()));
+  return as_parameter(sum.flat, record);
 }
 
 std::optional<int64_t> HookedGradients::next(int backward) const {
   const auto found =
-      std::find_if(sums_.begin(), sums_.end(), [&](const Sum& held) { return held.backward == backward; });
+      std::find_if(sums_.begin(), sums_.end(), [&](const Sum& sum) { return sum.backward == backward; });
   return found == sums_.end() ? std::nullopt : std::optional(found->index);
 }
 
@@ -348,7 +348,7 @@ void Reducer::put_in_bucket(ParamRecord& record, const at::Tensor& grad, bool ze
   context_.count("reduces");
   context_.set_last_parameter(record);
   backward_.arrivals.push_back(index);
-  if (deferred_.is_whole()) {
+  if (deferred_.is_full()) {
     record.deferred.add(grad);
     return;
   }
@@ -457,7 +457,7 @@ void Reducer::end_backward() {
     if (backward_.tasks.empty())
       begin();
     before_end_(!backward_.arrivals.empty());
-    if (!deferred_.is_whole())
+    if (!deferred_.is_full())
       launch_before_consensus();
     end(/*learning=*/true);
     ++completed_backwards_;
@@ -473,10 +473,10 @@ void Reducer::end_empty_backward() {
 }
 
 void Reducer::end(bool learning) {
-  std::vector<char> brought(context_.records.size(), 0);
-  if (deferred_.is_whole()) {
-    for (const auto index : backward_.arrivals) brought[index] = 1;
-    attached_.attach(brought, deferred_);
+  std::vector<char> has_gradient(context_.records.size(), 0);
+  if (deferred_.is_full()) {
+    for (const auto index : backward_.arrivals) has_gradient[index] = 1;
+    attached_.attach(has_gradient, deferred_);
     return finish();
   }
   const auto agreed = agree();
@@ -485,13 +485,13 @@ void Reducer::end(bool learning) {
   for (size_t b = 0; b < layout_.size(); ++b) {
     for (const auto& slot : layout_.buckets()[b].slots()) {
       if (*flag > 0)
-        brought[slot.record->index] = 1;
+        has_gradient[slot.record->index] = 1;
       wanted[b] = std::max(wanted[b], *flag++);
     }
   }
   launch_wanted(wanted);
   deferred_.finish_reduction();
-  attached_.attach(brought, deferred_);
+  attached_.attach(has_gradient, deferred_);
   if (learning)
     layout_.learn(backward_.arrivals, backward_.marks, agreed.same_order);
   finish();

@@ -66,14 +66,13 @@ class RankConsensus {
 };
 
 // Attaches gradients to param.grad, and describes the attached ones.
-
 class AttachedGradients {
  public:
   AttachedGradients(Context& context, const BucketLayout& layout) : context_(context), layout_(layout) {}
 
-  // End a backward. `brought`: by parameter, whether some rank had a gradient, which is then attached.
+  // End a backward. `has_gradient`: by parameter, whether some rank had a gradient, which is then attached.
   // `deferred`: while it is on, param.grad represents the deferred gradient.
-  void attach(const std::vector<char>& brought, const DeferredGradients& deferred);
+  void attach(const std::vector<char>& has_gradient, const DeferredGradients& deferred);
 
   // Return the parameters with a gradient from the last backward.
   std::vector<int64_t> last_attached() const {
@@ -102,7 +101,6 @@ class AttachedGradients {
 // first hook is ours and returns the sum. The user's hooks follow. The last hook is ours, puts the result
 // into a bucket, and returns no gradient. Sums of leaves that autograd does not visit are processed when the
 // backward ends.
-
 class HookedGradients {
  public:
   // `grad`: with the parameter's dimension order in memory. `backward`: autograd's graph task id.
@@ -168,8 +166,9 @@ class Reducer {
   void end_empty_backward();
   // Set an op `() -> ()` that runs Python hooks on gradients after they are attached; "" for none.
   void on_backward_end(std::string op) { end_hook_op_ = std::move(op); }
-  // Set a callback for the end of each backward, before the consensus. `brought`: this rank has gradients.
-  void before_end(std::function<void(bool brought)> callback) { before_end_ = std::move(callback); }
+  // Set a callback for the end of each backward, before the consensus. `has_gradients`: this rank has
+  // gradients.
+  void before_end(std::function<void(bool has_gradients)> callback) { before_end_ = std::move(callback); }
   void abort();            // drop the state of an interrupted backward
   void release_buffers();  // free bucket memory; legal outside backward
 

@@ -61,8 +61,6 @@ class HostEpochLock : public EpochLock {
   SharedCounters numbers_;
 };
 
-// For devices: kernels announce epochs and wait for them, and the host does not block.
-
 // The stream that reads weights. They are written on the current stream.
 struct ReaderStream {
   std::function<void()> block_current_stream;  // make the current stream wait for it
@@ -70,6 +68,7 @@ struct ReaderStream {
       run;  // queue work on it, after the work that is already queued on the current stream
 };
 
+// For devices: kernels announce epochs and wait for them, and the host does not block.
 class DeviceEpochLock : public EpochLock {
  public:
   // `code`: the compiled signal_kernels.cu. `pads`: each rank's signal pad, one 32-bit number per rank,

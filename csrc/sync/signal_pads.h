@@ -32,7 +32,6 @@ namespace lightning_zero::device_words {
 
 // 32-bit words in pinned host memory, through which kernels report their waits to the watchdog, and the
 // watchdog ends them.
-
 constexpr int BARRIERS = 2;  // channels: gradients, weights
 constexpr int READERS = 2;   // of host exchanges, see Reader in signals.h
 

@@ -31,13 +31,12 @@ class SharedCounters {
   c10::intrusive_ptr<Watchdog> watchdog_;
 };
 
-// Tells the ranks of this host, which read each other's host shards, how many parts of host exchanges each
-// rank has received. Parts arrive in one order and are counted over all exchanges, alike on every rank.
-// Nothing else delays readers: neither a barrier nor parts that they do not read.
-
 // The reader of a part: the stream of weights, or the current stream.
 enum class Reader : int { GATHERS, CURRENT };
 
+// Tells the ranks of this host, which read each other's host shards, how many parts of host exchanges each
+// rank has received. Parts arrive in one order and are counted over all exchanges, alike on every rank.
+// Nothing else delays readers: neither a barrier nor parts that they do not read.
 class RemoteSignals {
  public:
   virtual ~RemoteSignals() = default;

@@ -275,8 +275,8 @@ Pending Communicator::all_gather(at::Tensor output, at::Tensor input, std::optio
         options.asyncOp = async;
         // On an accelerator the cast copy is allocated on our stream, so freeing it here is safe.
         auto source = cast_to ? input.to(*cast_to) : input;
-        auto whole = as_real(target), part = as_real(source);
-        return Works{compat::all_gather(*group_, whole, part, options, 0)};
+        auto out = as_real(target), in = as_real(source);
+        return Works{compat::all_gather(*group_, out, in, options, 0)};
       },
       copy_back(std::move(copies)), static_cast<int64_t>(output.nbytes()));
 }

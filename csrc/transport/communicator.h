@@ -87,7 +87,6 @@ class CollectiveOrder {
 // gradients together. Other work continues. On a CPU, the host sleeps when it waits for data that has not
 // arrived. On a device, a kernel blocks the stream that sent the data, also in graphs. The link is reserved
 // when the collective is queued, so that its own duration is not counted twice.
-
 class EmulatedLink {
  public:
   using Clock = std::chrono::steady_clock;
@@ -118,7 +117,6 @@ class EmulatedLink {
 // All collectives go through c10d::ProcessGroup, so that its watchdog, timeouts and the flight recorder see
 // them. On an accelerator, a collective is queued on our stream and the host does not wait. On a CPU, it runs
 // in the process group's threads and its Work is waited for. `Pending` hides the difference.
-
 class Communicator {
  public:
   // `order`: chains its collectives with those of other communicators during a capture.
@@ -231,7 +229,6 @@ class Communicator {
 };
 
 // The process groups of one executor, each with its own stream on devices.
-
 class Communicators {
  public:
   // Names of the process groups: all-gathers inside a host and across hosts, reductions inside a host and

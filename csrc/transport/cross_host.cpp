@@ -24,7 +24,7 @@ int64_t bytes_of(const ReduceBucket& bucket) {
 // Return true if earlier backwards left deferred gradients on this host.
 bool has_deferred(ReduceBucket& bucket) {
   return std::ranges::any_of(bucket.slots(), [](const ReduceBucket::Slot& slot) {
-    return slot.record->deferred.filled && !slot.record->deferred.whole;
+    return slot.record->deferred.filled && !slot.record->deferred.full;
   });
 }
 

@@ -42,9 +42,9 @@ bool PeerCopyGather::can_gather(const std::vector<ParamRecord*>& records,
   if (!grouped)
     return false;  // a copy may be stale
   const auto dtype = outputs[0].scalar_type();
-  const bool alike =
+  const bool same_dtype =
       std::all_of(outputs.begin(), outputs.end(), [&](const auto& o) { return o.scalar_type() == dtype; });
-  return alike && is_ready(records, dtype);
+  return same_dtype && is_ready(records, dtype);
 }
 
 Pending PeerCopyGather::gather(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
@@ -112,9 +112,9 @@ Pending ShardCopyGather::gather(const std::vector<ParamRecord*>& records, std::v
       from.push_back(&copies);
       continue;
     }
-    auto whole = tensors::empty(outputs[i].numel(), record.shard.options());
-    comm_.copy_group({whole}, {&record.shards}).wait(context_.device);
-    outputs[i].copy_(whole);
+    auto full = tensors::empty(outputs[i].numel(), record.shard.options());
+    comm_.copy_group({full}, {&record.shards}).wait(context_.device);
+    outputs[i].copy_(full);
   }
   context_.count("copied_weights", static_cast<int64_t>(records.size()));
   return comm_.copy_group(std::move(to), from);

@@ -110,7 +110,6 @@ class ReduceTransport {
 };
 
 // Creates and selects the transports. Python provides the memory that they need.
-
 class Transports {
  public:
   Transports(Context& context, Communicators& communicators);

@@ -41,7 +41,6 @@ class DeviceWaits {
 
 // Replayed graphs with collectives in which devices wait for each other. A process group sees a collective at
 // its capture only, so its watchdog does not observe replays.
-
 class ReplayWaits {
  public:
   // `ended`: number of ended replays among those added here, in host memory. The device writes it itself,

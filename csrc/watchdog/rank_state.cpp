@@ -64,26 +64,26 @@ void RankStatus::set_host(const std::vector<int64_t>& hosts) {
 std::string RankStatus::to_text() const {
   std::string out;
   const auto add = [&](const std::string& value) { (out += value) += kSeparator; };
-  const auto whole = [&](int64_t value) { add(std::to_string(value)); };
-  const auto time = [&](double value) { whole(std::llround(1000 * value)); };
-  whole(left);
-  whole(stage);
-  whole(static_cast<int64_t>(phase));
-  whole(batches);
+  const auto integer = [&](int64_t value) { add(std::to_string(value)); };
+  const auto time = [&](double value) { integer(std::llround(1000 * value)); };
+  integer(left);
+  integer(stage);
+  integer(static_cast<int64_t>(phase));
+  integer(batches);
   time(phase_since);
   add(clean(last));
   add(clean(busy));
   time(busy_since);
   add(clean(task.what));
-  whole(task.updates);
+  integer(task.updates);
   time(task.updated_at);
-  whole(activity);
-  whole(wait.sequence);
-  whole(wait.number);
+  integer(activity);
+  integer(wait.sequence);
+  integer(wait.number);
   add(clean(wait.what));
   time(wait.since);
-  whole(wait.on_device);
-  for (const auto count : sequence_numbers) whole(count);
+  integer(wait.on_device);
+  for (const auto count : sequence_numbers) integer(count);
   return out;
 }
 
@@ -95,26 +95,26 @@ RankStatus RankStatus::from_text(int64_t rank, const std::string& text) {
     return status;
   status.known = true;
   auto next = fields.begin();
-  const auto whole = [&] { return std::strtoll((next++)->c_str(), nullptr, 10); };
-  const auto time = [&] { return 1e-3 * static_cast<double>(whole()); };
-  status.left = whole() != 0;
-  status.stage = whole();
-  status.phase = static_cast<Phase>(whole());
-  status.batches = whole();
+  const auto integer = [&] { return std::strtoll((next++)->c_str(), nullptr, 10); };
+  const auto time = [&] { return 1e-3 * static_cast<double>(integer()); };
+  status.left = integer() != 0;
+  status.stage = integer();
+  status.phase = static_cast<Phase>(integer());
+  status.batches = integer();
   status.phase_since = time();
   status.last = *next++;
   status.busy = *next++;
   status.busy_since = time();
   status.task.what = *next++;
-  status.task.updates = whole();
+  status.task.updates = integer();
   status.task.updated_at = time();
-  status.activity = whole();
-  status.wait.sequence = static_cast<int>(whole());
-  status.wait.number = whole();
+  status.activity = integer();
+  status.wait.sequence = static_cast<int>(integer());
+  status.wait.number = integer();
   status.wait.what = *next++;
   status.wait.since = time();
-  status.wait.on_device = whole() != 0;
-  for (auto& count : status.sequence_numbers) count = whole();
+  status.wait.on_device = integer() != 0;
+  for (auto& count : status.sequence_numbers) count = integer();
   // Sequences are indices: reject values that other versions or programs have written.
   if (status.wait.sequence < -1 || status.wait.sequence >= SEQUENCE_COUNT)
     status.wait = {};
@@ -226,9 +226,9 @@ std::vector<int64_t> find_awaited_ranks(const RankStatus& waiting, const std::ve
     return ranks_without_send(waiting, all);
   const auto sequence = static_cast<SequenceId>(waiting.wait.sequence);
   for (const auto& other : all) {
-    const bool comes =
+    const bool takes_part =
         other.rank != waiting.rank && !(is_of_host(sequence) && other.location.host != waiting.location.host);
-    if (comes && is_behind(other, sequence, waiting.wait.number))
+    if (takes_part && is_behind(other, sequence, waiting.wait.number))
       missing.push_back(other.rank);
   }
   return missing;
@@ -247,11 +247,11 @@ std::vector<int64_t> find_blocking_ranks(const RankStatus& waiting, const std::v
       continue;
     seen[rank] = true;
     const auto& status = all[rank];
-    const auto behind = status.known && !status.left && status.busy.empty() ? find_awaited_ranks(status, all)
-                                                                            : std::vector<int64_t>();
-    if (behind.empty())
+    const auto next = status.known && !status.left && status.busy.empty() ? find_awaited_ranks(status, all)
+                                                                          : std::vector<int64_t>();
+    if (next.empty())
       ends.push_back(status.rank);
-    open.insert(open.end(), behind.begin(), behind.end());
+    open.insert(open.end(), next.begin(), next.end());
   }
   std::sort(ends.begin(), ends.end());
   return ends.empty() ? direct : ends;
@@ -321,8 +321,8 @@ std::string format_ranks(const std::vector<int64_t>& ranks, const std::vector<Ra
 
 std::string format_report(const std::vector<RankStatus>& all, int64_t rank, double now) {
   const auto& mine = all[static_cast<size_t>(rank)];
-  const auto behind = find_lagging_ranks(all);
-  auto missing = behind.empty() ? find_blocking_ranks(mine, all) : behind;
+  const auto lagging = find_lagging_ranks(all);
+  auto missing = lagging.empty() ? find_blocking_ranks(mine, all) : lagging;
   const bool on_its_way = waits_for_part(mine) && missing.empty();
   if (missing.empty() && !on_its_way) {
     for (const auto& other : all) {
@@ -333,7 +333,7 @@ std::string format_report(const std::vector<RankStatus>& all, int64_t rank, doub
   std::string text = mine.describe(now) + ".";
   if (mine.is_waiting() && !missing.empty()) {
     text += " Missing: " + format_ranks(missing, all) +
-            (behind.empty() ? "." : ", which did not join collectives that the devices of others wait for.");
+            (lagging.empty() ? "." : ", which did not join collectives that the devices of others wait for.");
   }
   if (waits_for_part(mine))
     text += describe_missing_part(mine, missing, all);

@@ -225,9 +225,9 @@ bool RankStateStore::has_failed(int64_t stage, int64_t other) {
 }
 
 RankStateStore::Failure RankStateStore::failure_of(int64_t stage, int64_t other) {
-  const auto told = get(failed_key(stage, other));
-  const auto bar = told.find('|');
-  return {told.substr(0, bar), told.substr(bar + 1)};
+  const auto message = get(failed_key(stage, other));
+  const auto bar = message.find('|');
+  return {message.substr(0, bar), message.substr(bar + 1)};
 }
 
 namespace {
@@ -262,12 +262,12 @@ Heartbeats::Heartbeats(int64_t rank, const std::vector<int64_t>& hosts) : watche
 double Heartbeats::seconds_since_heartbeat(RankStateStore& store) {
   const auto now = Clock::now();
   const auto passed =
-      looked_ == Clock::time_point{} ? 0.0 : std::chrono::duration<double>(now - looked_).count();
-  looked_ = now;
+      checked_ == Clock::time_point{} ? 0.0 : std::chrono::duration<double>(now - checked_).count();
+  checked_ = now;
   silent_ += std::min(passed, kMaxBetweenChecks);
-  if (now - beaten_ < kBeat)
+  if (now - published_at_ < kBeat)
     return silent_;
-  beaten_ = now;
+  published_at_ = now;
   store.publish_heartbeat();
   auto beat = store.heartbeat_of(watched_);
   if (beat.empty() || beat != last_) {

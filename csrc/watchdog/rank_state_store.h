@@ -84,7 +84,6 @@ class RankStateStore {
 // Every rank publishes a heartbeat once a second and observes the rank with its local rank on the next host.
 // So each rank has one observer, for any number of hosts. The watchdog's thread does this, independent of a
 // rank that computes, hangs or holds the GIL.
-
 class RankStateStore;
 
 // For one thread.
@@ -107,7 +106,7 @@ class Heartbeats {
   using Clock = std::chrono::steady_clock;
 
   int64_t watched_;
-  Clock::time_point looked_{}, beaten_{};
+  Clock::time_point checked_{}, published_at_{};
   std::string last_;
   double silent_ = 0;
 };

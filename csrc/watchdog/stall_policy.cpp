@@ -77,9 +77,9 @@ StallPolicy::Finding StallPolicy::check(const RankStatus& mine,
   const bool still = is_idle(all) && quiet > still_after_ && now - still_since_ > kIdleTime;
   if (still)
     still_after_ = kReportAgain * quiet;
-  const double held =
+  const double blocked_s =
       std::max(missed ? std::min(quiet, unmoved) : 0, mine.has_task() && !mine.is_waiting() ? quiet : 0);
-  if (still || std::max(waited, held) > reported_after_) {
+  if (still || std::max(waited, blocked_s) > reported_after_) {
     reported_after_ = kReportAgain * std::max(waited, quiet);
     found.report = std::string("No progress. ") +
                    (still ? "Every rank computes, or waits in an operation that is not observed. " : "") +

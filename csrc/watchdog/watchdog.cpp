@@ -312,8 +312,8 @@ bool Watchdog::check_heartbeats(const RankStatus& mine) {
     heartbeats_->reported = false;
     return false;
   }
-  const bool gone = broken || seconds > kGone;
-  if (heartbeats_->reported && !gone)
+  const bool is_gone = broken || seconds > kGone;
+  if (heartbeats_->reported && !is_gone)
     return false;
   const auto all = store_->statuses(mine);
   const auto& last = all[static_cast<size_t>(other)];
@@ -326,7 +326,7 @@ bool Watchdog::check_heartbeats(const RankStatus& mine) {
               std::to_string(static_cast<int64_t>(seconds)) +
               " s: its process was killed or stopped, or its host or the network to it failed. Last seen: " +
               last.describe(now) + ".";
-  if (!gone) {
+  if (!is_gone) {
     heartbeats_->reported = true;
     print(text + " This rank gives up after " + std::to_string(static_cast<int64_t>(kGone)) + " s.");
     return false;

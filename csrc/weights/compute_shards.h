@@ -87,7 +87,6 @@ class ComputeShards {
 // points, after all ranks have read, the exchange with other hosts begins. A reader waits until its host
 // shard has arrived, see [Note: host exchange] in weights/host_exchange.h. All ranks agree on whether an
 // exchange is needed, because no rank may skip a stale shard.
-
 class ShardAccess : public WeightMemory {
  public:
   // `comm`: orders reads of peers' memory. `host_shards`: null with one host. `on_change`: drops prefetched

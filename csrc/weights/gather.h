@@ -47,9 +47,6 @@ class Gatherer {
   std::vector<std::unique_ptr<GatherTransport>> transports_;
 };
 
-// Prefetches the groups that a training step gathers first, as the step begins and before Dynamo has checked
-// its guards.
-
 // Weights that are gathered in one launch into one tensor, one after the other, each padded.
 struct GatherGroup {
   std::vector<ParamRecord*> records;
@@ -66,6 +63,8 @@ struct PendingGroup {
 };
 PendingGroup start_gather(Gatherer& gatherer, GatherGroup group, std::vector<at::Tensor>& sources);
 
+// Prefetches the groups that a training step gathers first, as the step begins and before Dynamo has checked
+// its guards.
 class GroupPrefetcher {
  public:
   GroupPrefetcher(Context& context, Gatherer& gatherer) : context_(context), gatherer_(gatherer) {}
@@ -97,7 +96,6 @@ class GroupPrefetcher {
 // gathers up to the end of a backward, and repeats the missing ones before it ends a backward without
 // gradients. If a step gathers other weights than the logged step, the consensus at the end of the backward
 // detects it, see RankConsensus::raise_order_mismatch().
-
 class GatherLog {
  public:
   enum class Kind { EAGER, SINGLE, GROUP, RESIDENT, GRAPH };

@@ -54,14 +54,14 @@ void HostExchange::begin(const std::vector<ShardCopy*>& copies, int64_t first) {
     context_.watchdog->activity().set_exchange_parts(first, names_of(parts));
   announce_send();
   for (const auto& part : parts) {
-    std::vector<at::Tensor> whole, own;
+    std::vector<at::Tensor> outputs, own;
     for (const auto* copy : part) {
       const auto numel = copy->local.numel() / context_.inter_host.size;
-      whole.push_back(copy->local);
+      outputs.push_back(copy->local);
       own.push_back(piece(copy->local, context_.inter_host.rank * numel, numel));
       context_.count("gather_bytes_across", static_cast<int64_t>(copy->local.nbytes()));
     }
-    send(std::move(whole), std::move(own));
+    send(std::move(outputs), std::move(own));
   }
   context_.count("host_shard_refreshes");
   context_.count("exchanged_parts", planned_);
@@ -76,10 +76,10 @@ void HostExchange::announce_send() {
     context_.watchdog->activity().set_sequence_number(SequenceId::PART_SENT, last());
 }
 
-void HostExchange::send(std::vector<at::Tensor> whole, std::vector<at::Tensor> own) {
+void HostExchange::send(std::vector<at::Tensor> outputs, std::vector<at::Tensor> own) {
   auto& inter_host = *comms_.inter_host_gathers();
   // In place: the input is a slice of the output.
-  auto pending = inter_host.all_gather_group(std::move(whole), std::move(own));
+  auto pending = inter_host.all_gather_group(std::move(outputs), std::move(own));
   if (auto* remote_signals = comms_.remote_signals();
       remote_signals != nullptr && has_streams(context_.device))
     pending = inter_host.run([&] { remote_signals->announce(static_cast<int64_t>(parts_.size())); });
@@ -181,12 +181,12 @@ bool HostShards::any_stale() const {
 
 bool HostShards::on_any_rank(bool yes) {
   const auto order = static_cast<int64_t>(order_ >> 2);
-  std::vector<int64_t> said{yes, order, -order, exchange_.last()};
-  comms_.control()->all_reduce_max(said, "the consensus on changed weights");
-  if (said[1] == -said[2])
+  std::vector<int64_t> votes{yes, order, -order, exchange_.last()};
+  comms_.control()->all_reduce_max(votes, "the consensus on changed weights");
+  if (votes[1] == -votes[2])
     agreed_ = used_.size();
-  parts_ = said[3];
-  return said[0] > 0;
+  parts_ = votes[3];
+  return votes[0] > 0;
 }
 
 ShardCopy& HostShards::read(ParamRecord& record, at::ScalarType dtype, bool compiled) {

@@ -60,7 +60,7 @@ class HostExchange {
  private:
   using PartsWaited = std::array<int64_t, 2>;  // by reader: the number of parts it has waited for
 
-  void send(std::vector<at::Tensor> whole, std::vector<at::Tensor> own);
+  void send(std::vector<at::Tensor> outputs, std::vector<at::Tensor> inputs);
   void announce_send();
   void wait_for_part(int64_t part);
   int64_t number_of(int64_t part) const { return first_ + part + 1; }
@@ -77,7 +77,6 @@ class HostExchange {
 
 // Copies of host shards in the dtypes that compiled code reads, so that hosts exchange weights once per step
 // instead of once per gather. See [Note: hosts] in context.h.
-
 class HostShards {
  public:
   HostShards(Context& context, Communicators& comms)

@@ -37,12 +37,12 @@ void DeferredGradient::add(const at::Tensor& grad) {
 }
 
 void ParamRecord::accept_user_gradient() {
-  const auto& held = param.grad();
-  if (!held.defined() || held.const_data_ptr() == grad.const_data_ptr())
+  const auto& attached = param.grad();
+  if (!attached.defined() || attached.const_data_ptr() == grad.const_data_ptr())
     return;
   if (is_grad_aliased())
     grad_aliasing::raise_in_use(*this);
-  grad.copy_(held.reshape({-1}));
+  grad.copy_(attached.reshape({-1}));
 }
 
 ShardTable& ShardTable::instance() {
@@ -154,12 +154,12 @@ void Parameters::set_grad(int64_t index, std::optional<at::Tensor> grad) {
   record.visible_grad = at::Tensor();
 }
 
-void Parameters::set_deferred_gradient(int64_t index, std::optional<at::Tensor> memory, bool whole) {
+void Parameters::set_deferred_gradient(int64_t index, std::optional<at::Tensor> memory, bool full) {
   Lock lock(context_.mutex);
-  auto& kept = context_.at(index).deferred;
-  kept.memory = std::move(memory).value_or(at::Tensor());
-  kept.whole = whole;
-  kept.clear();
+  auto& sum = context_.at(index).deferred;
+  sum.memory = std::move(memory).value_or(at::Tensor());
+  sum.full = full;
+  sum.clear();
 }
 
 void Parameters::set_resident(int64_t index, std::optional<at::Tensor> memory) {

@@ -64,10 +64,10 @@ struct ResidentWeight {
 struct DeferredGradient {
   int64_t shards = 1;  // number of shards in a host shard
   at::Tensor memory;   // one-dimensional, in float32 or wider
-  bool whole = false;
+  bool full = false;
   bool filled = false;   // holds a value that must still be reduced
   int64_t version = -1;  // version of the param.grad that represents it; negative: none
-  // ---- if `whole`
+  // ---- if `full`
   void add(const at::Tensor& grad);
   at::Tensor values(int64_t numel) const { return memory.narrow(0, 0, numel); }  // without padding
   void clear() {
@@ -110,8 +110,8 @@ struct ParamRecord {
   }
   // Return true if param.grad is `grad`, which users or an optimizer may still read.
   bool holds_gradient() const {
-    const auto& held = param.grad();
-    return held.defined() && held.const_data_ptr() == grad.const_data_ptr();
+    const auto& attached = param.grad();
+    return attached.defined() && attached.const_data_ptr() == grad.const_data_ptr();
   }
   Stamp stamp(int64_t shard_version) const { return {shard_version, static_cast<int64_t>(param._version())}; }
   // Return every rank's shard in `dtype` if this process can read them; otherwise an empty vector.
@@ -168,9 +168,9 @@ class Parameters {
 
   // Set or remove the gradient memory. Legal between steps, when no gradient is in use.
   void set_grad(int64_t index, std::optional<at::Tensor> grad);
-  // Set or remove memory for deferred gradients, see [Note: deferred gradients]. `whole`: for the full
+  // Set or remove memory for deferred gradients, see [Note: deferred gradients]. `full`: for the full
   // gradient instead of the host shard.
-  void set_deferred_gradient(int64_t index, std::optional<at::Tensor> memory, bool whole);
+  void set_deferred_gradient(int64_t index, std::optional<at::Tensor> memory, bool full);
   void set_resident(int64_t index, std::optional<at::Tensor> memory);
   void set_compute_shard(int64_t index, at::Tensor copy);
   // The shard is in host memory, which the device reads over its link.

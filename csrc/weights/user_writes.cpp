@@ -211,14 +211,14 @@ void UserWrites::sync(bool forget) {
       copy_to_shard(*it);
       compat::mark_copy_on_write(it->flat);
     }
-    const bool held = it->is_held();
-    if (held && (forget || !current)) {
+    const bool is_held = it->is_held();
+    if (is_held && (forget || !current)) {
       it->writes = it->write_count();
       compat::mark_copy_on_write(it->flat);
       it->before = own_part(*it).clone();
       outdated_.push_back(std::move(*it));
     }
-    it = (forget || !current || !held) ? tracked_.erase(it) : it + 1;
+    it = (forget || !current || !is_held) ? tracked_.erase(it) : it + 1;
   }
 }
 

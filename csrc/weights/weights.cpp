@@ -31,8 +31,8 @@ at::Tensor Weights::gather(int64_t index, at::IntArrayRef shape, at::ScalarType 
   // A weight that is read while eager code still holds it has the same memory, as in a plain module. With two
   // copies, the unmodified one would undo writes to the other. It is gathered anyway, because ranks may hold
   // weights for different times.
-  auto* held = tracked ? user_writes_.find_tracked(index, dtype) : nullptr;
-  auto flat = held != nullptr ? held->flat : at::Tensor();
+  auto* tracked_weight = tracked ? user_writes_.find_tracked(index, dtype) : nullptr;
+  auto flat = tracked_weight != nullptr ? tracked_weight->flat : at::Tensor();
   {
     // The values are the same, so autograd must not count this as a write to the tensor.
     at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -48,7 +48,7 @@ at::Tensor Weights::gather(int64_t index, at::IntArrayRef shape, at::ScalarType 
     return as_parameter(flat, record.numel, shape);
   auto full = as_parameter(flat, record);
   context_.count("eager_gathers");
-  user_writes_.track(held, flat, full, record);
+  user_writes_.track(tracked_weight, flat, full, record);
   return full;
 }
 
