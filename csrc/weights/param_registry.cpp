@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "context.h"
 #include "gradients/grad_aliasing.h"
 #include "gradients/reducer.h"
 #include "weights/weights.h"

@@ -16,7 +16,6 @@
 #include <utility>
 #include <vector>
 
-#include "context.h"
 #include "transport/pending.h"
 
 namespace lightning_zero {
