@@ -1,6 +1,6 @@
 """What the parts of the C++ executor can be asked, for readers and for type checkers: the objects themselves are C++'s.
 
-Their methods and arguments are named in ``csrc/bindings/``; ``tests/native/test_facets.py`` compares.
+Their methods and arguments are named in ``csrc/bindings/``; ``tests/native/test_bindings.py`` compares.
 """
 
 from __future__ import annotations

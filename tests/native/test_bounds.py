@@ -1,4 +1,4 @@
-"""Memory and numbers that Python gives the executor are checked where they arrive: later they are read by address."""
+"""The executor checks memory and numbers from Python at once, since it reads them by address later."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def refused() -> dict[str, str]:
-    """The errors of calls with memory that is too small, by a name."""
+    """Return the errors of calls with too little memory, by name."""
     mesh = Mesh.of(CPU)
     executor = Executor(mesh, config())
     twin = new_twin(executor, "p0", torch.zeros(40))

@@ -1,4 +1,4 @@
-"""What is said of the C++ executor's parts for type checkers is what they are."""
+"""The type stubs of the C++ executor's parts match the bindings."""
 
 import inspect
 
@@ -14,7 +14,7 @@ from tests.ranks.pool import Ranks
 PARTS = {"parameters": Parameters, "weights": Weights, "gradients": Gradients, "graphs": Graphs}
 TYPES = {"int": "int", "bool": "bool", "str": "str", "None": "NoneType", "list[int]": "List[int]"}
 
-Methods = dict[str, tuple[list[tuple[str, bool]], str]]  # arguments with whether they may be left out, and the result
+Methods = dict[str, tuple[list[tuple[str, bool]], str]]  # arguments with whether they have defaults, and the result
 
 
 def said(part: type) -> Methods:
@@ -47,7 +47,7 @@ def built() -> dict[str, Methods]:
 
 
 @pytest.mark.usefixtures("native_library")
-def test_parts_are_what_type_checkers_are_told(ranks: Ranks) -> None:
+def test_stubs_match_the_bindings(ranks: Ranks) -> None:
     [found] = ranks.run(1, built)
     assert found == {part: said(protocol) for part, protocol in PARTS.items()}
     for part, methods in found.items():
