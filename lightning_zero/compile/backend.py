@@ -35,7 +35,6 @@ from lightning_zero.compat.compiler import (
     lookup_backend,
 )
 from lightning_zero.compat.graphs import SEEN_BY_USERS
-from lightning_zero.compat.inductor_heuristics import choices_by_hints
 from lightning_zero.compile.active import ACTIVE
 from lightning_zero.compile.budget_sweep import chart
 from lightning_zero.compile.causal_mask import drop_causal_masks
@@ -267,7 +266,7 @@ class Compiler:
         options["custom_partitioner_fn"] = _Partitioner(partial(self._partition, limits), own)
         compile_fx: Any = lookup_backend("inductor")
         lower = partial(self._lower, lowered)
-        with joint, choices_by_hints():
+        with joint:
             return compile_fx(module, inputs, config_patches=options, inner_compile=lower, **kwargs)
 
     def _lower(self, lowered: Lowered, module: GraphModule, inputs: Any, **settings: Any) -> Any:

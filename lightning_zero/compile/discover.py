@@ -28,10 +28,8 @@ from lightning_zero.compat.attributes import ChangingInts
 from lightning_zero.compat.autograd import graph_task_id, inside_functorch, keeps_graph
 from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.fakes import weights_made_at_once
-from lightning_zero.compat.guards import values_read_once
 from lightning_zero.compat.limits import LimitHit, limits_noticed
 from lightning_zero.compat.newer import failure_of_newer_torch
-from lightning_zero.compat.skipped_text import written_when_called
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compile import requires_grad_hooks
 from lightning_zero.compile.dynamo_layer_reuse import layers_traced_once
@@ -40,7 +38,6 @@ from lightning_zero.compile.grad_leaves import leaves_of_nobody
 from lightning_zero.compile.hooks import Hooks, guarding_hooks, told_apart_by_hooks
 from lightning_zero.compile.pending_compiles import Unfinished
 from lightning_zero.compile.recompile_reason import first_guard
-from lightning_zero.compile.stacks import frames_written_once
 from lightning_zero.compile.user_compiled import refusal_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.amount import PassAmount
@@ -299,7 +296,7 @@ class CompiledCalls:
                     if not first:
                         return run(*args, **kwargs)
                     first = False
-                    with only_young_searched(), frames_written_once(), written_when_called(), values_read_once():
+                    with only_young_searched():
                         return run(*args, **kwargs)
             except Exception as error:
                 if (instead := failure_of_newer_torch(error)) is None:

@@ -9,9 +9,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from lightning_zero.compat.compiler import min_cut_partition
-from lightning_zero.compat.cse import merging_in_place
-from lightning_zero.compat.cuts import cutting_fast
-from lightning_zero.compat.graph_extract import copying_less
+from lightning_zero.compat.partitioner import fast_partitioner
 from lightning_zero.compile.passes.mutated_buffers import keep_as_read
 from lightning_zero.compile.passes.residual_sums import save_chains
 from lightning_zero.compile.recompute_policy import save_drawn
@@ -36,8 +34,7 @@ def halves(
     """
     # Here: Inductor's passes over joint graphs have seeds drawn, which no node before them does.
     save_drawn(module.graph, budget)
-    with cutting_fast(), copying_less(), merging_in_place():
-        forward, backward = by(module, inputs, num_fwd_outputs=outputs, **settings)
+    forward, backward = fast_partitioner(by)(module, inputs, num_fwd_outputs=outputs, **settings)
     changed = [forward] if keep_as_read(forward.graph, outputs) else []
     if budget < 1 and save_chains(forward.graph, backward.graph, outputs):
         changed = [forward, backward]
