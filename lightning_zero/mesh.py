@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from lightning_zero.compat.distributed import all_gather_into, connected_when_used, default_store
+from lightning_zero.compat.distributed import all_gather_into, connect_lazily, default_store
 from lightning_zero.errors import UnsupportedError
 
 __all__ = ["Mesh", "Side", "boot_id", "host_name"]
@@ -284,7 +284,7 @@ def _new_pair(
     """For gathers and for reductions, among these ranks of the world. A communicator of NCCL's takes half a GiB of each
     device (measured on H100s), and where copies move gradients none is wanted for these. Collective over the world."""
     gathers = dist.new_group(ranks, backend=backend, timeout=timeout)
-    with connected_when_used():
+    with connect_lazily():
         return gathers, dist.new_group(ranks, backend=backend, timeout=timeout)
 
 

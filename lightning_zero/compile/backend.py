@@ -34,7 +34,7 @@ from lightning_zero.compat.compiler import (
     inductor_config,
     lookup_backend,
 )
-from lightning_zero.compat.graphs import SEEN_BY_USERS
+from lightning_zero.compat.graphs import USER_VISIBLE_OUTPUTS
 from lightning_zero.compile.active import ACTIVE
 from lightning_zero.compile.budget_sweep import chart
 from lightning_zero.compile.causal_mask import drop_causal_masks
@@ -377,9 +377,9 @@ class _Pass(CustomGraphPass):
         self._function(graph)
         # Inductor noted before our passes which outputs users see; torch 2.11 stumbles over one that has become None.
         output = output_node(graph)
-        seen = output.meta.get(SEEN_BY_USERS)
+        seen = output.meta.get(USER_VISIBLE_OUTPUTS)
         if seen is not None and isinstance(output.args[0], tuple | list):
-            output.meta[SEEN_BY_USERS] = [i for i in seen if output.args[0][i] is not None]
+            output.meta[USER_VISIBLE_OUTPUTS] = [i for i in seen if output.args[0][i] is not None]
 
     def uuid(self) -> str | None:
         return self._uuid

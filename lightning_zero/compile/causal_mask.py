@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
-from lightning_zero.compat.graphs import EXAMPLE
+from lightning_zero.compat.graphs import EXAMPLE_VALUE
 from lightning_zero.compile.draws import NothingDrawn
 from lightning_zero.compile.frontend import body_of, storage_of, with_bodies, written_by
 
@@ -79,7 +79,7 @@ def _is_square(arguments: Mapping[str, Any]) -> bool:
 
 
 def _sizes(node: Any) -> tuple[Any, ...]:
-    value = node.meta.get(EXAMPLE) if isinstance(node, Node) else None
+    value = node.meta.get(EXAMPLE_VALUE) if isinstance(node, Node) else None
     return tuple(value.shape) if isinstance(value, Tensor) and value.dim() > 1 else ()
 
 
@@ -132,7 +132,7 @@ def _made_of(mask: Node, edited: set[int | None]) -> list[Node]:
         node = pending.pop()
         if node in found:
             continue
-        value = node.meta.get(EXAMPLE)
+        value = node.meta.get(EXAMPLE_VALUE)
         if node.op not in ("call_function", "call_method"):
             raise _Unknown
         if isinstance(value, Tensor) and (storage_of(node) in edited or not _is_small(value)):

@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.compat.attributes import ChangingInts
-from lightning_zero.compat.autograd import graph_task_id, inside_functorch, keeps_graph
+from lightning_zero.compat.autograd import graph_task_id, inside_functorch, retains_graph
 from lightning_zero.compat.compiler import dynamo_config
-from lightning_zero.compat.fakes import weights_made_at_once
-from lightning_zero.compat.limits import LimitHit, limits_noticed
+from lightning_zero.compat.fakes import fake_weights_from_sizes
+from lightning_zero.compat.limits import LimitHit, watch_recompile_limits
 from lightning_zero.compat.newer import failure_of_newer_torch
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compile import requires_grad_hooks
@@ -176,7 +176,7 @@ class CompiledCalls:
         def backward(grads: tuple[Tensor, ...]) -> None:
             if torch.is_grad_enabled():  # only with create_graph=True
                 self._leave_eager(name, module, "it is differentiated twice (create_graph=True)")
-            elif keeps_graph():
+            elif retains_graph():
                 self.notes.keeps_graphs = True
 
         for value in tree_leaves(output):
@@ -289,8 +289,8 @@ class CompiledCalls:
             leave_out = asking and not torch.compiler.is_compiling()
             leaving_out = requires_grad_hooks.left_out(asking) if leave_out else nullcontext()
             guarding = guarding_hooks() if self._guards_hooks else nullcontext()
-            at_once, ints = weights_made_at_once(ShardParameter), self._ints.are_inputs()
-            noticing = nullcontext() if torch.compiler.is_compiling() else limits_noticed(give_up)
+            at_once, ints = fake_weights_from_sizes(ShardParameter), self._ints.mark_as_inputs()
+            noticing = nullcontext() if torch.compiler.is_compiling() else watch_recompile_limits(give_up)
             try:
                 with guarding, leaving_out, leaves_of_nobody(), layers_traced_once(), at_once, ints, noticing:
                     if not first:

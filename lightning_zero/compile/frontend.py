@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, ORIGIN
+from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE, GRAPH_ARG
 from lightning_zero.compat.ops import CHECKPOINTS
 from lightning_zero.compile.graph import WEIGHT
 from lightning_zero.errors import UnsupportedError
@@ -126,7 +126,7 @@ def refuse_edits(module: GraphModule) -> None:
 
 def storage_of(node: Node) -> int | None:
     """The same number for values that share memory; None for what is no tensor."""
-    value = node.meta.get(EXAMPLE)
+    value = node.meta.get(EXAMPLE_VALUE)
     return memory_of(value) if isinstance(value, Tensor) else None
 
 
@@ -151,7 +151,7 @@ def written_by(node: Node) -> list[Node]:
 
 def _name(shard: Node) -> str:
     assert isinstance(shard, Node)
-    source = getattr(shard.meta.get(ORIGIN), "source", None)
+    source = getattr(shard.meta.get(GRAPH_ARG), "source", None)
     path = getattr(source, "name", "")
     keys = re.findall(r"_(?:modules|parameters)\['?([^'\]]+)'?\]", path() if callable(path) else path)
     return ".".join(keys) or shard.name

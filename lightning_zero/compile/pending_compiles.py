@@ -11,7 +11,7 @@ from threading import RLock
 from time import monotonic
 from typing import Any
 
-from lightning_zero.compat.cache_saves import saved_later
+from lightning_zero.compat.cache_saves import defer_cache_saves
 from lightning_zero.compat.compiler import functorch_config
 from lightning_zero.compile.subgraphs import Kernels
 
@@ -36,7 +36,7 @@ class Rest(ExitStack):
 
     def __enter__(self) -> Rest:
         self.enter_context(self._kernels)
-        self.enter_context(saved_later(self._saves))
+        self.enter_context(defer_cache_saves(self._saves))
         return self
 
     def __call__(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compat.graphs import BACKWARD, MODULES, RECOMPUTE, REGION, SIDE
+from lightning_zero.compat.graphs import MUST_BE_IN_BACKWARD, NN_MODULE_STACK, RECOMPUTE, AC_GRAPH_ID, PARTITIONER_TAG
 from lightning_zero.compile.draws import draws
 from lightning_zero.compile.graph import is_op, reduces, shard_of, weight_nodes
 from lightning_zero.compile.passes.saved_weights import NOTHING_SAVED, SavedLimits, after_tangents, choose_saved
@@ -46,7 +46,7 @@ def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
             continue
         again = recompute(str(node.target), nbytes(value), _module_path(node))
         if again is not None:
-            node.meta.setdefault(REGION, OUTSIDE)
+            node.meta.setdefault(AC_GRAPH_ID, OUTSIDE)
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
     return graph
 
@@ -63,14 +63,14 @@ def tag_drawn(graph: Graph) -> bool:
     ]
     for node in drawn:
         if isinstance(node.meta.get("val"), Tensor):
-            node.meta.setdefault(REGION, OUTSIDE)
+            node.meta.setdefault(AC_GRAPH_ID, OUTSIDE)
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
     return bool(drawn)
 
 
 def _module_path(node: Node) -> str:
     """Of the innermost module, as in ``named_modules()`` of the module that is compiled."""
-    stack = node.meta.get(MODULES) or {}
+    stack = node.meta.get(NN_MODULE_STACK) or {}
     path = next(reversed(stack.values()), ("",))[0] if stack else ""
     # Dynamo writes "L['module'].layers.0", "getattr(L['module'].layers, '0')" or "L['module']._modules['layers']".
     while (plain := re.sub(r"getattr\(([^()]*(?:\([^()]*\))?[^()]*), '([^']+)'\)", r"\1.\2", path)) != path:
@@ -88,10 +88,10 @@ def tag_gathers(graph: Graph, keep: SavedLimits = NOTHING_SAVED) -> Graph:
     save_boundaries(graph, tagged)
     for node in graph.nodes:
         # The partitioner honours tags only among nodes that carry a region number.
-        if node.op == "call_function" and REGION not in node.meta:
-            node.meta[REGION] = OUTSIDE
+        if node.op == "call_function" and AC_GRAPH_ID not in node.meta:
+            node.meta[AC_GRAPH_ID] = OUTSIDE
         if node in tagged:
-            node.meta[REGION] = OF_WEIGHTS
+            node.meta[AC_GRAPH_ID] = OF_WEIGHTS
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE if node in kept else CheckpointPolicy.MUST_RECOMPUTE
     seen: Counter[Node] = Counter()
     for node in reduces(graph):
@@ -101,5 +101,5 @@ def tag_gathers(graph: Graph, keep: SavedLimits = NOTHING_SAVED) -> Graph:
         seen[shard_of(node)] += 1
         # A gradient that does not depend on the loss (zeros, what a custom function makes up) could else be handed over
         # in forward.
-        node.meta[SIDE] = BACKWARD
+        node.meta[PARTITIONER_TAG] = MUST_BE_IN_BACKWARD
     return graph

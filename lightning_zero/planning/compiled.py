@@ -18,13 +18,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.compiler import (
     aot_function,
-    as_compiled,
+    report_compiling,
     functorch_config,
     inductor_decompositions,
     inductor_partition,
     min_cut_partition,
 )
-from lightning_zero.compat.tensors import FakeTensorMode, tree_flatten, tree_unflatten, without_modes
+from lightning_zero.compat.tensors import FakeTensorMode, tree_flatten, tree_unflatten, no_dispatch_modes
 from lightning_zero.compile.budget_sweep.lifetimes import fresh_bytes, graph_peak, leave_narrow
 from lightning_zero.compile.budget_sweep.live_values import on_host
 from lightning_zero.compile.context import PassContext
@@ -112,7 +112,7 @@ class PaperCompiler:
             arriving = iter(tensors)
             values = [next(arriving) if isinstance(value, Tensor) else value for value in given]
             args, kwargs = tree_unflatten(values, spec)
-            with self._surround(), as_compiled():
+            with self._surround(), report_compiling():
                 result = functional_call(module, (weights, buffers), args, kwargs)
             leaves, returned = tree_flatten(result)
             shape[:] = [returned, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]]
@@ -147,7 +147,7 @@ class PaperCompiler:
 
         def run(*args: Any) -> Any:
             settings = functorch_config.patch(saved_within(budget) | {"force_non_lazy_backward_lowering": True})
-            with settings, without_modes(), self._mode:
+            with settings, no_dispatch_modes(), self._mode:
                 return compiled(*args)
 
         return run
@@ -168,7 +168,7 @@ class PaperCompiler:
 
         def run(args: list[Any]) -> list[Any]:
             self._ledger.spike(peak)
-            with without_modes(), self._mode:
+            with no_dispatch_modes(), self._mode:
                 made = _results(graph, args)
             args.clear()
             away = on_host(graph)
@@ -192,7 +192,7 @@ class PaperCompiler:
 
         def run(args: list[Any]) -> list[Any]:
             self._ledger.spike(peak)
-            with without_modes(), self._mode:
+            with no_dispatch_modes(), self._mode:
                 made = [None if v is None else torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in values]
             args.clear()
             self._ledger.adopt(made[weights:])

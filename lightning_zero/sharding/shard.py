@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.compat.argument_checks import look_first
+from lightning_zero.compat.argument_checks import check_tensor_arguments
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
@@ -62,7 +62,7 @@ class Sharder:
         away: Away | None = None,
         over_copies: bool = False,
     ) -> None:
-        look_first(full_arguments)
+        check_tensor_arguments(full_arguments)
         self.executor = executor
         self.access = ShardAccess(executor)
         self.mesh = mesh

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.autograd import graph_task_id, keeps_graph
+from lightning_zero.compat.autograd import graph_task_id, retains_graph
 from lightning_zero.compile.cuda_graphs.pairs import Job, Pair
 from lightning_zero.compile.cuda_graphs.variant import Replay, Token, Variant, unfit
 
@@ -141,7 +141,7 @@ class Call:
         replays = self._replays()
         if replays is None:
             return
-        if keeps_graph() or not replays.executor.gradients.is_whole_backward():
+        if retains_graph() or not replays.executor.gradients.is_whole_backward():
             self.give_up("a backward pass keeps its graph, or is for some gradients only")
         replays.executor.gradients.mark()
 

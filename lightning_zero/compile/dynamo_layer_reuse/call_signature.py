@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from lightning_zero.compat.compiler import TensorVariable
 from lightning_zero.compat.dynamo import ConstantVariable, TupleVariable
-from lightning_zero.compat.graphs import EXAMPLE
+from lightning_zero.compat.graphs import EXAMPLE_VALUE
 from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
 from lightning_zero.compile.dynamo_layer_reuse.trace_guards import constant
@@ -52,8 +52,8 @@ class Given:
         """
         if self._form != other._form:
             raise Unlike("it is given something else")
-        forms = [form_of(node.meta[EXAMPLE]) for node in self.nodes]
-        if forms != [form_of(node.meta[EXAMPLE]) for node in other.nodes]:
+        forms = [form_of(node.meta[EXAMPLE_VALUE]) for node in self.nodes]
+        if forms != [form_of(node.meta[EXAMPLE_VALUE]) for node in other.nodes]:
             raise Unlike("it is given tensors of another form")
         for alike in (lambda node: node, storage_of):  # type: ignore[misc]
             if _first_places(list(map(alike, self.nodes))) != _first_places(list(map(alike, other.nodes))):

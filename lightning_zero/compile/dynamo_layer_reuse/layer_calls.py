@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.dynamo import LAYERS_ONCE, ModuleVariable, hooks_of_all_modules
-from lightning_zero.compat.patches import swapped
+from lightning_zero.compat.patches import swap_attribute
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.compile.active import ACTIVE
 from lightning_zero.compile.dynamo_layer_reuse.call_signature import Given
@@ -43,7 +43,7 @@ def layers_traced_once() -> Iterator[None]:
     def call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         return calls.call(plain, variable, tx, args, kwargs)
 
-    with swapped(ModuleVariable, "call_function", call_function):
+    with swap_attribute(ModuleVariable, "call_function", call_function):
         yield
 
 

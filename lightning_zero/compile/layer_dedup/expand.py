@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from lightning_zero.compat.fakes import fake_like
-from lightning_zero.compat.graphs import BACKWARD, CUSTOM, REGION, SIDE
+from lightning_zero.compat.graphs import MUST_BE_IN_BACKWARD, CUSTOM, AC_GRAPH_ID, PARTITIONER_TAG
 from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.compile.frontend import memory_of
 from lightning_zero.compile.layer_dedup.find_layers import Region
@@ -87,7 +87,7 @@ class Inlined:
         copy = self._graph.call_function(torch.ops.aten.clone.default, (tangent,), {"memory_format": form})
         with value.fake_mode:
             copy.meta["val"] = value.clone(memory_format=form)
-        copy.meta[SIDE] = BACKWARD
+        copy.meta[PARTITIONER_TAG] = MUST_BE_IN_BACKWARD
         return copy
 
     def _begin(self, inputs: Sequence[Node], actual: Sequence[Any]) -> None:
@@ -132,7 +132,7 @@ class Inlined:
         if "val" in meta:
             meta["val"] = self._own(notes.view)
         if notes.region is not None:
-            meta[REGION] = self._numbers[notes.region]
+            meta[AC_GRAPH_ID] = self._numbers[notes.region]
         if CUSTOM in meta:
             meta[CUSTOM] = dict(meta[CUSTOM])
         place = notes.place if notes.within is None else notes.within

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from lightning_zero.compat.graphs import BEGINNINGS, ENDS, EXAMPLE, GRADIENTS, IDLE, SETTINGLESS
+from lightning_zero.compat.graphs import ENTER_CALLS, EXIT_CALLS, EXAMPLE_VALUE, SET_GRAD_ENABLED, NO_OP_CALLS, STATELESS_CALLS
 from lightning_zero.compat.ops import CHECKPOINTS
 from lightning_zero.compile.draws import NothingDrawn
 from lightning_zero.compile.frontend import storage_of, written_by
@@ -127,16 +127,16 @@ def _beside(work: Sequence[Node]) -> set[Node]:
 
 
 def _stays(node: Node, written: set[int | None]) -> bool:
-    value = node.meta.get(EXAMPLE)
+    value = node.meta.get(EXAMPLE_VALUE)
     plain = isinstance(value, Tensor) and not value.requires_grad and storage_of(node) not in written
     return plain and not _draws(node)  # or numbers would be drawn in another order
 
 
 def _draws(node: Node) -> bool:
     """Whether it may draw random numbers."""
-    value, target = node.meta[EXAMPLE], node.target
+    value, target = node.meta[EXAMPLE_VALUE], node.target
     try:
-        args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta[EXAMPLE])
+        args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta[EXAMPLE_VALUE])
         call = partial(getattr(args[0], target), *args[1:]) if isinstance(target, str) else partial(target, *args)
         with value.fake_mode, NothingDrawn(), torch.no_grad():
             call(**kwargs)
@@ -146,7 +146,7 @@ def _draws(node: Node) -> bool:
 
 
 def _idle(node: Node) -> bool:
-    return _name(node) in IDLE
+    return _name(node) in NO_OP_CALLS
 
 
 def _name(node: Node) -> str:
@@ -156,7 +156,7 @@ def _name(node: Node) -> str:
 def _alone(region: Region, texts: Texts) -> bool:
     """Whether the region can be differentiated by itself: it takes and returns tensors, edits nothing of the rest, and
     what it returns shares no memory with what it was given, or with other results."""
-    if any(not isinstance(node.meta.get(EXAMPLE), Tensor) for node in (*region.given, *region.results)):
+    if any(not isinstance(node.meta.get(EXAMPLE_VALUE), Tensor) for node in (*region.given, *region.results)):
         return False
     if any(texts.layout_of(node) is None for node in region.given):
         return False
@@ -174,13 +174,13 @@ def _in_plain_settings(nodes: Sequence[Node], grad: bool) -> list[bool]:
     depth, plain_grad, unknown = 0, True, False
     for node in nodes:
         name = _name(node)
-        if name in BEGINNINGS:
+        if name in ENTER_CALLS:
             depth += 1
-        elif name in ENDS:
+        elif name in EXIT_CALLS:
             depth -= 1
-        elif name == GRADIENTS:
+        elif name == SET_GRAD_ENABLED:
             plain_grad = node.args[0] is grad
-        elif node.meta.get(EXAMPLE) is None and name not in SETTINGLESS:
+        elif node.meta.get(EXAMPLE_VALUE) is None and name not in STATELESS_CALLS:
             unknown = True
         else:
             found.append(not depth and plain_grad and not unknown)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compat.graphs import POLICY, POLICY_HASH
+from lightning_zero.compat.graphs import CHECKPOINT_POLICY, CHECKPOINT_POLICY_HASH
 from lightning_zero.compat.ops import CHECKPOINTS, function_call
 from lightning_zero.compile.graph import results
 
@@ -92,18 +92,18 @@ def read_at_the_source(graph: Graph) -> None:
 def policy_of(body: GraphModule) -> str:
     """What users choose that is saved of a region, as a text that is another for other choices of this process. Asked
     for one layer of a kind, so a policy that counts from region to region chooses for all what it does for one."""
-    return _described(body.meta.get(POLICY))
+    return _described(body.meta.get(CHECKPOINT_POLICY))
 
 
 def has_own_policy(nodes: Iterable[Node]) -> bool:
     """Whether users choose it in one of these by code that no text describes."""
-    policies = [body.meta.get(POLICY) for node in nodes for body in regions(node)]
-    return any(policy is not None and not hasattr(policy, POLICY_HASH) for policy in policies)
+    policies = [body.meta.get(CHECKPOINT_POLICY) for node in nodes for body in regions(node)]
+    return any(policy is not None and not hasattr(policy, CHECKPOINT_POLICY_HASH) for policy in policies)
 
 
 def _described(value: Any) -> str:
-    if hasattr(value, POLICY_HASH):
-        return repr(getattr(value, POLICY_HASH))
+    if hasattr(value, CHECKPOINT_POLICY_HASH):
+        return repr(getattr(value, CHECKPOINT_POLICY_HASH))
     if isinstance(value, partial):  # Dynamo makes a new one for each call
         return f"{_described(value.func)} {_described(value.args)} {_described(tuple(value.keywords.items()))}"
     if isinstance(value, tuple | list):

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compat.compiler import TracingContext, functorch_config, numbers_stay_numbers, tracing
-from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, REGION, SIDE, TANGENTS
+from lightning_zero.compat.compiler import TracingContext, functorch_config, keep_python_scalars, tracing
+from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE, AC_GRAPH_ID, PARTITIONER_TAG, TANGENTS
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.frontend import memory_of
 from lightning_zero.compile.graph import is_op, results
@@ -121,9 +121,9 @@ def _alone(region: Region, strides: Sequence[Sequence[int]] | None) -> tuple[Gra
         returned = [graph.call_function(end(), pair) for pair in zip(returned, strides, strict=True)]
     graph.output(tuple(returned))
     with fake_mode():
-        inputs = [_like(node.meta[EXAMPLE]) for node in region.given]
+        inputs = [_like(node.meta[EXAMPLE_VALUE]) for node in region.given]
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
-        node.meta[EXAMPLE] = value
+        node.meta[EXAMPLE_VALUE] = value
     return GraphModule(bodies, graph), inputs
 
 
@@ -165,7 +165,7 @@ def _by_itself() -> Iterator[None]:
             tracing(TracingContext(fake_mode())),
             functorch_config.patch(enable_autograd_cache=False),
             # Or a layer would be refused for a number that the rest of the graph is given as an input.
-            numbers_stay_numbers(),
+            keep_python_scalars(),
         ):
             yield
     finally:
@@ -197,7 +197,7 @@ def _split(graph: Graph, region: Region) -> Body:
         raise NotOutlined("a layer's forward and backward are entangled")
     constants = {str(node.target): _constant(graph, node) for node in work if node.op == "get_attr"}
     results_, grads = tuple(returned[:count]), tuple(returned[count:])
-    numbers = frozenset(node.meta[REGION] for node in work if in_region(node))
+    numbers = frozenset(node.meta[AC_GRAPH_ID] for node in work if in_region(node))
     return Body(tuple(given), tuple(tangents), tuple(forward), tuple(backward), results_, grads, constants, numbers)
 
 
@@ -206,8 +206,8 @@ def _constant(graph: Graph, node: Node) -> Any:
 
 
 def _in_forward(node: Node) -> bool:
-    return str(node.meta.get(SIDE)).endswith("forward")
+    return str(node.meta.get(PARTITIONER_TAG)).endswith("forward")
 
 
 def _in_backward(node: Node) -> bool:
-    return str(node.meta.get(SIDE)).endswith("backward")  # it is, or it has to be
+    return str(node.meta.get(PARTITIONER_TAG)).endswith("backward")  # it is, or it has to be

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compat.graphs import EXAMPLE, REGION
-from lightning_zero.compat.tensors import no_python_dispatcher, without_modes
+from lightning_zero.compat.graphs import EXAMPLE_VALUE, AC_GRAPH_ID
+from lightning_zero.compat.tensors import no_python_dispatcher, no_dispatch_modes
 from lightning_zero.compile.active import ACTIVE
 from lightning_zero.compile.graph import GATHER, results
 from lightning_zero.compile.layer_dedup.debug_log import tell_others
@@ -118,7 +118,7 @@ class Outline:
             NotOutlined: one does not fit there.
         """
         try:
-            with without_modes(), no_python_dispatcher():  # values are made on purpose
+            with no_dispatch_modes(), no_python_dispatcher():  # values are made on purpose
                 self._inline(graph)
         except NotOutlined:
             raise
@@ -151,7 +151,7 @@ class Outline:
                 moved |= begun[node.args[1]].moved
                 continue
             if in_region(node):
-                node.meta[REGION] = numbers.of(node.meta[REGION])
+                node.meta[AC_GRAPH_ID] = numbers.of(node.meta[AC_GRAPH_ID])
             if "val" in node.meta:
                 node.meta["val"] = moved_to(node.meta["val"], moved)
         standins.done()
@@ -211,17 +211,17 @@ def _body(region: Region, trace: TraceJoint, strides: list[list[int]] | None = N
 
 
 def _needs_grad(graph: Graph) -> bool:
-    values = [node.meta.get(EXAMPLE) for node in results(graph) if isinstance(node, Node)]
+    values = [node.meta.get(EXAMPLE_VALUE) for node in results(graph) if isinstance(node, Node)]
     return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 def _cast_alike(region: Region) -> bool:
     """Autocast casts an input of the graph that needs a gradient once in all of it, which a layer cannot."""
-    values = [node.meta[EXAMPLE] for node in region.given]
+    values = [node.meta[EXAMPLE_VALUE] for node in region.given]
     if not any(torch.is_autocast_enabled(value.device.type) for value in values):
         return True
     own = set(region.nodes)
-    inputs = [node for node in region.given if node.op == "placeholder" and node.meta[EXAMPLE].requires_grad]
+    inputs = [node for node in region.given if node.op == "placeholder" and node.meta[EXAMPLE_VALUE].requires_grad]
     targets = [read.target for node in inputs for read in readers(node, own.intersection(node.users))]
     return all(str(getattr(target, "overloadpacket", target)) == f"{NAMESPACE}.{GATHER}" for target in targets)
 
@@ -244,7 +244,7 @@ def _with_standins(before: Graph, layers: Sequence[_Layer]) -> Graph:
             layouts = describe(_values(body.results)), describe(_values(body.grads))
             arguments = (layers[number].digest, number, *layouts, [new[read] for read in region.given])
             standin = after.call_function(forward(), arguments)
-            standin.meta[EXAMPLE] = [result.meta[EXAMPLE] for result in region.results]
+            standin.meta[EXAMPLE_VALUE] = [result.meta[EXAMPLE_VALUE] for result in region.results]
             for at, result in enumerate(region.results):
                 new[result] = after.call_function(operator.getitem, (standin, at))
                 new[result].meta = dict(result.meta)

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from lightning_zero.compat.compiler import BypassCache, check_node_safe
-from lightning_zero.compat.graphs import EXAMPLE
+from lightning_zero.compat.graphs import EXAMPLE_VALUE
 from lightning_zero.compat.ops import function_call
 from lightning_zero.compile.layer_dedup.hop_bodies import called_body, is_region, policy_of, regions
 from lightning_zero.native.ops import NAMESPACE
@@ -71,7 +71,7 @@ class Texts:
     def layout_of(self, node: Node) -> str | None:
         """:func:`layout_of` its value."""
         if node not in self._layouts:
-            self._layouts[node] = layout_of(node.meta.get(EXAMPLE))
+            self._layouts[node] = layout_of(node.meta.get(EXAMPLE_VALUE))
         return self._layouts[node]
 
     def arguments(self, node: Node, names: dict[Node, str] | None = None) -> str | None:
@@ -113,7 +113,7 @@ class Texts:
         for node in body.graph.nodes:
             inner = called_body(node) if region else None
             arguments, called = self.arguments(node, names) if inner is None else self._described(node), _name(node)
-            value = node.meta.get(EXAMPLE)
+            value = node.meta.get(EXAMPLE_VALUE)
             layout = self.layout_of(node)
             if arguments is None or not self._is_safe(node) or (node.op == "get_attr" and inner is None):
                 return None

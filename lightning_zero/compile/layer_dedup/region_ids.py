@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch.fx import Node
 
-from lightning_zero.compat.graphs import REGION
+from lightning_zero.compat.graphs import AC_GRAPH_ID
 
 __all__ = ["Numbers", "in_region"]
 
@@ -14,7 +14,7 @@ _FIRST = 2  # nodes outside of all regions are given 1
 
 
 def in_region(node: Node) -> bool:
-    return node.meta.get(REGION) is not None  # torch may note that there is none
+    return node.meta.get(AC_GRAPH_ID) is not None  # torch may note that there is none
 
 
 class Numbers:

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from lightning_zero.compat.cache_saves import KERNELS_LATER
+from lightning_zero.compat.cache_saves import DEFERRED_KERNELS
 from lightning_zero.compat.compiler import AsyncCompile, TritonBundler
-from lightning_zero.compat.patches import swapped
+from lightning_zero.compat.patches import swap_attribute
 
 __all__ = ["Kernels"]
 
@@ -32,7 +32,7 @@ class Kernels:
         if kind is not None:
             self.finish()
 
-    @KERNELS_LATER
+    @DEFERRED_KERNELS
     @contextmanager
     def not_waited_for(self) -> Iterator[None]:
         """A context in which nobody waits for kernels."""
@@ -45,7 +45,7 @@ class Kernels:
                 now(compiler, scope)
 
         try:
-            with swapped(AsyncCompile, "wait", later):
+            with swap_attribute(AsyncCompile, "wait", later):
                 yield
         finally:
             self.belong_to(None)  # those of a piece that failed half-way: others may find its code in memory

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from torch.fx import GraphModule, Node
 
-from lightning_zero.compat.graphs import SEEN_BY_USERS
+from lightning_zero.compat.graphs import USER_VISIBLE_OUTPUTS
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.subgraphs.deferred_kernels import Kernels
 from lightning_zero.compile.subgraphs.inductor_calls import Compiled, compile_piece
@@ -78,7 +78,7 @@ def _compiled(
 ) -> Compiled:
     def make() -> Compiled:
         # What a piece returns is read by others, who were told its strides.
-        output_node(piece.graph).meta[SEEN_BY_USERS] = list(range(len(piece.outputs)))
+        output_node(piece.graph).meta[USER_VISIBLE_OUTPUTS] = list(range(len(piece.outputs)))
         inputs = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
         compiled = compile_piece(GraphModule(module, piece.graph), inputs, settings)
         kernels.belong_to(compiled)

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
-from lightning_zero.compat.graphs import CUSTOM, FORWARD_MODULES, MODULES, RECOMPUTE, REGION, SIDE
+from lightning_zero.compat.graphs import CUSTOM, FWD_NN_MODULE_STACK, NN_MODULE_STACK, RECOMPUTE, AC_GRAPH_ID, PARTITIONER_TAG
 from lightning_zero.compile.layer_dedup import NotOutlined, Outline, outline, tracer
 
 WIDTH = 8
@@ -320,7 +320,7 @@ def described(graph: Graph) -> list[str]:
     names: dict[Any, str] = {}
     memory: dict[int, str] = {}
     lines: list[str] = []
-    regions = sorted({node.meta[REGION] for node in graph.nodes if REGION in node.meta})
+    regions = sorted({node.meta[AC_GRAPH_ID] for node in graph.nodes if AC_GRAPH_ID in node.meta})
 
     def value(found: Any, name: str) -> str:
         if isinstance(found, Tensor):
@@ -332,8 +332,8 @@ def described(graph: Graph) -> list[str]:
         called = node.name if node.op == "placeholder" else node.target
         name = f"{called} {map_arg((node.args, node.kwargs), lambda read: names[read])}"
         names[node] = hashlib.sha256(name.encode()).hexdigest()[:8]
-        modules = [[path for path, _ in (node.meta.get(key) or {}).values()] for key in (MODULES, FORWARD_MODULES)]
-        again = [regions.index(node.meta[REGION]), str(node.meta[RECOMPUTE])] if REGION in node.meta else []
-        meta = f"{modules} {node.meta.get(CUSTOM)} {node.meta.get(SIDE)} {again} {sorted(node.meta)}"
+        modules = [[path for path, _ in (node.meta.get(key) or {}).values()] for key in (NN_MODULE_STACK, FWD_NN_MODULE_STACK)]
+        again = [regions.index(node.meta[AC_GRAPH_ID]), str(node.meta[RECOMPUTE])] if AC_GRAPH_ID in node.meta else []
+        meta = f"{modules} {node.meta.get(CUSTOM)} {node.meta.get(PARTITIONER_TAG)} {again} {sorted(node.meta)}"
         lines.append(re.sub("0x[0-9a-f]+", "", f"{name} {value(node.meta.get('val'), names[node])} {meta}"))
     return lines

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_zero.compat.graphs import EXAMPLE, POLICY_HASH
+from lightning_zero.compat.graphs import EXAMPLE_VALUE, CHECKPOINT_POLICY_HASH
 from lightning_zero.compile.layer_dedup import outline, tracer
 from lightning_zero.compile.layer_dedup.layer_call import forward
 from lightning_zero.compile.layer_dedup.matching import undescribed
@@ -180,11 +180,11 @@ def test_a_policy_that_has_a_name_for_caches_is_called_by_it(monkeypatch: pytest
         return create_selective_checkpoint_contexts(products)
 
     once = kinds(partial(PLAINLY, context_fn=named), layers=3)
-    setattr(named, POLICY_HASH, "products")
+    setattr(named, CHECKPOINT_POLICY_HASH, "products")
     first, again = (kinds(partial(PLAINLY, context_fn=named), layers=3) for _ in range(2))
     assert len(once) == len(first) == 3
     assert first == again != once
-    setattr(named, POLICY_HASH, "others")
+    setattr(named, CHECKPOINT_POLICY_HASH, "others")
     assert not set(kinds(partial(PLAINLY, context_fn=named), layers=3)) & set(first)
 
 
@@ -205,7 +205,7 @@ def test_a_call_that_no_text_describes_is_found() -> None:
     plain = graph.call_function(torch.sin, (x,))
     odd = graph.call_function(kinds, (plain,))
     for node in (x, plain, odd):
-        node.meta[EXAMPLE] = torch.ones(2)
+        node.meta[EXAMPLE_VALUE] = torch.ones(2)
     assert undescribed([x, plain]) is None
     assert undescribed(graph.nodes) is odd
 

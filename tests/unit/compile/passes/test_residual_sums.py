@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
-from lightning_zero.compat.graphs import DESCRIBED, RECOMPUTE, UNCHECKED
+from lightning_zero.compat.graphs import DESC, RECOMPUTE, NO_VERSION_CHECK
 from lightning_zero.compile.graph import results
 from lightning_zero.compile.passes.residual_sums import save_chains
 from lightning_zero.compile.recompute_policy import saved_within
@@ -106,7 +106,7 @@ def test_graphs_agree_about_what_crosses(now: Run) -> None:
     for ours, theirs in zip(now.saved(), given, strict=True):
         assert (ours.meta["val"].shape, ours.meta["val"].dtype) == (theirs.meta["val"].shape, theirs.meta["val"].dtype)
     output = next(iter(reversed(forward.nodes)))
-    assert len(output.meta[DESCRIBED]) == len(results(forward))
+    assert len(output.meta[DESC]) == len(results(forward))
 
 
 @pytest.mark.exhaustive  # what a custom function keeps saves no chain either
@@ -125,6 +125,6 @@ def test_what_users_want_computed_again_is() -> None:
 
 def test_what_a_custom_function_keeps_stays_where_torch_looks_for_it() -> None:
     def keep(forward: Graph, backward: Graph) -> None:
-        results(forward)[-1].meta[UNCHECKED] = True
+        results(forward)[-1].meta[NO_VERSION_CHECK] = True
 
     assert Run(0.5, keep).chained == 0
