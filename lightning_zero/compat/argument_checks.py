@@ -76,7 +76,7 @@ def check_tensor_arguments(look: Look) -> None:
         return
     for patch in (_COPIES, _BROADCASTS, _TRANSFORMS, *_COLLECTIVES):
         if patch.reason:
-            patch.say()
+            patch.log_once()
             continue
         if patch is _COPIES:
             _device_constructors()

@@ -125,9 +125,7 @@ def _names_with_faster_helpers() -> dict[str, Any]:
 
 
 def _rebind(function: FunctionType, names: dict[str, Any]) -> FunctionType:
-    copy = FunctionType(
-        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
-    )
+    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 

@@ -1,8 +1,8 @@
-"""Functions of torch that this package replaces while it compiles, and when a replacement is left out.
+"""Patches: functions of torch that this package replaces, and the check that this torch has them as expected.
 
-Each context manager that replaces functions of torch is decorated with a :class:`Patch`, which names them with the
-parameters that are known. Where this torch lacks one of them, or one takes other parameters, the context manager does
-nothing, and one line says so. Compilation is slower then; its results are the same.
+Each context manager that replaces functions is decorated with a :class:`Patch`, which lists them with the parameters of
+the tested versions. If this torch lacks one, or one takes other parameters, the context manager does nothing and one
+line is logged. Compilation is slower then, and its results are the same.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ log = logging.getLogger("lightning_zero.compat")
 
 P = ParamSpec("P")
 _NEWER = is_newer(str(torch.__version__))
+_INHERITED = object()
 
 
 class swap_attribute:
-    """Set an attribute of an object, and set it back on exit. A tenth of the time of ``unittest.mock.patch.object``.
+    """Set an attribute of an object, and restore it on exit. Ten times as fast as ``unittest.mock.patch.object``.
 
     The owner must be a module or a class, or an object that has the attribute itself.
     """
@@ -40,9 +41,8 @@ class swap_attribute:
         self._owner, self._name, self._new = owner, name, new
 
     def __enter__(self) -> None:
-        own = vars(self._owner)
-        # Not getattr: a static method of a class would come back as a plain function.
-        self._before = own.get(self._name, _INHERITED)
+        # Not getattr, which would return a static method of a class as a plain function.
+        self._before = vars(self._owner).get(self._name, _INHERITED)
         setattr(self._owner, self._name, self._new)
 
     def __exit__(self, *_: object) -> None:
@@ -52,20 +52,17 @@ class swap_attribute:
             setattr(self._owner, self._name, self._before)
 
 
-_INHERITED = object()
-
-
 class Patch:
     """A feature that replaces functions of torch.
 
     Args:
         feature: what compilation loses without it, for users.
-        names: dotted names of what is replaced, each with the parameters that it may have, as text
-            (``"self, tx, name"``, of several versions), or with None where it takes none.
-        needs: dotted names of other private names that the feature alone uses.
+        names: dotted names of the replaced functions, each with the parameters of the tested versions as text
+            (``"self, tx, name"``; several versions as a tuple), or with None if they do not matter.
+        needs: dotted names of other private names that only this feature uses.
 
     Attributes:
-        reason: why the feature is left out with this torch; empty if it is used.
+        reason: why the feature is disabled with this torch; empty if it is enabled.
     """
 
     counter: Counter[str] | None = None  # of calls of replaced functions, while they are counted
@@ -75,8 +72,8 @@ class Patch:
     ) -> None:
         self.feature, self.names, self.needs = feature, dict(names), tuple(needs)
         self._plain: dict[str, Any] = {}
-        self._said = False
-        self.reason = next(filter(None, map(self._trouble_with, [*names, *needs])), "")
+        self._logged = False
+        self.reason = next(filter(None, map(self._find_problem, [*names, *needs])), "")
         PATCHES.append(self)
 
     def __call__(self, function: Callable[P, AbstractContextManager[Any]]) -> Callable[P, AbstractContextManager[Any]]:
@@ -85,27 +82,32 @@ class Patch:
         @wraps(function)
         def enter(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[Any]:
             if self.reason:
-                self.say()
+                self.log_once()
                 return nullcontext()
             manager = function(*args, **kwargs)
             if _NEWER:
-                manager = _Tried(manager, self)
+                manager = _DisableOnError(manager, self)
             return manager if Patch.counter is None else self._counted(manager, Patch.counter)
 
         return enter
 
     def disable(self, reason: str) -> None:
-        """Leave the feature out from now on."""
+        """Disable the feature from now on."""
         self.reason = reason
-        self.say()
+        self.log_once()
 
-    def say(self) -> None:
-        """Log once that the feature is left out."""
-        if not self._said:
-            self._said = True
-            log.warning("Left out with torch %s: %s (%s).", torch.__version__, self.feature, self.reason)
+    def log_once(self) -> None:
+        """Log that the feature is disabled, unless this was logged before."""
+        if not self._logged:
+            self._logged = True
+            log.warning("Disabled with torch %s: %s (%s).", torch.__version__, self.feature, self.reason)
 
-    def _trouble_with(self, name: str) -> str:
+    @staticmethod
+    def count_calls(name: str, function: Any) -> Any:
+        """Return the function that replaces ``name``, counting its calls while calls are counted."""
+        return function if Patch.counter is None else _count(function, name, Patch.counter)
+
+    def _find_problem(self, name: str) -> str:
         try:
             found = self._plain[name] = find(name)
         except LookupError:
@@ -125,7 +127,7 @@ class Patch:
                 owner = find(path)
                 new = vars(owner).get(attribute)
                 if new is None or getattr(owner, attribute) is self._plain[name]:
-                    continue  # not by this context manager of several
+                    continue  # another context manager of this patch replaces it
                 if callable(new) or isinstance(new, staticmethod):
                     changed.append((owner, attribute, new))
                     setattr(owner, attribute, _count(new, name, counter))
@@ -138,8 +140,8 @@ class Patch:
                     setattr(owner, attribute, new)
 
 
-class _Tried:
-    """A context manager whose feature is left out if torch does not have something that it asks for on entry."""
+class _DisableOnError:
+    """A context manager that disables its patch if torch lacks an attribute that it reads on entry."""
 
     def __init__(self, manager: AbstractContextManager[Any], patch: Patch) -> None:
         self._manager, self._patch, self._entered = manager, patch, False
@@ -172,7 +174,7 @@ def parameters(function: Any) -> str:
 
 def _count(new: Any, name: str, counter: Counter[str]) -> Any:
     function = new.__func__ if isinstance(new, staticmethod) else new
-    if isinstance(function, type):  # asked for its attributes, or constructed
+    if isinstance(function, type):  # constructed, or read
 
         class Counted(function):  # type: ignore[misc, valid-type]
             def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +192,7 @@ def _count(new: Any, name: str, counter: Counter[str]) -> Any:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Inside, count the calls of replaced functions by their dotted names, in context managers entered inside."""
+    """Count the calls of replaced functions by their dotted names, in context managers entered inside."""
     before, Patch.counter = Patch.counter, Counter()
     try:
         yield Patch.counter
@@ -199,6 +201,6 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def required_but_absent() -> list[str]:
-    """Return private names that this torch lacks and that no feature can be left out for."""
+    """Return private names that this torch lacks and that compilation cannot do without."""
     optional = {name for patch in PATCHES for name in patch.needs}
     return sorted(set(ABSENT) - optional)

@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from lightning_zero.compat.graphs import ENTER_CALLS, EXIT_CALLS, EXAMPLE_VALUE, SET_GRAD_ENABLED, NO_OP_CALLS, STATELESS_CALLS
+from lightning_zero.compat.graphs import (
+    ENTER_CALLS,
+    EXAMPLE_VALUE,
+    EXIT_CALLS,
+    NO_OP_CALLS,
+    SET_GRAD_ENABLED,
+    STATELESS_CALLS,
+)
 from lightning_zero.compat.ops import CHECKPOINTS
 from lightning_zero.compile.draws import NothingDrawn
 from lightning_zero.compile.frontend import storage_of, written_by
