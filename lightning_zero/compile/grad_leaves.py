@@ -30,7 +30,7 @@ from lightning_zero.compat.compiler import (
 from lightning_zero.compat.graphs import EXAMPLE_VALUE
 from lightning_zero.compat.patches import swap_attribute
 
-__all__ = ["leaves_of_nobody"]
+__all__ = ["ignore_grad_leaves"]
 
 # Of a tensor: what differs where it asks for a gradient.
 _TELLING = {"requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "retain_grad", "register_hook", "backward"}
@@ -38,7 +38,7 @@ _TELLING = {"requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "re
 
 @UNUSED_GRADIENTS
 @contextmanager
-def leaves_of_nobody() -> Iterator[None]:
+def ignore_grad_leaves() -> Iterator[None]:
     """Inside, what Dynamo traces for the first time, or anew, is traced so."""
     leaves = _Leaves()
     with (

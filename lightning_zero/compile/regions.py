@@ -16,14 +16,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
 from lightning_zero.compile.graph import REDUCE, calls, cast_dtype, is_view_or_cast, output_node
-from lightning_zero.compile.passes.saved_weights import after_tangents
+from lightning_zero.compile.passes.saved_weights import backward_nodes
 
-__all__ = ["save_boundaries"]
+__all__ = ["save_region_boundaries"]
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-def save_boundaries(graph: Graph, weights: AbstractSet[Node]) -> Graph:
+def save_region_boundaries(graph: Graph, weights: AbstractSet[Node]) -> Graph:
     """Tags a joint graph, in place: what goes into a checkpointed region, and what leaves one, is not computed again.
     It is saved where backward needs it, or something that was made of it.
 
@@ -51,7 +51,7 @@ def save_boundaries(graph: Graph, weights: AbstractSet[Node]) -> Graph:
 def _forward(graph: Graph) -> list[Node]:
     """What the results of forward are made of, in order: not what derivatives alone ask for, before they have a
     gradient."""
-    backward = after_tangents(graph)
+    backward = backward_nodes(graph)
     needed: set[Node] = set()
     pending = [node for node in output_node(graph).all_input_nodes if node not in backward and not calls(node, REDUCE)]
     while pending:

@@ -19,12 +19,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_zero.compat.graphs import AC_GRAPH_ID, MUST_BE_IN_BACKWARD, NN_MODULE_STACK, PARTITIONER_TAG, RECOMPUTE
 from lightning_zero.compile.draws import draws
 from lightning_zero.compile.graph import is_op, reduces, shard_of, weight_nodes
-from lightning_zero.compile.passes.saved_weights import NOTHING_SAVED, SavedLimits, after_tangents, choose_saved
-from lightning_zero.compile.regions import save_boundaries
+from lightning_zero.compile.passes.saved_weights import NOTHING_SAVED, SavedLimits, backward_nodes, choose_saved
+from lightning_zero.compile.regions import save_region_boundaries
 from lightning_zero.config import RecomputePolicy
 from lightning_zero.profiling.tensors import is_view, nbytes
 
-__all__ = ["tag_activations", "tag_drawn", "tag_gathers"]
+__all__ = ["tag_activations", "tag_random_ops", "tag_gathers"]
 
 # Regions of activation checkpointing count up from 1. The partitioner saves what goes from one into a later one; a
 # weight that several read must not be.
@@ -37,7 +37,7 @@ def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
     Ops that draw random numbers are left out, which would draw others, and views: to save one is to save its input, and
     where torch has them depends on its version.
     """
-    backward = after_tangents(graph)
+    backward = backward_nodes(graph)
     for node in graph.nodes:
         if node.op != "call_function" or node in backward or RECOMPUTE in node.meta or not is_op(node):
             continue
@@ -51,11 +51,11 @@ def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
     return graph
 
 
-def tag_drawn(graph: Graph) -> bool:
+def tag_random_ops(graph: Graph) -> bool:
     """Tags what draws random numbers as to be saved, in place; whether anything does. Under a budget torch computes it
     again like anything else, outside of users' regions: backward would go by other numbers than forward. What gives
     several values cannot be saved as one thing; it is among what a solver may choose, which does."""
-    backward = after_tangents(graph)
+    backward = backward_nodes(graph)
     drawn = [
         node
         for node in graph.nodes
@@ -85,7 +85,7 @@ def tag_gathers(graph: Graph, keep: SavedLimits = NOTHING_SAVED) -> Graph:
     if not tagged:
         return graph
     kept = set(choose_saved(graph, keep))
-    save_boundaries(graph, tagged)
+    save_region_boundaries(graph, tagged)
     for node in graph.nodes:
         # The partitioner honours tags only among nodes that carry a region number.
         if node.op == "call_function" and AC_GRAPH_ID not in node.meta:

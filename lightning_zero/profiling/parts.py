@@ -11,10 +11,10 @@ from torch import Tensor
 from lightning_zero.compat.fakes import fake_like
 from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, no_dispatch_modes
 
-__all__ = ["Memory"]
+__all__ = ["FakeBuffer"]
 
 
-class Memory:
+class FakeBuffer:
     """Memory for a node's values.
 
     Args:

@@ -16,9 +16,9 @@ from lightning_zero.compat.graphs import TANGENTS
 from lightning_zero.compile.budget_sweep.lifetimes import fresh_bytes, graph_peak
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.partition import halves
-from lightning_zero.compile.passes.reduce import hand_over_gradients
-from lightning_zero.compile.recompute_policy import saved_within
+from lightning_zero.compile.partition import partition_joint_graph
+from lightning_zero.compile.passes.reduce import enqueue_gradients
+from lightning_zero.compile.recompute_policy import partitioner_settings
 from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["chart", "point"]
@@ -57,8 +57,8 @@ def _points(
     # Torch's own count of operations, which runs them, is nothing that decides here.
     settled: dict[str, Any] = {"activation_memory_budget_runtime_estimator": "testing"}
     for budget in reversed(CHARTED):  # where all may be saved, some nodes lack a tag that they have from then on
-        with functorch_config.patch(saved_within(budget) | settled):
-            forward, backward, _ = halves(joint, inputs, outputs, budget, **settings)
+        with functorch_config.patch(partitioner_settings(budget) | settled):
+            forward, backward, _ = partition_joint_graph(joint, inputs, outputs, budget, **settings)
         settled["cse"] = False  # equal nodes are one by now, and others would be other nodes
         yield point(forward.graph, backward.graph, context, budget)
 
@@ -80,7 +80,7 @@ class _Unwritten(GraphModule):
 def point(forward: Graph, backward: Graph, context: PassContext, budget: float) -> Point:
     """Of two halves, which are not to be used any more."""
     fuses, saved = context.config.backend != "aot_eager", fresh_bytes(forward)
-    hand_over_gradients(backward)
+    enqueue_gradients(backward)
     inputs = backward.find_nodes(op="placeholder")
     given = [node for node in inputs if not node.name.startswith("primals")]
     begin = saved + sum(nbytes(node.meta.get("val")) for node in given if node.name.startswith(TANGENTS))

@@ -28,7 +28,7 @@ from lightning_zero.compile.dynamo_layer_reuse.layer_inputs import look_at_numbe
 from lightning_zero.compile.dynamo_layer_reuse.node_names import Names
 from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
 from lightning_zero.compile.dynamo_layer_reuse.trace_guards import Passed
-from lightning_zero.compile.frontend import memory_of, written_by
+from lightning_zero.compile.frontend import storage_key, mutated_inputs
 
 __all__ = ["Nodes", "calls_behind", "stamp"]
 
@@ -81,7 +81,7 @@ def calls_behind(graph: Graph, last: Node | None) -> list[Node]:
 def _check(node: Node, inside: set[Node]) -> None:
     if node.op not in ("call_function", "call_method"):
         raise Unlike(f"{node} is a {node.op}")
-    if not all(written in inside for written in written_by(node)):
+    if not all(written in inside for written in mutated_inputs(node)):
         raise Unlike(f"{node} writes to what it is given")
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name in RESHAPING:
@@ -190,7 +190,7 @@ class _Memory:
         self._places: dict[int, set[tuple[Any, int]]] = defaultdict(set)  # the memory, and by how much it moved in it
         for old, new in given.items():
             one, other = old.meta[EXAMPLE_VALUE], new.meta[EXAMPLE_VALUE]
-            self._places[memory_of(one)].add((other.untyped_storage(), _begin(other) - _begin(one)))
+            self._places[storage_key(one)].add((other.untyped_storage(), _begin(other) - _begin(one)))
 
     def made_anew(self, value: Any) -> Any:
         """
@@ -201,7 +201,7 @@ class _Memory:
             return type(value)(self.made_anew(item) for item in value)
         if not isinstance(value, FakeTensor):
             return value
-        places = self._places[memory_of(value)]
+        places = self._places[storage_key(value)]
         if not places:
             size = value.untyped_storage().nbytes()
             places.add((torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage(), 0))

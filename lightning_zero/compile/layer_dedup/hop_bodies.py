@@ -14,20 +14,20 @@ from lightning_zero.compat.ops import CHECKPOINTS, function_call
 from lightning_zero.compile.graph import results
 
 __all__ = [
-    "called_body",
+    "hop_body",
     "has_own_policy",
     "is_region",
-    "policy_of",
-    "read_at_the_source",
+    "describe_policy",
+    "bypass_region_inputs",
     "readers",
     "regions",
-    "with_regions",
+    "expand_regions",
 ]
 
 _CALLS = {function_call, *CHECKPOINTS}
 
 
-def called_body(node: Node) -> GraphModule | None:
+def hop_body(node: Node) -> GraphModule | None:
     """The graph that a node stands for, of an autograd function's forward or backward, or of a checkpointed region."""
     if node.op != "get_attr" or any(user.target not in _CALLS for user in node.users):
         return None
@@ -43,17 +43,17 @@ def is_region(node: Node) -> bool:
 def regions(node: Node) -> Iterator[GraphModule]:
     """The graphs of those that this node runs, which take what it is given."""
     if node.target in CHECKPOINTS:
-        for body in filter(None, map(called_body, node.all_input_nodes)):
+        for body in filter(None, map(hop_body, node.all_input_nodes)):
             if len(body.graph.find_nodes(op="placeholder")) == len(node.args) - 1:
                 yield body
 
 
-def with_regions(nodes: Iterable[Node]) -> list[Node]:
+def expand_regions(nodes: Iterable[Node]) -> list[Node]:
     """Nodes, and behind them those of the regions that they run: in the same order for those that do the same."""
     found = list(nodes)
     for node in list(found):
         for body in regions(node):
-            found += with_regions(body.graph.nodes)
+            found += expand_regions(body.graph.nodes)
     return found
 
 
@@ -74,7 +74,7 @@ def _inputs(body: GraphModule, call: Node) -> Iterator[tuple[Node, Any]]:
     return zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True)
 
 
-def read_at_the_source(graph: Graph) -> None:
+def bypass_region_inputs(graph: Graph) -> None:
     """What a region returns of what it was given, in place: it is the very same value, and a layer that returns it is
     none by itself. Layers of T5 return the bias of their attention."""
     for node in graph.nodes:
@@ -89,7 +89,7 @@ def read_at_the_source(graph: Graph) -> None:
                     graph.erase_node(part)
 
 
-def policy_of(body: GraphModule) -> str:
+def describe_policy(body: GraphModule) -> str:
     """What users choose that is saved of a region, as a text that is another for other choices of this process. Asked
     for one layer of a kind, so a policy that counts from region to region chooses for all what it does for one."""
     return _described(body.meta.get(CHECKPOINT_POLICY))

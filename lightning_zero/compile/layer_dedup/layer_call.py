@@ -19,7 +19,7 @@ from lightning_zero.compat.ops import OpOverload
 __all__ = [
     "BACKWARD",
     "FORWARD",
-    "NotOutlined",
+    "DedupFailed",
     "backward",
     "describe",
     "end",
@@ -30,7 +30,7 @@ _NAMESPACE = "lightning_zero_outline"
 FORWARD, BACKWARD, END = f"{_NAMESPACE}::forward", f"{_NAMESPACE}::backward", f"{_NAMESPACE}::end"
 
 
-class NotOutlined(Exception):
+class DedupFailed(Exception):
     """In a graph something is other than it was for the layer by itself; without a standin it can be compiled.
 
     Attributes:

@@ -19,10 +19,10 @@ from lightning_zero.compat.graphs import (
     SOURCE_FN_STACK,
 )
 from lightning_zero.compat.tensors import FakeTensor
-from lightning_zero.compile.frontend import memory_of
+from lightning_zero.compile.frontend import storage_key
 from lightning_zero.compile.layer_dedup.region_ids import in_region
 
-__all__ = ["PLACE", "WITHIN", "Notes", "View"]
+__all__ = ["PLACE", "WITHIN", "NodeTemplate", "View"]
 
 PLACE = "lightning_zero.place"  # key in node.meta[CUSTOM]: which node of the layer this comes from
 WITHIN = "lightning_zero.within"  # the same, of what a function does that this node calls
@@ -50,11 +50,11 @@ class View:
             return type(value)(map(cls.of, value))
         if not isinstance(value, FakeTensor):
             return value
-        return cls(value, memory_of(value), value.shape, value.stride(), value.storage_offset())
+        return cls(value, storage_key(value), value.shape, value.stride(), value.storage_offset())
 
 
 @dataclass(frozen=True)
-class Notes:
+class NodeTemplate:
     """Of one node.
 
     Attributes:
@@ -76,7 +76,7 @@ class Notes:
     origins: Sequence[tuple[str, str]]
 
     @classmethod
-    def of(cls, node: Node) -> Notes:
+    def of(cls, node: Node) -> NodeTemplate:
         meta = dict(node.meta)
         view = View.of(meta.get("val"))
         region = meta.pop(AC_GRAPH_ID) if in_region(node) else None

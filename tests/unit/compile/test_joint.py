@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_zero.compat.compiler import CustomGraphPass, CustomPartitionerFn, inductor_config, lookup_backend
 from lightning_zero.compat.graphs import RECOMPUTE, AC_GRAPH_ID
 from lightning_zero.compile.joint import JointPasses
-from lightning_zero.compile.layer_dedup import outline, tracer
+from lightning_zero.compile.layer_dedup import dedup_layers, joint_tracer
 from tests.unit.compile.layer_dedup.modules import LAYERS, WIDTH, Block, described
 
 
@@ -114,7 +114,7 @@ def passed(module: nn.Module, outlined: bool, first: bool = False) -> tuple[list
     sizes: list[int] = []
 
     def backend(graph: GraphModule, inputs: Any) -> Any:
-        layers = outline(graph, tracer("inductor")) if outlined else None
+        layers = dedup_layers(graph, joint_tracer("inductor")) if outlined else None
         assert (layers is not None and len(layers) == LAYERS) == outlined
 
         def finish(joint: Graph) -> Graph:

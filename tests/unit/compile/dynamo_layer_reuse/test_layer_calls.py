@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
 from lightning_zero.compat.graphs import EXAMPLE_VALUE, NN_MODULE_STACK, GRAPH_ARG, SOURCE_FN_STACK
-from lightning_zero.compile.frontend import storage_of
+from lightning_zero.compile.frontend import node_storage
 from tests.unit.compile.dynamo_layer_reuse.layers import WIDTH, Attention, Compiled, Layer, Model
 
 X = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
@@ -28,7 +28,7 @@ def described(graph: GraphModule) -> list[Any]:
     """All that is in it, whatever nodes are called."""
     nodes = list(graph.graph.nodes)
     place = {node: at for at, node in enumerate(nodes)}
-    memory = [storage_of(node) for node in nodes]
+    memory = [node_storage(node) for node in nodes]
     found = []
     for node, storage in zip(nodes, memory, strict=True):
         value, origin = node.meta.get(EXAMPLE_VALUE), node.meta.get(GRAPH_ARG)

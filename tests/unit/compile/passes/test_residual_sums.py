@@ -11,8 +11,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
 from lightning_zero.compat.graphs import DESC, RECOMPUTE, NO_VERSION_CHECK
 from lightning_zero.compile.graph import results
-from lightning_zero.compile.passes.residual_sums import save_chains
-from lightning_zero.compile.recompute_policy import saved_within
+from lightning_zero.compile.passes.residual_sums import save_residual_sums
+from lightning_zero.compile.recompute_policy import partitioner_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 LAYERS, WIDTH = 12, 32
@@ -50,14 +50,14 @@ class Run:
             if prepare is not None:
                 prepare(*self.graphs)
             if saves:
-                self.chained = save_chains(*self.graphs, num_fwd_outputs)
+                self.chained = save_residual_sums(*self.graphs, num_fwd_outputs)
             for part in parts:
                 part.graph.lint()
                 part.recompile()
             return parts
 
         run: Any = aot_function(loss, fw_compiler=lambda m, _: m, bw_compiler=lambda m, _: m, partition_fn=partition)
-        with functorch_config.patch(saved_within(budget)):
+        with functorch_config.patch(partitioner_settings(budget)):
             found = run([*layers.parameters()], torch.randn(64, WIDTH))
             found.backward()
         self.loss, self.gradients = found.detach(), [parameter.grad for parameter in layers.parameters()]
