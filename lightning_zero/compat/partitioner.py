@@ -24,8 +24,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.compiler import inductor_partition, min_cut_partition
 from lightning_zero.compat.lookup import module, private
-from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compat.patches import Patch, swap_attribute
+from lightning_zero.compat.tensors import OpOverload
 
 partitioners = module("torch._functorch.partitioners")
 compile_utils = module("torch._functorch.compile_utils")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,16 +18,26 @@ from typing import Any, ParamSpec
 
 import torch
 
-from lightning_zero.compat.lookup import ABSENT, find
-from lightning_zero.compat.versions import is_newer
+from lightning_zero.compat.lookup import ABSENT, find, missing
+from lightning_zero.compat.versions import install_command, is_newer, tested
+from lightning_zero.errors import UnsupportedError
 
-__all__ = ["PATCHES", "Patch", "counted", "required_but_absent", "swap_attribute"]
+__all__ = [
+    "PATCHES",
+    "Patch",
+    "counted",
+    "failure_of_newer_torch",
+    "require_compiler",
+    "required_but_absent",
+    "swap_attribute",
+]
 
 log = logging.getLogger("lightning_zero.compat")
 
 P = ParamSpec("P")
 _NEWER = is_newer(str(torch.__version__))
 _INHERITED = object()
+_COMPILING = re.compile(r"[/\\](lightning_zero|torch[/\\]_(dynamo|functorch|inductor|subclasses))[/\\]")
 
 
 class swap_attribute:
@@ -204,3 +215,36 @@ def required_but_absent() -> list[str]:
     """Return private names that this torch lacks and that compilation cannot do without."""
     optional = {name for patch in PATCHES for name in patch.needs}
     return sorted(set(ABSENT) - optional)
+
+
+def require_compiler() -> None:
+    """Raise if this torch lacks a private name that compilation cannot do without.
+
+    Raises:
+        UnsupportedError: names it.
+    """
+    absent = required_but_absent()
+    if absent:
+        raise UnsupportedError(missing(absent[0]))
+
+
+def failure_of_newer_torch(error: Exception) -> UnsupportedError | None:
+    """Return the error to raise instead of one that comes from compiling with a torch newer than was tested.
+
+    Returns:
+        None if torch was tested, or the error comes from the user's code.
+    """
+    installed = str(torch.__version__)
+    if not is_newer(installed) or isinstance(error, UnsupportedError):
+        return None
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    where = last.tb_frame.f_code.co_filename if last is not None else ""
+    if not (type(error).__module__.startswith("torch._") or _COMPILING.search(where)):
+        return None
+    return UnsupportedError(
+        f"Compilation failed with torch {installed}, and lightning_zero was tested with torch {tested('torch')}: "
+        f"{type(error).__name__}: {error}\nUse strategy='zero3', which compiles nothing, or install a tested version: "
+        f"{install_command()}."
+    )

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_zero.budget.options import apply_memory_config, memory_config
-from lightning_zero.compat.newer import require_compiler
+from lightning_zero.compat.patches import require_compiler
 from lightning_zero.compile.backend import Compiler
 from lightning_zero.compile.budget import MemoryPlanner
 from lightning_zero.compile.consensus import RankConsensus
@@ -263,7 +263,7 @@ class CompileSession:
         decided = self.budget.decided(self.config)
         if decided is not None:
             self.apply_update(decided)
-        self._compiler.charts = self.budget.charts(self.config)
+        self._compiler.sweeps_budgets = self.budget.charts(self.config)
         return self.budget.until_step(self.config.compiled)
 
     def apply_update(self, decided: PlanUpdate) -> None:

@@ -11,7 +11,6 @@ from torch.fx import Graph, GraphModule
 
 from lightning_zero.budget.curve import CHARTED, Point
 from lightning_zero.compat.compiler import functorch_config
-
 from lightning_zero.compat.graphs import TANGENTS
 from lightning_zero.compile.budget_sweep.lifetimes import fresh_bytes, graph_peak
 from lightning_zero.compile.context import PassContext

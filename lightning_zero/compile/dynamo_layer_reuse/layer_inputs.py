@@ -9,8 +9,7 @@ from typing import Any, cast
 from torch.fx import Node
 from torch.utils.weak import TensorWeakRef
 
-from lightning_zero.compat.dynamo import Guard, Source, VariableBuilder, guard_name
-from lightning_zero.compat.graph_inputs import has_changed_before, input_like
+from lightning_zero.compat.dynamo import Guard, Source, VariableBuilder, guard_name, has_changed_before, input_like
 from lightning_zero.compat.graphs import EXAMPLE_VALUE, GRAPH_ARG, NN_MODULE_STACK, STACK_TRACE
 from lightning_zero.compile.dynamo_layer_reuse.call_signature import form_of
 from lightning_zero.compile.dynamo_layer_reuse.node_names import Names

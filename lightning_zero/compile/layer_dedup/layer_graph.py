@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.compiler import TracingContext, functorch_config, keep_python_scalars, tracing
-from lightning_zero.compat.graphs import AC_GRAPH_ID, CUSTOM, EXAMPLE_VALUE, PARTITIONER_TAG, TANGENTS
+from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE, AC_GRAPH_ID, PARTITIONER_TAG, TANGENTS
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.frontend import storage_key
 from lightning_zero.compile.graph import is_op, results

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compat.graphs import AC_GRAPH_ID, EXAMPLE_VALUE
-from lightning_zero.compat.tensors import no_dispatch_modes, no_python_dispatcher
+from lightning_zero.compat.graphs import EXAMPLE_VALUE, AC_GRAPH_ID
+from lightning_zero.compat.tensors import no_python_dispatcher, no_dispatch_modes
 from lightning_zero.compile.active import OPTIMIZATION_COUNTS
 from lightning_zero.compile.graph import GATHER, results
 from lightning_zero.compile.layer_dedup.debug_log import log_unmatched_regions

@@ -11,11 +11,11 @@ from torch import SymInt
 from torch.fx import Node
 
 from lightning_zero.compat.graphs import (
-    AC_GRAPH_ID,
     CUSTOM,
     FWD_NN_MODULE_STACK,
     FWD_SOURCE_FN_STACK,
     NN_MODULE_STACK,
+    AC_GRAPH_ID,
     SOURCE_FN_STACK,
 )
 from lightning_zero.compat.tensors import FakeTensor

@@ -13,8 +13,7 @@ import torch
 
 from lightning_zero.compat import patches
 from lightning_zero.compat.lookup import ABSENT, Absent, find, private
-from lightning_zero.compat.newer import failure_of_newer_torch
-from lightning_zero.compat.patches import PATCHES, Patch, counted, parameters, swap_attribute
+from lightning_zero.compat.patches import PATCHES, Patch, counted, failure_of_newer_torch, parameters, swap_attribute
 from lightning_zero.errors import UnsupportedError
 
 PACKAGE = Path(__file__).resolve().parents[3] / "lightning_zero"
@@ -105,10 +104,7 @@ def test_swapped_sets_back_static_methods_and_inherited_ones() -> None:
     class Derived(Base):
         pass
 
-    with (
-        swap_attribute(Derived, "method", lambda self: "other"),
-        swap_attribute(Base, "static", staticmethod(lambda: "other")),
-    ):
+    with swap_attribute(Derived, "method", lambda self: "other"), swap_attribute(Base, "static", staticmethod(lambda: "other")):
         assert (Derived().method(), Base().method(), Base.static()) == ("other", "base", "other")
     assert (Derived().method(), Base().static(), vars(Derived).get("method")) == ("base", "static", None)
 
