@@ -11,16 +11,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.fx import Node
-from torch.fx import graph as fx_graph
-from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from lightning_zero.compat.lookup import module, private
 from lightning_zero.compat.patches import Patch, swap_attribute
 
 graph_compile = module("torch._functorch._aot_autograd.graph_compile")
 _internal = module("torch._logging._internal")
-pytree = module("torch.utils._pytree")
 
 with warnings.catch_warnings():
     # Inductor imports TorchScript modules of torch, which torch 2.13 itself deprecates.
@@ -230,13 +226,6 @@ _TEXT = Patch(
         "torch._logging._internal.trace_log",
     ),
 )
-_NODES = Patch(
-    "nodes of graphs are created in less time",
-    {
-        # Searches the arguments of each new node for raw symbols. (torch 2.13+)
-        "torch.fx.graph.pytree.tree_iter": "tree, is_leaf",
-    },
-)
 
 
 @DEFERRED_KERNELS
@@ -295,44 +284,3 @@ def skip_debug_text() -> Iterator[None]:
 
     with swap_attribute(graph_compile, "_log_fw_bw_graphs", log_graphs):
         yield
-
-
-@_NODES
-@contextmanager
-def search_arguments_fast() -> Iterator[None]:
-    """Search the arguments of new nodes without torch's registry of containers: 1.3 CPU seconds for 48 layers."""
-    with swap_attribute(fx_graph, "pytree", _ModuleWith(fx_graph.pytree, tree_iter=_leaves)):
-        yield
-
-
-_SEQUENCES = {tuple, list, immutable_list}
-_DICTS = {dict, immutable_dict}
-_SINGLE = {Node, int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
-
-
-def _leaves(tree: Any) -> list[Any]:
-    """Return the leaves that torch's ``tree_iter`` yields, in the same order."""
-    found, pending = [], [tree]
-    while pending:
-        value = pending.pop()
-        kind = type(value)
-        if kind in _SEQUENCES:
-            pending += value[::-1]
-        elif kind in _DICTS:
-            pending += [*value.values()][::-1]
-        elif kind in _SINGLE:
-            found.append(value)
-        else:
-            found += pytree.tree_leaves(value)
-    return found
-
-
-class _ModuleWith:
-    """A module with other attributes."""
-
-    def __init__(self, module: Any, **others: Any) -> None:
-        self._module = module
-        vars(self).update(others)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)

@@ -35,7 +35,7 @@ from lightning_zero.compat.tensors import (
     tree_leaves,
 )
 from lightning_zero.compile import requires_grad_hooks
-from lightning_zero.compile.dynamo_layer_reuse import layers_traced_once
+from lightning_zero.compile.dynamo_layer_reuse import reuse_layer_traces
 from lightning_zero.compile.fast_compile import collect_young_only
 from lightning_zero.compile.grad_leaves import ignore_grad_leaves
 from lightning_zero.compile.hooks import ModuleHooks, guard_hooks, needs_hook_guards
@@ -295,7 +295,7 @@ class CompiledModules:
             at_once, ints = fake_weights_from_sizes(ShardParameter), self._ints.mark_as_inputs()
             noticing = nullcontext() if torch.compiler.is_compiling() else watch_recompile_limits(give_up)
             try:
-                with guarding, leaving_out, ignore_grad_leaves(), layers_traced_once(), at_once, ints, noticing:
+                with guarding, leaving_out, ignore_grad_leaves(), reuse_layer_traces(), at_once, ints, noticing:
                     if not first:
                         return run(*args, **kwargs)
                     first = False

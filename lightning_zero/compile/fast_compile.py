@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_zero.compat.compiler import search_arguments_fast, skip_debug_text
+from lightning_zero.compat.compiler import skip_debug_text
 
 __all__ = ["collect_young_only", "speed_up_lowering"]
 
@@ -16,8 +16,8 @@ NEVER = 1_000_000
 
 @contextmanager
 def speed_up_lowering() -> Iterator[None]:
-    """Compile a graph without searches of old objects, printed graphs and slow node creation."""
-    with collect_young_only(), skip_debug_text(), search_arguments_fast():
+    """Compile a graph without collections of old objects and without printed graphs."""
+    with collect_young_only(), skip_debug_text():
         yield
 
 

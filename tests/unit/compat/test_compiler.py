@@ -2,6 +2,8 @@
 
 import functools
 import inspect
+import logging
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch._aot_autograd import graph_compile
 from torch.fx import GraphModule
 
 from lightning_zero.compat.compiler import (
@@ -23,6 +26,7 @@ from lightning_zero.compat.compiler import (
     keep_python_scalars,
     lookup_backend,
     min_cut_partition,
+    skip_debug_text,
     stable_topological_sort,
 )
 
@@ -162,3 +166,62 @@ def test_compiled_functions_know_what_they_were_made_from() -> None:
         assert compiled_from(other) is None
     with pytest.raises(Unsupported):
         compiled(torch.ones(2))
+
+
+def count_texts(monkeypatch: pytest.MonkeyPatch) -> tuple[int, Tensor]:
+    """Return how many graphs are printed while a function is compiled, and a gradient."""
+    found: Counter[str] = Counter()
+
+    def counted(name: str, plain: Any) -> Any:
+        return lambda *args, **kwargs: (found.update([name]), plain(*args, **kwargs))[1]
+
+    def compiler(module: GraphModule, inputs: Any) -> Any:
+        return lambda inputs: module.forward(*inputs)
+
+    torch._dynamo.reset()
+    x = torch.linspace(0, 1, 4, requires_grad=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(GraphModule, "print_readable", counted("text", GraphModule.print_readable))
+        backend = aot_autograd(fw_compiler=boxed(compiler), bw_compiler=boxed(compiler), partition_fn=min_cut_partition)
+        result = torch.compile(lambda x: (x.sin() * x.cos()).sum(), backend=backend)(x)
+        (grad,) = torch.autograd.grad(result, x)
+    torch._dynamo.reset()
+    return found["text"], grad
+
+
+def boxed(compiler: Any) -> Any:
+    def compile(module: GraphModule, inputs: Any) -> Any:
+        run = compiler(module, inputs)
+        run._boxed_call = True
+        return run
+
+    return compile
+
+
+def test_graphs_are_not_printed_for_logs_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._logging._internal.trace_log", logging.Logger("off"))
+    plain, expected = count_texts(monkeypatch)
+    with skip_debug_text():
+        few, grad = count_texts(monkeypatch)
+    assert few == plain - 2
+    assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["logged", "traced"])
+def test_graphs_are_printed_for_logs_that_are_on(monkeypatch: pytest.MonkeyPatch, traced: bool) -> None:
+    trace, logs = logging.Logger("trace"), logging.Logger("graphs", logging.WARNING if traced else logging.INFO)
+    if traced:
+        trace.addHandler(logging.NullHandler())
+    monkeypatch.setattr("torch._logging._internal.trace_log", trace)
+    monkeypatch.setattr(graph_compile, "aot_graphs_log", logs)
+    plain, _ = count_texts(monkeypatch)
+    with skip_debug_text():
+        assert count_texts(monkeypatch)[0] == plain
+
+
+def test_torch_has_its_own_function_back() -> None:
+    before = graph_compile._log_fw_bw_graphs
+    with pytest.raises(ZeroDivisionError), skip_debug_text():
+        assert graph_compile._log_fw_bw_graphs is not before
+        raise ZeroDivisionError
+    assert graph_compile._log_fw_bw_graphs is before

@@ -459,7 +459,7 @@ def test_what_cannot_be_stamped_is_traced(monkeypatch: pytest.MonkeyPatch) -> No
     def fails(*_: Any) -> Any:
         raise KeyError("something that nobody has thought of")
 
-    monkeypatch.setattr("lightning_zero.compile.dynamo_layer_reuse.stamp._variable", fails)
+    monkeypatch.setattr("lightning_zero.compile.dynamo_layer_reuse.layer_copy._variable", fails)
     model = Model()
     compiled = Compiled(model)
     check(model, compiled, X)

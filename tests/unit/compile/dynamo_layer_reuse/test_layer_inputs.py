@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from lightning_zero.compat.graphs import EXAMPLE_VALUE, GRAPH_ARG, NN_MODULE_STACK, STACK_TRACE
-from lightning_zero.compile.dynamo_layer_reuse import layer_inputs
-from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
+from lightning_zero.compile.dynamo_layer_reuse import layer_copy
+from lightning_zero.compile.dynamo_layer_reuse.trace_inputs import ReuseRejected
 from tests.unit.compile.dynamo_layer_reuse.layers import WIDTH, Compiled, Layer, Model
 
 X = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
@@ -152,16 +152,16 @@ def test_another_weight_later_is_seen(change: Callable[[nn.Parameter], Any], num
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_layer_that_is_traced_after_all_is_guarded(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its inputs are there already then, and whoever reads them makes no guards."""
-    plain, asked = layer_inputs._sizes, 0
+    plain, asked = layer_copy._sizes, 0
 
     def sizes(node: Any) -> Any:
         nonlocal asked
         asked += 1
         if asked == 2 * at + 1:
-            raise Unlike("for once")
+            raise ReuseRejected("for once")
         return plain(node)
 
-    monkeypatch.setattr(layer_inputs, "_sizes", sizes)
+    monkeypatch.setattr(layer_copy, "_sizes", sizes)
     model: Any = Model(Weighted)
     compiled = Compiled(model)
     compiled(X)

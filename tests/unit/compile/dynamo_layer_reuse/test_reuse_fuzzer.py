@@ -176,7 +176,14 @@ class Block(nn.Module):
         return x + self.drop(self.own(self.stack(y.to(x.dtype))))
 
 
-CONFIG, FROZEN, OBJECT, QUEUE, PAIR, SLOTTED = Config(), Frozen(), Scale(1.0), deque([1.0]), Pair(1.0, 1.0), Slotted(1.0)
+CONFIG, FROZEN, OBJECT, QUEUE, PAIR, SLOTTED = (
+    Config(),
+    Frozen(),
+    Scale(1.0),
+    deque([1.0]),
+    Pair(1.0, 1.0),
+    Slotted(1.0),
+)
 CLOSURE, PARTIAL, DEFAULT = scaled_by(1.0), partial(torch.mul, other=1.0), with_default(1.0)
 
 
@@ -251,7 +258,12 @@ def sets(name: str, value: Any) -> Change:
 
 
 def does(function: Callable[[Any], Any]) -> Change:
-    return lambda model, layer: function(layer) and None
+    """Return a change by a function of the layer."""
+
+    def change(model: Any, layer: Any) -> None:
+        function(layer)
+
+    return change
 
 
 def becomes(kind: type) -> Change:
@@ -329,7 +341,7 @@ CHANGES: dict[str, Change] = {
     "forward on the instance": does(_called_on_instance),
     "part: identity": sets("norm", lambda: nn.Identity()),
     "part: subclass": does(lambda layer: layer.stack.__setitem__(0, SubLinear(WIDTH, WIDTH))),
-    "part: another": does(lambda layer: layer.extra.update({"half": Half()})),
+    "part: another": does(lambda layer: layer.extra.update({"scaled": Half()})),
     "part: order": does(lambda layer: layer.stack.__init__(*reversed(list(layer.stack)))),
     "part: number": sets("inner.scale", 2.0),
     "part: eps": sets("norm.eps", 0.5),

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
-from lightning_zero.compile.dynamo_layer_reuse.trace_guards import are_built_alike
+from lightning_zero.compile.dynamo_layer_reuse.trace_guards import check_built_alike
+from lightning_zero.compile.dynamo_layer_reuse.trace_inputs import ReuseRejected
 from tests.unit.compile.dynamo_layer_reuse.layers import Layer
 
 
@@ -36,8 +36,8 @@ def test_what_guards_tell_may_differ(change: Callable[[Any], None]) -> None:
     with_containers(one)
     with_containers(other)
     change(other)
-    are_built_alike(one, other)
-    are_built_alike(one, one)
+    check_built_alike(one, other)
+    check_built_alike(one, one)
 
 
 def other_class(layer: Any) -> None:
@@ -98,5 +98,5 @@ def test_what_they_may_not_tell_may_not(change: Callable[[Any], None], first: bo
         with_containers(layer)
         layer.function = torch.relu
     change(layers[first])
-    with pytest.raises(Unlike):
-        are_built_alike(*layers)
+    with pytest.raises(ReuseRejected):
+        check_built_alike(*layers)
