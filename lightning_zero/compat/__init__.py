@@ -1,4 +1,4 @@
-"""The private names of torch and Lightning that this package uses, each listed once with its reason and first version.
+"""Private names of torch and Lightning, each listed once with its reason and first version.
 
 A name is private if a component begins with an underscore. There are four forms::
 

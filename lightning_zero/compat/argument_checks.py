@@ -70,9 +70,10 @@ _PUBLIC_NAMES = {
 
 
 def check_tensor_arguments(check: ArgumentCheck) -> None:
-    """Call ``check`` with the name and positional arguments of each call, and use the arguments that it returns.
+    """Call ``check`` before each call of these functions.
 
-    Compiled code is not affected. Later calls of this function do nothing.
+    It gets the name and positional arguments, and returns the arguments to use. Compiled code is not affected. Later
+    calls of this function do nothing.
     """
     if hasattr(torch.tensor, "_checks"):
         return

@@ -231,7 +231,9 @@ _TEXT = Patch(
 @DEFERRED_KERNELS
 @contextmanager
 def defer_cache_saves(saves: list[Callable[[], Any]]) -> Iterator[None]:
-    """Append the writes to AOTAutograd's cache to a list: an entry has compiled kernels, for which a write would wait.
+    """Append the writes to AOTAutograd's cache to a list.
+
+    An entry contains compiled kernels, for which a write would wait.
 
     Args:
         saves: to be called under the same settings of functorch.

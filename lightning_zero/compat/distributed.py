@@ -56,5 +56,5 @@ def connect_lazily() -> Iterator[None]:
 
 
 def all_gather_into() -> Callable[..., Any]:
-    """Return ``all_gather(full, shard, group=...)``, which torch 2.13 renames, with a deprecation of the old name."""
+    """Return ``all_gather(full, shard, group=...)``. Torch 2.13 renames it and deprecates the old name."""
     return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

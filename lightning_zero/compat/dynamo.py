@@ -1,4 +1,4 @@
-"""Parts of Dynamo: variables that stand for values while a function is traced, guards, inputs of graphs, and limits."""
+"""Parts of Dynamo: variables of values in traced code, sources, guards, and recompile limits."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def existed_before(variable: Any) -> bool:
 
 
 def is_mutated(effects: Any, variable: Any) -> bool:
-    """Return True for a container that existed before the trace, and that Dynamo will update after the graph."""
+    """Return True for an older container that Dynamo will update after the graph."""
     return existed_before(variable) and variable not in effects.store_attr_mutations and effects.is_modified(variable)
 
 
@@ -189,7 +189,9 @@ def known_variable(variable_builder: Any, value: Any) -> Any:
 
 
 def value_at(path: Any, names: dict[str, Any], known: MutableMapping[Any, Any]) -> Any:
-    """Return the value at a path. Faster than ``path.get_value``, which compiles the text of each step every time.
+    """Return the value at a path.
+
+    Faster than ``path.get_value``, which compiles the text of each step every time.
 
     Args:
         names: the names that paths start with.
@@ -210,9 +212,9 @@ def _compile_step(text: str) -> CodeType:
 
 
 def has_changed_before(tx: Any, path: Any, number: float) -> bool:
-    """Return True if the number had another value at an earlier compilation, so that Dynamo makes it an input.
+    """Return True if the number had another value at an earlier compilation.
 
-    Records the number for later compilations.
+    Dynamo makes it an input then. Records the number for later compilations.
     """
     # Numbers are recorded by the outermost code object and by path. (torch 2.11+)
     make: Any = pgo.FrameStateSizeEntry.make_scalar
@@ -303,7 +305,7 @@ class ChangingInts:
 
 
 def _find_owner(source: Any) -> tuple[Any, str]:
-    """Return the object whose attribute ``source`` reads, and the attribute's name; None for other sources."""
+    """Return the owner and the name of the attribute that ``source`` reads; None for other sources."""
     base: Any = getattr(source, "base", None)
     name = getattr(source, "member", None)
     if name is None and getattr(base, "member", None) == "__dict__":

@@ -14,7 +14,7 @@ __all__ = ["ABSENT", "Absent", "find", "module", "private"]
 
 
 class AbsentError(UnsupportedError, AttributeError):
-    """Raised on use of a private name that this torch lacks. An AttributeError, so that ``hasattr`` returns False."""
+    """Raised on use of a private name that this torch lacks. Makes ``hasattr`` return False."""
 
 
 class Absent:

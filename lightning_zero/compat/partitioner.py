@@ -1,8 +1,8 @@
 """A copy of torch's min-cut partitioner with faster helpers. It finds the same partition.
 
-For a model of 48 layers torch's own spends 5 CPU seconds more: it copies the joint graph five times, searches the whole
-graph for one cut, and copies it again to merge equal nodes. :func:`fast_partitioner` binds the functions of torch's
-module to a copy of its namespace, in which some helpers are replaced. Torch's module stays as it is.
+For a model of 48 layers torch's own spends 5 CPU seconds more. It copies the joint graph five times, searches the whole
+graph for one cut, and copies the graph again to merge equal nodes. :func:`fast_partitioner` binds torch's functions to
+a copy of their namespace, in which some helpers are replaced. Torch's module stays as it is.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _list_nodes(plain: Extract, joint: Graph, inputs: Sequence[Node], outputs: S
 
 
 class _NeededExtract:
-    """Copies only the nodes that a side needs. Torch copies all that it can compute, and removes dead code later."""
+    """Copies only the nodes that a side needs. Torch copies all others too, and removes dead code later."""
 
     def __init__(self, plain: Extract) -> None:
         self._plain = plain
@@ -165,7 +165,7 @@ class _NeededExtract:
 
 
 class _BackwardReuse:
-    """Returns the last backward graph again if the partitioner only drops inputs that the graph does not read."""
+    """Returns the last backward graph again if the partitioner only drops unread inputs."""
 
     def __init__(self, extract: Extract) -> None:
         self._extract = extract
@@ -228,7 +228,7 @@ def _find_needed(joint: Graph, inputs: Sequence[Node], outputs: Sequence[Any], s
 
 
 def _drop_unread_inputs(graph: Graph, known: Sequence[Node], inputs: Sequence[Node]) -> bool:
-    """Reduce the inputs of a graph to these. Return False if it reads one of the others, or their order differs.
+    """Drop all other inputs of a graph. Return False if it reads one of them, or the order differs.
 
     Impure nodes are an exception: without the input the graph would compute the node itself.
     """
@@ -277,7 +277,7 @@ def _apply_order(module: GraphModule, order: _Order) -> GraphModule:
 
 
 def _merge_equal_nodes(graph: Graph, extra_node_key: Callable[[Node], Hashable] | None = None) -> Graph:
-    """Remove nodes that are equal to an earlier one from the graph itself, by the rules of the newest torch.
+    """Remove nodes that are equal to an earlier one, in place, by the rules of the newest torch.
 
     Args:
         extra_node_key: torch 2.14 passes the partitioner's. Only nodes with equal keys are merged, so that a value that
@@ -398,7 +398,9 @@ def _cut_in_parts() -> Iterator[None]:
 
 
 def minimum_cut(network: Any, source: Any, sink: Any) -> tuple[Any, tuple[set[Any], set[Any]]]:
-    """Return the value and both sides of the minimum cut nearest to the sink, as ``networkx.minimum_cut`` does.
+    """Return the value and both sides of the minimum cut nearest to the sink.
+
+    Has the arguments and result of ``networkx.minimum_cut``.
 
     Without the nodes that are bound to a side, the network of a joint graph falls apart into small parts. Equal parts
     are cut once. The cut nearest to the sink is unique, so the result does not depend on the algorithm.
@@ -437,7 +439,7 @@ def _capacity(edge: Mapping[str, Any]) -> Any:
 
 
 def _find_parts(network: Any, before: set[Any], behind: set[Any]) -> Iterator[list[Any]]:
-    """Yield connected nodes of neither side. Equal parts built in the same order are yielded in the same order."""
+    """Yield connected nodes of neither side. Equal parts have equal orders of nodes."""
     found = before | behind
     for first in network:
         if first in found:

@@ -1,4 +1,4 @@
-"""Patches: functions of torch that this package replaces, and the check that this torch has them as expected.
+"""Patches: functions of torch that this package replaces, checked against this torch.
 
 Each context manager that replaces functions is decorated with a :class:`Patch`, which lists them with the parameters of
 the tested versions. If this torch lacks one, or one takes other parameters, the context manager does nothing and one
@@ -41,9 +41,10 @@ _COMPILING = re.compile(r"[/\\](lightning_zero|torch[/\\]_(dynamo|functorch|indu
 
 
 class swap_attribute:
-    """Set an attribute of an object, and restore it on exit. Ten times as fast as ``unittest.mock.patch.object``.
+    """Set an attribute of an object, and restore it on exit.
 
-    The owner must be a module or a class, or an object that has the attribute itself.
+    Ten times as fast as ``unittest.mock.patch.object``, and it runs in each compiled call. The owner must be a module
+    or a class, or an object that has the attribute itself.
     """
 
     __slots__ = ("_before", "_name", "_new", "_owner")
@@ -68,8 +69,8 @@ class Patch:
 
     Args:
         feature: what compilation loses without it, for users.
-        names: dotted names of the replaced functions, each with the parameters of the tested versions as text
-            (``"self, tx, name"``; several versions as a tuple), or with None if they do not matter.
+        names: dotted names of the replaced functions, each with its parameters as text, such as
+            ``"self, tx, name"``. A tuple lists those of several versions; None accepts any.
         needs: dotted names of other private names that only this feature uses.
 
     Attributes:
@@ -229,10 +230,10 @@ def require_compiler() -> None:
 
 
 def failure_of_newer_torch(error: Exception) -> UnsupportedError | None:
-    """Return the error to raise instead of one that comes from compiling with a torch newer than was tested.
+    """Return the error to raise instead of one from compilation with an untested newer torch.
 
     Returns:
-        None if torch was tested, or the error comes from the user's code.
+        None if torch was tested, or the error is raised by the user's code.
     """
     installed = str(torch.__version__)
     if not is_newer(installed) or isinstance(error, UnsupportedError):

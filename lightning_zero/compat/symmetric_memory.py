@@ -1,4 +1,4 @@
-"""Memory that other GPUs of the host can read and write. A module of its own, because importing it takes time."""
+"""Memory that other GPUs of the host can read and write. Separate, because importing it takes time."""
 
 from lightning_zero.compat.lookup import private
 

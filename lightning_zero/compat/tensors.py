@@ -153,7 +153,7 @@ ATTRIBUTES = {
     "torch._fused_",
     # The overload of an op: ops are pickled by name. (torch 2.11+)
     "torch._ops.OpOverload._overloadname",
-    # Tells which arguments an op mutates, or returns views of. (torch 2.11+)
+    # The arguments that an op mutates, or returns views of. (torch 2.11+)
     "torch._ops.OpOverload._schema",
     # The namespace of functional collectives. (torch 2.11+)
     "torch.ops._c10d_functional",
@@ -173,10 +173,10 @@ _WEIGHTS = Patch(
 @_WEIGHTS
 @contextmanager
 def fake_weights_from_sizes(*kinds: type[nn.Parameter]) -> Iterator[None]:
-    """Make the fake tensor of a parameter of these classes from its sizes, with memory of its own and no gradient.
+    """Make fake tensors of parameters of these classes from their sizes, without a gradient.
 
-    Torch also makes fake tensors of the gradient and of the bases of both, for Dynamo and for AOTAutograd, and asks for
-    each size whether it is symbolic: 1.2 CPU seconds for 48 layers. Dynamo reads the gradient from the parameter.
+    They have memory of their own. Torch also makes fake tensors of the gradient and of the bases of both, and checks
+    each size for symbols: 1.2 CPU seconds for 48 layers. Dynamo reads the gradient from the parameter.
     """
     converter: Any = fake_tensor.FakeTensorConverter
     plain = converter.from_real_tensor
@@ -218,7 +218,7 @@ def _fake_from_sizes(mode: Any, tensor: Tensor) -> Any:
 
 
 def fake_like(value: FakeTensor, memory: Tensor) -> Any:
-    """Return a fake tensor of the mode and device of ``value`` with the sizes of ``memory``, a view of a meta tensor.
+    """Return a fake tensor like ``value`` with the sizes of ``memory``, a view of a meta tensor.
 
     Four times as fast as torch's constructor, which is called 400 times for each layer.
     """

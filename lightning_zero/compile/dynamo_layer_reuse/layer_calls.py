@@ -41,7 +41,7 @@ _active = threading.local()  # .calls, while this thread is inside reuse_layer_t
 @LAYER_REUSE
 @contextmanager
 def reuse_layer_traces() -> Iterator[None]:
-    """Reuse traces of layers in the compilations of this thread inside. Those of other threads are not affected."""
+    """Reuse traces of layers in compilations of this thread. Other threads are not affected."""
     before = getattr(_active, "calls", None)
     _active.calls = _Calls()
     try:
@@ -202,7 +202,7 @@ def _calls_after(graph: Graph, last: Node | None) -> list[Node]:
 
 
 def _is_candidate(variable: Any, tx: Any) -> bool:
-    """Return True for a module with children that is called in the graph itself, not in a checkpointed region's."""
+    """Return True for a module with children that is called outside of checkpointed regions."""
     output = tx.output
     in_graph = output.current_tracer is output.root_tracer and not output.export and not has_global_hooks()
     module = variable.value

@@ -263,7 +263,10 @@ def _record_floats(tx: Any, matched: MatchedGuards) -> None:
 
 
 def _add_inputs(tx: Any, inputs: Sequence[Node], matched: MatchedGuards, paths: _ModulePaths) -> dict[Node, Node]:
-    """Make inputs of the graph for another module, install its guards, and return its inputs by the traced ones.
+    """Make inputs of the graph for another module, and install its guards.
+
+    Returns:
+        Its inputs by those of the traced module.
 
     Raises:
         ReuseRejected: an input differs from the traced one.

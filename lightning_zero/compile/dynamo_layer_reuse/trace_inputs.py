@@ -1,4 +1,4 @@
-"""The inputs of a trace besides guards: call arguments, the state of the tracer, and pending writes to a module."""
+"""Inputs of a trace besides guards: call arguments, tracer state, and pending writes to a module."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def _settings(tx: Any) -> tuple[Any, ...]:
 
 
 def is_written_to(module: nn.Module, objects: Set[int]) -> bool:
-    """Return True if ``objects``, ids, include the module, a part of it, or a value that one of these holds.
+    """Return True if the ids ``objects`` include the module, a part of it, or a value of these.
 
     Dynamo applies writes after the graph. Until then the module lacks them, and a read of them adds no guard.
     """

@@ -1,4 +1,4 @@
-"""What ``compat/compiler.py`` takes from torch still means the same."""
+"""Names in ``compat/compiler.py`` have the expected meaning in this torch."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""What ``compat/distributed.py`` and its neighbours take from torch still means the same."""
+"""Names in ``compat/distributed.py`` have the expected meaning in this torch."""
 
 import inspect
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What ``compat/dynamo.py`` takes from torch still means the same."""
+"""Names in ``compat/dynamo.py`` have the expected meaning in this torch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from lightning_zero.compat.dynamo import (
     VariableBuilder,
     comparisons,
     dispatch_keys,
+    existed_before,
     guard_name,
     has_changed_before,
     has_global_hooks,
@@ -33,7 +34,6 @@ from lightning_zero.compat.dynamo import (
     path_in_modules,
     translators,
     value_at,
-    existed_before,
     wrap_proxy,
 )
 from lightning_zero.compat.graphs import EXAMPLE_VALUE
@@ -64,7 +64,7 @@ class Outer(nn.Module):
 
 
 def seen_in_call(look: Callable[..., Any], behind: bool = False) -> Any:
-    """What ``look(variable, tx, args, kwargs)`` says while Dynamo traces a call of the inner module."""
+    """Return the result of ``look(variable, tx, args, kwargs)`` in a traced call of the inner module."""
     found = []
     plain = ModuleVariable.call_function
 
@@ -104,7 +104,9 @@ def test_what_was_written_is_told_from_what_is_read() -> None:
     def look(variable: Any, tx: Any, *_: Any) -> Any:
         effects = tx.output.side_effects
         written = [one for one in effects.id_to_variable.values() if is_mutated(effects, one)]
-        stored = {name for owner, names in effects.store_attr_mutations.items() if existed_before(owner) for name in names}
+        stored = {
+            name for owner, names in effects.store_attr_mutations.items() if existed_before(owner) for name in names
+        }
         return [type(one) for one in written], stored
 
     assert seen_in_call(look) == ([], set())
@@ -232,7 +234,7 @@ class Parts(nn.Module):
 
 
 def seen_in_parts(look: Callable[..., Any], calls: int) -> Any:
-    """Return the results of ``look(tx, maps)`` after the first part's call, with maps from it to the other parts."""
+    """Return the results of ``look(tx, maps)``, with maps from the first part to the others."""
     found: list[Any] = []
     plain = ModuleVariable.call_function
 

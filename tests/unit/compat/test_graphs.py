@@ -1,4 +1,4 @@
-"""What torch leaves in graphs under the texts of ``compat/graphs.py``, and does with what we leave there."""
+"""Torch writes and reads the keys of ``compat/graphs.py`` in graphs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,8 +42,10 @@ def graphs_of(
     tag: Callable[[list[Node]], None] = nothing,
     look: Callable[[list[Node]], None] = nothing,
 ) -> Graphs:
-    """The nodes of Dynamo's graph (at which ``look`` looks while it is being compiled), of the joint one (which ``tag``
-    may mark), and of forward and backward."""
+    """Return the nodes of Dynamo's graph, of the joint graph, and of forward and backward.
+
+    ``look`` is called with Dynamo's graph, and ``tag`` may mark the joint one.
+    """
     found: Graphs = {}
 
     def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What ``compat/lightning_private.py`` names still means the same."""
+"""Names in ``compat/lightning_private.py`` have the expected meaning."""
 
 import inspect
 import signal
@@ -37,7 +37,7 @@ class Network(pl.LightningModule):
 
 
 class Order(Precision):
-    """Notes in which order Lightning calls what we override."""
+    """Records the order in which Lightning calls overridden methods."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -136,7 +136,7 @@ def test_fabric_asks_a_strategy_for_what_we_keep_there() -> None:
 
 
 def test_a_method_that_is_called_as_forward_shows_it() -> None:
-    """Fabric puts a function of its own there: the only trace of what is called."""
+    """Fabric assigns a function of its own there, the only trace of the call."""
 
     class Outer(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""What ``compat/modules.py`` names still means the same."""
+"""Names in ``compat/modules.py`` have the expected meaning in this torch."""
 
 from typing import Any
 

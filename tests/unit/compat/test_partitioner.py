@@ -1,4 +1,4 @@
-"""The fast partitioner returns what torch's partitioner returns, with fewer copies of graphs."""
+"""The fast partitioner returns the graphs of torch's partitioner, with fewer copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replaced functions of torch: each is there, takes the parameters that are known, and is left out where it does not."""
+"""Replaced functions of torch exist with the expected parameters, or their feature is disabled."""
 
 import ast
 import logging
@@ -71,7 +71,7 @@ def test_a_replacement_is_left_out_with_one_line(
             with quadruple() as value:
                 assert (value, TARGET.double(3)) == (None, 6)
     [line] = caplog.messages
-    assert line.startswith(f"Left out with torch {torch.__version__}: numbers grow faster (")
+    assert line.startswith(f"Disabled with torch {torch.__version__}: numbers grow faster (")
     assert pytest.importorskip("re").search(why, line)
 
 

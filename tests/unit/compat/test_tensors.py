@@ -1,4 +1,4 @@
-"""Names in ``compat/tensors.py`` mean in this torch what they are used for."""
+"""Names in ``compat/tensors.py`` have the expected meaning in this torch."""
 
 import pickle
 from collections import OrderedDict
@@ -193,7 +193,7 @@ def test_fake_tensors_of_one_storage_show_it() -> None:
 
 
 def in_backward(look: Any, **kwargs: Any) -> list[Any]:
-    """What ``look()`` says in a hook of a backward."""
+    """Return the results of ``look()`` in a hook of a backward."""
     said = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
@@ -459,7 +459,7 @@ def test_a_fake_like_another_is_what_torch_makes(unsafe: bool) -> None:
 
 
 def test_a_number_in_a_fake_stays_its_own() -> None:
-    """One that is a constant, or has been asked what depends on its values."""
+    """For a constant, and for a tensor with a memoized data-dependent result."""
     mode = FakeTensorMode(shape_env=ShapeEnv())
     with mode:
         fixed, asked = torch.tensor(3), torch.ones(4)

@@ -1,4 +1,4 @@
-"""Layers that are alike are traced once, into the graph that Dynamo makes of each of them; others are traced."""
+"""Equal layers are traced once, into the graph that Dynamo makes of traced layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MASK = torch.arange(3 * WIDTH).view(3, WIDTH) % 3 == 0
 
 
 def described(graph: GraphModule) -> list[Any]:
-    """All that is in it, whatever nodes are called."""
+    """Return the contents of a graph without the names of nodes."""
     nodes = list(graph.graph.nodes)
     place = {node: at for at, node in enumerate(nodes)}
     memory = [node_storage(node) for node in nodes]
@@ -55,12 +55,12 @@ def test_the_graph_is_the_one_of_traced_layers(given: dict[str, Tensor]) -> None
     once(X, **given)
     assert plain.seen == once.seen
     assert plain.traced["Layer"] == 5
-    assert once.traced["Layer"] == 1 + len(given)  # the first one is given what nobody has looked at yet
+    assert once.traced["Layer"] == 1 + len(given)  # the first layer's argument is not realized
     assert once.traced["Attention"] == 1 + len(given)
 
 
 def gradients(model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Loss and gradients, with buffers as they are then."""
+    """Return loss, gradients and buffers."""
     model.zero_grad()
     torch.manual_seed(7)
     loss = call(*args, **kwargs)
@@ -70,7 +70,7 @@ def gradients(model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def check(model: nn.Module, compiled: Compiled, *args: Any, **kwargs: Any) -> None:
-    """Compiled code does what the module does."""
+    """Compare loss, gradients, buffers and attributes with eager code."""
     twin = copy.deepcopy(model)
     found, wanted = gradients(model, compiled, *args, **kwargs), gradients(twin, twin, *args, **kwargs)
     for one, other in zip(found, wanted, strict=True):
@@ -152,7 +152,7 @@ def test_a_layer_that_differs_does_what_it_does(change: Callable[[Model], None],
         if later:
             check(model, compiled, X, mask=MASK)
             if change is hooked:
-                torch._dynamo.reset()  # torch.compile by itself does not see hooks that come later
+                torch._dynamo.reset()  # torch.compile does not see new hooks
         change(model)
         check(model, compiled, X, mask=MASK)
         check(model, compiled, X)
@@ -169,7 +169,7 @@ def test_the_others_are_stamped_beside_it() -> None:
 
 
 class Functional(Layer):
-    """What it calls is an attribute, or the like."""
+    """Calls a function that is an attribute."""
 
     def __init__(self, number: int, function: Any) -> None:
         super().__init__(number)
@@ -239,7 +239,7 @@ class Averaging(Layer):
 
 
 class Editing(Layer):
-    """Writes to what it is given."""
+    """Mutates its argument."""
 
     def forward(self, x: Tensor) -> Tensor:
         x += self.attention(x.detach().clone())
@@ -255,7 +255,7 @@ class EditingItsOwn(Layer):
 
 
 class Viewing(Layer):
-    """Returns a view of what it is given, beside what it makes of another."""
+    """Returns views of its argument and of an intermediate tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         left, right = x.chunk(2, -1)
@@ -344,7 +344,7 @@ def test_a_layer_that_is_given_nothing_is_of_another_kind() -> None:
 
 
 class Sharing(Model):
-    """The same tensor for two arguments of some layers, different ones for those of others."""
+    """Passes one tensor twice to some layers, and two tensors to others."""
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
         x, other = self.head(x), x * 2
@@ -395,7 +395,7 @@ def test_what_is_written_between_layers_is_read() -> None:
 
 
 class Written(Layer):
-    """Writes into what parts of it return, as Falcon does, and is not stamped itself: only its parts are alike."""
+    """Mutates results of its parts, as Falcon does; only the parts are equal."""
 
     def __init__(self, number: int = 0) -> None:
         super().__init__(number)
@@ -476,7 +476,7 @@ def test_attention_is_stamped_where_only_it_is_alike() -> None:
 
 
 class Knowing(Layer):
-    """Asks which of its owner's layers it is."""
+    """Compares itself with the layers of its owner."""
 
     owner: list[Any]
     ways: tuple[Callable[[Any, list[nn.Module]], bool], ...] = (

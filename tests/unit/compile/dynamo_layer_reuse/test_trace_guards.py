@@ -1,4 +1,4 @@
-"""What two modules are compared by beside guards."""
+"""Differences between modules without a guard reject reuse."""
 
 from __future__ import annotations
 

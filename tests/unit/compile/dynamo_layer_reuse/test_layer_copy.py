@@ -1,4 +1,4 @@
-"""Weights of stamped layers are inputs of the graph as those of traced layers are, and guarded as those."""
+"""Weights of copied layers are inputs with the guards of traced layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ X = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
 
 
 def noted(graph: GraphModule) -> list[Any]:
-    """All that is noted at inputs."""
+    """Return the metadata of all inputs."""
     found = []
     for node in graph.graph.nodes:
         if node.op == "placeholder":
@@ -33,7 +33,7 @@ def noted(graph: GraphModule) -> list[Any]:
 
 
 def compare(make: Callable[[], Model], change: Callable[[Model], None] = lambda model: None) -> None:
-    """Twice with the same modules: what was traced first is in no way noted at them."""
+    """Compile the same modules with, without and with reuse."""
     model = make()
     change(model)
     seen = []
@@ -115,7 +115,7 @@ class Special(nn.Parameter):
 
 
 class Weighted(nn.Module):
-    """Does as it does whatever its weight is."""
+    """Accepts weights of any layout."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def test_another_weight_later_is_seen(change: Callable[[nn.Parameter], Any], num
 
 @pytest.mark.parametrize("at", [0, 1])
 def test_a_layer_that_is_traced_after_all_is_guarded(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its inputs are there already then, and whoever reads them makes no guards."""
+    """Its inputs exist already, and reading them adds no guards."""
     plain, asked = layer_copy._sizes, 0
 
     def sizes(node: Any) -> Any:

@@ -1,6 +1,4 @@
-"""What layers are told and find in other ways than by their arguments and their own attributes: such layers are traced.
-
-Each of these gave the first layer's result for all of them, or ended the compilation."""
+"""Layers that read more than their arguments and attributes compute their own results."""
 
 from __future__ import annotations
 
@@ -216,7 +214,7 @@ def test_what_other_layers_have_been_told_keeps_none_from_being_stamped() -> Non
 
 
 class Classy(Layer):
-    """As transformers' layers are: what they call is their class's, and their class a global, too."""
+    """Calls functions of its class, which is a global, like layers of transformers."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         kind = type(self)
