@@ -1,10 +1,9 @@
-"""Process groups, files of torch's distributed checkpoints, and the allocator of CUDA memory."""
+"""Process groups, and files of torch's distributed checkpoints."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from lightning_zero.compat.lookup import private
@@ -20,23 +19,6 @@ MemoryFormat = private("torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODI
 
 # Rebuilds a pickled torch.layout, which the metadata also contain. (torch 2.11+)
 get_layout = private("torch.serialization._get_layout")
-
-# Builds of torch without CUDA may lack the following.
-
-# Has this thread allocate from a pool, such as that of later captures. (torch 2.11+)
-begin_allocate_to_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
-
-# Ends that, also after a failed capture, which leaves it on. (torch 2.11+)
-end_allocate_to_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
-
-# Releases the pool of a failed capture, and the reference that begin_allocate_to_pool holds. (torch 2.11+)
-release_pool: Any = getattr(torch._C, "_cuda_releasePool", None)
-
-# Frees the workspaces of cuBLAS, one per stream, which outlive a CUDA graph. (torch 2.11+)
-clear_cublas_workspaces: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-
-# Keeps a device busy for some cycles, to simulate a slow rank. (torch 2.11+)
-sleep = private("torch.cuda._sleep")
 
 
 @contextmanager

@@ -217,7 +217,7 @@ def _fake_from_sizes(mode: Any, tensor: Tensor) -> Any:
         return FakeTensor(mode, memory, tensor.device).requires_grad_(tensor.requires_grad)
 
 
-def fake_like(value: FakeTensor, memory: Tensor) -> Any:
+def fake_like(value: Any, memory: Tensor) -> Any:
     """Return a fake tensor like ``value`` with the sizes of ``memory``, a view of a meta tensor.
 
     Four times as fast as torch's constructor, which is called 400 times for each layer.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.compat import distributed as cuda
+from lightning_zero.compat import cuda
 from lightning_zero.native.collector import pause_gc
 
 __all__ = ["capture_graph", "configure_nccl_for_capture", "reserve_pool_block"]

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from lightning_zero.compat import distributed as cuda
+from lightning_zero.compat import cuda
 from lightning_zero.native import Executor
 from lightning_zero.native.capture import capture_graph, reserve_pool_block
 from lightning_zero.offload.blocks import ReservedBlocks

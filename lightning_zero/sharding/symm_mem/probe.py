@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_zero.compat import distributed as cuda
+from lightning_zero.compat import cuda
 
 __all__ = ["barrier_waits"]
 

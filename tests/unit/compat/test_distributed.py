@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.compat import distributed as cuda
+from lightning_zero.compat import cuda
 from lightning_zero.compat.distributed import default_store
 from lightning_zero.compat.symmetric_memory import symmetric_memory
 

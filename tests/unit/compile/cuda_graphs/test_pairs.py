@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.compat import distributed as cuda
+from lightning_zero.compat import cuda
 from lightning_zero.compile.cuda_graphs.pairs import CUDAGraphPair, CaptureSpec
 
 
