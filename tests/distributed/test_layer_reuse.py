@@ -71,7 +71,7 @@ def both(case: type[Case], kind: str, layers: int, kinds: int, options: dict[str
     ids=["dropout", "two ranks", "three ranks, one apart", "weights that stay"],
 )
 @pytest.mark.exhaustive_variants("two ranks", "three ranks, one apart")
-def test_layers_that_are_traced_once_train_to_the_last_bit(
+def test_reuse_trains_bit_for_bit(
     ranks: Ranks, world: int, case: type[Case], kind: str, layers: int, kinds: int, options: dict[str, Any]
 ) -> None:
     ranks.run(world, both, case, kind, layers, kinds, options, deadline=240)

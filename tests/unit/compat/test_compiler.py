@@ -92,7 +92,7 @@ def test_inductor_takes_settings_for_one_graph() -> None:
         assert hasattr(config, name)
 
 
-def test_nodes_are_put_behind_what_they_read() -> None:
+def test_nodes_are_sorted_after_their_inputs() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     one = graph.call_function(torch.sin, (x,))
@@ -111,7 +111,7 @@ def test_inductor_takes_a_traced_graph_with_settings() -> None:
     assert hasattr(config.triton, "autotune_pointwise")
 
 
-def test_a_compiled_module_knows_what_it_was_made_from() -> None:
+def test_a_compiled_module_has_its_original() -> None:
     module = nn.Linear(1, 1)
     compiled = torch.compile(module, backend="eager")
     assert isinstance(compiled, OptimizedModule)
@@ -131,7 +131,7 @@ def test_a_boxed_graph_takes_one_list() -> None:
     assert given == []
 
 
-def test_numbers_of_a_graph_are_tensors_of_it_unless_they_are_to_stay() -> None:
+def test_numbers_of_a_graph_become_tensors_unless_kept() -> None:
     read = torch.ops.aten._local_scalar_dense.default
     stay: list[bool] = []
 
@@ -150,7 +150,7 @@ def test_numbers_of_a_graph_are_tensors_of_it_unless_they_are_to_stay() -> None:
     assert stay == [False, False, False, True, False, False]
 
 
-def test_compiled_functions_know_what_they_were_made_from() -> None:
+def test_compiled_functions_have_their_original() -> None:
     def plain(x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
         return 2 * x

@@ -39,7 +39,7 @@ def test_cuda_names_are_functions() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_cuda_names_do_what_they_say() -> None:
+def test_cuda_names_work() -> None:
     cuda.clear_cublas_workspaces()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()

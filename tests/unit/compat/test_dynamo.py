@@ -100,7 +100,7 @@ def test_a_module_knows_its_path() -> None:
     assert seen_in_call(look) == ("L['self'].parts.0", True)
 
 
-def test_what_was_written_is_told_from_what_is_read() -> None:
+def test_mutated_containers_are_found() -> None:
     def look(variable: Any, tx: Any, *_: Any) -> Any:
         effects = tx.output.side_effects
         written = [one for one in effects.id_to_variable.values() if is_mutated(effects, one)]
@@ -129,7 +129,7 @@ def test_an_input_and_a_result_can_be_made() -> None:
     assert seen_in_call(look) == ("placeholder", True, TensorVariable, torch.add)
 
 
-def test_values_are_found_as_torch_finds_them() -> None:
+def test_values_at_paths_equal_those_of_torch() -> None:
     def look(variable: Any, tx: Any, *_: Any) -> Any:
         root = tx.output.root_tx
         names = {"G": root.f_globals, "L": root.f_locals}
@@ -146,7 +146,7 @@ def test_values_are_found_as_torch_finds_them() -> None:
     assert count > 3
 
 
-def test_guards_are_named_and_can_be_made_anew() -> None:
+def test_guards_have_names_and_can_be_copied() -> None:
     def look(variable: Any, tx: Any, *_: Any) -> Any:
         guards = list(tx.output.guards)
         first = next(one for one in guards if guard_name(one) == "NOT_PRESENT_IN_GENERIC_DICT")
@@ -159,7 +159,7 @@ def test_guards_are_named_and_can_be_made_anew() -> None:
     assert more == 1  # which does no harm
 
 
-def test_dispatch_keys_tell_kinds_of_tensors_apart() -> None:
+def test_dispatch_keys_differ_between_kinds_of_tensors() -> None:
     assert dispatch_keys(torch.ones(1)) == dispatch_keys(torch.zeros(2))
     assert dispatch_keys(torch.ones(1)) != dispatch_keys(torch.ones(1).to_sparse())
 
@@ -180,7 +180,7 @@ def test_keys_are_made_of_variables() -> None:
     assert seen_in_call(look) == (True, "y", True)
 
 
-def test_comparisons_are_calls_of_what_is_built_in() -> None:
+def test_comparisons_call_builtins() -> None:
     called = []
     plain = BuiltinVariable.call_function
 
@@ -198,7 +198,7 @@ def test_comparisons_are_calls_of_what_is_built_in() -> None:
     assert operator.is_ in called
 
 
-def test_has_global_hooks_are_known() -> None:
+def test_global_hooks_are_found() -> None:
     assert not has_global_hooks()
     for register in (
         nn.modules.module.register_module_forward_hook,

@@ -80,7 +80,7 @@ def test_a_step_runs_closure_hooks_clipping_and_update_in_this_order(tmp_path: A
     assert order.seen == ["wrap", "closure", "after", "clip", "norm", "step"]
 
 
-def test_a_strategy_keeps_what_we_keep_there() -> None:
+def test_a_strategy_has_the_expected_attributes() -> None:
     strategy = pl.strategies.DDPStrategy()
     network, plugin = Network(), Precision()
     strategy._launcher = launcher = object()
@@ -195,7 +195,7 @@ def test_all_of_an_optimizers_state_moves_but_its_step() -> None:
     assert optimizers[1].state[param]["exp_avg"].device.type == "meta"
 
 
-def test_a_module_is_told_its_device_and_dtype() -> None:
+def test_a_module_stores_its_device_and_dtype() -> None:
     network = Network()
     assert isinstance(network, private.DeviceDtypeModule)
     network._dtype, network._device = torch.float64, torch.device("meta")

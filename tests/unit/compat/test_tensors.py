@@ -60,7 +60,7 @@ class Mode(TorchFunctionMode):
         raise AssertionError("asked")
 
 
-def test_without_subclasses_nobody_is_asked() -> None:
+def test_disabled_subclasses_are_not_called() -> None:
     loud = torch.ones(2).as_subclass(Loud)
     with pytest.raises(AssertionError, match="asked"):
         loud + 1
@@ -68,7 +68,7 @@ def test_without_subclasses_nobody_is_asked() -> None:
         assert type(loud + 1) is Tensor
 
 
-def test_without_torch_functions_no_mode_is_asked_either() -> None:
+def test_disabled_torch_functions_call_no_mode() -> None:
     loud = torch.ones(2).as_subclass(Loud)
     with Mode():
         with pytest.raises(AssertionError, match="asked"), DisableTorchFunctionSubclass():
@@ -88,7 +88,7 @@ def test_ops_are_not_looked_up_in_python() -> None:
         assert looked_up()
 
 
-def test_both_are_seen_through_by_dynamo() -> None:
+def test_dynamo_traces_both() -> None:
     def computed(x: Tensor) -> Tensor:
         with DisableTorchFunction(), DisableTorchFunctionSubclass():
             return x + 1
@@ -103,7 +103,7 @@ def test_results_of_a_disabled_subclass_are_plain() -> None:
     assert type(quiet + 1) is Tensor
 
 
-def test_a_rebuilt_parameter_is_one_and_is_what_pickle_names() -> None:
+def test_pickle_rebuilds_a_parameter() -> None:
     made = rebuild_parameter(torch.ones(2), False, OrderedDict())
     assert type(made) is nn.Parameter
     assert not made.requires_grad
@@ -151,13 +151,13 @@ def test_version_counts_writes() -> None:
     assert x._version == before + 1
 
 
-def test_base_is_what_a_view_is_of() -> None:
+def test_a_view_has_its_base() -> None:
     x = torch.ones(2, 2)
     assert x._base is None
     assert x[0].t()._base is x
 
 
-def test_hooks_of_a_parameter_may_be_taken_away_and_given_back() -> None:
+def test_hooks_of_a_parameter_can_be_removed_and_restored() -> None:
     param, called = nn.Parameter(torch.ones(1)), []
     assert not param._backward_hooks
     param.register_hook(lambda grad: called.append("first"))
@@ -171,7 +171,7 @@ def test_hooks_of_a_parameter_may_be_taken_away_and_given_back() -> None:
     assert called == ["first"]
 
 
-def test_later_hooks_of_a_parameter_may_be_replaced() -> None:
+def test_post_accumulate_hooks_of_a_parameter_can_be_replaced() -> None:
     param, called = nn.Parameter(torch.ones(1)), []
     handle = param.register_post_accumulate_grad_hook(lambda p: called.append("user's"))
     hooks: Any = param._post_accumulate_grad_hooks
@@ -211,7 +211,7 @@ def test_graph_task_id_is_minus_one_outside_of_a_backward() -> None:
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_keeps_graph_tells_what_the_backward_was_asked(keeps: bool) -> None:
+def test_retains_graph_is_the_argument_of_backward(keeps: bool) -> None:
     assert in_backward(retains_graph, retain_graph=keeps) == [keeps]
 
 
@@ -231,7 +231,7 @@ def test_top_saved_tensors_hooks_are_the_innermost_pair() -> None:
     assert top_saved_tensors_hooks(True) is None
 
 
-def test_functorch_shows_itself_and_what_it_wraps() -> None:
+def test_functorch_state_and_wrapped_tensors_are_visible() -> None:
     given = torch.ones(2)
     seen = []
 
@@ -249,7 +249,7 @@ def test_functorch_shows_itself_and_what_it_wraps() -> None:
     assert seen == [(True, True, given.data_ptr())] * 2
 
 
-def test_preserved_versions_do_not_spoil_what_was_saved() -> None:
+def test_preserved_versions_keep_saved_tensors_valid() -> None:
     weight, buffer = torch.ones(2, requires_grad=True), torch.ones(2)
     loss = (weight * buffer).sum()
     with preserve_versions((buffer,)):
@@ -297,7 +297,7 @@ def test_both_take_the_same_arguments_first() -> None:
     assert first(ops.flash_attention_on_cpu_backward, 4) == first(ops.flash_attention_backward, 4)
 
 
-def test_schemas_tell_writes_from_views() -> None:
+def test_schemas_distinguish_writes_from_views() -> None:
     written = torch.ops.aten.add_.Tensor._schema.arguments[0].alias_info
     viewed = torch.ops.aten.view.default._schema.arguments[0].alias_info
     assert written is not None
@@ -341,7 +341,7 @@ def test_memory_is_their_own() -> None:
     assert fakes[0].untyped_storage()._cdata != fakes[1].untyped_storage()._cdata
 
 
-def test_what_sizes_do_not_say_is_left_to_torch() -> None:
+def test_other_tensors_and_symbolic_sizes_are_left_to_torch() -> None:
     with fake_weights_from_sizes(Weight):
         assert isinstance(FakeTensorMode().from_tensor(nn.Parameter(torch.ones(3))), nn.Parameter)  # of its own alone
         shapes = FakeTensorMode(shape_env=ShapeEnv())
@@ -393,7 +393,7 @@ def test_gradients_of_another_dtype_are_left_to_torch() -> None:
         assert FakeTensorMode().from_tensor(other).grad_dtype is expected
 
 
-def test_torch_makes_them_again_behind() -> None:
+def test_torch_has_its_own_converter_back() -> None:
     before = fake_tensor.FakeTensorConverter.from_real_tensor
     with pytest.raises(ZeroDivisionError), fake_weights_from_sizes(Weight):
         raise ZeroDivisionError

@@ -31,7 +31,7 @@ def saved(layer: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [nothing, numbered, with_containers, saved])
-def test_what_guards_tell_may_differ(change: Callable[[Any], None]) -> None:
+def test_attributes_with_guards_may_differ(change: Callable[[Any], None]) -> None:
     one, other = Layer(), Layer()
     with_containers(one)
     with_containers(other)
@@ -92,7 +92,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("first", [False, True])
-def test_what_they_may_not_tell_may_not(change: Callable[[Any], None], first: bool) -> None:
+def test_attributes_without_guards_may_not_differ(change: Callable[[Any], None], first: bool) -> None:
     layers: list[Any] = [Layer(), Layer()]
     for layer in layers:
         with_containers(layer)
