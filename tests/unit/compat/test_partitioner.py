@@ -21,6 +21,7 @@ from lightning_zero.compat import partitioner
 from lightning_zero.compat.compiler import (
     aot_autograd,
     functorch_config,
+    inductor_config,
     inductor_partition,
     min_cut_partition,
 )
@@ -118,8 +119,9 @@ def _boxed(module: Any, inputs: Any) -> Any:
 )
 def test_both_graphs_are_equal_and_fewer_nodes_are_copied(name: str, rows: int, plain: Callable[..., Any]) -> None:
     x = torch.linspace(-1, 1, rows * 16).view(rows, 16)
-    expected, before, results = partitioned(LOSSES[name](), plain, x)
-    found, after, same = partitioned(LOSSES[name](), fast_partitioner(plain), x)
+    with inductor_config.patch(fallback_random=True):  # seeds need more of Inductor's state
+        expected, before, results = partitioned(LOSSES[name](), plain, x)
+        found, after, same = partitioned(LOSSES[name](), fast_partitioner(plain), x)
     assert found == expected
     assert len(found) == 2
     assert 0 < after[0] < before[0]
