@@ -1,4 +1,4 @@
-"""Weights of stamped layers are inputs of the graph as those of traced layers are, and guarded as those."""
+"""Weights of copied layers are inputs with the guards of traced layers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from lightning_zero.compat.graphs import EXAMPLE_VALUE, NN_MODULE_STACK, GRAPH_ARG, STACK_TRACE
-from lightning_zero.compile.dynamo_layer_reuse import layer_inputs
-from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
+from lightning_zero.compat.graphs import EXAMPLE_VALUE, GRAPH_ARG, NN_MODULE_STACK, STACK_TRACE
+from lightning_zero.compile.dynamo_layer_reuse import layer_copy
+from lightning_zero.compile.dynamo_layer_reuse.trace_inputs import ReuseRejected
 from tests.unit.compile.dynamo_layer_reuse.layers import WIDTH, Compiled, Layer, Model
 
 X = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
 
 
 def noted(graph: GraphModule) -> list[Any]:
-    """All that is noted at inputs."""
+    """Return the metadata of all inputs."""
     found = []
     for node in graph.graph.nodes:
         if node.op == "placeholder":
@@ -33,7 +33,7 @@ def noted(graph: GraphModule) -> list[Any]:
 
 
 def compare(make: Callable[[], Model], change: Callable[[Model], None] = lambda model: None) -> None:
-    """Twice with the same modules: what was traced first is in no way noted at them."""
+    """Compile the same modules with, without and with reuse."""
     model = make()
     change(model)
     seen = []
@@ -45,7 +45,7 @@ def compare(make: Callable[[], Model], change: Callable[[Model], None] = lambda 
     assert seen[0] == seen[1] == seen[2]
 
 
-def test_inputs_are_those_of_traced_layers() -> None:
+def test_inputs_equal_those_of_traced_layers() -> None:
     compare(Model)
 
 
@@ -63,7 +63,7 @@ def frozen(model: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [marked_static, half_of_them_noted, frozen])
-def test_what_is_noted_at_weights_is_at_inputs(change: Callable[[Model], None]) -> None:
+def test_marks_of_weights_are_copied_to_inputs(change: Callable[[Model], None]) -> None:
     compare(Model, change)
 
 
@@ -81,13 +81,13 @@ class Buffered(Layer):
         return super().forward(x) * self.table + self.view + self.plain.sum(0)
 
 
-def test_other_tensors_are_inputs_likewise() -> None:
+def test_buffers_and_plain_tensors_become_inputs() -> None:
     compare(lambda: Model(Buffered))
 
 
 @pytest.mark.parametrize("name", ["table", "plain"])
 @pytest.mark.exhaustive_variants("plain")
-def test_sizes_that_change_compile_as_often_as_ever(name: str) -> None:
+def test_sizes_that_change_compile_as_often_as_without_reuse(name: str) -> None:
     counts = []
     for once in (False, True):
         torch.manual_seed(0)
@@ -115,7 +115,7 @@ class Special(nn.Parameter):
 
 
 class Weighted(nn.Module):
-    """Does as it does whatever its weight is."""
+    """Accepts weights of any layout."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Weighted(nn.Module):
     "with other strides-1",
     "frozen-0",
 )
-def test_another_weight_later_is_seen(change: Callable[[nn.Parameter], Any], number: int) -> None:
+def test_a_later_weight_of_another_layout_recompiles(change: Callable[[nn.Parameter], Any], number: int) -> None:
     model: Any = Model(Weighted)
     compiled = Compiled(model)
     compiled(X)
@@ -150,18 +150,18 @@ def test_another_weight_later_is_seen(change: Callable[[nn.Parameter], Any], num
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_layer_that_is_traced_after_all_is_guarded(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its inputs are there already then, and whoever reads them makes no guards."""
-    plain, asked = layer_inputs._sizes, 0
+def test_a_layer_that_is_traced_after_a_rejection_is_guarded(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its inputs exist already, and reading them adds no guards."""
+    plain, asked = layer_copy._sizes, 0
 
     def sizes(node: Any) -> Any:
         nonlocal asked
         asked += 1
         if asked == 2 * at + 1:
-            raise Unlike("for once")
+            raise ReuseRejected("for once")
         return plain(node)
 
-    monkeypatch.setattr(layer_inputs, "_sizes", sizes)
+    monkeypatch.setattr(layer_copy, "_sizes", sizes)
     model: Any = Model(Weighted)
     compiled = Compiled(model)
     compiled(X)
@@ -172,7 +172,7 @@ def test_a_layer_that_is_traced_after_all_is_guarded(at: int, monkeypatch: pytes
     assert len(compiled.graphs) == 2
 
 
-def test_weights_that_share_memory_or_are_one_do() -> None:
+def test_weights_may_share_memory() -> None:
     def tied(model: Any) -> None:
         first, second, third, fourth, _ = model.layers
         third.weight = first.weight
@@ -191,7 +191,7 @@ class ClassyNumber(Layer):
         return super().forward(x) * self.scale
 
 
-def test_numbers_of_a_class_that_change_compile_as_often_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_class_numbers_that_change_compile_as_often_as_without_reuse(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for once in (False, True):
         model = Model(ClassyNumber).eval()
@@ -217,7 +217,7 @@ class Looping(Model):
 
 @pytest.mark.parametrize("numbers", [(1,), range(5), "in turn", "nan"], ids=["one", "all", "in turn", "nan"])
 @pytest.mark.exhaustive_variants("in turn", "all")
-def test_numbers_of_layers_that_change_compile_as_often_as_ever(numbers: Any) -> None:
+def test_layer_numbers_that_change_compile_as_often_as_without_reuse(numbers: Any) -> None:
     counts = []
     for once in (False, True):
         torch.manual_seed(0)

@@ -1,6 +1,4 @@
-"""What layers are told and find in other ways than by their arguments and their own attributes: such layers are traced.
-
-Each of these gave the first layer's result for all of them, or ended the compilation."""
+"""Layers that read more than their arguments and attributes compute their own results."""
 
 from __future__ import annotations
 
@@ -160,7 +158,7 @@ def results(model: nn.Module, call: Callable[..., Any]) -> list[Tensor | None]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_layer_does_what_it_does(case: str) -> None:
+def test_each_layer_computes_its_own_result(case: str) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = CASES[case]()
@@ -185,7 +183,7 @@ class Recorded(Model):
         return super().forward(x, **given)
 
 
-def test_containers_that_hold_tensors_are_written_to_and_layers_stamped() -> None:
+def test_containers_of_tensors_are_written_and_layers_copied() -> None:
     torch._dynamo.reset()
     model = Recorded().eval()
     twin, compiled = copy.deepcopy(model), Compiled(model)
@@ -195,7 +193,7 @@ def test_containers_that_hold_tensors_are_written_to_and_layers_stamped() -> Non
     assert compiled.traced["Layer"] < 5
 
 
-def test_what_other_layers_have_been_told_keeps_none_from_being_stamped() -> None:
+def test_writes_to_other_layers_do_not_reject_reuse() -> None:
     class Others(Model):
         def __init__(self) -> None:
             super().__init__()
@@ -216,7 +214,7 @@ def test_what_other_layers_have_been_told_keeps_none_from_being_stamped() -> Non
 
 
 class Classy(Layer):
-    """As transformers' layers are: what they call is their class's, and their class a global, too."""
+    """Calls functions of its class, which is a global, like layers of transformers."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         kind = type(self)
@@ -229,7 +227,7 @@ def halved(x: Tensor) -> Tensor:
     return x / 2
 
 
-def test_layers_that_name_their_class_and_globals_are_stamped() -> None:
+def test_layers_that_name_their_class_and_globals_are_copied() -> None:
     torch._dynamo.reset()
     model = ReadsTable(Classy).eval()
     compiled = Compiled(model)

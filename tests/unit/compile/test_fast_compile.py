@@ -1,4 +1,4 @@
-"""During a compilation Python does not look through all objects for garbage, and does so as before when it is over."""
+"""During a compilation Python collects the youngest objects only."""
 
 import gc
 import weakref
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.compile.garbage import only_young_searched
+from lightning_zero.compile.fast_compile import collect_young_only
 
 
 class Ring:
@@ -15,7 +15,7 @@ class Ring:
 
 
 def searches(count: int) -> list[int]:
-    """Generations that are searched while so many objects are made, all of which stay."""
+    """Return the generations that Python collects while it makes this many live objects."""
     seen: list[int] = []
 
     def note(phase: str, details: dict[str, Any]) -> None:
@@ -31,14 +31,14 @@ def searches(count: int) -> list[int]:
     return seen
 
 
-def test_the_youngest_objects_are_searched_and_not_all() -> None:
+def test_only_the_youngest_objects_are_collected() -> None:
     before = gc.get_threshold()
     try:
         gc.set_threshold(10, 2, 2)
         gc.collect()
-        assert 2 in searches(1_000_000), "otherwise all are"
-        with pytest.raises(ZeroDivisionError), only_young_searched():
-            with only_young_searched():
+        assert 2 in searches(1_000_000), "a full collection"
+        with pytest.raises(ZeroDivisionError), collect_young_only():
+            with collect_young_only():
                 pass
             assert set(searches(1_000_000)) == {0}
             garbage = weakref.ref(Ring())
@@ -50,11 +50,11 @@ def test_the_youngest_objects_are_searched_and_not_all() -> None:
         gc.set_threshold(*before)
 
 
-def test_a_search_that_somebody_has_switched_off_stays_off() -> None:
+def test_a_collector_that_is_off_stays_off() -> None:
     before = gc.get_threshold()
     try:
         gc.set_threshold(0)
-        with only_young_searched():
+        with collect_young_only():
             assert searches(100_000) == []
     finally:
         gc.set_threshold(*before)

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_zero.compile.discover import layers_traced_once
+from lightning_zero.compile.discover import reuse_layer_traces
 from tests.helpers.checkpointed import Blocks
 from tests.helpers.models import Case, Deep, build
 from tests.helpers.oracle import Reference
@@ -38,7 +38,7 @@ def train(case: type[Case], kind: str, once: bool, **options: Any) -> tuple[Refe
     model = build(case)
     torch.compiler.reset()
     torch.manual_seed(7)
-    instead = patch("lightning_zero.compile.discover.layers_traced_once", nullcontext)
+    instead = patch("lightning_zero.compile.discover.reuse_layer_traces", nullcontext)
     with (
         nullcontext() if once else instead,
         counted() as followed,
@@ -51,7 +51,7 @@ def train(case: type[Case], kind: str, once: bool, **options: Any) -> tuple[Refe
 
 
 def both(case: type[Case], kind: str, layers: int, kinds: int, options: dict[str, Any]) -> None:
-    assert layers_traced_once is not nullcontext
+    assert reuse_layer_traces is not nullcontext
     (once, plans, few), (each, expected, all_of_them) = (train(case, kind, it, **options) for it in (True, False))
     assert (few, all_of_them) == (kinds, layers)
     assert once.losses == each.losses
@@ -71,7 +71,7 @@ def both(case: type[Case], kind: str, layers: int, kinds: int, options: dict[str
     ids=["dropout", "two ranks", "three ranks, one apart", "weights that stay"],
 )
 @pytest.mark.exhaustive_variants("two ranks", "three ranks, one apart")
-def test_layers_that_are_traced_once_train_to_the_last_bit(
+def test_reuse_trains_bit_for_bit(
     ranks: Ranks, world: int, case: type[Case], kind: str, layers: int, kinds: int, options: dict[str, Any]
 ) -> None:
     ranks.run(world, both, case, kind, layers, kinds, options, deadline=240)
