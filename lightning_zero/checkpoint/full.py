@@ -1,171 +1,176 @@
-"""Full checkpoints: plain state dicts, as a single process would write them, gathered on rank 0 tensor by tensor."""
+"""Full checkpoints: gather plain state dicts on rank 0, tensor by tensor, and write them as one file.
+
+The file is one of ``torch.save`` with the keys of a plain module. A local file is replaced atomically. At a URL the file
+is streamed, so that the host holds it once: object stores show it when it is closed, and elsewhere a temporary file is
+moved in place.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+import os
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, gather_value, nested
-from lightning_zero.checkpoint.sharded.values import SavedValue
-from lightning_zero.checkpoint.telling import Telling, untold
-from lightning_zero.compat.tensors import tree_map_only
+from lightning_zero.checkpoint.atomic import (
+    INCOMPLETE,
+    LOCK_TIMEOUT_S,
+    check_replaceable,
+    check_replaceable_folder,
+    concurrent_save_error,
+    locked_for_removal,
+    make_folders,
+    remove,
+    remove_leftover,
+    replace_atomically,
+    restore_replaced,
+    sibling_path,
+    try_lock,
+    unlock,
+)
+from lightning_zero.checkpoint.file_writers import ChecksumWriter, ThreadedWriter, stable_memory
+from lightning_zero.checkpoint.remote_files import move_file, remove_tree, remove_within, resolve_url
+from lightning_zero.checkpoint.sharded.folder import finish_interrupted_save
+from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.host_memory import on_host
-from lightning_zero.sharding.mapped import mapped
 from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state import StateDictHooks, nobody, whole_on_cpu
-from lightning_zero.sharding.unsupported import on_plain_tensors
 
-__all__ = ["Room", "model_state", "optimizer_state", "shard_optimizer_state"]
+__all__ = ["model_state", "write_full", "write_local_file", "write_remote_file"]
 
-Room = Callable[[int, torch.dtype], Tensor]  # new memory for so many elements, 1-D
+# Object stores have no rename, and show a file only after it was closed.
+OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "obs", "tos"}
+
+OnWrite = Callable[[int], None]
 
 
-def model_state(module: nn.Module, hooks: StateDictHooks, gathered: Callable[[int], object] = nobody) -> dict[str, Any]:
-    """The module's state dict with whole values on the CPU of rank 0; empty on other ranks. Collective.
+def model_state(
+    module: nn.Module, hooks: StateDictHooks, on_gather: Callable[[int], object] = nobody
+) -> dict[str, Any]:
+    """Return the module's full state dict on the CPU of rank 0, and an empty one on other ranks. Collective.
 
-    gathered: is told of bytes
+    Args:
+        module: the sharded module.
+        hooks: of its ``state_dict()``.
+        on_gather: is called with the bytes of each gathered parameter.
     """
-    here = hooks.sharder.mesh.rank == 0
-    tied: dict[int, Tensor | None] = {}  # they stay one tensor, as in a plain module's state dict
-    whole: set[int] = set()
+    is_rank0 = hooks.sharder.mesh.rank == 0
+    tied: dict[int, Tensor | None] = {}  # stay one tensor, as in a plain module's state dict
+    full: set[int] = set()
 
-    def show(record: ShardedParameter) -> Tensor | None:
+    def gather(record: ShardedParameter) -> Tensor | None:
         if record.index in tied:
             value = tied[record.index]
         else:
-            value = whole_on_cpu(record, here)
-            gathered(record.layout.numel * record.param.itemsize)
+            value = whole_on_cpu(record, is_rank0)
+            on_gather(record.layout.numel * record.param.itemsize)
         if len(record.owners) > 1:
             tied[record.index] = value
-        whole.add(id(value))  # which the state dict keeps
+        full.add(id(value))  # the state dict keeps it, so the id is not used again
         return value
 
-    with hooks.showing(show):
+    with hooks.showing(gather):
         state = module.state_dict()
-    if not here:
+    if not is_rank0:
         return {}
-    copies: dict[int, Tensor] = {}  # of buffers, too: a file may be written while they change
+    copies: dict[int, Tensor] = {}  # of buffers: they may change while the file is written
     for key, value in state.items():
-        if isinstance(value, Tensor) and id(value) not in whole:
+        if isinstance(value, Tensor) and id(value) not in full:
             state[key] = copies.setdefault(id(value), on_host(value))
     return state
 
 
-@on_plain_tensors
-def optimizer_state(
-    optimizer: torch.optim.Optimizer, sharder: Sharder, telling: Callable[[int], Telling] | None = None
-) -> dict[str, Any]:
-    """The optimizer's state dict with whole values on the CPU of rank 0; empty on other ranks. Collective.
-
-    telling: gives what tells of so many bytes
-    """
-    packed = optimizer.state_dict()
-    if not packed:
-        return {}  # Lightning's stand-in for no optimizer
-    rank = sharder.mesh.rank
-    state: dict[int, dict[str, Any]] = {}
-    found = OptimizerInventory(optimizer, sharder).held(packed)
-    with (telling or untold)(sum(map(_whole_bytes, chain.from_iterable(found.values())))) as gathered:
-        for number, entries in found.items():
-            kept: list[Any] = []
-            for entry in entries:
-                whole = gather_value(entry.value, entry.record, sharder.mesh)  # one at a time
-                if rank == 0:
-                    # A copy: a file would hold the padding, too, and training may go on before it is written.
-                    kept.append(on_host(whole) if isinstance(whole, Tensor) else whole)
-                del whole
-                gathered(_whole_bytes(entry))
-            if rank == 0:
-                state[number] = nested(entries, kept)
-    if rank:
-        return {}
-    rest = {key: value for key, value in packed["state"].items() if key not in state}  # of no parameter
-    return {**packed, "state": state | tree_map_only(Tensor, on_host, rest)}
-
-
-def shard_optimizer_state(
-    state: dict[str, Any],
-    optimizer: torch.optim.Optimizer,
-    sharder: Sharder,
-    room: Room | None = None,
-    telling: Callable[[int], Telling] | None = None,
-) -> dict[str, Any]:
-    """This rank's part of a whole optimizer state dict, for ``optimizer.load_state_dict``. Not collective.
+def write_full(value: Any, path: str | Path, on_write: OnWrite = lambda count: None) -> None:
+    """Save ``value`` with ``torch.save`` at a path or URL, and replace a checkpoint there. On an error that one remains.
 
     Args:
-        state: the whole one.
-        optimizer: which will load it.
-        sharder: knows its parameters.
-        room: where the part goes; None: the host, where all of it would stand for a while on its way to a device.
-        telling: gives what tells of so many bytes.
+        value: as ``torch.save`` takes it.
+        path: a local path, or a URL as fsspec takes it.
+        on_write: is called, possibly from another thread, with the number of bytes after each write.
 
     Raises:
-        ValueError: the state was saved for parameters of other shapes, or without an optimizer.
+        CheckpointError: a folder that is no checkpoint is there, or another process saves there at the same time.
     """
-    if not state:
-        if optimizer.state_dict():
-            raise ValueError(
-                "The checkpoint was written where configure_optimizers() returned nothing, so it holds no state for "
-                f"{type(optimizer).__name__}. Load only the weights: with load_from_checkpoint(), or by "
-                "load_state_dict() in configure_model()."
+    fs, place = resolve_url(path)
+    if isinstance(fs, LocalFileSystem):
+        write_local_file(value, Path(place), on_write)
+    else:
+        write_remote_file(value, str(path), on_write)
+
+
+def write_local_file(value: Any, path: Path, on_write: OnWrite = lambda count: None) -> None:
+    """Save ``value`` on a file system that this host mounts, see :func:`write_full`."""
+    work = sibling_path(path, INCOMPLETE)
+    with locked_for_removal(work, path):
+        restore_replaced(path)
+        check_replaceable_folder(path)
+        make_folders(path.parent)
+        remove_leftover(path, INCOMPLETE)
+    try:
+        file = open(work, "xb", buffering=0)  # noqa: SIM115 - ThreadedWriter closes it
+    except FileExistsError:
+        raise concurrent_save_error(path) from None
+    if not try_lock(file.fileno(), LOCK_TIMEOUT_S) or not _is_at(work, file.fileno()):
+        file.close()
+        raise concurrent_save_error(path)
+    pinned = os.dup(file.fileno())  # keeps the inode number from being used again
+    try:
+        with ThreadedWriter(file, stable_memory(value), on_write) as writer:
+            torch.save(value, writer)  # type: ignore[arg-type]
+        if not _is_at(work, pinned):
+            raise CheckpointError(
+                f"another save to {path} has begun meanwhile, and removed what was written. What stood there is still "
+                "there. Let each training save to a place of its own."
             )
-        return {}
-    saved, here = _sizes(state["param_groups"]), _sizes(optimizer.param_groups)
-    if saved != here:
-        raise ValueError(
-            f"The checkpoint's optimizer has parameter groups of {saved} parameters, and {type(optimizer).__name__} of "
-            f"{here}. Configure the optimizer as it was when the checkpoint was saved, or load only the weights with "
-            "load_from_checkpoint()."
-        )
-    sharded: dict[Any, Any] = dict(state["state"])
-    found = OptimizerInventory(optimizer, sharder).saved(state)
-    parts = _parts(found, room or _on_host, telling or untold)
-    for number, entries in found.items():
-        values = [_whole(e.value) if e.record is None else parts[number, e.path] for e in entries]
-        sharded[number] = nested(entries, values)
-    return tree_map_only(SavedValue, _whole, {**state, "state": sharded})
+        replace_atomically(work, path)
+    except BaseException:
+        with suppress(OSError):  # the first error has the cause
+            if _is_at(work, pinned):
+                remove(work)
+        raise
+    finally:
+        unlock(pinned)
+        os.close(pinned)
 
 
-def _parts(
-    found: Mapping[int, Sequence[Entry]], room: Room, telling: Callable[[int], Telling]
-) -> dict[tuple[int, tuple[str, ...]], Tensor]:
-    """This rank's elements of what is cut, by parameter and key. What stands under one key lies in one piece of memory,
-    in the order of the shards, as optimizers step it: nobody need move it later, which would take as much again."""
-    together: dict[tuple[tuple[str, ...], torch.dtype], list[tuple[int, ShardedParameter, Tensor]]] = {}
-    for number, entries in found.items():
-        for e in entries:
-            if e.record is not None:
-                together.setdefault((e.path, e.value.dtype), []).append((number, e.record, e.value))
-    parts: dict[tuple[int, tuple[str, ...]], Tensor] = {}
-    total = sum(r.layout.shard_numel * v.itemsize for values in together.values() for _, r, v in values)
-    with telling(total) as read:
-        for (path, dtype), values in together.items():
-            values.sort(key=lambda one: one[1].shard.data_ptr())
-            sizes = [record.layout.shard_numel for _, record, _ in values]
-            for piece, (number, record, value) in zip(room(sum(sizes), dtype).split(sizes), values, strict=True):
-                record.write_part(mapped(value), piece)
-                parts[number, path] = piece.view(record.layout.visible_shape)
-                read(piece.nbytes)
-    return parts
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
-def _whole_bytes(entry: Entry) -> int:
-    return 0 if entry.record is None else int(entry.record.layout.numel * entry.value.itemsize)
-
-
-def _on_host(numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(numel, dtype=dtype)
-
-
-def _sizes(groups: list[dict[str, Any]]) -> str:
-    return ", ".join(str(len(group["params"])) for group in groups) or "no"
-
-
-def _whole(value: Any) -> Any:
-    """What is the same on every rank, in memory of its own where it still lies in a checkpoint."""
-    return value.whole() if isinstance(value, SavedValue) else value
+def write_remote_file(value: Any, url: str, on_write: OnWrite = lambda count: None) -> None:
+    """Save ``value`` at a URL, see :func:`write_full`."""
+    # A separate instance: a transaction defers all that is opened on the instance, and loggers may share the cached one.
+    fs, place = resolve_url(url, skip_instance_cache=True)
+    place = place.rstrip("/")
+    is_store = not OBJECT_STORES.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
+    work = place if is_store else f"{place}{INCOMPLETE}"
+    if fs.isdir(place):
+        check_replaceable(url, [entry.rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(place, detail=False)])
+    finish_interrupted_save(fs, place)  # else readers would prefer the files of a killed save to this one
+    had_folder = fs.isdir(place)
+    if parent := place.rpartition("/")[0]:
+        fs.makedirs(parent, exist_ok=True)
+    try:
+        with fs.transaction if is_store else nullcontext(), ChecksumWriter(fs.open(work, "wb"), on_write) as file:
+            torch.save(value, file)  # type: ignore[arg-type]
+        if had_folder and is_store:
+            remove_within(fs, place)  # the new object has the same name
+        elif had_folder:
+            remove_tree(fs, place)
+        if work != place:
+            move_file(fs, work, place)
+    except BaseException:
+        if work != place:
+            with suppress(Exception):  # the first error has the cause
+                fs.rm_file(work)
+        raise
+    finally:
+        resolve_url(url)[0].invalidate_cache()  # of the instance that others use

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import lightning_zero
-from lightning_zero.checkpoint.weights import exporting
+from lightning_zero.checkpoint import safetensors
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations import weights
 from tests.helpers.sharded import EAGER, engine_for
@@ -142,7 +142,7 @@ def _cannot(folder: str) -> dict[str, str]:
         for what, (name, fail, _) in CANNOT.items():
             with pytest.MonkeyPatch.context() as monkeypatch:
                 if torch.distributed.get_rank() == 1:
-                    monkeypatch.setattr(exporting if what == "write" else weights, name, fail)
+                    monkeypatch.setattr(safetensors if what == "write" else weights, name, fail)
                 try:
                     lightning_zero.export_safetensors(model, folder, 1500)
                 except CheckpointError as error:

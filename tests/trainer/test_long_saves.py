@@ -18,10 +18,11 @@ import torch.distributed as dist
 
 import lightning_zero
 from lightning_zero import ZeroStrategy
-from lightning_zero.checkpoint import archive, full, telling
+from lightning_zero.checkpoint import full
+from lightning_zero.checkpoint import progress
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
-from lightning_zero.checkpoint.weights import exporting
-from lightning_zero.integrations.folders import read_whole
+from lightning_zero.checkpoint import safetensors
+from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.beside import ranks_beside
 from tests.helpers.callbacks import SavesAfter
 from tests.helpers.fabric import closing, make_fabric, network, set_up, train
@@ -58,7 +59,7 @@ def slow_disk(seconds: Callable[[int], float]) -> Iterator[None]:
         file = open(*args, **kwargs)  # noqa: SIM115 - its user closes it
         return Slow(file, seconds) if kwargs else file
 
-    with patch.object(archive, "open", opened, create=True):
+    with patch.object(full, "open", opened, create=True):
         yield
 
 
@@ -81,7 +82,7 @@ def _trained(**options: Any) -> tuple[Any, Any]:
 
 def _said(seconds: Callable[[int], float], save: Callable[[], Any]) -> tuple[str, float]:
     """Meanwhile, and how long that was."""
-    with slow_disk(seconds), patch.object(telling, "EVERY_S", 1.0):
+    with slow_disk(seconds), patch.object(progress, "EVERY_S", 1.0):
         return said_by(save)
 
 
@@ -127,13 +128,13 @@ def beside() -> tuple[str, float]:
     with slow_folder(_at_first):
         found = _said(lambda call: 0.0, lambda: trainer.fit(module, make_loader("eager", steps=2)))
     close(module)
-    assert read_whole("beside", None)["global_step"] == 1
+    assert read_folder("beside", None)["global_step"] == 1
     return found
 
 
 def exported() -> tuple[str, float]:
     _, module = _trained()
-    original = exporting.save_file
+    original = safetensors.save_file
 
     def late(tensors: Any, path: Path, metadata: Any) -> None:
         with open(f"{path}.more", "wb", buffering=0) as file:
@@ -142,7 +143,7 @@ def exported() -> tuple[str, float]:
                 time.sleep(0.4)
         original(tensors, path, metadata)
 
-    with patch.object(exporting, "save_file", late):
+    with patch.object(safetensors, "save_file", late):
         found = _said(
             lambda call: 0.0, lambda: lightning_zero.export_safetensors(module, "exported", max_shard_size="1GB")
         )

@@ -15,22 +15,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint.checkpoints import Checkpoints
-from lightning_zero.checkpoint.sharded.opened import kind_of
-from lightning_zero.checkpoint.sharded.owned import own_extra_state
+from lightning_zero.checkpoint.manager import CheckpointManager
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import materialize_extra_state
+from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
 from lightning_zero.compat.lightning_private import convert_state
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.integrations.fabric.module import unwrapped
-from lightning_zero.integrations.files import (
+from lightning_zero.integrations.checkpoint_files import (
     BackgroundFileIO,
     FileIO,
     check_storage_options,
     load_file,
-    told_by,
-    told_for,
+    read_folder,
+    read_on_all_ranks,
+    report_progress_of,
+    split_state,
 )
-from lightning_zero.integrations.folders import parted, read_together, read_whole
+from lightning_zero.integrations.fabric.module import unwrapped
 
 __all__ = ["Saving"]
 
@@ -38,7 +39,7 @@ __all__ = ["Saving"]
 class _Lazy(TorchCheckpointIO):
     """Gives a checkpoint, either kind, of which tensors are read when they are wanted."""
 
-    def __init__(self, io: CheckpointIO, checkpoints: Checkpoints | None) -> None:
+    def __init__(self, io: CheckpointIO, checkpoints: CheckpointManager | None) -> None:
         self._io, self._checkpoints = io, checkpoints
 
     @override
@@ -46,11 +47,13 @@ class _Lazy(TorchCheckpointIO):
         own = self._checkpoints
         if own is None:  # nothing is set up
             return (
-                read_whole(path, weights_only) if kind_of(path) == "folder" else load_file(self._io, path, weights_only)
+                read_folder(path, weights_only)
+                if checkpoint_kind(path) == "folder"
+                else load_file(self._io, path, weights_only)
             )
         if own.is_folder(path):
-            return read_together(own, path, weights_only)
-        return load_file(self._io, path, weights_only, own.together)
+            return read_on_all_ranks(own, path, weights_only)
+        return load_file(self._io, path, weights_only, own.ranks)
 
 
 class Saving(ParallelStrategy):
@@ -98,7 +101,7 @@ class Saving(ParallelStrategy):
             module.load_state_dict(state_dict, strict=strict)
             return
         engine.before_step()
-        state_dict = own_extra_state(state_dict)
+        state_dict = materialize_extra_state(state_dict)
         try:
             with engine.checkpoints.loading_weights(self._loading):
                 module.load_state_dict(state_dict, strict=strict)
@@ -128,7 +131,7 @@ class Saving(ParallelStrategy):
         sharded = self._engine is not None and self._sharded
         check_storage_options(self.checkpoint_io, storage_options, sharded)
         if isinstance(self._checkpoint_io, BackgroundFileIO) and self._engine is not None:
-            together = self._engine.checkpoints.together
+            together = self._engine.checkpoints.ranks
             with self._telling(), together.busy("waits until the file before is written"):
                 self._checkpoint_io.wait()
         checkpoint = convert_state(self, state, filter or {})
@@ -138,21 +141,22 @@ class Saving(ParallelStrategy):
             return
         checkpoints = self._engine.checkpoints
         if sharded:
-            checkpoints.save(path, *parted(checkpoint), background=self._options.async_save)
+            checkpoints.save(path, *split_state(checkpoint), background=self._options.async_save)
             return
         with self._telling():
-            checkpoints.together.first(
-                f"save the checkpoint {path}", lambda: self._write(checkpoints, checkpoint, path, storage_options)
+            io = self.checkpoint_io
+            checkpoints.ranks.run_on_rank0(
+                f"save the checkpoint {path}",
+                lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options),
             )
-
-    def _write(self, checkpoints: Checkpoints, checkpoint: Any, path: str | Path, storage_options: Any | None) -> None:
-        io = self.checkpoint_io
-        with told_for(io, f"saving {path}", checkpoints.telling_for):
-            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def _telling(self) -> AbstractContextManager[None]:
         """Inside, what takes long is told of."""
-        return nullcontext() if self._engine is None else told_by(self.checkpoint_io, self._engine.checkpoints.telling)
+        return (
+            nullcontext()
+            if self._engine is None
+            else report_progress_of(self.checkpoint_io, self._engine.checkpoints.progress)
+        )
 
     @override
     def load_checkpoint(
@@ -165,7 +169,7 @@ class Saving(ParallelStrategy):
         self.checkpoint_io = _Lazy(io, None if self._engine is None else self._engine.checkpoints)
         self._loading = path
         try:
-            halfway = nullcontext() if self._engine is None else self._engine.checkpoints.halfway.after_weights(path)
+            halfway = nullcontext() if self._engine is None else self._engine.checkpoints.partial_load.watch_all(path)
             with telling, halfway:
                 left = super().load_checkpoint(path, state, strict, weights_only)
         finally:

@@ -29,7 +29,7 @@ from lightning_zero.integrations.fabric.optimizers import find_loop, prepare
 from lightning_zero.integrations.fabric.precision import for_shards
 from lightning_zero.integrations.fabric.processes import FabricProcesses
 from lightning_zero.integrations.fabric.saving import Saving
-from lightning_zero.integrations.inspection import Inspection
+from lightning_zero.integrations.introspection import EngineIntrospectionMixin
 from lightning_zero.integrations.precision import computing_in
 from lightning_zero.integrations.processes import nccl_lets_errors_show
 from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
@@ -39,7 +39,7 @@ from lightning_zero.native.watchdog import Lane
 __all__ = ["FabricZeroStrategy"]
 
 
-class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
+class FabricZeroStrategy(EngineIntrospectionMixin, Saving, FabricProcesses):
     """ZeRO-3 for Fabric: parameters, gradients and optimizer state are sharded over all ranks, and what a training step
     calls is compiled. With ``stage`` 2 or 1 less is sharded.
 

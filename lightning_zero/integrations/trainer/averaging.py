@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.inventory import gather_value
-from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.optimizer_state import gather_value
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.uncompile import (
     keep_compiled_names,
@@ -120,7 +120,7 @@ class _AveragedShards(NotCopied):
                     state[key] = on_host(shard)
                 continue
             if sharded:
-                whole.setdefault(record.index, ShardedValue(record.layout, shard, mesh.shard_number, mesh.replica))
+                whole.setdefault(record.index, CheckpointShard(record.layout, shard, mesh.shard_number, mesh.replica))
             if record.index not in whole:
                 value = gather_value(shard, record, mesh)
                 whole[record.index] = on_host(value) if rank == 0 else shard

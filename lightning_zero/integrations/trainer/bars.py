@@ -9,14 +9,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import TQDMProgressBar
 from tqdm import tqdm
 
-from lightning_zero.checkpoint.telling import Bar, Show
+from lightning_zero.checkpoint.progress import ProgressBar, ShowBar
 
 __all__ = ["bars_of"]
 
 AFTER_S = 3.0
 
 
-def bars_of(trainer: pl.Trainer) -> Show | None:
+def bars_of(trainer: pl.Trainer) -> ShowBar | None:
     """None where nobody looks, or Lightning shows none. Beside Rich's, which draws all of the screen anew, a line now
     and then is what there is."""
     bar = trainer.progress_bar_callback
@@ -24,6 +24,6 @@ def bars_of(trainer: pl.Trainer) -> Show | None:
     return _show if shown and sys.stdout.isatty() else None
 
 
-def _show(what: str, total: int) -> Bar:
+def _show(what: str, total: int) -> ProgressBar:
     units: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
     return tqdm(desc=what, total=total, delay=AFTER_S, leave=False, file=sys.stdout, dynamic_ncols=True, **units)

@@ -21,16 +21,14 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.core import saving
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_zero.checkpoint.locating import located
-from lightning_zero.checkpoint.places import INCOMPLETE
-from lightning_zero.checkpoint.sharded.folder import is_complete
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST
+from lightning_zero.checkpoint.atomic import INCOMPLETE
+from lightning_zero.checkpoint.remote_files import resolve_url
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
+from lightning_zero.checkpoint.sharded.folder import MANIFEST, is_complete
 from lightning_zero.checkpoint.sharded.metadata import METADATA
-from lightning_zero.checkpoint.sharded.opened import kind_of
-from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
 from lightning_zero.compat.lightning_private import CheckpointConnector
-from lightning_zero.integrations.files import named, naming
-from lightning_zero.integrations.folders import as_trainers, read_whole
+from lightning_zero.integrations.checkpoint_files import read_folder, read_named, read_verified, to_trainer_keys
 
 __all__ = ["install", "named_by_word", "newest_first"]
 
@@ -51,7 +49,7 @@ def named_by_word(trainer: pl.Trainer) -> bool:
 
 def newest_first(path: str | Path) -> list[str]:
     """The other checkpoints beside one that is no good, whole or not."""
-    fs, place = located(path)
+    fs, place = resolve_url(path)
     home = os.path.dirname(place)
     fs.invalidate_cache()  # others have written since this process has looked
     entries = [entry.rstrip("/") for entry in (fs.ls(home, detail=False) if fs.isdir(home) else [])]
@@ -109,16 +107,18 @@ def _had_last(home: Path, callback: Any) -> bool:
 def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def loaded(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        if named(path, lambda: kind_of(path)) != "folder":
-            return naming(path, lambda: load(path, map_location=map_location, weights_only=weights_only))
-        checkpoint = as_trainers(named(path, lambda: read_whole(path, weights_only)))
+        if read_named(path, lambda: checkpoint_kind(path)) != "folder":
+            return read_verified(path, lambda: load(path, map_location=map_location, weights_only=weights_only))
+        checkpoint = to_trainer_keys(read_named(path, lambda: read_folder(path, weights_only)))
         whole = partial(_whole, map_location=map_location)
-        return checkpoint | {"state_dict": apply_to_collection(checkpoint.get("state_dict", {}), SavedValue, whole)}
+        return checkpoint | {
+            "state_dict": apply_to_collection(checkpoint.get("state_dict", {}), CheckpointTensor, whole)
+        }
 
     return loaded
 
 
-def _whole(value: SavedValue, map_location: Any) -> Any:
+def _whole(value: CheckpointTensor, map_location: Any) -> Any:
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu", "cpu")
-    return value.whole().to(map_location) if isinstance(map_location, str | torch.device) else value.whole()
+    return value.full_tensor().to(map_location) if isinstance(map_location, str | torch.device) else value.full_tensor()

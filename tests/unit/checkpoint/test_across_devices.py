@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_zero.checkpoint import places
+from lightning_zero.checkpoint import atomic
 from tests.helpers.saves import save, save_file, seed_of
 
 KINDS: dict[str, Callable[[Path, float], Any]] = {"sharded": save, "full": save_file}
@@ -28,7 +28,7 @@ def _across_devices() -> Iterator[None]:
 
     with (
         patch.multiple(os, rename=refused, replace=refused),
-        patch.object(places, "exchange", lambda one, other: False),
+        patch.object(atomic, "exchange", lambda one, other: False),
     ):
         yield
 
@@ -67,6 +67,6 @@ def test_two_names_on_two_devices_do_not_exchange_places(tmp_path: Path, monkeyp
         def renameat2(self, *args: Any) -> int:  # noqa: N802 - its name in C
             return -1
 
-    monkeypatch.setattr(places.ctypes, "CDLL", lambda *args, **kwargs: Refuses())
-    monkeypatch.setattr(places.ctypes, "get_errno", lambda: errno.EXDEV)
-    assert not places.exchange(tmp_path / "one", tmp_path / "other")
+    monkeypatch.setattr(atomic.ctypes, "CDLL", lambda *args, **kwargs: Refuses())
+    monkeypatch.setattr(atomic.ctypes, "get_errno", lambda: errno.EXDEV)
+    assert not atomic.exchange(tmp_path / "one", tmp_path / "other")

@@ -13,17 +13,18 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from lightning_zero.checkpoint import disk
-from lightning_zero.checkpoint.archive import write_archive
-from lightning_zero.checkpoint.behind import SMALL, WrittenBehind, lasting
-from lightning_zero.checkpoint.disk import AT_ONCE, Disk
+from lightning_zero.checkpoint import file_writers
+from lightning_zero.checkpoint.full import write_local_file
+from lightning_zero.checkpoint.file_writers import ThreadedWriter, stable_memory
+from lightning_zero.checkpoint.behind import SMALL  # FIXME
+from lightning_zero.checkpoint.file_writers import WRITE_BYTES, WritebackQueue
 
 
 def test_all_kinds_of_memory_come_in_their_order(tmp_path: Path) -> None:
-    kept = torch.arange(AT_ONCE // 4 + 99, dtype=torch.int32)
+    kept = torch.arange(WRITE_BYTES // 4 + 99, dtype=torch.int32)
     passing = bytearray(b"p" * (SMALL + 1))
     told: list[int] = []
-    with open(tmp_path / "x", "xb", buffering=0) as file, WrittenBehind(file, lasting([kept]), told.append) as behind:
+    with open(tmp_path / "x", "xb", buffering=0) as file, ThreadedWriter(file, stable_memory([kept]), told.append) as behind:
         for _ in range(3):
             behind.write(b"small")
             behind.write(kept.numpy())
@@ -33,14 +34,14 @@ def test_all_kinds_of_memory_come_in_their_order(tmp_path: Path) -> None:
         assert behind.tell() == 3 * (5 + kept.nbytes + len(passing))
     assert (tmp_path / "x").read_bytes() == 3 * (b"small" + kept.numpy().tobytes() + bytes(passing))
     assert sum(told) == (tmp_path / "x").stat().st_size
-    assert max(told) == AT_ONCE
+    assert max(told) == WRITE_BYTES
 
 
 def test_files_are_what_torch_writes(tmp_path: Path) -> None:
     shared = torch.rand(300, 300)
     value = {
         "shared": [shared, shared.t(), shared[3:5]],
-        "large": (torch.rand(AT_ONCE // 4 + 1),),
+        "large": (torch.rand(WRITE_BYTES // 4 + 1),),
         "strange": torch.eye(40).to_sparse(),
         "passing": torch.nn.Linear(300, 70),  # in an object, where nobody looks for memory that stays
         "numbers": [b"x" * 100000, 1.5],
@@ -50,7 +51,7 @@ def test_files_are_what_torch_writes(tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     with open(tmp_path / "theirs" / "x", "wb") as file:
         torch.save(value, file)
-    write_archive(value, tmp_path / "ours" / "x")
+    write_local_file(value, tmp_path / "ours" / "x")
     assert (tmp_path / "ours" / "x").read_bytes() == (tmp_path / "theirs" / "x").read_bytes()
 
 
@@ -76,7 +77,7 @@ def test_a_full_disk_is_named(tmp_path: Path, calls: int) -> None:
 
     def save() -> None:
         file: Any = Full(open(tmp_path / "x", "xb", buffering=0), calls)  # noqa: SIM115
-        with WrittenBehind(file, lasting(value)) as behind:
+        with ThreadedWriter(file, stable_memory(value)) as behind:
             torch.save(value, behind)  # type: ignore[arg-type]
 
     with pytest.raises(OSError, match="No space left on device: '/full/x'"):
@@ -95,7 +96,7 @@ def test_a_full_disk_is_named(tmp_path: Path, calls: int) -> None:
 def test_a_stores_own_words_are_kept(error: OSError, said: str) -> None:
     file: Any = SimpleNamespace(name="/full/x", write=Mock(side_effect=error))
     with pytest.raises(OSError, match=f"^{re.escape(said)}$"):
-        disk.write_whole(file, memoryview(b"x"))
+        file_writers.write_whole(file, memoryview(b"x"))
 
 
 # -- on its way to the disk
@@ -110,21 +111,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
         found.append((begin.value, count.value, flags.value))
         return 0
 
-    monkeypatch.setattr(disk, "_sync_file_range", lambda: ask)
+    monkeypatch.setattr(file_writers, "_sync_file_range", lambda: ask)
     return found
 
 
 def test_pieces_are_sent_as_they_come_and_awaited_one_by_one(
     tmp_path: Path, asked: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk, "WINDOW", 25)
+    monkeypatch.setattr(file_writers, "WINDOW", 25)
     came: list[int] = []
     with open(tmp_path / "x", "wb") as file:
-        on_its_way = Disk(file.fileno())
+        on_its_way = WritebackQueue(file.fileno())
         for _ in range(4):
             on_its_way.follow(10)
-        sent = [(begin, 10, disk.WRITE) for begin in (0, 10, 20, 30)]
-        wait = disk.BEFORE | disk.WRITE | disk.AFTER
+        sent = [(begin, 10, file_writers.WRITE) for begin in (0, 10, 20, 30)]
+        wait = file_writers.BEFORE | file_writers.WRITE | file_writers.AFTER
         assert asked == [*sent[:3], (0, 10, wait), sent[3], (10, 10, wait)]
         asked.clear()
         on_its_way.settle(lambda: came.append(len(asked)))
@@ -141,13 +142,13 @@ def test_a_system_may_refuse_that_but_not_lose_bytes(
 
     def refuse(*told: Any) -> int:
         calls.append(1)
-        disk.ctypes.set_errno(number)
+        file_writers.ctypes.set_errno(number)
         return -1
 
-    monkeypatch.setattr(disk, "_sync_file_range", lambda: refuse)
+    monkeypatch.setattr(file_writers, "_sync_file_range", lambda: refuse)
     monkeypatch.setattr(os, "fsync", synced.append)
     with open(tmp_path / "x", "wb") as file:
-        on_its_way = Disk(file.fileno())
+        on_its_way = WritebackQueue(file.fileno())
         if number == errno.EIO:
             with pytest.raises(OSError, match="Input/output error"):
                 on_its_way.follow(10)

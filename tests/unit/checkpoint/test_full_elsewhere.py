@@ -13,12 +13,12 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST
-from lightning_zero.checkpoint.sharded.opened import kind_of
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.together import Alone
+from lightning_zero.checkpoint.sharded.folder import MANIFEST
+from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.rank_tasks import SingleProcess
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.files import FileIO, load_file
+from lightning_zero.integrations.checkpoint_files import FileIO, load_file
 from tests.helpers.elsewhere import mount
 from tests.helpers.store import Store, storing
 
@@ -114,13 +114,13 @@ def test_what_a_killed_sharded_save_has_left_beside_is_neither_in_the_way_nor_be
     """A complete one is read in the place of what stands there, until it is moved."""
     url, left = f"{root}/x.ckpt", f"{root}/x.ckpt.incomplete"
     _save(url, 1)
-    save_sharded(left, {"state_dict": {"w": torch.ones(3)}}, {}, Alone())
+    save_sharded(left, {"state_dict": {"w": torch.ones(3)}}, {}, SingleProcess())
     if not complete:
         fs, place = fsspec.core.url_to_fs(left)
         fs.rm_file(f"{place}/{MANIFEST}")
-    assert kind_of(url) == ("folder" if complete else "file")
+    assert checkpoint_kind(url) == ("folder" if complete else "file")
     _save(url, 2)
-    assert kind_of(url) == "file"
+    assert checkpoint_kind(url) == "file"
     assert load_file(FileIO(), url, None)["value"] == 2
     assert _names(root) == ["x.ckpt"]
 
@@ -128,12 +128,12 @@ def test_what_a_killed_sharded_save_has_left_beside_is_neither_in_the_way_nor_be
 def test_a_file_is_read_though_something_is_left_of_the_folder_whose_place_it_took() -> None:
     url = "stored://run/x.ckpt"
     with storing():
-        save_sharded(url, {"state_dict": {"w": torch.ones(3)}}, {}, Alone())
+        save_sharded(url, {"state_dict": {"w": torch.ones(3)}}, {}, SingleProcess())
         left = dict(list(Store.objects.items())[:2])
         _save(url, 1)
         Store.objects.update(left)  # who wrote it was killed
         Store.versions.update(dict.fromkeys(left, 0))
-        assert kind_of(url) == "file"
+        assert checkpoint_kind(url) == "file"
         assert load_file(FileIO(), url, None)["value"] == 1
         _save(url, 2)
         assert load_file(FileIO(), url, None)["value"] == 2

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.checkpoint.halfway import Halfway
+from lightning_zero.checkpoint.manager import PartialLoad
 
 
 class Broken(Exception):
@@ -22,7 +22,7 @@ def hooks() -> Any:
 def test_weights_that_are_replaced_in_part_are_told_of(
     hooks: Any, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ) -> None:
-    halfway = Halfway(hooks)
+    halfway = PartialLoad(hooks)
     with caplog.at_level(logging.ERROR), pytest.raises(kind), halfway.weights("x.ckpt"):
         hooks.replaced += 4
         raise kind
@@ -32,7 +32,7 @@ def test_weights_that_are_replaced_in_part_are_told_of(
 
 
 def test_where_nothing_was_replaced_there_is_nothing_to_tell(hooks: Any, caplog: pytest.LogCaptureFixture) -> None:
-    halfway = Halfway(hooks)
+    halfway = PartialLoad(hooks)
     with pytest.raises(Broken), halfway.weights("x.ckpt"):
         raise Broken
     assert halfway.left is None
@@ -40,7 +40,7 @@ def test_where_nothing_was_replaced_there_is_nothing_to_tell(hooks: Any, caplog:
 
 
 def test_weights_without_their_optimizer_are_told_of_until_others_are_loaded(hooks: Any) -> None:
-    halfway = Halfway(hooks)
+    halfway = PartialLoad(hooks)
     with pytest.raises(Broken), halfway.optimizers("x.ckpt"):
         raise Broken
     assert halfway.left is not None

@@ -2,15 +2,15 @@
 
 import pytest
 
-from lightning_zero.checkpoint import telling
-from lightning_zero.checkpoint.telling import Telling
+from lightning_zero.checkpoint import progress
+from lightning_zero.checkpoint.progress import ProgressReporter
 
 
 def test_only_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(telling.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     said: list[str] = []
-    wrote = Telling("Saving x.ckpt", "written", said.append)
+    wrote = ProgressReporter("Saving x.ckpt", "written", said.append)
     for _ in range(25):
         now[0] += 1.0
         wrote(2**29)
@@ -18,4 +18,4 @@ def test_only_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         "Saving x.ckpt: this rank has written 5.0 GiB in 10 s.",
         "Saving x.ckpt: this rank has written 10.0 GiB in 20 s.",
     ]
-    Telling("Saving x.ckpt", "written", None)(5)
+    ProgressReporter("Saving x.ckpt", "written", None)(5)

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from lightning_zero.checkpoint import together
-from lightning_zero.checkpoint.together import Alone, Together
+from lightning_zero.checkpoint import rank_tasks
+from lightning_zero.checkpoint.rank_tasks import RankTasks, SingleProcess
 from tests.helpers.threaded import on_ranks
 
 
@@ -16,10 +16,10 @@ def test_ranks_of_a_host_share_what_lies_there() -> None:
     def on(rank: int) -> tuple[int, int]:
         mesh: Any = SimpleNamespace(hosts=(0, 1, 0, 1, 1), rank=rank, world_size=5)
         watchdog: Any = None
-        return Together(mesh, watchdog).share
+        return RankTasks(mesh, watchdog).share
 
     assert [on(rank) for rank in range(5)] == [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
-    assert Alone().share == (0, 1)
+    assert SingleProcess().share == (0, 1)
 
 
 # -- after exceptions
@@ -28,13 +28,13 @@ def test_ranks_of_a_host_share_what_lies_there() -> None:
 def _meet(words: list[str | None], late_s: float = 0.0) -> list[str]:
     """What ranks that say these words hear; None: does not come. The last one comes late."""
 
-    def attempt(ranks: Together) -> str:
+    def attempt(ranks: RankTasks) -> str:
         word = words[ranks.rank]
         if ranks.rank == len(words) - 1:
             time.sleep(late_s)
         return "stays away" if word is None else ranks.absent(word)
 
-    with patch.object(together, "TO_COME_S", 0.3):
+    with patch.object(rank_tasks, "TO_COME_S", 0.3):
         return on_ranks(len(words), attempt)
 
 
@@ -57,12 +57,12 @@ def test_ranks_that_are_not_equally_far_are_told() -> None:
 
 
 def test_a_new_stage_knows_nothing_of_the_last_one() -> None:
-    def attempt(ranks: Together) -> list[str]:
+    def attempt(ranks: RankTasks) -> list[str]:
         first = ranks.absent("a")
         ranks.begin_stage()
         return [first, ranks.absent("a") if ranks.rank == 0 else "stays away"]
 
-    with patch.object(together, "TO_COME_S", 0.3):
+    with patch.object(rank_tasks, "TO_COME_S", 0.3):
         found = on_ranks(2, attempt)
     assert [first for first, _ in found] == ["", ""]
     assert "rank 1 did not" in found[0][1]

@@ -13,16 +13,16 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from lightning_zero.checkpoint import unseen
-from lightning_zero.checkpoint.background import outcome
-from lightning_zero.checkpoint.background.outcome import Outcome
-from lightning_zero.checkpoint.sharded.hashed import FileSum
-from lightning_zero.checkpoint.sharded.plans import Brief
+from lightning_zero.checkpoint import unseen  # FIXME
+from lightning_zero.checkpoint.async_save import saver
+from lightning_zero.checkpoint.async_save.saver import SaveOutcome
+from lightning_zero.checkpoint.integrity import FileChecksum
+from lightning_zero.checkpoint.sharded.commit import RankSummary
 
 TIMEOUT_S = 0.4
-BRIEF = Brief({"__0_0.distcp": FileSum(3, "ab")}, "of the plan", b"plan")
+BRIEF = RankSummary({"__0_0.distcp": FileChecksum(3, "ab")}, "of the plan", b"plan")
 
-Write = Callable[[Outcome], None]
+Write = Callable[[SaveOutcome], None]
 
 
 def _ends(
@@ -37,13 +37,13 @@ def _ends(
 
     def one(rank: int) -> tuple[str | None, float]:
         mesh: Any = SimpleNamespace(rank=rank, world_size=len(writes), timeout_s=TIMEOUT_S)
-        ours = Outcome(mesh, store, save)
+        ours = SaveOutcome(mesh, store, save)
 
-        def write() -> Brief:
+        def write() -> RankSummary:
             writes[rank](ours)
             return BRIEF
 
-        def make(briefs: Sequence[Brief]) -> None:
+        def make(briefs: Sequence[RankSummary]) -> None:
             assert list(briefs) == [BRIEF] * len(writes)
             finish()
             made.append(len(briefs))
@@ -52,18 +52,18 @@ def _ends(
         return ours.of(write, make), time.monotonic() - begun
 
     with (
-        patch.multiple(outcome, LOOK_S=0.05, POLL_S=0.01, TO_PART_S=longer_s),
+        patch.multiple(saver, LOOK_S=0.05, POLL_S=0.01, TO_PART_S=longer_s),
         ThreadPoolExecutor(len(writes)) as threads,
     ):
         found = list(threads.map(one, range(len(writes))))
     return [said for said, _ in found], [seconds for _, seconds in found], made
 
 
-def _at_once(ours: Outcome) -> None:
+def _at_once(ours: SaveOutcome) -> None:
     pass
 
 
-def _going_on(ours: Outcome) -> None:
+def _going_on(ours: SaveOutcome) -> None:
     for _ in range(10):
         time.sleep(TIMEOUT_S / 4)
         ours.wrote(2**28)
@@ -80,11 +80,11 @@ def test_a_writer_may_take_longer_than_the_timeout_while_it_goes_on(slow: int) -
 def test_where_nothing_moves_any_more_it_is_said_whose_writer_stands_and_where() -> None:
     over = threading.Event()
 
-    def stands(ours: Outcome) -> None:
+    def stands(ours: SaveOutcome) -> None:
         ours.wrote(3 * 2**29)
         over.wait(20)
 
-    def tells(ours: Outcome) -> None:
+    def tells(ours: SaveOutcome) -> None:
         threading.Timer(6 * TIMEOUT_S, over.set).start()
 
     said, seconds, made = _ends(tells, stands, _at_once, stands)
@@ -151,8 +151,8 @@ def test_what_others_put_into_the_store_runs_nothing(told: bytes) -> None:
     mesh: Any = SimpleNamespace(rank=0, world_size=2, timeout_s=TIMEOUT_S)
     save: Any = SimpleNamespace(save_id="x", what="save a checkpoint", folder=SimpleNamespace(discard=lambda: None))
     store.set("x/1", told)
-    with patch.multiple(outcome, TO_PART_S=0.1):
-        said = Outcome(mesh, store, save).of(lambda: BRIEF, lambda briefs: None)
+    with patch.multiple(saver, TO_PART_S=0.1):
+        said = SaveOutcome(mesh, store, save).of(lambda: BRIEF, lambda briefs: None)
     assert said is not None
     assert said.startswith("Could not save a checkpoint: rank 1: what it has told cannot be read (")
     assert not ran

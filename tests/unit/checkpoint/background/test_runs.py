@@ -10,19 +10,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.background import snapshot
-from lightning_zero.checkpoint.background.runs import ALIGNMENT, Run, in_memory, laid_out
-from lightning_zero.checkpoint.background.snapshot import Kept, Snapshot
+from lightning_zero.checkpoint.async_save import snapshot
+from lightning_zero.checkpoint.async_save.snapshot import ALIGNMENT, MemoryRun, dense_copy, layout_runs
+from lightning_zero.checkpoint.async_save.snapshot import Snapshot, SnapshotChunk
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.writing import Blob, Piece
+from lightning_zero.checkpoint.sharded.planner import PickledItem, TensorChunk
 
 
 def _arena() -> Tensor:
     return torch.arange(4096, dtype=torch.float32)
 
 
-def _runs(*values: Tensor, guarded: Any = None) -> tuple[list[Run], list[int], int]:
-    return laid_out([in_memory(value) for value in values], guarded or [True] * len(values))
+def _runs(*values: Tensor, guarded: Any = None) -> tuple[list[MemoryRun], list[int], int]:
+    return layout_runs([dense_copy(value) for value in values], guarded or [True] * len(values))
 
 
 def test_neighbours_are_one_run_in_whatever_order_they_come() -> None:
@@ -65,8 +65,8 @@ def _of_torch() -> Iterator[tuple[str, Tensor]]:
     yield "of double precision, behind three bytes", torch.arange(5, dtype=torch.float64)
 
 
-def _piece(name: str, value: Tensor, guarded: bool) -> Piece:
-    return Piece((name,), value.shape, Box((0,) * value.dim(), tuple(value.shape)), value, guarded)
+def _piece(name: str, value: Tensor, guarded: bool) -> TensorChunk:
+    return TensorChunk((name,), value.shape, Box((0,) * value.dim(), tuple(value.shape)), value, guarded)
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -75,7 +75,7 @@ def test_a_snapshot_holds_what_was_there(guarded: bool, beside: bool) -> None:
     values = dict(_of_torch())
     expected = {name: value.clone().resolve_conj().resolve_neg() for name, value in values.items()}
     taken = Snapshot(torch.device("cpu"), beside)
-    items = [Blob(("blob",), b"abc"), *(_piece(name, value, guarded) for name, value in values.items())]
+    items = [PickledItem(("blob",), b"abc"), *(_piece(name, value, guarded) for name, value in values.items())]
     with patch.object(snapshot, "COPY_BYTES", 100):  # pieces lie over the seams
         kept = taken.take(items)
     assert kept[0] is items[0]
@@ -86,7 +86,7 @@ def test_a_snapshot_holds_what_was_there(guarded: bool, beside: bool) -> None:
             value.copy_(torch.zeros_like(value)) if value.stride()[:1] != (0,) else None
     taken.wait()
     for name, item in zip(values, kept[1:], strict=True):
-        assert isinstance(item, Kept)
+        assert isinstance(item, SnapshotChunk)
         found = item.piece(taken._memory).values
         assert found.dtype == expected[name].dtype, name
         assert torch.equal(found, expected[name]), name
@@ -103,7 +103,7 @@ def test_storages_that_share_memory_may_have_different_sizes(guarded: bool, besi
     kept = taken.take([_piece(f"{n}", value, guarded) for n, value in enumerate(values)])
     taken.wait()
     for item, value in zip(kept, values, strict=True):
-        assert isinstance(item, Kept)
+        assert isinstance(item, SnapshotChunk)
         assert torch.equal(item.piece(taken._memory).values, value)
     taken.close()
 
@@ -143,7 +143,7 @@ def test_who_writes_waits_for_copies_on_the_host_and_the_save_does_not() -> None
     taken, pool = Snapshot(torch.device("cpu"), beside=True), _Later()
     with patch.object(snapshot, "ThreadPoolExecutor", lambda *args: pool):
         [kept] = taken.take([_piece("x", arena, True)])
-    assert isinstance(kept, Kept)
+    assert isinstance(kept, SnapshotChunk)
     assert not kept.piece(taken._memory).values.any(), "nothing was copied yet"
     threading.Timer(0.2, pool.now.set).start()
     taken.before_writing()
@@ -166,7 +166,7 @@ def test_what_still_comes_to_the_host_is_copied_when_it_is_there() -> None:
     comes.set()
     taken.before_writing()
     arena.zero_()
-    assert isinstance(kept, Kept)
+    assert isinstance(kept, SnapshotChunk)
     assert torch.equal(kept.piece(taken._memory).values, _arena())
     taken.close()
 
@@ -180,6 +180,6 @@ def test_a_copy_that_fails_is_an_error_of_this_save_alone() -> None:
         taken.wait()
     [kept] = taken.take([_piece("x", _arena(), True)])
     taken.wait()
-    assert isinstance(kept, Kept)
+    assert isinstance(kept, SnapshotChunk)
     assert torch.equal(kept.piece(taken._memory).values, _arena())
     taken.close()

@@ -12,13 +12,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lightning_zero.checkpoint.sharded.contents import flattened
-from lightning_zero.checkpoint.sharded.paths import nested
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.telling import Telling
-from lightning_zero.checkpoint.together import Alone
-from lightning_zero.integrations.files import FileIO
-from lightning_zero.integrations.folders import read_whole
+from lightning_zero.checkpoint.sharded.planner import flatten_state
+from lightning_zero.checkpoint.sharded.planner import nest_state
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.progress import ProgressReporter
+from lightning_zero.checkpoint.rank_tasks import SingleProcess
+from lightning_zero.integrations.checkpoint_files import FileIO
+from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.folders import sharded
 
 EXTRA = OrderedDict({1: "one", 2.5: [3, None], (0, "a"): {True: torch.arange(3)}, "text": {4: 5}})
@@ -40,15 +40,15 @@ def _same(found: Any, wanted: Any) -> bool:
 
 
 def test_keys_are_what_they_were(tmp_path: Path) -> None:
-    save_sharded(tmp_path / "x.ckpt", state(), {}, Alone())
-    found = read_whole(tmp_path / "x.ckpt", None)
+    save_sharded(tmp_path / "x.ckpt", state(), {}, SingleProcess())
+    found = read_folder(tmp_path / "x.ckpt", None)
     assert _same(found["state_dict"]["net._extra_state"], dict(EXTRA))
     assert _same(found["seen"], state()["seen"])
     assert torch.equal(found["state_dict"]["weight"].whole(), torch.ones(7, 5))
 
 
 def test_torchs_readers_find_them_too(tmp_path: Path) -> None:
-    save_sharded(tmp_path / "x.ckpt", state(), {}, Alone())
+    save_sharded(tmp_path / "x.ckpt", state(), {}, SingleProcess())
     dcp_to_torch_save(tmp_path / "x.ckpt", tmp_path / "one.pt")
     whole = torch.load(tmp_path / "one.pt", weights_only=True)
     assert _same(whole["state_dict"], {"weight": torch.ones(7, 5), "net._extra_state": dict(EXTRA)})
@@ -81,11 +81,11 @@ def _dense(value: torch.Tensor) -> torch.Tensor:
 
 def test_buffers_of_all_kinds_are_what_torch_would_load(tmp_path: Path) -> None:
     buffers = _buffers()
-    assert save_sharded(tmp_path / "x.ckpt", {"state_dict": buffers}, {}, Alone())
+    assert save_sharded(tmp_path / "x.ckpt", {"state_dict": buffers}, {}, SingleProcess())
     dcp_to_torch_save(tmp_path / "x.ckpt", tmp_path / "one.pt")
     torch.save(buffers, tmp_path / "plain.pt")
     wanted = torch.load(tmp_path / "plain.pt")
-    for found in (read_whole(tmp_path / "x.ckpt", None), torch.load(tmp_path / "one.pt")):
+    for found in (read_folder(tmp_path / "x.ckpt", None), torch.load(tmp_path / "one.pt")):
         for name, value in wanted.items():
             mine = found["state_dict"][name]
             assert (mine.layout, mine.dtype, mine.shape) == (value.layout, value.dtype, value.shape), name
@@ -95,7 +95,7 @@ def test_buffers_of_all_kinds_are_what_torch_would_load(tmp_path: Path) -> None:
 def test_a_bar_is_shown_over_buffers_that_have_no_bytes_of_their_own(tmp_path: Path) -> None:
     shown: list[int] = []
     io = FileIO()
-    io.telling = lambda what, done, total: shown.append(total) or Telling(what, done, None)  # type: ignore[func-returns-value]
+    io.telling = lambda what, done, total: shown.append(total) or ProgressReporter(what, done, None)  # type: ignore[func-returns-value]
     io.save_checkpoint({"state_dict": {"graph": torch.eye(3).to_sparse(), "w": torch.ones(5)}}, tmp_path / "x.ckpt")
     assert shown == [20]
     assert torch.equal(torch.load(tmp_path / "x.ckpt")["state_dict"]["graph"].to_dense(), torch.eye(3))
@@ -110,14 +110,14 @@ def test_a_bar_is_shown_over_buffers_that_have_no_bytes_of_their_own(tmp_path: P
 )
 def test_shards_that_cannot_be_named_are_refused(holder: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        flattened({"mine": {"there": holder(sharded(torch.ones(3)))}})
+        flatten_state({"mine": {"there": holder(sharded(torch.ones(3)))}})
 
 
 def test_what_was_flattened_is_nested_again() -> None:
     given = {"a": {"b": [torch.ones(1), {"c": 2}], "empty": {}}, "d": [1, 2]}
-    assert _same(nested(dict(flattened(given).values())), given)
+    assert _same(nest_state(dict(flatten_state(given).values())), given)
 
 
 def test_two_things_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match=r"the same name when it is flattened: 'a\.b'"):
-        flattened({"a": {"b": 1}, "a.b": 2})
+        flatten_state({"a": {"b": 1}, "a.b": 2})

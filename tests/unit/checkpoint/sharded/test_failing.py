@@ -17,13 +17,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from lightning_zero.checkpoint import lateness, places
-from lightning_zero.checkpoint.archive import write_archive
-from lightning_zero.checkpoint.sharded import folder, opened, saving
+from lightning_zero.checkpoint import atomic
+from lightning_zero.checkpoint.full import write_local_file
+from lightning_zero.checkpoint.sharded import commit
+from lightning_zero.checkpoint.sharded import folder
+from lightning_zero.checkpoint.sharded import reader
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
-from lightning_zero.checkpoint.sharded.saving import save_sharded
+from lightning_zero.checkpoint.sharded.commit import save_sharded
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import read_together
+from lightning_zero.integrations.checkpoint_files import read_on_all_ranks
 from tests.helpers.saves import save, save_file, seed_of
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state
 
@@ -103,7 +105,7 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "cannot pickle",
     ),
     "no memory": (lambda: failing(torch, "save", MemoryError("of the host")), "MemoryError: of the host"),
-    "a bug": (lambda: failing(saving, "items_of", KeyError("x"), lambda _, rank: rank == 1), "rank 1: KeyError: 'x'"),
+    "a bug": (lambda: failing(commit, "items_of", KeyError("x"), lambda _, rank: rank == 1), "rank 1: KeyError: 'x'"),
 }
 
 
@@ -116,9 +118,9 @@ def test_all_ranks_say_the_same_and_nothing_has_changed(tmp_path: Path, name: st
     path = tmp_path / "x.ckpt"
     if over:
         save(path, 1.0)
-    real = places.exchange
+    real = atomic.exchange
     fault, said = FAULTS[name]
-    with patch.object(places, "exchange", lambda one, other: exchanges and real(one, other)), fault():
+    with patch.object(atomic, "exchange", lambda one, other: exchanges and real(one, other)), fault():
         errors = save(path, 2.0)
     for error in errors:
         assert type(error) is CheckpointError, repr(error)
@@ -139,7 +141,7 @@ def test_what_cannot_be_removed_at_last_is_no_failure(tmp_path: Path) -> None:
     def at_last(target: Path) -> bool:
         return target.exists()
 
-    with failing(places, "remove", NO_RIGHT, at_last):
+    with failing(atomic, "remove", NO_RIGHT, at_last):
         assert save(path, 2.0) == [None, None]
     assert seed_of(path) == 2.0
     assert save(path, 3.0) == [None, None]
@@ -196,7 +198,7 @@ def test_a_rank_that_sees_no_folder_is_named(tmp_path: Path) -> None:
     def attempt(together: Any) -> None:
         save_sharded(path, sharded_state(together.rank, WORLD, 2.0), {}, together)
 
-    with patch.object(lateness, "LATE_S", 0.1):
+    with patch.object(atomic, "LATE_S", 0.1):
         errors = on_hosts(attempt, LocalFolder, "sees", lambda self, token: False)
     for error in errors:
         assert isinstance(error, CheckpointError)
@@ -228,8 +230,8 @@ def test_what_shows_late_on_a_rank_is_waited_for(tmp_path: Path) -> None:
     assert len(asked) == 4
     assert seed_of(path) == 2.0
 
-    late, asked = _late(opened, "read_at", opened.read_at(str(tmp_path / "nothing")))
-    found = on_hosts(lambda together: checkpoints_of(together).is_folder(path), opened, "read_at", late)
+    late, asked = _late(reader, "read_at", reader.read_at(str(tmp_path / "nothing")))
+    found = on_hosts(lambda together: checkpoints_of(together).is_folder(path), reader, "read_at", late)
     assert found == [True, True]
     assert len(asked) == 4
 
@@ -237,10 +239,10 @@ def test_what_shows_late_on_a_rank_is_waited_for(tmp_path: Path) -> None:
 def test_what_a_rank_never_sees_is_said(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     save(path, 1.0)
-    with patch.object(lateness, "LATE_S", 0.1):
-        nothing = opened.read_at(str(tmp_path / "nothing"))
+    with patch.object(atomic, "LATE_S", 0.1):
+        nothing = reader.read_at(str(tmp_path / "nothing"))
         errors = on_hosts(
-            lambda together: checkpoints_of(together).is_folder(path), opened, "read_at", lambda given: nothing
+            lambda together: checkpoints_of(together).is_folder(path), reader, "read_at", lambda given: nothing
         )
     for error in errors:
         assert f"Ranks see different things at {path}: folder on rank 0, nothing on rank 1" in str(error)
@@ -256,7 +258,7 @@ def test_a_rank_in_another_folder_writes_to_rank_0s(tmp_path: Path) -> None:
         (tmp_path / "elsewhere").mkdir()
         real = folder.full_path
         elsewhere = str(tmp_path / "elsewhere")
-        assert on_hosts(attempt, saving, "full_path", lambda path: real(f"{elsewhere}/{path}")) == [None, None]
+        assert on_hosts(attempt, commit, "full_path", lambda path: real(f"{elsewhere}/{path}")) == [None, None]
     finally:
         os.chdir(before)
     assert seed_of(tmp_path / "x.ckpt") == 2.0
@@ -270,12 +272,12 @@ def test_ranks_that_see_different_things_say_so(tmp_path: Path, seen: str) -> No
         save(other, 2.0)
     elif seen == "another's":
         dcp.save({"state_dict": {}}, checkpoint_id=other, no_dist=True)
-    real = opened.read_at
+    real = reader.read_at
 
     def attempt(together: Any) -> None:
-        read_together(checkpoints_of(together), path, None)
+        read_on_all_ranks(checkpoints_of(together), path, None)
 
-    for error in on_hosts(attempt, opened, "read_at", lambda given: real(str(other))):
+    for error in on_hosts(attempt, reader, "read_at", lambda given: real(str(other))):
         assert isinstance(error, CheckpointError)
         assert "rank 1" in str(error)
         assert str(path) in str(error)
@@ -298,11 +300,11 @@ def test_a_file_that_cannot_be_written_leaves_what_stood_there(tmp_path: Path, f
     }
     hindered, kind = faults[fault]
     content = {"lock": threading.Lock()} if fault == "cannot be pickled" else {"x": torch.ones(1000)}
-    no_exchange = patch.object(places, "exchange", lambda one, other: False)
+    no_exchange = patch.object(atomic, "exchange", lambda one, other: False)
     if fault == "no rename" and over == "file":
         pytest.skip("one file takes another's place by another call")
     with no_exchange, hindered, pytest.raises(kind):
-        write_archive(content, path)
+        write_local_file(content, path)
     assert seed_of(path) == (None if over is None else 1.0)
     assert [entry.name for entry in tmp_path.iterdir()] == ([] if over is None else ["x.ckpt"])
     save_file(path, 3.0)

@@ -11,13 +11,14 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_zero.checkpoint.sharded import saving
-from lightning_zero.checkpoint.sharded.contents import flattened, items_of
-from lightning_zero.checkpoint.sharded.metadata import metadata_of, read_metadata
-from lightning_zero.checkpoint.sharded.plan_text import packed_plan, unpacked_plan
-from lightning_zero.checkpoint.sharded.plans import Plans
-from lightning_zero.checkpoint.sharded.saving import paths_of, save_sharded
-from lightning_zero.checkpoint.sharded.writing import RankFiles, write_pieces
+from lightning_zero.checkpoint.sharded import commit
+from lightning_zero.checkpoint.sharded.planner import flatten_state, plan_items
+from lightning_zero.checkpoint.sharded.metadata import build_metadata, read_metadata
+from lightning_zero.checkpoint.sharded.commit import decode_plan, encode_plan
+from lightning_zero.checkpoint.sharded.commit import PlanCache
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.sharded.planner import paths_of
+from lightning_zero.checkpoint.sharded.writer import RankFiles, write_items
 from lightning_zero.errors import CheckpointError
 from tests.helpers.saves import seed_of
 from tests.helpers.threaded import on_ranks, sharded_state
@@ -38,17 +39,17 @@ class _Files:
 
 def _written(rank: int, only_weights: bool = False) -> tuple[RankFiles, dict[str, Any]]:
     state = sharded_state(rank, WORLD, 1.0)
-    flat = flattened({"state_dict": state["state_dict"]} if only_weights else state)
-    return write_pieces(items_of(flat, rank), rank, _Files().create, lambda count: None), paths_of(flat)
+    flat = flatten_state({"state_dict": state["state_dict"]} if only_weights else state)
+    return write_items(plan_items(flat, rank), rank, _Files().create, lambda count: None), paths_of(flat)
 
 
-def _save(plans: list[Plans], save_id: str, only_weights: bool = False) -> tuple[bytes, bytes, list[bool]]:
+def _save(plans: list[PlanCache], save_id: str, only_weights: bool = False) -> tuple[bytes, bytes, list[bool]]:
     """The metadata, as they should be, and who has told a plan."""
     written = [_written(rank, only_weights) for rank in range(WORLD)]
     paths = written[0][1]
     briefs = [plan.brief(files) for plan, (files, _) in zip(plans, written, strict=True)]
     found = plans[0].metadata(briefs, paths, save_id)
-    wanted = metadata_of((place for files, _ in written for place in files.placed), paths, save_id)
+    wanted = build_metadata((place for files, _ in written for place in files.placed), paths, save_id)
     return found, pickle.dumps(wanted), [brief.plan is not None for brief in briefs]
 
 
@@ -57,7 +58,7 @@ def _read(data: bytes) -> Any:
 
 
 def test_it_is_told_once_and_again_when_it_is_another() -> None:
-    plans = [Plans() for _ in range(WORLD)]
+    plans = [PlanCache() for _ in range(WORLD)]
     for number, (only_weights, tells) in enumerate([(False, True), (False, False), (False, False), (True, True)]):
         save_id = f"lightning_zero-{number:032}"
         found, wanted, told = _save(plans, save_id, only_weights)
@@ -69,7 +70,7 @@ def test_it_is_told_once_and_again_when_it_is_another() -> None:
 
 
 def test_after_a_save_that_has_failed_all_is_told_again() -> None:
-    plans = [Plans() for _ in range(WORLD)]
+    plans = [PlanCache() for _ in range(WORLD)]
     for number in range(4):
         found, wanted, told = _save(plans, f"lightning_zero-{number:032}")
         assert told == [number in (0, 2)] * WORLD
@@ -81,8 +82,8 @@ def test_after_a_save_that_has_failed_all_is_told_again() -> None:
 def test_a_plan_travels_as_text() -> None:
     for rank in range(WORLD):
         placed = _written(rank)[0].placed
-        assert unpacked_plan(packed_plan(placed)) == list(placed)
-        assert packed_plan(placed) == packed_plan(_written(rank)[0].placed)
+        assert decode_plan(encode_plan(placed)) == list(placed)
+        assert encode_plan(placed) == encode_plan(_written(rank)[0].placed)
 
 
 @pytest.mark.parametrize(
@@ -99,11 +100,11 @@ def test_a_plan_travels_as_text() -> None:
 def test_a_plan_that_is_none_is_refused(text: bytes) -> None:
     for packed in (zlib.compress(text), text):
         with pytest.raises(CheckpointError, match="plan of its files cannot be read"):
-            unpacked_plan(packed)
+            decode_plan(packed)
 
 
 def test_ranks_that_are_not_of_one_mind_say_so_once() -> None:
-    plans = [Plans() for _ in range(WORLD)]
+    plans = [PlanCache() for _ in range(WORLD)]
     _save(plans, "a" * 40)
     for plan in plans[1:]:
         plan.confirm()
@@ -117,7 +118,7 @@ def test_ranks_that_are_not_of_one_mind_say_so_once() -> None:
 def test_many_saves_of_one_training(tmp_path: Path) -> None:
     """Among them one that fails, and one of weights only."""
     path = tmp_path / "x.ckpt"
-    plans = [Plans() for _ in range(WORLD)]
+    plans = [PlanCache() for _ in range(WORLD)]
     built = []
 
     def save(seed: float, only_weights: bool = False) -> list[Any]:
@@ -128,13 +129,13 @@ def test_many_saves_of_one_training(tmp_path: Path) -> None:
 
         return on_ranks(WORLD, attempt)
 
-    real = metadata_of
+    real = build_metadata
     with patch("lightning_zero.checkpoint.sharded.plans.metadata_of", lambda *args: built.append(1) or real(*args)):
         for seed, only_weights, building in [(1.0, False, 1), (2.0, False, 1), (3.0, True, 2), (4.0, False, 3)]:
             assert save(seed, only_weights) == [None] * WORLD
             assert seed_of(path) == seed
             assert len(built) == building
-        with patch.object(saving, "write_file", side_effect=OSError(28, "No space left on device")):
+        with patch.object(commit, "write_file", side_effect=OSError(28, "No space left on device")):
             assert all("No space left" in str(error) for error in save(5.0))
         assert seed_of(path) == 4.0
         for seed, building in [(6.0, 4), (7.0, 4)]:

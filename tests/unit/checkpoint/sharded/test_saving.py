@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_zero.checkpoint import places
-from lightning_zero.checkpoint.archive import check_archive
+from lightning_zero.checkpoint import atomic
+from lightning_zero.checkpoint.integrity import verify_archive
 from lightning_zero.errors import CheckpointError
 from tests.helpers.save_points import killed_everywhere
 from tests.helpers.saves import save, save_file, seed_of
@@ -38,8 +38,8 @@ def test_a_save_that_dies_leaves_the_last_checkpoint_or_the_new_one(
     home.mkdir()
     if before is not None:
         KINDS[before](path, 1.0)
-    real = places.exchange
-    with patch.object(places, "exchange", lambda one, other: exchanges and real(one, other)):
+    real = atomic.exchange
+    with patch.object(atomic, "exchange", lambda one, other: exchanges and real(one, other)):
         copies = killed_everywhere(home, lambda: KINDS[kind](path, 2.0))
     for name in NAMED[kind]:
         assert any(copy.endswith(name) for copy in copies), f"no longer a point: {name}; there are {list(copies)}"
@@ -62,7 +62,7 @@ def test_the_next_save_clears_up(tmp_path: Path) -> None:
     home, path = tmp_path / "home", tmp_path / "home" / "x.ckpt"
     home.mkdir()
     save(path, 1.0)
-    with patch.object(places, "exchange", lambda one, other: False):
+    with patch.object(atomic, "exchange", lambda one, other: False):
         copies = killed_everywhere(home, lambda: save(path, 2.0))
     for name, copy in list(copies.items())[::3]:
         assert save(copy / "x.ckpt", 3.0) == [None, None], name
@@ -72,4 +72,4 @@ def test_the_next_save_clears_up(tmp_path: Path) -> None:
 
 def test_a_file_that_is_written_is_not_damaged(tmp_path: Path) -> None:
     save_file(tmp_path / "x.ckpt", 1.0)
-    check_archive(tmp_path / "x.ckpt")
+    verify_archive(tmp_path / "x.ckpt")

@@ -16,16 +16,17 @@ import fsspec
 import pytest
 from fsspec.config import conf
 
-from lightning_zero.checkpoint.background.snapshot import Memory
-from lightning_zero.checkpoint.background.writer import Order, serve, settings
-from lightning_zero.checkpoint.locating import located
-from lightning_zero.checkpoint.sharded.folder import RemoteFolder, remove_at
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder
-from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles
-from lightning_zero.checkpoint.together import Alone
+from lightning_zero.checkpoint.async_save.snapshot import SnapshotMemory
+from lightning_zero.checkpoint.async_save.writer_process import WriteRequest, fsspec_settings, serve
+from lightning_zero.checkpoint.remote_files import resolve_url
+from lightning_zero.checkpoint.sharded.folder import RemoteFolder, remove_checkpoint_at
+from lightning_zero.checkpoint.sharded.folder import MANIFEST
+from lightning_zero.checkpoint.sharded.reader import CheckpointReader
+from lightning_zero.checkpoint.sharded.planner import PickledItem
+from lightning_zero.checkpoint.sharded.writer import RankFiles
+from lightning_zero.checkpoint.rank_tasks import SingleProcess
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import read_whole
+from lightning_zero.integrations.checkpoint_files import read_folder
 from lightning_zero.integrations.trainer.finding import newest_first
 from lightning_zero.integrations.trainer.saving import Saving
 from lightning_zero.sharding.shared_memory import Claim
@@ -64,10 +65,10 @@ def test_what_others_have_written_since_a_list_was_made_is_read() -> None:
     assert newest_first(PATH) == ["stored://run/y.ckpt"]
     assert seed_of("stored://run/y.ckpt") == 3.0
     _list_all()
-    threading.Thread(target=lambda: remove_at("stored://run/y.ckpt")).start()
-    remove_at("stored://run/z.ckpt")
+    threading.Thread(target=lambda: remove_checkpoint_at("stored://run/y.ckpt")).start()
+    remove_checkpoint_at("stored://run/z.ckpt")
     save("stored://run/z.ckpt", 4.0)
-    remove_at("stored://run/z.ckpt")
+    remove_checkpoint_at("stored://run/z.ckpt")
     assert _names() == ["x.ckpt"]
 
 
@@ -77,7 +78,7 @@ def test_names_are_no_patterns() -> None:
         for name in names:
             assert save(f"stored://run/{name}", seed) == [None, None]
     for name in ("x[1].ckpt", "x*.ckpt", "x?.ckpt"):
-        remove_at(f"stored://run/{name}")
+        remove_checkpoint_at(f"stored://run/{name}")
         names.remove(name)
         assert _names() == sorted(names)
     assert [seed_of(f"stored://run/{name}") for name in names] == [2.0, 2.0]
@@ -101,7 +102,7 @@ def test_a_list_that_lacks_files_loses_none() -> None:
 def test_a_file_that_nobody_has_looked_at_before_its_place_was_taken_is_not_read() -> None:
     """Rank 1's, of which the first look comes after another save, with values of the same sizes."""
     save(PATH, 1.0)
-    folder = OpenedFolder(PATH)
+    folder = CheckpointReader(PATH)
     folder.check(folder.sizes())
     value = folder.state()["state_dict"]["down.weight"]
     read = next(read for _, read in value.chunks if read.args[0].relative_path == "__1_0.distcp")
@@ -125,7 +126,7 @@ def test_one_that_has_lost_its_place_to_a_save_that_died_is_found() -> None:
     assert _names() == ["a.ckpt", "x.ckpt.incomplete"]
     assert newest_first("stored://run/last.ckpt") == [PATH, "stored://run/a.ckpt"]
     assert seed_of(PATH) == 3.0
-    remove_at(PATH)
+    remove_checkpoint_at(PATH)
     assert _names() == ["a.ckpt"]
 
 
@@ -141,10 +142,10 @@ def test_the_last_one_is_tried_again_before_an_older_one_is_taken(broken: bool) 
         tried.append(path)
         if len(tried) == 1:
             raise CheckpointError("connection reset")
-        return read_whole(path, weights_only)
+        return read_folder(path, weights_only)
 
     asked = SimpleNamespace(_checkpoint_connector=SimpleNamespace(_zero_asked="last"))
-    engine = SimpleNamespace(checkpoints=SimpleNamespace(together=Alone()))
+    engine = SimpleNamespace(checkpoints=SimpleNamespace(together=SingleProcess()))
     strategy: Any = SimpleNamespace(_load=load, _attached=asked, _require_engine=lambda: engine)
     with pytest.warns(match="connection reset Going on from stored://run/old.ckpt") if broken else nullcontext():
         found = Saving._load_this_or_another(strategy, PATH, None)
@@ -157,9 +158,9 @@ def test_a_writer_reaches_what_the_program_has_set_up(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     claim, replies = Claim.of(64), io.BytesIO()
     with set_up("dir", path=str(tmp_path), target_protocol="file"), set_up("other", session=threading.Lock()):
-        RemoteFolder(*located("dir://run/x.ckpt")).begin("a save")
-        memory = Memory(claim.path, claim.identity, 64)
-        order = Order("dir://run/x.ckpt", "a save", 0, memory, [Blob(("a",), b"some bytes")], settings())
+        RemoteFolder(*resolve_url("dir://run/x.ckpt")).begin("a save")
+        memory = SnapshotMemory(claim.path, claim.identity, 64)
+        order = WriteRequest("dir://run/x.ckpt", "a save", 0, memory, [PickledItem(("a",), b"some bytes")], fsspec_settings())
     try:
         serve(io.BytesIO(pickle.dumps(order)), replies)
     finally:
@@ -171,7 +172,7 @@ def test_a_writer_reaches_what_the_program_has_set_up(tmp_path: Path) -> None:
 
 
 @contextmanager
-def set_up(protocol: str, **settings: Any) -> Iterator[None]:
-    conf[protocol] = settings
+def set_up(protocol: str, **fsspec_settings: Any) -> Iterator[None]:
+    conf[protocol] = fsspec_settings
     yield
     del conf[protocol]

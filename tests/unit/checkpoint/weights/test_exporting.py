@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_zero.checkpoint.together import Alone
-from lightning_zero.checkpoint.weights.exporting import Weight, export
+from lightning_zero.checkpoint.rank_tasks import SingleProcess
+from lightning_zero.checkpoint.safetensors import ExportWeight, export_weights
 from lightning_zero.errors import CheckpointError
 
 DTYPES = (
@@ -19,8 +19,8 @@ DTYPES = (
 
 def _export(tensors: dict[str, torch.Tensor], folder: Path) -> list[int]:
     written: list[int] = []
-    weights = {key: Weight(value.nbytes, lambda value=value: value, torch.clone) for key, value in tensors.items()}
-    export(weights, folder, 10**9, Alone(), {"made": "here"}, written.append)
+    weights = {key: ExportWeight(value.nbytes, lambda value=value: value, torch.clone) for key, value in tensors.items()}
+    export_weights(weights, folder, 10**9, SingleProcess(), {"made": "here"}, written.append)
     return written
 
 
