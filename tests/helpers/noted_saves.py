@@ -52,4 +52,4 @@ class NotedSaves(pl.Callback):
 
 
 def _whole(value: Tensor) -> Tensor:
-    return (value.whole() if hasattr(value, "whole") else value).cpu()
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu()

@@ -56,11 +56,11 @@ def observed(reach: Reach) -> Iterator[None]:
     targets: list[tuple[Any, str, Callable[..., str]]] = [
         (folder.LocalFolder, "begin", lambda self, token: "begin"),
         (folder.LocalFolder, "create", lambda self, name: f"create {name}"),
-        (folder.LocalFolder, "commit", lambda self: "commit"),
-        (file_writers.HashedFile, "__exit__", lambda self, *error: f"finish {name_of(self._file.name)}"),
-        (file_writers.HashedFile, "write", lambda self, data: f"write {name_of(self._file.name)}"),
-        (file_writers.WrittenBehind, "__exit__", lambda self, *error: f"finish {name_of(self._file.name)}"),
-        (file_writers.WrittenBehind, "_put", lambda self, piece: f"write {name_of(self._file.name)}"),
+        (folder.LocalFolder, "commit", lambda self, *progress: "commit"),
+        (file_writers.ChecksumWriter, "__exit__", lambda self, *error: f"finish {name_of(self._file.name)}"),
+        (file_writers.ChecksumWriter, "write", lambda self, data: f"write {name_of(self._file.name)}"),
+        (file_writers.ThreadedWriter, "__exit__", lambda self, *error: f"finish {name_of(self._file.name)}"),
+        (file_writers.ThreadedWriter, "_put", lambda self, piece: f"write {name_of(self._file.name)}"),
         (atomic, "exchange", lambda one, other: "exchange"),
         (os, "rename", lambda one, other: f"rename to {name_of(other)}"),
         (os, "unlink", lambda path, **at: f"unlink {name_of(path)}"),
@@ -68,7 +68,7 @@ def observed(reach: Reach) -> Iterator[None]:
     targets += [
         (snapshot.Snapshot, "take", lambda self, items: "copy"),
         (writer_process.WriterProcess, "write", lambda self, order, wrote: f"order of rank {order.rank}"),
-        (saver.Outcome, "_part", lambda self: "parting"),
+        (saver.SaveOutcome, "_part", lambda self: "parting"),
     ]
     targets += [(module, "remove", lambda path: f"remove {name_of(path)}") for module in (atomic, folder, full)]
     targets += [(module, "sync_folder", lambda path: f"sync {name_of(path)}") for module in (atomic, folder)]

@@ -36,7 +36,7 @@ def seed_of(path: Path | str) -> float | None:
         return None
     if checkpoint_kind(path) == "folder":
         found = read_folder(path, None)
-        state = {key: value.whole() for key, value in found["state_dict"].items()}
+        state = {key: value.full_tensor() for key, value in found["state_dict"].items()}
     else:
         found = load_file(FileIO(), path, None)
         state = found["state_dict"]

@@ -84,9 +84,9 @@ def on_ranks(world_size: int, attempt: Callable[[RankTasks], Any]) -> list[Any]:
 
 
 def checkpoints_of(together: RankTasks) -> Any:
-    """Their ``Checkpoints``, without an engine: for what reads."""
+    """Their ``CheckpointManager``, without an engine: for what reads."""
     found = CheckpointManager.__new__(CheckpointManager)
-    found.together, found._tell, found._moved = together, None, None
+    found.ranks, found._print_line, found._report_to_ranks = together, None, None
     return found
 
 

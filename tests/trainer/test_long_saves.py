@@ -82,7 +82,7 @@ def _trained(**options: Any) -> tuple[Any, Any]:
 
 def _said(seconds: Callable[[int], float], save: Callable[[], Any]) -> tuple[str, float]:
     """Meanwhile, and how long that was."""
-    with slow_disk(seconds), patch.object(progress, "EVERY_S", 1.0):
+    with slow_disk(seconds), patch.object(progress, "LINE_INTERVAL_S", 1.0):
         return said_by(save)
 
 

@@ -137,7 +137,7 @@ def _averaged(path: str) -> list[str]:
         close(module)
     found = to_trainer_keys(read_folder(path, None))["state_dict"]
     assert len(averages.wanted) == 6
-    saved = {name: found[name].whole().flatten() for name in averages.wanted}
+    saved = {name: found[name].full_tensor().flatten() for name in averages.wanted}
     return [name for name, value in averages.wanted.items() if not torch.equal(value[: len(saved[name])], saved[name])]
 
 
@@ -171,7 +171,7 @@ def _averaged_buffers(kind: str, path: str) -> list[str]:
     found = to_trainer_keys(read_folder(path, None)) if kind == "sharded" else torch.load(path)
     assert len(averages.buffers) == 3
     saved = {name: found["state_dict"][name] for name in averages.buffers}
-    saved = {name: value.whole() if hasattr(value, "whole") else value for name, value in saved.items()}
+    saved = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in saved.items()}
     return [name for name, value in averages.buffers.items() if not torch.equal(value, saved[name])]
 
 

@@ -395,9 +395,10 @@ class CheckpointReader:
 
     def _range_reader(self, name: str) -> RangeReader:
         if name not in self._range_readers:
-            local = self._local_file(name) or self._download(name)
+            if self._local_file(name) is None:
+                self.check([name])  # which downloads it
             with self._file_errors(name):
-                self._range_readers[name] = RangeReader(local)
+                self._range_readers[name] = RangeReader(self._local_file(name) or name)
         return self._range_readers[name]
 
     def _load_tensor(self, info: Any, key: str, sizes: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -16,13 +16,12 @@ import torch
 from lightning_zero.checkpoint import file_writers
 from lightning_zero.checkpoint.full import write_local_file
 from lightning_zero.checkpoint.file_writers import ThreadedWriter, stable_memory
-from lightning_zero.checkpoint.behind import SMALL  # FIXME
-from lightning_zero.checkpoint.file_writers import WRITE_BYTES, WritebackQueue
+from lightning_zero.checkpoint.file_writers import COPY_BYTES, WRITE_BYTES, WritebackQueue
 
 
 def test_all_kinds_of_memory_come_in_their_order(tmp_path: Path) -> None:
     kept = torch.arange(WRITE_BYTES // 4 + 99, dtype=torch.int32)
-    passing = bytearray(b"p" * (SMALL + 1))
+    passing = bytearray(b"p" * (COPY_BYTES + 1))
     told: list[int] = []
     with open(tmp_path / "x", "xb", buffering=0) as file, ThreadedWriter(file, stable_memory([kept]), told.append) as behind:
         for _ in range(3):
@@ -73,7 +72,7 @@ class Full:
 
 @pytest.mark.parametrize("calls", [0, 3, 8])
 def test_a_full_disk_is_named(tmp_path: Path, calls: int) -> None:
-    value = {f"{number}": torch.rand(SMALL) for number in range(6)}
+    value = {f"{number}": torch.rand(COPY_BYTES) for number in range(6)}
 
     def save() -> None:
         file: Any = Full(open(tmp_path / "x", "xb", buffering=0), calls)  # noqa: SIM115
@@ -96,7 +95,7 @@ def test_a_full_disk_is_named(tmp_path: Path, calls: int) -> None:
 def test_a_stores_own_words_are_kept(error: OSError, said: str) -> None:
     file: Any = SimpleNamespace(name="/full/x", write=Mock(side_effect=error))
     with pytest.raises(OSError, match=f"^{re.escape(said)}$"):
-        file_writers.write_whole(file, memoryview(b"x"))
+        file_writers.write_all(file, memoryview(b"x"))
 
 
 # -- on its way to the disk
@@ -123,12 +122,12 @@ def test_pieces_are_sent_as_they_come_and_awaited_one_by_one(
     with open(tmp_path / "x", "wb") as file:
         on_its_way = WritebackQueue(file.fileno())
         for _ in range(4):
-            on_its_way.follow(10)
+            on_its_way.add(10)
         sent = [(begin, 10, file_writers.WRITE) for begin in (0, 10, 20, 30)]
         wait = file_writers.BEFORE | file_writers.WRITE | file_writers.AFTER
         assert asked == [*sent[:3], (0, 10, wait), sent[3], (10, 10, wait)]
         asked.clear()
-        on_its_way.settle(lambda: came.append(len(asked)))
+        on_its_way.drain(lambda: came.append(len(asked)))
     assert asked == [(20, 10, wait), (30, 10, wait)]
     assert came == [1, 2]
 
@@ -151,10 +150,10 @@ def test_a_system_may_refuse_that_but_not_lose_bytes(
         on_its_way = WritebackQueue(file.fileno())
         if number == errno.EIO:
             with pytest.raises(OSError, match="Input/output error"):
-                on_its_way.follow(10)
+                on_its_way.add(10)
             return
-        on_its_way.follow(10)
-        on_its_way.follow(10)
-        on_its_way.settle(lambda: None)
+        on_its_way.add(10)
+        on_its_way.add(10)
+        on_its_way.drain(lambda: None)
         assert synced == [file.fileno()]
     assert len(calls) == 1

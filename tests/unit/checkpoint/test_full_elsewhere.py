@@ -82,18 +82,6 @@ def test_an_upload_that_fails_half_way_leaves_the_old_object() -> None:
         assert _there(url) == before
 
 
-def test_a_store_that_reads_one_range_at_a_time(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As fsspec's directories of a local file system did in some versions."""
-    url = f"{root}/x.ckpt"
-    _save(url, 1)
-
-    def lacking(*args: Any, **options: Any) -> None:
-        raise AttributeError("no _cat_file")
-
-    monkeypatch.setattr(type(fsspec.core.url_to_fs(url)[0]), "cat_ranges", lacking)
-    assert load_file(FileIO(), url, None)["value"] == 1
-
-
 def test_one_takes_the_place_of_a_folder(root: str) -> None:
     """In an object store both may be there at once."""
     url = f"{root}/x.ckpt"

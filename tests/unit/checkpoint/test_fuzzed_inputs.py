@@ -22,10 +22,13 @@ from hypothesis import strategies as st  # noqa: E402
 
 from lightning_zero.checkpoint.sharded.boxes import Box  # noqa: E402
 from lightning_zero.checkpoint.sharded.boxes import tiling_error  # noqa: E402
-from lightning_zero.checkpoint.sharded.metadata import KNOWN  # FIXME
+from lightning_zero.checkpoint.sharded.metadata import (  # noqa: E402
+    CLASSES,
+    FUNCTIONS,
+    _MetadataUnpickler,
+    load_restricted,
+)
 from lightning_zero.checkpoint.sharded.planner import nest_state  # noqa: E402
-from lightning_zero.checkpoint.sharded.metadata import load_restricted  # noqa: E402
-from lightning_zero.checkpoint.sharded.unpickling import OPCODES  # FIXME
 from lightning_zero.errors import CheckpointError  # noqa: E402
 from tests.helpers.damaged_inputs import FORMATS, copied, read, values_in, write  # noqa: E402
 
@@ -105,18 +108,18 @@ def test_changes_of_bytes(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("examples", [50, pytest.param(3000, marks=pytest.mark.exhaustive)])
 def test_any_instructions_of_a_pickle(examples: int) -> None:
-    names = [f"c{module}\n{name}\n".encode() for module, name in (*KNOWN.classes, *KNOWN.functions, ("torch", "int8"))]
+    names = [f"c{module}\n{name}\n".encode() for module, name in (*CLASSES, *FUNCTIONS, ("torch", "int8"))]
     some = st.binary(max_size=4)
     steps = st.one_of(
         st.sampled_from([*names, b"\x8c\x03fqn", b"K\x07", b"}", b"]", b")", b"N", b")\x81", b"\x94", b"h\x00"]),
-        st.tuples(st.sampled_from(sorted(OPCODES)), some).map(b"".join),
+        st.tuples(st.sampled_from(sorted(bytes([code]) for code in _MetadataUnpickler.dispatch)), some).map(b"".join),
     )
 
     def test(parts: list[bytes]) -> None:
         data = b"".join(parts) + pickle.STOP
         tracemalloc.start()
         with suppress(Exception):  # read_metadata() names the file of any
-            load_restricted(data, KNOWN)
+            load_restricted(data)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 1 << 20

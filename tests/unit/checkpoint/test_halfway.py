@@ -23,28 +23,28 @@ def test_weights_that_are_replaced_in_part_are_told_of(
     hooks: Any, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
 ) -> None:
     halfway = PartialLoad(hooks)
-    with caplog.at_level(logging.ERROR), pytest.raises(kind), halfway.weights("x.ckpt"):
+    with caplog.at_level(logging.ERROR), pytest.raises(kind), halfway.watch_weights("x.ckpt"):
         hooks.replaced += 4
         raise kind
-    assert halfway.left is not None
-    assert f"Loading x.ckpt ended half way ({kind.__name__}): some weights" in halfway.left
-    assert [record.getMessage() for record in caplog.records] == [halfway.left]
+    assert halfway.message is not None
+    assert f"Loading x.ckpt ended half way ({kind.__name__}): some weights" in halfway.message
+    assert [record.getMessage() for record in caplog.records] == [halfway.message]
 
 
 def test_where_nothing_was_replaced_there_is_nothing_to_tell(hooks: Any, caplog: pytest.LogCaptureFixture) -> None:
     halfway = PartialLoad(hooks)
-    with pytest.raises(Broken), halfway.weights("x.ckpt"):
+    with pytest.raises(Broken), halfway.watch_weights("x.ckpt"):
         raise Broken
-    assert halfway.left is None
+    assert halfway.message is None
     assert not caplog.records
 
 
 def test_weights_without_their_optimizer_are_told_of_until_others_are_loaded(hooks: Any) -> None:
     halfway = PartialLoad(hooks)
-    with pytest.raises(Broken), halfway.optimizers("x.ckpt"):
+    with pytest.raises(Broken), halfway.watch_optimizers("x.ckpt"):
         raise Broken
-    assert halfway.left is not None
-    assert "the optimizer's state is not" in halfway.left
-    with halfway.weights("y.ckpt"):
+    assert halfway.message is not None
+    assert "the optimizer's state is not" in halfway.message
+    with halfway.watch_weights("y.ckpt"):
         hooks.replaced += 4
-    assert halfway.left is None
+    assert halfway.message is None

@@ -40,7 +40,7 @@ class NoRule(Lion):
 
 def held(optimizer: torch.optim.Optimizer, sharder: Any) -> dict[int, dict[str, bool]]:
     """Whether each entry is cut."""
-    return _cut(OptimizerStateEntries(optimizer, sharder).held(optimizer.state_dict()))
+    return _cut(OptimizerStateEntries(optimizer, sharder).local(optimizer.state_dict()))
 
 
 def _cut(found: dict[int, list[StateEntry]]) -> dict[int, dict[str, bool]]:
@@ -86,7 +86,7 @@ CUT: dict[Any, set[str]] = {
 def test_moments_are_cut_and_counters_are_not(cls: Any, shapes: list[tuple[int, ...]]) -> None:
     sharder: Any = Sharder(*shapes)
     optimizer, saved = stepped(cls, sharder), whole(cls, *shapes)
-    for found in (held(optimizer, sharder), _cut(OptimizerStateEntries(optimizer, sharder).saved(saved))):
+    for found in (held(optimizer, sharder), _cut(OptimizerStateEntries(optimizer, sharder).full(saved))):
         assert list(found) == list(range(len(shapes)))
         for entries in found.values():
             assert {key for key, cut in entries.items() if cut} == CUT[cls]
@@ -97,7 +97,7 @@ def test_what_a_state_dict_wraps_or_renames_is_cut() -> None:
     for cls, path in ((Wrapping, ("wrapped", "more", "exp_avg")), (Renaming, ("momentum",))):
         optimizer, saved = stepped(cls, sharder), whole(cls, (7, 10))
         inventory = OptimizerStateEntries(optimizer, sharder)
-        for found in (inventory.held(optimizer.state_dict()), inventory.saved(saved)):
+        for found in (inventory.local(optimizer.state_dict()), inventory.full(saved)):
             assert [entry.path for entry in found[0] if entry.record is not None] == [path]
         optimizer.load_state_dict(shard_optimizer_state(saved, optimizer, sharder))
         part = optimizer.state[sharder.params[0]]["exp_avg"]
@@ -144,7 +144,7 @@ def test_a_state_dict_that_no_rank_can_put_together_is_refused_by_name(cls: Any,
 def test_an_entry_knows_how_it_is_cut() -> None:
     sharder: Any = Sharder((7, 10), rank=1)
     saved = whole(torch.optim.AdamW, (7, 10))
-    [entries] = OptimizerStateEntries(stepped(torch.optim.AdamW, sharder), sharder).saved(saved).values()
+    [entries] = OptimizerStateEntries(stepped(torch.optim.AdamW, sharder), sharder).full(saved).values()
     entry = next(entry for entry in entries if entry.key == "exp_avg")
     assert entry.value is saved["state"][0]["exp_avg"]
     assert entry.record is sharder.records[0]
@@ -183,7 +183,7 @@ def test_moments_that_a_setting_left_behind_are_cut() -> None:
     for group in (*optimizer.param_groups, *saved["param_groups"]):
         group["momentum"] = 0.0
     assert held(optimizer, sharder) == {0: {"momentum_buffer": True}, 1: {"momentum_buffer": True}}
-    assert _cut(OptimizerStateEntries(optimizer, sharder).saved(saved)) == held(optimizer, sharder)
+    assert _cut(OptimizerStateEntries(optimizer, sharder).full(saved)) == held(optimizer, sharder)
 
 
 def test_names_follow_the_settings_that_are_loaded() -> None:
@@ -197,7 +197,7 @@ def test_names_follow_the_settings_that_are_loaded() -> None:
     optimizer = Own(sharder.params)
     optimizer.param_groups[0]["second"] = False
     saved: Any = {"state": {0: {"second": torch.ones(7, 10)}}, "param_groups": [{"params": [0], "second": True}]}
-    assert _cut(OptimizerStateEntries(optimizer, sharder).saved(saved)) == {0: {"second": True}}
+    assert _cut(OptimizerStateEntries(optimizer, sharder).full(saved)) == {0: {"second": True}}
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, NoRule])
@@ -207,7 +207,7 @@ def test_moments_of_another_shape_are_refused(cls: Any) -> None:
         with pytest.raises(
             ValueError, match=r"state 'exp_avg' for parameter 'p[01]' has shape .*but the parameter has"
         ):
-            OptimizerStateEntries(stepped(cls, sharder), sharder).saved(whole(cls, *shapes))
+            OptimizerStateEntries(stepped(cls, sharder), sharder).full(whole(cls, *shapes))
 
 
 def counted(shapes: list[tuple[int, ...]], **seen: Any) -> dict[int, dict[str, bool]]:
@@ -217,7 +217,7 @@ def counted(shapes: list[tuple[int, ...]], **seen: Any) -> dict[int, dict[str, b
     for key, values in seen.items():
         for number, value in enumerate(values):
             saved["state"][number][key] = value
-    return _cut(OptimizerStateEntries(stepped(NoRule, sharder), sharder).saved(saved))
+    return _cut(OptimizerStateEntries(stepped(NoRule, sharder), sharder).full(saved))
 
 
 def test_what_is_one_number_for_a_larger_parameter_is_a_counter_for_scalars_too() -> None:
@@ -235,14 +235,14 @@ def test_what_is_one_number_for_a_larger_parameter_is_a_counter_for_scalars_too(
 def test_a_single_number_is_no_counter_where_the_rule_says_otherwise() -> None:
     sharder: Any = Sharder((7, 10))
     with pytest.raises(ValueError, match="'exp_avg'"):
-        OptimizerStateEntries(stepped(torch.optim.AdamW, sharder), sharder).saved(whole(torch.optim.AdamW, ()))
+        OptimizerStateEntries(stepped(torch.optim.AdamW, sharder), sharder).full(whole(torch.optim.AdamW, ()))
 
 
 def test_of_whole_values_those_of_others_parameters_are_left_out() -> None:
     sharder: Any = Sharder((7, 10), (3,))
     optimizer, saved = stepped(NoRule, sharder), whole(NoRule, (7, 10), (3,))
     sharder.find = lambda param: sharder.records.find(param) if param is sharder.params[1] else None
-    assert list(OptimizerStateEntries(optimizer, sharder).saved(saved)) == [1]
+    assert list(OptimizerStateEntries(optimizer, sharder).full(saved)) == [1]
 
 
 def test_what_is_cut_is_gathered_in_its_parameters_shape_and_its_own_dtype() -> None:

@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
 def test_any_part_of_any_layout(
     tmp_path: Path, layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_tensors, "BLOCK", 64)  # several reads each, and rows by themselves where much lies between
+    monkeypatch.setattr(checkpoint_tensors, "READ_BYTES", 64)  # several reads each, and rows by themselves where much lies between
     memory = torch.arange(400).to(dtype)
     sizes, strides = LAYOUTS[layout]
     lies = memory[: torch.Size(sizes).numel()].view(sizes) if strides is None else memory.as_strided(sizes, strides)
@@ -73,7 +73,7 @@ def test_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("left", [START, START + 4 * 50, START + 4 * 999])
 def test_a_file_that_ends_too_early_is_named(tmp_path: Path, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint_tensors, "BLOCK", 256)
+    monkeypatch.setattr(checkpoint_tensors, "READ_BYTES", 256)
     values = torch.randn(1000)
     placed = StoredTensor(RangeReader(_write(tmp_path / "x", values)), START, values.dtype, values.shape)
     os.truncate(tmp_path / "x", left)

@@ -1,4 +1,4 @@
-"""Full checkpoints at URLs: what ranks read of one, in bytes, and what they find there, against ``torch.load``."""
+"""Full checkpoints at URLs: each host downloads one once, and finds there what ``torch.load`` finds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -17,10 +18,9 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_zero.checkpoint.remote import RemoteFile  # FIXME
-from lightning_zero.checkpoint.remote_ranges import BUFFER  # FIXME
-from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
+from lightning_zero.checkpoint.remote_files import ScratchFolder
 from lightning_zero.errors import CheckpointError
+from lightning_zero.integrations import checkpoint_files
 from lightning_zero.integrations.checkpoint_files import FileIO, load_file
 from lightning_zero.sharding.layout import ShardLayout, memory_order
 from tests.helpers.elsewhere import Counted, counting
@@ -62,27 +62,38 @@ def _values() -> dict[str, torch.Tensor]:
     }
 
 
-def test_each_rank_reads_its_parts_and_they_compare_it_together() -> None:
+def test_each_host_downloads_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {str(number): torch.randn(1000 + number, 256) for number in range(12)} | {"bias": torch.randn(100)}
-    size = len(_put({"state_dict": values, "step": 3}))
+    _put({"state_dict": values, "step": 3})
+    folders: list[Path] = []
 
-    def attempt(together: Any) -> dict[str, torch.Tensor]:
-        found = load_file(FileIO(), URL, None, together)
+    def download(self: ScratchFolder, *args: Any, real: Any = ScratchFolder.download) -> Path:
+        folders.append(self.path)
+        return real(self, *args)
+
+    monkeypatch.setattr(ScratchFolder, "download", download)
+
+    def attempt(rank_tasks: Any) -> None:
+        found = load_file(FileIO(), URL, None, rank_tasks)
         assert found["step"] == 3
-        parts = {}
         for key, value in values.items():
-            layout = ShardLayout.of(value.shape, value.dtype, together.world_size)
-            assert isinstance(found["state_dict"][key], CheckpointTensor) == (key != "bias")
-            parts[key] = layout.part(found["state_dict"][key], together.rank)
-            assert torch.equal(parts[key], layout.part(value, together.rank))
-        return parts
+            layout = ShardLayout.of(value.shape, value.dtype, rank_tasks.world_size)
+            part = layout.part(found["state_dict"][key], rank_tasks.rank)
+            assert torch.equal(part, layout.part(value, rank_tasks.rank))
 
     for world_size in (1, 3):
-        Counted.read.clear()
-        ends = on_ranks(world_size, attempt)
-        assert all(isinstance(end, dict) for end in ends), ends
-        # Once to compare it, once by parts; what is not a large value by each rank.
-        assert 2 * size <= sum(Counted.read) + 4096 <= 2 * size + world_size * 3 * BUFFER
+        folders.clear()
+        assert on_ranks(world_size, attempt) == [None] * world_size
+        [folder] = folders
+        assert not folder.exists()
+
+
+def test_too_little_room_for_a_download_is_an_error_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    _put({"state_dict": _values()})
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10))
+    for end in on_ranks(2, lambda rank_tasks: load_file(FileIO(), URL, None, rank_tasks)):
+        assert isinstance(end, CheckpointError)
+        assert "Set TMPDIR to a folder with more space" in str(end)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -101,14 +112,6 @@ def test_every_value_is_what_torch_loads(rank: int) -> None:
         layout = ShardLayout.of(value.shape, value.dtype, 3, memory_order(value.detach()))
         assert torch.equal(layout.part(given, rank), layout.part(value, rank)), key
         assert torch.equal(given * 1, value * 1), key
-
-
-def test_what_callbacks_keep_is_read_at_once() -> None:
-    content = {"pytorch-lightning_version": "2", "callbacks": {"mine": {"w": torch.ones(50000)}}}
-    _put(content | {"state_dict": {"w": torch.ones(50000)}})
-    found = load_file(FileIO(), URL, None)
-    assert type(found["callbacks"]["mine"]["w"]) is torch.Tensor
-    assert type(found["state_dict"]["w"]) is CheckpointTensor
 
 
 class Kind(enum.Enum):
@@ -135,10 +138,9 @@ HIDDEN: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", list(HIDDEN))
-def test_where_tensors_may_hide_all_of_it_is_read(name: str) -> None:
+def test_tensors_anywhere_are_read(name: str) -> None:
     _put({"state_dict": {"w": torch.arange(50000.0)}, "other": HIDDEN[name]()})
     with torch.serialization.safe_globals([Holder, Kind]):
-        assert RemoteFile(URL).content(None) is None
         found = load_file(FileIO(), URL, None)
     assert type(found["state_dict"]["w"]) is torch.Tensor
     other = found["other"]
@@ -182,23 +184,20 @@ def test_what_is_damaged_is_named_on_every_rank(damage: str) -> None:
         assert "is damaged" in str(end) or "is empty" in str(end)
 
 
-@pytest.mark.parametrize("when", ["before values are read", "while it is compared"])
-def test_one_that_is_replaced_is_not_read_as_a_mixture(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_is_replaced_is_not_read_as_a_mixture(monkeypatch: pytest.MonkeyPatch) -> None:
     _put({"state_dict": {"w": torch.zeros(50000)}})
-    if when == "while it is compared":
-
-        def check(self: RemoteFile, *args: Any, real: Any = RemoteFile.check) -> None:
-            real(self, *args)
-            _put({"state_dict": {"w": torch.ones(50000)}})
-
-        monkeypatch.setattr(RemoteFile, "check", check)
-        with pytest.raises(CheckpointError, match=r"x\.ckpt was replaced by another one"):
-            load_file(FileIO(), URL, None)
-        return
     found = load_file(FileIO(), URL, None)
     _put({"state_dict": {"w": torch.ones(50000)}})
+    assert torch.equal(found["state_dict"]["w"], torch.zeros(50000))
+
+    def download(self: ScratchFolder, *args: Any, real: Any = ScratchFolder.download) -> Path:
+        path = real(self, *args)
+        _put({"state_dict": {"w": torch.zeros(50000)}})
+        return path
+
+    monkeypatch.setattr(ScratchFolder, "download", download)
     with pytest.raises(CheckpointError, match=r"x\.ckpt was replaced by another one"):
-        found["state_dict"]["w"].whole()
+        load_file(FileIO(), URL, None)
 
 
 class Plain(pl.LightningModule):
@@ -214,7 +213,6 @@ def _of_plain(value: float) -> dict[str, Any]:
 def test_a_module_is_loaded_out_of_one_that_was_compared() -> None:
     data = bytearray(_put(_of_plain(3.0)))
     assert torch.equal(Plain.load_from_checkpoint(URL).w, torch.full((50000,), 3.0))
-    assert 2 * len(data) < sum(Counted.read) < 2.5 * len(data)  # once for its checksums
     data[len(data) // 2] ^= 1
     with fsspec.open(URL, "wb") as file:
         file.write(data)
@@ -223,12 +221,13 @@ def test_a_module_is_loaded_out_of_one_that_was_compared() -> None:
 
 
 def test_no_module_is_loaded_out_of_one_that_nobody_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(self: RemoteFile, *args: Any, real: Any = RemoteFile.check) -> None:
-        real(self, *args)
+    def verify(url: str, real: Any = checkpoint_files.verify_remote) -> Any:
+        found = real(url)
         _put(_of_plain(1.0))
+        return found
 
     _put(_of_plain(0.0))
-    monkeypatch.setattr(RemoteFile, "check", check)
+    monkeypatch.setattr(checkpoint_files, "verify_remote", verify)
     with pytest.raises(CheckpointError, match=r"x\.ckpt was replaced by another one"):
         Plain.load_from_checkpoint(URL)
 

@@ -13,13 +13,13 @@ from tests.helpers.threaded import on_ranks
 def test_ranks_of_a_host_share_what_lies_there() -> None:
     """Each host may have a copy of its own, and damage in one is not seen on another."""
 
-    def on(rank: int) -> tuple[int, int]:
+    def on(rank: int) -> list[int]:
         mesh: Any = SimpleNamespace(hosts=(0, 1, 0, 1, 1), rank=rank, world_size=5)
         watchdog: Any = None
-        return RankTasks(mesh, watchdog).share
+        return RankTasks(mesh, watchdog).host_ranks
 
-    assert [on(rank) for rank in range(5)] == [(0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]
-    assert SingleProcess().share == (0, 1)
+    assert [on(rank) for rank in range(5)] == [[0, 2], [1, 3, 4], [0, 2], [1, 3, 4], [1, 3, 4]]
+    assert SingleProcess().host_ranks == [0]
 
 
 # -- after exceptions
@@ -32,9 +32,9 @@ def _meet(words: list[str | None], late_s: float = 0.0) -> list[str]:
         word = words[ranks.rank]
         if ranks.rank == len(words) - 1:
             time.sleep(late_s)
-        return "stays away" if word is None else ranks.absent(word)
+        return "stays away" if word is None else ranks.find_disagreement(word)
 
-    with patch.object(rank_tasks, "TO_COME_S", 0.3):
+    with patch.object(rank_tasks, "ARRIVAL_TIMEOUT_S", 0.3):
         return on_ranks(len(words), attempt)
 
 
@@ -58,11 +58,11 @@ def test_ranks_that_are_not_equally_far_are_told() -> None:
 
 def test_a_new_stage_knows_nothing_of_the_last_one() -> None:
     def attempt(ranks: RankTasks) -> list[str]:
-        first = ranks.absent("a")
+        first = ranks.find_disagreement("a")
         ranks.begin_stage()
-        return [first, ranks.absent("a") if ranks.rank == 0 else "stays away"]
+        return [first, ranks.find_disagreement("a") if ranks.rank == 0 else "stays away"]
 
-    with patch.object(rank_tasks, "TO_COME_S", 0.3):
+    with patch.object(rank_tasks, "ARRIVAL_TIMEOUT_S", 0.3):
         found = on_ranks(2, attempt)
     assert [first for first, _ in found] == ["", ""]
     assert "rank 1 did not" in found[0][1]

@@ -191,12 +191,12 @@ def test_of_two_at_the_same_time_one_wins(
 
 def test_two_exports_into_one_folder(tmp_path: Path) -> None:
     held = PinnedDirectory(tmp_path)
-    assert held.claim()
+    assert held.try_lock()
     weights = {"w": ExportWeight(12, lambda: torch.ones(3), lambda value: value.clone())}
     with pytest.raises(CheckpointError, match="goes on at the same time"):
         export_weights(weights, tmp_path, 100, SingleProcess(), {})
     assert list(tmp_path.iterdir()) == []
-    held.release()
+    held.unlock()
     assert export_weights(weights, tmp_path, 100, SingleProcess(), {}) == ["model.safetensors"]
 
 

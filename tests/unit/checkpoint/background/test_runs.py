@@ -69,12 +69,12 @@ def _piece(name: str, value: Tensor, guarded: bool) -> TensorChunk:
     return TensorChunk((name,), value.shape, Box((0,) * value.dim(), tuple(value.shape)), value, guarded)
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("in_threads", [False, True])
 @pytest.mark.parametrize("guarded", [False, True])
-def test_a_snapshot_holds_what_was_there(guarded: bool, beside: bool) -> None:
+def test_a_snapshot_holds_what_was_there(guarded: bool, in_threads: bool) -> None:
     values = dict(_of_torch())
     expected = {name: value.clone().resolve_conj().resolve_neg() for name, value in values.items()}
-    taken = Snapshot(torch.device("cpu"), beside)
+    taken = Snapshot(torch.device("cpu"), in_threads)
     items = [PickledItem(("blob",), b"abc"), *(_piece(name, value, guarded) for name, value in values.items())]
     with patch.object(snapshot, "COPY_BYTES", 100):  # pieces lie over the seams
         kept = taken.take(items)
@@ -87,32 +87,32 @@ def test_a_snapshot_holds_what_was_there(guarded: bool, beside: bool) -> None:
     taken.wait()
     for name, item in zip(values, kept[1:], strict=True):
         assert isinstance(item, SnapshotChunk)
-        found = item.piece(taken._memory).values
+        found = item.chunk(taken._memory).values
         assert found.dtype == expected[name].dtype, name
         assert torch.equal(found, expected[name]), name
     taken.close()
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("in_threads", [False, True])
 @pytest.mark.parametrize("guarded", [False, True])
-def test_storages_that_share_memory_may_have_different_sizes(guarded: bool, beside: bool) -> None:
+def test_storages_that_share_memory_may_have_different_sizes(guarded: bool, in_threads: bool) -> None:
     """A run longer than its first value's storage would have resized that."""
     lent = _arena().numpy()
     values = [torch.from_numpy(lent[:10]), torch.from_numpy(lent), torch.from_numpy(lent[:20])]
-    taken = Snapshot(torch.device("cpu"), beside)
+    taken = Snapshot(torch.device("cpu"), in_threads)
     kept = taken.take([_piece(f"{n}", value, guarded) for n, value in enumerate(values)])
     taken.wait()
     for item, value in zip(kept, values, strict=True):
         assert isinstance(item, SnapshotChunk)
-        assert torch.equal(item.piece(taken._memory).values, value)
+        assert torch.equal(item.chunk(taken._memory).values, value)
     taken.close()
 
 
-@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("in_threads", [False, True])
 @pytest.mark.parametrize("guarded", [False, True])
-def test_what_lies_where_nothing_can_be_copied_from_is_an_error(guarded: bool, beside: bool) -> None:
+def test_what_lies_where_nothing_can_be_copied_from_is_an_error(guarded: bool, in_threads: bool) -> None:
     """What the memory held before would have been saved."""
-    taken = Snapshot(torch.device("cpu"), beside)
+    taken = Snapshot(torch.device("cpu"), in_threads)
     with pytest.raises(NotImplementedError, match="meta"):
         taken.take([_piece("x", torch.empty(3, device="meta"), guarded)])
         taken.wait()
@@ -140,15 +140,15 @@ class _Later(ThreadPoolExecutor):
 
 def test_who_writes_waits_for_copies_on_the_host_and_the_save_does_not() -> None:
     arena = _arena()
-    taken, pool = Snapshot(torch.device("cpu"), beside=True), _Later()
+    taken, pool = Snapshot(torch.device("cpu"), in_threads=True), _Later()
     with patch.object(snapshot, "ThreadPoolExecutor", lambda *args: pool):
         [kept] = taken.take([_piece("x", arena, True)])
     assert isinstance(kept, SnapshotChunk)
-    assert not kept.piece(taken._memory).values.any(), "nothing was copied yet"
+    assert not kept.chunk(taken._memory).values.any(), "nothing was copied yet"
     threading.Timer(0.2, pool.now.set).start()
     taken.before_writing()
     arena.zero_()
-    assert torch.equal(kept.piece(taken._memory).values, _arena())
+    assert torch.equal(kept.chunk(taken._memory).values, _arena())
     taken.close()
 
 
@@ -159,7 +159,7 @@ def test_what_still_comes_to_the_host_is_copied_when_it_is_there() -> None:
     def wait() -> None:
         assert comes.wait(20)
 
-    taken = Snapshot(torch.device("cpu"), beside=True)
+    taken = Snapshot(torch.device("cpu"), in_threads=True)
     with patch.object(snapshot, "given_so_far", lambda device: wait):
         [kept] = taken.take([_piece("x", arena, True)])
     arena.copy_(_arena())
@@ -167,12 +167,12 @@ def test_what_still_comes_to_the_host_is_copied_when_it_is_there() -> None:
     taken.before_writing()
     arena.zero_()
     assert isinstance(kept, SnapshotChunk)
-    assert torch.equal(kept.piece(taken._memory).values, _arena())
+    assert torch.equal(kept.chunk(taken._memory).values, _arena())
     taken.close()
 
 
 def test_a_copy_that_fails_is_an_error_of_this_save_alone() -> None:
-    taken = Snapshot(torch.device("cpu"), beside=True)
+    taken = Snapshot(torch.device("cpu"), in_threads=True)
     with patch.object(taken, "_copies", lambda runs: [(torch.zeros(3), torch.zeros(4))]):
         taken.take([_piece("x", _arena(), True)])
     taken.before_writing()
@@ -181,5 +181,5 @@ def test_a_copy_that_fails_is_an_error_of_this_save_alone() -> None:
     [kept] = taken.take([_piece("x", _arena(), True)])
     taken.wait()
     assert isinstance(kept, SnapshotChunk)
-    assert torch.equal(kept.piece(taken._memory).values, _arena())
+    assert torch.equal(kept.chunk(taken._memory).values, _arena())
     taken.close()

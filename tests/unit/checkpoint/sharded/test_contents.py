@@ -44,7 +44,7 @@ def test_keys_are_what_they_were(tmp_path: Path) -> None:
     found = read_folder(tmp_path / "x.ckpt", None)
     assert _same(found["state_dict"]["net._extra_state"], dict(EXTRA))
     assert _same(found["seen"], state()["seen"])
-    assert torch.equal(found["state_dict"]["weight"].whole(), torch.ones(7, 5))
+    assert torch.equal(found["state_dict"]["weight"].full_tensor(), torch.ones(7, 5))
 
 
 def test_torchs_readers_find_them_too(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_buffers_of_all_kinds_are_what_torch_would_load(tmp_path: Path) -> None:
 def test_a_bar_is_shown_over_buffers_that_have_no_bytes_of_their_own(tmp_path: Path) -> None:
     shown: list[int] = []
     io = FileIO()
-    io.telling = lambda what, done, total: shown.append(total) or ProgressReporter(what, done, None)  # type: ignore[func-returns-value]
+    io.progress = lambda what, done, total: shown.append(total) or ProgressReporter(what, done, None)  # type: ignore[func-returns-value]
     io.save_checkpoint({"state_dict": {"graph": torch.eye(3).to_sparse(), "w": torch.ones(5)}}, tmp_path / "x.ckpt")
     assert shown == [20]
     assert torch.equal(torch.load(tmp_path / "x.ckpt")["state_dict"]["graph"].to_dense(), torch.eye(3))

@@ -167,7 +167,7 @@ def test_what_others_have_written_is_read(tmp_path: Path) -> None:
     found = read_folder(foreign(tmp_path / "x.ckpt"), None)
     for key, value in values_of(1.0).items():
         assert isinstance(found["state_dict"][key], CheckpointTensor)
-        assert torch.equal(found["state_dict"][key].whole(), value)
+        assert torch.equal(found["state_dict"][key].full_tensor(), value)
 
 
 # -- code

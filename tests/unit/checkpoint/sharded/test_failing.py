@@ -105,7 +105,7 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "cannot pickle",
     ),
     "no memory": (lambda: failing(torch, "save", MemoryError("of the host")), "MemoryError: of the host"),
-    "a bug": (lambda: failing(commit, "items_of", KeyError("x"), lambda _, rank: rank == 1), "rank 1: KeyError: 'x'"),
+    "a bug": (lambda: failing(commit, "plan_items", KeyError("x"), lambda _, rank: rank == 1), "rank 1: KeyError: 'x'"),
 }
 
 
@@ -198,7 +198,7 @@ def test_a_rank_that_sees_no_folder_is_named(tmp_path: Path) -> None:
     def attempt(together: Any) -> None:
         save_sharded(path, sharded_state(together.rank, WORLD, 2.0), {}, together)
 
-    with patch.object(atomic, "LATE_S", 0.1):
+    with patch.object(atomic, "VISIBLE_TIMEOUT_S", 0.1):
         errors = on_hosts(attempt, LocalFolder, "sees", lambda self, token: False)
     for error in errors:
         assert isinstance(error, CheckpointError)
@@ -230,8 +230,8 @@ def test_what_shows_late_on_a_rank_is_waited_for(tmp_path: Path) -> None:
     assert len(asked) == 4
     assert seed_of(path) == 2.0
 
-    late, asked = _late(reader, "read_at", reader.read_at(str(tmp_path / "nothing")))
-    found = on_hosts(lambda together: checkpoints_of(together).is_folder(path), reader, "read_at", late)
+    late, asked = _late(reader, "readable_location", reader.readable_location(str(tmp_path / "nothing")))
+    found = on_hosts(lambda together: checkpoints_of(together).is_folder(path), reader, "readable_location", late)
     assert found == [True, True]
     assert len(asked) == 4
 
@@ -239,10 +239,10 @@ def test_what_shows_late_on_a_rank_is_waited_for(tmp_path: Path) -> None:
 def test_what_a_rank_never_sees_is_said(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     save(path, 1.0)
-    with patch.object(atomic, "LATE_S", 0.1):
-        nothing = reader.read_at(str(tmp_path / "nothing"))
+    with patch.object(atomic, "VISIBLE_TIMEOUT_S", 0.1):
+        nothing = reader.readable_location(str(tmp_path / "nothing"))
         errors = on_hosts(
-            lambda together: checkpoints_of(together).is_folder(path), reader, "read_at", lambda given: nothing
+            lambda together: checkpoints_of(together).is_folder(path), reader, "readable_location", lambda given: nothing
         )
     for error in errors:
         assert f"Ranks see different things at {path}: folder on rank 0, nothing on rank 1" in str(error)
@@ -272,12 +272,12 @@ def test_ranks_that_see_different_things_say_so(tmp_path: Path, seen: str) -> No
         save(other, 2.0)
     elif seen == "another's":
         dcp.save({"state_dict": {}}, checkpoint_id=other, no_dist=True)
-    real = reader.read_at
+    real = reader.readable_location
 
     def attempt(together: Any) -> None:
         read_on_all_ranks(checkpoints_of(together), path, None)
 
-    for error in on_hosts(attempt, reader, "read_at", lambda given: real(str(other))):
+    for error in on_hosts(attempt, reader, "readable_location", lambda given: real(str(other))):
         assert isinstance(error, CheckpointError)
         assert "rank 1" in str(error)
         assert str(path) in str(error)

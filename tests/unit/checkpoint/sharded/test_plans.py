@@ -47,9 +47,9 @@ def _save(plans: list[PlanCache], save_id: str, only_weights: bool = False) -> t
     """The metadata, as they should be, and who has told a plan."""
     written = [_written(rank, only_weights) for rank in range(WORLD)]
     paths = written[0][1]
-    briefs = [plan.brief(files) for plan, (files, _) in zip(plans, written, strict=True)]
+    briefs = [plan.summarize(files) for plan, (files, _) in zip(plans, written, strict=True)]
     found = plans[0].metadata(briefs, paths, save_id)
-    wanted = build_metadata((place for files, _ in written for place in files.placed), paths, save_id)
+    wanted = build_metadata((place for files, _ in written for place in files.items), paths, save_id)
     return found, pickle.dumps(wanted), [brief.plan is not None for brief in briefs]
 
 
@@ -81,9 +81,9 @@ def test_after_a_save_that_has_failed_all_is_told_again() -> None:
 
 def test_a_plan_travels_as_text() -> None:
     for rank in range(WORLD):
-        placed = _written(rank)[0].placed
+        placed = _written(rank)[0].items
         assert decode_plan(encode_plan(placed)) == list(placed)
-        assert encode_plan(placed) == encode_plan(_written(rank)[0].placed)
+        assert encode_plan(placed) == encode_plan(_written(rank)[0].items)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_ranks_that_are_not_of_one_mind_say_so_once() -> None:
     _save(plans, "a" * 40)
     for plan in plans[1:]:
         plan.confirm()
-    with pytest.raises(CheckpointError, match="rank 1 goes by a plan that rank 0 has not got"):
+    with pytest.raises(CheckpointError, match="rank 1 uses a plan that rank 0 does not have"):
         _save(plans, "b" * 40)
     for plan in plans:
         plan.forget()
@@ -130,7 +130,7 @@ def test_many_saves_of_one_training(tmp_path: Path) -> None:
         return on_ranks(WORLD, attempt)
 
     real = build_metadata
-    with patch("lightning_zero.checkpoint.sharded.plans.metadata_of", lambda *args: built.append(1) or real(*args)):
+    with patch("lightning_zero.checkpoint.sharded.commit.build_metadata", lambda *args: built.append(1) or real(*args)):
         for seed, only_weights, building in [(1.0, False, 1), (2.0, False, 1), (3.0, True, 2), (4.0, False, 3)]:
             assert save(seed, only_weights) == [None] * WORLD
             assert seed_of(path) == seed

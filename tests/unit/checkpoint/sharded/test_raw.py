@@ -23,7 +23,7 @@ def test_tensors_are_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch, "load", refused)
     for key, value in wanted.items():
-        assert torch.equal(found[key].whole(), value), key
+        assert torch.equal(found[key].full_tensor(), value), key
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -35,7 +35,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path, dtype: torch.dtype) ->
     found = CheckpointReader(str(tmp_path / "x")).state()
     for key, value in values.items():
         for part in ("whole", "parts"):
-            assert torch.equal(found[part][key].whole(), value), (part, key)
+            assert torch.equal(found[part][key].full_tensor(), value), (part, key)
             assert found[part][key].dtype == dtype
 
 
@@ -43,7 +43,7 @@ def test_what_is_read_is_a_copy(tmp_path: Path) -> None:
     write_folder(tmp_path / "x.ckpt")
     file = tmp_path / "x.ckpt" / "__0_0.distcp"
     before = file.read_bytes()
-    value = CheckpointReader(str(tmp_path / "x.ckpt")).state()["state_dict"]["a.weight"].whole()
+    value = CheckpointReader(str(tmp_path / "x.ckpt")).state()["state_dict"]["a.weight"].full_tensor()
     value.zero_()
     assert file.read_bytes() == before
-    assert CheckpointReader(str(tmp_path / "x.ckpt")).state()["state_dict"]["a.weight"].whole().any()
+    assert CheckpointReader(str(tmp_path / "x.ckpt")).state()["state_dict"]["a.weight"].full_tensor().any()

@@ -44,7 +44,7 @@ def _saved(whole: torch.Tensor, writers: int, most: int, read: list[Box]) -> Che
 def test_any_number_of_ranks_reads_what_any_number_has_written(whole: torch.Tensor, most: int) -> None:
     for writers in (1, 2, 3):
         saved = _saved(whole, writers, most, [])
-        assert torch.equal(saved.whole(), whole)
+        assert torch.equal(saved.full_tensor(), whole)
         for readers in (1, 2, 5):
             layout = ShardLayout.of(whole.shape, whole.dtype, readers, memory_order(whole))
             for rank in range(readers):
@@ -56,7 +56,7 @@ def test_any_number_of_ranks_reads_what_any_number_has_written(whole: torch.Tens
 def test_replicas_write_each_element_once(
     whole: torch.Tensor, shared_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "SHARED_BYTES", shared_bytes)
+    monkeypatch.setattr(module, "MIN_SHARED_BYTES", shared_bytes)
     layout = ShardLayout.of(whole.shape, whole.dtype, 2, memory_order(whole))
     found, times = torch.full(whole.shape, torch.nan), torch.zeros(whole.shape)
     everything = Box((0,) * whole.dim(), tuple(whole.shape))
@@ -102,7 +102,7 @@ def test_hooks_may_compute_with_what_was_saved() -> None:
     target.copy_(saved)
     assert torch.equal(target, whole)
     assert torch.nn.Parameter(torch.empty(7, 5)).data.copy_(saved).sum() == whole.sum()
-    assert repr(saved) == "SavedValue('w', (7, 5), torch.float32)"
+    assert repr(saved) == "CheckpointTensor('w', (7, 5), torch.float32)"
 
 
 def _edits() -> dict[str, Callable[[torch.Tensor], object]]:
@@ -124,7 +124,7 @@ def test_an_edit_stays(name: str) -> None:
     edit(saved)
     edit(whole)
     assert not torch.equal(whole, _whole((7, 5)))
-    assert torch.equal(saved.whole(), whole)
+    assert torch.equal(saved.full_tensor(), whole)
     assert torch.equal(saved + 0, whole)
     layout = ShardLayout.of(whole.shape, whole.dtype, 2)
     assert torch.equal(layout.part(saved, 1), layout.part(whole, 1))

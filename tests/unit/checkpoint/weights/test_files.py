@@ -37,7 +37,7 @@ def test_a_file_a_folder_or_an_index_will_do(tmp_path: Path) -> None:
         found = open_safetensors(path)
         assert found.keys() == WEIGHTS.keys()
         for key, value in WEIGHTS.items():
-            assert torch.equal(found[key].whole(), value), key
+            assert torch.equal(found[key].full_tensor(), value), key
 
 
 @pytest.mark.parametrize("world_size", [2, 8])
