@@ -1,9 +1,9 @@
 """Replace files and folders atomically, and keep concurrent saves to one path apart.
 
-A save writes to a sibling path (:func:`sibling_path`) and :func:`replace_atomically` puts it in place, so a process that
-dies at any moment leaves the previous checkpoint. :func:`try_lock` and :class:`PinnedDirectory` detect another save to
-the same path; a file system without locks grants every lock, and the save then notices at its end that its files are
-gone.
+A save writes to a sibling path (:func:`sibling_path`) and :func:`replace_atomically` puts it in place, so a process
+that dies at any moment leaves the previous checkpoint. :func:`try_lock` and :class:`PinnedDirectory` detect another
+save to the same path; a file system without locks grants every lock, and the save then notices at its end that its
+files are gone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Full checkpoints: gather plain state dicts on rank 0, tensor by tensor, and write them as one file.
 
-The file is one of ``torch.save`` with the keys of a plain module. A local file is replaced atomically. At a URL the file
-is streamed, so that the host holds it once: object stores show it when it is closed, and elsewhere a temporary file is
-moved in place.
+The file is one of ``torch.save`` with the keys of a plain module. A local file is replaced atomically. At a URL the
+file is streamed, so that the host holds it once: object stores show it when it is closed, and elsewhere a temporary
+file is moved in place.
 """
 
 from __future__ import annotations
@@ -86,7 +86,9 @@ def model_state(
 
 
 def write_full(value: Any, path: str | Path, on_write: OnWrite = lambda count: None) -> None:
-    """Save ``value`` with ``torch.save`` at a path or URL, and replace a checkpoint there. On an error that one remains.
+    """Save ``value`` with ``torch.save`` at a path or URL, and replace a checkpoint there.
+
+    On an error the previous checkpoint remains.
 
     Args:
         value: as ``torch.save`` takes it.
@@ -147,7 +149,7 @@ def _is_at(path: Path, descriptor: int) -> bool:
 
 def write_remote_file(value: Any, url: str, on_write: OnWrite = lambda count: None) -> None:
     """Save ``value`` at a URL, see :func:`write_full`."""
-    # A separate instance: a transaction defers all that is opened on the instance, and loggers may share the cached one.
+    # A separate instance: a transaction defers all writes on its instance, and loggers may share the cached one.
     fs, place = resolve_url(url, skip_instance_cache=True)
     place = place.rstrip("/")
     is_store = not OBJECT_STORES.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)

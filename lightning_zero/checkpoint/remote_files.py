@@ -118,7 +118,7 @@ class ScratchFolder:
         free = shutil.disk_usage(self.path).free
         if free < count:
             raise CheckpointError(
-                f"{url} must be downloaded to be read, and has {count / 2**30:.2f} GiB, of which {self.path.parent} has "
+                f"{url} must be downloaded, and has {count / 2**30:.2f} GiB. {self.path.parent} has "
                 f"{free / 2**30:.2f} GiB free. Set TMPDIR to a folder with more space, or download the checkpoint."
             )
 

@@ -133,11 +133,11 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
 
 
 class _Offsets:
-    """Positions of tensors in a file that safetensors has validated: 8 bytes with the header's length, and the header."""
+    """Positions of tensors in a file that safetensors has validated."""
 
     def __init__(self, file: Path) -> None:
         with open(file, "rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
+            length = int.from_bytes(opened.read(8), "little")  # of the header
             self._header = parse_json(opened.read(length))
         self._reader, self._begin = RangeReader(file), 8 + length
 

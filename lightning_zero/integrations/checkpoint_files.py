@@ -249,8 +249,9 @@ def load_file(
     Args:
         io: the strategy's.
         path: of the file, or its URL.
-        weights_only: as in ``torch.load``. By default ``False`` for ``http`` and ``https``, as in Lightning: such a file
-            is unpickled and may run code, so pass ``True`` for a server that is not trusted. Elsewhere torch's default.
+        weights_only: as in ``torch.load``. By default ``False`` for ``http`` and ``https``, as in Lightning: such a
+            file is unpickled and may run code, so pass ``True`` for a server that is not trusted. Elsewhere torch's
+            default.
         ranks: share the work of comparing; None: this process alone. With ranks, collective.
 
     Raises:

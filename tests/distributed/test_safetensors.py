@@ -133,7 +133,7 @@ def _no_memory(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
 
 
-CANNOT = {"write": ("_write", _full, "No space left"), "keep": ("in_dtype", _no_memory, "can't allocate memory")}
+CANNOT = {"write": ("_write_file", _full, "No space left"), "keep": ("to_cpu", _no_memory, "can't allocate memory")}
 
 
 def _cannot(folder: str) -> dict[str, str]:

@@ -16,12 +16,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from lightning_zero.checkpoint import full
-from lightning_zero.checkpoint.async_save import saver
-from lightning_zero.checkpoint.async_save import writer_process
-from lightning_zero.checkpoint.async_save import snapshot
-from lightning_zero.checkpoint import file_writers
-from lightning_zero.checkpoint import atomic
+from lightning_zero.checkpoint import atomic, file_writers, full
+from lightning_zero.checkpoint.async_save import saver, snapshot, writer_process
 from lightning_zero.checkpoint.sharded import folder
 
 __all__ = ["killed_everywhere", "observed"]

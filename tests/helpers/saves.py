@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from lightning_zero.checkpoint.full import write_local_file
-from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
 from lightning_zero.checkpoint.sharded.commit import save_sharded
-from lightning_zero.integrations.checkpoint_files import FileIO, load_file
-from lightning_zero.integrations.checkpoint_files import read_folder
+from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
+from lightning_zero.integrations.checkpoint_files import FileIO, load_file, read_folder
 from tests.helpers.threaded import on_ranks, sharded_state, values_of
 
 __all__ = ["save", "save_file", "seed_of"]

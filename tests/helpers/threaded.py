@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.checkpoint.manager import CheckpointManager
-from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.checkpoint.rank_tasks import RankTasks
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.sharding.layout import ShardLayout
 
 __all__ = ["checkpoints_of", "on_ranks", "sharded_state", "values_of"]

@@ -149,7 +149,7 @@ def _written(home: str) -> list[float]:
         _fit(kind, 0.0, f"{home}/{kind}")
     if dist.get_rank() == 0:
         arguments = {"path": f"{home}/sharded/step=3.ckpt", "output": f"{home}/one.ckpt", "json": True, "trust": False}
-        consolidate(argparse.Namespace(**arguments))
+        _consolidate(argparse.Namespace(**arguments))
     dist.barrier()
     return whole[0]
 

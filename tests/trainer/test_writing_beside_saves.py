@@ -11,8 +11,7 @@ import torch
 from lightning.pytorch.callbacks import WeightAveraging
 
 import lightning_zero
-from lightning_zero.integrations.checkpoint_files import BackgroundFileIO
-from lightning_zero.integrations.checkpoint_files import read_folder, to_trainer_keys
+from lightning_zero.integrations.checkpoint_files import BackgroundFileIO, read_folder, to_trainer_keys
 from tests.helpers.late_copies import Late, late_copies
 from tests.helpers.noted_saves import NotedSaves
 from tests.helpers.trainer import INPUTS, Regression, close, make_loader, make_trainer

@@ -1,8 +1,8 @@
 """Tensor subclasses in state dicts of sharded checkpoints: shards to be saved, and tensors that are read lazily.
 
-:class:`CheckpointShard` is this rank's part of a tensor that is about to be saved. :class:`CheckpointTensor` is a tensor
-of an open checkpoint; a rank reads its part, or all of it if torch computes with it. Both have the full shape, so hooks
-can rename, add and remove entries as in a full checkpoint.
+:class:`CheckpointShard` is this rank's part of a tensor that is about to be saved. :class:`CheckpointTensor` is a
+tensor of an open checkpoint; a rank reads its part, or all of it if torch computes with it. Both have the full shape,
+so hooks can rename, add and remove entries as in a full checkpoint.
 
 Files are read by a few large reads in flight and not through mapped memory: measured, mapping is slower from a disk and
 from the page cache, and a file that is truncated meanwhile would end the process by SIGBUS.

@@ -5,7 +5,8 @@ rank 0 a :class:`RankSummary`. Plans are the same in each save of a training and
 sends one again only if it has changed, and rank 0 reuses the metadata. Plans are sent as JSON and not as pickles: all
 that can reach the ranks' store may write to it.
 
-:func:`relink_save` saves an unchanged state to a second path by hard links, as ``ModelCheckpoint(save_last=True)`` does.
+:func:`relink_save` saves an unchanged state to a second path by hard links, as ``ModelCheckpoint(save_last=True)``
+does.
 """
 
 from __future__ import annotations
@@ -141,8 +142,9 @@ def save_sharded(
 
     Args:
         path: of the folder, or its URL; rank 0's is used.
-        state: nested dicts of tensors, of :class:`~lightning_zero.checkpoint.sharded.checkpoint_tensors.CheckpointShard`
-            and of other values, with the same keys on every rank. Rank 0 writes what is not sharded.
+        state: nested dicts of tensors, of
+            :class:`~lightning_zero.checkpoint.sharded.checkpoint_tensors.CheckpointShard` and of other values, with the
+            same keys on every rank. Rank 0 writes what is not sharded.
         rest: is pickled as one object by rank 0.
         ranks: the ranks.
         on_write: is called, from several threads, with the bytes that this rank has written.

@@ -1,8 +1,8 @@
 """The folder of a sharded checkpoint while it is written, and the manifest that makes it complete.
 
 Rank 0 calls ``begin``; then any rank ``create``, for different names; then rank 0 ``commit`` or ``discard``. A process
-that dies in between leaves the previous checkpoint, and a folder ``NAME.incomplete`` that the next save to the same path
-removes. ``manifest.json`` is written last: it has names, sizes and checksums of all other files. A folder of ours
+that dies in between leaves the previous checkpoint, and a folder ``NAME.incomplete`` that the next save to the same
+path removes. ``manifest.json`` is written last: it has names, sizes and checksums of all other files. A folder of ours
 without it, or with one that does not match, is no checkpoint.
 """
 
@@ -301,7 +301,8 @@ class RemoteFolder:
     """A folder in an object store, or on another file system without rename: the manifest makes it a checkpoint.
 
     If a checkpoint exists, a save writes beside it, and is complete when the token is removed: readers then use it
-    (:func:`readable_location`) until it has been copied to its path. If the process dies meanwhile, the next save to the
+    (:func:`readable_location`) until it has been copied to its path. If the process dies meanwhile, the next save to
+    the
     path completes the copy."""
 
     def __init__(self, fs: Any, path: str) -> None:

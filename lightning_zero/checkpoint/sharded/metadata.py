@@ -1,7 +1,7 @@
 """Read and build ``.metadata`` of DCP: the tensors, and the file and position of each chunk.
 
-The file is a pickle of torch's classes, which other readers expect. :class:`_MetadataUnpickler` reads it: a file can make
-plain containers, call the listed functions, and make instances of the listed classes; state is set once on such an
+The file is a pickle of torch's classes, which other readers expect. :class:`_MetadataUnpickler` reads it: a file can
+make plain containers, call the listed functions, and make instances of the listed classes; state is set once on such an
 instance, and only its fields. Nothing else in the process changes, and nothing larger than the file is allocated.
 
 Kept although torch has ``weights_only`` unpickling: it does not read pickle protocol 4, in which DCP writes this file.

@@ -1,8 +1,8 @@
 """Plan a sharded save: flatten the nested state, and list the items that each rank writes.
 
-Each rank writes the boxes of its shards; rank 0 writes everything else. :func:`flatten_state` names entries as DCP does,
-and :func:`nest_state` is its inverse. It trusts no paths of a file: it refuses paths that contradict each other, and
-makes no list longer than its number of entries.
+Each rank writes the boxes of its shards; rank 0 writes everything else. :func:`flatten_state` names entries as DCP
+does, and :func:`nest_state` is its inverse. It trusts no paths of a file: it refuses paths that contradict each other,
+and makes no list longer than its number of entries.
 
 Kept although DCP has SavePlanner and FileSystemWriter. Read in torch 2.13: they could replace the item lists, the file
 format and the metadata of a save (about 100 lines beside a planner and a writer of our own), but not checksums, atomic

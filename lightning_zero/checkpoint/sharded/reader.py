@@ -151,8 +151,10 @@ class CheckpointReader:
         """Open a file of the folder for reading."""
         local = self._local_file(name)
         with self._file_errors(name):
-            file: BinaryIO = self._fs.open(f"{self._place}/{name}", "rb") if local is None else open(local, "rb")
-        return file
+            if local is not None:
+                return open(local, "rb")
+            remote: BinaryIO = self._fs.open(f"{self._place}/{name}", "rb")
+            return remote
 
     def _local_file(self, name: str) -> Path | None:
         """Return the path of a local or downloaded file."""

@@ -1,4 +1,4 @@
-"""Write one rank's files of a sharded checkpoint, in DCP's format: items one after another, as ``torch.save`` makes them.
+"""Write one rank's files of a sharded checkpoint in DCP's format: items one after another, each as of ``torch.save``.
 
 The files have no directory of their own: :class:`StoredItem` says where each item is, and rank 0 collects these for
 ``.metadata``.

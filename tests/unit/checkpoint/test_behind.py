@@ -14,16 +14,24 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import file_writers
+from lightning_zero.checkpoint.file_writers import (
+    COPY_BYTES,
+    WRITE_BYTES,
+    ThreadedWriter,
+    WritebackQueue,
+    stable_memory,
+)
 from lightning_zero.checkpoint.full import write_local_file
-from lightning_zero.checkpoint.file_writers import ThreadedWriter, stable_memory
-from lightning_zero.checkpoint.file_writers import COPY_BYTES, WRITE_BYTES, WritebackQueue
 
 
 def test_all_kinds_of_memory_come_in_their_order(tmp_path: Path) -> None:
     kept = torch.arange(WRITE_BYTES // 4 + 99, dtype=torch.int32)
     passing = bytearray(b"p" * (COPY_BYTES + 1))
     told: list[int] = []
-    with open(tmp_path / "x", "xb", buffering=0) as file, ThreadedWriter(file, stable_memory([kept]), told.append) as behind:
+    with (
+        open(tmp_path / "x", "xb", buffering=0) as file,
+        ThreadedWriter(file, stable_memory([kept]), told.append) as behind,
+    ):
         for _ in range(3):
             behind.write(b"small")
             behind.write(kept.numpy())

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lightning_zero.checkpoint.full import write_local_file
-from lightning_zero.checkpoint.sharded.reader import open_checkpoint
-from lightning_zero.checkpoint.sharded.commit import save_sharded
 from lightning_zero.checkpoint.rank_tasks import SingleProcess
 from lightning_zero.checkpoint.safetensors import open_safetensors
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.sharded.reader import open_checkpoint
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import FileIO, load_file
 from lightning_zero.sharding.layout import ShardLayout

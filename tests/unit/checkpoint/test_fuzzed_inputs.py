@@ -20,8 +20,10 @@ pytest.importorskip("hypothesis", reason="it is in the extra named test")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from lightning_zero.checkpoint.sharded.boxes import Box  # noqa: E402
-from lightning_zero.checkpoint.sharded.boxes import tiling_error  # noqa: E402
+from lightning_zero.checkpoint.sharded.boxes import (
+    Box,  # noqa: E402
+    tiling_error,  # noqa: E402
+)
 from lightning_zero.checkpoint.sharded.metadata import (  # noqa: E402
     CLASSES,
     FUNCTIONS,

@@ -7,8 +7,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.optimizer_state import shard_optimizer_state
-from lightning_zero.checkpoint.optimizer_state import OptimizerStateEntries, StateEntry, gather_value
+from lightning_zero.checkpoint.optimizer_state import (
+    OptimizerStateEntries,
+    StateEntry,
+    gather_value,
+    shard_optimizer_state,
+)
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.rules import state_names
 from lightning_zero.sharding.layout import ShardLayout

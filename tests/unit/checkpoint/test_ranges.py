@@ -37,7 +37,9 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {
 def test_any_part_of_any_layout(
     tmp_path: Path, layout: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_tensors, "READ_BYTES", 64)  # several reads each, and rows by themselves where much lies between
+    monkeypatch.setattr(
+        checkpoint_tensors, "READ_BYTES", 64
+    )  # several reads each, and rows by themselves where much lies between
     memory = torch.arange(400).to(dtype)
     sizes, strides = LAYOUTS[layout]
     lies = memory[: torch.Size(sizes).numel()].view(sizes) if strides is None else memory.as_strided(sizes, strides)

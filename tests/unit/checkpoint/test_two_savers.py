@@ -15,12 +15,11 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_zero.checkpoint.atomic import PinnedDirectory
-from lightning_zero.checkpoint.atomic import INCOMPLETE, remove, sibling_path
-from lightning_zero.checkpoint.sharded.folder import RemoteFolder, save_folder_at
-from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.atomic import INCOMPLETE, PinnedDirectory, remove, sibling_path
 from lightning_zero.checkpoint.rank_tasks import SingleProcess
 from lightning_zero.checkpoint.safetensors import ExportWeight, export_weights
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.sharded.folder import RemoteFolder, save_folder_at
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.elsewhere import stored

@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.async_save import snapshot
-from lightning_zero.checkpoint.async_save.snapshot import ALIGNMENT, MemoryRun, dense_copy, layout_runs
-from lightning_zero.checkpoint.async_save.snapshot import Snapshot, SnapshotChunk
+from lightning_zero.checkpoint.async_save.snapshot import (
+    ALIGNMENT,
+    MemoryRun,
+    Snapshot,
+    SnapshotChunk,
+    dense_copy,
+    layout_runs,
+)
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.planner import PickledItem, TensorChunk
 

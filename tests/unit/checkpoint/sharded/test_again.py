@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.checkpoint.sharded.commit import fingerprint, relink_save, relink_target
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
-from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.checkpoint.sharded.planner import serialize
 from lightning_zero.errors import CheckpointError
 from tests.helpers.damage import cut

@@ -12,13 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lightning_zero.checkpoint.sharded.planner import flatten_state
-from lightning_zero.checkpoint.sharded.planner import nest_state
-from lightning_zero.checkpoint.sharded.commit import save_sharded
 from lightning_zero.checkpoint.progress import ProgressReporter
 from lightning_zero.checkpoint.rank_tasks import SingleProcess
-from lightning_zero.integrations.checkpoint_files import FileIO
-from lightning_zero.integrations.checkpoint_files import read_folder
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.sharded.planner import flatten_state, nest_state
+from lightning_zero.integrations.checkpoint_files import FileIO, read_folder
 from tests.helpers.folders import sharded
 
 EXTRA = OrderedDict({1: "one", 2.5: [3, None], (0, "a"): {True: torch.arange(3)}, "text": {4: 5}})

@@ -19,11 +19,9 @@ import torch.distributed.checkpoint as dcp
 
 from lightning_zero.checkpoint import atomic
 from lightning_zero.checkpoint.full import write_local_file
-from lightning_zero.checkpoint.sharded import commit
-from lightning_zero.checkpoint.sharded import folder
-from lightning_zero.checkpoint.sharded import reader
-from lightning_zero.checkpoint.sharded.folder import LocalFolder
+from lightning_zero.checkpoint.sharded import commit, folder, reader
 from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.sharded.folder import LocalFolder
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import read_on_all_ranks
 from tests.helpers.saves import save, save_file, seed_of
@@ -242,7 +240,10 @@ def test_what_a_rank_never_sees_is_said(tmp_path: Path) -> None:
     with patch.object(atomic, "VISIBLE_TIMEOUT_S", 0.1):
         nothing = reader.readable_location(str(tmp_path / "nothing"))
         errors = on_hosts(
-            lambda together: checkpoints_of(together).is_folder(path), reader, "readable_location", lambda given: nothing
+            lambda together: checkpoints_of(together).is_folder(path),
+            reader,
+            "readable_location",
+            lambda given: nothing,
         )
     for error in errors:
         assert f"Ranks see different things at {path}: folder on rank 0, nothing on rank 1" in str(error)

@@ -7,12 +7,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.reader import CheckpointReader
-from lightning_zero.checkpoint.sharded.checkpoint_tensors import materialize_extra_state, materialize_values
-from lightning_zero.checkpoint.sharded.commit import save_sharded
-from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
 from lightning_zero.checkpoint.rank_tasks import SingleProcess
+from lightning_zero.checkpoint.sharded.boxes import Box
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import (
+    CheckpointTensor,
+    materialize_extra_state,
+    materialize_values,
+)
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.sharded.reader import CheckpointReader
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.trainer.finding import _reads_folders
 

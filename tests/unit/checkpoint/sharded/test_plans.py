@@ -12,12 +12,9 @@ from unittest.mock import patch
 import pytest
 
 from lightning_zero.checkpoint.sharded import commit
-from lightning_zero.checkpoint.sharded.planner import flatten_state, plan_items
+from lightning_zero.checkpoint.sharded.commit import PlanCache, decode_plan, encode_plan, save_sharded
 from lightning_zero.checkpoint.sharded.metadata import build_metadata, read_metadata
-from lightning_zero.checkpoint.sharded.commit import decode_plan, encode_plan
-from lightning_zero.checkpoint.sharded.commit import PlanCache
-from lightning_zero.checkpoint.sharded.commit import save_sharded
-from lightning_zero.checkpoint.sharded.planner import paths_of
+from lightning_zero.checkpoint.sharded.planner import flatten_state, paths_of, plan_items
 from lightning_zero.checkpoint.sharded.writer import RankFiles, write_items
 from lightning_zero.errors import CheckpointError
 from tests.helpers.saves import seed_of

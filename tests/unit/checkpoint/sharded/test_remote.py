@@ -16,11 +16,10 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_zero.checkpoint.atomic import INCOMPLETE
-from lightning_zero.checkpoint.sharded.folder import RemoteFolder
-from lightning_zero.checkpoint.sharded.folder import MANIFEST
-from lightning_zero.checkpoint.sharded.reader import CheckpointReader, checkpoint_kind
-from lightning_zero.checkpoint.sharded.commit import save_sharded
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.sharded.folder import MANIFEST, RemoteFolder
+from lightning_zero.checkpoint.sharded.reader import CheckpointReader, checkpoint_kind
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import read_folder, read_on_all_ranks
 from lightning_zero.integrations.trainer.finding import _beside_lost_link, newest_first

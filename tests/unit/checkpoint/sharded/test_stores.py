@@ -18,13 +18,12 @@ from fsspec.config import conf
 
 from lightning_zero.checkpoint.async_save.snapshot import SnapshotMemory
 from lightning_zero.checkpoint.async_save.writer_process import WriteRequest, fsspec_settings, serve
-from lightning_zero.checkpoint.remote_files import resolve_url
-from lightning_zero.checkpoint.sharded.folder import RemoteFolder, remove_checkpoint_at
-from lightning_zero.checkpoint.sharded.folder import MANIFEST
-from lightning_zero.checkpoint.sharded.reader import CheckpointReader
-from lightning_zero.checkpoint.sharded.planner import PickledItem
-from lightning_zero.checkpoint.sharded.writer import RankFiles
 from lightning_zero.checkpoint.rank_tasks import SingleProcess
+from lightning_zero.checkpoint.remote_files import resolve_url
+from lightning_zero.checkpoint.sharded.folder import MANIFEST, RemoteFolder, remove_checkpoint_at
+from lightning_zero.checkpoint.sharded.planner import PickledItem
+from lightning_zero.checkpoint.sharded.reader import CheckpointReader
+from lightning_zero.checkpoint.sharded.writer import RankFiles
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import read_folder
 from lightning_zero.integrations.trainer.finding import newest_first
@@ -159,7 +158,9 @@ def test_a_writer_reaches_what_the_program_has_set_up(tmp_path: Path) -> None:
     with set_up("dir", path=str(tmp_path), target_protocol="file"), set_up("other", session=threading.Lock()):
         RemoteFolder(*resolve_url("dir://run/x.ckpt")).begin("a save")
         memory = SnapshotMemory(claim.path, claim.identity, 64)
-        order = WriteRequest("dir://run/x.ckpt", "a save", 0, memory, [PickledItem(("a",), b"some bytes")], fsspec_settings())
+        order = WriteRequest(
+            "dir://run/x.ckpt", "a save", 0, memory, [PickledItem(("a",), b"some bytes")], fsspec_settings()
+        )
     try:
         serve(io.BytesIO(pickle.dumps(order)), replies)
     finally:

@@ -19,7 +19,9 @@ DTYPES = (
 
 def _export(tensors: dict[str, torch.Tensor], folder: Path) -> list[int]:
     written: list[int] = []
-    weights = {key: ExportWeight(value.nbytes, lambda value=value: value, torch.clone) for key, value in tensors.items()}
+    weights = {
+        key: ExportWeight(value.nbytes, lambda value=value: value, torch.clone) for key, value in tensors.items()
+    }
     export_weights(weights, folder, 10**9, SingleProcess(), {"made": "here"}, written.append)
     return written
 

@@ -8,9 +8,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lightning_zero.checkpoint.safetensors import (
+    INDEX,
+    ExportFile,
+    load_safetensors_into,
+    open_safetensors,
+    parse_size,
+    plan_files,
+)
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import RangeReader
-from lightning_zero.checkpoint.safetensors import ExportFile, INDEX, open_safetensors, parse_size, plan_files
-from lightning_zero.checkpoint.safetensors import load_safetensors_into
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.layout import ShardLayout
 
