@@ -37,9 +37,9 @@ from lightning_zero.checkpoint.file_writers import ChecksumWriter, ThreadedWrite
 from lightning_zero.checkpoint.remote_files import move_file, remove_tree, remove_within, resolve_url
 from lightning_zero.checkpoint.sharded.folder import finish_interrupted_save
 from lightning_zero.errors import CheckpointError
-from lightning_zero.sharding.host_memory import on_host
+from lightning_zero.sharding.host_memory import copy_to_host
 from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.state import StateDictHooks, nobody, whole_on_cpu
+from lightning_zero.sharding.state import StateDictHooks, ignore_bytes, full_on_cpu
 
 __all__ = ["model_state", "write_full", "write_local_file", "write_remote_file"]
 
@@ -50,7 +50,7 @@ OnWrite = Callable[[int], None]
 
 
 def model_state(
-    module: nn.Module, hooks: StateDictHooks, on_gather: Callable[[int], object] = nobody
+    module: nn.Module, hooks: StateDictHooks, on_gather: Callable[[int], object] = ignore_bytes
 ) -> dict[str, Any]:
     """Return the module's full state dict on the CPU of rank 0, and an empty one on other ranks. Collective.
 
@@ -67,21 +67,21 @@ def model_state(
         if record.index in tied:
             value = tied[record.index]
         else:
-            value = whole_on_cpu(record, is_rank0)
+            value = full_on_cpu(record, is_rank0)
             on_gather(record.layout.numel * record.param.itemsize)
         if len(record.owners) > 1:
             tied[record.index] = value
         full.add(id(value))  # the state dict keeps it, so the id is not used again
         return value
 
-    with hooks.showing(gather):
+    with hooks.overriding_values(gather):
         state = module.state_dict()
     if not is_rank0:
         return {}
     copies: dict[int, Tensor] = {}  # of buffers: they may change while the file is written
     for key, value in state.items():
         if isinstance(value, Tensor) and id(value) not in full:
-            state[key] = copies.setdefault(id(value), on_host(value))
+            state[key] = copies.setdefault(id(value), copy_to_host(value))
     return state
 
 

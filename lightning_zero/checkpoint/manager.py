@@ -90,7 +90,7 @@ class CheckpointManager:
         self._last_save: SavedState | None = None
         self._writes = 0
         sharder.access.beside = self._before_writing
-        sharder.executor.before_edits(self._before_writing)
+        sharder.executor.before_user_writes(self._before_writing)
 
     def _before_writing(self) -> None:
         self._writes += 1
@@ -113,7 +113,7 @@ class CheckpointManager:
 
         def shard_of(record: ShardedParameter) -> Tensor:
             if record.index not in shards:
-                shards[record.index] = CheckpointShard(record.layout, record.shard, mesh.shard_number, mesh.replica)
+                shards[record.index] = CheckpointShard(record.layout, record.shard, mesh.shard_index, mesh.replica)
             return shards[record.index]
 
         with self.hooks.showing(shard_of):
@@ -162,11 +162,11 @@ class CheckpointManager:
         """Surround ``load_state_dict()``: report its progress, and record a failure half-way."""
         total = sum(record.shard.nbytes for record in self._sharder.live)
         with self.partial_load.watch_weights(path), self.progress(f"Loading weights of {path}", "read", total) as read:
-            self.hooks.on_replaced = read
+            self.hooks.on_loaded_bytes = read
             try:
                 yield
             finally:
-                self.hooks.on_replaced = nobody
+                self.hooks.on_loaded_bytes = nobody
 
     def progress(self, task: str, verb: str, total_bytes: int) -> ProgressReporter:
         """Return the reporter of a task."""

@@ -30,7 +30,7 @@ from lightning_zero.sharding.host_memory import on_host
 from lightning_zero.sharding.mapped import mapped
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import on_plain_tensors
+from lightning_zero.sharding.unsupported import without_shard_dispatch
 
 __all__ = [
     "AllocateFlat",
@@ -89,7 +89,7 @@ class OptimizerStateEntries:
         for number, param, record, names in self._parameters(packed):
             found[number] = []
             for inside, key, value in _leaves(packed["state"][number]):
-                is_shard = record is not None and names.elementwise(key) is not False and record.is_like_shard(value)
+                is_shard = record is not None and names.elementwise(key) is not False and record.has_shard_shape(value)
                 if record is not None and not is_shard:
                     self._check_replicated(key, value, param, record, names)
                 found[number].append(StateEntry(key, value, record if is_shard else None, inside))
@@ -185,7 +185,7 @@ def _is_sharded(key: str, value: Any, record: ShardedParameter, names: StateName
 # -- gather and shard
 
 
-@on_plain_tensors
+@without_shard_dispatch
 def gather_value(value: Any, record: ShardedParameter | None, mesh: Mesh) -> Any:
     """Return the full value in the parameter's shape, on the mesh's device; its storage has padding. Collective.
 
@@ -196,10 +196,10 @@ def gather_value(value: Any, record: ShardedParameter | None, mesh: Mesh) -> Any
     """
     if record is None:
         return value
-    return record.layout.whole(mesh.all_shards(value.reshape(-1)))
+    return record.layout.whole(mesh.all_gather_shard(value.reshape(-1)))
 
 
-@on_plain_tensors
+@without_shard_dispatch
 def optimizer_state(
     optimizer: torch.optim.Optimizer, sharder: Sharder, make_progress: MakeProgress | None = None
 ) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def _shards(
             values.sort(key=lambda one: one[1].shard.data_ptr())
             sizes = [record.layout.shard_numel for _, record, _ in values]
             for shard, (number, record, value) in zip(allocate(sum(sizes), dtype).split(sizes), values, strict=True):
-                record.write_part(mapped(value), shard)
+                record.write_local_part(mapped(value), shard)
                 shards[number, path] = shard.view(record.layout.visible_shape)
                 on_read(shard.nbytes)
     return shards
@@ -316,7 +316,7 @@ def _read_full(value: Any) -> Any:
 # -- names and numbers
 
 
-@on_plain_tensors
+@without_shard_dispatch
 def state_by_name(optimizer: torch.optim.Optimizer, module: nn.Module, sharder: Sharder) -> dict[str, Any]:
     """Return the optimizer's state dict with parameter names for numbers, and this rank's shards."""
     packed = optimizer.state_dict()
@@ -328,7 +328,7 @@ def state_by_name(optimizer: torch.optim.Optimizer, module: nn.Module, sharder: 
     def value_of(entry: StateEntry) -> Any:
         if entry.record is None:
             return entry.value
-        return CheckpointShard(entry.record.layout, entry.value, mesh.shard_number, mesh.replica)
+        return CheckpointShard(entry.record.layout, entry.value, mesh.shard_index, mesh.replica)
 
     state = {key: entries for key, entries in packed["state"].items() if key not in local}  # of no parameter
     state |= {names[number]: nest_entries(entries, map(value_of, entries)) for number, entries in local.items()}

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from lightning_zero.errors import CheckpointError
 from lightning_zero.mesh import Mesh
-from lightning_zero.native.watchdog import Lane, Watchdog
+from lightning_zero.native.watchdog import SequenceId, Watchdog
 
 __all__ = ["RankTasks", "SingleProcess", "error_text"]
 
@@ -95,7 +95,7 @@ class RankTasks:
         text = None if error is None else error_text(error)
         # A step may take longer than the timeout of a collective, as long as it makes progress.
         waits_for = f"the others' attempts to {what}"
-        self._watchdog.collective(waits_for, Lane.UNCOUNTED, lambda _: self._mesh.meeting(), waits=True)
+        self._watchdog.collective(waits_for, SequenceId.UNCOUNTED, lambda _: self._mesh.meeting(), waits=True)
         results = self._mesh.gathered((mine, text))
         failed = {rank: text for rank, (_, text) in enumerate(results) if text is not None}
         if failed:

@@ -24,8 +24,8 @@ from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTenso
 from lightning_zero.checkpoint.sharded.metadata import METADATA
 from lightning_zero.checkpoint.sharded.reader import checkpoint_kind, open_checkpoint
 from lightning_zero.cli.command import Command
-from lightning_zero.cli.progress import bar
-from lightning_zero.cli.show import show_section, show_table, tell
+from lightning_zero.cli.progress import progress_bar
+from lightning_zero.cli.show import show_section, show_table, print_progress
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import to_trainer_keys
 from lightning_zero.sharding.mapped import copy_mapped
@@ -237,7 +237,7 @@ def _verify(arguments: Namespace) -> int:
     for path in _checkpoints_in(arguments.path):
         try:
             checkpoint = OpenedCheckpoint(path)
-            with bar(path, sum(checkpoint.sizes().values())) as on_read:
+            with progress_bar(path, sum(checkpoint.sizes().values())) as on_read:
                 rows.append({"path": path, "good": True, "why": f"compared: {checkpoint.check(on_read)}"})
         except (CheckpointError, OSError) as error:
             rows.append({"path": path, "good": False, "why": str(error)})
@@ -259,7 +259,7 @@ def _consolidate(arguments: Namespace) -> int:
     output = Path(arguments.output or f"{arguments.path.rstrip('/')}.consolidated")
     if output.exists():
         raise CheckpointError(f"There is something at {output} already. Give another --output, or move it away.")
-    with bar("compares", sum(checkpoint.sizes().values())) as on_read:
+    with progress_bar("compares", sum(checkpoint.sizes().values())) as on_read:
         checkpoint.check(on_read)
     content = to_trainer_keys(checkpoint.load(not arguments.trust))
     content["optimizer_states"] = [
@@ -269,7 +269,7 @@ def _consolidate(arguments: Namespace) -> int:
         del content["optimizer_states"]  # it was saved with weights only
     total = sum(checkpoint.sizes().values())
     full = _read_full(content, total)
-    with bar("writes", total) as on_write:
+    with progress_bar("writes", total) as on_write:
         write_local_file(full, output, on_write)
     size = output.stat().st_size
     print(json.dumps({"output": str(output), "bytes": size}) if arguments.json else output)
@@ -278,7 +278,7 @@ def _consolidate(arguments: Namespace) -> int:
 
 def _read_full(content: dict[str, Any], total: int) -> dict[str, Any]:
     known: dict[int, Any] = {}  # tied values stay tied
-    with bar("reads", total) as on_read:
+    with progress_bar("reads", total) as on_read:
 
         def read(value: CheckpointTensor) -> Any:
             if id(value) not in known:
@@ -296,7 +296,7 @@ def _read_full(content: dict[str, Any], total: int) -> dict[str, Any]:
 def _export(arguments: Namespace) -> int:
     """Write safetensors, after comparing the checkpoint with its checksums. Holds the tensors of one file."""
     checkpoint = OpenedCheckpoint(arguments.path)
-    with bar("compares", sum(checkpoint.sizes().values())) as on_read:
+    with progress_bar("compares", sum(checkpoint.sizes().values())) as on_read:
         checkpoint.check(on_read)
     state = to_trainer_keys(checkpoint.load()).get("state_dict") or {}
     selected = {
@@ -320,12 +320,12 @@ def _export(arguments: Namespace) -> int:
         size = (dtype or value.dtype).itemsize if value.is_floating_point() else value.itemsize
         weights[key] = ExportWeight(value.numel() * size, partial(_read, value), partial(_keep, value, dtype))
     max_bytes = parse_size(arguments.max_shard_size)
-    with bar("writes", sum(weight.bytes for weight in weights.values())) as on_write:
+    with progress_bar("writes", sum(weight.bytes for weight in weights.values())) as on_write:
         names = export_weights(weights, Path(arguments.output), max_bytes, SingleProcess(), {}, on_write)
     print(json.dumps({"output": arguments.output, "files": names}) if arguments.json else arguments.output)
     prefix = _common_prefix(selected)
     if prefix and not arguments.prefix:
-        tell(
+        print_progress(
             f"All names in it begin with {prefix!r}, as in your LightningModule. Libraries look for those without: "
             f"for them pass --prefix {prefix}"
         )

@@ -47,7 +47,7 @@ from lightning_zero.checkpoint.sharded.planner import bytes_to_write
 from lightning_zero.checkpoint.sharded.reader import open_checkpoint
 from lightning_zero.compat.lightning_private import WrappingCheckpointIO
 from lightning_zero.errors import CheckpointError
-from lightning_zero.sharding.mapped import take_small
+from lightning_zero.sharding.mapped import copy_small_values
 
 __all__ = [
     "BackgroundFileIO",
@@ -297,7 +297,7 @@ def _load_local(
             verify_storages(found, local, name)
             tensors: list[Tensor] = []
             apply_to_collection(found, Tensor, tensors.append)
-            take_small(tensors)
+            copy_small_values(tensors)
         else:
             found.append(io.load_checkpoint(local, weights_only=weights_only))
 

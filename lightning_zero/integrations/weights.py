@@ -50,10 +50,10 @@ def load_safetensors(
     engine = _find_engine(module)
     if engine is None:
         return load_safetensors_into(module, path, strict, rename)
-    with engine.checkpoints.hooks.showing(lambda record: record.param):  # names need no all-gather
+    with engine.checkpoints.hooks.overriding_values(lambda record: record.param):  # names need no all-gather
         keys = list(module.state_dict())
-    access = engine.sharder.access
-    access.before_overwriting()
+    sync = engine.sharder.sync
+    sync.before_overwriting()
 
     def attempt() -> IncompatibleKeys | ValueError:
         try:
@@ -69,8 +69,8 @@ def load_safetensors(
             raise error
         return IncompatibleKeys(*results[engine.rank])  # type: ignore[misc]
     finally:
-        access.may_have_changed()
-        access.done_writing()
+        sync.invalidate_copies()
+        sync.after_writing()
 
 
 def export_safetensors(
@@ -115,7 +115,7 @@ def export_safetensors(
             placeholders[record.index], records[id(made)] = made, record
         return placeholders[record.index]
 
-    with engine.checkpoints.hooks.showing(placeholder_of):
+    with engine.checkpoints.hooks.overriding_values(placeholder_of):
         state = module.state_dict()
     known: set[int] = set()
     for key, value in state.items():

@@ -14,7 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.engine import engine_of
 from lightning_zero.integrations.checkpoint_files import read_folder
-from lightning_zero.integrations.trainer.sigterm import ask_on_cpu
+from lightning_zero.integrations.trainer.sigterm import check_stop_on_cpu
 from tests.helpers.command import run
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.ranks.pool import Ranks
@@ -124,7 +124,7 @@ def another_lightning() -> list[bool]:
     trainer = make_trainer("eager")
     loop = trainer.fit_loop.epoch_loop
     with patch.object(_TrainingEpochLoop, METHOD, None):
-        undo = ask_on_cpu(trainer, dist.group.WORLD)
+        undo = check_stop_on_cpu(trainer, dist.group.WORLD)
         found = METHOD in vars(loop)
         undo()
     return [found, METHOD in vars(loop), engine_of(Regression()) is None]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.planner import PickledItem, TensorChunk
-from lightning_zero.sharding.host_memory import given_so_far
+from lightning_zero.sharding.host_memory import copy_waiter
 from lightning_zero.sharding.layout import is_strided
 from lightning_zero.sharding.shared_memory import Claim, mapped
 
@@ -114,7 +114,7 @@ class Snapshot:
                 self._copied = torch.cuda.Event()
                 self._copied.record(self._stream)
             self._held = [run.memory for run in on_device]
-        wait_for_device = given_so_far(self._device)  # its last D2H copies may still write to these tensors
+        wait_for_device = copy_waiter(self._device)  # its last D2H copies may still write to these tensors
         for target, source in self._copies(on_host):
             if self._in_threads:
                 self._threads = self._threads or ThreadPoolExecutor(COPY_THREADS, "lightning_zero-snapshot")

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import torch
 from fsspec.config import conf
 
-from lightning_zero.alone import without_lightning
+from lightning_zero.alone import program_without_lightning
 from lightning_zero.checkpoint.async_save.snapshot import SnapshotChunk, SnapshotMemory
 from lightning_zero.checkpoint.rank_tasks import error_text
 from lightning_zero.checkpoint.sharded.folder import save_folder_at
@@ -37,7 +37,7 @@ from lightning_zero.sharding.shared_memory import mapped
 
 __all__ = ["WriteProgress", "WriteRequest", "WriterProcess", "fsspec_settings", "main"]
 
-PROGRAM = without_lightning("from lightning_zero.checkpoint.async_save.writer_process import main\nmain()")
+PROGRAM = program_without_lightning("from lightning_zero.checkpoint.async_save.writer_process import main\nmain()")
 PROGRESS_INTERVAL_S = 0.5
 
 

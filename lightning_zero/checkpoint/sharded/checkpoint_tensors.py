@@ -29,7 +29,7 @@ from lightning_zero.errors import CheckpointError, UnsupportedError
 from lightning_zero.sharding.chunked_io import in_blocks
 from lightning_zero.sharding.layout import ShardLayout, inverse
 from lightning_zero.sharding.mapped import copy_mapped
-from lightning_zero.sharding.tensor_extent import is_worth_its_gaps, reach
+from lightning_zero.sharding.tensor_extent import should_read_gaps, reach
 
 __all__ = [
     "CheckpointShard",
@@ -137,7 +137,7 @@ class StoredTensor:
     def _copy_strided(self, meta: Tensor, into: Tensor) -> None:
         """Read the gaps between elements, too, unless they are large."""
         span = reach(meta.shape, meta.stride())
-        if is_worth_its_gaps(meta, READ_BYTES):
+        if should_read_gaps(meta, READ_BYTES):
             flat = torch.empty(span, dtype=self.dtype)
             self._reader.read(self._start + int(meta.storage_offset()) * meta.itemsize, memory_of(flat))
             into.copy_(flat.as_strided(meta.shape, meta.stride()))
@@ -181,7 +181,7 @@ class CheckpointShard(Tensor):
     @property
     def range(self) -> tuple[int, int]:
         """Positions in the flattened tensor that this rank saves."""
-        begin, end = self.cut.range_of(self.number)
+        begin, end = self.cut.shard_range(self.number)
         number, count = self.replica
         if end - begin <= MIN_SHARED_BYTES // self.dtype.itemsize:
             return begin, end if number == 0 else begin
@@ -194,8 +194,8 @@ class CheckpointShard(Tensor):
         """
         begin, end = self.range
         order = self.cut.order
-        found, position = [], begin - self.cut.range_of(self.number)[0]
-        for box in boxes(self.cut.stored_shape, begin, end, max_numel):
+        found, position = [], begin - self.cut.shard_range(self.number)[0]
+        for box in boxes(self.cut.memory_shape, begin, end, max_numel):
             values = self.shard[position : position + box.numel].view(box.sizes)
             position += box.numel
             if order is not None:
@@ -260,10 +260,10 @@ class CheckpointTensor(Tensor):
             layout: of the parameter.
             number: of the shard.
         """
-        begin, end = layout.range_of(number)
+        begin, end = layout.shard_range(number)
         order = layout.order
         wanted, position = [], 0
-        for box in boxes(layout.stored_shape, begin, end):
+        for box in boxes(layout.memory_shape, begin, end):
             values = shard[position : position + box.numel].view(box.sizes)
             position += box.numel
             if order is not None:

@@ -31,9 +31,9 @@ class Sharder:
         for index, shape in enumerate(shapes):
             layout = ShardLayout.of(torch.Size(shape), torch.float32, WORLD)
             param = nn.Parameter(torch.zeros(layout.visible_shape))
-            sight: Any = MagicMock(number=rank)
+            spec: Any = MagicMock(number=rank)
             memory = {Role.MASTER_SHARD: param.data.view(-1)}
-            self.records.add(ShardedParameter(index, f"p{index}", param, layout, memory, sight))
+            self.records.add(ShardedParameter(index, f"p{index}", param, layout, memory, spec))
         self.find = self.records.find
         self.params = [record.param for record in self.records]
 
@@ -153,7 +153,7 @@ def test_an_entry_knows_how_it_is_cut() -> None:
     assert entry.value is saved["state"][0]["exp_avg"]
     assert entry.record is sharder.records[0]
     assert entry.record.layout.shape == (7, 10)
-    assert entry.record.layout.range_of(1) == (64, 70)
+    assert entry.record.layout.shard_range(1) == (64, 70)
 
 
 def test_a_rank_loads_its_part_and_what_all_have() -> None:
@@ -254,11 +254,11 @@ def test_what_is_cut_is_gathered_in_its_parameters_shape_and_its_own_dtype() -> 
     mesh: Any = MagicMock()
     all_ranks = torch.arange(WORLD * record.layout.shard_numel, dtype=torch.float64)
 
-    def all_shards(shard: Tensor) -> Tensor:
+    def all_gather_shard(shard: Tensor) -> Tensor:
         assert shard.equal(all_ranks[: record.layout.shard_numel])
         return all_ranks
 
-    mesh.all_shards = all_shards
+    mesh.all_gather_shard = all_gather_shard
     shard = all_ranks[: record.layout.shard_numel].view(record.layout.visible_shape)
     assert gather_value(shard, record, mesh).equal(all_ranks[:70].view(7, 10))
     assert gather_value(shard, None, mesh) is shard

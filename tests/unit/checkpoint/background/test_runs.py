@@ -166,7 +166,7 @@ def test_what_still_comes_to_the_host_is_copied_when_it_is_there() -> None:
         assert comes.wait(20)
 
     taken = Snapshot(torch.device("cpu"), in_threads=True)
-    with patch.object(snapshot, "given_so_far", lambda device: wait):
+    with patch.object(snapshot, "copy_waiter", lambda device: wait):
         [kept] = taken.take([_piece("x", arena, True)])
     arena.copy_(_arena())
     comes.set()

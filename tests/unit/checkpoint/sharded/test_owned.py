@@ -17,7 +17,7 @@ from lightning_zero.checkpoint.sharded.checkpoint_tensors import (
 from lightning_zero.checkpoint.sharded.commit import save_sharded
 from lightning_zero.checkpoint.sharded.reader import CheckpointReader
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.trainer.finding import _reads_folders
+from lightning_zero.integrations.trainer.finding import _read_folders
 
 WHOLE = torch.arange(35.0).view(7, 5)
 
@@ -60,7 +60,7 @@ def test_extra_state_has_memory_however_deep_it_lies(tmp_path: Path) -> None:
     save_sharded(path, {"state_dict": state}, {}, SingleProcess())
     found = materialize_extra_state(CheckpointReader(str(path)).content()["state_dict"])
     assert type(found["0.weight"]) is CheckpointTensor
-    alone = _reads_folders(torch.load)(path)["state_dict"]  # as load_from_checkpoint does
+    alone = _read_folders(torch.load)(path)["state_dict"]  # as load_from_checkpoint does
     assert torch.equal(alone["0.weight"], WHOLE)
     for given in (found, alone):
         mine = given["0._extra_state"]

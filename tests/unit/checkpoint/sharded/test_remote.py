@@ -22,7 +22,7 @@ from lightning_zero.checkpoint.sharded.folder import MANIFEST, RemoteFolder
 from lightning_zero.checkpoint.sharded.reader import CheckpointReader, checkpoint_kind
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import read_folder, read_on_all_ranks
-from lightning_zero.integrations.trainer.finding import _beside_lost_link, newest_first
+from lightning_zero.integrations.trainer.finding import _replace_broken_last, other_checkpoints
 from lightning_zero.sharding.layout import ShardLayout
 from tests.helpers.elsewhere import Counted, Mounted, counting, mount, stored
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
@@ -231,7 +231,7 @@ def test_a_copy_of_the_folder_is_a_checkpoint_and_a_part_of_one_is_not(root: str
 def test_others_are_found_newest_first(root: str) -> None:
     for seed, name in enumerate(["b", "a", "c"]):
         save(f"{root}/{name}.ckpt", seed)
-    assert [entry.rsplit("/", 1)[-1] for entry in newest_first(f"{root}/c.ckpt")] == ["a.ckpt", "b.ckpt"]
+    assert [entry.rsplit("/", 1)[-1] for entry in other_checkpoints(f"{root}/c.ckpt")] == ["a.ckpt", "b.ckpt"]
 
 
 def test_the_last_one_is_found_where_lightning_does_not_look(root: str) -> None:
@@ -241,7 +241,7 @@ def test_the_last_one_is_found_where_lightning_does_not_look(root: str) -> None:
         checkpoint_callbacks=[SimpleNamespace(dirpath=f"{root}/none"), SimpleNamespace(dirpath=root)]
     )
     with pytest.warns(UserWarning, match=f"finds no last checkpoint in {root}"):
-        path = _beside_lost_link(trainer)
+        path = _replace_broken_last(trainer)
     assert path is not None
     assert seed_of(path) == 2
 
@@ -249,9 +249,9 @@ def test_the_last_one_is_found_where_lightning_does_not_look(root: str) -> None:
 def test_another_one_is_the_last_only_where_there_was_a_last_one(tmp_path: Path) -> None:
     (tmp_path / "step=1.ckpt").touch()
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[SimpleNamespace(dirpath=str(tmp_path))])
-    assert _beside_lost_link(trainer) is None
+    assert _replace_broken_last(trainer) is None
     for left in ("last.ckpt", "last.ckpt.incomplete"):
         (tmp_path / left).symlink_to("nowhere")
         with pytest.warns(UserWarning, match="was not saved to its end"):
-            assert _beside_lost_link(trainer) == str(tmp_path / "step=1.ckpt")
+            assert _replace_broken_last(trainer) == str(tmp_path / "step=1.ckpt")
         (tmp_path / left).unlink()

@@ -26,8 +26,8 @@ from lightning_zero.checkpoint.sharded.reader import CheckpointReader
 from lightning_zero.checkpoint.sharded.writer import RankFiles
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import read_folder
-from lightning_zero.integrations.trainer.finding import newest_first
-from lightning_zero.integrations.trainer.saving import Saving
+from lightning_zero.integrations.trainer.finding import other_checkpoints
+from lightning_zero.integrations.trainer.saving import TrainerCheckpointing
 from lightning_zero.sharding.shared_memory import Claim
 from tests.helpers.saves import save, seed_of
 from tests.helpers.store import Store, storing
@@ -61,7 +61,7 @@ def test_what_others_have_written_since_a_list_was_made_is_read() -> None:
     assert seed_of(PATH) == 22.0
     _list_all()
     save("stored://run/y.ckpt", 3.0)
-    assert newest_first(PATH) == ["stored://run/y.ckpt"]
+    assert other_checkpoints(PATH) == ["stored://run/y.ckpt"]
     assert seed_of("stored://run/y.ckpt") == 3.0
     _list_all()
     threading.Thread(target=lambda: remove_checkpoint_at("stored://run/y.ckpt")).start()
@@ -122,7 +122,7 @@ def test_one_that_has_lost_its_place_to_a_save_that_died_is_found() -> None:
         errors = save(PATH, 3.0)
     assert all("throttled" in str(error) for error in errors)
     assert _names() == ["a.ckpt", "x.ckpt.incomplete"]
-    assert newest_first("stored://run/last.ckpt") == [PATH, "stored://run/a.ckpt"]
+    assert other_checkpoints("stored://run/last.ckpt") == [PATH, "stored://run/a.ckpt"]
     assert seed_of(PATH) == 3.0
     remove_checkpoint_at(PATH)
     assert _names() == ["a.ckpt"]
@@ -144,9 +144,9 @@ def test_the_last_one_is_tried_again_before_an_older_one_is_taken(broken: bool) 
 
     asked = SimpleNamespace(_checkpoint_connector=SimpleNamespace(_zero_asked="last"))
     engine = SimpleNamespace(checkpoints=SimpleNamespace(ranks=SingleProcess()))
-    strategy: Any = SimpleNamespace(_load=load, _attached=asked, _require_engine=lambda: engine)
+    strategy: Any = SimpleNamespace(_load=load, _attached_trainer=asked, _require_engine=lambda: engine)
     with pytest.warns(match="connection reset Going on from stored://run/old.ckpt") if broken else nullcontext():
-        found = Saving._load_this_or_another(strategy, PATH, None)
+        found = TrainerCheckpointing._load_with_fallback(strategy, PATH, None)
     assert found["seed"] == (1.0 if broken else 2.0)
     assert tried == [PATH, PATH, *(["stored://run/old.ckpt"] if broken else [])]
 

@@ -79,7 +79,7 @@ def test_no_more_is_read_than_what_holds_the_part() -> None:
     saved = _saved(whole, 2, 10 * 32, read)
     layout = ShardLayout.of(whole.shape, whole.dtype, 4)
     layout.part(saved, 1)
-    begin, end = layout.range_of(1)
+    begin, end = layout.shard_range(1)
     assert sum(box.numel for box in read) <= end - begin + 2 * 10 * 32
     assert len(read) == len(set(read))
 
