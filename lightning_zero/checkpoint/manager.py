@@ -45,7 +45,7 @@ from lightning_zero.errors import CheckpointError
 from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.state import StateDictHooks, nobody
+from lightning_zero.sharding.state import StateDictHooks, ignore_bytes
 
 __all__ = ["CheckpointManager", "PartialLoad"]
 
@@ -89,7 +89,7 @@ class CheckpointManager:
         self.saver = AsyncSaver(sharder.mesh, self.ranks, self._plans)
         self._last_save: SavedState | None = None
         self._writes = 0
-        sharder.access.beside = self._before_writing
+        sharder.sync.on_before_write = self._before_writing
         sharder.executor.before_user_writes(self._before_writing)
 
     def _before_writing(self) -> None:
@@ -116,7 +116,7 @@ class CheckpointManager:
                 shards[record.index] = CheckpointShard(record.layout, record.shard, mesh.shard_index, mesh.replica)
             return shards[record.index]
 
-        with self.hooks.showing(shard_of):
+        with self.hooks.overriding_values(shard_of):
             return self._module().state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, sharded: bool = False) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class CheckpointManager:
             try:
                 yield
             finally:
-                self.hooks.on_loaded_bytes = nobody
+                self.hooks.on_loaded_bytes = ignore_bytes
 
     def progress(self, task: str, verb: str, total_bytes: int) -> ProgressReporter:
         """Return the reporter of a task."""
@@ -198,7 +198,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: on every rank: this save or the previous one has failed; the previous checkpoint remains.
         """
-        self._sharder.access.before_reading()
+        self._sharder.sync.before_reading()
         last, self._last_save = self._last_save, None
         if again and last is not None and last.mark == mark and self._relink(last, path, state, rest):
             return

@@ -26,7 +26,7 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.optim.rules import StateNames, state_names
 from lightning_zero.optim.support import check_state_dict, large_tensors
-from lightning_zero.sharding.host_memory import on_host
+from lightning_zero.sharding.host_memory import copy_to_host
 from lightning_zero.sharding.mapped import mapped
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
@@ -196,7 +196,7 @@ def gather_value(value: Any, record: ShardedParameter | None, mesh: Mesh) -> Any
     """
     if record is None:
         return value
-    return record.layout.whole(mesh.all_gather_shard(value.reshape(-1)))
+    return record.layout.full_view(mesh.all_gather_shard(value.reshape(-1)))
 
 
 @without_shard_dispatch
@@ -217,7 +217,7 @@ def optimizer_state(
                 full = gather_value(entry.value, entry.record, sharder.mesh)  # one at a time
                 if rank == 0:
                     # A copy: the storage has padding, and training may go on before the file is written.
-                    kept.append(on_host(full) if isinstance(full, Tensor) else full)
+                    kept.append(copy_to_host(full) if isinstance(full, Tensor) else full)
                 del full
                 on_gather(_full_bytes(entry))
             if rank == 0:
@@ -225,7 +225,7 @@ def optimizer_state(
     if rank:
         return {}
     rest = {key: value for key, value in packed["state"].items() if key not in state}  # of no parameter
-    return {**packed, "state": state | tree_map_only(Tensor, on_host, rest)}
+    return {**packed, "state": state | tree_map_only(Tensor, copy_to_host, rest)}
 
 
 def shard_optimizer_state(

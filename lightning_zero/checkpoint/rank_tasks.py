@@ -61,7 +61,7 @@ class RankTasks:
         store = self._mesh.store(f"absent/{self._stage}")
         store.set(f"{self.rank}", state)
         deadline, keys = time.monotonic() + ARRIVAL_TIMEOUT_S, [f"{rank}" for rank in range(self.world_size)]
-        while not (late := time.monotonic() > deadline or bool(self._watchdog.native.verdict())):
+        while not (late := time.monotonic() > deadline or bool(self._watchdog.native.abort_reason())):
             if store.check(keys):
                 break
             time.sleep(POLL_S)
@@ -95,8 +95,8 @@ class RankTasks:
         text = None if error is None else error_text(error)
         # A step may take longer than the timeout of a collective, as long as it makes progress.
         waits_for = f"the others' attempts to {what}"
-        self._watchdog.collective(waits_for, SequenceId.UNCOUNTED, lambda _: self._mesh.meeting(), waits=True)
-        results = self._mesh.gathered((mine, text))
+        self._watchdog.collective(waits_for, SequenceId.UNCOUNTED, lambda _: self._mesh.barrier(), waits=True)
+        results = self._mesh.all_gather_values((mine, text))
         failed = {rank: text for rank, (_, text) in enumerate(results) if text is not None}
         if failed:
             raise CheckpointError(_failure_text(what, failed, self._mesh)) from error

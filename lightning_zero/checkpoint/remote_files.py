@@ -107,10 +107,20 @@ class ScratchFolder:
     def shared(cls, ranks: RankTasks) -> ScratchFolder:
         """Make one folder for the ranks of each host. Collective."""
         what, leader = "make a temporary folder for a download", ranks.host_ranks[0]
-        made = cls() if ranks.rank == leader else None
-        path = ranks.run_on_all(what, lambda: None if made is None else str(made.path))[leader]
-        folders = [] if made is None else [made]
-        ranks.run_on_all(what, lambda: folders or folders.append(cls(path)))
+        folders: list[ScratchFolder] = []
+
+        def make() -> str | None:
+            if ranks.rank != leader:
+                return None
+            folders.append(cls())
+            return str(folders[0].path)
+
+        def join() -> None:
+            if ranks.rank != leader:
+                folders.append(cls(path))
+
+        path = ranks.run_on_all(what, make)[leader]
+        ranks.run_on_all(what, join)
         return folders[0]
 
     def check_space(self, count: int, url: object) -> None:

@@ -26,10 +26,10 @@ from lightning_zero.checkpoint.sharded.boxes import Box, boxes, overlap
 from lightning_zero.compat.modules import extra_state_suffix
 from lightning_zero.compat.tensors import disabled_torch_function, make_wrapper_subclass, tree_map_only
 from lightning_zero.errors import CheckpointError, UnsupportedError
-from lightning_zero.sharding.chunked_io import in_blocks
+from lightning_zero.sharding.chunked_io import read_in_chunks
 from lightning_zero.sharding.layout import ShardLayout, inverse
 from lightning_zero.sharding.mapped import copy_mapped
-from lightning_zero.sharding.tensor_extent import should_read_gaps, reach
+from lightning_zero.sharding.tensor_extent import extent, should_read_gaps
 
 __all__ = [
     "CheckpointShard",
@@ -63,7 +63,7 @@ class RangeReader:
         Raises:
             CheckpointError: the file ends earlier, or cannot be read any more.
         """
-        in_blocks(len(into), READ_BYTES, READ_THREADS, lambda at, end: self._read_block(begin + at, into[at:end]))
+        read_in_chunks(len(into), READ_BYTES, READ_THREADS, lambda at, end: self._read_block(begin + at, into[at:end]))
 
     def _read_block(self, begin: int, into: memoryview) -> None:
         done = 0
@@ -136,7 +136,7 @@ class StoredTensor:
 
     def _copy_strided(self, meta: Tensor, into: Tensor) -> None:
         """Read the gaps between elements, too, unless they are large."""
-        span = reach(meta.shape, meta.stride())
+        span = extent(meta.shape, meta.stride())
         if should_read_gaps(meta, READ_BYTES):
             flat = torch.empty(span, dtype=self.dtype)
             self._reader.read(self._start + int(meta.storage_offset()) * meta.itemsize, memory_of(flat))

@@ -92,7 +92,9 @@ def _replace_broken_last(trainer: pl.Trainer) -> str | None:
             for path in other_checkpoints(f"{str(home).rstrip('/')}/*"):
                 rank_zero_warn(f"Lightning finds no last checkpoint in {home}. Going on from {path}, the newest.")
                 return path
-        for path in other_checkpoints(Path(home) / "last.ckpt") if home and _has_last_remains(Path(home), callback) else ():
+        for path in (
+            other_checkpoints(Path(home) / "last.ckpt") if home and _has_last_remains(Path(home), callback) else ()
+        ):
             rank_zero_warn(f"The last checkpoint in {home} was not saved to its end. Going on from {path}, the newest.")
             return path
     return None
