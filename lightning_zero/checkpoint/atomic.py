@@ -2,8 +2,8 @@
 
 A save writes to a sibling path (:func:`sibling_path`) and :func:`replace_atomically` puts it in place, so a process
 that dies at any moment leaves the previous checkpoint. :func:`try_lock` and :class:`PinnedDirectory` detect another
-save to the same path; a file system without locks grants every lock, and the save then notices at its end that its
-files are gone.
+save to the same path. A file system without locks grants every lock; the save then finds at its end that its files are
+gone.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _replace(one: Path, other: Path) -> bool:
 
 
 def _move(one: Path, other: Path) -> None:
-    """Rename a file or folder to ``other``, which does not exist; copy it if the file system answers EXDEV.
+    """Rename a file or folder to the new name ``other``, or copy it if the file system answers EXDEV.
 
     Union and overlay file systems answer EXDEV within one folder, too: for a folder of a lower layer, for example.
     ``one`` is removed after its copy is on the disk. If the copy fails, ``one`` is unchanged and ``other`` is removed.
@@ -280,7 +280,7 @@ def check_replaceable(path: str, names: Iterable[str]) -> None:
 
 
 def try_lock(descriptor: int, timeout_s: float = 0.0) -> bool:
-    """Lock an open file or folder until it is unlocked or closed; return False if another save has locked it.
+    """Lock an open file or folder until it is closed; return False if another save has locked it.
 
     Args:
         descriptor: of the file or folder.

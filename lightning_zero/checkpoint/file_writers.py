@@ -1,4 +1,4 @@
-"""Writers that flush to the disk while they write, report progress, and sum up what they write.
+"""Writers that flush to the disk while they write, report progress, and compute checksums.
 
 :class:`ChecksumWriter` hashes in the calling thread; :class:`ThreadedWriter` writes in a thread, concurrently with
 ``torch.save`` computing the next CRC. Both are durable: closed without an error, their bytes are on the disk.

@@ -212,8 +212,8 @@ def verify_storages(value: Any, file: Any, name: str) -> None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in containers and in attributes of this package's objects, at any depth and in cycles."""
-    pending, seen = [value], set()
+    """Yield the tensors in nested containers, and in attributes of this package's objects."""
+    pending, seen = [value], set()  # no recursion: untrusted values may be deep, or contain themselves
     while pending:
         one = pending.pop()
         if isinstance(one, Tensor):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.async_save.saver import AsyncSaver
 from lightning_zero.checkpoint.atomic import becomes_visible
-from lightning_zero.checkpoint.full import model_state
+from lightning_zero.checkpoint.full_checkpoint import model_state
 from lightning_zero.checkpoint.optimizer_state import (
     AllocateFlat,
     has_parameter_names,
@@ -26,7 +26,7 @@ from lightning_zero.checkpoint.optimizer_state import (
     state_by_name,
     state_by_number,
 )
-from lightning_zero.checkpoint.progress import ProgressReporter, ShowBar, silent_progress
+from lightning_zero.checkpoint.progress_reporter import ProgressReporter, ShowBar, silent_progress
 from lightning_zero.checkpoint.rank_tasks import RankTasks
 from lightning_zero.checkpoint.remote_files import ScratchFolder
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
@@ -59,9 +59,9 @@ class CheckpointManager:
 
     Args:
         sharder: knows the module's parameters.
-        watchdog: learns what this rank does for a checkpoint.
+        watchdog: learns about collective steps and progress.
         module: returns the sharded module, or raises.
-        print_line: shows the user a line about what takes long.
+        print_line: shows the user a line about a long task.
 
     Attributes:
         hooks: of the module's ``state_dict()``.
@@ -349,7 +349,7 @@ class PartialLoad:
 
     @contextmanager
     def watch_all(self, path: object) -> Iterator[None]:
-        """Surround a complete load, in any order; record only what :meth:`watch_weights` has not recorded."""
+        """Surround a complete load, in any order; record a failure unless :meth:`watch_weights` has."""
         before, self.message = self._hooks.replaced, None
         try:
             yield

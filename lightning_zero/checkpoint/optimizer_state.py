@@ -2,8 +2,8 @@
 
 An entry of the state either has one element for each element of its parameter and is sharded like it, or is the same on
 every rank. The optimizer's registered rule (:func:`state_names`) decides by name. Without a rule shapes decide: a shard
-has at least 32 elements, so a local tensor of the shard's shape is sharded. Of full values, those of the parameter's
-shape are sharded, unless the same name holds single numbers for parameters with dimensions: then it is a counter.
+has at least 32 elements, so a local tensor of the shard's shape is sharded. Full values of the parameter's shape are
+sharded, unless the same name holds single numbers for parameters with dimensions: then it is a counter.
 Optimizers that train only scalars without a rule need :func:`~lightning_zero.register_rule`.
 
 Dicts within an entry are searched. A tensor that is neither sharded nor a single number is an error.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.progress import ProgressReporter, silent_progress
+from lightning_zero.checkpoint.progress_reporter import ProgressReporter, silent_progress
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard, CheckpointTensor
 from lightning_zero.compat.tensors import tree_leaves, tree_map_only
 from lightning_zero.errors import UnsupportedError
@@ -187,7 +187,7 @@ def _is_sharded(key: str, value: Any, record: ShardedParameter, names: StateName
 
 @without_shard_dispatch
 def gather_value(value: Any, record: ShardedParameter | None, mesh: Mesh) -> Any:
-    """Return the full value in the parameter's shape, on the mesh's device; its storage has padding. Collective.
+    """All-gather a value in the parameter's shape. Its storage has padding. Collective.
 
     Args:
         value: this rank's shard, of any dtype.
@@ -203,7 +203,7 @@ def gather_value(value: Any, record: ShardedParameter | None, mesh: Mesh) -> Any
 def optimizer_state(
     optimizer: torch.optim.Optimizer, sharder: Sharder, make_progress: MakeProgress | None = None
 ) -> dict[str, Any]:
-    """Return the optimizer's full state dict on the CPU of rank 0, and an empty one on other ranks. Collective."""
+    """Return the full state dict on the CPU of rank 0, and an empty one on other ranks. Collective."""
     packed = optimizer.state_dict()
     if not packed:
         return {}  # Lightning's placeholder for no optimizer

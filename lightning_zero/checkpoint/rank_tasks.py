@@ -27,7 +27,7 @@ class RankTasks:
 
     Args:
         mesh: its control group is used.
-        watchdog: learns what this rank does and waits for.
+        watchdog: learns about steps and waits of this rank.
     """
 
     def __init__(self, mesh: Mesh, watchdog: Watchdog) -> None:
@@ -54,9 +54,10 @@ class RankTasks:
         return self._stage
 
     def find_disagreement(self, state: str) -> str:
-        """Return why ranks cannot act together after an exception; empty if all arrive here with the same ``state``.
+        """Return why ranks cannot act together after an exception, or ``""``.
 
-        Returns the same on all ranks that arrive. Not collective: other ranks may never arrive. Once in a stage.
+        They can if all arrive here with the same ``state``. The result is the same on all ranks that arrive. Not
+        collective: other ranks may never arrive. Once in a stage.
         """
         store = self._mesh.store(f"absent/{self._stage}")
         store.set(f"{self.rank}", state)
@@ -73,7 +74,7 @@ class RankTasks:
         return store.compare_set("found", "", found or AGREED).decode().replace(AGREED, "")
 
     def busy(self, what: str) -> AbstractContextManager[None]:
-        """Tell the watchdog that this rank may take long."""
+        """Report to the watchdog that this rank may take long."""
         return self._watchdog.busy(what)
 
     def run_on_all(self, what: str, attempt: Callable[[], T]) -> list[T]:

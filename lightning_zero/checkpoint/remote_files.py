@@ -3,8 +3,8 @@
 Checkpoints are read through local files: :class:`ScratchFolder` is a temporary folder that the ranks of a host share,
 and :func:`fetch_full` fills it by one download for each host.
 
-Kept although fsspec has ``rm``, ``mv`` and ``get``: ``rm`` and ``get`` expand names as glob patterns and would remove
-``x1.ckpt`` for ``x[1].ckpt``; ``mv`` neither replaces files nor raises on all file systems.
+Kept although fsspec has ``rm``, ``mv`` and ``get``. They expand names as glob patterns: ``rm`` would remove ``x1.ckpt``
+for ``x[1].ckpt``. Not all file systems replace a file in ``mv``, or raise if they do not.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def resolve_url(path: str | Path, **options: Any) -> tuple[Any, str]:
 
 
 def exists(url: str) -> bool:
-    """Return True if there is something at ``url`` now, whatever fsspec's cache says."""
+    """Return True if there is something at ``url`` now, ignoring fsspec's cache."""
     fs, place = resolve_url(url)
     fs.invalidate_cache()
     return bool(fs.exists(place))

@@ -1,4 +1,4 @@
-"""Load and export weights as safetensors, in one file or several with an index, as Hugging Face lays them out.
+"""Load and export weights as Hugging Face's safetensors: one file, or several with an index.
 
 Loading reads each rank's part of a tensor. Exporting writes different files on different ranks, and gathers each tensor
 when its file is next.
@@ -321,7 +321,7 @@ def parse_size(size: str | int) -> int:
 
 
 def to_cpu(value: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
-    """Return a contiguous CPU tensor, floating-point ones in ``dtype``; with ``copy``, in memory of its own."""
+    """Return a contiguous CPU tensor, in ``dtype`` if it is floating-point; with ``copy``, a new one."""
     wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
     return value.detach().to("cpu", wanted, copy=copy).contiguous()
 

@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_zero.checkpoint.full import write_local_file
+from lightning_zero.checkpoint.full_checkpoint import write_local_file
 from lightning_zero.checkpoint.integrity import verify_archive, verify_storages
 from lightning_zero.checkpoint.optimizer_state import has_parameter_names, renumber
 from lightning_zero.checkpoint.rank_tasks import SingleProcess
@@ -124,7 +124,7 @@ class OpenedCheckpoint:
         return {Path(self.path).name: Path(self.path).stat().st_size}
 
     def check(self, on_read: Callable[[int], None]) -> str:
-        """Compare the checkpoint with its checksums, and return what was compared.
+        """Compare the checkpoint with its checksums, and describe the comparison.
 
         Raises:
             CheckpointError: it is damaged.

@@ -1,4 +1,4 @@
-"""Checkpoints of strategies: full ones as files through Lightning's CheckpointIO, and sharded ones as folders.
+"""Checkpoints of strategies: files through Lightning's CheckpointIO, and sharded folders.
 
 :class:`FileIO` and :class:`BackgroundFileIO` write full checkpoints durably and atomically. A strategy's checkpoint is
 one dict in memory; :func:`split_state` splits it into the tensors and the rest of a folder. Folders name an optimizer's
@@ -25,11 +25,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.checkpoint.atomic import readable_path
-from lightning_zero.checkpoint.full import write_full
+from lightning_zero.checkpoint.full_checkpoint import write_full
 from lightning_zero.checkpoint.integrity import verify_open_archive, verify_storages, wrap_read_errors
 from lightning_zero.checkpoint.manager import CheckpointManager
 from lightning_zero.checkpoint.optimizer_state import has_parameter_names
-from lightning_zero.checkpoint.progress import ProgressReporter
+from lightning_zero.checkpoint.progress_reporter import ProgressReporter
 from lightning_zero.checkpoint.rank_tasks import RankTasks, SingleProcess
 from lightning_zero.checkpoint.remote_files import (
     HTTP,
@@ -189,7 +189,7 @@ def _copy(value: Any) -> Any:
 
 
 def check_storage_options(io: CheckpointIO, storage_options: Any | None, sharded: bool = False) -> None:
-    """Raise Lightning's error if ``io`` takes no ``storage_options``. Call it on every rank, before a collective.
+    """Raise Lightning's error if ``io`` takes no ``storage_options``. Call it on every rank.
 
     Args:
         io: the strategy's. A user's own one passes.
@@ -375,7 +375,7 @@ def _readable_local(path: str | Path) -> Path | None:
 
 
 def split_state(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a checkpoint into the state that is saved tensor by tensor, and the rest that is saved as one object."""
+    """Split a checkpoint into the state that is saved by tensors, and the rest, saved as one object."""
     state: dict[str, Any] = {}
     rest: dict[str, Any] = {}
     for key, value in checkpoint.items():
@@ -415,7 +415,7 @@ def read_folder(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
 
 
 def to_trainer_keys(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Rename the keys of a folder, or of a file that Lightning's tool has made of one, to those of a Trainer."""
+    """Rename keys of a folder, or of a file that Lightning's tool has made of one, to a Trainer's."""
     if MODEL[0] not in checkpoint and MODEL[1] in checkpoint:
         checkpoint[MODEL[0]] = checkpoint.pop(MODEL[1])
     if STATES not in checkpoint and "lr_schedulers" in checkpoint:  # else it was saved with weights_only=True

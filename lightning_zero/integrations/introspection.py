@@ -1,4 +1,4 @@
-"""What users may look at, and choose, in the engine under a strategy: graphs, passes, plans, costs, counts."""
+"""Methods of strategies to observe and configure the compiler, and to read plans and counters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["EngineIntrospectionMixin"]
 
 
 class EngineIntrospectionMixin:
-    """For a strategy, which says where its engine is."""
+    """Public methods that a strategy inherits; the strategy provides its engine."""
 
     _engine: Engine | None
     _observers: list[GraphObserver]
@@ -27,31 +27,39 @@ class EngineIntrospectionMixin:
         raise NotImplementedError
 
     def observe_graphs(self, observer: GraphObserver) -> None:
-        """``observer(what, graph)`` sees every graph that is compiled from now on: "joint" (where its layers are alike,
-        after Inductor's own passes over it), and "before" and "after" the passes. It must not keep graphs. Call it
-        before ``fit()``, or in a callback's ``setup``."""
+        """Call ``observer(stage, graph)`` for every graph that is compiled from now on.
+
+        Call it before ``fit()``, or in a callback's ``setup``.
+
+        Args:
+            observer: must not keep graphs. The stage is ``"joint"`` (after Inductor's joint passes if layers are
+                deduplicated), or ``"before"`` or ``"after"`` the graph passes.
+        """
         self._observers.append(observer)
         if self._engine is not None:
             self._engine.session.progress.observe(observer)
 
     def observe_passes(self, observer: PassObserver) -> None:
-        """``observer(trace)`` is told what each pass does to each graph that is compiled from now on: nodes added,
-        removed, changed and moved, a diff, and milliseconds (:class:`PassTrace`). Graphs then do not come out of the
-        compiler's cache. Call it before ``fit()``, or in a callback's ``setup``."""
+        """Call ``observer(trace)`` for each pass over each graph that is compiled from now on.
+
+        Disables the compiler's cache. Call it before ``fit()``, or in a callback's ``setup``.
+
+        Args:
+            observer: gets a :class:`PassTrace` with changed nodes, a diff and milliseconds.
+        """
         self._pass_observers.append(observer)
         if self._engine is not None:
             self._engine.session.progress.observe_passes(observer)
 
     def _observe_engine(self, engine: Engine) -> None:
-        """Lets those observers see the engine's graphs that were there before it."""
+        """Register observers that were added before the engine was made."""
         for observer in self._observers:
             engine.session.progress.observe(observer)
         for pass_observer in self._pass_observers:
             engine.session.progress.observe_passes(pass_observer)
 
     def register_pass(self, spec: PassSpec) -> None:
-        """Makes a graph pass of your own known, for :meth:`use_passes` and ``PassSchedule``. Call it in a hook, on
-        every rank.
+        """Register a graph pass for :meth:`use_passes` and ``PassSchedule``. Call it in a hook, on every rank.
 
         Raises:
             ValueError: there is a pass of that name.
@@ -59,47 +67,52 @@ class EngineIntrospectionMixin:
         self._require_engine().session.register_pass(spec)
 
     def use_passes(self, names: Sequence[str] | None) -> None:
-        """Graphs go through the passes of these names from now on, None meaning the default ones. Call it between
-        steps, on every rank.
+        """Run the passes of these names from now on. Call it between steps, on every rank.
+
+        Args:
+            names: in order; None: the default passes.
 
         Raises:
-            ValueError: unknown names, broken contracts, or passes that leave a graph unfinished.
+            ValueError: unknown names, broken contracts, or passes that leave a graph incomplete.
         """
         self._require_engine().session.use_passes(names)
 
     def disable_passes(self, names: Sequence[str]) -> None:
-        """Switches the passes of these names off, whichever are in use, and those that were switched off before on
-        again; to find out whether one of them is to blame. Call it between steps, on every rank.
+        """Disable exactly these passes, to find a faulty one. Call it between steps, on every rank.
+
+        Passes that an earlier call has disabled run again.
 
         Raises:
-            ValueError: unknown names, or passes that graphs cannot do without; the message says what would be missing.
+            ValueError: unknown names, or passes that graphs need; the message says what would be missing.
         """
         self._require_engine().session.disable_passes(names)
 
     def known_passes(self) -> dict[str, PassSpec]:
-        """All passes that can be used, by name; the order of the built-in ones is that in which they run by default."""
+        """Return all passes by name, the built-in ones in their default order."""
         return self._require_engine().session.known_passes
 
     def plan(self) -> Plan:
-        """What the compiled graphs that have run so far gather and reduce, and when; prints as a table."""
+        """Return when the compiled graphs all-gather and reduce; prints as a table."""
         return self._require_engine().session.plans.plan
 
     @property
     def memory_plan(self) -> MemoryPlan | None:
-        """How ``memory`` is spent, and what that is expected to come to; prints as a table, ``as_dict()`` is for JSON.
-        None without ``memory``, and before optimizers are set up."""
+        """The plan for ``memory=`` and its expected peak; prints as a table, and ``as_dict()`` is for JSON.
+
+        None without ``memory``, and before optimizers are set up.
+        """
         return self._require_engine().memory.plan
 
     @property
     def peer_bytes(self) -> int:
-        """Memory of this rank that peers read, which ``torch.cuda.max_memory_allocated()`` leaves out."""
+        """This rank's symmetric memory in bytes, which ``torch.cuda.max_memory_allocated()`` does not count."""
         return self._require_engine().transports.nbytes
 
     def costs(self) -> CostModel | None:
-        """What was measured of the device and the links; None where nothing was. Call it on every rank."""
-        module = self.lightning_module  # which an earlier Trainer may have sharded
+        """Return the measured costs of the device and the links, or None. Call it on every rank."""
+        module = self.lightning_module  # an earlier Trainer may have sharded it
         return (self._engine or (module is not None and engine_of(module)) or self._require_engine()).session.costs
 
     def counters(self) -> dict[str, int]:
-        """Counts of what this rank has gathered and reduced so far."""
+        """Return this rank's counts of all-gathers and reductions."""
         return self._require_engine().executor.counters()

@@ -12,7 +12,7 @@ from torch import nn
 import lightning_zero
 from lightning_zero.checkpoint import safetensors
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations import weights
+from lightning_zero.integrations import hf_weights
 from tests.helpers.sharded import EAGER, engine_for
 from tests.ranks.pool import Ranks
 
@@ -142,7 +142,7 @@ def _cannot(folder: str) -> dict[str, str]:
         for what, (name, fail, _) in CANNOT.items():
             with pytest.MonkeyPatch.context() as monkeypatch:
                 if torch.distributed.get_rank() == 1:
-                    monkeypatch.setattr(safetensors if what == "write" else weights, name, fail)
+                    monkeypatch.setattr(safetensors if what == "write" else hf_weights, name, fail)
                 try:
                     lightning_zero.export_safetensors(model, folder, 1500)
                 except CheckpointError as error:

@@ -313,7 +313,7 @@ _ALL = (
     Point(
         "checkpoint_gather",
         "gathers a weight for a checkpoint",
-        ("lightning_zero.checkpoint.full:full_on_cpu",),
+        ("lightning_zero.checkpoint.full_checkpoint:full_on_cpu",),
     ),
     Point(
         "checkpoint_optimizer",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from lightning_zero.checkpoint import atomic, file_writers, full
+from lightning_zero.checkpoint import atomic, file_writers, full_checkpoint
 from lightning_zero.checkpoint.async_save import saver, snapshot, writer_process
 from lightning_zero.checkpoint.sharded import folder
 
@@ -66,9 +66,11 @@ def observed(reach: Reach) -> Iterator[None]:
         (writer_process.WriterProcess, "write", lambda self, order, wrote: f"order of rank {order.rank}"),
         (saver.SaveOutcome, "_part", lambda self: "parting"),
     ]
-    targets += [(module, "remove", lambda path: f"remove {name_of(path)}") for module in (atomic, folder, full)]
+    targets += [
+        (module, "remove", lambda path: f"remove {name_of(path)}") for module in (atomic, folder, full_checkpoint)
+    ]
     targets += [(module, "sync_folder", lambda path: f"sync {name_of(path)}") for module in (atomic, folder)]
-    targets += [(module, "make_folders", lambda path: "make folders") for module in (folder, full)]
+    targets += [(module, "make_folders", lambda path: "make folders") for module in (folder, full_checkpoint)]
     with ExitStack() as stack:
         for owner, name, what in targets:
             stack.enter_context(patch.object(owner, name, around(what, getattr(owner, name))))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.full import write_local_file
+from lightning_zero.checkpoint.full_checkpoint import write_local_file
 from lightning_zero.checkpoint.sharded.commit import save_sharded
 from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
 from lightning_zero.integrations.checkpoint_files import FileIO, load_file, read_folder

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.checkpoint import full, optimizer_state, progress
+from lightning_zero.checkpoint import full_checkpoint, optimizer_state, progress_reporter
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
 from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.beside import ranks_beside
@@ -56,7 +56,7 @@ def slow_disk(seconds: Callable[[int], float]) -> Iterator[None]:
         file = open(*args, **kwargs)  # noqa: SIM115 - its user closes it
         return Slow(file, seconds) if kwargs else file
 
-    with patch.object(full, "open", opened, create=True):
+    with patch.object(full_checkpoint, "open", opened, create=True):
         yield
 
 
@@ -79,7 +79,7 @@ def _trained(**options: Any) -> tuple[Any, Any]:
 
 def _said(seconds: Callable[[int], float], save: Callable[[], Any]) -> tuple[str, float]:
     """Meanwhile, and how long that was."""
-    with slow_disk(seconds), patch.object(progress, "LINE_INTERVAL_S", 1.0):
+    with slow_disk(seconds), patch.object(progress_reporter, "LINE_INTERVAL_S", 1.0):
         return said_by(save)
 
 

@@ -2,8 +2,8 @@
 
 In :meth:`AsyncSaver.save` ranks make the folder together and each begins its snapshot; then they train on. A thread of
 each rank waits for its copies and its writer process. The threads exchange results through the key-value store, over
-their own connections, so that no collective of a thread comes between those of training; rank 0's thread commits. All
-ranks get the same result, and :meth:`AsyncSaver.finish` raises it.
+their own connections, so that no collective of a thread is interleaved with those of training; rank 0's thread commits.
+All ranks get the same result, and :meth:`AsyncSaver.finish` raises it.
 
 The texts in the store are JSON and not pickles: all that can reach the store may write to it.
 """
@@ -84,7 +84,7 @@ class AsyncSaver:
         return self._saving.path if self._saving is not None and self._saving.is_alive() else None
 
     def prepare(self, count: int) -> None:
-        """Allocate memory for ``count`` bytes in a thread, so that the first save does not wait for it. Idempotent."""
+        """Allocate memory for ``count`` bytes in a thread, ahead of the first save. Idempotent."""
         # Not during a save: reserve() would free the memory that holds its copies.
         if self._preparing is None and not self.busy:
             self._preparing = threading.Thread(target=self._reserve, args=(count,), daemon=True)
@@ -149,7 +149,9 @@ class AsyncSaver:
         return save.path
 
     def add_final_job(self, job: Callable[[], object]) -> bool:
-        """Run ``job`` as the last part of the current save, after its commit; if it fails, the save fails. On rank 0.
+        """Run ``job`` after the commit of the current save, as its last part. On rank 0.
+
+        If the job fails, the save fails.
 
         Returns:
             False if it is too late.

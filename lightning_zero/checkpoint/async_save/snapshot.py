@@ -1,11 +1,11 @@
-"""Copy what a rank is about to save to memory that its writer process maps, too.
+"""Copy the tensors of a save to memory that the writer process maps, too.
 
 On a GPU the copies run on their own stream, concurrently with the next forward and backward, and the device waits for
 them before shards change (:meth:`Snapshot.before_writing`). Tensors on the host, such as offloaded ones, are copied by
 threads, for which the host waits there. The memory is used again by the next save.
 
-Adjacent tensors are copied as one run: a CUDA stream queues about a thousand copies and then blocks the host, and the
-shards of a large model are more chunks than that, in a few flat buffers.
+Adjacent tensors are copied as one run: a CUDA stream queues about a thousand copies, and then blocks the host. A large
+model has more chunks than that, in a few flat buffers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_GAP = 512  # bytes between two tensors of a run
 
 @dataclass(frozen=True)
 class SnapshotMemory:
-    """Where another process finds the memory of a snapshot.
+    """The location of a snapshot's memory for another process.
 
     Attributes:
         path: to open.
@@ -227,7 +227,7 @@ def dense_copy(values: Tensor) -> Tensor:
 
 
 def layout_runs(values: Sequence[Tensor], guarded: Sequence[bool]) -> tuple[list[MemoryRun], list[int], int]:
-    """Combine tensors to runs, and lay the runs out in the snapshot.
+    """Combine tensors to runs, and place the runs in the snapshot.
 
     Args:
         values: results of :func:`dense_copy`.

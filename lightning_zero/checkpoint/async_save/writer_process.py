@@ -3,9 +3,9 @@
 :class:`WriterProcess` starts it with the first request. It runs :func:`main`, imports little, and ignores SIGINT and
 SIGTERM: a save that has begun is completed. Writing in the rank's own process would hold Python's GIL during training.
 
-Kept although DCP has ``_async_process_executor``. Read in torch 2.13: its processes form a process group of their own
-over another port, copy the state dict by pickling it, and have no snapshot that the device orders before the next step;
-about 150 lines could be deleted.
+Kept although DCP has ``_async_process_executor``, which would save about 150 lines (read in torch 2.13). Its processes
+form a process group of their own over another port. It pickles the state dict to them, and the copy of the state dict
+is not ordered before the next optimizer step on the device.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def main() -> None:
 
 
 def serve(requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer each request with :class:`WriteProgress` replies, and then :class:`RankFiles` or an error text."""
+    """Answer each request with :class:`WriteProgress`, and then :class:`RankFiles` or an error text."""
     known: tuple[SnapshotMemory, torch.Tensor] | None = None
     while True:
         try:

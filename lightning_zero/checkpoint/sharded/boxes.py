@@ -1,7 +1,8 @@
-"""Convert ranges of a flattened tensor to hyper-rectangles (boxes), as DCP stores them, and check that boxes tile it.
+"""Convert ranges of a flattened tensor to hyper-rectangles (boxes), as DCP stores them.
 
-A rank holds elements ``begin`` to ``end`` of a parameter in memory order. Of a tensor of ``n`` dimensions these are at
-most ``2 * n - 1`` boxes, and each box is contiguous in the rank's memory. Pure arithmetic.
+A rank holds elements ``begin`` to ``end`` of a parameter in memory order. In ``n`` dimensions these are at most
+``2 * n - 1`` boxes, and each box is contiguous in the rank's memory. :func:`tiling_error` checks that boxes cover a
+tensor. Pure arithmetic.
 
 Kept although DTensor computes such boxes: its shards are slices of one dimension, and ours are ranges of elements.
 """
@@ -106,9 +107,9 @@ def overlap(one: Box, other: Box) -> Box | None:
 def tiling_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     """Return why boxes do not cover a tensor exactly, as the end of a sentence; None if they do.
 
-    The difference of a box's indicator function along all dimensions is one sign at each of its corners, so boxes cover
-    the tensor exactly if and only if their signed corners cancel out except for those of the tensor. That test is exact
-    and linear in the number of boxes.
+    The difference of a box's indicator function along all dimensions is one sign at each of its corners. So boxes cover
+    the tensor exactly if and only if their signed corners cancel out, except for those of the tensor. That test is
+    exact and linear in the number of boxes.
 
     Args:
         shape: of the tensor.

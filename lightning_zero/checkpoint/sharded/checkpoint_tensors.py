@@ -1,11 +1,11 @@
-"""Tensor subclasses in state dicts of sharded checkpoints: shards to be saved, and tensors that are read lazily.
+"""Tensor subclasses in state dicts of sharded checkpoints: shards to save, and lazily read tensors.
 
 :class:`CheckpointShard` is this rank's part of a tensor that is about to be saved. :class:`CheckpointTensor` is a
 tensor of an open checkpoint; a rank reads its part, or all of it if torch computes with it. Both have the full shape,
 so hooks can rename, add and remove entries as in a full checkpoint.
 
-Files are read by a few large reads in flight and not through mapped memory: measured, mapping is slower from a disk and
-from the page cache, and a file that is truncated meanwhile would end the process by SIGBUS.
+Files are read by a few large reads in flight and not through mapped memory, which is measured to be slower, from a disk
+and from the page cache. And if a mapped file is truncated meanwhile, SIGBUS ends the process.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MIN_SHARED_BYTES = 1 << 20  # a smaller shard is written by one replica: not wor
 
 
 class RangeReader:
-    """Read ranges of a file on a file system of this host; the open file stays the same if its name is replaced.
+    """Read ranges of a local file, which stays the same one if another file replaces it.
 
     Raises:
         OSError: it cannot be opened.
@@ -331,7 +331,7 @@ def _plain_argument(argument: Any, value: Any) -> Any:
 
 
 def materialize_values(module: nn.Module) -> None:
-    """Replace parameters and buffers that are :class:`CheckpointTensor` by plain ones; tied ones stay tied.
+    """Replace each :class:`CheckpointTensor` in a module by a plain one; tied ones stay tied.
 
     Raises:
         ValueError: one has lost its memory to ``param.data = value``, for which torch uses only the storage.

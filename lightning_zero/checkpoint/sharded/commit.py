@@ -1,4 +1,4 @@
-"""Save a sharded checkpoint: all ranks write their files concurrently, and rank 0 commits them as a checkpoint.
+"""Save a sharded checkpoint: all ranks write their files concurrently, and rank 0 commits them.
 
 :func:`save_sharded` does all steps; an async save calls :func:`begin_save` and :func:`finish_save` itself. Ranks send
 rank 0 a :class:`RankSummary`. Plans are the same in each save of a training and long for many ranks: :class:`PlanCache`
@@ -236,7 +236,7 @@ def write_file(folder: SaveFolder, name: str, data: bytes) -> FileChecksum:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What one rank has written.
+    """The written files of one rank.
 
     Attributes:
         checksums: of its files by name.
@@ -422,8 +422,8 @@ def relink_save(first: str, second: str, rest: bytes, may_copy: bool = False) ->
     Args:
         first: path of a checkpoint of ours.
         second: another path.
-        rest: the serialized rest, which is written again.
-        may_copy: copy files if links are not possible; one rank then writes what all have written.
+        rest: the serialized rest, which is not linked but written.
+        may_copy: copy files if links are not possible; one rank then writes the files of all ranks.
 
     Returns:
         False if links are not possible.

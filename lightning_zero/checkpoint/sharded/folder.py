@@ -298,12 +298,12 @@ class LocalFolder:
 
 
 class RemoteFolder:
-    """A folder in an object store, or on another file system without rename: the manifest makes it a checkpoint.
+    """A folder in an object store, or on another file system without rename.
 
-    If a checkpoint exists, a save writes beside it, and is complete when the token is removed: readers then use it
-    (:func:`readable_location`) until it has been copied to its path. If the process dies meanwhile, the next save to
-    the
-    path completes the copy."""
+    The manifest makes it a checkpoint. If a checkpoint exists, a save writes to a sibling folder. That is complete
+    when the token is removed: readers then use it (:func:`readable_location`) until it has been copied to its path. If
+    the process dies meanwhile, the next save to the path completes the copy.
+    """
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path.rstrip("/")
@@ -363,7 +363,7 @@ class RemoteFolder:
 
 
 def finish_interrupted_save(fs: Any, path: str) -> None:
-    """Move a save to ``path`` that was killed after it was complete to ``path``; remove one that was killed before."""
+    """Complete or remove a killed save to ``path``: move it there if its files are complete."""
     work = f"{path}{INCOMPLETE}"
     fs.invalidate_cache()
     if is_complete(fs, work):

@@ -1,7 +1,7 @@
 """Read and build ``.metadata`` of DCP: the tensors, and the file and position of each chunk.
 
-The file is a pickle of torch's classes, which other readers expect. :class:`_MetadataUnpickler` reads it: a file can
-make plain containers, call the listed functions, and make instances of the listed classes; state is set once on such an
+The file is a pickle of torch's classes, which other readers expect. :class:`_MetadataUnpickler` reads it. A file can
+make plain containers, call the listed functions, and make instances of the listed classes. State is set once on such an
 instance, and only its fields. Nothing else in the process changes, and nothing larger than the file is allocated.
 
 Kept although torch has ``weights_only`` unpickling: it does not read pickle protocol 4, in which DCP writes this file.
@@ -68,7 +68,7 @@ def build_metadata(items: Iterable[StoredItem], paths: Mapping[str, Keys], save_
             chunk = ChunkStorageMetadata(torch.Size(item.box.offsets), torch.Size(item.box.sizes))
             places[MetadataIndex(key, chunk.offsets, len(tensor.chunks))] = info
             tensor.chunks.append(chunk)
-    in_order = {key: described[key] for key in paths}  # of the state dict, whichever rank wrote an item
+    in_order = {key: described[key] for key in paths}  # in the order of the state dict
     return Metadata(in_order, dict(paths), places, StorageMeta(save_id=save_id), VERSION)
 
 

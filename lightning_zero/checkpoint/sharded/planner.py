@@ -4,9 +4,9 @@ Each rank writes the boxes of its shards; rank 0 writes everything else. :func:`
 does, and :func:`nest_state` is its inverse. It trusts no paths of a file: it refuses paths that contradict each other,
 and makes no list longer than its number of entries.
 
-Kept although DCP has SavePlanner and FileSystemWriter. Read in torch 2.13: they could replace the item lists, the file
-format and the metadata of a save (about 100 lines beside a planner and a writer of our own), but not checksums, atomic
-commit, one error on all ranks, or reading: ``FileSystemReader.read_metadata`` unpickles whatever the file names.
+Kept although DCP has SavePlanner and FileSystemWriter, which would save about 100 lines (read in torch 2.13).
+Checksums, atomic commit and one error on all ranks would remain ours. So would reading:
+``FileSystemReader.read_metadata`` unpickles arbitrary classes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PickledItem:
 
 @dataclass(frozen=True)
 class StoredItem:
-    """Where an item was written.
+    """The location of a written item.
 
     Attributes:
         keys: in the checkpoint.
@@ -132,7 +132,7 @@ def bytes_to_write(state: Mapping[str, Any], rank: int) -> int:
 
 
 def plan_items(state: Mapping[str, tuple[Keys, Any]], rank: int) -> Iterator[TensorChunk | PickledItem]:
-    """Yield the items that ``rank`` writes of a flattened state, in its order. Tied values are written once."""
+    """Yield the items that ``rank`` writes of a flattened state. Tied values are written once."""
     keys: dict[int, list[str]] = {}
     for key, (_, value) in state.items():
         keys.setdefault(id(value) if isinstance(value, Tensor) else id(key), []).append(key)
@@ -212,7 +212,7 @@ def _leaves(path: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
 
 
 def _as_one_value(path: Keys, value: Any, what: str) -> Any:
-    """Return plain containers, which the restricted unpickler of ``torch.load`` accepts; raise if they hold shards."""
+    """Return plain containers, as ``weights_only`` unpickling needs; raise if they hold shards."""
     if isinstance(value, CheckpointShard):
         name = ".".join(map(str, path))
         raise ValueError(

@@ -42,7 +42,7 @@ HEADER, LENGTHS = 30, struct.Struct("<26xHH")
 
 
 def checkpoint_kind(path: Any) -> str:
-    """Return ``"folder"``, ``"file"`` or ``"nothing"`` for a path, URL or file object; an HTTP URL is a file."""
+    """Return ``"folder"``, ``"file"`` or ``"nothing"`` for a path, URL or file object."""
     if (not isinstance(path, str) and not hasattr(path, "__fspath__")) or str(path).startswith(HTTP):
         return "file"
     fs, place = readable_location(str(path))
@@ -476,7 +476,7 @@ class _FileSlice(RawIOBase):
 
 
 def _start_of_values(part: Any, offset: int, count: int) -> int:
-    """Return the position in the file of the values of the only tensor that ``torch.save`` has written to a chunk.
+    """Return the position in the file of a chunk's values, as ``torch.save`` has written them.
 
     Args:
         part: the chunk, open for reading.
@@ -497,7 +497,7 @@ def _start_of_values(part: Any, offset: int, count: int) -> int:
 
 
 def _is_plain_tensor(part: Any, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
-    """Return True if a chunk holds one contiguous tensor in this host's byte order; does not read its values."""
+    """Return True if a chunk is one contiguous tensor in this host's byte order. Reads no values."""
     try:
         with zipfile.ZipFile(part) as archive:
             orders = [name for name in archive.namelist() if name.endswith("/byteorder")]

@@ -1,7 +1,7 @@
-"""Write one rank's files of a sharded checkpoint in DCP's format: items one after another, each as of ``torch.save``.
+"""Write one rank's files of a sharded checkpoint in DCP's format.
 
-The files have no directory of their own: :class:`StoredItem` says where each item is, and rank 0 collects these for
-``.metadata``.
+A file holds items one after another, each as ``torch.save`` writes it. Files have no directory of their own:
+:class:`StoredItem` says where each item is, and rank 0 collects these for ``.metadata``.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import TQDMProgressBar
 from tqdm import tqdm
 
-from lightning_zero.checkpoint.progress import ProgressBar, ShowBar
+from lightning_zero.checkpoint.progress_reporter import ProgressBar, ShowBar
 
 __all__ = ["progress_bar_for"]
 

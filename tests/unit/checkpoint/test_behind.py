@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.file_writers import (
     WritebackQueue,
     stable_memory,
 )
-from lightning_zero.checkpoint.full import write_local_file
+from lightning_zero.checkpoint.full_checkpoint import write_local_file
 
 
 def test_all_kinds_of_memory_come_in_their_order(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_zero.checkpoint.full import write_local_file
+from lightning_zero.checkpoint.full_checkpoint import write_local_file
 from lightning_zero.checkpoint.rank_tasks import SingleProcess
 from lightning_zero.checkpoint.safetensors import open_safetensors
 from lightning_zero.checkpoint.sharded.commit import save_sharded

@@ -2,13 +2,13 @@
 
 import pytest
 
-from lightning_zero.checkpoint import progress
-from lightning_zero.checkpoint.progress import ProgressReporter
+from lightning_zero.checkpoint import progress_reporter
+from lightning_zero.checkpoint.progress_reporter import ProgressReporter
 
 
 def test_only_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress_reporter.time, "monotonic", lambda: now[0])
     said: list[str] = []
     wrote = ProgressReporter("Saving x.ckpt", "written", said.append)
     for _ in range(25):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lightning_zero.checkpoint.progress import ProgressReporter
+from lightning_zero.checkpoint.progress_reporter import ProgressReporter
 from lightning_zero.checkpoint.rank_tasks import SingleProcess
 from lightning_zero.checkpoint.sharded.commit import save_sharded
 from lightning_zero.checkpoint.sharded.planner import flatten_state, nest_state

@@ -18,7 +18,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_zero.checkpoint import atomic
-from lightning_zero.checkpoint.full import write_local_file
+from lightning_zero.checkpoint.full_checkpoint import write_local_file
 from lightning_zero.checkpoint.sharded import commit, folder, reader
 from lightning_zero.checkpoint.sharded.commit import save_sharded
 from lightning_zero.checkpoint.sharded.folder import LocalFolder

@@ -35,7 +35,7 @@ class ProgressReporter:
 
     Args:
         task: such as ``"Saving run/last.ckpt"``.
-        verb: what happens to bytes, such as ``"written"``.
+        verb: past participle for bytes, such as ``"written"``.
         print_line: shows a line to the user; None: do not.
         bar: is shown instead of lines.
         total_bytes: of the task.

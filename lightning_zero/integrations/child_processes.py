@@ -1,4 +1,4 @@
-"""The processes that a launcher has started, as seen by the process that started them: rank 0 of each node."""
+"""Watch and end the processes that a launcher has started; used by their parent, rank 0 of each node."""
 
 from __future__ import annotations
 
@@ -15,33 +15,31 @@ from lightning_zero.native.host_process import kill_compilers
 __all__ = ["ChildWatch", "terminate_after_grace"]
 
 POLL_S = 0.2
-# For which a process may end by itself once another rank has failed: its watchdog takes 3 s to raise, and 4 s more to
-# end what does not raise.
-TO_END_S = 8.0
+# For a process to end after another rank has failed: its watchdog raises within 3 s, and ends the process 4 s later.
+GRACE_S = 8.0
 
 
 class ChildWatch(threading.Thread):
-    """Ends this process, with a message, if one that it has started fails and it does not end by itself.
+    """End this process with a message if a child process fails, after a grace period.
 
-    Lightning's own observer kills all of them at once by SIGKILL: no rank could say which one has failed, and why.
+    Lightning's own observer sends SIGKILL to all children at once, so no rank could say which one has failed, and why.
 
     Args:
-        children: In the order of their ranks.
-        first_rank: The rank of this process.
+        children: in the order of their ranks.
+        first_rank: of this process.
+        grace_s: for this process to end by itself.
     """
 
-    def __init__(
-        self, children: Sequence[subprocess.Popen[bytes]], first_rank: int, to_end_s: float = TO_END_S
-    ) -> None:
+    def __init__(self, children: Sequence[subprocess.Popen[bytes]], first_rank: int, grace_s: float = GRACE_S) -> None:
         super().__init__(name="lightning_zero-children", daemon=True)
-        self._children, self._first_rank, self._to_end_s = list(children), first_rank, to_end_s
+        self._children, self._first_rank, self._grace_s = list(children), first_rank, grace_s
 
     def run(self) -> None:
         while any(child.poll() is None for child in self._children) and not self._failed():
             time.sleep(POLL_S)
         failed = self._failed()
         if failed:
-            time.sleep(self._to_end_s)  # this is a daemon: it ends with the process
+            time.sleep(self._grace_s)  # as a daemon thread, this ends with the process
             self._end(min(failed))
 
     def _failed(self) -> list[int]:
@@ -52,7 +50,7 @@ class ChildWatch(threading.Thread):
         text = (
             f"[lightning_zero, rank {own}] The process of rank {own + 1 + number} (number {child.pid}) "
             f"{_how(child.returncode)}. Look for its error first. This is rank {own}, which has started it. It cannot "
-            f"go on without it, did not end by itself within {self._to_end_s:.0f} s, and is ended now.\n"
+            f"go on without it, did not end by itself within {self._grace_s:.0f} s, and is ended now.\n"
         )
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
         for other in self._children:
@@ -61,9 +59,9 @@ class ChildWatch(threading.Thread):
         os._exit(1)
 
 
-def terminate_after_grace(children: Sequence[subprocess.Popen[bytes]], to_end_s: float = TO_END_S) -> None:
-    """Wait until these processes, whose watchdogs know of a failure, have ended; then kill what is left."""
-    deadline = time.monotonic() + to_end_s
+def terminate_after_grace(children: Sequence[subprocess.Popen[bytes]], grace_s: float = GRACE_S) -> None:
+    """Wait until the processes have ended after a failure, and kill the others after the grace period."""
+    deadline = time.monotonic() + grace_s
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     for child in children:

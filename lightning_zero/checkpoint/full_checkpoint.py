@@ -52,7 +52,7 @@ OnWrite = Callable[[int], None]
 def model_state(
     module: nn.Module, hooks: StateDictHooks, on_gather: Callable[[int], object] = ignore_bytes
 ) -> dict[str, Any]:
-    """Return the module's full state dict on the CPU of rank 0, and an empty one on other ranks. Collective.
+    """Return the full state dict on the CPU of rank 0, and an empty one on other ranks. Collective.
 
     Args:
         module: the sharded module.
