@@ -69,9 +69,6 @@ class WritebackQueue:
     """Start the writeback of each range of a file as it is written, and wait for it range by range.
 
     Without it a large host begins the writeback when all is written, and ``fsync`` reports no progress.
-
-    Args:
-        descriptor: of a file that is written from its beginning to its end.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -52,13 +52,7 @@ OnWrite = Callable[[int], None]
 def model_state(
     module: nn.Module, hooks: StateDictHooks, on_gather: Callable[[int], object] = ignore_bytes
 ) -> dict[str, Any]:
-    """Return the full state dict on the CPU of rank 0, and an empty one on other ranks. Collective.
-
-    Args:
-        module: the sharded module.
-        hooks: of its ``state_dict()``.
-        on_gather: is called with the bytes of each gathered parameter.
-    """
+    """Return the full state dict on the CPU of rank 0, and an empty one on other ranks. Collective."""
     is_rank0 = hooks.sharder.mesh.rank == 0
     tied: dict[int, Tensor | None] = {}  # stay one tensor, as in a plain module's state dict
     full: set[int] = set()

@@ -87,12 +87,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """Size and checksum of a file.
-
-    Attributes:
-        bytes: size.
-        xxh3_128: checksum in hexadecimal digits.
-    """
+    """Size and checksum of a file."""
 
     bytes: int
     xxh3_128: str

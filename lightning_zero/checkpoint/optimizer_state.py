@@ -187,13 +187,7 @@ def _is_sharded(key: str, value: Any, record: ShardedParameter, names: StateName
 
 @without_shard_dispatch
 def gather_value(value: Any, record: ShardedParameter | None, mesh: Mesh) -> Any:
-    """All-gather a value in the parameter's shape. Its storage has padding. Collective.
-
-    Args:
-        value: this rank's shard, of any dtype.
-        record: of the parameter; None: return ``value``.
-        mesh: the ranks.
-    """
+    """All-gather a value in the parameter's shape. Its storage has padding. Collective."""
     if record is None:
         return value
     return record.layout.full_view(mesh.all_gather_shard(value.reshape(-1)))

@@ -23,12 +23,7 @@ AGREED = "all have come"  # value in the store; an empty one would mean "undecid
 
 
 class RankTasks:
-    """Collective steps of the ranks of a mesh.
-
-    Args:
-        mesh: its control group is used.
-        watchdog: learns about steps and waits of this rank.
-    """
+    """Collective steps of the ranks of a mesh."""
 
     def __init__(self, mesh: Mesh, watchdog: Watchdog) -> None:
         self._mesh, self._watchdog = mesh, watchdog

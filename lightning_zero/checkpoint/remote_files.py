@@ -61,10 +61,6 @@ def resolve_url(path: str | Path, **options: Any) -> tuple[Any, str]:
     """Return fsspec's file system of a path or URL, and the path in it.
 
     A name with ``::`` and without ``://`` is a local file: fsspec would take it for a chain of URLs.
-
-    Args:
-        path: of a local file, or a URL.
-        options: of the file system.
     """
     text = str(path)
     if "::" in text and "://" not in text:

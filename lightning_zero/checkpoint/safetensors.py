@@ -156,12 +156,7 @@ def _lazy_tensor(opened: Any, offsets: _Offsets, file: Path, key: str) -> Checkp
 
 
 class IncompatibleKeys(NamedTuple):
-    """Keys that do not match, as ``load_state_dict()`` returns them.
-
-    Attributes:
-        missing_keys: of the module, not in the files.
-        unexpected_keys: of the files, not in the module.
-    """
+    """Keys that do not match, as ``load_state_dict()`` returns them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -174,15 +169,7 @@ def load_safetensors_into(
     rename: Callable[[str], str | None] | None = None,
     keys: Iterable[str] | None = None,
 ) -> IncompatibleKeys:
-    """Load files into a module, see :func:`lightning_zero.load_safetensors`.
-
-    Args:
-        module: see there, like the next three.
-        path: see there.
-        strict: see there.
-        rename: see there.
-        keys: of the module's state dict; None: take them from its ``state_dict()``.
-    """
+    """Load files into a module, see :func:`lightning_zero.load_safetensors`."""
     _check_not_meta(module)
     values: dict[str, CheckpointTensor] = {}
     for key, value in open_safetensors(path).items():
@@ -283,12 +270,7 @@ class ExportWeight:
 
 
 def plan_files(sizes: Mapping[str, int], max_bytes: int) -> list[ExportFile]:
-    """Distribute tensors over files, in order.
-
-    Args:
-        sizes: of each tensor, in bytes.
-        max_bytes: of tensors in a file; a larger tensor has its own file.
-    """
+    """Distribute tensors over files, in order."""
     files = list(_filled(sizes.items(), max_bytes))
     if len(files) == 1:
         return [ExportFile(SINGLE, files[0])]

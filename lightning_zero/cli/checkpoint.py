@@ -85,9 +85,6 @@ CHECKPOINT = Command("checkpoint", "Shows, verifies and converts checkpoints of 
 class OpenedCheckpoint:
     """A checkpoint of either kind.
 
-    Args:
-        path: of a file, or of a folder or its URL.
-
     Raises:
         CheckpointError: there is none.
     """

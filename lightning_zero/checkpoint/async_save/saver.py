@@ -50,13 +50,7 @@ PROGRESS_INTERVAL_S = 0.5
 
 
 class AsyncSaver:
-    """Async saves of one rank.
-
-    Args:
-        mesh: the ranks.
-        ranks: the same ranks, for collective steps.
-        plans: of all saves.
-    """
+    """Async saves of one rank."""
 
     def __init__(self, mesh: Mesh, ranks: RankTasks, plans: PlanCache) -> None:
         self._mesh, self._ranks, self._plans = mesh, ranks, plans
@@ -99,11 +93,6 @@ class AsyncSaver:
 
     def save(self, path: str | Path, state: Mapping[str, Any], rest: Any) -> str:
         """Begin a save, after the previous one has ended. Collective.
-
-        Args:
-            path: see :func:`~lightning_zero.checkpoint.sharded.commit.save_sharded`.
-            state: see there.
-            rest: see there.
 
         Returns:
             The absolute path on rank 0.
@@ -288,11 +277,6 @@ class SaveOutcome:
     """Agree on the result of one save through the key-value store.
 
     Ranks wait for each other as long as one of them makes progress, and the mesh's timeout longer.
-
-    Args:
-        mesh: the ranks.
-        store: over a connection that no other thread uses.
-        save: the pending save.
     """
 
     def __init__(self, mesh: Mesh, store: dist.Store, save: PendingSave) -> None:
@@ -306,10 +290,6 @@ class SaveOutcome:
 
     def run(self, write: Callable[[], RankSummary], finish: Callable[[Sequence[RankSummary]], None]) -> str | None:
         """Do this rank's part, and wait for the other ranks.
-
-        Args:
-            write: writes this rank's files.
-            finish: commits the files of all ranks; only called on rank 0.
 
         Returns:
             Why the save has failed; None if it has succeeded.

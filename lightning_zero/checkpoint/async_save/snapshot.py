@@ -33,13 +33,7 @@ MAX_GAP = 512  # bytes between two tensors of a run
 
 @dataclass(frozen=True)
 class SnapshotMemory:
-    """The location of a snapshot's memory for another process.
-
-    Attributes:
-        path: to open.
-        identity: device and inode, to detect another file.
-        bytes: size.
-    """
+    """The location of a snapshot's memory for another process."""
 
     path: str
     identity: tuple[int, int]
@@ -204,13 +198,7 @@ def _in_snapshot(chunk: TensorChunk, values: Tensor, offset: int) -> SnapshotChu
 
 @dataclass(frozen=True)
 class MemoryRun:
-    """A range of memory that holds tensors with small gaps.
-
-    Attributes:
-        memory: 1-D, uint8; a view of the tensors' storage.
-        offset: in the snapshot, in bytes.
-        guarded: as of all its tensors, see :class:`TensorChunk`.
-    """
+    """A range of memory that holds tensors with small gaps."""
 
     memory: Tensor
     offset: int
@@ -228,10 +216,6 @@ def dense_copy(values: Tensor) -> Tensor:
 
 def layout_runs(values: Sequence[Tensor], guarded: Sequence[bool]) -> tuple[list[MemoryRun], list[int], int]:
     """Combine tensors to runs, and place the runs in the snapshot.
-
-    Args:
-        values: results of :func:`dense_copy`.
-        guarded: of each tensor.
 
     Returns:
         The runs; for each tensor, the offset of its first element in bytes; the bytes of the snapshot.

@@ -43,16 +43,7 @@ PROGRESS_INTERVAL_S = 0.5
 
 @dataclass(frozen=True)
 class WriteRequest:
-    """Files to write.
-
-    Attributes:
-        path: of the checkpoint.
-        save_id: of the save, which has made the folder.
-        rank: of the files.
-        memory: of the snapshot.
-        items: tensors in the snapshot, and pickled values.
-        settings: of fsspec, see :func:`fsspec_settings`.
-    """
+    """Files to write."""
 
     path: str
     save_id: str

@@ -48,14 +48,7 @@ class Box:
 
 
 def boxes(shape: Sequence[int], begin: int, end: int, max_numel: int | None = None) -> list[Box]:
-    """Return the boxes of elements ``begin`` to ``end`` of a contiguous tensor, in memory order.
-
-    Args:
-        shape: of the tensor.
-        begin: first position in the flattened tensor.
-        end: one past the last position.
-        max_numel: cut larger boxes into boxes of at most so many elements.
-    """
+    """Return the boxes of elements ``begin`` to ``end`` of a contiguous tensor, in memory order."""
     found = list(_boxes(tuple(shape), begin, end)) if end > begin else []
     return found if max_numel is None else [part for box in found for part in _cut(box, max_numel)]
 
@@ -110,10 +103,6 @@ def tiling_error(shape: Sequence[int], boxes: Sequence[Box]) -> str | None:
     The difference of a box's indicator function along all dimensions is one sign at each of its corners. So boxes cover
     the tensor exactly if and only if their signed corners cancel out, except for those of the tensor. That test is
     exact and linear in the number of boxes.
-
-    Args:
-        shape: of the tensor.
-        boxes: each within the tensor.
     """
     filled = [box for box in boxes if box.numel]
     held, whole = sum(box.numel for box in filled), prod(shape)

@@ -86,15 +86,7 @@ class RangeReader:
 
 
 class StoredTensor:
-    """A tensor in a file.
-
-    Args:
-        reader: of the file.
-        start: position of its first element, in bytes.
-        dtype: its dtype.
-        sizes: its shape.
-        strides: None: it is contiguous.
-    """
+    """A tensor in a file."""
 
     def __init__(
         self,
@@ -253,13 +245,7 @@ class CheckpointTensor(Tensor):
         return value
 
     def read_part(self, shard: Tensor, layout: ShardLayout, number: int) -> None:
-        """Write the elements of shard ``number`` into the 1-D ``shard``, and zeros into its padding.
-
-        Args:
-            shard: of any device and dtype.
-            layout: of the parameter.
-            number: of the shard.
-        """
+        """Write the elements of shard ``number`` into the 1-D ``shard``, and zeros into its padding."""
         begin, end = layout.shard_range(number)
         order = layout.order
         wanted, position = [], 0

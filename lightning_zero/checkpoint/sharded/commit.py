@@ -76,14 +76,7 @@ COMPRESSION = 1  # the fastest of zlib's levels: names and shapes repeat, so a h
 
 @dataclass(frozen=True)
 class PendingSave:
-    """A save that has begun: every rank sees its folder.
-
-    Attributes:
-        path: the same on every rank.
-        save_id: unique.
-        folder: to write to.
-        what: completes "Could not ..." in errors.
-    """
+    """A save that has begun: every rank sees its folder."""
 
     path: str
     save_id: str
@@ -205,16 +198,7 @@ def finish_save(
     rest: bytes,
     on_progress: Callable[[int], None] = lambda count: None,
 ) -> None:
-    """Commit the files of all ranks as a checkpoint. On rank 0.
-
-    Args:
-        save: the pending save.
-        summaries: of each rank.
-        plans: rank 0's.
-        paths: of all entries, see :func:`paths_of`.
-        rest: the serialized rest.
-        on_progress: is called with 0 while files are copied.
-    """
+    """Commit the files of all ranks as a checkpoint. On rank 0."""
     checksums: dict[str, FileChecksum] = {}
     for summary in summaries:
         checksums.update(summary.checksums)
@@ -294,13 +278,7 @@ class PlanCache:
         return self._pending
 
     def metadata(self, summaries: Sequence[RankSummary], paths: Mapping[str, Keys], save_id: str) -> bytes:
-        """Return the content of ``.metadata``. On rank 0.
-
-        Args:
-            summaries: of all ranks.
-            paths: see :func:`build_metadata`.
-            save_id: of this save; all save ids have the same length.
-        """
+        """Return the content of ``.metadata``. On rank 0."""
         self._received = [(summary.digest, self._plan(rank, summary)) for rank, summary in enumerate(summaries)]
         key = [digest for digest, _ in self._received], digest_of(pickle.dumps(list(paths.items())))
         if self._metadata is not None and self._metadata[0] == key:

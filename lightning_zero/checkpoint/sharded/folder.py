@@ -98,10 +98,6 @@ class Manifest:
     def from_bytes(cls, data: bytes, path: str) -> Manifest:
         """Parse a manifest.
 
-        Args:
-            data: the file's content.
-            path: of the file, for errors.
-
         Raises:
             CheckpointError: it is damaged, of a later format, or names files outside of its folder.
         """

@@ -46,13 +46,7 @@ MAX_BYTES = 1 << 63  # of a tensor or a file: sizes and positions have 64 bits
 
 
 def build_metadata(items: Iterable[StoredItem], paths: Mapping[str, Keys], save_id: str) -> Metadata:
-    """Return the metadata that DCP would write.
-
-    Args:
-        items: of all ranks.
-        paths: of every key in the nested state.
-        save_id: of this save.
-    """
+    """Return the metadata that DCP would write."""
     described: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
     for item in items:
@@ -287,10 +281,6 @@ def load_restricted(data: bytes) -> Any:
 
 def read_metadata(file: BinaryIO, path: str) -> Metadata:
     """Read metadata, and check that they describe a complete checkpoint.
-
-    Args:
-        file: open for reading.
-        path: of the file, for errors.
 
     Raises:
         CheckpointError: it is damaged, contradicts itself, or names other classes.

@@ -82,17 +82,7 @@ class PickledItem:
 
 @dataclass(frozen=True)
 class StoredItem:
-    """The location of a written item.
-
-    Attributes:
-        keys: in the checkpoint.
-        file: name in the folder.
-        offset: in the file, in bytes.
-        length: in bytes.
-        shape: of the full tensor; None for a :class:`PickledItem`.
-        dtype: of the tensor.
-        box: the part of the tensor.
-    """
+    """The location of a written item."""
 
     keys: tuple[str, ...]
     file: str

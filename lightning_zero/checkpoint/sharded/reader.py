@@ -214,10 +214,6 @@ class CheckpointReader:
     def check(self, names: Iterable[str], on_read: Callable[[int], None] = lambda count: None) -> None:
         """Compare files with their checksums; without a manifest, with the CRCs of ``torch.save``.
 
-        Args:
-            names: of the files.
-            on_read: is called with the bytes of each block.
-
         Raises:
             CheckpointError: a file is damaged.
         """
@@ -328,7 +324,7 @@ class CheckpointReader:
                     "neither has written it. Make one file of it with "
                     "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(), and load that into the module."
                 )
-            return rest | self.state(weights_only=weights_only)
+            return rest | self.state(weights_only)
 
     @property
     def written_by(self) -> str | None:
@@ -350,20 +346,13 @@ class CheckpointReader:
                     f"{self._named(OBJECTS_FILE)} cannot be read: {type(error).__name__}: {error}"
                 ) from error
 
-    def state(self, within: str = "", weights_only: bool | None = None) -> dict[str, Any]:
-        """Return the nested state: a :class:`CheckpointTensor` for each tensor, and other values.
-
-        Args:
-            within: only this key.
-            weights_only: as in :meth:`content`.
-        """
+    def state(self, weights_only: bool | None = None) -> dict[str, Any]:
+        """Return the nested state: a :class:`CheckpointTensor` for each tensor, and other values."""
         paths = self.metadata.planner_data or {}
         found: dict[Keys, Any] = {}
         known: dict[Any, CheckpointTensor] = {}  # tied tensors are stored once
         for key, entry in self.metadata.state_dict_metadata.items():
             path = tuple(paths.get(key, (key,)))
-            if within and path[0] != within:
-                continue
             if isinstance(entry, TensorStorageMetadata):
                 chunks, places = [], []
                 for number, chunk in enumerate(entry.chunks):
@@ -477,11 +466,6 @@ class _FileSlice(RawIOBase):
 
 def _start_of_values(part: Any, offset: int, count: int) -> int:
     """Return the position in the file of a chunk's values, as ``torch.save`` has written them.
-
-    Args:
-        part: the chunk, open for reading.
-        offset: its position in the file, in bytes.
-        count: bytes of the tensor.
 
     Raises:
         ValueError: the chunk holds something else.

@@ -43,14 +43,7 @@ def file_name(rank: int, number: int) -> str:
 def write_items(
     items: Iterable[Item], rank: int, create: Callable[[str], BinaryIO], on_write: Callable[[int], None]
 ) -> RankFiles:
-    """Write items into a few files concurrently.
-
-    Args:
-        items: this rank's.
-        rank: this rank.
-        create: opens a new file of a name for writing.
-        on_write: is called, from several threads, with the bytes of each written item, and with 0 in between.
-    """
+    """Write items into a few files concurrently."""
     files = _distribute(list(items))
     with ThreadPoolExecutor(len(files), "lightning_zero-checkpoint") as threads:
         names = [file_name(rank, number) for number in range(len(files))]
