@@ -114,18 +114,23 @@ def digest_of(data: bytes) -> str:
 
 
 def verify_archive(
-    path: Path, part: int = 0, parts: int = 1, on_read: Callable[[int], None] = lambda count: None
+    path: Path,
+    part: int = 0,
+    parts: int = 1,
+    on_read: Callable[[int], None] = lambda count: None,
+    name: str | None = None,
 ) -> None:
     """Compare one of ``parts`` about equal parts of a file with its CRCs.
 
-    A file without CRCs passes: one in torch's older format, or saved after
+    Errors have its path, or ``name``. A file without CRCs passes: one in torch's older format, or saved after
     ``torch.serialization.set_crc32_options(False)``.
 
     Raises:
         CheckpointError: the file is damaged.
     """
-    with wrap_read_errors(path), open(path, "rb") as file:
-        verify_open_archive(file, str(path), part, parts, on_read)
+    name = name or str(path)
+    with wrap_read_errors(name), open(path, "rb") as file:
+        verify_open_archive(file, name, part, parts, on_read)
 
 
 def verify_open_archive(file: Any, name: str, part: int, parts: int, on_read: Callable[[int], None]) -> None:

@@ -9,25 +9,15 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
-__all__ = ["ProgressBar", "ProgressReporter", "ShowBar", "silent_progress"]
+__all__ = ["ProgressReporter", "ShowBar", "silent_progress"]
 
 LINE_INTERVAL_S = 10.0
 RANKS_INTERVAL_S = 0.5  # watchdogs poll no more often
 
 
-class ProgressBar(Protocol):
-    """A bar on the user's terminal."""
-
-    def update(self, count: int) -> object:
-        """Add bytes."""
-
-    def close(self) -> None:
-        """Remove the bar."""
-
-
-ShowBar = Callable[[str, int], ProgressBar]  # from a description and the total bytes
+ShowBar = Callable[[str, int], Any]  # returns a tqdm bar for a description and the total bytes
 
 
 class ProgressReporter:
@@ -37,7 +27,7 @@ class ProgressReporter:
         task: such as ``"Saving run/last.ckpt"``.
         verb: past participle for bytes, such as ``"written"``.
         print_line: shows a line to the user; None: do not.
-        bar: is shown instead of lines.
+        bar: a tqdm bar instead of lines.
         total_bytes: of the task.
         report_to_ranks: sends the progress to the watchdogs of other ranks; ``""`` at the end.
     """
@@ -47,7 +37,7 @@ class ProgressReporter:
         task: str,
         verb: str,
         print_line: Callable[[str], None] | None,
-        bar: ProgressBar | None = None,
+        bar: Any = None,
         total_bytes: int = 0,
         report_to_ranks: Callable[[str], None] | None = None,
     ) -> None:

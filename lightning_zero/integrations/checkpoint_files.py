@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_zero.checkpoint.atomic import readable_path
 from lightning_zero.checkpoint.full_checkpoint import write_full
-from lightning_zero.checkpoint.integrity import verify_open_archive, verify_storages, wrap_read_errors
+from lightning_zero.checkpoint.integrity import verify_archive, verify_storages
 from lightning_zero.checkpoint.manager import CheckpointManager
 from lightning_zero.checkpoint.optimizer_state import has_parameter_names
 from lightning_zero.checkpoint.progress_reporter import ProgressReporter
@@ -289,7 +289,7 @@ def _load_local(
         before.append(_file_identity(local))
         total = local.stat().st_size // parts
         with _progress(io, f"Comparing {path} with its checksums", "read", total) as on_read:
-            _verify(local, name, part, parts, on_read)
+            verify_archive(local, part, parts, on_read, name)
 
     def load() -> None:
         if is_zipfile(local):
@@ -330,7 +330,8 @@ def read_verified(path: Any, read: Callable[[], T]) -> T:
         return read_named(path, read)
     local = _readable_local(path)
     if local is not None:
-        _verify(local, str(local), 0, 1)
+        if local.is_file():
+            verify_archive(local)
         return read_named(path, read)
     url = str(path)
     if not read_named(url, lambda: exists(url)):
@@ -357,12 +358,6 @@ def _file_identity(path: Path) -> tuple[int, ...] | None:
         return None
     seen = path.stat()
     return seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns
-
-
-def _verify(path: Path, name: str, part: int, parts: int, on_read: OnBytes = lambda count: None) -> None:
-    if path.is_file():
-        with wrap_read_errors(name), open(path, "rb") as file:
-            verify_open_archive(file, name, part, parts, on_read)
 
 
 def _readable_local(path: str | Path) -> Path | None:

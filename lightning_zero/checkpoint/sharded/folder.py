@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 from fsspec.implementations.local import LocalFileSystem
@@ -137,25 +137,6 @@ def _canonical(body: Mapping[str, object]) -> bytes:
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
 
 
-class SaveFolder(Protocol):
-    """A folder in which ranks write a checkpoint."""
-
-    def begin(self, token: str) -> None:
-        """Make the folder for the save with the id ``token``. One rank."""
-
-    def sees(self, token: str) -> bool:
-        """Return True if this rank sees the folder that :meth:`begin` has made on another; it may show late."""
-
-    def create(self, name: str) -> BinaryIO:
-        """Open a new file for writing."""
-
-    def commit(self, on_progress: OnProgress = lambda count: None) -> None:
-        """Put the folder in place of the previous checkpoint. One rank."""
-
-    def discard(self) -> None:
-        """Remove the written files. One rank."""
-
-
 def save_folder_at(path: str | Path) -> SaveFolder:
     """Return the folder to save to at a local path or URL."""
     fs, place = resolve_url(path)
@@ -204,6 +185,7 @@ class LocalFolder:
         self._pinned: PinnedDirectory | None = None  # on every rank
 
     def begin(self, token: str) -> None:
+        """Make the folder for the save with the id ``token``. One rank."""
         with locked_for_removal(self._work, self._path):
             restore_replaced(self._path)
             check_replaceable_folder(self._path)
@@ -221,6 +203,7 @@ class LocalFolder:
             (self._folder / TOKEN).write_text(token)
 
     def sees(self, token: str) -> bool:
+        """Return True if this rank sees the folder of :meth:`begin` on another rank; it may show late."""
         if self._begun is not None:
             self._check_ownership()
         pinned = PinnedDirectory(self._work)
@@ -232,6 +215,7 @@ class LocalFolder:
         return False
 
     def create(self, name: str) -> BinaryIO:
+        """Open a new file for writing."""
         with self._folder_exists():
             try:
                 return open(self._folder / name, "xb", buffering=0)
@@ -266,6 +250,7 @@ class LocalFolder:
         return True
 
     def commit(self, on_progress: OnProgress = lambda count: None) -> None:
+        """Put the folder in place of the previous checkpoint. One rank."""
         self._check_ownership()
         with self._folder_exists():
             (self._folder / TOKEN).unlink()
@@ -275,6 +260,7 @@ class LocalFolder:
         self._unlock()
 
     def discard(self) -> None:
+        """Remove the written files. One rank."""
         try:
             if self._is_ours():
                 remove(self._work)
@@ -356,6 +342,9 @@ class RemoteFolder:
     def _names(self, place: str) -> list[str]:
         entries = self._fs.ls(place, detail=False) if self._fs.isdir(place) else []
         return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries]
+
+
+SaveFolder = LocalFolder | RemoteFolder
 
 
 def finish_interrupted_save(fs: Any, path: str) -> None:

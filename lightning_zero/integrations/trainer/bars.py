@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import TQDMProgressBar
 from tqdm import tqdm
 
-from lightning_zero.checkpoint.progress_reporter import ProgressBar, ShowBar
+from lightning_zero.checkpoint.progress_reporter import ShowBar
 
 __all__ = ["progress_bar_for"]
 
@@ -24,6 +24,6 @@ def progress_bar_for(trainer: pl.Trainer) -> ShowBar | None:
     return _show if shown and sys.stdout.isatty() else None
 
 
-def _show(what: str, total: int) -> ProgressBar:
+def _show(what: str, total: int) -> Any:
     units: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
     return tqdm(desc=what, total=total, delay=BAR_DELAY_S, leave=False, file=sys.stdout, dynamic_ncols=True, **units)

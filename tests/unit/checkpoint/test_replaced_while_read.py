@@ -48,7 +48,7 @@ def test_a_folder(tmp_path: Path, mapped: bool) -> None:
 def test_a_file(tmp_path: Path, when: str) -> None:
     path = tmp_path / "x.ckpt"
     save_file(path, 1.0)
-    real, calls = checkpoint_files._verify, []
+    real, calls = checkpoint_files.verify_archive, []
 
     def check(*args: Any) -> None:
         real(*args)
@@ -62,7 +62,7 @@ def test_a_file(tmp_path: Path, when: str) -> None:
                 pass
         return load_file(FileIO(), path, None, together)["seed"]
 
-    with patch.object(checkpoint_files, "_verify", check):
+    with patch.object(checkpoint_files, "verify_archive", check):
         ends = on_ranks(WORLD, attempt)
     for end in ends:
         assert isinstance(end, CheckpointError)
