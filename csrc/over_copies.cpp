@@ -10,9 +10,9 @@ void refuse(const ParamRecord& record) {
   TORCH_CHECK_VALUE(
       false, "lightning_zero: the weight ", record.name,
       " is needed once more while its gradient waits for the optimizer's step, or comes: with "
-      "gradients_over_copies=True that lies where the copy of the weight that is computed with lay. Drop "
+      "grad_aliasing=True that lies where the copy of the weight that is computed with lay. Drop "
       "gradients that no optimizer steps by (zero_grad()) before weights are used again, or pass "
-      "tuning=Tuning(gradients_over_copies=False), which memory=... does not choose then, either: where "
+      "tuning=Tuning(grad_aliasing=False), which memory=... does not choose then, either: where "
       "micro-batches are accumulated, where backward() is called several times for one step, where a "
       "backward uses a weight in several graphs, and where weights are used between a backward and the "
       "step.");
@@ -74,9 +74,9 @@ void check_kept(const ParamRecord& record) {
   TORCH_CHECK_VALUE(
       !record.grad_over_copy() || record.compute_copy.holds != InCopy::WEIGHT || !record.keeps_gradient(),
       "lightning_zero: the gradient of ", record.name,
-      " was put aside and put back, and its weight was needed in between: with gradients_over_copies=True "
+      " was put aside and put back, and its weight was needed in between: with grad_aliasing=True "
       "that is what lies there now. Put a clone aside (p.grad.clone()), or pass "
-      "tuning=Tuning(gradients_over_copies=False), which memory=... does not choose then, either.");
+      "tuning=Tuning(grad_aliasing=False), which memory=... does not choose then, either.");
 }
 
 }  // namespace lightning_zero::over_copies

@@ -38,7 +38,7 @@ void DeferredGradients::are_reduced() {
   TORCH_CHECK_VALUE(
       !any(),
       "lightning_zero: requires_grad was switched off for a parameter between micro-batches whose gradients "
-      "have not been reduced yet (stage=1, or reduce_across='step'). Change it between optimizer steps.");
+      "have not been reduced yet (stage=1, or cross_host_reduce='step'). Change it between optimizer steps.");
   may_wait_ = false;
 }
 
@@ -59,10 +59,10 @@ void DeferredGradients::look() {
             static_cast<int64_t>(grad._version()) == kept.version,
         "lightning_zero: the gradient of ", record->name,
         " was changed between micro-batches whose gradients have not been reduced yet (",
-        kept.whole ? "stage=1" : "reduce_across='step'",
+        kept.whole ? "stage=1" : "cross_host_reduce='step'",
         "), so the change would reach a part of it only. Change gradients after the last micro-batch's "
         "backward; drop them by zero_grad(set_to_none=True); or pass ",
-        kept.whole ? "stage=2" : "tuning=Tuning(reduce_across='micro-batch')", " to the strategy.");
+        kept.whole ? "stage=2" : "tuning=Tuning(cross_host_reduce='micro-batch')", " to the strategy.");
   }
 }
 

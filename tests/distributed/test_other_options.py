@@ -9,7 +9,7 @@ import torch
 
 from lightning_zero import Tuning
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.option import OnChange, option_fields
+from lightning_zero.config.schema import OnChange, option_fields
 from lightning_zero.config.options import Options
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
@@ -51,7 +51,7 @@ def record(engine: Engine) -> None:
 
 def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Of each option that is applied without compiling again, what the part has that does it."""
-    bucket, double, free, sync, poison, dtype, _ = engine.executor._native.told
+    bucket, double, free, sync, nan_fill, dtype, _ = engine.executor._native.told
     return {
         "compiled": engine.session._compiler._config,
         "cuda_graphs": engine.optimizers.stepper(optimizer).eager_reason,
@@ -72,7 +72,7 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "cuda_graph_step": engine.optimizers.stepper(optimizer).eager_reason,
         "cuda_graph_model": engine.replays._option,
         "sync_collectives": sync,
-        "poison": poison,
+        "nan_fill": nan_fill,
         "emulate_cross_host_gb_per_s": engine.executor.transport._limit,
         "emulate_cuda_graph_step": engine.optimizers.stepper(optimizer).eager_reason,
         "emulate_cuda_graph_model": engine.replays.enabled,
@@ -132,7 +132,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
 ]
 BESIDES: dict[str, Any] = {
     "emulate_cuda_graph_step": True,
-    "poison": True,
+    "nan_fill": True,
     "gather_transport": "copy",
     "gather_group_mb": 7.0,
     "reduce_bucket_mb": 0.5,

@@ -21,10 +21,10 @@ def with_and_without(case: str | type[Case], backend: str, options: dict[str, An
     context = partial(torch.autocast, "cpu", BF16, enabled=mixed, cache_enabled=False)
     dtypes: dict[str, Any] = {"compute_dtype": BF16, "reduce_dtype": BF16} if mixed else {}
     out = []
-    for poison in (False, True):
+    for nan_fill in (False, True):
         torch._dynamo.reset()
         model = build(case)
-        with engine_for(model, backend, poison=poison, **dtypes, **options) as engine:
+        with engine_for(model, backend, nan_fill=nan_fill, **dtypes, **options) as engine:
             batches = make_batches(case, 4, 12)
             out.append(train_sharded(engine, model, batches, sgd(model), accumulate=2, context=context))
     return out
@@ -53,7 +53,7 @@ def test_results_are_the_same_to_the_bit(
 def read_before_waiting() -> tuple[bool, bool, bool]:
     """What the poison looks like to one who does read too early."""
     model = build("OddMLP")
-    with engine_for(model, EAGER, poison=True) as engine:
+    with engine_for(model, EAGER, nan_fill=True) as engine:
         record = engine.sharder.live[0]
         shape, dtype = list(record.layout.shape), record.param.dtype
         whole = torch.ops.lightning_zero.gather_start(record.param.detach(), shape, dtype)

@@ -23,7 +23,7 @@ from lightning_zero.checkpoint import together
 from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.engine import engine_of
 from lightning_zero.integrations.folders import read_folder
-from lightning_zero.integrations.trainer import saving
+from lightning_zero.integrations.trainer import trainer_checkpoints
 from tests.helpers.damage import flip
 from tests.helpers.saved import Scheduled
 from tests.helpers.trainer import close, make_loader, make_trainer, whole_state
@@ -160,7 +160,7 @@ def _one_stopped(saved: str, home: str, what: str, rank: int, how: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
         patch.setattr(together, "TO_COME_S", 1.0)
-        patch.setattr(saving.log, "error", lambda text, *args: said.append(text % args))
+        patch.setattr(trainer_checkpoints.log, "error", lambda text, *args: said.append(text % args))
         found = _stopped(saved, f"{home}/saved", what, (rank,), how)
     if (engine := engine_of(found["module"])) is not None:
         engine.watchdog.close()  # or its timer may end this rank while it waits for the other's file

@@ -13,7 +13,7 @@ from lightning_zero.checkpoint.archive import write_checkpoint_file
 from lightning_zero.checkpoint.sharded.optimizers import has_parameter_names, numbered
 from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.cli.checkpoint.found import Found
-from lightning_zero.cli.progress import progress_bar
+from lightning_zero.cli.terminal import progress_bar
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.folders import to_trainer_keys
 

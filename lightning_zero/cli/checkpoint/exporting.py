@@ -16,8 +16,8 @@ from lightning_zero.checkpoint.together import Alone
 from lightning_zero.checkpoint.weights.exporting import Weight, export, to_cpu
 from lightning_zero.checkpoint.weights.files import parse_size
 from lightning_zero.cli.checkpoint.found import Found
-from lightning_zero.cli.progress import progress_bar
-from lightning_zero.cli.show import print_progress
+from lightning_zero.cli.terminal import progress_bar
+from lightning_zero.cli.terminal import print_progress
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.folders import to_trainer_keys
 from lightning_zero.sharding.mapped import copy_mapped

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_zero.cli.checkpoint.found import Found, checkpoints_in
-from lightning_zero.cli.show import show_section, show_table
+from lightning_zero.cli.terminal import show_section, show_table
 from lightning_zero.integrations.folders import to_trainer_keys
 
 __all__ = ["inspect"]

@@ -28,7 +28,7 @@ def one(host: str, to_fix: list[str] | None = None, **changes: Any) -> dict[str,
     )
 
 
-def test_hosts_that_are_alike_have_nothing_to_mend() -> None:
+def test_hosts_that_are_alike_have_nothing_to_fix() -> None:
     found = compare_hosts(3, {0: one("a"), 1: one("a"), 2: one("b")})
     assert found == {"heard": {"a": "ranks 0 to 1", "b": "rank 2"}, "to_fix": [], "notes": []}
 
@@ -41,11 +41,11 @@ def test_versions_that_differ_are_named_with_their_hosts(name: str) -> None:
 
 def test_who_says_nothing_is_named_first() -> None:
     found = compare_hosts(4, {0: one("a"), 2: one("b", torch="2.0")})["to_fix"]
-    assert "Of 4 ranks ranks 1, 3 said nothing" in found[0]
+    assert "Of 4 ranks, no report arrived from ranks 1, 3" in found[0]
     assert "torch" in found[1]
 
 
-def test_what_another_host_has_to_mend_is_said_once_with_its_name() -> None:
+def test_what_another_host_has_to_fix_is_said_once_with_its_name() -> None:
     found = compare_hosts(3, {0: one("a"), 1: one("b", ["no compiler"]), 2: one("b", ["no compiler"])})
     assert found["to_fix"] == ["b: no compiler"]
 
@@ -111,7 +111,7 @@ sys.exit(main(["doctor", "--no-self-test", "--json"]))
 def test_two_processes_that_claim_different_versions_of_torch() -> None:
     end = run_ranks(["-c", CLAIMS], 2, 120.0)
     assert end.status == (1, 0), end.outputs
-    # With torch 2.15, triton prints more behind it.
+    # With torch 2.15, triton prints more after it.
     facts, _ = json.JSONDecoder().raw_decode(end.outputs[0][end.outputs[0].index("{") :])
     assert "{" not in end.outputs[1], "rank 0 speaks for all"
     [line] = [line for line in facts["to_fix"] if line.startswith("torch is not")]

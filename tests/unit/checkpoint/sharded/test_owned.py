@@ -14,7 +14,7 @@ from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.checkpoint.together import Alone
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.trainer.finding import _read_folders
+from lightning_zero.integrations.trainer.checkpoint_lookup import _read_folders
 
 WHOLE = torch.arange(35.0).view(7, 5)
 
