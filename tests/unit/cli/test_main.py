@@ -38,7 +38,7 @@ def test_without_a_command_there_is_an_error(capsys: pytest.CaptureFixture[str])
     assert "COMMAND" in capsys.readouterr().err
 
 
-def test_errors_that_users_can_mend_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_that_users_can_fix_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def run(arguments: Namespace) -> int:
         raise NativeBuildError("there is no compiler")
 
