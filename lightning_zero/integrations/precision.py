@@ -156,7 +156,8 @@ class FlatGradScaler(ShardedGradScaler):
 
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
-        with self._engine(optimizer).optimizers.stepper(optimizer).show_flat_params():
+        stepper = self._engine(optimizer).optimizers.stepper(optimizer)
+        with stepper.show_flat_params():
             super().unscale_(optimizer)
 
     @override

@@ -156,14 +156,15 @@ class FabricCheckpointing(ZeroStrategyBase, ParallelStrategy):
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if self._engine is not None:
-            self._engine.checkpoints.saver.finish()
+        checkpoints = None if self._engine is None else self._engine.checkpoints
+        if checkpoints is not None:
+            checkpoints.saver.finish()
         io = self.checkpoint_io
         progress = self._show_progress()
-        self.checkpoint_io = _LazyCheckpointIO(io, None if self._engine is None else self._engine.checkpoints)
+        self.checkpoint_io = _LazyCheckpointIO(io, checkpoints)
         self._load_source = path
         try:
-            partial = nullcontext() if self._engine is None else self._engine.checkpoints.halfway.after_weights(path)
+            partial = nullcontext() if checkpoints is None else checkpoints.halfway.after_weights(path)
             with progress, partial:
                 rest = super().load_checkpoint(path, state, strict, weights_only)
         finally:

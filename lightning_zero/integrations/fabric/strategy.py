@@ -103,10 +103,10 @@ class FabricZeroStrategy(FabricCheckpointing):
 
     @override
     def _watch_collective(self, description: str) -> AbstractContextManager[None]:
-        loops = self._loops
-        for loop in loops:
-            loop.engine.sharder.sync.after_writing()  # other ranks may wait to read this rank's writes
-        return loops[0].engine.watchdog.waiting(description, SequenceId.WORLD) if loops else nullcontext()
+        engines = [loop.engine for loop in self._loops]
+        for engine in engines:
+            engine.sharder.sync.after_writing()  # other ranks may wait to read this rank's writes
+        return engines[0].watchdog.waiting(description, SequenceId.WORLD) if engines else nullcontext()
 
     def _watch_collective_of(self, group: Any, description: str) -> AbstractContextManager[None]:
         everyone = group is None or group is torch.distributed.group.WORLD
@@ -163,7 +163,10 @@ class FabricZeroStrategy(FabricCheckpointing):
         config = with_precision(self.precision.precision, self._options)
         engine, waited_s = self._create_engine(config, rank_zero_info)
         if waited_s > 1:
-            rank_zero_info(f"Waited {waited_s:.0f} s for the C++ executor to be built.")
+            rank_zero_info(
+                f"Waited {waited_s:.0f} s for the C++ executor to be built. `python -m lightning_zero build` does it "
+                "ahead of time."
+            )
         engine.cycle.begin_stage()
         self._close_startup()
         return engine

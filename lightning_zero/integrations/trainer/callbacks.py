@@ -232,7 +232,8 @@ class _ShardedAverage(PickledAsNone):
         average.__dict__["__reduce_ex__"] = self._reduce
 
     def before_update(self) -> None:
-        self._engine.sharder.sync.on_before_write()
+        engine = self._engine
+        engine.sharder.sync.on_before_write()
 
     def _gather(self, average: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Keep full values on rank 0's CPU only, or each rank's shards for a sharded checkpoint. Collective."""

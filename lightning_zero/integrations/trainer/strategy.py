@@ -155,10 +155,11 @@ class ZeroStrategy(TrainerCheckpointing):
 
     @override
     def _watch_collective(self, description: str) -> AbstractContextManager[None]:
-        if self._engine is None:
+        engine = self._engine
+        if engine is None:
             return nullcontext()
-        self._engine.sharder.sync.after_writing()  # other ranks may wait to read this rank's writes
-        return self._engine.watchdog.waiting(description, SequenceId.WORLD)
+        engine.sharder.sync.after_writing()  # other ranks may wait to read this rank's writes
+        return engine.watchdog.waiting(description, SequenceId.WORLD)
 
     @override
     def _object_group(self) -> Any:
@@ -243,7 +244,8 @@ class ZeroStrategy(TrainerCheckpointing):
         super().connect(model)
 
     def _compile_timings(self) -> Mapping[str, float]:
-        return {} if self._engine is None else self._engine.session.progress.metrics
+        engine = self._engine
+        return {} if engine is None else engine.session.progress.metrics
 
     def _run_summary(self) -> str:
         if self._engine is None or self.lightning_module is None:

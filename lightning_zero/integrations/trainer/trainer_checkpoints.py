@@ -217,10 +217,11 @@ class TrainerCheckpointing(ZeroStrategyBase, ParallelStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint after the save in progress, for which it makes room."""
         remove = partial(super().remove_checkpoint, full_path(filepath))  # the working directory may change until then
-        if self._sharded_engine is None:
+        engine = self._sharded_engine
+        if engine is None:
             remove()
         else:
-            self._sharded_engine.checkpoints.saver.afterwards(remove)
+            engine.checkpoints.saver.afterwards(remove)
 
     def _finish_saving(self) -> None:
         """Wait for asynchronous saves and raise their errors on every rank; after a failure only log them."""
@@ -301,7 +302,8 @@ class TrainerCheckpointing(ZeroStrategyBase, ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        with self._show_progress(), self._require_engine().checkpoints.halfway.optimizers(self._loaded_path):
+        checkpoints = self._require_engine().checkpoints
+        with self._show_progress(), checkpoints.halfway.optimizers(self._loaded_path):
             self._load_states(checkpoint["optimizer_states"])
 
     def _load_states(self, states: Sequence[dict[str, Any]]) -> None:
