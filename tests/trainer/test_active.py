@@ -1,4 +1,4 @@
-"""Each optimization of compilation is in use with this torch: one that a new version switches off fails here."""
+"""Test that each optimization of compilation is in use with this version of torch."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Saves and loads that take long show a bar, where somebody looks at a Trainer's."""
+"""Show progress bars of long saves and loads on the terminal of a Trainer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
 
 
 def _said(home: str, kind: str, out: io.StringIO, after_s: float, shown: bool = True) -> str:
-    """What is written by a training that is saved, and one that goes on."""
+    """Return the output of a training that is saved, and of one that resumes."""
     path = f"{home}/{kind}.ckpt"
     with redirect_stdout(out), mock.patch.object(trainer_checkpoints, "BAR_DELAY_S", after_s):
         for resumes in (None, path):

@@ -1,4 +1,4 @@
-"""``ModelCheckpoint`` in all its ways, and what is saved when training is stopped, on both kinds of checkpoints."""
+"""Use ``ModelCheckpoint`` in all its modes, and save when training is stopped, with both kinds of checkpoints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SLOW = [pytest.param(f"{kind}, async", marks=pytest.mark.slow) for kind in ("ful
 
 @forked_writers()
 def _kept(saved: str, home: str) -> dict[str, Any]:
-    """The best two of what is saved at each step, and the last one, twice; then the best is damaged."""
+    """Keep the best two of the checkpoints of all steps, and the last one, twice; then damage the best one."""
     module = Scheduled()
     keeps = ModelCheckpoint(
         home, "{step}", monitor="step", mode="max", save_top_k=2, train_time_interval=timedelta(0), save_last=True
@@ -92,7 +92,7 @@ def test_the_best_and_the_last_are_kept_and_a_damaged_best_is_replaced(
 
 
 class Stopping(pl.Callback):
-    """In the third step something comes, on these ranks."""
+    """Raise an exception in the third step on these ranks."""
 
     def __init__(self, what: str, ranks: tuple[int, ...]) -> None:
         self.what, self.ranks = what, ranks
@@ -125,7 +125,7 @@ def _all_stopped(saved: str, home: str, what: str, ranks: tuple[int, ...], how: 
     module = found.pop("module")
     found["state"] = whole_state(module)
     close(module)
-    dist.barrier()  # rank 0 has ended, too, and with it what wrote beside it
+    dist.barrier()  # rank 0 has ended, too, and with it its background writer
     return found | {"found": sorted(entry.name for entry in Path(home).iterdir())}
 
 

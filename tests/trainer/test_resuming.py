@@ -1,4 +1,4 @@
-"""What a checkpoint brings is there when hooks and optimizers look for it, however the module was built."""
+"""Restore a checkpoint before hooks and optimizers look for its values, for all ways to build the module."""
 
 import warnings
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class Notes(pl.Callback):
 
 
 class Resumed(Regression):
-    """Notes the order of what happens around a restored checkpoint."""
+    """Records the order of hooks around a restored checkpoint."""
 
     def __init__(self, width: int = WIDTH, rate: float = 1e-2) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class OnMeta(Resumed):
             self.net = net(self.width)
 
     def configure_model(self) -> None:
-        # for DDP, which cannot make values for what is on the meta device
+        # for DDP, which cannot create values on the meta device
         if not self.ours and next(self.net.parameters()).is_meta:
             self.net = net(self.width)
 

@@ -1,6 +1,8 @@
-"""Saves by code that tells nobody how far it is: a CheckpointIO of the user's, with or without Lightning's thread around
-it, or a store that uploads when a file is closed. Nobody is alarmed, and none is ended, as long as bytes leave the
-process; where none do, that is what is said."""
+"""Save by code that reports no progress.
+
+A CheckpointIO of the user, with or without Lightning's thread around it, or a store that uploads when a file is
+closed. No rank warns or ends while bytes leave the process; otherwise a message says so.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ OPTIONS: dict[str, Any] = {
     "timeout": timedelta(seconds=TIMEOUT_S),
 }
 
-Found = tuple[str, float]  # what was said, and how long it took
+Found = tuple[str, float]  # the messages, and their time
 
 
 def uploads(spool: str) -> None:
@@ -56,7 +58,7 @@ def stands(spool: str) -> None:
 
 
 class Mine(TorchCheckpointIO):
-    """Of a user's."""
+    """CheckpointIO of a user."""
 
     def __init__(self, work: Callable[[str], None]) -> None:
         self._work = work

@@ -1,4 +1,4 @@
-"""More wrong uses, of the Trainer: each refused with a message that says what is wrong, where, and what to do.
+"""Test wrong uses of the Trainer: messages name the error, the place and the remedy.
 
 The first half of the table is in tests/distributed/test_wrong_uses.py; wrong options are in tests/unit/test_config.py.
 """
@@ -31,7 +31,7 @@ def fit(module: pl.LightningModule, kind: str = "eager", fit: dict[str, Any] | N
 
 
 def file(module: pl.LightningModule, name: str) -> str:
-    """Of a training of this module; ends its engine."""
+    """Train this module, and end its engine."""
     path = f"wrong-{name}.ckpt"
     trainer = make_trainer("eager")
     trainer.fit(module, make_loader("eager"))
