@@ -85,7 +85,7 @@ def test_training_goes_on_from_a_file_under_either_strategy(ranks: Ranks, tmp_pa
 
 
 def load_in_other_ways(path: str) -> None:
-    """Test ``load_raw`` of plain state dicts, a file of its own, and the calls that one rank can make alone."""
+    """Test ``load_raw`` of plain state dicts, a single file, and the calls that one rank makes alone."""
     fabric = make_fabric("eager")
     plain = network()
     if fabric.is_global_zero:

@@ -135,7 +135,7 @@ class Initialised(InConfigureModel):
 
 
 class Shaped(nn.Linear):
-    """Draw no random numbers, so that the order of resets of tied modules does not matter; but the shape does."""
+    """Draw no random numbers, so that the order of resets of tied modules does not matter."""
 
     def reset_parameters(self) -> None:
         with torch.no_grad():

@@ -99,7 +99,7 @@ WAYS: list[Way] = [
 
 
 def pairs(values: Any) -> Any:
-    """Return all values with complex tensors as pairs of real numbers, so that the oracle can subtract them."""
+    """Return all values, complex tensors as pairs of real numbers that the oracle can subtract."""
     if isinstance(values, dict):
         return {str(key): pairs(value) for key, value in values.items()}
     if isinstance(values, list):

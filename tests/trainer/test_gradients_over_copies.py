@@ -117,7 +117,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(ranks: Ranks, train: Any, say
 
 
 def one_after_another(*later: dict[str, Any]) -> list[tuple[bool, set[Any]]]:
-    """Return the place of gradients with plenty of memory, and after a first training with too little."""
+    """Return the place of gradients with plenty of memory, and after a training with too little."""
     model, found, limit = Looks(), [], 1.0
     for more in ({}, {}, *later):
         strategy = make_strategy("compiled", memory=limit, **{k: v for k, v in more.items() if k in OVER})

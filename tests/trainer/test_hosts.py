@@ -138,7 +138,7 @@ def test_checkpoints_of_hosts_go_on_elsewhere_and_the_other_way_round(
 
 
 def chunks(path: str) -> dict[str, tuple[int, int]]:
-    """Return the number of elements of each tensor of a sharded checkpoint, and the sum of its chunks' elements."""
+    """Return the number of elements of each tensor of a sharded checkpoint, and the sum over its chunks."""
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {key: value for key, value in saved.items() if isinstance(value, TensorStorageMetadata)}
     return {

@@ -1,4 +1,4 @@
-"""Interrupt a load with part of the checkpoint in place: every rank reports the module's state, and none saves it."""
+"""Interrupt a load half way: every rank reports the module's state, and none saves it."""
 
 from __future__ import annotations
 

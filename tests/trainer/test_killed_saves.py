@@ -1,4 +1,4 @@
-"""Kill one or all ranks by SIGKILL during a save, and resume bit for bit from the last or the new checkpoint.
+"""Kill ranks by SIGKILL during a save, and resume bit for bit from the last or the new checkpoint.
 
 tests/unit/checkpoint/sharded/test_saving.py tries every point of a save on copies of the folder. Here processes are
 killed at the points that differ in the ranks' progress.

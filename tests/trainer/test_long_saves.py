@@ -1,4 +1,4 @@
-"""Accept saves that take longer than any timeout while bytes move, and name a stuck writer and its file."""
+"""Accept saves longer than any timeout while bytes move, and name a stuck writer and its file."""
 
 from __future__ import annotations
 

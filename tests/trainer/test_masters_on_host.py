@@ -47,7 +47,7 @@ def fit(steps: int, resume: str | None = None, **options: Any) -> Any:
 
 
 def planned() -> dict[str, Any]:
-    """Options by which a plan does the same: a limit that requires it, and gradients with their own memory."""
+    """Options by which a plan does the same: a limit that requires it, without gradient aliasing."""
     apart = {"grad_aliasing": False}
     trainer, module = fit(1, memory=1.0, **apart)
     engine, plan = engine_of(module), trainer.strategy.memory_plan

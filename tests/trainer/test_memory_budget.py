@@ -1,4 +1,4 @@
-"""Use ``memory=`` under a Trainer and Fabric: the plan that users see, and the notes of an error of a full device."""
+"""Use ``memory=`` under a Trainer and Fabric: the plan, and the notes of out-of-memory errors."""
 
 import json
 import warnings

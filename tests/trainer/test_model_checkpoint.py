@@ -1,4 +1,4 @@
-"""Use ``ModelCheckpoint`` in all its modes, and save when training is stopped, with both kinds of checkpoints."""
+"""Use ``ModelCheckpoint`` in all its modes, and save when training is stopped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SLOW = [pytest.param(f"{kind}, async", marks=pytest.mark.slow) for kind in ("ful
 
 @forked_writers()
 def _kept(saved: str, home: str) -> dict[str, Any]:
-    """Keep the best two of the checkpoints of all steps, and the last one, twice; then damage the best one."""
+    """Keep the best two of the checkpoints of all steps, and the last one; then damage the best one."""
     module = Scheduled()
     keeps = ModelCheckpoint(
         home, "{step}", monitor="step", mode="max", save_top_k=2, train_time_interval=timedelta(0), save_last=True

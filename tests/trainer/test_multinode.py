@@ -1,4 +1,4 @@
-"""Run the scripts of examples/multinode as users do, with agents or tasks on this machine as two hosts."""
+"""Run the scripts of examples/multinode as users do, with this machine as two hosts."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def all_of(module: Any) -> dict[str, Any]:
 
 
 def save_and_resume(kind: str, home: str) -> dict[str, Any]:
-    """Return twice as many steps in one run and with a resume, in files of either kind, and resumed by DDP."""
+    """Return twice as many steps in one run and with a resume, from files of either kind and by DDP."""
     trainer, module = fit(kind, 2 * STEPS, state_dtype="bf16")
     check_captured(trainer)
     found: dict[str, Any] = {"at once": all_of(module), "resumed": [], "wide": []}

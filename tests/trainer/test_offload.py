@@ -54,7 +54,7 @@ def all_of(trainer: Any, module: Any) -> dict[str, Any]:
 
 
 def save_and_resume(kind: str, home: str) -> list[dict[str, Any]]:
-    """Return twice as many steps in one run and with a resume, with and without offload, in files of either kind."""
+    """Return twice as many steps in one run and with a resume, with and without offload."""
     found = []
     # files written without it are the same with an eager and a captured step
     for written, way in enumerate(WAYS if kind == "captured" else [ON_HOST]):

@@ -38,7 +38,7 @@ class _Layer(nn.Module):
 
 
 class Failing(Regression):
-    """Fails at a given place in the second step of its first epoch, with pending gradients of an earlier batch."""
+    """Fails at a given place in the second step, with pending gradients of an earlier batch."""
 
     def __init__(self, place: str) -> None:
         super().__init__()

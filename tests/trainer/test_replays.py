@@ -1,4 +1,4 @@
-"""Replay forward and backward through the Trainer (emulated on a CPU), with gradients dropped in between."""
+"""Replay forward and backward through the Trainer (emulated on a CPU); drop gradients in between."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Save on all ranks before the next batch at SLURM's requeue signal to any rank, and resume in the next job."""
+"""Save on all ranks before the next batch at SLURM's requeue signal, and resume in the next job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Restore a checkpoint before hooks and optimizers look for its values, for all ways to build the module."""
+"""Restore a checkpoint before hooks and optimizers look for its values."""
 
 import warnings
 from collections.abc import Callable

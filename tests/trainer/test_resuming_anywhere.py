@@ -1,7 +1,7 @@
 """Resume an interrupted training as if it had run through.
 
-In the middle of an epoch and at its border, with shuffled samples, dropout and a schedule, from either kind of
-checkpoint, on other numbers of ranks, to and from DDP and FSDP2.
+Covers the middle of an epoch and its border, shuffled samples, dropout and a schedule. Covers either kind of
+checkpoint, other numbers of ranks, DDP and FSDP2.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Parallel(Dropping):
 
 
 class Shuffled(DataLoader):
-    """Loader with other samples in each epoch, the same on any number of ranks, and a resumable position."""
+    """Loader with other samples in each epoch, the same on any number of ranks, that can resume."""
 
     def __init__(self) -> None:
         rng = torch.Generator().manual_seed(0)

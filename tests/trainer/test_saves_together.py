@@ -1,4 +1,4 @@
-"""Save from several callbacks at one step, after an exception, and from within validation, as under DDP."""
+"""Save from several callbacks at one step, after an exception, and in validation, as under DDP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Change the learning rate of the following steps by schedulers, as under DDP, also in a captured step."""
+"""Change the learning rate of the following steps by schedulers, as under DDP."""
 
 from typing import Any
 

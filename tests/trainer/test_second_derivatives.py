@@ -68,7 +68,7 @@ class _Forces(nn.Module):
 
 
 class Functional(Regression):
-    """Per-sample gradients, a directional derivative and another set of weights, and a plain call of another net."""
+    """Per-sample gradients, a directional derivative, other weights, and a plain call of another net."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ def test_every_rank_hears_of_it_before_the_same_batch(ranks: Ranks, stop: bool) 
 
 
 class Signalled(pl.Callback):
-    """Send a SIGTERM to this process in a given batch of training, counted over epochs, or of the first validation."""
+    """Send a SIGTERM to this process in a given batch of training, or of the first validation."""
 
     def __init__(self, place: str, at: int, ranks: tuple[int, ...]) -> None:
         self.place, self.at, self.ranks = place, at, ranks

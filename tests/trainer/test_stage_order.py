@@ -1,4 +1,4 @@
-"""Run stages in any order on one Trainer and several; each finds the module as the previous one left it."""
+"""Run stages in any order on one Trainer and several; each finds the module as the last left it."""
 
 import re
 from typing import Any

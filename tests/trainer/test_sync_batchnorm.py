@@ -1,4 +1,4 @@
-"""Use Trainer(sync_batchnorm=True): statistics over all ranks' batches, for all ways to build the model."""
+"""Use Trainer(sync_batchnorm=True): statistics over all ranks' batches."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ from tests.ranks.pool import Ranks
 
 
 def uneven_loader() -> DataLoader:
-    """Loader with five batches of four samples on rank 0, two fewer on each other rank, and a smaller last one."""
+    """Loader with five batches on rank 0, two fewer on each other rank, and a smaller last one."""
     rank = dist.get_rank()
     rng = torch.Generator().manual_seed(11 + rank)
     count = 4 * (5 - 2 * rank) - rank

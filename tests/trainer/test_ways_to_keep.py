@@ -1,6 +1,6 @@
-"""Compare the files that ``ModelCheckpoint`` keeps, in all its modes, with those under DDP, also after a resume.
+"""Compare the files that ``ModelCheckpoint`` keeps, in all its modes, with those under DDP.
 
-test_model_checkpoint.py covers the best and the last one under failures.
+Also after a resume. test_model_checkpoint.py covers the best and the last one under failures.
 """
 
 from __future__ import annotations
