@@ -190,5 +190,5 @@ def _ranks(ranks: list[int]) -> str:
     """Return ``rank 3``, ``ranks 0 to 7`` or ``ranks 0, 2, 5``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    whole = ranks == list(range(ranks[0], ranks[-1] + 1))
-    return f"ranks {ranks[0]} to {ranks[-1]}" if whole else f"ranks {', '.join(map(str, ranks))}"
+    contiguous = ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"ranks {ranks[0]} to {ranks[-1]}" if contiguous else f"ranks {', '.join(map(str, ranks))}"

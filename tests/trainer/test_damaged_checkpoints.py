@@ -162,4 +162,4 @@ def test_training_goes_on_from_the_newest_whole_one(
     found = ranks.run(2, _go_on, kind, str(tmp_path), how, word)
     assert [began for began, _, _ in found] == [4, 4]
     _, warned, older = found[0]
-    assert any(older in text and "newest other checkpoint that is whole" in text for text in warned)
+    assert any(older in text and "newest complete checkpoint" in text for text in warned)

@@ -282,8 +282,8 @@ class FabricZeroStrategy(FabricCheckpointing):
         norm = engine.optimizers.stepper(optimizer).clip_norm(float(max_norm))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
-                f"The total norm of gradients is {norm.item()}, so they cannot be clipped. Look for what the loss was, "
-                "or pass error_if_nonfinite=False and skip the step where the norm that is returned is not finite."
+                f"The total norm of gradients is {norm.item()}, so they cannot be clipped. Check the loss, or "
+                "pass error_if_nonfinite=False and skip the step if the returned norm is not finite."
             )
         return norm
 

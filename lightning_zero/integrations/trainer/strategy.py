@@ -220,7 +220,7 @@ class ZeroStrategy(TrainerCheckpointing):
         engine.executor.begin_stage()
         if (left := engine.checkpoints.halfway.left) is not None:
             engine.checkpoints.halfway.left = None  # warn once
-            rank_zero_warn(f"{left} This stage goes on with what is there.")
+            rank_zero_warn(f"{left} This stage goes on with these values.")
         # Shards must not become inference tensors, which training could not use afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False

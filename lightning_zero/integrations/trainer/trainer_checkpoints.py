@@ -270,7 +270,7 @@ class TrainerCheckpointing(ZeroStrategyBase, ParallelStrategy):
                 except (CheckpointError, FileNotFoundError):
                     continue
                 if other not in again:
-                    rank_zero_warn(f"{error} Going on from {other} instead, the newest other checkpoint that is whole.")
+                    rank_zero_warn(f"{error} Going on from {other} instead, the newest complete checkpoint.")
                 return found
             raise
 
@@ -284,8 +284,8 @@ class TrainerCheckpointing(ZeroStrategyBase, ParallelStrategy):
                 found = to_trainer_keys(load_file(self.checkpoint_io, path, weights_only, checkpoints.together))
         if "pytorch-lightning_version" not in found:
             raise CheckpointError(
-                f"{path} was not saved by a Trainer: it says nothing of loops to go on from. Load its weights into the "
-                "module, where `python -m lightning_zero checkpoint consolidate` may help to make one file of them."
+                f"{path} was not saved by a Trainer: it has no loop state to resume from. Load its weights into the "
+                "module; `python -m lightning_zero checkpoint consolidate` makes one file of a folder."
             )
         self._loaded_path = path
         return found
@@ -309,8 +309,8 @@ class TrainerCheckpointing(ZeroStrategyBase, ParallelStrategy):
     def _load_states(self, states: Sequence[dict[str, Any]]) -> None:
         if self.optimizers and not states:
             rank_zero_warn(
-                "The checkpoint holds no state of optimizers, so they start anew. If it was written where "
-                "configure_optimizers() returned none, this is as it should be."
+                "The checkpoint holds no optimizer state, so optimizers start from scratch. This is expected if "
+                "configure_optimizers() returned none when it was saved."
             )
             return
         if len(states) != len(self.optimizers):
