@@ -82,14 +82,12 @@ class Tuning:
         "ways during forward and backward. Default 256; with ``memory`` a plan may choose more.",
         default=256.0,
         check=_mib(256),
-        on_change=OnChange.APPLY,
     )
     state_dtype: Literal["bf16"] | None = _memory(
         "``'bf16'`` stores optimizer state (Adam's moments) of parameters with at least 4096 elements in bfloat16, "
         "with stochastic rounding. This halves its memory and its offload traffic; single elements of Adam's steps "
         "differ by 2 to 4 %. Only for optimizers with a known rule. Default None: as the optimizer makes it.",
         default=None,
-        on_change=OnChange.APPLY,
         default_text="as the optimizer makes it",
     )
     offload_activations_mb: float | None = _memory(
@@ -102,9 +100,7 @@ class Tuning:
         default_text="as much as overlaps",
     )
     free_reduce_buckets: bool = _memory(
-        "Free the memory of reduce buckets after each backward. Default False: keep it for the next one.",
-        default=False,
-        on_change=OnChange.APPLY,
+        "Free the memory of reduce buckets after each backward. Default False: keep it for the next one.", default=False
     )
     grad_aliasing: bool | None = _memory(
         "Store reduced gradients, in bfloat16, in the memory of the compute shards. Saves 4 bytes per element of a "
@@ -149,12 +145,10 @@ class Tuning:
         "bucket. Default 64; larger buckets need fewer collectives and more memory.",
         default=64.0,
         check=_mib(64),
-        on_change=OnChange.APPLY,
     )
     reduce_double_buffer: bool = _communication(
         "Fill one reduce bucket while the other is reduced. Default True; takes the memory of a second bucket.",
         default=True,
-        on_change=OnChange.APPLY,
     )
     gather_transport: Transport = _communication(
         "Transport of parameters. ``'auto'`` (default): between GPUs of one host, with CUDA 13, compiled code copies "
@@ -197,26 +191,22 @@ class Tuning:
         "each backward. ``'step'``: in the last backward, which uses the network once per step and takes one float32 "
         "gradient of the weights that a rank holds for its host. ``param.grad`` is zero until then.",
         default="micro-batch",
-        on_change=OnChange.APPLY,
     )
     consensus_timeout_s: float = _communication(
         "Seconds that a rank with a newly compiled graph waits for ranks that are not compiling, before it raises "
         "``RankMismatchError``. Default 25.",
         default=25.0,
         check=check_positive("seconds", 25),
-        on_change=OnChange.APPLY,
     )
 
     cuda_graph_step: CaptureMode | None = _cuda_graphs(
         "``cuda_graphs`` for norm, clipping and the optimizer step only. Default None: as ``cuda_graphs``.",
         default=None,
-        on_change=OnChange.APPLY,
         default_text="as `cuda_graphs`",
     )
     cuda_graph_model: CaptureMode | None = _cuda_graphs(
         "``cuda_graphs`` for compiled forward and backward only. Default None: as ``cuda_graphs``.",
         default=None,
-        on_change=OnChange.APPLY,
         default_text="as `cuda_graphs`",
     )
 
@@ -237,35 +227,27 @@ class Tuning:
         "the others wait. Default 30. The job ends with that text after ``timeout``.",
         default=30.0,
         check=check_positive("seconds", 30),
-        on_change=OnChange.APPLY,
     )
     sync_collectives: bool = _debugging(
-        "Wait on the host before and after every collective. Default False; disables overlap.",
-        default=False,
-        on_change=OnChange.APPLY,
+        "Wait on the host before and after every collective. Default False; disables overlap.", default=False
     )
     nan_fill: bool = _debugging(
         "On a CPU, fill parameters and gradients with NaN before they arrive and after their release, and run ranks at "
         "random speeds. Results stay the same. Default False.",
         default=False,
-        on_change=OnChange.APPLY,
     )
     emulate_cross_host_gb_per_s: float | None = _debugging(
         "With several hosts, delay weights and gradients that cross hosts to this many GB/s for each rank. Emulates a "
         "slow network, for example between two GPUs as two hosts (``ranks_per_host``). Default None: no delay.",
         default=None,
         check=check_positive("GB/s", 50, none=True),
-        on_change=OnChange.APPLY,
     )
     emulate_cuda_graph_step: bool = _debugging(
-        "On any device, run the optimizer step as its capture does, without the graph. Default False.",
-        default=False,
-        on_change=OnChange.APPLY,
+        "On any device, run the optimizer step as its capture does, without the graph. Default False.", default=False
     )
     emulate_cuda_graph_model: bool = _debugging(
         "On any device, run compiled forward and backward as their replay does, without the graphs. Default False.",
         default=False,
-        on_change=OnChange.APPLY,
     )
 
     def __post_init__(self) -> None:
@@ -306,7 +288,6 @@ class Options:
         "for small batches. ``'auto'`` (default): where possible. True: raise where it is not. False: never. Graphs "
         "keep their memory; evaluation frees it.",
         default="auto",
-        on_change=OnChange.APPLY,
     )
     stage: Literal[1, 2, 3] = option(
         "State that is sharded in addition to optimizer state. 3 (default): gradients and weights. 2: gradients; every "
@@ -330,7 +311,6 @@ class Options:
         "Default None: no limit.",
         default=None,
         check=check_memory,
-        on_change=OnChange.APPLY,
     )
     activation_memory_budget: float = option(
         "Share, from 0 to 1, of the activations that compiled code saves for backward; the rest is recomputed, "
@@ -346,33 +326,28 @@ class Options:
         "float32 master weights; gathers then use collectives. Default ``()``.",
         default=(),
         check=check_offload,
-        on_change=OnChange.APPLY,
     )
     reduce_dtype: Literal["bf16", "16", "32"] | None = option(
         "Dtype of gradients in collectives. Default ``'bf16'`` for ``precision='bf16-mixed'``, otherwise each "
         "parameter's dtype. Wider types take more bandwidth.",
         default=None,
-        on_change=OnChange.APPLY,
     )
     broadcast_buffers: bool = option(
         "As in ``DistributedDataParallel``: before the first forward after each optimizer step, broadcast rank 0's "
         "buffers (running statistics, codebooks) of modules in which one changes. Default True.",
         default=True,
-        on_change=OnChange.APPLY,
     )
     state_dict_type: Literal["full", "sharded"] = option(
         "As in ``FSDPStrategy``. ``'full'`` (default) saves one file with full values, as a single process does. "
         "``'sharded'`` saves a folder to which all ranks write their shards in parallel. Either can be loaded, with "
         "either setting, on any number of ranks.",
         default="full",
-        on_change=OnChange.APPLY,
     )
     async_save: bool = option(
         "Save checkpoints concurrently with training. A copy in host memory is made during the next forward and "
         "backward, and another process writes it. One save runs at a time; its errors are raised at the next save and "
         "at the end of ``fit``. Default False.",
         default=False,
-        on_change=OnChange.APPLY,
     )
     timeout: timedelta | None = option(
         "Time that ranks wait for each other. Default 30 minutes.",
@@ -388,7 +363,6 @@ class Options:
     tuning: Tuning = option(
         "A ``Tuning``, or a dict of its options. Default ``Tuning()``.",
         default=Tuning(),
-        on_change=OnChange.APPLY,
         default_text="`Tuning()`",
     )
 

@@ -54,7 +54,7 @@ def option(
     text: str,
     *,
     default: Any,
-    on_change: OnChange,
+    on_change: OnChange = OnChange.APPLY,
     check: Check | None = None,
     group: str = "",
     default_text: str | None = None,

@@ -142,8 +142,9 @@ def check_rank(api_name: str, rank: int) -> None:
     if dist.is_initialized() and dist.get_rank() != rank:
         raise MisconfigurationException(
             f"This process is rank {dist.get_rank()} of its process group, but rank {rank} for the {api_name}'s "
-            "cluster environment, so it would train on another rank's data. Call torch.distributed.init_process_group() "
-            f"with the rank of the environment (RANK, or NODE_RANK and LOCAL_RANK), or let the {api_name} call it."
+            "cluster environment, so it would train on another rank's data. Call "
+            "torch.distributed.init_process_group() with "
+            f"the rank of the environment (RANK, or NODE_RANK and LOCAL_RANK), or let the {api_name} call it."
         )
 
 
