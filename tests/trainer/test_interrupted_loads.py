@@ -139,7 +139,7 @@ def test_who_goes_on_is_told_and_nothing_is_saved(ranks: Ranks, tmp_path: Path, 
         assert "cut.ckpt is damaged" in end
         half, unsaved, end = found["weights"]
         assert "whole.ckpt ended half way (KeyboardInterrupt): some weights of the module" in half
-        assert "No checkpoint is saved after this exception, which came while one was being loaded" in unsaved
+        assert "No checkpoint is saved after this exception, because it occurred while loading one" in unsaved
         assert end == "SystemExit(1)"
         assert found["state"]["net.0.weight"] == "saved"
         assert found["state"]["net.4.weight"] == "own"

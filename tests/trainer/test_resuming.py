@@ -249,7 +249,7 @@ def _without_optimizer(kind: str) -> dict[str, Any]:
             warnings.simplefilter("always")
             trainer.fit(module, make_loader(kind), ckpt_path=f"{kind}-{name}.ckpt")
         out[name] = global_losses(kind, module), whole_state(module), trainer.global_step
-        out[f"{name} warned"] = [str(w.message) for w in caught if "no state of optimizers" in str(w.message)]
+        out[f"{name} warned"] = [str(w.message) for w in caught if "no optimizer state" in str(w.message)]
         close(module)
     if kind != "ddp":
         module = Resumed()

@@ -71,7 +71,7 @@ def the_gradient_of_a_weight_that_was_read() -> None:
 
 @wrong(
     r"MisconfigurationException: ModelPruning is not supported by the ZeRO-3 strategies: it ranks.*Train without it and "
-    r"prune the plain module that load_from_checkpoint\(\) gives, or prune with torch\.nn\.utils\.prune in __init__\(\)"
+    r"prune the plain module that load_from_checkpoint\(\) returns, or prune with torch\.nn\.utils\.prune in __init__\(\)"
 )
 def pruning() -> None:
     fit(Regression(), callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
