@@ -141,7 +141,7 @@ def a_precision_of_ones_own() -> None:
 
 
 @wrong(
-    r"MisconfigurationException: The loss scaler OwnScaler decides on each rank for itself.*Use torch\.distributed\.fsdp"
+    r"MisconfigurationException: The loss scaler OwnScaler decides on each rank by itself.*Use torch\.distributed\.fsdp"
 )
 def a_scaler_of_ones_own() -> None:
     FabricZeroStrategy(precision=MixedPrecision("16-mixed", "cpu", OwnScaler("cpu")))

@@ -177,7 +177,7 @@ def transformer_engine() -> None:
     make_trainer("eager", plugins=[TransformerEngine()])
 
 
-@wrong(r"MisconfigurationException: The loss scaler Own decides on each rank for itself.*Use torch\.distributed\.fsdp")
+@wrong(r"MisconfigurationException: The loss scaler Own decides on each rank by itself.*Use torch\.distributed\.fsdp")
 def scaler_of_ones_own() -> None:
     class Own(torch.amp.GradScaler):
         pass
