@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.checkpoints import Checkpoints
+from lightning_zero.checkpoint.manager import CheckpointManager
 from lightning_zero.compile.cuda_graphs import CUDAGraphManager
 from lightning_zero.compile.listener import GraphObserver
 from lightning_zero.compile.session import CompileSession
@@ -103,7 +103,7 @@ class Engine(PickledAsNone):
         self.module: nn.Module | None = None
         self.buffers = BufferBroadcast(self.executor, mesh, skip_modules)
         self.buffers.configure(self.config)
-        self.checkpoints = Checkpoints(self.sharder, self.watchdog, self._sharded_module, report)
+        self.checkpoints = CheckpointManager(self.sharder, self.watchdog, self._sharded_module, report)
         compiled = CompiledStepHooks(self.session, self.replays, self.sharder, self.transports)
         self.cycle = cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)

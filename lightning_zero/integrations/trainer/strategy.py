@@ -29,23 +29,30 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.arguments import engine_config, options_init
-from lightning_zero.integrations.inspection import Inspection
+from lightning_zero.integrations.introspection import EngineIntrospectionMixin
 from lightning_zero.integrations.oom_hint import explain
 from lightning_zero.integrations.precision import with_precision
 from lightning_zero.integrations.processes import without_nccl_abort
 from lightning_zero.integrations.trainer.arguments import Arguments
 from lightning_zero.integrations.trainer.averaging import average_shards
 from lightning_zero.integrations.trainer.checkpoint_callbacks import patch_checkpoint_callbacks
-from lightning_zero.integrations.trainer.checks import check_sharded_module, check_trainable, check_callbacks
+from lightning_zero.integrations.trainer.checks import check_callbacks, check_sharded_module, check_trainable
 from lightning_zero.integrations.trainer.evaluation_stop import EvaluationStop
 from lightning_zero.integrations.trainer.finetuning import compare_shards_by_identity
 from lightning_zero.integrations.trainer.micro_batches import one_micro_batch
 from lightning_zero.integrations.trainer.precision import zero_precision
 from lightning_zero.integrations.trainer.processes import ProcessStrategy
 from lightning_zero.integrations.trainer.saving import TrainerCheckpointing
-from lightning_zero.integrations.trainer.sigterm import Start, check_stop_now, check_stop_on_cpu, has_deferred_sigterm, defer_sigterm, expose_sigterm
+from lightning_zero.integrations.trainer.sigterm import (
+    Start,
+    check_stop_now,
+    check_stop_on_cpu,
+    defer_sigterm,
+    expose_sigterm,
+    has_deferred_sigterm,
+)
 from lightning_zero.integrations.trainer.stage_end import wait_for_stage_end
-from lightning_zero.integrations.uncompile import save_compiled_names, accept_compiled_names, uncompile_modules
+from lightning_zero.integrations.uncompile import accept_compiled_names, save_compiled_names, uncompile_modules
 from lightning_zero.native.ahead import BackgroundBuild
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.report.running import running
@@ -56,7 +63,7 @@ __all__ = ["ZeroStrategy"]
 log = logging.getLogger(__name__)
 
 
-class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
+class ZeroStrategy(EngineIntrospectionMixin, TrainerCheckpointing, ProcessStrategy):
     """ZeRO-3: parameters, gradients and optimizer state are sharded over all ranks, and the modules a training step
     calls are compiled. With ``stage`` 2 or 1 less is sharded.
 
@@ -130,7 +137,7 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
             engine = (module is not None and engine_of(module)) or self._require_engine()
         # From here on, so that whatever keeps a rank away in one of the user's hooks is seen by the others.
         engine.cycle.begin_stage()
-        self._stage = engine.checkpoints.together.begin_stage()
+        self._stage = engine.checkpoints.ranks.begin_stage()
         self._stop = EvaluationStop(engine.mesh, self._stage)
         self._close_startup()
 
@@ -151,7 +158,9 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
     def _run_stop_check(self, start: Start) -> None:
         engine = self._require_engine()
         engine.sharder.sync.after_writing()
-        engine.executor.collective("the question before each batch whether to stop for a SIGTERM", SequenceId.CONTROL, start)
+        engine.executor.collective(
+            "the question before each batch whether to stop for a SIGTERM", SequenceId.CONTROL, start
+        )
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
@@ -191,8 +200,8 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
             self._prepare_module(trainer)
         engine = self._require_engine()
         engine.executor.begin_stage()
-        if (left := engine.checkpoints.halfway.left) is not None:
-            engine.checkpoints.halfway.left = None  # once
+        if (left := engine.checkpoints.partial_load.message) is not None:
+            engine.checkpoints.partial_load.message = None  # once
             rank_zero_warn(f"{left} This stage goes on with what is there.")
         # Shards must not become inference tensors, which training could not use afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -319,7 +328,11 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
         yield
         self._require_engine().cycle.after_eval()
         module = self.lightning_module
-        if module is not None and self._stop is not None and self._stop.after_batch(has_deferred_sigterm(module.trainer)):
+        if (
+            module is not None
+            and self._stop is not None
+            and self._stop.after_batch(has_deferred_sigterm(module.trainer))
+        ):
             expose_sigterm(module.trainer, True)
 
     @override
