@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.compat import partitioner
+from lightning_zero.compat import fast_partitioner as partitioner
 from lightning_zero.compat.compiler import (
     aot_autograd,
     functorch_config,
@@ -25,7 +25,7 @@ from lightning_zero.compat.compiler import (
     inductor_partition,
     min_cut_partition,
 )
-from lightning_zero.compat.partitioner import fast_partitioner
+from lightning_zero.compat.fast_partitioner import fast_partitioner
 
 aten = torch.ops.aten
 Loss = Callable[[Tensor, Tensor], Tensor]
