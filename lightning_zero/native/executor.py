@@ -130,7 +130,7 @@ class Executor:
         """Compiled graphs give activations away to ``where``, and get them back from there."""
         self.activations = where
         one, two = "(Tensor value)", "(Tensor value, Tensor host)"
-        self._native.keep_activations(
+        self._native.set_activation_ops(
             self._define("on_leave", one, where.leave, "Tensor"),
             self._define("on_left", two, where.left),
             self._define("on_come", "(Tensor host)", where.come, "Tensor"),

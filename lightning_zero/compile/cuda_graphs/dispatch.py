@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.autograd import graph_task_id, retains_graph
+from lightning_zero.compat.tensors import graph_task_id, retains_graph
 from lightning_zero.compile.cuda_graphs.pairs import CaptureSpec, GraphPair
 from lightning_zero.compile.cuda_graphs.variant import GraphReplay, PendingBackward, CapturedCall, unsupported_input
 
@@ -75,7 +75,7 @@ class GraphDispatcher:
             self._runs.clear()
             self.drop()
             return self._compiled(*args)
-        epoch, backwards = manager.executor.weights.epoch(), manager.executor.gradients.completed_backwards()
+        epoch, backwards = manager.executor.weights.shard_version(), manager.executor.gradients.completed_backwards()
         first, self._epoch = epoch != self._epoch, epoch
         self._backwards_before, self._backwards = self._backwards, backwards
         key = CaptureKey(
