@@ -14,14 +14,14 @@ from lightning.fabric import Fabric
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.integrations.process_group import check_backend, check_rank, check_world_size
+from lightning_zero.integrations.processes import check_backend, check_rank, check_world_size
 
 CPU = torch.device("cpu")
 
 
 @contextmanager
 def group(backend: str | None = "gloo") -> Iterator[None]:
-    """Of this process alone, made by the user."""
+    """Make a process group of this process only, as a user does."""
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

@@ -1,10 +1,10 @@
-"""What stands on the terminal, with Rich and without."""
+"""Test terminal output with Rich and without."""
 
 import sys
 
 import pytest
 
-from lightning_zero.cli.show import format_value, show_section
+from lightning_zero.cli.terminal import format_value, show_section
 from lightning_zero.config.text import format_table
 
 
