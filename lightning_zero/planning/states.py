@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.optim.bf16_state import NARROW, is_narrow
-from lightning_zero.optim.chunks import MOMENTS
+from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
+from lightning_zero.optim.chunks import MAX_CHUNK_NUMEL
 from lightning_zero.optim.rules import rule_for
-from lightning_zero.planning.ledger import Ledger
-from lightning_zero.planning.static import Cut
+from lightning_zero.planning.ledger import MemoryCounter
+from lightning_zero.planning.static import ParamShard
 
-__all__ = ["Kept", "kept_by"]
+__all__ = ["OptimizerMemory", "measure_optimizer_memory"]
 
 SMALL = 64  # elements of a shard that stands for one of any size
 
 
 @dataclass(frozen=True)
-class Kept:
+class OptimizerMemory:
     """Of one rank, in bytes.
 
     Attributes:
@@ -34,12 +34,12 @@ class Kept:
     words: str
 
 
-def kept_by(
+def measure_optimizer_memory(
     optimizers: Sequence[torch.optim.Optimizer],
     params: Sequence[nn.Parameter],
-    cuts: Sequence[Cut],
+    cuts: Sequence[ParamShard],
     narrow: bool = False,
-) -> Kept:
+) -> OptimizerMemory:
     """Of optimizers of ``params``, which are cut like that. Their groups hold other parameters afterwards. ``narrow``:
     as ``state_dtype="bf16"`` has it.
 
@@ -50,42 +50,42 @@ def kept_by(
     states = temporary = 0
     words: dict[str, int] = {}
     for optimizer in optimizers:
-        stood_for: dict[Tensor, Cut] = {}
+        stood_for: dict[Tensor, ParamShard] = {}
         for group in optimizer.param_groups:
             chosen = [of[id(param)] for param in group["params"] if of[id(param)].trained]
             group["params"] = [_small(cut) for cut in chosen]
             stood_for.update(zip(group["params"], chosen, strict=True))
-        ledger = Ledger(stood_for)
+        ledger = MemoryCounter(stood_for)
         with ledger:
             optimizer.step()
         per_byte = (ledger.peak - ledger.alive) / max(sum(param.nbytes for param in stood_for), 1)
         stepped = sum(cut.elements * cut.dtype.itemsize for cut in of.values())
         if narrow:  # the optimizer itself steps a few elements at a time
-            stepped = min(stepped, MOMENTS * torch.float32.itemsize)
+            stepped = min(stepped, MAX_CHUNK_NUMEL * torch.float32.itemsize)
         temporary = max(temporary, int(per_byte * stepped))
         names = _narrow(optimizer, stood_for) if narrow else {}
         for param, state in optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     alike = value.shape == param.shape
-                    size = NARROW.itemsize if alike and name in names.get(param, ()) else value.itemsize
+                    size = STATE_DTYPE.itemsize if alike and name in names.get(param, ()) else value.itemsize
                     states += size * (stood_for[param].elements if alike else value.numel())
                     words |= {name: min(size, words.get(name, size))} if alike else {}
-    return Kept(states, temporary, ", ".join(f"{name} {size}" for name, size in words.items()) or "nothing")
+    return OptimizerMemory(states, temporary, ", ".join(f"{name} {size}" for name, size in words.items()) or "nothing")
 
 
-def _narrow(optimizer: torch.optim.Optimizer, stood_for: dict[Tensor, Cut]) -> dict[Tensor, tuple[str, ...]]:
+def _narrow(optimizer: torch.optim.Optimizer, stood_for: dict[Tensor, ParamShard]) -> dict[Tensor, tuple[str, ...]]:
     found = {}
     for group in optimizer.param_groups:
         rule = rule_for(optimizer, group)
         for param in group["params"]:
             cut = stood_for[param]
-            if rule is not None and is_narrow(cut.layout.numel, cut.dtype):
+            if rule is not None and keeps_bf16_state(cut.layout.numel, cut.dtype):
                 found[param] = rule.state
     return found
 
 
-def _small(cut: Cut) -> nn.Parameter:
+def _small(cut: ParamShard) -> nn.Parameter:
     """A parameter with as many dimensions as a shard has."""
     shape = (1,) * (len(cut.layout.shape) - 1) + (SMALL,)
     param = nn.Parameter(torch.zeros(shape, dtype=cut.dtype))
