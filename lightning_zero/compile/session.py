@@ -263,7 +263,7 @@ class CompileSession:
         decided = self.budget.decided(self.config)
         if decided is not None:
             self.apply_update(decided)
-        self._compiler.charts = self.budget.charts(self.config)
+        self._compiler.sweeps_budgets = self.budget.charts(self.config)
         return self.budget.until_step(self.config.compiled)
 
     def apply_update(self, decided: PlanUpdate) -> None:
