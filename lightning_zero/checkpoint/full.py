@@ -13,19 +13,20 @@ from lightning_zero.checkpoint.inventory import Entry, OptimizerStateEntries, ga
 from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.checkpoint.telling import Telling, untold
 from lightning_zero.compat.tensors import tree_map_only
-from lightning_zero.sharding.host_memory import copy_to_host
-from lightning_zero.sharding.mapped import mapped
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.state import StateDictHooks, ignore_bytes, full_on_cpu
-from lightning_zero.sharding.unsupported import without_shard_dispatch
+from lightning_zero.sharding.host_memory import copy_to_host, mapped
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.shard_tensor import without_shard_dispatch
+from lightning_zero.sharding.sharder import Sharder
+from lightning_zero.sharding.state_dict import StateDictHooks, full_on_cpu, ignore_bytes
 
 __all__ = ["Room", "model_state", "optimizer_state", "shard_optimizer_state"]
 
 Room = Callable[[int, torch.dtype], Tensor]  # new memory for so many elements, 1-D
 
 
-def model_state(module: nn.Module, hooks: StateDictHooks, gathered: Callable[[int], object] = ignore_bytes) -> dict[str, Any]:
+def model_state(
+    module: nn.Module, hooks: StateDictHooks, gathered: Callable[[int], object] = ignore_bytes
+) -> dict[str, Any]:
     """The module's state dict with whole values on the CPU of rank 0; empty on other ranks. Collective.
 
     gathered: is told of bytes

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from lightning_zero.sharding.state import StateDictHooks
+from lightning_zero.sharding.state_dict import StateDictHooks
 
 __all__ = ["Halfway"]
 

@@ -29,9 +29,9 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.optim.rules import StateNames, state_names
 from lightning_zero.optim.support import check_state_dict, large_tensors
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import without_shard_dispatch
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.shard_tensor import without_shard_dispatch
+from lightning_zero.sharding.sharder import Sharder
 
 __all__ = ["Entry", "OptimizerStateEntries", "gather_value", "nested"]
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import CheckpointError
-from lightning_zero.sharding.chunked_io import read_in_chunks
-from lightning_zero.sharding.tensor_extent import should_read_gaps, extent
+from lightning_zero.sharding.host_memory import read_in_chunks
+from lightning_zero.sharding.layout import extent, should_read_gaps
 
 __all__ = ["BLOCK", "RangeReader", "Placed", "Ranges", "bytes_of_memory"]
 

@@ -25,8 +25,8 @@ from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.raw import HEADER, header_length
 from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.errors import CheckpointError
+from lightning_zero.sharding.host_memory import SMALL_BYTES, copy_small_values
 from lightning_zero.sharding.layout import is_strided
-from lightning_zero.sharding.mapped import SMALL, copy_small_values
 
 __all__ = ["RemoteFile"]
 
@@ -116,7 +116,7 @@ class RemoteFile:
         if not plain or value.is_conj() or value.is_neg():
             raise _Hidden
         storage = value.untyped_storage()
-        if storage.nbytes() <= SMALL:
+        if storage.nbytes() <= SMALL_BYTES:
             small.append(value)
             return value
         mark = bytes(storage[:MARK].tolist())
@@ -137,7 +137,7 @@ class _Hidden(Exception):
 
 
 def _is_hole(entry: zipfile.ZipInfo) -> bool:
-    return "/data/" in entry.filename and entry.file_size > SMALL
+    return "/data/" in entry.filename and entry.file_size > SMALL_BYTES
 
 
 def _replace(value: Any, key: str, saved: Callable[[Tensor, str], Tensor]) -> Any:

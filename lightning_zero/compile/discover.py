@@ -43,7 +43,7 @@ from lightning_zero.compile.recompile_reason import format_first_guard
 from lightning_zero.compile.stacks import frames_written_once
 from lightning_zero.compile.user_compiled import explain_unsupported
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.amount import OffloadQuota
+from lightning_zero.offload.activations import OffloadQuota
 from lightning_zero.sharding.module_patching import pop_functional_call_read
 from lightning_zero.sharding.shard_tensor import ShardParameter
 

@@ -10,9 +10,9 @@ from lightning_zero.compile.cuda_graphs import CUDAGraphManager
 from lightning_zero.compile.eager import regather_saved_weights
 from lightning_zero.compile.session import CompileSession
 from lightning_zero.config.text import format_gib
-from lightning_zero.offload.saved import SavedTensorOffload
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
+from lightning_zero.offload.saved_tensors import SavedTensorOffload
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.symm_mem import PeerTransports
 
 __all__ = ["CompiledStepHooks"]
@@ -31,7 +31,9 @@ class CompiledStepHooks:
         session, sharder, peers: these.
     """
 
-    def __init__(self, session: CompileSession, replays: CUDAGraphManager, sharder: Sharder, transports: PeerTransports) -> None:
+    def __init__(
+        self, session: CompileSession, replays: CUDAGraphManager, sharder: Sharder, transports: PeerTransports
+    ) -> None:
         self.session = session
         self._cuda_graphs = replays
         self.sharder = sharder
@@ -75,7 +77,7 @@ class CompiledStepHooks:
         return self.session.budget.first_step.saves is not None
 
     def _check_offloaded(self, megabytes: float | None) -> None:
-        """Whether the last pass kept to the amount; see ``offload/amount.py`` for what nobody knows beforehand."""
+        """Whether the last pass kept to the amount; see ``offload/activations.py`` for what nobody knows beforehand."""
         amount = self.sharder.executor.activations.amount
         sent, beyond = amount.sent / 2**20, amount.beyond
         amount.begin_pass(float("inf") if megabytes is None else megabytes * 2**20)
@@ -139,7 +141,9 @@ class CompiledStepHooks:
         self._reported_hooks = True
         names = [repr(record.name) for record in hooked]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        replayed = "; compiled code that reads these is not replayed as a CUDA graph" if self._cuda_graphs.enabled else ""
+        replayed = (
+            "; compiled code that reads these is not replayed as a CUDA graph" if self._cuda_graphs.enabled else ""
+        )
         self.session.progress.report(
             f"Gradient hooks (register_hook): whole gradients wait for them before they are reduced{replayed}. "
             f"(parameters={', '.join(names[:4])}{more})"

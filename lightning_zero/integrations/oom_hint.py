@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_zero.engine import Engine
-from lightning_zero.sharding.replaced import explain_shard_error
+from lightning_zero.sharding.sharder import explain_shard_error
 
 __all__ = ["explain"]
 

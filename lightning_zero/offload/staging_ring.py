@@ -1,4 +1,14 @@
-"""Some buffers on the device, through which much more passes that lies on the host.
+"""The ways on which copies between host and device go beside what the device computes.
+
+Three lanes work side by side, each in its own order: copies in, copies out, and compute, which is the device's current
+stream. An event is all that a lane has been given up to a moment; a lane that waits for one does nothing further until
+that is done. ``staging_ring.py`` decides which waits are needed. Tests replace the lanes by some that run in the worst
+order.
+
+
+---
+
+Some buffers on the device, through which much more passes that lies on the host.
 
 While one buffer is computed in, those of the loads before it are on their way back to the host, and those of the loads
 behind it on their way in. A :class:`RingPass` has three parts:
@@ -18,20 +28,126 @@ Three waits keep copies and compute apart, beside compute's own for what it is a
 
 Copies of one direction keep their order, so that a wait for the last one is a wait for all. Loads that come ahead do so
 in the order in which their buffers get free: copies go both ways at once, however many buffers there are.
-"""
+
+
+---
+
+How fast copies between a device and pinned memory of its host are, while both directions and all ranks copy: hosts
+share it."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.offload.copy_streams import Copy, Event, CopyStreams, copy_streams_of
+from lightning_zero.errors import HostMemoryError
+from lightning_zero.extrema import all_min
+from lightning_zero.mesh import Mesh
+from lightning_zero.offload.pinned_memory import HostMemory
 
-__all__ = ["StagedChunk", "StagedChunks", "RingPass", "StagingRing"]
+__all__ = [
+    "Copy",
+    "CopyStreams",
+    "CpuCopyStreams",
+    "CudaCopyStreams",
+    "FRACTION_WITH_COMPUTE",
+    "RingPass",
+    "StagedChunk",
+    "StagedChunks",
+    "StagingRing",
+    "copy_streams_of",
+    "measure_host_bandwidth",
+]
+
+Copy = tuple[Tensor, Tensor]  # to, from
+Event = Any
+
+
+class CopyStreams(Protocol):
+    """Takes copies. Nothing here waits on the host."""
+
+    def use(self, memory: Tensor) -> None:
+        """Copies will go there, and from there: once it is given back, whoever gets it next waits for them."""
+        ...
+
+    def bring(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        """From the host, once all of ``after`` is done."""
+        ...
+
+    def take(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        """To the host, likewise."""
+        ...
+
+    def now(self) -> Event:
+        """All that compute has been given so far."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Compute goes on behind it."""
+        ...
+
+
+class CudaCopyStreams:
+    """Of a GPU: copies on two streams, one for each direction, which its copy engines serve at once. May be captured
+    in a CUDA graph, if all that is waited for inside was given to the lanes inside."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def use(self, memory: Tensor) -> None:
+        for stream in (self._in, self._out):
+            memory.record_stream(stream)
+
+    def bring(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        return _on(self._in, copies, after)
+
+    def take(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        return _on(self._out, copies, after)
+
+    def now(self) -> Event:
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def wait(self, event: Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+
+def _on(stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+    for event in after:
+        stream.wait_event(event)
+    with torch.cuda.stream(stream):
+        for to, source in copies:
+            to.copy_(source, non_blocking=True)
+    return stream.record_event()
+
+
+class CpuCopyStreams:
+    """Of a CPU: whatever is given is done at once, so nobody ever waits."""
+
+    def use(self, memory: Tensor) -> None:
+        pass
+
+    def bring(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        for to, source in copies:
+            to.copy_(source)
+
+    take = bring
+
+    def now(self) -> Event:
+        return None
+
+    def wait(self, event: Event) -> None:
+        pass
+
+
+def copy_streams_of(device: torch.device) -> CopyStreams:
+    return CudaCopyStreams(device) if device.type == "cuda" else CpuCopyStreams()
+
 
 LEAST_SLOTS = 4  # in use, going out, and two coming in
 MOST_BYTES = 64 << 20  # of a slot: a copy of that size is as fast per byte as any
@@ -237,3 +353,42 @@ class RingPass:
         buffers = self._ring.buffers(number, load)
         copies: list[Copy] = [(load[name], buffers[name]) for name in load]
         return self._lanes.take(copies, [self._lanes.now()])
+
+
+NBYTES = 64 << 20  # of a copy
+REPETITIONS = 4
+FRACTION_WITH_COMPUTE = (
+    0.9  # the share that is expected there; copies take no part of the device but its memory's bandwidth
+)
+
+
+def measure_host_bandwidth(mesh: Mesh) -> float | None:
+    """Bytes per second in each direction, on the slowest rank, in some hundredths of a second; None on a CPU, where
+    there is nothing to measure, and where a host pins no memory: whoever offloads is told by name. Gives all memory
+    back. Collective."""
+    if mesh.device.type == "cpu":
+        return None
+    host = HostMemory(mesh.device)
+    try:
+        ends = host.empty(NBYTES, torch.uint8), host.empty(NBYTES, torch.uint8)
+    except HostMemoryError:
+        ends = None
+    dist.barrier(group=mesh.control_group)
+    slowest = torch.tensor(0.0 if ends is None else _bytes_per_s(*ends, mesh.device), dtype=torch.float64)
+    return all_min(slowest, mesh.control_group).item() or None
+
+
+def _bytes_per_s(there: torch.Tensor, back: torch.Tensor, device: torch.device) -> float:
+    sent, came = (torch.empty(NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    lanes, best = copy_streams_of(device), 0.0
+    for number in range(REPETITIONS + 1):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record(torch.cuda.current_stream(device))
+        both = [lanes.bring([(sent, there)], [begun]), lanes.take([(back, came)], [begun])]
+        for copy in both:
+            lanes.wait(copy)
+        ended.record(torch.cuda.current_stream(device))
+        ended.synchronize()
+        if number:  # the first one wakes the device up
+            best = max(best, NBYTES / (begun.elapsed_time(ended) * 1e-3))
+    return best

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.sharding.layout import ALIGNMENT_BYTES
-from lightning_zero.sharding.record import ShardedParameter
+from lightning_zero.sharding.param_record import ShardedParameter
 
 __all__ = ["ElementPositions", "noise_keys", "rounding_noise", "stochastic_round"]
 

@@ -8,8 +8,8 @@ import torch
 
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.engine import Engine
-from lightning_zero.sharding.record import Role
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.param_record import Role
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
 __all__ = ["memory_by_role", "replay_blockers"]
 

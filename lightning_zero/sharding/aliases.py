@@ -16,15 +16,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.sharding.layout import is_strided
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.tensor_extent import extent
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.layout import extent, is_strided
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
 __all__ = ["Aliases", "check_shared_memory"]
 
 
-class _Range:
+class _StorageSpan:
     """Bytes of a storage that a tensor's elements span."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -32,7 +31,7 @@ class _Range:
         self.begin = tensor.storage_offset() * tensor.element_size()
         self.end = self.begin + extent(tensor.size(), tensor.stride()) * tensor.element_size()
 
-    def overlaps(self, other: _Range) -> bool:
+    def overlaps(self, other: _StorageSpan) -> bool:
         return self.storage == other.storage and self.begin < other.end and other.begin < self.end
 
 
@@ -47,13 +46,13 @@ def check_shared_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tens
         params: by name, each object once.
         buffers: by name.
     """
-    by_storage: dict[int, list[tuple[str, _Range]]] = {}
+    by_storage: dict[int, list[tuple[str, _StorageSpan]]] = {}
     with no_shard_dispatch():
         for name, param in params.items():
             if _has_memory(param):
-                span = _Range(param)
-                for other, theirs in by_storage.setdefault(span.storage, []):
-                    if span.overlaps(theirs):
+                span = _StorageSpan(param)
+                for other, other_span in by_storage.setdefault(span.storage, []):
+                    if span.overlaps(other_span):
                         raise UnsupportedError(
                             f"Parameters {other!r} and {name!r} are two objects in the same memory. Sharded, each "
                             "would have values of its own. Tie them as one object: `module.weight = other.weight`, in "
@@ -62,9 +61,9 @@ def check_shared_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tens
                 by_storage[span.storage].append((name, span))
         for name, buffer in buffers.items():
             if type(buffer) is Tensor and is_strided(buffer) and _has_memory(buffer):
-                span = _Range(buffer)
-                for other, theirs in by_storage.get(span.storage, ()):
-                    if span.overlaps(theirs):
+                span = _StorageSpan(buffer)
+                for other, other_span in by_storage.get(span.storage, ()):
+                    if span.overlaps(other_span):
                         raise UnsupportedError(
                             f"Buffer {name!r} shares memory with parameter {other!r}, which would have other memory "
                             "once it is sharded. Register a copy (`tensor.clone()`), or read the parameter instead."
@@ -101,46 +100,46 @@ class Aliases:
     """Finds these tensors when all parameters are sharded."""
 
     def __init__(self) -> None:
-        self._cut: list[tuple[StorageWeakRef, _Range, ShardedParameter, tuple[Any, ...]]] = []
+        self._registered: list[tuple[StorageWeakRef, _StorageSpan, ShardedParameter, tuple[Any, ...]]] = []
 
-    def note(self, param: Tensor) -> Any:
-        """Return what :meth:`cut` needs to know of a parameter's memory; before that is replaced."""
+    def snapshot_memory(self, param: Tensor) -> Any:
+        """Return what :meth:`register` needs to know of a parameter's memory; before that is replaced."""
         with no_shard_dispatch():
             if not _has_memory(param):
                 return None
-            return StorageWeakRef(param.untyped_storage()), _Range(param), _looks(param)
+            return StorageWeakRef(param.untyped_storage()), _StorageSpan(param), _view_key(param)
 
-    def cut(self, noted: Any, record: ShardedParameter) -> None:
+    def register(self, noted: Any, record: ShardedParameter) -> None:
         """Remember that the parameter of this record had that memory."""
         if noted is not None:
-            storage, span, looks = noted
-            self._cut.append((storage, span, record, looks))
+            storage, span, view_key = noted
+            self._registered.append((storage, span, record, view_key))
 
     def resolve(self) -> None:
         """Turn the tensors that still hold a sharded parameter's former memory into shards, or into stale ones."""
-        held = [entry for entry in self._cut if not entry[0].expired()]
-        self._cut.clear()
-        if not held:
+        alive = [entry for entry in self._registered if not entry[0].expired()]
+        self._registered.clear()
+        if not alive:
             return
-        by_storage: dict[int, list[tuple[_Range, ShardedParameter, tuple[Any, ...]]]] = {}
-        for storage, span, record, looks in held:
-            by_storage.setdefault(storage.cdata, []).append((span, record, looks))
+        by_storage: dict[int, list[tuple[_StorageSpan, ShardedParameter, tuple[Any, ...]]]] = {}
+        for storage, span, record, view_key in alive:
+            by_storage.setdefault(storage.cdata, []).append((span, record, view_key))
         with no_shard_dispatch():
             for tensor in _living_tensors():
                 self._resolve(tensor, by_storage)
 
     @staticmethod
     def _resolve(
-        tensor: Tensor, by_storage: Mapping[int, list[tuple[_Range, ShardedParameter, tuple[Any, ...]]]]
+        tensor: Tensor, by_storage: Mapping[int, list[tuple[_StorageSpan, ShardedParameter, tuple[Any, ...]]]]
     ) -> None:
         try:
-            span = _Range(tensor) if _has_memory(tensor) else None
+            span = _StorageSpan(tensor) if _has_memory(tensor) else None
         except (RuntimeError, NotImplementedError):  # a tensor without a storage
             return
-        for theirs, record, looks in by_storage.get(span.storage, ()) if span is not None else ():
-            if span is None or not span.overlaps(theirs):
+        for other_span, record, view_key in by_storage.get(span.storage, ()) if span is not None else ():
+            if span is None or not span.overlaps(other_span):
                 continue
-            if _looks(tensor) == looks and type(tensor) in (Tensor, nn.Parameter):
+            if _view_key(tensor) == view_key and type(tensor) in (Tensor, nn.Parameter):
                 # numpy arrays of this tensor's memory do not hold the storage themselves.
                 tensor.__dict__["_zero_former_memory"] = tensor.detach()
                 record.add_alias(tensor)
@@ -150,7 +149,7 @@ class Aliases:
             return
 
 
-def _looks(tensor: Tensor) -> tuple[Any, ...]:
+def _view_key(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 

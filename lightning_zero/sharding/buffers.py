@@ -31,11 +31,11 @@ from lightning_zero.sharding.layout import is_strided
 
 __all__ = ["BufferBroadcast"]
 
-ROUNDS = 3  # in which ranks compare what has changed, whatever they have noticed
-PIECE_BYTES = 256 << 20  # sent at once
+COMPARED_ROUNDS = 3  # in which ranks compare what has changed, whatever they have noticed
+BUCKET_BYTES = 256 << 20  # sent at once
 _ALIGN = 16  # bytes; the widest dtype's
 
-_Seen = tuple[Tensor | None, int, int]
+_Snapshot = tuple[Tensor | None, int, int]
 
 
 @dataclass(eq=False)
@@ -45,7 +45,7 @@ class _Buffer:
     name: str
     module: nn.Module
     key: str
-    seen: _Seen = (None, 0, 0)
+    last_seen: _Snapshot = (None, 0, 0)
     checksum: int | None = None
     changes: bool = False  # since it was first sent, here
 
@@ -54,17 +54,17 @@ class _Buffer:
         value = self.module._buffers.get(self.key)
         return value if value is not None and _can_be_written(value) else None
 
-    def look(self) -> _Seen:
+    def snapshot(self) -> _Snapshot:
         value = self.module._buffers.get(self.key)
         return (None, 0, 0) if value is None or value.is_inference() else (value, value._version, value.data_ptr())
 
     def has_changed(self) -> bool:
-        value, *now = self.look()
-        before, *then = self.seen
+        value, *now = self.snapshot()
+        before, *then = self.last_seen
         return value is not before or now != then
 
 
-class _Piece:
+class _BufferBucket:
     """Buffers that travel in one tensor."""
 
     def __init__(self, buffers: Sequence[_Buffer], device: torch.device) -> None:
@@ -118,12 +118,12 @@ class BufferBroadcast:
         self._mesh = mesh
         self._skip = skip
         self._enabled = True
-        self._said = False
+        self._reported = False
         self._buffers: list[_Buffer] = []
         self._watched: list[_Buffer] = []
-        self._homes: list[dict[str, Tensor | None]] = []
+        self._buffer_dicts: list[dict[str, Tensor | None]] = []
         self._count = 0
-        self._pieces: Iterable[_Piece] = []
+        self._buckets: Iterable[_BufferBucket] = []
         self.reset()
 
     def configure(self, config: EngineConfig) -> None:
@@ -136,15 +136,15 @@ class BufferBroadcast:
 
     def reset(self) -> None:
         """All is sent again before the next forward."""
-        self._due, self._round, self._misfit = True, 0, False
-        self._buffers, self._watched, self._pieces = [], [], []
-        self._say(False)
+        self._is_due, self._round, self._has_mismatch = True, 0, False
+        self._buffers, self._watched, self._buckets = [], [], []
+        self._report(False)
         self._executor.gradients.take_consensus_flag()
 
     def stepped(self) -> None:
         """An optimizer steps: as under DDP, accumulated micro-batches and the batches of an evaluation share what was
         sent before the first."""
-        self._due = True
+        self._is_due = True
 
     @torch.inference_mode(False)  # or what is made here could not be written to in training
     @torch.no_grad()
@@ -154,22 +154,22 @@ class BufferBroadcast:
         Raises:
             RankMismatchError: ranks have other buffers.
         """
-        if not self._due or not self._enabled or self._root is None:
+        if not self._is_due or not self._enabled or self._root is None:
             return
-        self._due = False
-        comparing = self._executor.gradients.take_consensus_flag() or self._round < ROUNDS
+        self._is_due = False
+        comparing = self._executor.gradients.take_consensus_flag() or self._round < COMPARED_ROUNDS
         if comparing:
             self._compare()
             if not self._buffers:
-                self._round = ROUNDS  # on every rank: there is nothing to look at again
-        fit = [self._send(piece) for piece in self._pieces]
-        self._misfit = not all(fit)
+                self._round = COMPARED_ROUNDS  # on every rank: there is nothing to look at again
+        fit = [self._send(bucket) for bucket in self._buckets]
+        self._has_mismatch = not all(fit)
         if comparing:
             # And no later: a change that nobody has been told of yet must go on showing.
             for buffer in self._watched:
-                buffer.seen = buffer.look()
-        if self._round < ROUNDS:
-            self._pieces = self._pieces if self._round else []
+                buffer.last_seen = buffer.snapshot()
+        if self._round < COMPARED_ROUNDS:
+            self._buckets = self._buckets if self._round else []
             for buffer, number in self._checksums().items():
                 buffer.checksum = number
         self._round += 1
@@ -177,35 +177,35 @@ class BufferBroadcast:
     def notice(self) -> None:
         """Looks whether something has changed that is not sent; ranks hear of it when the next backward ends."""
         if self._enabled and self._round > 0:
-            new = self._misfit or sum(map(len, self._homes)) != self._count
-            self._say(new or any(buffer.has_changed() for buffer in self._watched))
+            new = self._has_mismatch or sum(map(len, self._buffer_dicts)) != self._count
+            self._report(new or any(buffer.has_changed() for buffer in self._watched))
 
-    def _say(self, something_new: bool) -> None:
-        if something_new != self._said:
-            self._said = something_new
+    def _report(self, something_new: bool) -> None:
+        if something_new != self._reported:
+            self._reported = something_new
             self._executor.gradients.set_consensus_flag(something_new)
 
-    def _send(self, piece: _Piece) -> bool:
+    def _send(self, bucket: _BufferBucket) -> bool:
         rank_0 = self._mesh.rank == 0
-        fits = piece.exchange(receive=False) if rank_0 else True
-        other = piece.device != self._mesh.device
+        fits = bucket.exchange(receive=False) if rank_0 else True
+        other = bucket.device != self._mesh.device
         group = self._mesh.control_group if other else self._mesh.gather_group
         self._executor.collective(
             "rank 0's buffers",
             SequenceId.CONTROL if other else SequenceId.GATHER,
-            lambda later: dist.broadcast(piece.memory, group=group, group_src=0, async_op=later),
+            lambda later: dist.broadcast(bucket.memory, group=group, group_src=0, async_op=later),
         )
-        return fits if rank_0 else piece.exchange(receive=True)
+        return fits if rank_0 else bucket.exchange(receive=True)
 
     def _compare(self) -> None:
         """Ranks agree on which modules' buffers are sent: at first all."""
         assert self._root is not None
         first = self._round == 0
         before = {(id(buffer.module), buffer.key): buffer for buffer in self._buffers}
-        self._homes = [module._buffers for module in self._root.modules()]
-        self._count = sum(map(len, self._homes))
-        self._buffers = [before.get((id(b.module), b.key), b) for b in self._listed()]
-        sums = self._checksums() if not first and self._round < ROUNDS else {}
+        self._buffer_dicts = [module._buffers for module in self._root.modules()]
+        self._count = sum(map(len, self._buffer_dicts))
+        self._buffers = [before.get((id(b.module), b.key), b) for b in self._list_buffers()]
+        sums = self._checksums() if not first and self._round < COMPARED_ROUNDS else {}
         for buffer in self._buffers:
             edited = buffer in sums and buffer.checksum != sums[buffer]
             buffer.changes |= edited or buffer.has_changed() and not first
@@ -215,15 +215,15 @@ class BufferBroadcast:
         with self._executor.waiting("the comparison of buffers", SequenceId.CONTROL):
             everyones = self._mesh.all_gather_values(mine)
         if any(other != digest for other, _ in everyones):
-            self._refuse(listed)
+            self._raise_mismatch(listed)
         changing = {self._buffers[n].module for _, found in everyones for n in found}
         # Where ranks compute the same statistics together, how they begin is all that is sent.
         apart = [b for b in self._buffers if not _is_synchronised(b.module)]
         self._watched = [b for b in apart if first or b.module not in changing]
-        pieces = self._packed([b for b in (self._buffers if first else apart) if b.module in changing])
-        self._pieces = pieces if first else list(pieces)  # all there is, but one after the other
+        buckets = self._make_buckets([b for b in (self._buffers if first else apart) if b.module in changing])
+        self._buckets = buckets if first else list(buckets)  # all there is, but one after the other
 
-    def _refuse(self, mine: list[str]) -> None:
+    def _raise_mismatch(self, mine: list[str]) -> None:
         everyones = self._mesh.all_gather_values(mine)
         other = next(rank for rank, listed in enumerate(everyones) if listed != everyones[0])
         pairs = list(zip([*everyones[0], "(nothing)"], [*everyones[other], "(nothing)"], strict=False))
@@ -234,34 +234,34 @@ class BufferBroadcast:
             "Register the same buffers on every rank, or pass broadcast_buffers=False to the strategy."
         )
 
-    def _listed(self) -> Iterator[_Buffer]:
+    def _list_buffers(self) -> Iterator[_Buffer]:
         assert self._root is not None
         ignored = getattr(self._root, "_ddp_params_and_buffers_to_ignore", ())
         own = [name for name, module in self._root.named_modules() if isinstance(module, self._skip)]
-        seen = set()
+        last_seen = set()
         for path, module in self._root.named_modules():
             if any(path == name or path.startswith(f"{name}.") for name in own):
                 continue
             for key, value in module._buffers.items():
                 name = f"{path}.{key}" if path else key
-                if value is not None and id(value) not in seen and name not in ignored and _can_be_written(value):
-                    seen.add(id(value))
+                if value is not None and id(value) not in last_seen and name not in ignored and _can_be_written(value):
+                    last_seen.add(id(value))
                     yield _Buffer(name, module, key)
 
-    def _packed(self, buffers: Sequence[_Buffer]) -> Iterator[_Piece]:
+    def _make_buckets(self, buffers: Sequence[_Buffer]) -> Iterator[_BufferBucket]:
         by_device: dict[torch.device, list[_Buffer]] = {}
         for buffer in buffers:
             by_device.setdefault(cast(Tensor, buffer.value).device, []).append(buffer)
         for device, members in by_device.items():
-            piece: list[_Buffer] = []
+            bucket: list[_Buffer] = []
             size = 0
             for buffer in members:
                 size += _nbytes(cast(Tensor, buffer.value))
-                if piece and size > PIECE_BYTES:
-                    yield _Piece(piece, device)
-                    piece, size = [], _nbytes(cast(Tensor, buffer.value))
-                piece.append(buffer)
-            yield _Piece(piece, device)
+                if bucket and size > BUCKET_BYTES:
+                    yield _BufferBucket(bucket, device)
+                    bucket, size = [], _nbytes(cast(Tensor, buffer.value))
+                bucket.append(buffer)
+            yield _BufferBucket(bucket, device)
 
     def _checksums(self) -> dict[_Buffer, int]:
         """Of what is in the buffers: ``buffer.data.copy_(x)`` leaves no other trace."""

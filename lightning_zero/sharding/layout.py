@@ -5,16 +5,21 @@ the pieces gives the parameter itself, with no copy, followed by padding. The pa
 
 It is flattened as it lies in memory: a convolution's weight that was ``channels_last`` is so again when it has been
 gathered.
-"""
+
+
+---
+
+How much memory a tensor spans, with the gaps that its strides leave."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["ShardLayout", "as_real", "inverse", "is_strided", "memory_order"]
+__all__ = ["ShardLayout", "as_real", "extent", "inverse", "is_strided", "memory_order", "should_read_gaps"]
 
 ALIGNMENT_BYTES = 128
 
@@ -128,3 +133,16 @@ class ShardLayout:
         begin, end = self.shard_range(number)
         shard[: end - begin].copy_(self.permute_to_memory(full.detach()).reshape(-1)[begin:end])
         shard[end - begin :].zero_()
+
+
+def extent(sizes: Iterable[int], strides: Iterable[int]) -> int:
+    """Elements from a tensor's first to its last, both included; 0 of one that has none."""
+    pairs = list(zip(sizes, strides, strict=True))
+    return 0 if any(size == 0 for size, _ in pairs) else 1 + sum((size - 1) * stride for size, stride in pairs)
+
+
+def should_read_gaps(values: Tensor, block: int) -> bool:
+    """Whether to read all of what a tensor spans at once: its gaps are no more than itself, or it is no more than one
+    read of so many bytes."""
+    span = extent(values.shape, values.stride())
+    return span <= 2 * values.numel() or span * values.itemsize <= block

@@ -96,7 +96,7 @@ def _read_eagerly(module: Any, param: Tensor, shape: tuple[int, ...]) -> Tensor:
     view: WeightReader = module._zero_cache.view
     if view.reads_shards:
         return param
-    if type(param) is not nn.Parameter and _is_given(param, shape, view):
+    if type(param) is not nn.Parameter and _is_functional_call_weight(param, shape, view):
         view.note_functional_call_read()
         return param
     view.note_read(cast(nn.Parameter, param))
@@ -105,7 +105,7 @@ def _read_eagerly(module: Any, param: Tensor, shape: tuple[int, ...]) -> Tensor:
     return view.wrap(weight, cast(nn.Parameter, param))
 
 
-def _is_given(weight: Tensor, shape: tuple[int, ...], view: WeightReader) -> bool:
+def _is_functional_call_weight(weight: Tensor, shape: tuple[int, ...], view: WeightReader) -> bool:
     """Whether a whole weight is in the place of a shard, where ``torch.func.functional_call`` puts what it is given.
 
     Raises:
@@ -131,7 +131,7 @@ def _flat_weights(self: nn.RNNBase) -> list[Tensor | None]:
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
-def _ignore(self: nn.RNNBase, value: Any) -> None:
+def _ignore_flat_weights(self: nn.RNNBase, value: Any) -> None:
     """Recurrent modules keep a list of their parameters; it would hold shards."""
 
 
@@ -144,13 +144,13 @@ class ClassCache:
         self._deepcopy: Callable[..., Any] = raise_copy_unsupported
         self._reduce: Callable[..., Any] = raise_copy_unsupported
 
-    def copy_by(self, deepcopy: Callable[..., Any], reduce: Callable[..., Any]) -> None:
+    def set_copiers(self, deepcopy: Callable[..., Any], reduce: Callable[..., Any]) -> None:
         """How modules are copied, (module, memo), and pickled, (module, protocol). Must keep no engine alive: torch
         remembers classes for longer than an engine lives."""
         self._deepcopy, self._reduce = deepcopy, reduce
 
     @contextmanager
-    def copying_by(self, deepcopy: Callable[..., Any]) -> Iterator[None]:
+    def overriding_deepcopy(self, deepcopy: Callable[..., Any]) -> Iterator[None]:
         """Inside, modules are copied so."""
         before, self._deepcopy = self._deepcopy, deepcopy
         try:
@@ -166,7 +166,7 @@ class ClassCache:
         """For ``pickle`` and ``copy.copy``."""
         return self._reduce(module, protocol)
 
-    def swap(self, module: nn.Module, names: tuple[str, ...]) -> None:
+    def install_class(self, module: nn.Module, names: tuple[str, ...]) -> None:
         """Gives ``module`` the subclass whose properties read ``names``.
 
         Raises:
@@ -202,7 +202,7 @@ class ClassCache:
 def _subclass(original: type, names: tuple[str, ...], cache: ClassCache) -> type:
     members: dict[str, Any] = {name: _weight_property(name) for name in names}
     if issubclass(original, nn.RNNBase):
-        members["_flat_weights"] = property(_flat_weights, _ignore)
+        members["_flat_weights"] = property(_flat_weights, _ignore_flat_weights)
     members.update(
         _zero_original_class=original,
         _zero_cache=cache,

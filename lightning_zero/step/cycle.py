@@ -23,10 +23,10 @@ from typing import Protocol
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Phase, Watchdog
 from lightning_zero.sharding.buffers import BufferBroadcast
-from lightning_zero.sharding.grad_aliasing import check_single_micro_batch
-from lightning_zero.sharding.hooks import GradientHooks
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.flat_memory import check_single_micro_batch
+from lightning_zero.sharding.grad_hooks import GradientHooks
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.sharder import Sharder
 
 __all__ = ["CompiledPart", "State", "StepCycle", "UnderWay"]
 
@@ -159,7 +159,9 @@ class StepCycle:
         Raises:
             RuntimeError: inside another, or while an optimizer steps.
         """
-        self._check_transition(State.FORWARD, "train_step()", in_train_step="Leave the training step first, then begin the next one")
+        self._check_transition(
+            State.FORWARD, "train_step()", in_train_step="Leave the training step first, then begin the next one"
+        )
         self._enter(State.FORWARD, Phase.FORWARD)
         self._in_train_step = self._expects_backward = True
         try:
@@ -257,7 +259,7 @@ class StepCycle:
         """Before other options hold: likewise, where micro-batches were left halfway, and the memory in which gradients
         waited is given back."""
         self.finalize_gradients()
-        self._sharder.memory.forget_deferred_gradients()
+        self._sharder.memory.free_deferred_gradients()
 
     def before_step(self, stepping: bool = False) -> None:
         """Must come before shards are overwritten, by an optimizer or by whatever does the same (an exchange with
@@ -331,7 +333,11 @@ class StepCycle:
     def _check_transition(self, wanted: State, what: str, in_train_step: str = "") -> None:
         if self._step is not None and self._step.in_progress:
             way_out = "Let the optimizer make its step first, or end it (end_step())"
-        elif self._in_train_step and in_train_step and (wanted is State.FORWARD or self.state in (State.FORWARD, State.BACKWARD)):
+        elif (
+            self._in_train_step
+            and in_train_step
+            and (wanted is State.FORWARD or self.state in (State.FORWARD, State.BACKWARD))
+        ):
             way_out = in_train_step
         else:
             return

@@ -19,8 +19,8 @@ from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.rules import has_rules
 from lightning_zero.optim.support import INSTEAD, is_torch_optimizer
-from lightning_zero.sharding.reductions import BY_NAME, is_of_two
-from lightning_zero.sharding.rules import measure, words
+from lightning_zero.sharding.shard_reductions import BY_NAME, is_of_two
+from lightning_zero.sharding.shard_rules import query_full_shape, words
 from lightning_zero.step.layout import StepLayout
 
 if TYPE_CHECKING:
@@ -117,7 +117,9 @@ class ElementwiseCheck(TorchFunctionMode):
                 return self._shape(func, args, kwargs)
             if name in _DIMENSIONS or name in _SIZES:
                 return self._measured(name, func, args, kwargs)
-            if name == "__getitem__" and any(map(_selects_elements, args[1] if isinstance(args[1], tuple) else args[1:])):
+            if name == "__getitem__" and any(
+                map(_selects_elements, args[1] if isinstance(args[1], tuple) else args[1:])
+            ):
                 self._raise_unsupported("takes a row, or a part of one, of a parameter, a gradient or state")
         together = name.rpartition("foreach_")[2] in _CROSS_ELEMENT_OPS or name.startswith("linalg_")  # of lists, too
         if together and not is_of_two(name, args, kwargs) and any(map(self._is_shard, tree_leaves((args, kwargs)))):
@@ -165,7 +167,7 @@ class ElementwiseCheck(TorchFunctionMode):
         # Parameters that are stepped together have as many dimensions.
         if piece.numel() not in self._sizes or (name in _DIMENSIONS and not alone):
             return func(*args, **kwargs)
-        return measure(name, self._layout(piece, f"the {name}"), args, kwargs)
+        return query_full_shape(name, self._layout(piece, f"the {name}"), args, kwargs)
 
     def _layout(self, piece: Tensor, what: str) -> ShardLayout:
         run = self._run_of(piece)

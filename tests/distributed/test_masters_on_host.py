@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.errors import HostMemoryError, UnsupportedError
-from lightning_zero.offload.memory import HostMemory
+from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import StagingRing
 from tests.helpers.masters import (
     ANEW,

@@ -15,7 +15,7 @@ from torch.fx import Graph
 from lightning_zero.budget.curve import Curve, nested
 from lightning_zero.compile.budget_sweep import chart
 from lightning_zero.compile.plan_with_margin import CAUTION
-from lightning_zero.offload.saved import SavedTensorOffload
+from lightning_zero.offload.saved_tensors import SavedTensorOffload
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
 from tests.helpers.measured import AGAIN, Blocks, same
 from tests.helpers.models import build, make_batches

@@ -48,7 +48,7 @@ def train(case: str | type[Case], away: dict[str, Any], backend: str = "aot_eage
             "out": out,
             "counters": engine.executor.counters(),
             "host": activations.nbytes,
-            "waiting": lanes.waiting + len(activations._leaving) + len(activations._coming),
+            "waiting": lanes.waiting + len(activations._offloading) + len(activations._loading),
         }
 
 
@@ -272,7 +272,7 @@ def interrupted(away: dict[str, Any]) -> tuple[Reference, int]:
         except ArithmeticError:
             Breaks.armed = False
         assert not Breaks.armed
-        half = len(engine.executor.activations._coming)
+        half = len(engine.executor.activations._loading)
         engine.cycle.reset()
         assert lanes.waiting == 0
         optimizer.zero_grad()

@@ -8,7 +8,7 @@ import torch
 
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.module_patching import UNSHARDED_CACHE
-from lightning_zero.sharding.record import Role
+from lightning_zero.sharding.param_record import Role
 from tests.helpers.models import Case, OneLayer, TiedLayer, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits
 from tests.helpers.sharded import engine_for, sgd, train_plain, train_sharded, whole_params
@@ -70,7 +70,10 @@ def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
             for view in engine.sharder.memory.holds(Role.UNSHARDED_CACHE)
         }
         names = [
-            r.name for r in engine.sharder.live for owner, key in r.owners if key in owner.__dict__.get(UNSHARDED_CACHE, {})
+            r.name
+            for r in engine.sharder.live
+            for owner, key in r.owners
+            if key in owner.__dict__.get(UNSHARDED_CACHE, {})
         ]
         return names, sum(resident.values()), engine.executor.counters().get("resident_gathers", 0), out
 

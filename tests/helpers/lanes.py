@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.offload.copy_streams import Copy
+from lightning_zero.offload.staging_ring import Copy
 
 NAMES = ("in", "compute", "out")
 ORDERS = list(permutations(NAMES))  # which lane goes first, wherever several may

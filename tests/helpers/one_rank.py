@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.sharding.flat_buffer import FlatBuffer
+from lightning_zero.sharding.flat_memory import FlatBuffer
 from lightning_zero.sharding.layout import ShardLayout
 
 __all__ = ["OneRank"]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_zero.config import EngineConfig
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.sharding.flat_buffer import FlatBuffer
+from lightning_zero.sharding.flat_memory import FlatBuffer
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.symm_mem import SymmetricMemory
 from tests.helpers.options import config

@@ -10,7 +10,7 @@ from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
 from lightning_zero.budget.facts import MemoryConfig
-from lightning_zero.sharding.record import Role
+from lightning_zero.sharding.param_record import Role
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import Regression, close, make_loader, make_strategy, make_trainer, whole_state
 from tests.ranks.pool import RankFailure, Ranks

@@ -18,7 +18,7 @@ LIGHTNING = "as torch.load(weights_only=...) and Lightning: an http(s) checkpoin
 
 TRUSTED = {
     ("mesh.py", "all_gather_object"): RANKS,
-    ("sharding/construct.py", "broadcast_object_list"): RANKS,
+    ("sharding/construction.py", "broadcast_object_list"): RANKS,
     ("integrations/processes.py", "broadcast_object_list"): RANKS,
     ("checkpoint/background/process.py", "pickle.load"): PIPE,
     ("checkpoint/background/writer.py", "pickle.load"): PIPE,

@@ -12,8 +12,8 @@ from torch import nn
 
 from lightning_zero.checkpoint.inventory import Entry, OptimizerStateEntries, nested
 from lightning_zero.checkpoint.sharded.values import CheckpointShard
-from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import without_shard_dispatch
+from lightning_zero.sharding.shard_tensor import without_shard_dispatch
+from lightning_zero.sharding.sharder import Sharder
 
 __all__ = ["state_by_name", "state_by_number", "has_parameter_names", "numbered"]
 

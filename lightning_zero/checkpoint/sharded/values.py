@@ -16,8 +16,8 @@ from lightning_zero.checkpoint.ranges import Placed
 from lightning_zero.checkpoint.sharded.boxes import Box, boxes, overlap
 from lightning_zero.compat.tensors import disabled_torch_function, make_wrapper_subclass, tree_map_only
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.host_memory import copy_mapped
 from lightning_zero.sharding.layout import ShardLayout, inverse
-from lightning_zero.sharding.mapped import copy_mapped
 
 __all__ = ["CheckpointTensor", "CheckpointShard"]
 
@@ -198,4 +198,6 @@ class CheckpointTensor(Tensor):
 def _taken(argument: Any, value: Any) -> Any:
     """What stands for an argument of torch's: plain tensors. One that is written to, or of which a view is made, is
     kept."""
-    return tree_map_only(CheckpointTensor, CheckpointTensor.whole if argument.alias_info is None else CheckpointTensor.kept, value)
+    return tree_map_only(
+        CheckpointTensor, CheckpointTensor.whole if argument.alias_info is None else CheckpointTensor.kept, value
+    )

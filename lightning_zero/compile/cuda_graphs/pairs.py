@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_zero.compat import cuda
 from lightning_zero.native import Executor
 from lightning_zero.native.capture import capture_graph, reserve_pool_block
-from lightning_zero.offload.blocks import ReservedBlocks
+from lightning_zero.offload.activations import ReservedBlocks
 
 __all__ = ["CUDAGraphPair", "EmulatedGraphPair", "CaptureSpec", "GraphPair"]
 
@@ -132,7 +132,12 @@ class _Graph:
     comes before, once the books have begun."""
 
     def __init__(
-        self, job: CaptureSpec, pool: Any, run: Callable[[], None], backward: bool, prepare: Callable[[], None] = lambda: None
+        self,
+        job: CaptureSpec,
+        pool: Any,
+        run: Callable[[], None],
+        backward: bool,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self._executor = job.executor
         self._graph = torch.cuda.CUDAGraph()

@@ -21,8 +21,8 @@ from lightning_zero.checkpoint.together import Alone
 from lightning_zero.checkpoint.weights.files import open_safetensors
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.files import FileIO, load_file
+from lightning_zero.sharding.host_memory import mapped
 from lightning_zero.sharding.layout import ShardLayout
-from lightning_zero.sharding.mapped import mapped
 from tests.helpers.folders import sharded
 
 VALUES = {"a": torch.randn(300, 512), "b": torch.randn(1 << 17)}

@@ -12,7 +12,7 @@ from lightning_zero.checkpoint.inventory import Entry, OptimizerStateEntries, ga
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.rules import state_names
 from lightning_zero.sharding.layout import ShardLayout
-from lightning_zero.sharding.record import Records, Role, ShardedParameter
+from lightning_zero.sharding.param_record import Records, Role, ShardedParameter
 from tests.helpers.lion import Lion
 from tests.helpers.wrapping import Renaming, Stacking, Wrapping
 

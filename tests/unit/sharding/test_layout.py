@@ -1,4 +1,8 @@
-"""How a parameter is cut: pieces of one size that put together are the parameter, followed by zeros."""
+"""How a parameter is cut: pieces of one size that put together are the parameter, followed by zeros.
+
+---
+
+What a tensor spans is what its memory must have."""
 
 import itertools
 import math
@@ -6,7 +10,7 @@ import math
 import pytest
 import torch
 
-from lightning_zero.sharding.layout import ALIGNMENT_BYTES, ShardLayout, memory_order
+from lightning_zero.sharding.layout import ALIGNMENT_BYTES, ShardLayout, extent, memory_order
 
 SHAPES = [(), (0,), (4, 0, 3), (1,), (1, 1), (2,), (31,), (32,), (33,), (3, 11), (64, 1), (7, 5, 3), (1000,), (128, 96)]
 WORLDS = [1, 2, 3, 4, 7, 8]
@@ -92,3 +96,22 @@ def test_other_strides_are_not_kept() -> None:
     assert memory_order(torch.zeros(8, 4).t()) is None
     assert memory_order(torch.zeros(8, 4, 3, 6)[..., ::2].transpose(1, 2)) is None
     assert memory_order(torch.zeros(1, 1, 3, 3).expand(8, 4, 3, 3)) is None
+
+
+BASE = torch.arange(60).view(3, 4, 5)
+TENSORS = {
+    "plain": BASE,
+    "transposed": BASE.permute(2, 0, 1),
+    "with gaps": BASE[::2, 1:3, ::4],
+    "expanded": BASE[:, :1].expand(3, 9, 5),
+    "one element": BASE[1, 1, 1],
+    "empty": BASE[:, :0],
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_it_is_as_far_as_the_last_element(name: str) -> None:
+    tensor = TENSORS[name]
+    first = tensor.storage_offset()
+    last = max((int(value) for value in tensor.flatten()), default=first - 1)  # values say where they lie
+    assert extent(tensor.size(), tensor.stride()) == last + 1 - first

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.sharding.gathered import GatheredWeight
-from lightning_zero.sharding.weight_reader import WeightReader
+from lightning_zero.sharding.weight_reader import GatheredWeight, WeightReader
 
 
 @pytest.fixture

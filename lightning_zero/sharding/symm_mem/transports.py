@@ -1,0 +1,541 @@
+"""How one kind of tensor travels, by copies or by collectives: what options come to, and the words where they cannot be
+followed.
+
+---
+
+Weights that peers copy: where shards lie, and their copies in the dtype that is computed in.
+
+---
+
+Gradients that ranks copy into each other's memory instead of reduce-scattering them.
+
+---
+
+Small rows of numbers of each rank, which all ranks of its host write: for barriers on their devices, for turns, and
+for what comes from other hosts.
+
+---
+
+What ranks copy out of, and into, each other's memory, all of it together; the rest goes through process groups."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_zero.config import EngineConfig
+from lightning_zero.config.engine import cannot_change_error
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.mesh import Mesh, RankGroup
+from lightning_zero.native import Executor
+from lightning_zero.native.watchdog import SequenceId
+from lightning_zero.sharding.symm_mem.symmetric_memory import SymmetricMemory
+
+if TYPE_CHECKING:
+    from lightning_zero.sharding.flat_memory import ShardMemory
+
+__all__ = ["GradientTransport", "PeerTransports", "SignalPads", "TransportChoice", "WeightTransport", "chooses_copies"]
+
+log = logging.getLogger(__name__)
+
+
+class TransportChoice(ABC):
+    """Of weights, or of gradients.
+
+    Args:
+        config: options.
+        mesh: of the ranks.
+
+    Attributes:
+        what: travels, in words.
+        option: of :class:`EngineConfig`'s tuning, by which users choose.
+        memory: of peers, that is copied out of or into; None: collectives move what travels.
+        reason: why there is none, where copies were wanted.
+    """
+
+    kind: ClassVar[str]
+    option: ClassVar[str]
+
+    def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.memory: SymmetricMemory | None = None
+        self.reason = ""
+        self._choice: str = getattr(config.tuning, self.option)
+
+    @abstractmethod
+    def wants_copies(self, config: EngineConfig) -> bool:
+        """Whether these options mean copies, where memory can be had."""
+
+    def set_memory(self, memory: SymmetricMemory | None, reason: str) -> None:
+        """Takes that memory; ``reason`` says why there is none, or none that is of use here.
+
+        Raises:
+            UnsupportedError: users chose to copy, and it is impossible.
+        """
+        if self._choice == "copy" and reason:
+            raise self._impossible(reason)
+        self.memory, self.reason = memory, reason
+
+    def try_allocate(self, allocate: Callable[[], None]) -> bool:
+        """Whether there was enough of peers' memory for all that ``allocate`` takes of it; where there was not, none is
+        kept, and the caller has collectives take over. The same on every rank. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when there is not enough and users chose to copy.
+        """
+        assert self.memory is not None
+        try:
+            with self.memory.all_or_nothing():
+                allocate()
+            return True
+        except UnsupportedError as error:  # on every rank
+            if self._choice == "copy":
+                raise self._impossible(str(error)) from error
+            self.reason = str(error)
+            if self.mesh.rank == 0:
+                log.warning("Collectives move all %s from now on, which is slower: %s.", self.kind, error)
+            return False
+
+    def check(self, config: EngineConfig) -> None:
+        """Raises :class:`UnsupportedError` where other options want otherwise than was settled when the model was
+        sharded."""
+        before, now = self._choice, getattr(config.tuning, self.option)
+        if now != before and self.wants_copies(config) != (self.memory is not None):
+            raise cannot_change_error(self.option, before, now)
+
+    def configure(self, config: EngineConfig) -> None:
+        """Options that :meth:`check` has nothing against."""
+        self._choice = getattr(config.tuning, self.option)
+
+    def describe(self) -> str:
+        """How they travel, and why not by copies, in words."""
+        if self.memory is not None:
+            return (
+                "copies in memory that all ranks of a host can read"
+                if self.mesh.inter_host
+                else "copies in memory that all ranks can read"
+            )
+        return f"collectives ({self.reason or f'{self.option}={self._choice!r} means that on this device'})"
+
+    def _impossible(self, reason: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{self.option}='copy' is impossible here: {reason}. Use {self.option}='auto' to copy where that is "
+            "possible."
+        )
+
+
+def chooses_copies(choice: str, device: torch.device, usable: bool, on_cpu: bool) -> bool:
+    """Whether ``choice`` means copies on this device.
+
+    Args:
+        choice: ``"auto"``, ``"copy"`` or ``"collective"``.
+        usable: whether an accelerator has a use for them.
+        on_cpu: what ``"auto"`` means between CPUs.
+    """
+    if device.type == "cpu":
+        return choice == "copy" or (choice == "auto" and on_cpu)
+    # Before CUDA 13 each piece takes a call of the driver: more of the host's time than copies save on the device.
+    one_call = device.type == "cuda" and (torch.version.cuda or "").split(".")[0] == "13"
+    return choice == "copy" or (choice == "auto" and usable and one_call)
+
+
+class WeightTransport(TransportChoice):
+    """Of weights."""
+
+    what, option = "weights", "gather_transport"
+
+    def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
+        super().__init__(config, mesh)
+        self._away = "parameters" in config.offload
+        # A plan, made once optimizers are known, may put master weights elsewhere.
+        self.placement_is_pending = config.memory is not None
+        self._shards: list[Tensor] = []  # this rank's memory that shards lie in
+
+    def wants_copies(self, config: EngineConfig) -> bool:
+        if "parameters" in config.offload:
+            return False
+        return chooses_copies(config.tuning.gather_transport, self.mesh.device, usable=config.compile, on_cpu=True)
+
+    def set_memory(self, memory: SymmetricMemory | None, reason: str) -> None:
+        super().set_memory(memory, "master weights lie on the host, by offload" if self._away else reason)
+
+    def allocate_shards(
+        self,
+        executor: Executor,
+        sizes: dict[torch.dtype, int],
+        set_epoch_lock: Callable[[Executor, SymmetricMemory], None],
+    ) -> dict[torch.dtype, tuple[Tensor, list[Tensor]]]:
+        """Memory for the shards themselves, 1-D zeros of so many elements, by dtype: this rank's, and that of all
+        ranks. Empty where shards are to lie in memory of their own. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when there is not enough and weights must be copied.
+        """
+        memory, found = self.memory, {}
+        if memory is None or self.mesh.inter_host_shard_group is not None or self.placement_is_pending:
+            return {}  # no rank reaches all shards
+
+        def allocate() -> None:
+            found.update({dtype: memory.empty(size, dtype) for dtype, size in sizes.items()})
+            for mine, _ in found.values():
+                mine.zero_()
+            if not executor.weights.uses_epoch_lock():
+                set_epoch_lock(executor, memory)
+
+        if not self.try_allocate(allocate):
+            self.memory = None
+            return {}
+        return found
+
+    def set_shard_memory(self, everywhere: dict[torch.dtype, tuple[Tensor, list[Tensor]]]) -> None:
+        """All shards lie in this memory now, and in none that was allocated for them before, which goes: an optimizer
+        with two groups of parameters has them placed twice."""
+        before, self._shards = self._shards, [mine for mine, _ in everywhere.values()]
+        if self.memory is not None:
+            for mine in before:
+                self.memory.free(mine)
+
+    def move_shards_to_host(self) -> None:
+        """No rank reaches shards from now on; before one did. Collectives move weights."""
+        self.placement_is_pending, self.memory, self.reason = (
+            False,
+            None,
+            "a memory plan has put master weights on the host",
+        )
+
+    def allocate_compute_shards(self, executor: Executor, allocate: Callable[[SymmetricMemory | None], None]) -> None:
+        """Calls ``allocate`` with peers' memory for copies of shards, or with None where peers gather these.
+
+        Raises:
+            UnsupportedError: on every rank, when there is not enough and weights must be copied.
+        """
+        memory = self.memory
+        if memory is not None and self.try_allocate(lambda: allocate(memory)):
+            return
+        if not executor.weights.uses_epoch_lock():  # otherwise shards are read, and cast
+            self.memory = None
+            allocate(None)
+
+
+class GradientTransport(TransportChoice):
+    """Of gradients."""
+
+    what, option = "gradients", "reduce_transport"
+
+    def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
+        super().__init__(config, mesh)
+        self._staged = False
+
+    def wants_copies(self, config: EngineConfig) -> bool:
+        return chooses_copies(config.tuning.reduce_transport, self.mesh.device, usable=True, on_cpu=False)
+
+    def stage(self, executor: Executor, bucket_mb: float) -> None:
+        """Memory of two buckets of ``bucket_mb`` MiB, that peers write to. Harmless when repeated. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when there is not enough and gradients must be copied.
+        """
+        memory = self.memory
+        if memory is None or self._staged:
+            return
+        self._staged = self.try_allocate(lambda: self._stage(executor, memory, bucket_mb))
+        if not self._staged:
+            self.memory = None
+
+    def _stage(self, executor: Executor, memory: SymmetricMemory, bucket_mb: float) -> None:
+        unit = executor.transport.staging_unit
+        size = max(1, math.ceil(2 * bucket_mb * 2**20 / unit)) * unit
+        mine, others = memory.empty(size, torch.uint8)
+        staging = [mine if rank == self.mesh.intra_host.rank else other for rank, other in enumerate(others)]
+        executor.transport.set_staging(staging, self.mesh.intra_host.gather_group, self.mesh.timeout_s)
+        if executor.device.type == "cuda":
+            try:
+                executor.transport.compile_means()
+            except RuntimeError as error:
+                level = logging.WARNING if executor.rank == 0 else logging.DEBUG
+                log.log(
+                    level, "Gradients of all ranks are added up by torch's own kernels, which take longer: %s", error
+                )
+
+
+BARRIERS = 2  # of barriers on devices: gradients, weights
+
+
+class SignalPads:
+    """Gives them to one executor.
+
+    Args:
+        mesh: of the ranks.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._inside = mesh.intra_host
+        self._barrier = False
+
+    def set_barrier(self, executor: Executor, memory: SymmetricMemory | None) -> None:
+        """Barriers on devices are our own kernel from now on. Harmless when repeated. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when a rank cannot compile it.
+        """
+        if memory is None or self._barrier or executor.device.type != "cuda":
+            return
+        self._barrier = True
+        if error := self._share_zeros(memory, executor, BARRIERS * self._inside.size, executor.transport.set_barrier):
+            raise UnsupportedError(
+                f"The kernel of barriers between devices cannot be compiled ({error}). Pass "
+                "gather_transport='collective' and reduce_transport='collective' to the strategy."
+            )
+
+    def set_epoch_lock(self, executor: Executor, memory: SymmetricMemory) -> None:
+        """Lets ranks take turns to read and to write shards. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when there is no memory, or when a rank cannot compile the kernels.
+        """
+        if executor.device.type == "cpu":
+            executor.transport.set_epoch_lock(memory.empty(1, torch.int64)[1])
+        elif error := self._share_zeros(memory, executor, self._inside.size, executor.transport.set_epoch_lock):
+            raise UnsupportedError(f"the kernels by which ranks take turns cannot be compiled ({error})")
+
+    def set_remote_signals(self, executor: Executor, memory: SymmetricMemory | None) -> None:
+        """What comes from other hosts, part by part, is told to the ranks that read it: those of the host, out of
+        ``memory``; without, this rank alone. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when there is no memory, or when a rank cannot compile the kernels.
+        """
+        take = executor.transport.set_remote_signals
+        if executor.device.type == "cpu":
+            if memory is not None:
+                take(memory.empty(1, torch.int64)[1])
+        elif memory is not None:
+            if error := self._share_zeros(memory, executor, self._inside.size, take):
+                raise UnsupportedError(f"the kernels by which ranks wait for other hosts cannot be compiled ({error})")
+        else:
+            try:
+                take([torch.zeros(1, dtype=torch.int32, device=executor.device)])
+            except RuntimeError as error:
+                log.info("Replays wait for all that other hosts send before they begin: %s.", error)
+
+    def _share_zeros(
+        self, memory: SymmetricMemory, executor: Executor, numel: int, use: Callable[[list[Tensor]], None]
+    ) -> str | None:
+        """Gives ``use`` zeros of each rank of the host, int32 that all of these can write; returns a rank's error.
+        Ranks meet in one way or in another, and nobody before all rows are zero. Collective."""
+        mine, all_ranks = memory.empty(numel, torch.int32)
+        mine.zero_()
+        torch.cuda.synchronize(executor.device)
+        error = None
+        try:
+            use([mine if rank == self._inside.rank else other for rank, other in enumerate(all_ranks)])
+        except RuntimeError as failure:
+            error = str(failure)
+        return memory.first_rank_error(error)
+
+
+class PeerTransports:
+    """The ways of weights and of gradients, and what they share.
+
+    Args:
+        config: options.
+        mesh: of the ranks.
+    """
+
+    def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
+        self._config = config
+        self._weights, self._gradients = WeightTransport(config, mesh), GradientTransport(config, mesh)
+        self._signal_pads = SignalPads(mesh)
+        self._several_hosts = mesh.inter_host is not None
+        self._gathers_across_hosts = mesh.inter_host_shard_group is not None
+        self._one_rank_per_host = mesh.intra_host.size == 1
+        replicas = self._several_hosts and not self._gathers_across_hosts
+        # gloo does, and so do replicas of one rank each.
+        self._adds_in_place = mesh.device.type == "cpu" or self._one_rank_per_host and replicas
+        self._copied = False  # whether compute copies were asked for
+        self._connected: list[RankGroup] = []  # whose groups for gradients are connected
+        self._reported_transports = self._transports_used
+
+    @classmethod
+    def of(cls, config: EngineConfig, mesh: Mesh) -> PeerTransports:
+        """What the options come to, the same on every rank. Collective.
+
+        Raises:
+            UnsupportedError: ``"copy"`` where that is impossible.
+        """
+        peers = cls(config, mesh)
+        weights, gradients = peers._weights, peers._gradients
+        wanted = [way.wants_copies(config) for way in (weights, gradients)]
+        memory, reason = SymmetricMemory.of(mesh) if any(wanted) else (None, "")
+        weights.set_memory(memory if wanted[0] else None, reason)
+        gradients.set_memory(memory if wanted[1] else None, reason)
+        if reason and mesh.rank == 0:
+            log.info("Collectives move all weights and gradients: %s.", reason)
+        peers._reported_transports = peers._transports_used
+        return peers
+
+    @property
+    def weight_memory(self) -> SymmetricMemory | None:
+        """Where copies of shards lie that compiled code fetches; None: weights are all-gathered."""
+        return self._weights.memory
+
+    @property
+    def gradient_memory(self) -> SymmetricMemory | None:
+        """Where gradients are copied to; None: they are reduce-scattered."""
+        return self._gradients.memory
+
+    @property
+    def zero_copy_gradients(self) -> bool:
+        """Whether gradients that compiled code leaves alone for a while are sent from where they lie."""
+        return self.gradient_memory is not None or not self._adds_in_place
+
+    def describe(self) -> dict[str, str]:
+        """How weights and gradients travel, and why not by copies, in words."""
+        by_kind = {way.kind: way.describe() for way in (self._weights, self._gradients)}
+        if not self._several_hosts:
+            return by_kind
+        if not self._gathers_across_hosts:
+            return {
+                "weights": f"{by_kind['weights']}; between hosts not at all: each holds them",
+                "gradients": f"{by_kind['gradients']}; between hosts by all-reduces of what each host has reduced",
+            }
+        if not self._wants_copies:
+            by_kind["weights"] = "collectives"
+        elif self._one_rank_per_host:
+            by_kind["weights"] = "read where they lie (there is one rank on each host)"
+        often = "once per optimizer step, beside the first layers" if self._wants_copies else "for each gather"
+        inter_host = {
+            "weights": f"by all-gathers, {often}",
+            "gradients": "by reduce-scatters of what each host has reduced",
+        }
+        return {what: f"{how}; between hosts {inter_host[what]}" for what, how in by_kind.items()}
+
+    def check(self, config: EngineConfig) -> None:
+        """Raises :class:`UnsupportedError` where other options want something else to be copied than was settled when
+        the model was sharded."""
+        for way in (self._weights, self._gradients):
+            way.check(config)
+
+    def configure(self, config: EngineConfig) -> None:
+        """Options that :meth:`check` has nothing against."""
+        for way in (self._weights, self._gradients):
+            way.configure(config)
+        self._config = config
+
+    def allocate(self, memory: ShardMemory) -> bool:
+        """Memory for gradients on their way, and for weights in the dtype that is computed in. Where there is not
+        enough that peers can reach, collectives move them from now on: returns whether that has happened. Harmless when
+        repeated. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when there is not enough for what must be copied.
+        """
+        executor = memory.executor
+        self._signal_pads.set_barrier(executor, self.gradient_memory or self.weight_memory)
+        self._gradients.stage(executor, self._config.tuning.reduce_bucket_mb)
+        self.connect(executor)
+        if self._wants_copies and not self._copied:
+            self._copied = True
+            self._weights.allocate_compute_shards(executor, lambda peers: self._allocate_copies(memory, peers))
+        before, self._reported_transports = self._reported_transports, self._transports_used
+        return before != self._reported_transports
+
+    def connect(self, executor: Executor) -> None:
+        """Ranks that reduce gradients by collectives meet. On an accelerator their group connects with the first: in
+        the middle of backward that would be a wait that the watchdog cannot end. Harmless when repeated. Collective."""
+        mesh = self._gradients.mesh
+        if executor.device.type == "cpu":
+            return
+        for side in (mesh.inter_host, None if self.gradient_memory is not None else mesh.intra_host):
+            if side is not None and side not in self._connected:
+                executor.collective(
+                    "ranks that reduce gradients", SequenceId.REDUCE, partial(_connect_side, side, executor.device)
+                )
+                self._connected.append(side)
+
+    @property
+    def _wants_copies(self) -> bool:
+        config = self._config
+        if not config.compile:
+            return False
+        if self._gathers_across_hosts:
+            return config.tuning.compute_shard_group == "host"
+        return config.compute_dtype is not None
+
+    def _allocate_copies(self, memory: ShardMemory, peers: SymmetricMemory | None) -> None:
+        dtype = self._config.compute_dtype
+        if self._gathers_across_hosts:
+            self._signal_pads.set_remote_signals(memory.executor, peers)
+            memory.allocate_host_shards(dtype, peers)
+        elif dtype is not None:
+            memory.allocate_compute_shards(dtype, peers)
+
+    def allocate_shards(
+        self, executor: Executor, sizes: dict[torch.dtype, int]
+    ) -> dict[torch.dtype, tuple[Tensor, list[Tensor]]]:
+        """Memory for the shards themselves, 1-D zeros of so many elements, by dtype: this rank's, and that of all
+        ranks. Empty where shards are to lie in memory of their own. Collective.
+
+        Raises:
+            UnsupportedError: on every rank, when there is not enough and weights must be copied.
+        """
+        return self._weights.allocate_shards(executor, sizes, self._set_epoch_lock)
+
+    def set_shard_memory(self, everywhere: dict[torch.dtype, tuple[Tensor, list[Tensor]]]) -> None:
+        """All shards lie in what :meth:`allocate_shards` gave last."""
+        self._weights.set_shard_memory(everywhere)
+
+    @property
+    def placement_is_pending(self) -> bool:
+        """Whether shards lie in memory of their own until :meth:`finalize_placement`, since a plan may move them."""
+        return self.weight_memory is not None and self._weights.placement_is_pending
+
+    def finalize_placement(self) -> None:
+        """They are where they are to be once they are placed next. On every rank."""
+        self._weights.placement_is_pending = False
+
+    def move_shards_to_host(self) -> None:
+        """Likewise: on the host, from where no rank reaches another's, so collectives move weights. Whoever calls this
+        sees to what depends on that."""
+        self._weights.move_shards_to_host()
+        self._reported_transports = self._transports_used
+
+    def _set_epoch_lock(self, executor: Executor, memory: SymmetricMemory) -> None:
+        self._signal_pads.set_barrier(executor, self.gradient_memory or self.weight_memory)
+        self._signal_pads.set_epoch_lock(executor, memory)
+
+    @property
+    def _transports_used(self) -> tuple[bool, ...]:
+        return self.weight_memory is not None, self.gradient_memory is not None
+
+    @property
+    def collectives_used(self) -> str:
+        """What goes through process groups, in words; empty where nothing does."""
+        by_collective = [way.kind for way in (self._weights, self._gradients) if way.memory is None]
+        if by_collective:
+            return f"{' and '.join(by_collective)} travel by collectives"
+        return "gradients travel between hosts by collectives" if self._several_hosts else ""
+
+    def no_capture_reason(self, executor: Executor) -> str:
+        """Why graphs of the device cannot hold what moves weights and gradients here, in words; empty where they
+        can."""
+        reason = executor.graphs.no_collectives_reason() if self.collectives_used else ""
+        return f"{self.collectives_used}, and {reason}" if reason else ""
+
+    @property
+    def nbytes(self) -> int:
+        """Of this rank's memory that peers read or write."""
+        return sum(memory.nbytes for memory in {self.weight_memory, self.gradient_memory} if memory is not None)
+
+
+def _connect_side(side: RankGroup, device: torch.device, later: bool) -> dist.Work | None:
+    torch.accelerator.empty_cache()  # a communicator finds no room in what the allocator keeps
+    return dist.all_reduce(torch.zeros(1, device=device), group=side.reduce_group, async_op=later)
