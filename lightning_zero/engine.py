@@ -100,7 +100,7 @@ class Engine(PickledAsNone):
         )
         self.session.begin(self.replays)
         self.sharder = Sharder(self.executor, mesh, self.transports, away, self.config.over_copies(mesh.host_count))
-        self.sharder.view.bind_engine(self)
+        self.sharder.reader.bind_engine(self)
         self._copies = ModuleCopier(self.sharder)
         self.module: nn.Module | None = None
         self.buffers = BufferBroadcast(self.executor, mesh, skip_modules)
@@ -150,7 +150,7 @@ class Engine(PickledAsNone):
 
     def _static_tensors(self) -> Iterator[Tensor]:
         module = self._sharded_module()  # what compiled graphs read that stays where it is
-        return chain(module.parameters(), module.buffers(), self.sharder.memory.holds(Role.UNSHARDED_CACHE))
+        return chain(module.parameters(), module.buffers(), self.sharder.memory.tensors(Role.UNSHARDED_CACHE))
 
     def _on_new_plan(self, digest: str, text: str) -> None:
         self.session.check_plan(digest, text)
@@ -221,7 +221,7 @@ class Engine(PickledAsNone):
 
     def registered_parameters(self) -> AbstractContextManager[None]:
         """Inside, ``module.weight`` is the registered parameter: optimizers are made of these."""
-        return self.sharder.view.shards()
+        return self.sharder.reader.reading_shards()
 
     def model_state(self) -> dict[str, Any]:
         """Whole values on rank 0's CPU, with the plain module's keys; empty elsewhere. Collective."""

@@ -74,7 +74,7 @@ class Checkpoints:
         self.saver = AsyncSaver(sharder.mesh, self.together, self._plans)
         self._last: SavedState | None = None
         self._writes = 0
-        sharder.sync.on_before_write = self._before_writing
+        sharder.sync.add_reader(self._before_writing)
         sharder.executor.before_user_writes(self._before_writing)
 
     def _before_writing(self) -> None:

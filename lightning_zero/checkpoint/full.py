@@ -13,7 +13,7 @@ from lightning_zero.checkpoint.inventory import Entry, OptimizerStateEntries, ga
 from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.checkpoint.telling import Telling, untold
 from lightning_zero.compat.tensors import tree_map_only
-from lightning_zero.sharding.host_memory import copy_to_host, mapped
+from lightning_zero.sharding.host_memory import as_mapped, copy_to_host
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
@@ -149,7 +149,7 @@ def _parts(
             values.sort(key=lambda one: one[1].shard.data_ptr())
             sizes = [record.layout.shard_numel for _, record, _ in values]
             for piece, (number, record, value) in zip(room(sum(sizes), dtype).split(sizes), values, strict=True):
-                record.write_local_part(mapped(value), piece)
+                record.write_local_part(as_mapped(value), piece)
                 parts[number, path] = piece.view(record.layout.visible_shape)
                 read(piece.nbytes)
     return parts

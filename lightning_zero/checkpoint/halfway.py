@@ -32,11 +32,11 @@ class Halfway:
     @contextmanager
     def weights(self, path: object) -> Iterator[None]:
         """Surrounds what puts a checkpoint's weights in place."""
-        before = self._hooks.replaced
+        before = self._hooks.loaded_bytes
         try:
             yield
         except BaseException as error:
-            if self._hooks.replaced > before:
+            if self._hooks.loaded_bytes > before:
                 self._tell(path, error, "some weights of the module are the checkpoint's now, and some are not")
             raise
         self.left = None
@@ -54,11 +54,11 @@ class Halfway:
     def after_weights(self, path: object) -> Iterator[None]:
         """Surrounds what loads all of a checkpoint, in whatever order; what :meth:`weights` has told is not told
         again."""
-        before, self.left = self._hooks.replaced, None
+        before, self.left = self._hooks.loaded_bytes, None
         try:
             yield
         except BaseException:
-            if self._hooks.replaced > before and self.left is None:
+            if self._hooks.loaded_bytes > before and self.left is None:
                 with self.optimizers(path):
                     raise
             raise

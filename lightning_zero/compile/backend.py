@@ -225,11 +225,11 @@ class Compiler:
         return graph if recompute is None else tag_activations(graph, recompute)
 
     def _offload_limits(self) -> OffloadLimits | None:
-        """Of a graph that is compiled now: where an amount is named for a pass, what is left of that."""
+        """Of a graph that is compiled now: where an quota is named for a pass, what is left of that."""
         limits = offload_limits(self._context)
         if limits is None or limits.budget_bytes is None:
             return limits
-        return replace(limits, budget_bytes=self.call_info.amount.left(limits.budget_bytes))
+        return replace(limits, budget_bytes=self.call_info.quota.remaining(limits.budget_bytes))
 
     def _partition(
         self, limits: OffloadLimits | None, module: GraphModule, inputs: Any, *, num_fwd_outputs: int, **settings: Any

@@ -97,7 +97,7 @@ class CompileSession:
         executor.keep_activations(activations)
         self.progress = CompileProgress(self._consensus.compiling, watchdog.native.busy, report)
         report = self.progress.report
-        self._calls_of = partial(CompiledModules, skip=skip_modules, report=report, amount=activations.amount)
+        self._calls_of = partial(CompiledModules, skip=skip_modules, report=report, quota=activations.quota)
         self.plans = PlanStore()
         self.budget = MemoryPlanner(self.progress, self.plans, executor, mesh.control_group, MemoryGauge(mesh.device))
         self.compiled_modules: CompiledModules | None = None

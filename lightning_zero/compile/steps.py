@@ -40,12 +40,12 @@ class CompiledStepHooks:
         self.transports = transports
         self._eager_reads = -1  # in the last step; -1 where nobody knows
         self._reported_hooks = False
-        self._reported_limit: float | None = None  # the amount of activations that more has left than
+        self._reported_limit: float | None = None  # the quota of activations that more has left than
 
     def allocate(self) -> None:
         """Memory that peers read and write, once it is known what for. Collective, the first time."""
-        self.sharder.memory.settle()
-        if self.transports.allocate(self.sharder.memory):
+        self.sharder.memory.finalize_layout()
+        if self.sharder.memory.allocate_transport_memory():
             self.remeasure_links()
 
     def remeasure_links(self) -> None:
@@ -61,7 +61,7 @@ class CompiledStepHooks:
     def prepare(self) -> None:
         """Before each forward of a training step; collective."""
         config = self.session.config
-        self.sharder.executor.activations.settle()
+        self.sharder.executor.activations.wait_all()
         self._check_offloaded(config.tuning.offload_activations_mb)
         if config.compiled.enabled:
             self.sharder.executor.weights.refresh_compute_shards()
@@ -77,10 +77,10 @@ class CompiledStepHooks:
         return self.session.budget.first_step.saves is not None
 
     def _check_offloaded(self, megabytes: float | None) -> None:
-        """Whether the last pass kept to the amount; see ``offload/activations.py`` for what nobody knows beforehand."""
-        amount = self.sharder.executor.activations.amount
-        sent, beyond = amount.sent / 2**20, amount.beyond
-        amount.begin_pass(float("inf") if megabytes is None else megabytes * 2**20)
+        """Whether the last pass kept to the quota; see ``offload/activations.py`` for what nobody knows beforehand."""
+        quota = self.sharder.executor.activations.quota
+        sent, beyond = quota.sent / 2**20, quota.exceeded_by
+        quota.begin_pass(float("inf") if megabytes is None else megabytes * 2**20)
         if megabytes is None or not beyond or megabytes == self._reported_limit:
             return
         self._reported_limit = megabytes
@@ -107,7 +107,7 @@ class CompiledStepHooks:
             self.sharder.executor.weights.serve_eager_from_resident(True)
             yield
         if first:
-            self.session.set_last_read(self.sharder.view.last_read)
+            self.session.set_last_read(self.sharder.reader.last_read)
             self._report_offloaded(saves)
         eager_now, gathers_now = self._count_reads()
         if gathers_now != gathers:  # this rank may have left the forward out, and the next one is as those before

@@ -14,8 +14,7 @@ from lightning_zero.checkpoint.weights.files import parse_size, plan_files
 from lightning_zero.checkpoint.weights.loading import Incompatible, load_safetensors_into
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.sharding.full_params import gather_full
-from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.param_record import ShardedParameter, gather_full
 
 __all__ = ["export_safetensors", "load_safetensors"]
 

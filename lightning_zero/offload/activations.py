@@ -18,12 +18,12 @@ when nobody holds the graph of the forward any more, as all that is saved for ba
 
 ---
 
-How much of what is saved for backward a pass sends to the host, where an amount is named for all of it.
+How much of what is saved for backward a pass sends to the host, where an quota is named for all of it.
 
 Graphs are compiled one by one, each when it is first called, and nobody knows then how many will follow. So a graph may
-send what is left of the amount in the pass that is under way: of that the current call's part, since modules that look
+send what is left of the quota in the pass that is under way: of that the current call's part, since modules that look
 alike run one graph, and later calls are to have as much. How many calls of compiled modules a pass has, the first step
-has shown. So no pass sends more than the amount, and nothing is compiled twice for it, as long as no graph runs more
+has shown. So no pass sends more than the quota, and nothing is compiled twice for it, as long as no graph runs more
 than once in a call, or in modules that do not look alike, no call comes that the first step did not have, and batches
 are as large as those compiled for.
 
@@ -69,18 +69,18 @@ class HostActivations:
     Args:
         device: where compute is.
         blocks: of the host's memory.
-        lanes: for copies; by default the device's, made with the first copy.
+        streams: for copies; by default the device's, made with the first copy.
 
     Attributes:
-        amount: counts what leaves.
+        quota: counts what leaves.
     """
 
     def __init__(
-        self, device: torch.device, blocks: HostBlocks | None = None, lanes: CopyStreams | None = None
+        self, device: torch.device, blocks: HostBlocks | None = None, streams: CopyStreams | None = None
     ) -> None:
         self._device = device
-        self._lanes = lanes
-        self.amount = OffloadQuota()
+        self._streams = streams
+        self.quota = OffloadQuota()
         self.blocks = blocks or HostBlocks(device)
         # By where the end lies that a graph lets go of first: on the device, on the host.
         self._offloading: dict[int, PendingCopy] = {}
@@ -92,40 +92,40 @@ class HostActivations:
         return self.blocks.nbytes
 
     @property
-    def lanes(self) -> CopyStreams:
-        if self._lanes is None:
-            self._lanes = copy_streams_of(self._device)
-        return self._lanes
+    def streams(self) -> CopyStreams:
+        if self._streams is None:
+            self._streams = copy_streams_of(self._device)
+        return self._streams
 
     def start_offload(self, value: Tensor) -> Tensor:
         """Of the same sizes, strides and dtype."""
         flat = _flat(value)
-        taken = self.blocks.take(flat.nbytes).view(value.dtype)
+        taken = self.blocks.allocate(flat.nbytes).view(value.dtype)
         host = taken.as_strided(value.size(), value.stride())
         if flat.numel():
-            event = self.lanes.take([(taken, flat)], [self.lanes.now()])
-            self.amount.send(flat.nbytes)
+            event = self.streams.copy_out([(taken, flat)], [self.streams.compute_event()])
+            self.quota.record(flat.nbytes)
             self._offloading[host.data_ptr()] = event, value, host
         return host
 
     def wait_offload(self, value: Tensor, host: Tensor) -> None:
         if value.numel():
             event, mine, _ = _pop(self._offloading, host)
-            self.lanes.wait(event)
+            self.streams.wait(event)
             if mine.data_ptr() != value.data_ptr():
                 raise RuntimeError(_WRONG_TENSOR)
 
     def start_load(self, host: Tensor) -> Tensor:
         value = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._device)
         if value.numel():
-            event = self.lanes.bring([(_flat(value), _flat(host))], [self.lanes.now()])
+            event = self.streams.copy_in([(_flat(value), _flat(host))], [self.streams.compute_event()])
             self._loading[value.data_ptr()] = event, value, host
         return value
 
     def wait_load(self, value: Tensor, host: Tensor) -> None:
         if value.numel():
             event, _, mine = _pop(self._loading, value)
-            self.lanes.wait(event)
+            self.streams.wait(event)
             if mine.data_ptr() != host.data_ptr():
                 raise RuntimeError(_WRONG_TENSOR)
 
@@ -135,12 +135,12 @@ class HostActivations:
         for under_way in (self._offloading, self._loading):
             while under_way:
                 event, _, _ = under_way.popitem()[1]
-                self.lanes.wait(event)
+                self.streams.wait(event)
 
     def reset(self) -> None:
         """The same, and memory that nobody uses is the host's again."""
         self.wait_all()
-        self.blocks.give_back()
+        self.blocks.free_unused()
 
     @contextmanager
     def reserving(self, held: ReservedBlocks) -> Iterator[None]:
@@ -151,10 +151,10 @@ class HostActivations:
     @contextmanager
     def uncounted(self, sent: list[int]) -> Iterator[None]:
         """Surrounds one that does not run: what leaves is not counted, but noted, for each replay to count."""
-        before = replace(self.amount)
+        before = replace(self.quota)
         yield
-        sent.append(self.amount.sent - before.sent)
-        self.amount.sent, self.amount.beyond = before.sent, before.beyond
+        sent.append(self.quota.sent - before.sent)
+        self.quota.sent, self.quota.exceeded_by = before.sent, before.exceeded_by
 
 
 _WRONG_TENSOR = (

@@ -103,7 +103,7 @@ class InPlacePass:
     def __init__(self, loads: Sequence[StagedChunk]) -> None:
         self._loads = loads
 
-    def ahead(self) -> None:
+    def prefetch(self) -> None:
         pass
 
     def open(self, number: int) -> dict[str, Tensor]:
@@ -115,7 +115,7 @@ class InPlacePass:
             if value.data_ptr() != to[name].data_ptr():
                 to[name].copy_(value.reshape(-1))
 
-    def leave(self) -> None:
+    def flush(self) -> None:
         pass
 
     def rejoin(self) -> None:
@@ -159,7 +159,7 @@ class ChunkedState:
         is never made."""
         if self._ring is not None and (self._ahead is None or not self._ahead.is_valid):
             self._ahead = RingPass(self._ring, self._loads)
-            self._ahead.ahead()
+            self._ahead.prefetch()
 
     @contextmanager
     def stream_state(self) -> Iterator[None]:
@@ -170,7 +170,7 @@ class ChunkedState:
             through.join()
         yield
         if through is not None:
-            through.leave(range(len(self._loads)))
+            through.flush(range(len(self._loads)))
             if self._masters:  # which anybody may read from here on, as a tensor of the device
                 through.rejoin()
 

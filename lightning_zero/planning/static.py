@@ -52,7 +52,7 @@ def cut(module: nn.Module, world_size: int, dtype: torch.dtype | None = None) ->
     for param in module.parameters():
         kind = dtype if dtype is not None and param.is_floating_point() else param.dtype
         wide = param.dim() < 2 or id(param) in embedded
-        found.append(ParamShard(ShardLayout.of(param.shape, kind, world_size), kind, param.requires_grad, wide))
+        found.append(ParamShard(ShardLayout.from_shape(param.shape, kind, world_size), kind, param.requires_grad, wide))
     return found
 
 

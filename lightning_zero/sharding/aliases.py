@@ -1,8 +1,8 @@
-"""Tensors that share memory with a parameter and were taken before it was sharded (``weight.data``, a row of it).
+"""Find tensors that share memory with a parameter and were taken before it was sharded (``weight.data``, a row of it).
 
 In a plain module a write to such a tensor changes the parameter. After sharding, the parameter has other memory. A
-tensor of all elements becomes another name of the shard, and follows the same rules; any other one raises when it is
-used, with the parameter's name.
+tensor of all elements becomes an alias of the shard and follows the same rules. Any other one raises on use, with the
+parameter's name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Aliases", "check_shared_memory"]
 
 
 class _StorageSpan:
-    """Bytes of a storage that a tensor's elements span."""
+    """Hold the byte range of a storage that a tensor's elements span."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.storage = tensor.untyped_storage()._cdata
@@ -40,11 +40,11 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def check_shared_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-    """Raise UnsupportedError for parameters, or a parameter and a buffer, that are two objects in the same memory.
+    """Raise UnsupportedError if two parameters, or a parameter and a buffer, are two objects in the same memory.
 
     Args:
-        params: by name, each object once.
-        buffers: by name.
+        params: parameters by name, each object once.
+        buffers: buffers by name.
     """
     by_storage: dict[int, list[tuple[str, _StorageSpan]]] = {}
     with no_shard_dispatch():
@@ -71,7 +71,7 @@ def check_shared_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tens
 
 
 class StaleAlias(Tensor):
-    """Part of a parameter's memory before it was sharded. Each use raises an error with the parameter's name."""
+    """Represent part of a parameter's memory before it was sharded. Each use raises an error with the parameter's name."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,26 +97,26 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 class Aliases:
-    """Finds these tensors when all parameters are sharded."""
+    """Collect the former memory of parameters, and find the tensors in it after all parameters are sharded."""
 
     def __init__(self) -> None:
         self._registered: list[tuple[StorageWeakRef, _StorageSpan, ShardedParameter, tuple[Any, ...]]] = []
 
     def snapshot_memory(self, param: Tensor) -> Any:
-        """Return what :meth:`register` needs to know of a parameter's memory; before that is replaced."""
+        """Return what :meth:`register` needs about a parameter's memory. Call it before that memory is replaced."""
         with no_shard_dispatch():
             if not _has_memory(param):
                 return None
             return StorageWeakRef(param.untyped_storage()), _StorageSpan(param), _view_key(param)
 
     def register(self, noted: Any, record: ShardedParameter) -> None:
-        """Remember that the parameter of this record had that memory."""
+        """Remember that the parameter of this record had the memory of this snapshot."""
         if noted is not None:
             storage, span, view_key = noted
             self._registered.append((storage, span, record, view_key))
 
     def resolve(self) -> None:
-        """Turn the tensors that still hold a sharded parameter's former memory into shards, or into stale ones."""
+        """Turn the tensors that still hold a sharded parameter's former memory into shards, or into stale aliases."""
         alive = [entry for entry in self._registered if not entry[0].expired()]
         self._registered.clear()
         if not alive:

@@ -1,16 +1,9 @@
-"""Sharding a model while it is being built, so that no rank ever holds it whole.
+"""Shard a model while it is being built, so that no rank ever holds all of it.
 
-Inside :func:`sharded_construction` every submodule is sharded at the moment its parent receives it. Code that goes on
-initialising it (``self.apply(init)``, ``module.weight.data.normal_()``) gets the gathered weight; what it writes there
-reaches the shard. Assigning one module's weight to another ties them, as usual.
-
-
----
-
-``copy.deepcopy`` of sharded modules while a model is being built.
-
-``nn.TransformerEncoder`` copies the layer that it is given. A copy gets parameters of its own, sharded likewise and
-with the same values; what is tied inside of what is copied is tied in the copy.
+Inside :func:`sharded_construction` a submodule is sharded when its parent receives it. Code that goes on initializing
+it (``self.apply(init)``, ``module.weight.data.normal_()``) gets the gathered weight, and its writes reach the shard.
+Assigning one module's weight to another ties them. ``copy.deepcopy`` of a sharded module (``nn.TransformerEncoder``
+copies its layer) gives one with its own shards of the same values; ties inside the copied module stay ties.
 """
 
 from __future__ import annotations
@@ -32,8 +25,10 @@ __all__ = ["copied_modules", "sharded_construction"]
 
 @contextmanager
 def sharded_construction(sharder: Sharder, state: StateDictHooks) -> Iterator[None]:
-    """Collective: every rank must build the same model. Random numbers inside come from rank 0's generator on every
-    rank."""
+    """Shard modules as they are constructed inside. Collective: every rank must build the same model.
+
+    Random numbers inside come from rank 0's generator on every rank.
+    """
     hooks = torch.nn.modules.module
 
     def on_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
@@ -54,7 +49,7 @@ def sharded_construction(sharder: Sharder, state: StateDictHooks) -> Iterator[No
     handles.append(hooks.register_module_module_registration_hook(on_module))
     try:
         with (
-            sharder.view.parameters(),
+            sharder.reader.reading_parameters(),
             _random_numbers_of_rank_0(sharder.mesh.control_group),
             copied_modules(sharder, state),
         ):
@@ -67,8 +62,8 @@ def sharded_construction(sharder: Sharder, state: StateDictHooks) -> Iterator[No
 
 @contextmanager
 def _random_numbers_of_rank_0(group: dist.ProcessGroup) -> Iterator[None]:
-    # Ranks keep slices of what they initialise: slices of different random matrices would not be a draw of the intended
-    # matrix.
+    # Each rank keeps its shard of the values that it draws. Shards of different draws would not be a draw of the full
+    # matrix, for example of an orthogonal one.
     own = torch.get_rng_state()
     states: list[Any] = [own]
     dist.broadcast_object_list(states, group=group, group_src=0)
@@ -83,10 +78,10 @@ def _random_numbers_of_rank_0(group: dist.ProcessGroup) -> Iterator[None]:
 
 @contextmanager
 def copied_modules(sharder: Sharder, state: StateDictHooks) -> Iterator[None]:
-    """Inside, modules that ``sharder`` has sharded can be deep-copied."""
+    """Inside, let modules that ``sharder`` has sharded be deep-copied."""
 
     def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        sharder.sync.before_reading()  # what was read from the original and edited belongs into the copy, too
+        sharder.sync.before_reading()  # the copy needs pending writes to the original's gathered weights
         for param in module._parameters.values():
             record = None if param is None else sharder.find(param)
             if record is not None and id(param) not in memo:

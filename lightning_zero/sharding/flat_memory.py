@@ -1,49 +1,25 @@
-"""Flat memory that shards, or their gradients, are views of: one contiguous tensor per dtype.
+"""Allocate all memory that sharded parameters take, by role (:class:`Role`).
 
----
+===================  ===========================================  ===================  ===============================
+role                 allocated                                    dtype                freed
+===================  ===========================================  ===================  ===============================
+master shard         by ``place_shards`` after sharding; again    the parameter's      with the engine, or after the
+                     by ``group_shards`` for the optimizers                            shards are placed again
+gradient             by ``allocate_gradients``, or it aliases     the parameter's, or  with the engine
+                     the compute shard                            the compute shard's
+deferred gradient    by ``allocate_deferred_gradients``: full     float32 or wider     with the engine, or when full
+                     parameters or host shards                                         and host shards are exchanged
+compute shard        by ``allocate_compute_shards``, in the       the compute dtype    with the engine
+                     first step of mixed precision
+full-precision       by the same, for parameters that autocast    the parameter's      with the engine
+shard                leaves in full precision
+unsharded cache      by ``cache_unsharded``, for as many as the   the compute dtype    with the engine, or when the
+                     budget allows                                                     budget changes
+===================  ===========================================  ===================  ===============================
 
-Master shards in the host's memory: which, and where it comes from.
-
-A shard can lie there if compiled code reads its compute copy in its place. A device reads and writes it over its link
-all the same, slowly, as a tensor like any other, so whatever looks at shards need not know where they are; only what
-passes over all of them at each step does, and copies.
-
-
----
-
-Gradients that lie where the compute copies of their weights lay: see csrc/alias_gradients.h.
-
----
-
-All memory that shards take, by what it is for (:class:`Role`).
-
-===================  ========================================  ======================  ================================
-role                 allocated                                 dtype                   given back
-===================  ========================================  ======================  ================================
-master shard         by ``place_shards``, when the model is sharded;  the parameter's         with the engine; the memory
-                     again by ``arrange``, for the optimizers;                         before, once another is placed
-                     some on the host, see ``host_policy.py``
-gradient             by ``allocate_gradients``, in the first   the parameter's, or     with the engine
-                     training step that trains the parameter;  that of the copy
-                     or it lies over the compute copy
-deferred gradient    by ``allocate_deferred_gradients``, once  float32 or wider        with the engine, or once
-                     gradients of micro-batches wait: whole,                           they wait elsewhere
-                     or of host shards
-compute copy         by ``allocate_compute_shards``, in the    the one that is         with the engine
-                     first step of mixed precision             computed in
-full-precision copy  likewise, for what autocast leaves as it  the parameter's         with the engine
-                     is, where peers read copies; with
-                     several hosts, of all that is not computed
-                     in another dtype
-resident weight      by ``cache_unsharded``, once the budget     as the weight is used   with the engine, or once
-                     for it is known                                                   the budget is another
-===================  ========================================  ======================  ================================
-
-All but the last are shards: 1-D pieces, padding included, neighbours in one tensor for each dtype. With several hosts,
-copies and deferred gradients are of host shards: of what ranks at one place of all hosts have together. Resident
-weights are whole, as deferred gradients may be; where a host has one rank they are the host shards. Where
-ranks copy each other's weights, master shards and copies lie in memory that peers read, and the executor is told where
-those of other ranks lie.
+All but the last are 1-D slices of one tensor per dtype, padding included. With several hosts, compute shards and
+deferred gradients may be host shards: one per rank of a host. If ranks copy each other's weights, master and compute
+shards are in symmetric memory.
 """
 
 from __future__ import annotations
@@ -51,8 +27,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, compress
-from operator import not_
+from itertools import chain
 from typing import Any
 
 import torch
@@ -83,12 +58,12 @@ __all__ = [
 
 
 class FlatBuffer:
-    """One zeroed tensor per dtype, cut into 1-D pieces in the order given.
+    """Hold one zeroed tensor per dtype, split into 1-D views.
 
     Args:
-        pieces: layout and dtype of each piece; neighbours of one dtype are neighbours in memory.
-        device: where.
-        memory: zeros of the right sizes (:meth:`sizes`), if they are to lie somewhere else.
+        pieces: layout and dtype of each view; views of one dtype are contiguous and in this order.
+        device: of the tensors.
+        memory: zeros of the sizes of :meth:`sizes`, to use existing memory.
     """
 
     def __init__(
@@ -110,7 +85,7 @@ class FlatBuffer:
 
     @staticmethod
     def sizes(pieces: Sequence[tuple[ShardLayout, torch.dtype]]) -> dict[torch.dtype, int]:
-        """Elements of each dtype."""
+        """Return the number of elements of each dtype."""
         totals: dict[torch.dtype, int] = {}
         for layout, dtype in pieces:
             totals[dtype] = totals.get(dtype, 0) + layout.shard_numel
@@ -122,55 +97,58 @@ class FlatBuffer:
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{dtype}: {tensor.numel():,}" for dtype, tensor in self.flat.items())
-        return f"Arena({parts}; {self.nbytes / 2**20:.1f} MiB)"
+        return f"FlatBuffer({parts}; {self.nbytes / 2**20:.1f} MiB)"
 
 
 @dataclass(frozen=True)
 class HostMasterPolicy:
-    """What lies on the host.
+    """Decide which master shards are stored in host memory.
+
+    Compiled code must read the compute shard instead. The device reads and writes host memory over its link like any
+    other tensor, only slowly. So most code need not know where a shard is; only loops over all shards stage copies.
 
     Attributes:
-        dtype: that is computed in.
-        allocate: zeros of so many elements: as the device sees them, and as the host does.
+        dtype: compute dtype.
+        allocate: returns zeros of a number of elements twice: as a tensor of the device, and as one of the CPU.
     """
 
     dtype: torch.dtype
     allocate: Callable[[int, torch.dtype], tuple[Tensor, Tensor]]
 
     def includes(self, record: ShardedParameter) -> bool:
-        """Whether the parameter's master shard lies there."""
+        """Return True if the parameter's master shard is stored on the host."""
         return can_be_on_host(record, self.dtype)
 
 
 class HostMasters:
-    """Their memory, which is allocated once: that takes long, and there may be no more.
+    """Hold the memory of master shards on the host. It is allocated once, because pinning is slow.
 
     Attributes:
-        away: which lie there.
-        seen: by dtype, as the device sees it.
+        policy: which shards are stored on the host.
+        device_tensors: the memory by dtype, as tensors of the device.
     """
 
     def __init__(self, policy: HostMasterPolicy) -> None:
         self.policy = policy
         self.device_tensors: dict[torch.dtype, Tensor] = {}
-        self._host_tensors: dict[torch.dtype, Tensor] = {}  # the same, as the host sees it
+        self._host_tensors: dict[torch.dtype, Tensor] = {}  # the same memory, as CPU tensors
 
     def allocate(self, sizes: dict[torch.dtype, int]) -> None:
-        """So many elements by dtype, zeros where it is not there yet.
+        """Allocate zeros of these numbers of elements by dtype, unless that is done already.
 
         Raises:
-            HostMemoryError: the host has not so much.
+            HostMemoryError: the host has too little memory.
         """
         if {dtype: tensor.numel() for dtype, tensor in self.device_tensors.items()} != sizes:
             both = {dtype: self.policy.allocate(size, dtype) for dtype, size in sizes.items()}
-            self.device_tensors = {dtype: device_tensors for dtype, (device_tensors, _) in both.items()}
-            self._host_tensors = {dtype: own for dtype, (_, own) in both.items()}
+            self.device_tensors = {dtype: device for dtype, (device, _) in both.items()}
+            self._host_tensors = {dtype: host for dtype, (_, host) in both.items()}
 
     def allocate_together(self, sizes: dict[torch.dtype, int], mesh: Mesh) -> None:
-        """Likewise on every rank, since a plan wants it: no rank may wait for one that has failed. Collective.
+        """Call :meth:`allocate` on every rank, and raise on all if it fails on one. Collective.
 
         Raises:
-            HostMemoryError: on every rank, where the host of one has not so much.
+            HostMemoryError: on every rank, if the host of one has too little memory.
         """
         error = None
         try:
@@ -184,30 +162,38 @@ class HostMasters:
             )
 
     def on_host(self, shard: Tensor) -> Tensor:
-        """A piece of what the device sees, as the host does."""
+        """Return the CPU tensor of the same memory as ``shard``, a slice of a tensor of the device."""
         begin = shard.storage_offset()
         return self._host_tensors[shard.dtype][begin : begin + shard.numel()]
 
 
 def can_be_on_host(record: ShardedParameter, dtype: torch.dtype | None) -> bool:
-    """Whether a parameter's master shard can lie on the host where compiled code computes in ``dtype``."""
+    """Return True if a parameter's master shard can be on the host, given the compute dtype."""
     own = record.param.dtype
     return compute_dtype_of(own, dtype) != own and not stays_full_precision(record)
 
 
 def compute_dtype_of(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """In which dtype compiled code uses a parameter of its ``own``, where wider floating point ones are computed in
-    ``dtype``."""
+    """Return the dtype in which compiled code uses a parameter of dtype ``own``.
+
+    That is ``dtype`` for wider floating-point parameters, and ``own`` for others.
+    """
     return dtype if dtype is not None and own.is_floating_point and own.itemsize > dtype.itemsize else own
 
 
 def stays_full_precision(record: ShardedParameter) -> bool:
-    """Whether autocast leaves the parameter in full precision, as norms and embeddings."""
+    """Return True if autocast leaves the parameter in full precision, as it does with norms and embeddings."""
     return len(record.layout.shape) < 2 or any(isinstance(owner, nn.Embedding) for owner, _ in record.owners)
 
 
 def alias_compute_shards(executor: Executor, trained: Sequence[ShardedParameter]) -> list[ShardedParameter]:
-    """Gives the gradients of these parameters their copies' memory; returns the parameters that have no copy."""
+    """Store the gradients of these parameters in the memory of their compute shards.
+
+    csrc/grad_aliasing.h says when a gradient may be written there.
+
+    Returns:
+        The parameters without a compute shard.
+    """
     others = []
     for record in trained:
         copy = record.memory.get(Role.COMPUTE_SHARD)
@@ -217,12 +203,12 @@ def alias_compute_shards(executor: Executor, trained: Sequence[ShardedParameter]
         executor.parameters.set_grad(record.index, copy)
         record.memory[Role.GRADIENT] = copy
         with no_shard_dispatch():
-            record.param.grad_dtype = None  # any: otherwise torch takes those of the parameter's own alone
+            record.param.grad_dtype = None  # allow any dtype: torch requires the parameter's by default
     return others
 
 
 def free_gradients(executor: Executor, records: Iterable[ShardedParameter]) -> None:
-    """Between steps, when nobody wants the values: takes away all memory that gradients have."""
+    """Free all memory of gradients. Call it between steps, when the values are not needed."""
     for record in records:
         if record.gradient is None:
             continue
@@ -235,7 +221,7 @@ def free_gradients(executor: Executor, records: Iterable[ShardedParameter]) -> N
 
 
 def check_single_micro_batch(alias_gradients: bool) -> None:
-    """Where gradients lie over copies, another micro-batch comes before the step."""
+    """Raise if another micro-batch follows before the step while gradients alias the compute shards."""
     if alias_gradients:
         raise UnsupportedError(
             "grad_aliasing=True is for steps of one micro-batch: the gradients of the first would lie where "
@@ -245,21 +231,21 @@ def check_single_micro_batch(alias_gradients: bool) -> None:
 
 
 class ShardMemory:
-    """Allocates for the parameters of one engine, writes down on their records what it has given them, and tells the
-    executor.
+    """Allocate memory for the parameters of one engine, and tell their records and the executor.
 
     Args:
         executor: where the parameters are registered.
         mesh: of the ranks.
-        records: of the parameters; more may come.
-        peers: where memory that other ranks reach comes from, if there is any.
-        away: which master shards lie on the host; None: none.
+        records: of the parameters; more may be added.
+        transports: allocate memory that other ranks reach; None: there is none.
+        policy: which master shards are on the host; None: none.
+        alias_gradients: gradients alias the compute shards.
 
     Attributes:
-        shards: the arena of the master shards on the device, once the model is sharded.
-        on_host: that of the others; None where there are none.
-        gradients: that of the gradients of the parameters that were trained first, once they are.
-        alias_gradients: gradients lie over compute copies, where there are any.
+        shards: buffer of the master shards on the device, after the model is sharded.
+        on_host: buffer of the master shards on the host, or None.
+        gradients: buffer of the gradients that were allocated first.
+        alias_gradients: gradients alias the compute shards, if there are any.
     """
 
     def __init__(
@@ -267,47 +253,51 @@ class ShardMemory:
         executor: Executor,
         mesh: Mesh,
         records: Records,
-        peers: PeerTransports | None = None,
+        transports: PeerTransports | None = None,
         policy: HostMasterPolicy | None = None,
+        alias_gradients: bool = False,
     ) -> None:
         self.executor = executor
         self._sync = ShardSync(executor)
         self._mesh = mesh
         self._records = records
-        self._peers = peers
+        self._transports = transports
         self._host_masters = HostMasters(policy) if policy is not None else None
         self.shards: FlatBuffer | None = None
         self.on_host: FlatBuffer | None = None
         self.gradients: FlatBuffer | None = None
-        self._must_place_again = False  # shards are to be placed once more, whatever their order
+        self._must_place_again = False  # even if the order of shards stays the same
         self._unsharded: FlatBuffer | None = None
         self._unsharded_args: tuple[torch.dtype | None, int, float] | None = None  # the arguments of cache_unsharded()
         self._deferred_are_full = False
-        self.alias_gradients = False
+        self.alias_gradients = alias_gradients
 
-    def holds(self, role: Role) -> list[Tensor]:
-        """What has been allocated for ``role``, on this rank, in the order of registration."""
+    def tensors(self, role: Role) -> list[Tensor]:
+        """Return this rank's memory of ``role``, in the order of registration."""
         return [record.memory[role] for record in self._records.live if role in record.memory]
 
     # -- master shards
 
     def place_shards(self, order: Sequence[ShardedParameter]) -> None:
-        """Moves the shards into an arena of their own, neighbours in this order. Collective."""
-        goes = [self._host_masters is not None and self._host_masters.policy.includes(record) for record in order]
-        here, policy = list(compress(order, map(not_, goes))), list(compress(order, goes))
-        pieces = _layouts_and_dtypes(here)
-        peer_memory = self._peers.allocate_shards(self.executor, FlatBuffer.sizes(pieces)) if self._peers else {}
-        self._must_place_again = self._peers is not None and self._peers.placement_is_pending
+        """Move the shards into a new flat buffer, contiguous in this order. Collective."""
+        policy = self._host_masters.policy if self._host_masters is not None else None
+        on_host = [record for record in order if policy is not None and policy.includes(record)]
+        on_device = [record for record in order if policy is None or not policy.includes(record)]
+        pieces = _layouts_and_dtypes(on_device)
+        peer_memory = (
+            self._transports.allocate_shards(self.executor, FlatBuffer.sizes(pieces)) if self._transports else {}
+        )
+        self._must_place_again = self._transports is not None and self._transports.placement_is_pending
         self._sync.before_writing()
         buffer = FlatBuffer(pieces, self._mesh.device, {dtype: mine for dtype, (mine, _) in peer_memory.items()})
-        for record, view in zip(here, buffer.views, strict=True):
+        for record, view in zip(on_device, buffer.views, strict=True):
             self._move(record, view)
             if peer_memory:
                 self.executor.parameters.set_peer_shards(record.index, _same_slices(view, peer_memory[view.dtype][1]))
         self.shards = buffer
-        if self._peers is not None:
-            self._peers.set_shard_memory(peer_memory)
-        self._place_on_host(policy)
+        if self._transports is not None:
+            self._transports.set_shard_memory(peer_memory)
+        self._place_on_host(on_host)
         self._sync.after_writing()
 
     def _move(self, record: ShardedParameter, view: Tensor) -> None:
@@ -317,11 +307,10 @@ class ShardMemory:
         record.install_shard()
 
     def _place_on_host(self, order: Sequence[ShardedParameter]) -> None:
-        """Likewise into memory of the host."""
         if self._host_masters is None or not order:
             return
         for record in order:
-            if record.is_on_host:  # another one comes where it is
+            if record.is_on_host:  # its place in host memory is about to be overwritten
                 self._move(record, torch.empty_like(record.shard))
         pieces = _layouts_and_dtypes(order)
         self._host_masters.allocate(FlatBuffer.sizes(pieces))
@@ -331,11 +320,13 @@ class ShardMemory:
             record.on_host = self._host_masters.on_host(view)
             self.executor.parameters.mark_on_host(record.index)
 
-    def arrange(
+    def group_shards(
         self, groups: Sequence[Sequence[Tensor]], kind: Callable[[ShardedParameter], Any] = lambda record: 0
     ) -> None:
-        """Makes the shards of each group of parameters neighbours, so that an optimizer can step a group as one tensor;
-        within a group, those of one ``kind``, which is sorted by. Nothing happens once training has begun."""
+        """Make the shards of each parameter group contiguous, so that an optimizer steps a group as one tensor.
+
+        Within a group, shards are sorted by ``kind``. Does nothing after training has begun.
+        """
         if self._is_final:
             return
         number = {id(param): n for n, group in enumerate(groups) for param in group}
@@ -346,40 +337,42 @@ class ShardMemory:
         )
         if [record.index for record in order] != [record.index for record in before]:
             self._must_place_again = True
-        self.settle(order)
+        self.finalize_layout(order)
 
-    def settle(self, order: Sequence[ShardedParameter] | None = None) -> None:
-        """Places shards for good, in this order or in that in which they are, where they are not so yet. Collective."""
+    def finalize_layout(self, order: Sequence[ShardedParameter] | None = None) -> None:
+        """Place the shards for the last time, unless that is done; by default in their present order. Collective."""
         if self._must_place_again:
-            if self._peers is not None:
-                self._peers.finalize_placement()
+            if self._transports is not None:
+                self._transports.finalize_placement()
             self.place_shards(order or self._in_memory_order())
 
     @property
-    def may_leave(self) -> bool:
-        """Whether shards can still be put on the host: nothing is laid out like them yet, and no rank reads another's.
-        The same on every rank."""
+    def can_move_to_host(self) -> bool:
+        """Return True if shards can still move to the host. The same on every rank.
+
+        Nothing may be laid out like them yet, and no rank may read another's.
+        """
         return self._host_masters is None and not self._is_final and not self.executor.weights.uses_epoch_lock()
 
-    def leave(self, policy: HostMasterPolicy) -> None:
-        """Those that ``policy`` takes go to the host, and collectives move weights from now on. Collective.
+    def move_to_host(self, policy: HostMasterPolicy) -> None:
+        """Move the shards that ``policy`` includes to the host. Collectives move weights afterwards. Collective.
 
         Raises:
-            HostMemoryError: on every rank, where the host of one has no memory for them.
+            HostMemoryError: on every rank, if the host of one has too little memory.
         """
-        assert self.may_leave
+        assert self.can_move_to_host
         order, masters = self._in_memory_order(), HostMasters(policy)
         masters.allocate_together(
             FlatBuffer.sizes(_layouts_and_dtypes(list(filter(policy.includes, order)))), self._mesh
         )
         self._host_masters = masters
-        if self._peers is not None:
-            self._peers.move_shards_to_host()
+        if self._transports is not None:
+            self._transports.move_shards_to_host()
         self.place_shards(order)
 
     @property
     def _is_final(self) -> bool:
-        """Whether training has begun, or there are no shards yet."""
+        """Return True if training has begun, or there are no shards yet."""
         begun = any(set(record.memory) - {Role.MASTER_SHARD} for record in self._records)
         return self.shards is None or begun or self._unsharded is not None
 
@@ -389,8 +382,10 @@ class ShardMemory:
     # -- gradients
 
     def allocate_gradients(self) -> None:
-        """Lays gradients out, in the shards' order, for the parameters that are trainable now; parameters that become
-        trainable later get another arena. After copies were, where they lie over these. Harmless when repeated."""
+        """Allocate gradients in the shards' order for the trainable parameters that have none. May be repeated.
+
+        Parameters that become trainable later get another buffer. Call it after compute shards are allocated.
+        """
         with no_shard_dispatch():
             new = [r for r in self._records.live if r.param.requires_grad and r.gradient is None]
         new = alias_compute_shards(self.executor, new) if self.alias_gradients else new
@@ -404,9 +399,12 @@ class ShardMemory:
         self.gradients = self.gradients or buffer
 
     def allocate_deferred_gradients(self, whole: bool) -> None:
-        """Memory in which gradients of micro-batches are added up before they are reduced, for what has a gradient now:
-        ``whole``, or what the ranks of each host have reduced. Harmless when repeated; nothing may wait in memory of
-        the other kind."""
+        """Allocate memory in which micro-batches accumulate gradients before the reduce-scatter. May be repeated.
+
+        Args:
+            whole: for full gradients; otherwise for those that the ranks of each host have reduced. The memory of the
+                other kind is freed, and must hold no gradient.
+        """
         if whole != self._deferred_are_full:
             self.free_deferred_gradients()
             self._deferred_are_full = whole
@@ -420,34 +418,43 @@ class ShardMemory:
             self.executor.parameters.set_deferred_gradient(record.index, view, whole)
 
     def free_deferred_gradients(self) -> None:
-        """Gives that memory back. Harmless where there is none."""
+        """Free the memory of deferred gradients, if there is any."""
         for record in self._records:
             if record.memory.pop(Role.DEFERRED_GRADIENT, None) is not None:
                 self.executor.parameters.set_deferred_gradient(record.index, None, False)
 
-    # -- copies
+    # -- compute shards
 
-    def allocate_compute_shards(self, dtype: torch.dtype, peers: SymmetricMemory | None = None) -> None:
-        """Memory for all wider floating point shards in ``dtype``, laid out like the shards; such that all ranks can
-        read it, if ``peers`` is given, with full-precision copies where they are needed. Harmless when repeated.
-        Collective."""
-        if self.shards is None or self.holds(Role.COMPUTE_SHARD):
+    def allocate_transport_memory(self) -> bool:
+        """Allocate what the transports need, see :meth:`PeerTransports.allocate`. Collective."""
+        assert self._transports is not None
+        return self._transports.allocate(self.executor, self.allocate_compute_shards, self.allocate_host_shards)
+
+    def allocate_compute_shards(self, dtype: torch.dtype | None, symm_mem: SymmetricMemory | None = None) -> None:
+        """Allocate a compute shard in ``dtype`` for each wider floating-point shard. May be repeated. Collective.
+
+        Args:
+            dtype: compute dtype; None: there are no compute shards.
+            symm_mem: allocates memory that all ranks of the host can read. Parameters that autocast leaves in full
+                precision get full-precision shards there.
+        """
+        if dtype is None or self.shards is None or self.tensors(Role.COMPUTE_SHARD):
             return
         wide = [t for t in self.shards.flat.values() if compute_dtype_of(t.dtype, dtype) != t.dtype]
-        policy = list(self.on_host.flat.values()) if self.on_host is not None else []
+        on_host = list(self.on_host.flat.values()) if self.on_host is not None else []
         copies: dict[tuple[bool, str], tuple[Tensor, list[Tensor]]] = {}
-        for is_on_host, masters in chain(((False, t) for t in wide), ((True, t) for t in policy)):
-            if peers is not None:
-                copies[is_on_host, str(masters.dtype)] = peers.empty(masters.numel(), dtype)
+        for is_on_host, masters in chain(((False, t) for t in wide), ((True, t) for t in on_host)):
+            if symm_mem is not None:
+                copies[is_on_host, str(masters.dtype)] = symm_mem.empty(masters.numel(), dtype)
             else:
                 copies[is_on_host, str(masters.dtype)] = torch.empty_like(masters, dtype=dtype), []
         copied = [record for record in self._records.live if _buffer_key(record) in copies]
         full_precision = (
-            _allocate_full_precision(copied, peers)
-            if peers is not None and not self.executor.weights.uses_epoch_lock()
+            _allocate_full_precision(copied, symm_mem)
+            if symm_mem is not None and not self.executor.weights.uses_epoch_lock()
             else []
         )
-        # Made known only now that there is memory for all: half of it would be worse than none.
+        # Tell the executor after all allocations have succeeded: it cannot use some of the compute shards.
         for masters in wide:
             self.executor.parameters.add_compute_shard_memory(copies[False, str(masters.dtype)][0], masters)
         for record in copied:
@@ -461,11 +468,14 @@ class ShardMemory:
             self.executor.parameters.set_full_precision_shard(record.index, mine, theirs)
         self._sync.before_writing()  # what is to be read first must be written
 
-    def allocate_host_shards(self, dtype: torch.dtype | None, peers: SymmetricMemory | None = None) -> None:
-        """Where hosts exchange weights: memory for host shards in the dtypes in which compiled code reads them;
-        ``dtype``, if wider ones are computed in it. In memory that the ranks of a host can read, if ``peers`` is given.
-        Harmless when repeated. Collective."""
-        if self.holds(Role.COMPUTE_SHARD) or self.holds(Role.FULL_PRECISION_SHARD):
+    def allocate_host_shards(self, dtype: torch.dtype | None, symm_mem: SymmetricMemory | None = None) -> None:
+        """Allocate host shards, in the dtypes in which compiled code reads them. May be repeated. Collective.
+
+        Args:
+            dtype: compute dtype of wider parameters; None: each its own.
+            symm_mem: allocates memory that all ranks of the host can read.
+        """
+        if self.tensors(Role.COMPUTE_SHARD) or self.tensors(Role.FULL_PRECISION_SHARD):
             return
         wanted: list[tuple[ShardedParameter, Role, torch.dtype]] = []
         for record in self._records.live:
@@ -475,10 +485,10 @@ class ShardMemory:
             if used == own or stays_full_precision(record):
                 wanted.append((record, Role.FULL_PRECISION_SHARD, own))
         pieces = [(self._host_layout(record), kind) for record, _, kind in wanted]
-        sizes = FlatBuffer.sizes(pieces) if peers is not None else {}
-        peer_memory = {kind: peers.empty(size, kind) for kind, size in sizes.items()} if peers is not None else {}
+        sizes = FlatBuffer.sizes(pieces) if symm_mem is not None else {}
+        peer_memory = {kind: symm_mem.empty(size, kind) for kind, size in sizes.items()} if symm_mem is not None else {}
         buffer = FlatBuffer(pieces, self._mesh.device, {kind: mine for kind, (mine, _) in peer_memory.items()})
-        for (record, role, kind), view in zip(wanted, buffer.views, strict=True):  # now that there is memory for all
+        for (record, role, kind), view in zip(wanted, buffer.views, strict=True):  # after all allocations
             record.memory[role] = view
             theirs = _same_slices(view, peer_memory[kind][1]) if peer_memory else []
             if role is Role.FULL_PRECISION_SHARD:
@@ -490,21 +500,21 @@ class ShardMemory:
         self._sync.before_writing()  # what is to be read first must be written
 
     def _host_layout(self, record: ShardedParameter) -> ShardLayout:
-        """How the parameter is cut among the ranks of a host."""
+        """Return the layout of the parameter over the ranks of one host."""
         layout, hosts = record.layout, self._mesh.shard_host_count
         return replace(layout, shard_numel=hosts * layout.shard_numel, world_size=layout.world_size // hosts)
 
-    # -- resident weights
+    # -- unsharded cache
 
     def cache_unsharded(self, dtype: torch.dtype | None, small_bytes: int, budget_bytes: float) -> None:
-        """Memory for whole parameters, in which they stay until the optimizer steps; their modules are shown it. With
-        other arguments than before: another one, in place of that. Harmless when repeated.
+        """Allocate memory in which unsharded parameters stay until the optimizer steps, and show it to their modules.
+
+        May be repeated; other arguments replace the memory.
 
         Args:
-            dtype: that floating point parameters of a wider one are used in, unless autocast leaves them as they are;
-                None for their own.
-            small_bytes: parameters of at most this size are left out, unless there is memory for all.
-            budget_bytes: for all together; one that does not fit is skipped.
+            dtype: compute dtype of wider floating-point parameters that autocast casts; None: each its own.
+            small_bytes: parameters of at most this size are left out, unless the budget is infinite.
+            budget_bytes: for all together; a parameter that does not fit is skipped.
         """
         wanted = dtype, small_bytes, budget_bytes
         if wanted == self._unsharded_args or (self._unsharded_args is None and not budget_bytes):
@@ -533,14 +543,14 @@ class ShardMemory:
                 owner.__dict__.setdefault(UNSHARDED_CACHE, {})[key] = view
 
     def _existing_full_copy(self, record: ShardedParameter, dtype: torch.dtype) -> Tensor | None:
-        """The host shard in ``dtype``, where that is all of the parameter: no other memory is needed then."""
+        """Return the host shard in ``dtype`` if it is the full parameter, which needs no other memory then."""
         role = Role.FULL_PRECISION_SHARD if dtype == record.param.dtype else Role.COMPUTE_SHARD
         copy = record.memory.get(role)
         whole = self._mesh.inter_host_shard_group is not None and self._mesh.intra_host.size == 1
         return copy if whole and copy is not None and copy.dtype == dtype else None
 
     def unsharded_bytes(self, dtype: torch.dtype | None) -> int:
-        """Of all parameters, whole and with their padding; ``dtype``: likewise."""
+        """Return the bytes of all unsharded parameters, with padding, in the dtypes of ``cache_unsharded``."""
         return sum(
             _full_layout(record).shard_numel * _use_dtype(record, dtype).itemsize for record in self._records.live
         )
@@ -555,7 +565,7 @@ class ShardMemory:
 
 
 def _full_layout(record: ShardedParameter) -> ShardLayout:
-    """All of the parameter and its padding, as compiled code reads it."""
+    """Return a layout of one shard: the full parameter and its padding, as compiled code reads it."""
     layout = record.layout
     return ShardLayout(layout.memory_shape, layout.shard_numel * layout.world_size, 1)
 
@@ -565,27 +575,28 @@ def _layouts_and_dtypes(order: Sequence[ShardedParameter]) -> list[tuple[ShardLa
 
 
 def _buffer_key(record: ShardedParameter) -> tuple[bool, str]:
-    """In which of the arenas' tensors its shard lies."""
     return record.is_on_host, str(record.param.dtype)
 
 
 def _same_slices(shard: Tensor, memory: Sequence[Tensor]) -> list[Tensor]:
-    """Of each of these, laid out like the arena that ``shard`` is a piece of, the same piece."""
+    """Return the slice of each tensor that corresponds to ``shard``, for tensors laid out like its buffer."""
     begin = shard.storage_offset()
     return [tensor[begin : begin + shard.numel()] for tensor in memory]
 
 
 def _use_dtype(record: ShardedParameter, dtype: torch.dtype | None) -> torch.dtype:
-    """The same, for one that may stay as it is."""
     own: torch.dtype = record.param.dtype
     return own if stays_full_precision(record) else compute_dtype_of(own, dtype)
 
 
 def _allocate_full_precision(
-    copied: Sequence[ShardedParameter], peers: SymmetricMemory
+    copied: Sequence[ShardedParameter], symm_mem: SymmetricMemory
 ) -> list[tuple[ShardedParameter, Tensor, list[Tensor]]]:
-    """Autocast leaves norms and embeddings in full precision, so their compute copies are not what is gathered. For
-    each: memory on this rank, and on each."""
+    """Allocate what ranks copy of the parameters that autocast leaves in full precision.
+
+    Returns:
+        For each such parameter, this rank's memory and that of all ranks.
+    """
     by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
     for record in copied:
         if stays_full_precision(record):
@@ -593,7 +604,7 @@ def _allocate_full_precision(
     found = []
     for dtype, records in by_dtype.items():
         sizes = [record.layout.shard_numel for record in records]
-        mine, all_ranks = peers.empty(sum(sizes), dtype)
+        mine, all_ranks = symm_mem.empty(sum(sizes), dtype)
         pieces = zip(mine.split(sizes), *(memory.split(sizes) for memory in all_ranks), strict=True)
         found += [(record, own, list(theirs)) for record, (own, *theirs) in zip(records, pieces, strict=True)]
     return found

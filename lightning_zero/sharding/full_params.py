@@ -1,17 +1,9 @@
-"""Whole parameters for a while: inside the context, the module is the plain module it was.
+"""Install full parameters for a while or for good, and copy or pickle sharded modules as plain ones.
 
----
-
-Copies of a sharded module are plain modules with whole parameters: ``copy.deepcopy(module)`` on the module's device,
-``pickle.dumps(module)`` and ``torch.save(module, path)`` with parameters on the CPU. Collective, on every rank.
-
-A module that owns shards is a plain one for as long as its own copying looks at it, whatever that is made of
-(``__getstate__``, ``__deepcopy__``); its children are copied by themselves.
-
-
----
-
-Gives modules whole parameters and their own classes back."""
+``copy.deepcopy(module)`` keeps the module's device; ``pickle.dumps(module)`` and ``torch.save(module, path)`` store
+parameters on the CPU. All are collective. A module that owns shards is a plain one while its own copying method
+(``__getstate__``, ``__deepcopy__``) looks at it; its children are copied by themselves.
+"""
 
 from __future__ import annotations
 
@@ -21,36 +13,26 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.sharding.module_patching import SHAPES, ClassCache, is_sharded, raise_copy_unsupported
-from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.param_record import ShardedParameter, gather_full
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.state_dict import StateDictHooks
 
-if TYPE_CHECKING:
-    from lightning_zero.sharding.sharder import Sharder
-
-__all__ = ["ModuleCopier", "PickledAsNone", "full_parameters", "gather_full", "unshard_module"]
-
-
-def gather_full(record: ShardedParameter, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The whole parameter on the shard's device, in its own dtype or another, detached from autograd. Collective."""
-    shape, dtype = list(record.layout.memory_shape), dtype or record.param.dtype
-    with torch.no_grad(), no_shard_dispatch():
-        return record.layout.permute_from_memory(torch.ops.lightning_zero.gather(record.param, shape, dtype))
+__all__ = ["ModuleCopier", "PickledAsNone", "full_parameters", "unshard_module"]
 
 
 @contextmanager
 def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True) -> Iterator[None]:
-    """Puts whole parameters in place of the shards of ``module`` and its children.
+    """Install full parameters in place of the shards of ``module`` and its children.
 
-    Collective on entry. Takes the memory of the whole parameters on every rank. With ``writeback``, what they hold on
-    exit reaches the shards: each rank keeps its own part, so every rank must make the same edits.
+    Collective on entry. Every rank needs memory for all full parameters. With ``writeback``, each rank writes its part
+    of the parameters to its shards on exit, so every rank must make the same changes.
     """
     inside = {id(child) for child in module.modules()}
     records = [r for r in sharder.live if any(id(owner) in inside for owner, _ in r.owners)]
@@ -86,14 +68,14 @@ _COMPILED_CALL = "_compiled_call_impl"
 
 
 class PickledAsNone:
-    """What is copied or pickled together with something that refers to such an object refers to None instead."""
+    """Be copied or pickled as None by objects that refer to this one."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return type(None), ()
 
 
 class ModuleCopier:
-    """Copies the modules of one sharder."""
+    """Copy the modules of one sharder."""
 
     def __init__(self, sharder: Sharder) -> None:
         self._sharder = sharder
@@ -102,8 +84,10 @@ class ModuleCopier:
         sharder.classes.set_copiers(_weakly(self.deepcopy), _weakly(self.reduce))
 
     def guard(self, root: nn.Module) -> None:
-        """Has ``root`` copied by us, and modules with a ``__getstate__`` of their own: they would hand on the engine,
-        and compiled calls, which call the module that they were made from."""
+        """Let this object copy ``root``, and modules with their own ``__getstate__``.
+
+        Their own methods would copy the engine, and compiled calls, which call the original module.
+        """
         for module in root.modules():
             own = type(module).__getstate__ is not nn.Module.__getstate__
             if (own or module is root) and SHAPES not in module.__dict__:
@@ -112,19 +96,19 @@ class ModuleCopier:
                 self._guarded.append(module)
 
     def release(self) -> None:
-        """Undoes :meth:`guard`."""
+        """Undo :meth:`guard`."""
         for module in self._guarded:
             for name in _COPY_METHODS:
                 module.__dict__.pop(name, None)
 
     def deepcopy(self, module: nn.Module, memo: dict[Any, Any]) -> Any:
-        """For ``copy.deepcopy``. Collective."""
+        """Implement ``copy.deepcopy``. Collective."""
 
         def make_full(record: ShardedParameter) -> nn.Parameter:
-            made = memo.get(id(record))  # ties are kept
+            made = memo.get(id(record))  # keep ties
             if made is None:
                 made = self._full(record, self._sharder.mesh.device)
-                memo[id(record)] = memo[id(made)] = made  # it is a copy already
+                memo[id(record)] = memo[id(made)] = made  # do not copy the copy
                 memo.setdefault(id(record.param), made)
             return made
 
@@ -132,19 +116,19 @@ class ModuleCopier:
             return copy.deepcopy(module, memo)
 
     def reduce(self, module: nn.Module, protocol: Any) -> Any:
-        """For ``pickle`` and ``copy.copy``. Collective."""
+        """Implement ``pickle`` and ``copy.copy``. Collective."""
         with self._as_plain(module, self._full_on_cpu):
             reduced: Any = module.__reduce_ex__(protocol)
         make, given, *state = reduced
         if make is copyreg.__newobj__ and len(given) == 1:  # type: ignore[attr-defined]
-            # pickle wants an object of the very class that it names; this one says the same, and is not checked.
+            # pickle requires that the named class is the object's class; _reconstructor is not checked.
             make, given = copyreg._reconstructor, (*given, object, None)  # type: ignore[attr-defined]
         return make, given, *state
 
     def _full_on_cpu(self, record: ShardedParameter) -> nn.Parameter:
         made = self._full(record, torch.device("cpu"))
         if len(record.owners) > 1:
-            # A pickler knows objects it has seen, so ties are kept if both owners show the same; as long as it lives.
+            # A pickler memoizes objects, so ties are kept if both owners return the same live object.
             before = self._pickled.get(record.index, lambda: None)()
             if before is not None and _same_bytes(before, made):
                 return before
@@ -157,7 +141,7 @@ class ModuleCopier:
         with no_shard_dispatch():
             in_place = param.shape == record.layout.shape and param.data_ptr() != record.shard.data_ptr()
             value = param.detach() if in_place else gather_full(record)
-            made = nn.Parameter(value.to(device, copy=True), param.requires_grad)  # a copy has no padding
+            made = nn.Parameter(value.to(device, copy=True), param.requires_grad)  # without padding
         ours = ("numel", "nelement", "_zero_spec")
         made.__dict__.update({key: value for key, value in param.__dict__.items() if key not in ours})
         return made
@@ -199,7 +183,7 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def unshard_module(sharder: Sharder, module: nn.Module) -> None:
-    """Makes all that ``sharder`` has sharded in ``module`` plain again, on this rank's device. Collective."""
+    """Make all parameters that ``sharder`` has sharded in ``module`` full again, on this rank's device. Collective."""
     records = sharder.live
     with full_parameters(sharder, module, writeback=False):
         values = [record.param.data for record in records]

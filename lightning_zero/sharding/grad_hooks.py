@@ -1,13 +1,13 @@
-"""Hooks that users put on the gradients of parameters.
+"""Run the hooks that users register on gradients of parameters.
 
-The executor and autograd run the hooks of ``register_hook``: once per backward, on this rank's own whole gradient,
-before it is reduced (csrc/gradients/held.h). :class:`GradientHooks` finds which parameters have some.
+The executor and autograd run hooks of ``register_hook`` once per backward, on this rank's own full gradient, before it
+is reduced (see csrc/gradients). :class:`GradientHooks` finds the parameters that have such hooks.
 
-Hooks of ``register_post_accumulate_grad_hook`` run when a backward has ended, on this rank's shard of the reduced
-gradient: autograd would call them without one, so a stand-in takes their place there.
+Hooks of ``register_post_accumulate_grad_hook`` run after a backward, on this rank's shard of the reduced gradient.
+Autograd would call them without a gradient, so a placeholder replaces them there.
 
-A gradient that autograd itself brings to a shard comes from code that computed with the shard (``sum(p.norm() for p in
-self.parameters())``), which would train wrongly: the executor refuses it.
+If autograd itself accumulates a gradient into a shard, some code has computed with the shard (``sum(p.norm() for p in
+self.parameters())``). Training would be wrong, so the executor raises.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["GradientHooks"]
 
 
 class _PostHook:
-    """Takes the place of a hook for autograd, and does nothing. The user's handle can still remove it."""
+    """Take the place of a user's hook for autograd, and do nothing. The user's handle can still remove it."""
 
     def __init__(self, hook: Callable[[Tensor], Any]) -> None:
         self.hook = hook
@@ -35,10 +35,10 @@ class _PostHook:
 
 
 class GradientHooks:
-    """Finds hooks on gradients, and runs those that autograd cannot.
+    """Find hooks on gradients, and run those that autograd cannot run.
 
     Attributes:
-        hooked: parameters whose gradient a hook of ``register_hook`` sees, by the index of their record.
+        hooked: parameters with a hook of ``register_hook``, by index.
     """
 
     def __init__(self, sharder: Sharder) -> None:
@@ -64,7 +64,7 @@ class GradientHooks:
                 and record.owners
                 and (hooks is not None or record.index not in self._guarded)
             ):
-                guard(record.index)  # again, since torch drops it at the first register_hook()
+                guard(record.index)  # again, because torch drops it at the first register_hook()
                 self._guarded.add(record.index)
             post_hooks: Any = record.param._post_accumulate_grad_hooks
             for key, hook in list(post_hooks.items()) if post_hooks else ():
@@ -77,7 +77,7 @@ class GradientHooks:
             return any(record.param._post_accumulate_grad_hooks for record in self._sharder.records)
 
     def run_post_hooks(self, attached: Iterable[int]) -> None:
-        """Run the later hooks of these parameters, to which a backward has just attached gradients."""
+        """Run the post-accumulate hooks of these parameters, to which a backward has just attached gradients."""
         records = [self._sharder.records[index] for index in attached]
         with no_shard_dispatch():
             hooks_by_record = [record.param._post_accumulate_grad_hooks for record in records]
@@ -92,7 +92,7 @@ class GradientHooks:
                 record.spec.clear_padding(param.grad)
 
     def restore_post_hooks(self) -> None:
-        """Let autograd call the later hooks again: the parameters are whole."""
+        """Let autograd call the post-accumulate hooks again, because the parameters are full."""
         for record in self._sharder.records:
             post_hooks: Any = record.param._post_accumulate_grad_hooks
             for key, hook in list(post_hooks.items()) if post_hooks else ():

@@ -1,25 +1,12 @@
-"""Copies of a device's values in new memory of the host.
+"""Copy tensors from the device to host memory, and from memory-mapped files.
 
-A plain copy goes through one buffer of the driver's, by one thread, into pages that the system makes as they are
-touched: 75 GiB took 55 s on a host of two H100s. Here blocks come into pinned memory as fast as the link is, and
-threads take them from there.
+``copy_to_host`` copies a device tensor to unpinned memory. ``Tensor.cpu()`` uses one driver buffer and one thread, and
+the kernel creates pages on first touch; here blocks arrive in pinned memory at link speed, and threads copy them on.
+torch's ``StateDictStager`` either copies plainly or keeps the whole state pinned.
 
-
----
-
-Values that lie in a file that is mapped: copied by the system, which tells of what it cannot read.
-
-Who reads such memory himself is ended by a signal, without a word, where somebody has cut the file off meanwhile, or
-its disk is gone. The system's copy of a process's own memory ends with a number there.
-
-
----
-
-Large reads in pieces, a few of them at once.
-
----
-
-What the system is told of memory beforehand."""
+``copy_mapped`` reads tensors that may be in a mapped file. A plain read of such memory ends the process by SIGBUS if
+the file is truncated or its disk fails. ``process_vm_readv`` of the own process returns an error code instead.
+"""
 
 from __future__ import annotations
 
@@ -42,25 +29,27 @@ from lightning_zero.sharding.layout import ShardLayout, extent, is_strided, shou
 __all__ = [
     "BLOCK_BYTES",
     "MappedTensor",
-    "advise",
+    "as_mapped",
     "copy_mapped",
     "copy_small_values",
     "copy_to_host",
     "copy_via_blocks",
     "copy_waiter",
-    "mapped",
+    "madvise",
     "read_in_chunks",
 ]
 
-BLOCK_BYTES = 16 << 20  # bytes
+BLOCK_BYTES = 16 << 20  # of a pinned block: large enough for full link speed
 COPY_THREADS = 8
-BLOCKS_IN_FLIGHT = 2  # blocks that come while all threads are at others
-MIN_BLOCKWISE_BYTES = 2 * BLOCK_BYTES  # what is smaller is copied plainly
+BLOCKS_IN_FLIGHT = 2  # pinned blocks that receive while all threads copy
+MIN_BLOCKWISE_BYTES = 2 * BLOCK_BYTES  # smaller tensors: Tensor.to()
 
 
 def copy_to_host(value: Tensor) -> Tensor:
-    """The same, detached, in memory of its own that is not pinned, with the same strides where nothing lies between
-    elements. Waits until it is there."""
+    """Return a detached copy in unpinned CPU memory, after the copy has finished.
+
+    The strides are kept if there are no gaps between elements.
+    """
     value = value.detach()
     large = value.device.type == "cuda" and value.numel() * value.itemsize >= MIN_BLOCKWISE_BYTES
     if not large or extent(value.shape, value.stride()) != value.numel():
@@ -77,17 +66,17 @@ def copy_to_host(value: Tensor) -> Tensor:
 def copy_via_blocks(
     blocks: Sequence[Tensor], source: Tensor, target: Tensor, arrival: Callable[[], Callable[[], object]], threads: int
 ) -> None:
-    """Copies ``source`` to ``target``, both 1-D of as many bytes, through ``blocks``, of :data:`BLOCK_BYTES` bytes each.
+    """Copy ``source`` to ``target``, both 1-D tensors of the same number of bytes, through pinned blocks.
 
     Args:
-        blocks: nobody else's meanwhile.
-        source: of a device.
-        target: of the host.
-        arrival: gives what waits for the copies that were started on this thread so far.
-        threads: of the host, that take what has come.
+        blocks: of :data:`BLOCK_BYTES` bytes each, not used by others meanwhile.
+        source: on a device.
+        target: on the CPU.
+        arrival: returns a function that waits for the copies started on this thread so far.
+        threads: number of threads that copy from blocks to ``target``.
     """
-    # Where the system has large pages, it makes them in a fraction of the time.
-    advise(target.data_ptr(), target.numel(), mmap.MADV_HUGEPAGE)
+    # Huge pages are created in a fraction of the time.
+    madvise(target.data_ptr(), target.numel(), mmap.MADV_HUGEPAGE)
     free, taken = deque(blocks), deque[tuple[Future[None], Tensor]]()
     with ThreadPoolExecutor(threads) as pool:
         for begin in range(0, source.numel(), BLOCK_BYTES):
@@ -109,7 +98,7 @@ def _copy_block(begin: int, address: int, count: int, arrived: Callable[[], obje
 
 
 def copy_waiter(device: torch.device) -> Callable[[], object]:
-    """Waits until the device is done with what this thread has given it before, on its current stream."""
+    """Return a function that waits for all work given to the current stream of the device so far."""
     if device.type != "cuda":
         return lambda: None
     event = torch.cuda.Event(blocking=True)
@@ -121,10 +110,10 @@ def _flat_bytes(value: Tensor) -> Tensor:
     return value.as_strided((value.numel(),), (1,)).view(torch.uint8)
 
 
-READ_BYTES = 16 << 20  # bytes
+READ_BYTES = 16 << 20  # of one system call
 READ_THREADS = 4
-SMALL_BYTES = 1 << 16  # bytes
-SYSCALL_UNAVAILABLE = (errno.ENOSYS, errno.EPERM)  # by systems without that call, or rules for containers
+SMALL_BYTES = 1 << 16  # largest storage that copy_small_values() copies
+SYSCALL_UNAVAILABLE = (errno.ENOSYS, errno.EPERM)  # on systems without the call, or forbidden in a container
 
 
 class _IoVec(ctypes.Structure):
@@ -132,10 +121,10 @@ class _IoVec(ctypes.Structure):
 
 
 def copy_mapped(values: Tensor, into: Tensor) -> None:
-    """``into.copy_(values)``, where a file may lie under ``values``.
+    """Do ``into.copy_(values)`` if ``values`` may be in a mapped file.
 
     Raises:
-        CheckpointError: the file ends before them, or cannot be read any more.
+        CheckpointError: the file was truncated, or cannot be read any more.
     """
     if not _is_dense_cpu(values):
         into.copy_(values)
@@ -154,14 +143,14 @@ def copy_mapped(values: Tensor, into: Tensor) -> None:
 
 
 class MappedTensor:
-    """A whole value of which a rank takes its part, as :meth:`ShardLayout.write` asks for it."""
+    """Wrap a full value in a mapped file, of which :meth:`ShardLayout.write` reads only one shard."""
 
     def __init__(self, values: Tensor) -> None:
         self._values = values
         self.shape, self.dtype, self.device = values.shape, values.dtype, values.device
 
     def read_part(self, shard: Tensor, layout: ShardLayout, number: int) -> None:
-        """Writes the elements of shard ``number`` into the 1-D ``shard``, and zeros into its padding."""
+        """Write the elements of shard ``number`` into the 1-D ``shard``, and zeros into its padding."""
         begin, end = layout.shard_range(number)
         permute_to_memory = layout.permute_to_memory(self._values)
         if not permute_to_memory.is_contiguous():
@@ -170,14 +159,16 @@ class MappedTensor:
         shard[end - begin :].zero_()
 
 
-def mapped(values: Tensor) -> Tensor:
-    """For :meth:`ShardLayout.write`: ``values``, which may lie in a file."""
+def as_mapped(values: Tensor) -> Tensor:
+    """Return ``values`` wrapped for :meth:`ShardLayout.write`, if they may be in a mapped file."""
     return MappedTensor(values.detach()) if _is_dense_cpu(values) else values  # type: ignore[return-value]
 
 
 def copy_small_values(values: Iterable[Tensor]) -> None:
-    """Gives small ones memory of their own, in place: what is not cut is read by others, who know nothing of files.
-    What shares memory goes on doing so."""
+    """Give small tensors their own memory, in place. Shared memory stays shared.
+
+    Other code reads values that are not sharded, and does not expect a mapped file.
+    """
     taken: dict[int, Tensor] = {}
     for value in values:
         if not _is_dense_cpu(value) or not 0 < (storage := value.untyped_storage()).nbytes() <= SMALL_BYTES:
@@ -192,7 +183,7 @@ def copy_small_values(values: Iterable[Tensor]) -> None:
 
 
 def _is_dense_cpu(value: Tensor) -> bool:
-    """Whether its memory holds its elements as they are."""
+    """Return True if the tensor's CPU memory holds its elements as they are."""
     return (
         type(value) in (Tensor, torch.nn.Parameter)
         and value.device.type == "cpu"
@@ -202,7 +193,7 @@ def _is_dense_cpu(value: Tensor) -> bool:
 
 
 def _read_copy(values: Tensor) -> Tensor:
-    """The same in memory of its own: with what lies between its elements, unless that is much."""
+    """Return a copy, read with the gaps between elements unless these are large."""
     if not values.numel():
         return torch.empty_like(values)
     span = extent(values.shape, values.stride())
@@ -214,11 +205,10 @@ def _read_copy(values: Tensor) -> Tensor:
 
 
 def _read(values: Tensor, into: Tensor) -> None:
-    """Of one piece of memory each, with the same bytes."""
+    """Copy bytes between two contiguous tensors of the same size."""
     total = values.numel() * values.itemsize
-    # What is not in memory yet comes in large reads then, in its order, and not page by page, as somebody asks for it,
-    # and in that of threads.
-    advise(values.data_ptr(), total, mmap.MADV_WILLNEED)
+    # The system then reads ahead in large, ordered requests, not page by page in the order of the threads.
+    madvise(values.data_ptr(), total, mmap.MADV_WILLNEED)
     most = min(READ_THREADS, torch.get_num_threads())
     read_in_chunks(total, READ_BYTES, most, lambda begin, end: _read_block(values, into, begin, end - begin))
 
@@ -243,7 +233,7 @@ def _read_block(values: Tensor, into: Tensor, begin: int, length: int) -> None:
                 f"{file} was cut off, or its disk is gone, while it was being read ({os.strerror(number)}). Use "
                 "another checkpoint."
             )
-        ctypes.memmove(target.begin, at.begin, length - done)  # no file: memory of a driver's, say
+        ctypes.memmove(target.begin, at.begin, length - done)  # not a file, for example memory of a driver
         return
 
 
@@ -261,9 +251,11 @@ def _file_at(address: int) -> str | None:
 
 
 def read_in_chunks(total: int, block: int, most: int, read: Callable[[int, int], None]) -> None:
-    """Calls ``read(begin, end)`` for pieces of at most ``block`` bytes of all ``total``, by at most so many threads;
-    returns, or raises what one has raised, when all have ended: a thread that goes on would write into memory that is
-    somebody else's by then."""
+    """Call ``read(begin, end)`` for chunks of ``block`` bytes of ``total``, in at most ``most`` threads.
+
+    Returns, or raises the first error, after all threads have ended: a thread that goes on would write into freed
+    memory.
+    """
     pieces = [(begin, min(begin + block, total)) for begin in range(0, total, block)]
     if len(pieces) <= 1:
         read(0, total)
@@ -274,13 +266,13 @@ def read_in_chunks(total: int, block: int, most: int, read: Callable[[int, int],
         end.result()
 
 
-def advise(begin: int, nbytes: int, advice: int) -> None:
-    """``madvise`` for all pages that these bytes lie in, of more than one page, where the system has such a call; it
-    may say no.
+def madvise(begin: int, nbytes: int, advice: int) -> None:
+    """Call ``madvise`` for all pages of these bytes, if there are several. The system may ignore it.
 
     Args:
-        begin: an address.
-        advice: a number such as ``mmap.MADV_WILLNEED``.
+        begin: address.
+        nbytes: length.
+        advice: a constant such as ``mmap.MADV_WILLNEED``.
     """
     call = getattr(ctypes.CDLL(None), "madvise", None)
     if call is not None and nbytes > mmap.PAGESIZE:

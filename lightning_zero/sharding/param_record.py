@@ -1,4 +1,4 @@
-"""What is known of one sharded parameter: its cut, its memory by what it is for, and who reads it."""
+"""Record what the engine knows about each sharded parameter: its layout, its memory by role, and its owners."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.shard_tensor import ShardSpec, no_shard_dispatch
 
-__all__ = ["Records", "Role", "ShardedParameter"]
+__all__ = ["Records", "Role", "ShardedParameter", "gather_full"]
 
 
 class Role(Enum):
-    """What memory that belongs to a parameter is for. All of it is allocated in ``sharding/flat_memory.py``, which says when
-    and in which dtype, and lives as long as the engine."""
+    """Name the purpose of memory that belongs to a parameter.
+
+    ``sharding/flat_memory.py`` allocates all of it and lists when, and in which dtype. It lives as long as the engine.
+    """
 
     MASTER_SHARD = "master shard"
     GRADIENT = "gradient"
@@ -31,18 +34,19 @@ class Role(Enum):
 
 @dataclass
 class ShardedParameter:
-    """One parameter, whole on no rank.
+    """Hold the state of one sharded parameter.
 
     Attributes:
-        index: its number with the executor.
-        name: in the module that was sharded.
-        param: what is registered in modules: a view of the shard, or for a while the whole value.
-        layout: how it is cut.
-        memory: on this rank, by what it is for; what is missing has not been allocated.
-        owners: the (module, name) pairs that read it: several when it is tied, none when it is dropped.
-        copied: by a module that may have been no more than a pattern.
-        visible_grad: the object that is ``param.grad`` once a backward has brought one.
-        on_host: the shard as the host sees it, where it lies in the host's memory.
+        index: the parameter's number in the executor.
+        name: qualified name in the sharded module.
+        param: the registered parameter: a view of the shard, or the full value inside ``full_parameters``.
+        layout: how the parameter is split.
+        memory: tensors on this rank, by role; a missing role is not allocated yet.
+        spec: what the parameter's shard tensors refer to.
+        owners: the (module, name) pairs that read the parameter: several if it is tied, none after it is dropped.
+        copied: True if a module was deep-copied from the owner, which may have been only a template.
+        visible_grad: the object that is ``param.grad`` after a backward.
+        on_host: the shard as a CPU tensor, if it is stored in host memory.
         _aliases: tensors that shared the parameter's memory before it was sharded, see ``sharding/aliases.py``.
     """
 
@@ -60,51 +64,57 @@ class ShardedParameter:
 
     @property
     def shard(self) -> Tensor:
-        """This rank's elements and padding, 1-D, in the parameter's dtype: what optimizers step."""
+        """Return this rank's elements and padding, 1-D, in the parameter's dtype: the tensor that optimizers step."""
         return self.memory[Role.MASTER_SHARD]
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the shard lies in the host's memory."""
+        """Return True if the shard is stored in host memory."""
         return self.on_host is not None
 
     @property
     def gradient(self) -> Tensor | None:
-        """Memory for the shard's gradient, 1-D, in the shard's dtype, unless it is that of the compute copy; None until
-        training begins, and for parameters that are not trained."""
+        """Return the memory of the shard's gradient: 1-D, in the shard's dtype.
+
+        It has the compute shard's dtype if it aliases that. None until training begins, and for frozen parameters.
+        """
         return self.memory.get(Role.GRADIENT)
 
     @property
     def grad_aliases_compute_shard(self) -> bool:
-        """Whether it is: until the optimizer has stepped, it is where the compute copy was."""
+        """Return True if the gradient is stored in the compute shard's memory until the optimizer has stepped."""
         return self.gradient is not None and self.gradient is self.memory.get(Role.COMPUTE_SHARD)
 
     def has_shard_shape(self, value: Any) -> bool:
-        """Whether ``value`` has the shape in which users see the shard, as elementwise state of optimizers has."""
+        """Return True if ``value`` has the shard's visible shape, as an optimizer's elementwise state has."""
         return isinstance(value, Tensor) and value.shape == self.layout.visible_shape
 
     def local_part(self, whole: Tensor) -> Tensor:
-        """This rank's elements of a value of the whole parameter's shape, as users see a shard: on the value's device
-        and in its dtype, padded with zeros."""
+        """Return this rank's part of a tensor of the full shape, as a new tensor in the visible shape, padded with
+        zeros.
+        """
         return self.layout.part(whole, self.spec.number)
 
     def write_local_part(self, whole: Tensor, into: Tensor) -> None:
-        """The same into memory that there is: 1-D, of the shard's size, any device and dtype."""
+        """Write this rank's part of a tensor of the full shape into the 1-D ``into``, of any device and dtype."""
         self.layout.write(into, whole, self.spec.number)
 
     def install_shard(self) -> None:
-        """Points the visible parameter at the shard. It goes on counting the whole parameter's elements: that is what
-        ``sum(p.numel() for p in model.parameters())`` and Lightning's model summary are for."""
+        """Point the registered parameter at the shard.
+
+        ``numel()`` goes on returning the full parameter's number of elements, which ``sum(p.numel() for p in
+        model.parameters())`` and Lightning's model summary need.
+        """
         with no_shard_dispatch():
             for tensor in self._tensors():
                 tensor.data = self.shard.view(self.layout.visible_shape)
-            self.spec.memory = self.shard.untyped_storage().data_ptr()
+            self.spec.storage_address = self.shard.untyped_storage().data_ptr()
         self.param.__dict__["numel"] = self.param.__dict__["nelement"] = partial(int, self.layout.numel)
         for tensor in self._tensors():
             self.spec.wrap(tensor)
 
     def install_full(self, value: Tensor) -> None:
-        """Makes the visible parameter an ordinary one with this value."""
+        """Make the registered parameter a plain one with this full value."""
         if self.grad_aliases_compute_shard:
             with no_shard_dispatch():
                 self.param.grad, self.param.grad_dtype = None, value.dtype
@@ -113,14 +123,14 @@ class ShardedParameter:
             self.param.__dict__.pop(name, None)
 
     def set_full_data(self, full: Tensor) -> None:
-        """Point the parameter at its full value; gradients and counts of elements stay as they are."""
+        """Point the parameter at its full value; its gradient and its ``numel`` stay as they are."""
         for tensor in self._tensors():
             ShardSpec.unwrap(tensor)
         for tensor in self._tensors():
             tensor.data = full
 
     def add_alias(self, tensor: Tensor) -> None:
-        """Make a tensor of the parameter's former memory another name of it."""
+        """Make a tensor of the parameter's former memory an alias of the shard."""
         self._aliases.append(weakref.ref(tensor))
         self.install_shard()
 
@@ -128,26 +138,33 @@ class ShardedParameter:
         return [self.param, *(tensor for alias in self._aliases if (tensor := alias()) is not None)]
 
 
+def gather_full(record: ShardedParameter, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the full parameter on the shard's device, in its own dtype or another, detached. Collective."""
+    shape, dtype = list(record.layout.memory_shape), dtype or record.param.dtype
+    with torch.no_grad(), no_shard_dispatch():
+        return record.layout.permute_from_memory(torch.ops.lightning_zero.gather(record.param, shape, dtype))
+
+
 class Records:
-    """All sharded parameters of one engine, in the order of their registration, which is that of their indices."""
+    """Hold the records of all sharded parameters of one engine, ordered by index."""
 
     def __init__(self) -> None:
         self._all: list[ShardedParameter] = []
         self._by_param: dict[int, ShardedParameter] = {}
 
     def add(self, record: ShardedParameter) -> None:
-        """The next one: its index is the number of those before."""
+        """Append a record, whose index is the number of records before it."""
         self._all.append(record)
         self._by_param[id(record.param)] = record
 
     def find(self, param: Tensor) -> ShardedParameter | None:
-        """The record of a visible parameter, or None."""
+        """Return the record of a registered parameter, or None."""
         record = self._by_param.get(id(param))
         return record if record is not None and record.param is param else None
 
     @property
     def live(self) -> list[ShardedParameter]:
-        """Those that some module reads."""
+        """Return the records that some module reads."""
         return [record for record in self._all if record.owners]
 
     def __getitem__(self, index: int) -> ShardedParameter:

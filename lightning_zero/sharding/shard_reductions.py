@@ -1,20 +1,21 @@
-"""Reductions over all elements of a shard in sight: what a plain tensor gives, by one collective on all ranks.
+"""Reduce all elements of a shard tensor, as a plain full tensor would, by one collective.
 
-Each rank reduces its own elements (never the padding) to a few numbers; all ranks exchange these and finish alike. The
-results are ordinary scalars, the same on every rank.
+Each rank reduces its own elements (never the padding) to a few numbers. All ranks exchange these numbers and finish
+with the same computation. Results are plain scalars, identical on every rank.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_zero.sharding.shard_tensor import (
     Mismatch,
+    ShardSpec,
     align,
     all_gather_shards,
     is_shard,
@@ -24,16 +25,13 @@ from lightning_zero.sharding.shard_tensor import (
     spec_of,
 )
 
-if TYPE_CHECKING:
-    from lightning_zero.sharding.shard_tensor import ShardSpec
-
-__all__ = ["REDUCTIONS", "is_elementwise_pair", "foreach_norms", "reduce"]
+__all__ = ["REDUCTIONS", "foreach_norms", "is_elementwise_pair", "reduce"]
 
 INF = math.inf
 
 
 class _LocalPart:
-    """This rank's elements of one shard, flat and without padding."""
+    """Hold this rank's elements of one shard, flat and without padding."""
 
     def __init__(self, shard: Tensor) -> None:
         self.spec: ShardSpec = spec_of([shard])
@@ -41,7 +39,7 @@ class _LocalPart:
         self.values = shard.detach().reshape(-1)[: end - begin]
         self.count = self.spec.layout.numel
         self.dtype = shard.dtype
-        # as torch's own kernels accumulate
+        # torch's own kernels accumulate in this dtype
         self.wide = torch.float32 if shard.dtype in (torch.float16, torch.bfloat16) else None
 
     def exchange(self, *numbers: Tensor) -> Tensor:
@@ -54,7 +52,7 @@ class _LocalPart:
 
 
 class _ReductionForAutograd(torch.autograd.Function):
-    """The reduced value, for autograd a function of the shard: backward meets the guard that refuses such a loss."""
+    """Make the result a function of the shard, so that backward reaches the guard that rejects such a loss."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, value: Tensor) -> Tensor:
@@ -67,14 +65,14 @@ class _ReductionForAutograd(torch.autograd.Function):
 
 
 def is_elementwise_pair(name: str, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether a function that reduces otherwise takes the larger, or the smaller, of two tensors' elements."""
+    """Return True for ``max`` and ``min`` of two tensors, which are elementwise."""
     return name in ("max", "min") and isinstance(args[1] if len(args) > 1 else kwargs.get("other"), Tensor)
 
 
 def reduce(
     rule: Callable[..., Any], elementwise: Callable[..., Any], func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """Calls ``func``, whose rule this is, on shards in sight."""
+    """Call ``func``, whose reduction is ``rule``, on shard tensors."""
     name = func.__name__
     if is_elementwise_pair(name, args, kwargs):
         return elementwise(func, args, kwargs)
@@ -82,7 +80,7 @@ def reduce(
         for shard in shards_in((*args, *kwargs.values())):
             if shard.is_complex():
                 with no_shard_dispatch():
-                    func(torch.zeros(1, dtype=shard.dtype))  # torch's own error, also on ranks without elements
+                    func(torch.zeros(1, dtype=shard.dtype))  # raise torch's own error, also on ranks without elements
     kwargs = dict(kwargs)
     spec = spec_of((*args, *kwargs.values()))
     first, rest = (args[0], list(args[1:])) if args else (_named_first(kwargs), [])
@@ -127,7 +125,7 @@ _TWO_OPERANDS = {"dot", "vdot", "equal", "allclose"}
 
 
 def _all_dimensions(name: str, rest: list[Any], kwargs: dict[str, Any], dimensions: int) -> bool:
-    """Whether a reduction goes over all elements; takes what says so out of its arguments."""
+    """Return True if a reduction covers all dimensions; removes the arguments that name them."""
     if name in _TWO_OPERANDS:
         return True
     place = 1 if name in _DIM_IS_SECOND else 0
@@ -140,11 +138,11 @@ def _all_dimensions(name: str, rest: list[Any], kwargs: dict[str, Any], dimensio
     if dim is None or (isinstance(dim, Sequence) and not dim):
         return True
     named = {d % max(dimensions, 1) for d in ((dim,) if isinstance(dim, int) else dim)}
-    # torch.max and torch.min return positions, too
+    # with dim=, torch.max and torch.min also return positions
     return len(named) == max(dimensions, 1) and name not in ("max", "min", "aminmax")
 
 
-# -- each of them, on plain tensors
+# -- reductions of plain tensors
 
 
 def _sum_over_ranks(part: _LocalPart, dtype: torch.dtype | None, values: Tensor) -> Tensor:
@@ -153,7 +151,7 @@ def _sum_over_ranks(part: _LocalPart, dtype: torch.dtype | None, values: Tensor)
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums and products over elements of this one."""
+    """Return the dtype of sums and products over elements of this dtype."""
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
 
 
@@ -218,10 +216,10 @@ def _count_nonzero(shard: Tensor) -> Tensor:
 
 
 def _variance_and_mean(part: _LocalPart, unbiased: bool, correction: float | None) -> tuple[Tensor, Tensor]:
-    """Variance and mean, in float64: each rank's are of its own mean, so that no digits are lost."""
+    """Return variance and mean in float64. Each rank subtracts its own mean first, so that no digits are lost."""
     values = part.values.to(part.wide or part.dtype)
     count = torch.tensor(float(values.numel()), device=values.device)
-    mean = values.mean() if values.numel() else values.new_zeros(())  # all ranks exchange one dtype
+    mean = values.mean() if values.numel() else values.new_zeros(())  # all ranks must exchange one dtype
     found = part.exchange(count, mean, (values - mean).abs().square().sum())
     counts, means, squares = found[:, 0].real, found[:, 1], found[:, 2].real
     whole = (counts * means).sum() / part.count
@@ -286,7 +284,7 @@ def _local_norm(part: _LocalPart, order: float, dtype: torch.dtype | None) -> Te
 
 
 def _norm_of_norms(found: Tensor, order: float) -> Tensor:
-    """Norms of the whole, of the ranks' norms: the norm of norms."""
+    """Combine the ranks' norms into the norm of all elements."""
     return found.sum(0) if order == 0 else torch.linalg.vector_norm(found, order, dim=0)
 
 
@@ -296,7 +294,7 @@ def _dot(shard: Tensor, other: Tensor | None = None, *, tensor: Tensor | None = 
     part = _LocalPart(shard)
     theirs = other.detach().reshape(-1)[: part.values.numel()]
     if shard.dim() != 1 or other.shape != shard.shape:
-        raise NotImplementedError("torch's own error is about shapes that nobody knows of")
+        raise NotImplementedError("torch's own error would name the shard's shape")
     return part.exchange((part.values * theirs).sum(dtype=part.wide)).sum().to(part.dtype)
 
 
@@ -336,7 +334,7 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def foreach_norms(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
-    """``torch._foreach_norm``: one collective for all shards of the list."""
+    """Run ``torch._foreach_norm`` with one collective for all shards of the list."""
     tensors, order = args[0], _order(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
     with no_shard_dispatch():

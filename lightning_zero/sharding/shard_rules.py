@@ -1,16 +1,11 @@
-"""Decide how each function of torch treats shards in users' hands; see ``sharding/shard_tensor.py``.
+"""Decide how each function of torch treats shard tensors; see ``sharding/shard_tensor.py``.
 
-Functions are told apart by their names. torch itself says of most elementwise ones that they are (a tag of the
-operator); what is neither known here nor tagged is refused, since a function that looks at its neighbours, or at the
-shape, would compute something else on every rank, without an error.
+Functions are identified by name. torch tags most elementwise operators as such. Functions that are neither listed here
+nor tagged raise, because one that depends on neighbouring elements or on the shape would silently compute something
+else on every rank.
 
-
----
-
-Random numbers for shards in sight: each rank draws the whole parameter's and keeps its part.
-
-That gives what a plain module gets from the same generator. Filling the shard alone would give every rank the same
-numbers, wherever generators are equal.
+In-place random functions draw the full parameter's numbers on every rank and keep the rank's part: this is the result
+of a plain module with the same generator. Filling only the shard would give every rank the same numbers.
 """
 
 from __future__ import annotations
@@ -19,16 +14,19 @@ import sys
 from collections.abc import Callable
 from functools import lru_cache, partial
 from types import FrameType, SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.compat.ops import OpOverload, OpOverloadPacket
 from lightning_zero.compat.tensors import foreach_norm
-from lightning_zero.sharding import fills, reductions
+from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.shard_reductions import REDUCTIONS, foreach_norms, reduce
 from lightning_zero.sharding.shard_tensor import (
     Mismatch,
+    Rule,
+    ShardSpec,
     align,
     gather_value,
     is_shard,
@@ -39,24 +37,7 @@ from lightning_zero.sharding.shard_tensor import (
 )
 from lightning_zero.sharding.weight_reader import GatheredWeight
 
-if TYPE_CHECKING:
-    from lightning_zero.sharding.layout import ShardLayout
-    from lightning_zero.sharding.shard_tensor import ShardSpec
-
-__all__ = [
-    "FULL_SHAPE_QUERIES",
-    "RANDOM_IN_PLACE",
-    "RANDOM_LIKE",
-    "draw_like",
-    "fill_random",
-    "no_shard_dispatch",
-    "query_full_shape",
-    "rule_of",
-    "run_init",
-    "words",
-]
-
-Rule = Callable[[Any, Any, dict[str, Any]], Any]
+__all__ = ["FULL_SHAPE_QUERIES", "query_full_shape", "rule_of", "words"]
 
 
 def words(text: str) -> frozenset[str]:
@@ -69,7 +50,7 @@ _PASSED_THROUGH = words(
     "retain_grad backward grad share_memory_ record_stream has_names result_type can_cast promote_types _is_view "
     "requires_grad_ increment_version _has_compatible_shallow_copy_type _amp_foreach_non_finite_check_and_unscale_"
 )
-# What these say is of the full parameter, as a DTensor says it.
+# These describe the full parameter, as for a DTensor.
 FULL_SHAPE_QUERIES: dict[str, Callable[..., Any]] = {
     "shape": lambda layout, itemsize: layout.shape,
     "size": lambda layout, itemsize, dim=None: layout.shape if dim is None else layout.shape[dim],
@@ -86,7 +67,7 @@ FULL_SHAPE_QUERIES: dict[str, Callable[..., Any]] = {
 _QUERIES_WITH_ARGUMENTS = words("size stride is_contiguous")
 _STORAGE_ACCESS = words("dim_order is_set_to untyped_storage storage _typed_storage")
 _RESHAPES = words("view reshape flatten ravel view_as reshape_as expand expand_as")
-# Elementwise, though no tag says so.
+# Elementwise functions that torch does not tag.
 _UNTAGGED_POINTWISE = words(
     "clone detach detach_ to type type_as float double half bfloat16 int long short char byte bool cpu cuda xpu "
     "contiguous alias copy_ fill_ fill zero_ masked_fill_ "
@@ -100,27 +81,27 @@ _OPERATORS = frozenset(
     for prefix in ("", "r", "i")
     for name in words("add sub mul truediv div floordiv mod pow and or xor lshift rshift")
 ) | frozenset(f"__{name}__" for name in words("neg pos abs invert eq ne lt le gt ge"))
-# Compilers see shards as they are in memory.
+# Compilers see the shard's own shape and storage.
 _COMPILERS = ("torch._dynamo.", "torch._subclasses.", "torch._functorch._aot_autograd.", "torch._inductor.")
-# Where a call of torch passes: what torch.compiler.disable has decorated, and what finds a __torch_function__.
+# Frames between the caller and a rule: torch.compiler.disable and the lookup of __torch_function__.
 _DISPATCH_MODULES = ("torch._dynamo.eval_frame", "torch.overrides", "torch._tensor", "torch._ops")
 _TRANSPOSED = frozenset(["T", "mT", "H", "mH"])
 
 
 @lru_cache(maxsize=4096)
 def rule_of(func: Any) -> Rule:
-    """How ``func`` is called when one of its arguments is a shard in sight."""
+    """Return the rule by which ``func`` is called if one of its arguments is a shard tensor."""
     name = getattr(func, "__name__", "")
     if isinstance(func, OpOverload | OpOverloadPacket):
         return _operator
     if name in ("__get__", "__set__", "__delete__"):
         return _property(getattr(func.__self__, "__name__", ""), name)
     if getattr(func, "__module__", "") == "torch.nn.init":
-        return fills.initialise
-    if name in fills.IN_PLACE:
-        return fills.fill
-    if name in fills.LIKE:
-        return fills.draw_like
+        return run_init
+    if name in RANDOM_IN_PLACE:
+        return fill_random
+    if name in RANDOM_LIKE:
+        return draw_like
     if name in FULL_SHAPE_QUERIES:
         return partial(_query_full_shape, name)
     if name in _PASSED_THROUGH or name in _NEW_TENSORS:
@@ -131,14 +112,14 @@ def rule_of(func: Any) -> Rule:
         return _reshape
     if name in ("__repr__", "__format__"):
         return _describe
-    if name in reductions.BY_NAME:
-        return partial(reductions.reduce, reductions.BY_NAME[name], _elementwise)
+    if name in REDUCTIONS:
+        return partial(reduce, REDUCTIONS[name], _elementwise)
     if name in ("__getitem__", "__setitem__"):
         return _index
     if name in ("__eq__", "eq"):
         return _equal
     if name.startswith(("_foreach_", "_fused_")):
-        return reductions.norms if name == foreach_norm.__name__ else _foreach
+        return foreach_norms if name == foreach_norm.__name__ else _foreach
     return (
         _elementwise if name in _UNTAGGED_POINTWISE or name in _OPERATORS or _is_pointwise(name) else raise_unsupported
     )
@@ -168,7 +149,7 @@ def _call_plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run an op of the dispatcher as the function of its name in torch, if it is called by users' code."""
+    """Run an operator of the dispatcher as torch's function of the same name, if users' code calls it."""
     namespace, name, *_ = str(func).split(".")
     caller = _caller()
     if namespace == "lightning_zero" or not caller or caller.startswith(_COMPILERS):
@@ -183,14 +164,14 @@ def _query_full_shape(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -
     caller = _caller()
     if caller.startswith(_COMPILERS):
         return _call_plain(func, args, kwargs)
-    if caller == "torch._functorch.vmap":  # which then takes the shard's memory, and asks nothing
+    if caller == "torch._functorch.vmap":  # it uses the shard's storage without further dispatch
         raise_unsupported(torch.vmap, args, kwargs)
     return query_full_shape(name, spec_of(args).layout, args, kwargs)
 
 
 def query_full_shape(name: str, layout: ShardLayout, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return what a function or property of :data:`FULL_SHAPE_QUERIES`, called with a shard first, says of the full parameter."""
-    rest = args[1:] if name in _QUERIES_WITH_ARGUMENTS else ()  # a property's getter is also given the class
+    """Return what a function or property of :data:`FULL_SHAPE_QUERIES` returns for the full parameter."""
+    rest = args[1:] if name in _QUERIES_WITH_ARGUMENTS else ()  # a property's getter also receives the class
     with no_shard_dispatch():
         return FULL_SHAPE_QUERIES[name](layout, args[0].element_size(), *rest, **kwargs)
 
@@ -198,7 +179,7 @@ def query_full_shape(name: str, layout: ShardLayout, args: Any, kwargs: dict[str
 def _caller() -> str:
     """Return the name of the module whose code called torch."""
     frame: FrameType | None = sys._getframe(3)
-    # Modes (a torch.device context) may be in between, and methods that torch writes in Python.
+    # Modes (a torch.device context) and methods that torch implements in Python may be in between.
     while frame is not None and (
         frame.f_code.co_name == "__torch_function__" or frame.f_globals.get("__name__", "") in _DISPATCH_MODULES
     ):
@@ -207,7 +188,7 @@ def _caller() -> str:
 
 
 def _access_storage(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """torch itself may look at a shard's memory; other code would take it for the full parameter's."""
+    """Let torch itself access a shard's storage; other code would take it for the full parameter's."""
     if _caller().startswith(("torch.", "lightning_zero.")):
         return _call_plain(func, args, kwargs)
     return raise_unsupported(func, args, kwargs)
@@ -227,7 +208,7 @@ def _describe(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
     )
 
 
-# -- one by one
+# -- elementwise functions
 
 
 def _elementwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -249,7 +230,7 @@ def _elementwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         for tensor in written:
             if tensor.shape != layout.visible_shape and tensor.shape != (layout.shard_numel,):
                 raise_unsupported(func, args, kwargs)
-            spec.write(tensor)
+            spec.before_write(tensor)
         result = func(*args, **kwargs)
         for tensor in written:
             spec.clear_padding(tensor)
@@ -257,7 +238,9 @@ def _elementwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _equal(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Compare elements; the result for a parameter and what was read of it is true, so that sets and dicts find it."""
+    """Compare elements. A parameter and a weight gathered from it compare as equal objects, so that sets and dicts find
+    it.
+    """
     result = _elementwise(func, args, kwargs)
     first, second = (args[0], args[1]) if isinstance(args[0], nn.Parameter) else (args[1], args[0])
     if isinstance(second, GatheredWeight) and second._zero_param is first:
@@ -287,7 +270,7 @@ def _aligned(
 
 
 def _largest(values: list[Any]) -> Tensor:
-    """Return the shard to whose parameter's shape the others broadcast."""
+    """Return the shard to whose parameter's shape the other shapes broadcast."""
     return max(shards_in(values), key=lambda shard: (len(_shape(shard)), _shape(shard).numel()))
 
 
@@ -296,7 +279,7 @@ def _shape(shard: Tensor) -> torch.Size:
 
 
 def _reshape(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """Views of all elements in their order: in the parameter's own shape, or flat."""
+    """Return a view of all elements in order: in the parameter's own shape, or flat."""
     first, *rest = args
     if isinstance(rest[0] if rest else kwargs.get("dtype"), torch.dtype):
         return _elementwise(func, args, kwargs)
@@ -339,7 +322,7 @@ def _wrap_results(
 
 
 def _foreach(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """``torch._foreach_*`` and ``torch._fused_*``: lists of tensors, one by one."""
+    """Run ``torch._foreach_*`` and ``torch._fused_*`` on lists of tensors."""
     in_place = func.__name__.endswith("_")
     lists = [[*value] if _is_list(value) else None for value in args]
     count = len(args[0])
@@ -366,7 +349,7 @@ def _foreach(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     with no_shard_dispatch():
         for value, spec in zip(args[0], specs, strict=True):
             if in_place and spec is not None:
-                spec.write(value)
+                spec.before_write(value)
         results = func(*args, **kwargs)
         for value, spec in zip(args[0], specs, strict=True):
             if spec is not None:
@@ -385,7 +368,7 @@ def _is_list(value: Any) -> bool:
 
 
 def _index(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """All of it, or for writing what a mask picks; anything else means other elements on each rank."""
+    """Index all elements, or write a value where a mask is True; any other index means other elements on each rank."""
     index = args[1]
     parts = index if isinstance(index, tuple) else (index,)
     everything = all(part is Ellipsis or part == slice(None) for part in parts if not isinstance(part, Tensor))
@@ -403,14 +386,14 @@ def _index(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         except Mismatch:
             raise_unsupported(func, args, kwargs)
         with no_shard_dispatch():
-            spec.write(args[0])
+            spec.before_write(args[0])
             func(args[0], index, value)
             spec.clear_padding(args[0])
         return None
     return raise_unsupported(func, args, kwargs)
 
 
-# -- the parameter's parts
+# -- attributes of the parameter
 
 
 def _get_data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -420,7 +403,7 @@ def _get_data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 def _assign_data(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     tensor, value = args
-    spec_of(args).assign(tensor, value)
+    spec_of(args).assign_data(tensor, value)
 
 
 def _assign_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -447,7 +430,7 @@ RANDOM_LIKE = frozenset(["randn_like", "rand_like", "randint_like"])
 
 
 def fill_random(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """``tensor.normal_()`` and its like."""
+    """Run ``tensor.normal_()`` and similar functions."""
     shard = args[0]
     spec = spec_of(args)
     with no_shard_dispatch():
@@ -458,7 +441,7 @@ def fill_random(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def draw_like(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """``torch.randn_like(tensor)`` and its like."""
+    """Run ``torch.randn_like(tensor)`` and similar functions."""
     spec = spec_of((*args, *kwargs.values()))
     like = args[0] if args else kwargs["input"]
     rest = {key: value for key, value in kwargs.items() if key != "input"}
@@ -470,7 +453,7 @@ def draw_like(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def run_init(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
-    """A function of ``torch.nn.init``, on the whole value."""
+    """Run a function of ``torch.nn.init`` on the full value."""
     shard = args[0] if args else kwargs["tensor"]
     spec = spec_of([shard])
     rest = {key: value for key, value in kwargs.items() if key != "tensor"}
@@ -482,7 +465,7 @@ def run_init(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _write_local_part(shard: Tensor, whole: Tensor, spec: ShardSpec) -> None:
-    # Where autograd would not allow the fill itself, it must not be done behind its back.
+    # Fill under the caller's grad mode, so that autograd raises where it would for a plain parameter.
     part = spec.layout.part(whole, spec.number)
-    spec.write(shard)
+    spec.before_write(shard)
     shard.copy_(part.view(shard.shape))

@@ -1,25 +1,13 @@
-"""What cannot be done to one rank's shard, and the line to write instead.
+"""Define the tensor subclasses that users hold as ``param``, ``param.data`` and ``param.grad`` of sharded parameters.
 
----
+Elementwise functions run on the shard. Reductions over all elements give the full tensor's result by one collective, in
+which every rank must take part. Functions that depend on the full shape raise :class:`UnsupportedError` with the line
+to write instead. Results of elementwise functions are shards again: ``(p.grad + 0.1 * p).norm()`` is that of the full
+tensor.
 
-Bring the operands of an elementwise function on shards to one layout.
-
-Two parameters of one shape can be cut differently: memory order (channels_last) and dtype decide where a cut falls. A
-plain tensor has the shape of the full parameter, or broadcasts to it. Each operand is replaced by the elements that
-belong to this rank's part of the target, so that the function gives what it gives on full tensors.
-
-
----
-
-Shards in sight: what users hold when they touch ``param``, ``param.data`` and ``param.grad``.
-
-One rule, wherever it happens: elementwise code runs on the shard as it is; a reduction over all elements gives what a
-plain module gives, by one collective that every rank must take part in; everything that depends on the whole
-parameter's shape raises :class:`UnsupportedError` with the line to write instead. Results of elementwise code are
-shards again, so the rule follows them: ``(p.grad + 0.1 * p).norm()`` is the whole's norm.
-
-The tensors stay what they are; only their Python class is another, whose ``__torch_function__`` asks
-``sharding/shard_rules.py``. Our own code works on the plain tensors below, or inside :func:`no_shard_dispatch`.
+Only the Python class of a tensor changes; its ``__torch_function__`` calls the rules in ``sharding/shard_rules.py``.
+The engine's own code runs inside :func:`no_shard_dispatch`. Shards are no DTensors, because a shard is a slice of the
+flattened parameter (see ``layout.py``), and DTensor adds its dispatch to every operation of the optimizer.
 """
 
 from __future__ import annotations
@@ -31,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import wraps
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,14 +28,11 @@ from torch import Tensor, nn
 from lightning_zero.compat.argument_checks import BROADCAST, TENSOR
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass, rebuild_parameter
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.sharding.layout import as_real
-from lightning_zero.sharding.shard_rules import no_shard_dispatch, rule_of
-
-if TYPE_CHECKING:
-    from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.layout import ShardLayout, as_real
 
 __all__ = [
     "Mismatch",
+    "Rule",
     "ShardParameter",
     "ShardSpec",
     "ShardTensor",
@@ -60,22 +45,24 @@ __all__ = [
     "no_shard_dispatch",
     "raise_unsupported",
     "raise_unsupported_for",
+    "set_rules",
     "shards_in",
     "spec_of",
     "without_shard_dispatch",
 ]
 
+Rule = Callable[[Any, Any, dict[str, Any]], Any]
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def no_shard_dispatch() -> AbstractContextManager[None]:
-    """Inside, shards in sight are ordinary tensors, and as quick; what is computed of them is out of sight."""
+    """Inside, treat shards as plain tensors. Results are plain tensors, too."""
     return DisableTorchFunctionSubclass()
 
 
 def without_shard_dispatch(function: Callable[P, R]) -> Callable[P, R]:
-    """A function that runs :func:`no_shard_dispatch`."""
+    """Decorate a function to run inside :func:`no_shard_dispatch`."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -86,7 +73,7 @@ def without_shard_dispatch(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def spec_of(args: Iterable[Any]) -> ShardSpec:
-    """The sight of the first shard among these, or in lists among them."""
+    """Return the spec of the first shard among these values, or in lists among them."""
     for value in args:
         if isinstance(value, Tensor):
             if "_zero_spec" in value.__dict__:
@@ -100,12 +87,12 @@ def spec_of(args: Iterable[Any]) -> ShardSpec:
 
 
 def raise_unsupported(func: Any, args: Any, kwargs: dict[str, Any]) -> NoReturn:
-    """Raises :class:`UnsupportedError` for a function that needs more than one rank's elements."""
+    """Raise :class:`UnsupportedError` for a function that needs more than one rank's elements."""
     raise_unsupported_for(func, spec_of((*args, *kwargs.values())))
 
 
 def raise_unsupported_for(func: Any, spec: ShardSpec) -> NoReturn:
-    """Likewise, of the shards in this sight."""
+    """Raise :class:`UnsupportedError` for a function that was called with a shard of this spec."""
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         name = f".{func.__self__.__name__}"
@@ -121,7 +108,7 @@ def raise_unsupported_for(func: Any, spec: ShardSpec) -> NoReturn:
 
 
 class Mismatch(Exception):
-    """The operands do not fit one shard's layout; callers raise the error that names function and parameter."""
+    """Signal that operands do not fit one layout; callers raise the error that names function and parameter."""
 
 
 def is_shard(value: Any) -> bool:
@@ -178,9 +165,11 @@ def gather_value(shard: Tensor) -> Tensor:
 
 
 def align(values: list[Any], target: Tensor) -> list[Any]:
-    """Return the operands as parts of one layout, that of the shard ``target``; numbers and the like stay.
+    """Return the operands as parts of the layout of the shard ``target``; values that are not tensors stay.
 
-    Collective if a shard among them is cut in another way.
+    Two parameters of one shape can have different layouts, which depend on memory order (channels_last) and dtype. A
+    plain tensor has the full parameter's shape, or broadcasts to it. Each operand is replaced by the elements of this
+    rank's part of the target. Collective if a shard among them has another layout.
 
     Raises:
         Mismatch: an operand does not broadcast to the parameter's shape.
@@ -208,10 +197,10 @@ def _aligned(value: Tensor, spec: ShardSpec, flat: bool) -> Tensor:
 
 
 def _is_local(value: Tensor, layout: ShardLayout) -> bool:
-    """Return True for what has one element for each of the shard's, as an optimizer's state.
+    """Return True if the tensor has one element for each of the shard's, as an optimizer's state has.
 
     If the last dimension is as long as a shard, such a tensor could also be one to broadcast. Then each rank has one
-    row, and both readings agree, unless memory has another order than the dimensions.
+    row, and both readings agree, unless memory order differs from the order of dimensions.
     """
     if value.shape != layout.visible_shape and value.shape != (layout.shard_numel,):
         return False
@@ -231,14 +220,20 @@ def _part(full: Tensor, spec: ShardSpec, flat: bool) -> Tensor:
 
 @dataclass(eq=False)
 class ShardSpec:
-    """What a shard in sight knows of its parameter. It keeps neither parameter nor engine nor process group alive: the
-    executor holds parameters, and a way back from these would keep all forever.
+    """Describe the parameter of a shard tensor, as ``DTensorSpec`` does for DTensors.
+
+    It holds no strong reference to the parameter, the engine or the process group: the executor holds parameters, so a
+    reference back would be a cycle through C++ that is never collected.
 
     Attributes:
-        number: of the shard, among those of its parameter.
-        changing: called when the parameter is about to be given other values; with True when all are.
-        collective: starts one over ``group``, see :meth:`Executor.collective`, and waits for it.
-        memory: address of the storage that its values lie in.
+        name: of the parameter.
+        layout: how the parameter is split.
+        number: of this rank's shard.
+        device: of the engine.
+        group: returns the process group of the shards, or None after the engine is closed.
+        on_write: called before the parameter is written to, with True if all values are replaced.
+        collective: runs a collective over ``group`` and waits for it, see :meth:`Executor.collective`.
+        storage_address: address of the storage that the shard is in.
     """
 
     name: str
@@ -252,18 +247,21 @@ class ShardSpec:
     _aliases: list[weakref.ref[Tensor]] = field(default_factory=list, repr=False)
 
     def wrap(self, tensor: Tensor) -> Tensor:
-        """Makes ``tensor``, with a value for each element of the shard, follow the rule; returns the same object."""
+        """Make ``tensor`` a shard tensor in place, and return it. It has one value for each element of the shard."""
         if type(tensor) is Tensor or type(tensor) is ShardTensor:
             tensor.__class__ = ShardTensor
         elif type(tensor) is nn.Parameter or type(tensor) is ShardParameter:
             tensor.__class__ = ShardParameter
         else:
-            return tensor  # a class with rules of its own
+            return tensor  # another subclass with its own __torch_function__
         tensor.__dict__["_zero_spec"] = self
         return tensor
 
     def wrap_alias(self, tensor: Tensor) -> Tensor:
-        """Show ``tensor``; if it is another name of the shard's memory, let :meth:`assign_data` find it. Call plainly."""
+        """Wrap ``tensor``, and remember it for :meth:`assign_data` if it aliases the shard.
+
+        Call it inside :func:`no_shard_dispatch`.
+        """
         if not isinstance(tensor, nn.Parameter) and tensor.untyped_storage().data_ptr() == self.storage_address:
             self._aliases = (
                 [ref for ref in self._aliases if ref() is not None] if len(self._aliases) > 8 else self._aliases
@@ -272,7 +270,9 @@ class ShardSpec:
         return self.wrap(tensor)
 
     def _detach_aliases(self) -> None:
-        """Give other names of the shard's memory a copy: ``param.data = x`` leaves the values to who has read them."""
+        """Give aliases of the shard a copy, because ``param.data = x`` leaves the old values to tensors that were read
+        before.
+        """
         given = [tensor for ref in self._aliases if (tensor := ref()) is not None]
         given = [tensor for tensor in given if tensor.untyped_storage().data_ptr() == self.storage_address]
         self._aliases = []
@@ -283,24 +283,24 @@ class ShardSpec:
                 tensor.data = copy.view(tensor.shape)
 
     def clear_padding(self, tensor: Tensor) -> None:
-        """Padding is zero, whatever was written: norms over arenas count it."""
+        """Set the padding to zero, because norms over flat buffers include it."""
         begin, end = self.layout.shard_range(self.number)
-        # A view that was made without gradients must not be asked for its function.
+        # Reading grad_fn of a view that was created under no_grad() raises.
         plain = not torch.is_grad_enabled() or tensor.grad_fn is None
         if end - begin < self.layout.shard_numel and plain:
             with no_shard_dispatch(), torch.no_grad():
                 tensor.detach().view(-1)[end - begin :].zero_()
 
     def before_write(self, tensor: Tensor) -> None:
-        """``tensor`` is about to be written to."""
+        """Prepare a write to ``tensor``, if it is in the shard's storage."""
         if tensor.device.type != "meta" and tensor.untyped_storage().data_ptr() == self.storage_address:
             self.on_write(False)
 
     def assign_data(self, tensor: Tensor, value: Any) -> None:
-        """``tensor.data = value``: copied to where gathers and optimizer steps see it.
+        """Do ``tensor.data = value`` by a copy into the shard, which gathers and optimizer steps read.
 
         Raises:
-            UnsupportedError: the value has not the shard's shape, dtype and device.
+            UnsupportedError: the value's shape, dtype or device differs from the shard's.
         """
         with no_shard_dispatch(), torch.no_grad():
             if isinstance(value, Tensor) and value.shape != tensor.shape and value.shape == self.layout.shape:
@@ -325,14 +325,14 @@ class ShardSpec:
 
     @staticmethod
     def unwrap(tensor: Tensor) -> None:
-        """Gives what :meth:`wrap` has shown its own class back."""
+        """Undo :meth:`wrap`."""
         if isinstance(tensor, _ShardMethods):
             tensor.__class__ = nn.Parameter if type(tensor) is ShardParameter else Tensor  # type: ignore[assignment]
             del tensor.__dict__["_zero_spec"]
 
 
 def _component(name: str) -> Any:
-    """Return the property for the real or the imaginary part. torch's own setter asks no ``__torch_function__``."""
+    """Return the property for the real or the imaginary part. torch's own setter skips ``__torch_function__``."""
     whole: Any = getattr(Tensor, name)
 
     def before_write(shard: Tensor, value: Any) -> None:
@@ -344,9 +344,10 @@ def _component(name: str) -> Any:
 
 class _ShardMethods:
     _zero_spec: ShardSpec
+    _zero_rule_of: ClassVar[Callable[[Any], Rule]]
     real, imag = _component("real"), _component("imag")
 
-    # Inside compiled code, too: Dynamo would compile what the rules do, whose graphs ask the rules again, without end.
+    # Applies inside compiled code, too: Dynamo would compile the rules, whose graphs call the rules again, endlessly.
     def to_local(self) -> Tensor:
         """Return a copy of the elements that this rank holds: 1-D, without padding, in the parameter's memory order.
 
@@ -356,18 +357,20 @@ class _ShardMethods:
         with no_shard_dispatch():
             return cast(Tensor, self).detach().as_subclass(Tensor).reshape(-1)[: end - begin].clone()
 
-    def set_(self, *args: Any, **kwargs: Any) -> Any:  # asks no __torch_function__
+    def set_(self, *args: Any, **kwargs: Any) -> Any:  # skips __torch_function__
         return raise_unsupported_for(Tensor.set_, self._zero_spec)
 
     @classmethod
     @torch.compiler.disable
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return rule_of(func)(func, args, kwargs or {})
+        return cls._zero_rule_of(func)(func, args, kwargs or {})
 
 
 class ShardTensor(_ShardMethods, Tensor):
-    """A value for each element of a shard, in the shard's shape or 1-D: a gradient, ``param.data``, or what was
-    computed of these one by one."""
+    """Hold one value for each element of a shard, in the shard's shape or 1-D.
+
+    It is a gradient, ``param.data``, or the result of elementwise functions of these.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         with no_shard_dispatch():
@@ -384,7 +387,7 @@ class ShardTensor(_ShardMethods, Tensor):
 
 
 class ShardParameter(_ShardMethods, nn.Parameter):
-    """The registered parameter while its data is a shard."""
+    """Be the registered parameter while its data is a shard."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         with no_shard_dispatch():
@@ -401,13 +404,18 @@ class ShardParameter(_ShardMethods, nn.Parameter):
         return rebuild_parameter, (gather_value(self), self.requires_grad, OrderedDict())
 
 
+def set_rules(rule_of: Callable[[Any], Rule]) -> None:
+    """Set the function that returns how a function of torch is called with shards among its arguments."""
+    _ShardMethods._zero_rule_of = staticmethod(rule_of)
+
+
 def full_arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a function that takes a tensor's memory as it is. Collective where a shard is copied.
+    """Return the arguments of a function that uses a tensor's memory directly. Collective if a shard is copied.
 
     Raises:
-        UnsupportedError: a shard among them, of which the function would make an alias.
+        UnsupportedError: the function would make an alias of a shard.
     """
-    # Elements of a list that torch.tensor() reads are asked for their numbers.
+    # torch.tensor() reads elements of a list by item(), which has a rule.
     shards = shards_in(args if name == BROADCAST else [v for v in args if isinstance(v, Tensor)])
     first = next(shards, None)
     if first is None:

@@ -1,22 +1,9 @@
-"""What is looked at before parameters are cut.
+"""Shard a module's parameters in place, one parameter at a time.
 
----
-
-Values for modules that were built on the meta device: their own ``reset_parameters()`` gives them, one module at a
-time.
-
----
-
-Turns a module's parameters into shards, in place, one parameter at a time.
-
-Protocol: ``shard_module(m)`` cuts the parameters that ``m`` itself owns (used while a model is being built, so that no
-rank ever holds it whole); ``finish(root)`` cuts what is left, materialises what is on the meta device module by module,
-and moves all shards into arenas. Every rank must do the same in the same order: values come from rank 0.
-
-
----
-
-Errors about a sharded module's parameters, raised where nobody knows whose they are, or that they are shards."""
+``shard_module(m)`` shards the parameters that ``m`` itself owns, and is used while a model is being built.
+``finish(root)`` checks the model, materializes modules on the meta device one by one, shards the other parameters, and
+moves all shards into flat buffers. Every rank must make the same calls in the same order. Values come from rank 0.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +25,21 @@ from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.sharding.aliases import Aliases, check_shared_memory
 from lightning_zero.sharding.flat_memory import HostMasterPolicy, ShardMemory
-from lightning_zero.sharding.full_params import gather_full
 from lightning_zero.sharding.layout import ShardLayout, as_real, is_strided, memory_order
 from lightning_zero.sharding.module_patching import ORDERS, SHAPES, ClassCache, is_sharded
-from lightning_zero.sharding.param_record import Records, Role, ShardedParameter
+from lightning_zero.sharding.param_record import Records, Role, ShardedParameter, gather_full
 from lightning_zero.sharding.shard_tensor import ShardSpec, closed_engine_message, full_arguments
 from lightning_zero.sharding.symm_mem import PeerTransports
 from lightning_zero.sharding.weight_reader import ShardSync
 
-__all__ = ["Materialiser", "Sharder", "check_module", "check_parameter", "check_same_model", "explain_shard_error"]
+__all__ = ["Materializer", "Sharder", "check_module", "check_parameter", "check_same_model", "explain_shard_error"]
 
 
 def check_module(name: str, module: nn.Module) -> None:
-    """Raises :class:`UnsupportedError` for a module whose forward writes to its weight: what it writes to is gathered,
-    and ranks would write different things."""
+    """Raise :class:`UnsupportedError` for a module whose forward writes to its weight.
+
+    It would write to a gathered copy, and ranks would write different values.
+    """
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         raise UnsupportedError(
             f"Module {name!r} ({type(module).__name__}) has max_norm={module.max_norm}: its forward scales rows of the "
@@ -62,7 +50,7 @@ def check_module(name: str, module: nn.Module) -> None:
 
 
 def check_parameter(name: str, param: nn.Parameter) -> None:
-    """Raises :class:`UnsupportedError` for a parameter that cannot be sharded."""
+    """Raise :class:`UnsupportedError` for a parameter that cannot be sharded."""
     if torch.nn.parameter.is_lazy(param):
         raise UnsupportedError(
             f"Parameter {name!r} has no shape yet (a lazy module). Run one batch through the model, or give it its "
@@ -87,7 +75,7 @@ def check_parameter(name: str, param: nn.Parameter) -> None:
 
 
 def check_same_model(root: nn.Module, mesh: Mesh) -> None:
-    """Raises :class:`RankMismatchError` on every rank when ranks hold different models. Collective."""
+    """Raise :class:`RankMismatchError` on every rank if ranks hold different models. Collective."""
     mine = [
         f"{name} {_shape(param)} {param.dtype} {param.requires_grad}"
         for name, param in root.named_parameters(remove_duplicate=False)
@@ -112,31 +100,37 @@ def _shape(param: nn.Parameter) -> str:
     return "(not known yet)" if lazy else str(tuple(param.shape))
 
 
-class Materialiser:
-    """Materialises modules and remembers which parameter replaces which: ties are kept by the identity of the object,
-    and the other modules of a tie still have the one before.
+class Materializer:
+    """Materialize modules on the meta device by their own ``reset_parameters()``.
+
+    It remembers which parameter replaces which, because the other modules of a tie still hold the old object.
 
     Args:
         records: of the parameters that are sharded already.
-        device: where values are to be.
+        device: of the new values.
     """
 
     def __init__(self, records: Records, device: torch.device) -> None:
         self._records = records
         self._device = device
-        self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the first is held, so that its id stays its
+        self._replaced: dict[
+            int, tuple[nn.Parameter, nn.Parameter]
+        ] = {}  # old and new; the old one is kept, so that its id is not reused
 
     def latest(self, param: nn.Parameter) -> nn.Parameter:
-        """What stands for ``param`` now."""
+        """Return the parameter that replaces ``param``, or ``param`` itself."""
         return self._replaced.get(id(param), (param, param))[1]
 
     def forget(self) -> None:
-        """All ties are made."""
+        """Drop the map of replaced parameters, after all ties are made."""
         self._replaced.clear()
 
     def values(self, module: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
-        """Gives the parameters and buffers that ``module`` owns itself values on the device; returns its parameters,
-        by key. Collective where one of them is sharded already.
+        """Give the parameters and buffers that ``module`` itself owns values on the device. Collective if one is
+        sharded already.
+
+        Returns:
+            The module's parameters by name.
 
         Raises:
             UnsupportedError: the module has no ``reset_parameters()``.
@@ -148,7 +142,7 @@ class Materialiser:
         for key, param in before.items():
             record = already.get(key)
             if record is not None:
-                # Tied to a module that came before: whole for a while, since reset_parameters() looks at its shape.
+                # Tied to an earlier module: install the full parameter, because reset_parameters() looks at its shape.
                 module._parameters[key] = nn.Parameter(gather_full(record), record.param.requires_grad)
                 shapes[key] = None
             elif param is not None and param.is_meta:
@@ -184,28 +178,28 @@ def _reset_of(module: nn.Module, name: str) -> Any:
 
 
 class Sharder:
-    """Cuts parameters, and knows them afterwards.
+    """Shard parameters, and hold their records.
 
     Args:
-        executor: where shards are registered.
-        mesh: of the ranks that hold a shard each; initial values are rank 0's.
-        peers: lays the shards out where other ranks can read them, if that is possible.
-        away: which of them lie on the host; None: none.
-        alias_gradients: gradients lie over compute copies.
+        executor: C++ executor, where shards are registered.
+        mesh: of the ranks that hold a shard each; initial values come from rank 0.
+        transports: allocate the shards in memory that other ranks can read, if possible.
+        policy: which shards are stored on the host; None: none.
+        alias_gradients: gradients alias the compute shards.
 
     Attributes:
-        access: says when shards may be read and written.
+        sync: orders reads and writes of shards.
         records: of all parameters that were ever sharded.
-        memory: theirs.
-        classes: of the modules that own shards.
-        view: what eager code reads of these.
+        memory: allocates and holds their memory.
+        classes: subclasses of the modules that own shards.
+        reader: decides what eager code reads from these modules.
     """
 
     def __init__(
         self,
         executor: Executor,
         mesh: Mesh,
-        peers: PeerTransports | None = None,
+        transports: PeerTransports | None = None,
         policy: HostMasterPolicy | None = None,
         alias_gradients: bool = False,
     ) -> None:
@@ -214,33 +208,32 @@ class Sharder:
         self.sync = ShardSync(executor)
         self.mesh = mesh
         self.records = Records()
-        self.memory = ShardMemory(executor, mesh, self.records, peers, policy)
-        self.memory.alias_gradients = alias_gradients
+        self.memory = ShardMemory(executor, mesh, self.records, transports, policy, alias_gradients)
         self.classes = ClassCache()
-        self.view = self.classes.view
+        self.reader = self.classes.reader
         self._aliases = Aliases()
-        self._materialiser = Materialiser(self.records, mesh.device)
+        self._materializer = Materializer(self.records, mesh.device)
         self._read: dict[tuple[int, str], ShardedParameter] = {}  # by a module's id and a parameter's name
 
     def find(self, param: Tensor) -> ShardedParameter | None:
-        """The record of a visible parameter, or None."""
+        """Return the record of a registered parameter, or None."""
         return self.records.find(param)
 
     @property
     def live(self) -> list[ShardedParameter]:
-        """The records of all parameters that some module reads, in the order of registration."""
+        """Return the records of all parameters that some module reads, in the order of registration."""
         return self.records.live
 
     # -- cutting
 
     def shard_module(self, module: nn.Module, name: str = "") -> None:
-        """Shards the parameters that ``module`` owns itself and that are not sharded yet. Collective."""
+        """Shard the parameters that ``module`` itself owns and that are not sharded yet. Collective."""
         own = [(key, param) for key, param in module._parameters.items() if param is not None]
         if not own or all(self.find(param) and is_sharded(module) for _, param in own):
             return
         check_module(name, module)
         if any(param.is_meta and not self.find(param) for _, param in own):
-            own = self._materialiser.values(module, name)
+            own = self._materializer.values(module, name)
         for key, param in own:
             record = self.find(param)
             if record is None:
@@ -249,9 +242,9 @@ class Sharder:
             self.attach(module, key, record)
 
     def attach(self, module: nn.Module, key: str, record: ShardedParameter) -> None:
-        """Makes ``module``'s parameter ``key`` read ``record``."""
+        """Make ``module``'s parameter ``key`` read ``record``."""
         before = self._read.get((id(module), key))
-        if before is not None:  # by this module, or by one that is gone and had its number
+        if before is not None:  # of this module, or of a deleted one with the same id
             before.owners = [(m, k) for m, k in before.owners if not (m is module and k == key)]
         self._read[id(module), key] = record
         record.owners.append((module, key))
@@ -262,10 +255,10 @@ class Sharder:
 
     def _shard_parameter(self, name: str, param: nn.Parameter) -> ShardedParameter:
         check_parameter(name, param)
-        noted = self._aliases.note(param)
-        layout = ShardLayout.of(param.shape, param.dtype, self.mesh.shard_group.size, memory_order(param))
+        noted = self._aliases.snapshot_memory(param)
+        layout = ShardLayout.from_shape(param.shape, param.dtype, self.mesh.shard_group.size, memory_order(param))
         if self.mesh.rank > 0 and layout.numel:
-            # Values of this rank's own serve nobody, and would take as long to the device as rank 0's do.
+            # The broadcast overwrites this rank's values, so copying them to the device would be wasted time.
             full = torch.empty(layout.memory_shape, dtype=param.dtype, device=self.mesh.device)
         else:
             full = (
@@ -275,11 +268,11 @@ class Sharder:
             dist.broadcast(as_real(full), group=self.mesh.gather_group, group_src=0)
         shard = layout.part(layout.permute_from_memory(full), self.mesh.shard_index)
         record = self._register(name, param, shard.view(-1), layout)
-        self._aliases.cut(noted, record)
+        self._aliases.register(noted, record)
         return record
 
     def clone(self, record: ShardedParameter) -> ShardedParameter:
-        """Another parameter, of the same values, that no module reads yet."""
+        """Return a new parameter of the same values that no module reads yet."""
         record.copied = True
         shard = record.shard.clone()
         param = nn.Parameter(shard.view(record.layout.visible_shape), record.param.requires_grad)
@@ -305,14 +298,14 @@ class Sharder:
     # -- finishing
 
     def finish(self, root: nn.Module) -> None:
-        """Shards everything that is left in ``root`` and lays the shards out in arenas. Collective.
+        """Shard every other parameter in ``root`` and move all shards into flat buffers. Collective.
 
         Raises:
             RankMismatchError: ranks hold different models.
-            UnsupportedError: a parameter that cannot be sharded.
+            UnsupportedError: a parameter cannot be sharded; no parameter is sharded then.
         """
         check_same_model(root, self.mesh)
-        # All of it before anything is cut: a module that is refused stays as it was.
+        # Check everything before sharding anything, so that a rejected module stays unchanged.
         for name, module in root.named_modules():
             check_module(name, module)
             for key, param in module._parameters.items():
@@ -326,10 +319,10 @@ class Sharder:
         for name, module in root.named_modules():
             for key, param in list(module._parameters.items()):
                 if param is not None:
-                    module._parameters[key] = self._materialiser.latest(param)
+                    module._parameters[key] = self._materializer.latest(param)
             self.shard_module(module, name)
             self._move_buffers(module, name)
-        self._materialiser.forget()
+        self._materializer.forget()
         inside = set(map(id, root.modules()))
         for record in self.records:
             if record.copied:
@@ -351,7 +344,7 @@ class Sharder:
                 module._buffers[key] = buffer.to(self.mesh.device)
 
     def _lay_out(self) -> None:
-        # Reverse order of registration: gradients come in that order, so a bucket's shards are neighbours here.
+        # Gradients arrive in reverse order of registration, so a bucket's shards are contiguous.
         for record in self.records:
             if not record.owners:
                 self.executor.parameters.drop(record.index)
@@ -361,7 +354,7 @@ class Sharder:
 def _before_write(sharder: weakref.ref[Sharder], all_of_it: bool) -> None:
     known = sharder()
     if known is not None:
-        # Weights that were read before are older than what is assigned.
+        # The assigned values win over pending writes to weights that were gathered before.
         known.sync.before_overwriting() if all_of_it else known.sync.before_writing()
 
 
@@ -373,8 +366,11 @@ def _run_collective(sharder: weakref.ref[Sharder], name: str, start: Callable[[b
 
 
 def explain_shard_error(error: BaseException, root: nn.Module, sharder: Sharder) -> None:
-    """Adds to the error which parameters were replaced since ``root`` was sharded, or what to do instead of assigning
-    or freezing a weight that was read, which is a plain tensor."""
+    """Add a note to an error that a sharded module's parameters have caused.
+
+    The note names the parameters that were replaced since ``root`` was sharded. For assigning or freezing a gathered
+    weight, which is a plain tensor, it gives the line to write instead.
+    """
     line = ""
     if isinstance(error, ValueError) and "is no shard of a live engine" in str(error):
         names = [

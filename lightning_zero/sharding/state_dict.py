@@ -1,13 +1,9 @@
-"""``state_dict()`` and ``load_state_dict()`` of a sharded module speak of whole parameters.
+"""Make ``state_dict()`` and ``load_state_dict()`` of a sharded module use full parameters.
 
-``state_dict()`` gathers, so it is collective: call it on every rank. ``load_state_dict()`` is not: each rank takes its
-part from the whole values it is given. A format of checkpoints says by :meth:`StateDictHooks.overriding_values` what stands there
-instead of a whole value on each rank.
-
-
----
-
-Values of a sharded module's ``state_dict()``: writing to one writes to the parameter, as in a plain module."""
+``state_dict()`` gathers, so it is collective. ``load_state_dict()`` is not: each rank takes its part of the full
+values. Checkpoint formats replace the full values by :meth:`StateDictHooks.overriding_values`. Writing to a value of a
+``state_dict()`` writes to the parameter, as in a plain module.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.sharding.full_params import gather_full
-from lightning_zero.sharding.host_memory import copy_to_host, mapped
+from lightning_zero.sharding.host_memory import as_mapped, copy_to_host
 from lightning_zero.sharding.module_patching import SHAPES
-from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.param_record import ShardedParameter, gather_full
 from lightning_zero.sharding.sharder import Sharder
 
 __all__ = ["StateDictHooks", "StateDictTensor", "full_on_cpu", "ignore_bytes"]
@@ -35,21 +30,21 @@ ValueOf = Callable[[ShardedParameter], torch.Tensor | None]
 
 
 def full_on_cpu(record: ShardedParameter, here: bool = True) -> torch.Tensor | None:
-    """The whole parameter, in memory that holds no padding; None where it is not wanted ``here``. Collective."""
-    full = gather_full(record)  # one at a time: the peak is one whole parameter
+    """Return the full parameter in CPU memory without padding, or None if not ``here``. Collective."""
+    full = gather_full(record)  # one at a time, so that the peak is one full parameter
     return copy_to_host(full) if here else None
 
 
 def ignore_bytes(count: int) -> None:
-    """Is told of bytes."""
+    """Ignore a progress report."""
 
 
 class StateDictHooks:
-    """Installs the hooks on modules that own shards.
+    """Install hooks for state dicts on modules that own shards.
 
     Attributes:
-        replaced: bytes of shards in whose place ``load_state_dict()`` has put others, ever.
-        on_loaded_bytes: is told how many more.
+        loaded_bytes: bytes of shards that ``load_state_dict()`` has overwritten so far.
+        on_loaded_bytes: called with the bytes of each overwritten shard.
     """
 
     def __init__(self, sharder: Sharder) -> None:
@@ -60,7 +55,7 @@ class StateDictHooks:
         self._handles: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
     def install(self, root: nn.Module) -> None:
-        """On ``root`` and all modules in it that own shards, as far as they have none yet."""
+        """Install hooks on ``root`` and all modules in it that own shards, unless they have some."""
         for module in root.modules():
             if SHAPES in module.__dict__ and module not in self._handles:
                 self._handles[module] = [
@@ -69,14 +64,14 @@ class StateDictHooks:
                 ]
 
     def install_on_copy(self, copy: nn.Module, original: nn.Module) -> None:
-        """On a copy, which has the original's hooks already."""
+        """Install hooks on a copy, in place of those copied from the original."""
         for handle in self._handles.get(original, ()):
             copy._state_dict_hooks.pop(handle.id, None)
             copy._load_state_dict_pre_hooks.pop(handle.id, None)
         self.install(copy)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateDictHooks:
-        return self  # a copied module's hooks are the same object's
+        return self  # hooks of a copied module belong to this object
 
     def remove(self) -> None:
         for handle in chain.from_iterable(self._handles.values()):
@@ -85,8 +80,11 @@ class StateDictHooks:
 
     @contextmanager
     def overriding_values(self, value_of: ValueOf) -> Iterator[None]:
-        """Inside, ``state_dict()`` holds what ``wrap`` makes of each sharded parameter, and nothing where that is None.
-        ``wrap`` is called in the order of the keys, for a tied parameter once for each."""
+        """Inside, ``state_dict()`` holds the result of ``value_of`` for each sharded parameter, and no entry if that is
+        None.
+
+        ``value_of`` is called in the order of the keys, for a tied parameter once per key.
+        """
         before, self._value_of = self._value_of, value_of
         try:
             yield
@@ -110,7 +108,7 @@ class StateDictHooks:
     def _load_shards(
         self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *told: Any
     ) -> None:
-        _strict, _missing, _unexpected, errors = told  # as torch calls such a hook
+        _strict, _missing, _unexpected, errors = told  # the signature that torch calls
         if metadata.get("assign_to_params_buffers"):
             raise UnsupportedError("load_state_dict(assign=True) would replace shards. Leave out assign=True.")
         self.sharder.sync.flush_user_writes()
@@ -125,9 +123,11 @@ class StateDictHooks:
                     f"{tuple(record.layout.shape)}."
                 )
                 assert param is not None
-                state[prefix + key] = param.detach()  # unchanged, and not reported as missing besides
+                state[prefix + key] = param.detach()  # unchanged, and not also reported as missing
                 continue
-            state[prefix + key] = record.spec.wrap(record.local_part(mapped(full)))  # torch compares full shapes
+            state[prefix + key] = record.spec.wrap(
+                record.local_part(as_mapped(full))
+            )  # torch compares with the full shape
             self.loaded_bytes += record.shard.nbytes
             self.on_loaded_bytes(record.shard.nbytes)
 
@@ -138,7 +138,7 @@ _IN_PLACE = frozenset(
 
 
 class StateDictTensor(Tensor):
-    """A full value, or a view of one. Results computed from it are plain tensors."""
+    """Hold a full value of a state dict, or a view of one. Results computed from it are plain tensors."""
 
     _zero_full: Tensor
     _zero_write: Callable[[Tensor], None]
@@ -154,7 +154,7 @@ class StateDictTensor(Tensor):
         name = getattr(func, "__name__", "")
         first = next(_values(args), None)
         if name == "__set__" and first is args[0] and func.__self__.__name__ == "data":
-            first.__class__ = Tensor  # `value.data = x` gives a detached tensor other memory, and the parameter nothing
+            first.__class__ = Tensor  # `value.data = x` detaches from the parameter
             first.__dict__.clear()
             first.data = _plain(args[1])
             return None
@@ -180,7 +180,7 @@ class StateDictTensor(Tensor):
 
 
 class _Writer:
-    """Writes a full value to the shards of the parameter that it was read from."""
+    """Write a full value to the shards of the parameter that it was read from."""
 
     def __init__(self, record: ShardedParameter, sharder: Sharder) -> None:
         self._record, self._sharder = record, weakref.ref(sharder)

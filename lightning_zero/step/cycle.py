@@ -127,7 +127,7 @@ class StepCycle:
         """After a stage: gives memory back. After an exception has ended it, as far as that goes: once a device is lost
         every call raises, and users must see what came first."""
         self._enter(State.IDLE, Phase.OUTSIDE)
-        self._sharder.view.end_forward()
+        self._sharder.reader.end_forward()
         try:
             self.reset()
             self._executor.gradients.release_buffers()
@@ -142,7 +142,7 @@ class StepCycle:
         self._expects_backward = False
         self._compiled.reset()
         self._executor.gradients.abort()
-        self._sharder.sync.settle()
+        self._sharder.sync.flush_user_writes()
         self._executor.weights.drop()  # a traceback may hold them for long
         self._buffers.reset()
 
@@ -172,7 +172,7 @@ class StepCycle:
             self.on_forward_begin()
             self._find_hooks(forward_ran=False)
             self._buffers.before_forward()
-            self._sharder.view.begin_forward()
+            self._sharder.reader.begin_forward()
             with self._compiled.surround():
                 yield
             self._buffers.notice()
@@ -197,7 +197,7 @@ class StepCycle:
     def on_backward_end(self) -> None:
         """At the end of each backward, announced or not; called by the executor."""
         self._expects_backward = False
-        self._sharder.view.end_forward()  # users' hooks come next
+        self._sharder.reader.end_forward()  # users' hooks come next
         self._hooks.run_post_hooks(self._executor.gradients.attached())
 
     def after_backward(self) -> None:
@@ -233,7 +233,7 @@ class StepCycle:
             UnsupportedError: gradients lie over compute copies, which the next micro-batch needs.
         """
         self.on_accumulation_begin()
-        check_single_micro_batch(self._sharder.memory.over_copies)
+        check_single_micro_batch(self._sharder.memory.alias_gradients)
         gradients, whole = self._executor.gradients, self._executor.reduces_once
         self.accumulates = True
         if not self._executor.defers or self._hooks.has_post_hooks():
@@ -307,7 +307,7 @@ class StepCycle:
         in_train_step = "Evaluate before or after it: the graphs that its backward needs would be given up"
         self._check_transition(State.EVALUATION, "eval_step()", in_train_step)
         self._enter(State.EVALUATION, Phase.EVALUATION)
-        self._sharder.memory.settle()
+        self._sharder.memory.finalize_layout()
         self._compiled.release_memory()
         self._sharder.sync.before_reading()
         self._sharder.sync.invalidate_copies()
@@ -316,7 +316,7 @@ class StepCycle:
     def after_eval(self) -> None:
         """Should come after such a forward: weights that it read, and that something still holds, would win over what
         is then written to ``param.data``."""
-        self._sharder.sync.settle()
+        self._sharder.sync.flush_user_writes()
 
     # --
 

@@ -53,13 +53,13 @@ class GradientPlacement:
     @property
     def aliased(self) -> bool:
         """Over copies, by hand or not."""
-        return self._sharder.memory.over_copies
+        return self._sharder.memory.alias_gradients
 
     def lie(self, over: bool) -> None:
         """Behind a step: over copies from now on, or not. What steps optimizers looks at them no more."""
         memory = self._sharder.memory
-        laid = bool(memory.holds(Role.GRADIENT))
-        memory.over_copies = over
+        laid = bool(memory.tensors(Role.GRADIENT))
+        memory.alias_gradients = over
         if laid:
             self._compiled.on_gradients_moved()
             memory.gradients = None

@@ -314,7 +314,7 @@ class OptimizerSteps:
             bf16_state = self.bf16_state and keeps_bf16_state(record.layout.numel, record.param.dtype)
             return 0 if simple else record.param.dim(), bf16_state
 
-        self._sharder.memory.arrange([group["params"] for _, group in groups], kind)
+        self._sharder.memory.group_shards([group["params"] for _, group in groups], kind)
 
     def grad_norms(self, norm_type: float) -> dict[int, Tensor]:
         """The p-norm of each parameter's gradient over all ranks' shards, by the parameter's index: scalars on the

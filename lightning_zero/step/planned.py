@@ -70,7 +70,7 @@ class MemoryController:
         return self._session.budget.plan
 
     def _apply(self, config: EngineConfig, chosen: MemoryConfig) -> None:
-        if MASTERS in chosen.offload and self._sharder.memory.may_leave:
+        if MASTERS in chosen.offload and self._sharder.memory.can_move_to_host:
             self._masters_leave(config)
         if self._optimizers.on_host and "optimizer" not in config.offload:
             self._session.budget.first_step.expect_state_from_host()
@@ -89,7 +89,7 @@ class MemoryController:
         away = host_master_policy(config, self._mesh)
         assert away is not None
         copied = self._transports.weight_memory is not None
-        self._sharder.memory.leave(away)
+        self._sharder.memory.move_to_host(away)
         self._has_moved = True
         if copied:
             self._links_changed()
@@ -116,7 +116,7 @@ class MemoryController:
         rules = [rule_for(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
         masters = [record for record in self._sharder.live if can_be_on_host(record, config.compute_dtype)]
         masters_may = bool(masters) and all(rules) and config.compile and self._may_be_away(config)
-        now = masters_may and self._sharder.memory.may_leave
+        now = masters_may and self._sharder.memory.can_move_to_host
         needs = {"optimizer": all(rules), MASTERS: now, "activations": config.compile}
         may_leave = tuple(name for name in OFFLOADABLE if needs[name])
         if config.memory is not None and may_leave and self._link is None:

@@ -180,9 +180,9 @@ def before_and_after_an_evaluation() -> list[bool]:
     """Whether a rank reads another's shards, and whether these may still leave."""
     with engine_for(Mixed(), compute_dtype=BF16, memory=1.0) as engine:
         memory, weights = engine.sharder.memory, engine.executor.weights
-        before = [weights.uses_epoch_lock(), memory.may_leave]
+        before = [weights.uses_epoch_lock(), memory.can_move_to_host]
         engine.eval_step()
-        return [*before, weights.uses_epoch_lock(), memory.may_leave]
+        return [*before, weights.uses_epoch_lock(), memory.can_move_to_host]
 
 
 def test_whoever_evaluates_first_need_not_come_along_with_other_ranks(ranks: Ranks) -> None:

@@ -67,7 +67,7 @@ def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
         out = train_sharded(engine, model, batches, optimizer, accumulate=2)
         resident = {
             view.untyped_storage().data_ptr(): view.untyped_storage().nbytes()
-            for view in engine.sharder.memory.holds(Role.UNSHARDED_CACHE)
+            for view in engine.sharder.memory.tensors(Role.UNSHARDED_CACHE)
         }
         names = [
             r.name
@@ -82,7 +82,9 @@ def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
 def test_no_more_is_kept_than_the_budget_allows(ranks: Ranks, share: float) -> None:
     """In the order of registration; what does not fit is passed over."""
     model = build("CalledTwice")
-    sizes = {name: ShardLayout.of(p.shape, p.dtype, 2).shard_numel * 2 * 4 for name, p in model.named_parameters()}
+    sizes = {
+        name: ShardLayout.from_shape(p.shape, p.dtype, 2).shard_numel * 2 * 4 for name, p in model.named_parameters()
+    }
     budget = left = int(share * sum(sizes.values()))
     expected = []
     for name, size in sizes.items():

@@ -343,7 +343,7 @@ def changed(backend: str) -> tuple[Reference, list[set[str]]]:
 
         def configure(model: nn.Module, index: int) -> None:
             if index % MICRO == 0:
-                held.append({role.value for role in Role if engine.sharder.memory.holds(role)})
+                held.append({role.value for role in Role if engine.sharder.memory.tensors(role)})
             engine.configure(replace(first, stage=next(stages)))
 
         out = train_sharded(
@@ -356,7 +356,7 @@ def changed(backend: str) -> tuple[Reference, list[set[str]]]:
             announce=True,
             before_batch=configure,
         )
-        held.append({role.value for role in Role if engine.sharder.memory.holds(role)})
+        held.append({role.value for role in Role if engine.sharder.memory.tensors(role)})
         return out, held
 
 

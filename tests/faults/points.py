@@ -228,7 +228,7 @@ _ALL = (
     Point(
         "peer_memory_mapped",
         "maps the memory of its peers",
-        ("lightning_zero.sharding.symm_mem.symmetric_memory:mapped",),
+        ("lightning_zero.sharding.symm_mem.symmetric_memory:map_shared",),
         0,
         training=COPIED,
     ),

@@ -112,7 +112,7 @@ class Twin:
 
 
 def new_twin(executor: Executor, name: str, full: Tensor, trainable: bool = True) -> Twin:
-    layout = ShardLayout.of(full.shape, full.dtype, executor.world_size)
+    layout = ShardLayout.from_shape(full.shape, full.dtype, executor.world_size)
     shard = torch.empty(layout.shard_numel, dtype=full.dtype)
     layout.write(shard, full, executor.rank)
     param = nn.Parameter(full.clone(), requires_grad=trainable)

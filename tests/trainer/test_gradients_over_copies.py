@@ -123,7 +123,7 @@ def one_after_another(*later: dict[str, Any]) -> list[tuple[bool, set[Any]]]:
         trainer = make_trainer("compiled", strategy=strategy, precision="bf16-mixed", max_epochs=1, **options)
         trainer.fit(model, make_loader("compiled", 4))
         memory = strategy._require_engine().sharder.memory
-        found.append((memory.over_copies, {gradient.dtype for gradient in memory.holds(Role.GRADIENT)}))
+        found.append((memory.alias_gradients, {gradient.dtype for gradient in memory.tensors(Role.GRADIENT)}))
         if limit == 1.0:
             close(model)
             torch._dynamo.reset()
@@ -147,7 +147,7 @@ def goes_on(batches: int) -> list[bool]:
 
     class Changes(Looks):
         def on_train_batch_start(self, batch: Any, index: int) -> None:
-            found.append(self.trainer.strategy._require_engine().sharder.memory.over_copies)
+            found.append(self.trainer.strategy._require_engine().sharder.memory.alias_gradients)
             if index == batches // 2 and limit < 1:
                 self.trainer.accumulate_grad_batches = 2
 

@@ -19,7 +19,7 @@ from lightning_zero.checkpoint.background.runs import Run, dense_copy, layout_ru
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.writing import Blob, Piece
 from lightning_zero.sharding.host_memory import copy_waiter
-from lightning_zero.sharding.shared_memory import Claim, mapped
+from lightning_zero.sharding.shared_memory import Claim, map_shared
 
 __all__ = ["Kept", "Memory", "Snapshot"]
 
@@ -176,7 +176,7 @@ class Snapshot:
             return
         self._release()
         self._claim = Claim.of(count)
-        self._memory = mapped(self._claim.path, self._claim.identity, max(count, 1), torch.uint8)
+        self._memory = map_shared(self._claim.path, self._claim.identity, max(count, 1), torch.uint8)
         if self._stream is not None:
             # Copies into memory that may be swapped out go through a small buffer, and the host waits for them.
             with torch.cuda.device(self._device):  # a new thread would begin to use the first one

@@ -26,7 +26,7 @@ from lightning_zero.checkpoint.sharded.folder import save_folder_at
 from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles, write_items
 from lightning_zero.checkpoint.unseen import Unseen
 from lightning_zero.errors import CheckpointError
-from lightning_zero.sharding.shared_memory import mapped
+from lightning_zero.sharding.shared_memory import map_shared
 
 __all__ = ["Order", "Wrote", "main", "settings"]
 
@@ -95,7 +95,7 @@ def serve(orders: BinaryIO, replies: BinaryIO) -> None:
             if known is None or known[0] != order.memory:
                 known = None
                 where = order.memory
-                known = where, mapped(where.path, where.identity, max(where.bytes, 1), torch.uint8)
+                known = where, map_shared(where.path, where.identity, max(where.bytes, 1), torch.uint8)
             reply: Any = _write(order, known[1], _Moves(replies))
         except Exception as error:
             reply = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

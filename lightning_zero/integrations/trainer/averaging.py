@@ -26,7 +26,7 @@ from lightning_zero.integrations.uncompile import (
     uncompiled_name,
 )
 from lightning_zero.sharding.full_params import PickledAsNone
-from lightning_zero.sharding.host_memory import copy_to_host, mapped
+from lightning_zero.sharding.host_memory import as_mapped, copy_to_host
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -103,7 +103,7 @@ class _ShardedAverage(PickledAsNone):
         average.__dict__["__reduce_ex__"] = self._reduce
 
     def before_update(self) -> None:
-        self._engine.sharder.sync.on_before_write()
+        self._engine.sharder.sync.wait_for_readers()
 
     def _gather(self, average: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Whole values on rank 0's CPU, which writes the file; nothing elsewhere. For a sharded checkpoint, on every
@@ -131,7 +131,7 @@ class _ShardedAverage(PickledAsNone):
         for name, record in self._records.items():
             full = state.get(prefix + name)
             if full is not None and full.shape == record.layout.shape:
-                state[prefix + name] = record.local_part(mapped(full))
+                state[prefix + name] = record.local_part(as_mapped(full))
 
     def _deepcopy(self, memo: dict[Any, Any]) -> Any:
         """A plain module with whole values on the average's device. Collective."""

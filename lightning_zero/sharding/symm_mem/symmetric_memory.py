@@ -1,13 +1,10 @@
-"""Memory of every rank that every rank of its host can read and write.
+"""Allocate memory that every rank of a host can read and write.
 
 On GPUs of one host it is torch's symmetric memory: copy engines read it over NVLink, without a kernel that would take
-SMs from the model. On a CPU it is shared memory of the operating system.
-
-
----
-
-Does a barrier between devices wait? Some backends of torch's symmetric memory have had one that does not, and what
-ranks then copy is not there yet: wrong weights, without a word."""
+SMs from the model. On a CPU it is shared memory of the operating system. Before first use, :func:`barrier_waits` checks
+that a barrier between devices really waits. Some backends of torch's symmetric memory had one that did not, and copied
+weights were silently wrong.
+"""
 
 from __future__ import annotations
 
@@ -24,32 +21,36 @@ from lightning_zero.compat import cuda
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native.links import gpu_uuid, no_atomics_reason
-from lightning_zero.sharding.shared_memory import Claim, mapped
+from lightning_zero.sharding.shared_memory import Claim, map_shared
 
 __all__ = ["SymmetricMemory", "barrier_waits"]
 
-BACKEND = "CUDA"  # of torch's symmetric memory: NVSHMEM's barrier has been an empty stub
-PROBE_MS = 60_000  # all ranks come at once: one that is not there then has ended
+BACKEND = "CUDA"  # of torch's symmetric memory: NVSHMEM's barrier was an empty stub
+PROBE_MS = 60_000  # timeout: all ranks arrive together, so a missing one has ended
 
 
 class SymmetricMemory:
-    """Allocates such memory for the ranks of a mesh; see :meth:`of`. Ranks of one host reach each other's; whether
-    there is any is the same on all hosts, so that all ranks do the same.
+    """Allocate symmetric memory for the ranks of a mesh; create it by :meth:`of`.
+
+    Ranks of one host reach each other's memory. Its availability is the same on all hosts, so that all ranks act alike.
 
     Args:
-        mesh: of the ranks whose memory it is.
+        mesh: of the ranks.
+
+    Attributes:
+        nbytes: allocated on this rank.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh, self._inside = mesh, mesh.intra_host
         self._device = mesh.device
-        self._owners: list[Any] = []  # what keeps peers' memory mapped
-        self._named = False  # whether memory of the CPU needs a name
-        self.nbytes = 0  # of this rank's
+        self._owners: list[Any] = []  # keep peers' memory mapped
+        self._named = False  # CPU memory needs a name, see Claim
+        self.nbytes = 0
 
     @classmethod
     def of(cls, mesh: Mesh) -> tuple[SymmetricMemory | None, str]:
-        """This memory if there can be any, or None and the reason. The same on every rank. Collective."""
+        """Return an object, or None and the reason why there is no such memory. The same on every rank. Collective."""
         if mesh.intra_host.size == 1:
             return None, "there is one rank" if mesh.inter_host is None else "there is one rank on each host"
         memory = cls(mesh)
@@ -60,33 +61,32 @@ class SymmetricMemory:
         return (memory, "") if reason is None else (None, reason)
 
     def empty(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """1-D memory of this rank, and that of all ranks of its host in their order, this one's included. Collective.
+        """Allocate 1-D memory, and return this rank's and that of all ranks of its host in order. Collective.
 
         Raises:
-            UnsupportedError: on every rank, when one has no such memory.
+            UnsupportedError: on every rank, if one has no such memory.
         """
-        # In two steps: no rank may wait for one that has failed.
+        # Allocate, compare errors, then map: no rank may wait for one that has failed.
         if self._device.type == "cpu":
             found = self._shared(numel, dtype)
         else:
             try:
                 mine = self._on_all_ranks(lambda: self._symmetric(numel, dtype), "allocated")
             except UnsupportedError:
-                torch.cuda.empty_cache()  # on every rank: what the allocator keeps is lost for symmetric memory
+                torch.cuda.empty_cache()  # symmetric memory cannot use what the caching allocator keeps
                 mine = self._on_all_ranks(lambda: self._symmetric(numel, dtype), "allocated")
             found = self._on_all_ranks(lambda: self._rendezvous(mine, numel, dtype), "mapped")
         self.nbytes += numel * dtype.itemsize
         return found
 
     def free(self, mine: Tensor) -> None:
-        """Memory of this rank that :meth:`empty` gave, and that no rank uses any more, goes with the last tensor in
-        it."""
+        """Free memory from :meth:`empty` that no rank uses any more; it goes with the last tensor in it."""
         self._owners = [owner for owner in self._owners if owner[1] is not mine]
         self.nbytes -= mine.nbytes
 
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """What was allocated inside is given back when there was not enough for all of it."""
+        """Free everything that was allocated inside, if one allocation fails."""
         owners, nbytes = len(self._owners), self.nbytes
         try:
             yield
@@ -109,17 +109,16 @@ class SymmetricMemory:
         return result
 
     def first_rank_error(self, error: str | None) -> str | None:
-        """The first that a rank reports, and on which, in words; None if none does. The same on every rank.
-        Collective."""
+        """Return the first error that a rank reports, with the rank, or None. The same on every rank. Collective."""
         first = self._mesh.first_rank_error(error)
         return None if first is None else "on rank {} ({})".format(*first)
 
     def _of_this_host(self, values: list[Any]) -> list[Any]:
-        """Those of this rank's host, of all ranks' values."""
+        """Return the values of this host's ranks, out of all ranks' values."""
         return [values[rank] for rank in self._inside.ranks]
 
     def _unavailable_reason(self) -> str | None:
-        """Why nothing should even be tried."""
+        """Return the reason not to try at all, or None."""
         physical_hosts = self._mesh.physical_hosts
         for rank, host in enumerate(self._mesh.hosts):
             first = self._mesh.hosts.index(host)
@@ -139,7 +138,7 @@ class SymmetricMemory:
         mine, everyone = self.empty(self._inside.size, torch.int64)
         waits = barrier_waits(mine, everyone, self._inside.rank, self._device_barrier, self._host_barrier)
         reasons = self._mesh.all_gather_values(None if waits else "a barrier between their devices does not wait")
-        if self._device.type == "cuda":  # known for certain only now that there is some memory
+        if self._device.type == "cuda":  # certain only after an allocation
             reasons += self._mesh.all_gather_values(_other_backend(self._device))
         return next(filter(None, reasons), None)
 
@@ -176,13 +175,13 @@ class SymmetricMemory:
         except UnsupportedError:
             if self._named:
                 raise
-            self._named = True  # where processes may not look into each other
+            self._named = True  # processes may not open each other's descriptors
             return self._shared(numel, dtype)
 
     def _map(self, claim: Claim, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         claims = self._of_this_host(self._mesh.all_gather_values((claim.path, claim.identity)))
         try:
-            tensors = [mapped(path, identity, numel, dtype) for path, identity in claims]
+            tensors = [map_shared(path, identity, numel, dtype) for path, identity in claims]
         finally:
             self._host_barrier()
             claim.release()
@@ -190,7 +189,7 @@ class SymmetricMemory:
 
 
 def _other_backend(device: torch.device) -> str | None:
-    """Why torch's symmetric memory is not to be used as it is set up."""
+    """Return the reason why torch's symmetric memory cannot be used as it is configured, or None."""
     from lightning_zero.compat.symmetric_memory import symmetric_memory as symmetric
 
     backend = symmetric.get_backend(device)
@@ -203,20 +202,20 @@ def _other_backend(device: torch.device) -> str | None:
 
 
 DELAY_S = 0.01
-DELAY_CYCLES = 20_000_000  # about as long
+DELAY_CYCLES = 20_000_000  # about as long, of the device's clock
 
 
 def barrier_waits(
     mine: Tensor, everyone: Sequence[Tensor], rank: int, meet: Callable[[], None], line_up: Callable[[], None]
 ) -> bool:
-    """Whether this rank finds, behind a barrier, what a rank that comes late has written into its memory before.
-    Collective.
+    """Return True if this rank sees, after a barrier, the writes that a delayed rank made before it. Collective.
 
     Args:
-        mine: memory of this rank that all can write, 1-D, int64, an element for each rank.
-        everyone: that of all ranks, in their order.
-        meet: the barrier, on the current stream of the device.
-        line_up: another, on the host, which is known to wait.
+        mine: memory of this rank that all ranks can write: 1-D, int64, one element per rank.
+        everyone: that of all ranks, in order.
+        rank: this rank.
+        meet: the barrier to check, on the current stream of the device.
+        line_up: a barrier on the host, which is known to wait.
     """
     mine.zero_()
     found = not mine.any()  # waits for the device

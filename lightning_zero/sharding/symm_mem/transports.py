@@ -1,22 +1,8 @@
-"""How one kind of tensor travels, by copies or by collectives: what options come to, and the words where they cannot be
-followed.
+"""Choose how weights and gradients are moved, by copies in symmetric memory or by collectives, and allocate for it.
 
----
-
-Weights that peers copy: where shards lie, and their copies in the dtype that is computed in.
-
----
-
-Gradients that ranks copy into each other's memory instead of reduce-scattering them.
-
----
-
-Small rows of numbers of each rank, which all ranks of its host write: for barriers on their devices, for turns, and
-for what comes from other hosts.
-
----
-
-What ranks copy out of, and into, each other's memory, all of it together; the rest goes through process groups."""
+:class:`PeerTransports` combines both choices. All decisions are the same on every rank. If symmetric memory runs out,
+collectives take over, unless the user chose ``"copy"``.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,26 +25,26 @@ from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.sharding.symm_mem.symmetric_memory import SymmetricMemory
 
-if TYPE_CHECKING:
-    from lightning_zero.sharding.flat_memory import ShardMemory
-
 __all__ = ["GradientTransport", "PeerTransports", "SignalPads", "TransportChoice", "WeightTransport", "chooses_copies"]
 
 log = logging.getLogger(__name__)
 
 
+AllocateShards = Callable[[torch.dtype | None, SymmetricMemory | None], None]
+
+
 class TransportChoice(ABC):
-    """Of weights, or of gradients.
+    """Choose the transport of weights or of gradients.
 
     Args:
         config: options.
         mesh: of the ranks.
 
     Attributes:
-        what: travels, in words.
-        option: of :class:`EngineConfig`'s tuning, by which users choose.
-        memory: of peers, that is copied out of or into; None: collectives move what travels.
-        reason: why there is none, where copies were wanted.
+        kind: "weights" or "gradients".
+        option: name of the tuning option by which users choose.
+        memory: symmetric memory that is copied from or to; None: collectives are used.
+        reason: why there is none, although copies were wanted.
     """
 
     kind: ClassVar[str]
@@ -72,24 +58,26 @@ class TransportChoice(ABC):
 
     @abstractmethod
     def wants_copies(self, config: EngineConfig) -> bool:
-        """Whether these options mean copies, where memory can be had."""
+        """Return True if these options mean copies, given that memory is available."""
 
     def set_memory(self, memory: SymmetricMemory | None, reason: str) -> None:
-        """Takes that memory; ``reason`` says why there is none, or none that is of use here.
+        """Set the memory, or the reason why there is none.
 
         Raises:
-            UnsupportedError: users chose to copy, and it is impossible.
+            UnsupportedError: the user chose ``"copy"``, which is impossible.
         """
         if self._choice == "copy" and reason:
             raise self._impossible(reason)
         self.memory, self.reason = memory, reason
 
     def try_allocate(self, allocate: Callable[[], None]) -> bool:
-        """Whether there was enough of peers' memory for all that ``allocate`` takes of it; where there was not, none is
-        kept, and the caller has collectives take over. The same on every rank. Collective.
+        """Return True if ``allocate`` succeeds; otherwise free its memory, and the caller switches to collectives.
+        Collective.
+
+        The result is the same on every rank.
 
         Raises:
-            UnsupportedError: on every rank, when there is not enough and users chose to copy.
+            UnsupportedError: on every rank, if memory runs out and the user chose ``"copy"``.
         """
         assert self.memory is not None
         try:
@@ -105,18 +93,17 @@ class TransportChoice(ABC):
             return False
 
     def check(self, config: EngineConfig) -> None:
-        """Raises :class:`UnsupportedError` where other options want otherwise than was settled when the model was
-        sharded."""
+        """Raise :class:`UnsupportedError` if these options need another transport than was settled at sharding."""
         before, now = self._choice, getattr(config.tuning, self.option)
         if now != before and self.wants_copies(config) != (self.memory is not None):
             raise cannot_change_error(self.option, before, now)
 
     def configure(self, config: EngineConfig) -> None:
-        """Options that :meth:`check` has nothing against."""
+        """Set options that :meth:`check` accepts."""
         self._choice = getattr(config.tuning, self.option)
 
     def describe(self) -> str:
-        """How they travel, and why not by copies, in words."""
+        """Describe the transport, and why it is not by copies."""
         if self.memory is not None:
             return (
                 "copies in memory that all ranks of a host can read"
@@ -133,31 +120,32 @@ class TransportChoice(ABC):
 
 
 def chooses_copies(choice: str, device: torch.device, usable: bool, on_cpu: bool) -> bool:
-    """Whether ``choice`` means copies on this device.
+    """Return True if ``choice`` means copies on this device.
 
     Args:
         choice: ``"auto"``, ``"copy"`` or ``"collective"``.
-        usable: whether an accelerator has a use for them.
-        on_cpu: what ``"auto"`` means between CPUs.
+        device: of this rank.
+        usable: copies are useful on an accelerator.
+        on_cpu: meaning of ``"auto"`` between CPUs.
     """
     if device.type == "cpu":
         return choice == "copy" or (choice == "auto" and on_cpu)
-    # Before CUDA 13 each piece takes a call of the driver: more of the host's time than copies save on the device.
+    # Before CUDA 13 each copy is a driver call, which costs more host time than the copies save on the device.
     one_call = device.type == "cuda" and (torch.version.cuda or "").split(".")[0] == "13"
     return choice == "copy" or (choice == "auto" and usable and one_call)
 
 
 class WeightTransport(TransportChoice):
-    """Of weights."""
+    """Choose how weights are gathered, and allocate shards in symmetric memory."""
 
-    what, option = "weights", "gather_transport"
+    kind, option = "weights", "gather_transport"
 
     def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)
         self._away = "parameters" in config.offload
-        # A plan, made once optimizers are known, may put master weights elsewhere.
+        # A memory plan, made after the optimizers are known, may move master weights.
         self.placement_is_pending = config.memory is not None
-        self._shards: list[Tensor] = []  # this rank's memory that shards lie in
+        self._shards: list[Tensor] = []  # this rank's memory of the shards
 
     def wants_copies(self, config: EngineConfig) -> bool:
         if "parameters" in config.offload:
@@ -173,15 +161,17 @@ class WeightTransport(TransportChoice):
         sizes: dict[torch.dtype, int],
         set_epoch_lock: Callable[[Executor, SymmetricMemory], None],
     ) -> dict[torch.dtype, tuple[Tensor, list[Tensor]]]:
-        """Memory for the shards themselves, 1-D zeros of so many elements, by dtype: this rank's, and that of all
-        ranks. Empty where shards are to lie in memory of their own. Collective.
+        """Allocate zeros for the shards by dtype: this rank's memory, and that of all ranks. Collective.
+
+        Returns:
+            1-D tensors by dtype; empty if shards are in ordinary memory.
 
         Raises:
-            UnsupportedError: on every rank, when there is not enough and weights must be copied.
+            UnsupportedError: on every rank, if memory runs out and weights must be copied.
         """
         memory, found = self.memory, {}
         if memory is None or self.mesh.inter_host_shard_group is not None or self.placement_is_pending:
-            return {}  # no rank reaches all shards
+            return {}  # no rank reaches all shards, or they may still move
 
         def allocate() -> None:
             found.update({dtype: memory.empty(size, dtype) for dtype, size in sizes.items()})
@@ -196,15 +186,17 @@ class WeightTransport(TransportChoice):
         return found
 
     def set_shard_memory(self, everywhere: dict[torch.dtype, tuple[Tensor, list[Tensor]]]) -> None:
-        """All shards lie in this memory now, and in none that was allocated for them before, which goes: an optimizer
-        with two groups of parameters has them placed twice."""
+        """Record the memory that all shards are in now, and free their former memory.
+
+        An optimizer with two parameter groups makes the engine place the shards twice.
+        """
         before, self._shards = self._shards, [mine for mine, _ in everywhere.values()]
         if self.memory is not None:
             for mine in before:
                 self.memory.free(mine)
 
     def move_shards_to_host(self) -> None:
-        """No rank reaches shards from now on; before one did. Collectives move weights."""
+        """Use collectives from now on, because no rank reaches shards in another rank's host memory."""
         self.placement_is_pending, self.memory, self.reason = (
             False,
             None,
@@ -212,23 +204,23 @@ class WeightTransport(TransportChoice):
         )
 
     def allocate_compute_shards(self, executor: Executor, allocate: Callable[[SymmetricMemory | None], None]) -> None:
-        """Calls ``allocate`` with peers' memory for copies of shards, or with None where peers gather these.
+        """Call ``allocate`` with symmetric memory for compute shards, or with None if these are all-gathered.
 
         Raises:
-            UnsupportedError: on every rank, when there is not enough and weights must be copied.
+            UnsupportedError: on every rank, if memory runs out and weights must be copied.
         """
         memory = self.memory
         if memory is not None and self.try_allocate(lambda: allocate(memory)):
             return
-        if not executor.weights.uses_epoch_lock():  # otherwise shards are read, and cast
+        if not executor.weights.uses_epoch_lock():  # with the lock, ranks copy master shards and cast them
             self.memory = None
             allocate(None)
 
 
 class GradientTransport(TransportChoice):
-    """Of gradients."""
+    """Choose how gradients are reduced, and allocate the staging memory of copies."""
 
-    what, option = "gradients", "reduce_transport"
+    kind, option = "gradients", "reduce_transport"
 
     def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)
@@ -238,10 +230,10 @@ class GradientTransport(TransportChoice):
         return chooses_copies(config.tuning.reduce_transport, self.mesh.device, usable=True, on_cpu=False)
 
     def stage(self, executor: Executor, bucket_mb: float) -> None:
-        """Memory of two buckets of ``bucket_mb`` MiB, that peers write to. Harmless when repeated. Collective.
+        """Allocate two buckets of ``bucket_mb`` MiB that peers write to. May be repeated. Collective.
 
         Raises:
-            UnsupportedError: on every rank, when there is not enough and gradients must be copied.
+            UnsupportedError: on every rank, if memory runs out and gradients must be copied.
         """
         memory = self.memory
         if memory is None or self._staged:
@@ -266,11 +258,12 @@ class GradientTransport(TransportChoice):
                 )
 
 
-BARRIERS = 2  # of barriers on devices: gradients, weights
+BARRIERS = 2  # on devices: one for gradients, one for weights
 
 
 class SignalPads:
-    """Gives them to one executor.
+    """Give the executor small integer tensors that all ranks of a host write: for barriers, epoch locks and remote
+    signals.
 
     Args:
         mesh: of the ranks.
@@ -281,10 +274,10 @@ class SignalPads:
         self._barrier = False
 
     def set_barrier(self, executor: Executor, memory: SymmetricMemory | None) -> None:
-        """Barriers on devices are our own kernel from now on. Harmless when repeated. Collective.
+        """Use our own kernel for barriers on devices. May be repeated. Collective.
 
         Raises:
-            UnsupportedError: on every rank, when a rank cannot compile it.
+            UnsupportedError: on every rank, if a rank cannot compile it.
         """
         if memory is None or self._barrier or executor.device.type != "cuda":
             return
@@ -296,10 +289,10 @@ class SignalPads:
             )
 
     def set_epoch_lock(self, executor: Executor, memory: SymmetricMemory) -> None:
-        """Lets ranks take turns to read and to write shards. Collective.
+        """Let ranks alternate between reading and writing shards. Collective.
 
         Raises:
-            UnsupportedError: on every rank, when there is no memory, or when a rank cannot compile the kernels.
+            UnsupportedError: on every rank, if memory runs out or a rank cannot compile the kernels.
         """
         if executor.device.type == "cpu":
             executor.transport.set_epoch_lock(memory.empty(1, torch.int64)[1])
@@ -307,11 +300,12 @@ class SignalPads:
             raise UnsupportedError(f"the kernels by which ranks take turns cannot be compiled ({error})")
 
     def set_remote_signals(self, executor: Executor, memory: SymmetricMemory | None) -> None:
-        """What comes from other hosts, part by part, is told to the ranks that read it: those of the host, out of
-        ``memory``; without, this rank alone. Collective.
+        """Signal the arrival of each part from other hosts to the ranks that read it. Collective.
+
+        With ``memory`` these are all ranks of the host; without, only this rank.
 
         Raises:
-            UnsupportedError: on every rank, when there is no memory, or when a rank cannot compile the kernels.
+            UnsupportedError: on every rank, if memory runs out or a rank cannot compile the kernels.
         """
         take = executor.transport.set_remote_signals
         if executor.device.type == "cpu":
@@ -329,8 +323,11 @@ class SignalPads:
     def _share_zeros(
         self, memory: SymmetricMemory, executor: Executor, numel: int, use: Callable[[list[Tensor]], None]
     ) -> str | None:
-        """Gives ``use`` zeros of each rank of the host, int32 that all of these can write; returns a rank's error.
-        Ranks meet in one way or in another, and nobody before all rows are zero. Collective."""
+        """Call ``use`` with int32 zeros of each rank of the host, which all can write; return a rank's error.
+        Collective.
+
+        The error exchange is also the barrier after which all pads are zero.
+        """
         mine, all_ranks = memory.empty(numel, torch.int32)
         mine.zero_()
         torch.cuda.synchronize(executor.device)
@@ -343,7 +340,7 @@ class SignalPads:
 
 
 class PeerTransports:
-    """The ways of weights and of gradients, and what they share.
+    """Combine the transports of weights and gradients.
 
     Args:
         config: options.
@@ -358,18 +355,18 @@ class PeerTransports:
         self._gathers_across_hosts = mesh.inter_host_shard_group is not None
         self._one_rank_per_host = mesh.intra_host.size == 1
         replicas = self._several_hosts and not self._gathers_across_hosts
-        # gloo does, and so do replicas of one rank each.
+        # gloo reduces in place, and so do replicas of one rank each.
         self._adds_in_place = mesh.device.type == "cpu" or self._one_rank_per_host and replicas
-        self._copied = False  # whether compute copies were asked for
-        self._connected: list[RankGroup] = []  # whose groups for gradients are connected
+        self._copied = False  # compute shards were allocated
+        self._connected: list[RankGroup] = []
         self._reported_transports = self._transports_used
 
     @classmethod
     def of(cls, config: EngineConfig, mesh: Mesh) -> PeerTransports:
-        """What the options come to, the same on every rank. Collective.
+        """Return the transports that the options lead to, the same on every rank. Collective.
 
         Raises:
-            UnsupportedError: ``"copy"`` where that is impossible.
+            UnsupportedError: ``"copy"`` was chosen and is impossible.
         """
         peers = cls(config, mesh)
         weights, gradients = peers._weights, peers._gradients
@@ -384,21 +381,21 @@ class PeerTransports:
 
     @property
     def weight_memory(self) -> SymmetricMemory | None:
-        """Where copies of shards lie that compiled code fetches; None: weights are all-gathered."""
+        """Return the memory of compute shards that compiled code copies; None: weights are all-gathered."""
         return self._weights.memory
 
     @property
     def gradient_memory(self) -> SymmetricMemory | None:
-        """Where gradients are copied to; None: they are reduce-scattered."""
+        """Return the memory that gradients are copied to; None: they are reduce-scattered."""
         return self._gradients.memory
 
     @property
     def zero_copy_gradients(self) -> bool:
-        """Whether gradients that compiled code leaves alone for a while are sent from where they lie."""
+        """Return True if gradients that compiled code does not touch for a while are sent from their own memory."""
         return self.gradient_memory is not None or not self._adds_in_place
 
     def describe(self) -> dict[str, str]:
-        """How weights and gradients travel, and why not by copies, in words."""
+        """Describe the transports of weights and gradients, and why they are not copies."""
         by_kind = {way.kind: way.describe() for way in (self._weights, self._gradients)}
         if not self._several_hosts:
             return by_kind
@@ -419,38 +416,46 @@ class PeerTransports:
         return {what: f"{how}; between hosts {inter_host[what]}" for what, how in by_kind.items()}
 
     def check(self, config: EngineConfig) -> None:
-        """Raises :class:`UnsupportedError` where other options want something else to be copied than was settled when
-        the model was sharded."""
+        """Raise :class:`UnsupportedError` if these options need other transports than were settled at sharding."""
         for way in (self._weights, self._gradients):
             way.check(config)
 
     def configure(self, config: EngineConfig) -> None:
-        """Options that :meth:`check` has nothing against."""
+        """Set options that :meth:`check` accepts."""
         for way in (self._weights, self._gradients):
             way.configure(config)
         self._config = config
 
-    def allocate(self, memory: ShardMemory) -> bool:
-        """Memory for gradients on their way, and for weights in the dtype that is computed in. Where there is not
-        enough that peers can reach, collectives move them from now on: returns whether that has happened. Harmless when
-        repeated. Collective.
+    def allocate(self, executor: Executor, compute_shards: AllocateShards, host_shards: AllocateShards) -> bool:
+        """Allocate memory for gradients in transit, and for compute shards. May be repeated. Collective.
+
+        Args:
+            executor: C++ executor.
+            compute_shards: allocates compute shards, given the compute dtype and symmetric memory or None.
+            host_shards: does the same for host shards.
+
+        Returns:
+            True if memory ran out and collectives have taken over.
 
         Raises:
-            UnsupportedError: on every rank, when there is not enough for what must be copied.
+            UnsupportedError: on every rank, if memory runs out and the user chose ``"copy"``.
         """
-        executor = memory.executor
         self._signal_pads.set_barrier(executor, self.gradient_memory or self.weight_memory)
         self._gradients.stage(executor, self._config.tuning.reduce_bucket_mb)
         self.connect(executor)
         if self._wants_copies and not self._copied:
             self._copied = True
-            self._weights.allocate_compute_shards(executor, lambda peers: self._allocate_copies(memory, peers))
+            allocate = partial(self._allocate_copies, executor, compute_shards, host_shards)
+            self._weights.allocate_compute_shards(executor, allocate)
         before, self._reported_transports = self._reported_transports, self._transports_used
         return before != self._reported_transports
 
     def connect(self, executor: Executor) -> None:
-        """Ranks that reduce gradients by collectives meet. On an accelerator their group connects with the first: in
-        the middle of backward that would be a wait that the watchdog cannot end. Harmless when repeated. Collective."""
+        """Connect the process groups that reduce gradients. May be repeated. Collective.
+
+        A group connects in its first collective. In the middle of backward that would block where the watchdog cannot
+        abort.
+        """
         mesh = self._gradients.mesh
         if executor.device.type == "cpu":
             return
@@ -470,41 +475,48 @@ class PeerTransports:
             return config.tuning.compute_shard_group == "host"
         return config.compute_dtype is not None
 
-    def _allocate_copies(self, memory: ShardMemory, peers: SymmetricMemory | None) -> None:
+    def _allocate_copies(
+        self,
+        executor: Executor,
+        compute_shards: AllocateShards,
+        host_shards: AllocateShards,
+        memory: SymmetricMemory | None,
+    ) -> None:
         dtype = self._config.compute_dtype
         if self._gathers_across_hosts:
-            self._signal_pads.set_remote_signals(memory.executor, peers)
-            memory.allocate_host_shards(dtype, peers)
+            self._signal_pads.set_remote_signals(executor, memory)
+            host_shards(dtype, memory)
         elif dtype is not None:
-            memory.allocate_compute_shards(dtype, peers)
+            compute_shards(dtype, memory)
 
     def allocate_shards(
         self, executor: Executor, sizes: dict[torch.dtype, int]
     ) -> dict[torch.dtype, tuple[Tensor, list[Tensor]]]:
-        """Memory for the shards themselves, 1-D zeros of so many elements, by dtype: this rank's, and that of all
-        ranks. Empty where shards are to lie in memory of their own. Collective.
+        """Allocate zeros for the shards by dtype, see :meth:`WeightTransport.allocate_shards`. Collective.
 
         Raises:
-            UnsupportedError: on every rank, when there is not enough and weights must be copied.
+            UnsupportedError: on every rank, if memory runs out and weights must be copied.
         """
         return self._weights.allocate_shards(executor, sizes, self._set_epoch_lock)
 
     def set_shard_memory(self, everywhere: dict[torch.dtype, tuple[Tensor, list[Tensor]]]) -> None:
-        """All shards lie in what :meth:`allocate_shards` gave last."""
+        """Record that all shards are in the result of the last :meth:`allocate_shards`."""
         self._weights.set_shard_memory(everywhere)
 
     @property
     def placement_is_pending(self) -> bool:
-        """Whether shards lie in memory of their own until :meth:`finalize_placement`, since a plan may move them."""
+        """Return True if shards stay in ordinary memory until :meth:`finalize_placement`, because a plan may move them."""
         return self.weight_memory is not None and self._weights.placement_is_pending
 
     def finalize_placement(self) -> None:
-        """They are where they are to be once they are placed next. On every rank."""
+        """Let the next placement of shards be the last one. Call it on every rank."""
         self._weights.placement_is_pending = False
 
     def move_shards_to_host(self) -> None:
-        """Likewise: on the host, from where no rank reaches another's, so collectives move weights. Whoever calls this
-        sees to what depends on that."""
+        """Use collectives for weights, because shards move to host memory.
+
+        The caller recompiles what depends on the transport.
+        """
         self._weights.move_shards_to_host()
         self._reported_transports = self._transports_used
 
@@ -518,24 +530,23 @@ class PeerTransports:
 
     @property
     def collectives_used(self) -> str:
-        """What goes through process groups, in words; empty where nothing does."""
+        """Describe what process groups move; empty if they move nothing."""
         by_collective = [way.kind for way in (self._weights, self._gradients) if way.memory is None]
         if by_collective:
             return f"{' and '.join(by_collective)} travel by collectives"
         return "gradients travel between hosts by collectives" if self._several_hosts else ""
 
     def no_capture_reason(self, executor: Executor) -> str:
-        """Why graphs of the device cannot hold what moves weights and gradients here, in words; empty where they
-        can."""
+        """Return the reason why CUDA graphs cannot capture these transports; empty if they can."""
         reason = executor.graphs.no_collectives_reason() if self.collectives_used else ""
         return f"{self.collectives_used}, and {reason}" if reason else ""
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's memory that peers read or write."""
+        """Return the bytes of this rank's symmetric memory."""
         return sum(memory.nbytes for memory in {self.weight_memory, self.gradient_memory} if memory is not None)
 
 
 def _connect_side(side: RankGroup, device: torch.device, later: bool) -> dist.Work | None:
-    torch.accelerator.empty_cache()  # a communicator finds no room in what the allocator keeps
+    torch.accelerator.empty_cache()  # a communicator cannot use what the caching allocator keeps
     return dist.all_reduce(torch.zeros(1, device=device), group=side.reduce_group, async_op=later)

@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.together import Alone
 from lightning_zero.checkpoint.weights.files import open_safetensors
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.files import FileIO, load_file
-from lightning_zero.sharding.host_memory import mapped
+from lightning_zero.sharding.host_memory import as_mapped
 from lightning_zero.sharding.layout import ShardLayout
 from tests.helpers.folders import sharded
 
@@ -78,4 +78,4 @@ def test_reading_says_so(tmp_path: Path, write: Callable[[Path], Callable[[], Va
 
 
 def _part(value: Tensor) -> Tensor:
-    return ShardLayout.of(value.shape, value.dtype, 2).part(mapped(value), 1)
+    return ShardLayout.from_shape(value.shape, value.dtype, 2).part(as_mapped(value), 1)

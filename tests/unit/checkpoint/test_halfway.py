@@ -24,7 +24,7 @@ def test_weights_that_are_replaced_in_part_are_told_of(
 ) -> None:
     halfway = Halfway(hooks)
     with caplog.at_level(logging.ERROR), pytest.raises(kind), halfway.weights("x.ckpt"):
-        hooks.replaced += 4
+        hooks.loaded_bytes += 4
         raise kind
     assert halfway.left is not None
     assert f"Loading x.ckpt ended half way ({kind.__name__}): some weights" in halfway.left
@@ -46,5 +46,5 @@ def test_weights_without_their_optimizer_are_told_of_until_others_are_loaded(hoo
     assert halfway.left is not None
     assert "the optimizer's state is not" in halfway.left
     with halfway.weights("y.ckpt"):
-        hooks.replaced += 4
+        hooks.loaded_bytes += 4
     assert halfway.left is None

@@ -25,7 +25,7 @@ class Sharder:
     def __init__(self, *shapes: tuple[int, ...], rank: int = 0) -> None:
         self.records = Records()
         for index, shape in enumerate(shapes):
-            layout = ShardLayout.of(torch.Size(shape), torch.float32, WORLD)
+            layout = ShardLayout.from_shape(torch.Size(shape), torch.float32, WORLD)
             param = nn.Parameter(torch.zeros(layout.visible_shape))
             spec: Any = MagicMock(number=rank)
             memory = {Role.MASTER_SHARD: param.data.view(-1)}

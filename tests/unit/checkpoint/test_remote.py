@@ -71,7 +71,7 @@ def test_each_rank_reads_its_parts_and_they_compare_it_together() -> None:
         assert found["step"] == 3
         parts = {}
         for key, value in values.items():
-            layout = ShardLayout.of(value.shape, value.dtype, together.world_size)
+            layout = ShardLayout.from_shape(value.shape, value.dtype, together.world_size)
             assert isinstance(found["state_dict"][key], CheckpointTensor) == (key != "bias")
             parts[key] = layout.part(found["state_dict"][key], together.rank)
             assert torch.equal(parts[key], layout.part(value, together.rank))
@@ -98,7 +98,7 @@ def test_every_value_is_what_torch_loads(rank: int) -> None:
     for key, value in wanted["state_dict"].items():
         given = found["state_dict"][key]
         assert (given.shape, given.dtype) == (value.shape, value.dtype)
-        layout = ShardLayout.of(value.shape, value.dtype, 3, memory_order(value.detach()))
+        layout = ShardLayout.from_shape(value.shape, value.dtype, 3, memory_order(value.detach()))
         assert torch.equal(layout.part(given, rank), layout.part(value, rank)), key
         assert torch.equal(given * 1, value * 1), key
 

@@ -1,4 +1,4 @@
-"""Activations on the host: who waits for whom, whichever of the lanes is the slowest; and what an exception leaves.
+"""Activations on the host: who waits for whom, whichever of the streams is the slowest; and what an exception leaves.
 
 ---
 
@@ -26,7 +26,7 @@ from lightning_zero.offload.activations import (
     OffloadQuota,
     ReservedBlocks,
 )
-from tests.helpers.lanes import ORDERS, DelayedLanes, LateLanes
+from tests.helpers.copy_streams import ORDERS, DelayedCopyStreams, LateCopyStreams
 
 CPU = torch.device("cpu")
 WAITS = ("out behind compute", "compute behind out", "in behind compute", "compute behind in")
@@ -38,26 +38,26 @@ class OneBlock:
     def __init__(self, numel: int) -> None:
         self.memory = torch.zeros(4 * numel, dtype=torch.uint8)
 
-    def take(self, nbytes: int) -> Tensor:
+    def allocate(self, nbytes: int) -> Tensor:
         assert nbytes == self.memory.nbytes
         return self.memory
 
 
 def train(order: Sequence[str], monkeypatch: pytest.MonkeyPatch, without: str = "") -> list[list[float]]:
     """What two backwards, one after the other, read. Both the device and the host have room for one tensor."""
-    lanes, room, read = DelayedLanes(without), torch.zeros(4), []
-    activations = HostActivations(CPU, OneBlock(4), lanes)  # type: ignore[arg-type]
+    streams, room, read = DelayedCopyStreams(without), torch.zeros(4), []
+    activations = HostActivations(CPU, OneBlock(4), streams)  # type: ignore[arg-type]
     monkeypatch.setattr(torch, "empty_strided", lambda *args, **kwargs: room)
     for step in (1.0, 2.0):
-        lanes.compute(lambda step=step: room.fill_(step))
+        streams.compute(lambda step=step: room.fill_(step))
         host = activations.start_offload(room)
         activations.wait_offload(room, host)
-        lanes.compute(lambda: room.fill_(-1.0))  # something else has the memory
-        lanes.compute(lambda: read.append(room.tolist()))
+        streams.compute(lambda: room.fill_(-1.0))  # something else has the memory
+        streams.compute(lambda: read.append(room.tolist()))
         back = activations.start_load(host)
         activations.wait_load(back, host)
-        lanes.compute(lambda: read.append(room.tolist()))
-    lanes.run(order)
+        streams.compute(lambda: read.append(room.tolist()))
+    streams.run(order)
     return read
 
 
@@ -86,11 +86,11 @@ def test_each_race_that_others_had_is_one_of_these(monkeypatch: pytest.MonkeyPat
 def test_what_a_capture_would_send_counts_once_for_each_replay_and_not_before() -> None:
     activations, noted = HostActivations(CPU), list[int]()
     value = torch.ones(4)
-    activations.amount.begin_pass(20)
+    activations.quota.begin_pass(20)
     activations.wait_offload(value, activations.start_offload(value))
     with activations.uncounted(noted):
         activations.wait_offload(value, activations.start_offload(value))
-    assert (activations.amount.sent, activations.amount.beyond, noted) == (16, "", [16])
+    assert (activations.quota.sent, activations.quota.exceeded_by, noted) == (16, "", [16])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
@@ -128,15 +128,15 @@ def test_another_tensor_than_the_copy_was_started_with_is_an_error() -> None:
 
 
 def test_what_an_exception_leaves_half_done_is_waited_for_before_it_is_let_go_of() -> None:
-    lanes = LateLanes()
-    activations, value = HostActivations(CPU, lanes=lanes), torch.randn(4)
+    streams = LateCopyStreams()
+    activations, value = HostActivations(CPU, streams=streams), torch.randn(4)
     first, second = activations.start_offload(value), activations.start_offload(value + 1)
     activations.wait_offload(value, first)
     back = activations.start_load(first)
     assert back.isnan().all()
-    assert lanes.waiting == 2
+    assert streams.waiting == 2
     activations.wait_all()
-    assert lanes.waiting == 0
+    assert streams.waiting == 0
     assert torch.equal(back, value)
     assert torch.equal(second, value + 1)
     activations.wait_all()
@@ -162,17 +162,17 @@ MOST = 1000.0
 
 
 def run_pass(
-    amount: OffloadQuota, calls_per_pass: list[list[str]], wanted: dict[str, int], graphs: dict[str, int]
+    quota: OffloadQuota, calls_per_pass: list[list[str]], wanted: dict[str, int], graphs: dict[str, int]
 ) -> int:
     """Of graphs by name, compiled where they are called first; returns bytes that it sent."""
-    amount.begin_pass(MOST)
+    quota.begin_pass(MOST)
     for names in calls_per_pass:
-        amount.begin_call(" and ".join(names))
+        quota.begin_call(" and ".join(names))
         for name in names:
             if name not in graphs:
-                graphs[name] = int(min(wanted[name], amount.remaining(MOST)))
-            amount.record(graphs[name])
-    return amount.sent
+                graphs[name] = int(min(wanted[name], quota.remaining(MOST)))
+            quota.record(graphs[name])
+    return quota.sent
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -181,10 +181,10 @@ def test_passes_keep_to_the_amount(seed: int) -> None:
     wanted = {name: rng.choice([0, 50, 400, 2000]) for name in "abcdef"}
     kinds = [["a", "b"], ["c"], ["d", "e", "f"]]  # what modules run, of which some look alike
     calls_per_pass = [rng.choice(kinds) for _ in range(rng.randint(1, 6))]
-    amount, graphs = OffloadQuota(calls_per_pass=len(calls_per_pass)), dict[str, int]()
+    quota, graphs = OffloadQuota(calls_per_pass=len(calls_per_pass)), dict[str, int]()
     for _ in range(2):
-        assert run_pass(amount, calls_per_pass, wanted, graphs) <= MOST
-        assert amount.exceeded_by == ""
+        assert run_pass(quota, calls_per_pass, wanted, graphs) <= MOST
+        assert quota.exceeded_by == ""
 
 
 def test_one_call_may_send_all_of_it_and_what_a_call_leaves_over_goes_to_later_ones() -> None:
@@ -197,14 +197,11 @@ def test_one_call_may_send_all_of_it_and_what_a_call_leaves_over_goes_to_later_o
 
 
 def test_who_goes_beyond_it_is_named() -> None:
-    amount = OffloadQuota()
-    run_pass(amount, [["a"], ["a"]], {"a": 700}, {})
-    assert (amount.sent, amount.exceeded_by) == (1400, "a")
-    amount.begin_pass(MOST)
-    assert (amount.sent, amount.exceeded_by) == (0, "")
-
-
-CPU = torch.device("cpu")
+    quota = OffloadQuota()
+    run_pass(quota, [["a"], ["a"]], {"a": 700}, {})
+    assert (quota.sent, quota.exceeded_by) == (1400, "a")
+    quota.begin_pass(MOST)
+    assert (quota.sent, quota.exceeded_by) == (0, "")
 
 
 class Memory:

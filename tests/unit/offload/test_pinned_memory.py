@@ -74,7 +74,7 @@ class Driver:
 
 
 def pinned(driver: Driver, numel: int) -> torch.Tensor:
-    with patch.object(memory, "cpus_near", lambda device: frozenset()), patch.object(memory, "TOUCHED_BYTES", 4096):
+    with patch.object(memory, "cpus_near", lambda device: frozenset()), patch.object(memory, "TOUCH_BYTES", 4096):
         return HostMemory(GPU).empty(numel, torch.float32)
 
 

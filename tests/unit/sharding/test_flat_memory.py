@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 def piece(*shape: int, dtype: torch.dtype = torch.float32, world: int = 2) -> tuple[ShardLayout, torch.dtype]:
-    return ShardLayout.of(torch.Size(shape), dtype, world), dtype
+    return ShardLayout.from_shape(torch.Size(shape), dtype, world), dtype
 
 
 MIXED = [
@@ -61,7 +61,7 @@ def test_memory_starts_as_zeros_and_views_write_into_it() -> None:
 def test_it_says_how_large_it_is() -> None:
     arena = FlatBuffer([piece(2**18, world=1), piece(2**18, dtype=torch.bfloat16, world=1)], CPU)
     assert arena.nbytes == 2**20 + 2**19
-    assert repr(arena) == "Arena(torch.float32: 262,144, torch.bfloat16: 262,144; 1.5 MiB)"
+    assert repr(arena) == "FlatBuffer(torch.float32: 262,144, torch.bfloat16: 262,144; 1.5 MiB)"
 
 
 def test_an_arena_of_nothing_is_empty() -> None:
@@ -69,7 +69,6 @@ def test_an_arena_of_nothing_is_empty() -> None:
     assert (arena.flat, arena.views, arena.nbytes) == ({}, [], 0)
 
 
-CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
@@ -86,7 +85,7 @@ class Memory:
 
 
 def add(records: Records, owner: nn.Module | None, *shape: int, dtype: torch.dtype = FP32, trained: bool = True) -> Any:
-    layout = ShardLayout.of(torch.Size(shape), dtype, 2)
+    layout = ShardLayout.from_shape(torch.Size(shape), dtype, 2)
     index = len(list(records))
     shard = torch.full((layout.shard_numel,), index + 1, dtype=dtype)
     param = nn.Parameter(shard.view(layout.visible_shape), requires_grad=trained and dtype.is_floating_point)
@@ -120,7 +119,7 @@ def executor() -> Any:
 
 def memory_of(records: Records, executor: Any, peers: Any = None) -> ShardMemory:
     memory = ShardMemory(executor, MagicMock(device=CPU, shard_host_count=1), records, peers)
-    memory.place(records.live)
+    memory.place_shards(records.live)
     return memory
 
 
@@ -136,7 +135,7 @@ def having(records: Records, role: Role) -> list[int]:
 def test_shards_are_neighbours_in_the_order_given_and_keep_their_values(records: Records, executor: Any) -> None:
     memory = ShardMemory(executor, MagicMock(device=CPU), records)
     order = [records[2], records[0], records[1]]
-    memory.place(order)
+    memory.place_shards(order)
     assert are_neighbours([record.shard for record in order])
     for record in order:
         assert record.shard.eq(record.index + 1).all()
@@ -171,9 +170,9 @@ def away_of(records: Records, executor: Any) -> tuple[ShardMemory, list[tuple[Te
         return given[-1]
 
     memory = ShardMemory(
-        executor, MagicMock(device=CPU, shard_host_count=1), records, away=HostMasterPolicy(BF16, allocate)
+        executor, MagicMock(device=CPU, shard_host_count=1), records, policy=HostMasterPolicy(BF16, allocate)
     )
-    memory.place(records.live)
+    memory.place_shards(records.live)
     return memory, given
 
 
@@ -195,7 +194,7 @@ def test_masters_leave_that_compiled_code_reads_in_another_dtype(records: Record
         assert record.on_host is not None
         assert record.on_host.data_ptr() == record.shard.data_ptr()
         assert record.on_host is not record.shard
-    memory.arrange([[records[7].param, records[1].param], [records[0].param]])
+    memory.group_shards([[records[7].param, records[1].param], [records[0].param]])
     assert are_neighbours([records[7].shard, records[0].shard])
     assert records[0].shard.eq(1).all()
     assert records[7].shard.eq(8).all()
@@ -204,7 +203,7 @@ def test_masters_leave_that_compiled_code_reads_in_another_dtype(records: Record
         assert record.on_host.data_ptr() == record.shard.data_ptr() == record.param.data_ptr()
     assert len(given) == 1, "memory of the host is allocated once"
     placed, shard = memory.on_host, records[7].shard
-    memory.arrange([[records[7].param, records[1].param], [records[0].param]])
+    memory.group_shards([[records[7].param, records[1].param], [records[0].param]])
     assert memory.on_host is placed
     assert records[7].shard is shard, "they lie as they should"
     memory.allocate_gradients()
@@ -227,20 +226,20 @@ def waiting(records: Records, executor: Any) -> tuple[ShardMemory, Any]:
         side_effect=lambda: setattr(peers, "placement_is_pending", False)
     )
     memory = ShardMemory(executor, MagicMock(device=CPU, first_rank_error=lambda error: None), records, peers)
-    memory.place(records.live)
+    memory.place_shards(records.live)
     return memory, peers
 
 
 @pytest.mark.parametrize("by_arranging", [False, True])
 def test_shards_that_wait_for_a_plan_are_placed_once_more(records: Records, executor: Any, by_arranging: bool) -> None:
     memory, peers = waiting(records, executor)
-    before, order = memory.shards, [record.param for record in memory._in_order()]
-    memory.arrange([order]) if by_arranging else memory.settle()
+    before, order = memory.shards, [record.param for record in memory._in_memory_order()]
+    memory.group_shards([order]) if by_arranging else memory.finalize_layout()
     assert memory.shards is not before, "in the same order, since peers have given no memory yet"
     assert peers.allocate_shards.call_count == 2
-    assert [record.param for record in memory._in_order()] == order
+    assert [record.param for record in memory._in_memory_order()] == order
     placed = memory.shards
-    memory.settle()
+    memory.finalize_layout()
     assert memory.shards is placed
     for record in records.live:
         assert record.shard.eq(record.index + 1).all()
@@ -250,23 +249,23 @@ def test_masters_may_leave_until_something_is_laid_out_like_them_or_read_by_othe
     records: Records, executor: Any
 ) -> None:
     memory, _ = waiting(records, executor)
-    assert memory.may_leave
+    assert memory.can_move_to_host
     executor.weights.uses_epoch_lock.return_value = True
-    assert not memory.may_leave
+    assert not memory.can_move_to_host
     executor.weights.uses_epoch_lock.return_value = False
-    memory.leave(away_to_cpu())
+    memory.move_to_host(away_to_cpu())
     assert [record.index for record in records if record.is_on_host] == [0]
     for record in records.live:
         assert record.shard.eq(record.index + 1).all()
         assert record.param.data_ptr() == record.shard.data_ptr()
-    assert not memory.may_leave, "they have"
+    assert not memory.can_move_to_host, "they have"
 
 
 def test_masters_stay_once_training_has_begun(records: Records, executor: Any) -> None:
     memory, _ = waiting(records, executor)
     memory.allocate_gradients()
-    assert not memory.may_leave
-    memory.settle()
+    assert not memory.can_move_to_host
+    memory.finalize_layout()
     assert are_neighbours([records[index].memory[Role.GRADIENT] for index in (0, 1, 2)]), "as they were laid out"
 
 
@@ -284,13 +283,13 @@ def test_copies_of_masters_that_left_lie_like_them_and_are_written_by_steps(reco
 
 def test_optimizers_arrange_shards_until_training_begins(records: Records, executor: Any) -> None:
     memory = memory_of(records, executor)
-    memory.arrange([[records[1].param], [records[2].param, records[0].param]])
+    memory.group_shards([[records[1].param], [records[2].param, records[0].param]])
     assert are_neighbours([records[1].shard, records[0].shard, records[2].shard])
-    memory.arrange([[r.param for r in records.live]], lambda record: record.param.dim())
+    memory.group_shards([[r.param for r in records.live]], lambda record: record.param.dim())
     assert are_neighbours([records[1].shard, records[4].shard, records[0].shard, records[2].shard])
     before = memory.shards
     memory.allocate_gradients()
-    memory.arrange([[records[2].param]])
+    memory.group_shards([[records[2].param]])
     assert memory.shards is before, "gradients lie as shards do"
 
 
@@ -319,7 +318,7 @@ def test_wider_shards_have_compute_copies_laid_out_like_them(records: Records, e
         memory.allocate_compute_shards(BF16)
     assert having(records, Role.COMPUTE_SHARD) == [0, 1, 2, 4]
     assert having(records, Role.FULL_PRECISION_SHARD) == []
-    copies = memory.holds(Role.COMPUTE_SHARD)
+    copies = memory.tensors(Role.COMPUTE_SHARD)
     assert are_neighbours(copies)
     assert all(copy.dtype == BF16 for copy in copies)
     assert memory.shards is not None
@@ -372,14 +371,14 @@ def test_weights_that_fit_the_budget_are_resident_and_shown_to_their_modules(rec
         # Of p0, p2 and p3, which are not small, p2 does not fit.
         memory.cache_unsharded(BF16, small_bytes=100, budget_bytes=2 * padded + 300)
     assert having(records, Role.UNSHARDED_CACHE) == [0, 3]
-    [view, _] = memory.holds(Role.UNSHARDED_CACHE)
+    [view, _] = memory.tensors(Role.UNSHARDED_CACHE)
     assert (view.shape, view.dtype) == (torch.Size((20, 10)), BF16)
     (layer, key), *_ = records[0].owners
     assert layer.__dict__[UNSHARDED_CACHE][key] is view
     index, flat = executor.parameters.set_resident.mock_calls[0].args
     assert (index, flat.numel(), flat.data_ptr()) == (0, padded, view.data_ptr())
     before = memory.shards
-    memory.arrange([[records[2].param], [records[0].param]])
+    memory.group_shards([[records[2].param], [records[0].param]])
     assert memory.shards is before
 
 
@@ -400,7 +399,7 @@ def test_another_budget_gives_memory_back(records: Records, executor: Any) -> No
     (layer, key), *_ = records[0].owners
     assert key in layer.__dict__[UNSHARDED_CACHE]
     memory.cache_unsharded(None, 0, 0.0)
-    assert memory.holds(Role.UNSHARDED_CACHE) == []
+    assert memory.tensors(Role.UNSHARDED_CACHE) == []
     assert key not in layer.__dict__[UNSHARDED_CACHE]
     assert executor.parameters.set_resident.mock_calls[-1] == call(5, None)
 
@@ -419,5 +418,5 @@ def test_gradients_wait_whole_or_as_the_host_has_them(records: Records, executor
             assert waiting.dtype == FP32
             assert waiting.numel() == (2 if whole else 1) * record.layout.shard_numel
     memory.free_deferred_gradients()
-    assert memory.holds(Role.DEFERRED_GRADIENT) == []
+    assert memory.tensors(Role.DEFERRED_GRADIENT) == []
     assert executor.parameters.set_deferred_gradient.mock_calls[-1] == call(3, None, False)

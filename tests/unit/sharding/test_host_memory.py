@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding import host_memory as copies
-from lightning_zero.sharding import mapped as module
-from lightning_zero.sharding.host_memory import copy_mapped, copy_small_values, copy_to_host, copy_via_blocks, mapped
+from lightning_zero.sharding import host_memory as module
+from lightning_zero.sharding.host_memory import as_mapped, copy_mapped, copy_small_values, copy_to_host, copy_via_blocks
 from lightning_zero.sharding.layout import ShardLayout, memory_order
 
 BLOCK_BYTES = 1000
@@ -26,7 +26,7 @@ BLOCK_BYTES = 1000
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copies, "BLOCK", BLOCK_BYTES)
+    monkeypatch.setattr(copies, "BLOCK_BYTES", BLOCK_BYTES)
 
 
 def blocks(count: int) -> list[Tensor]:
@@ -101,7 +101,7 @@ VALUES = {
 
 @pytest.fixture(params=[16 << 20, 1 << 12], ids=["one block", "small blocks"])
 def block(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(module, "BLOCK", request.param)
+    monkeypatch.setattr(module, "READ_BYTES", request.param)
     return int(request.param)
 
 
@@ -129,9 +129,11 @@ def test_a_copy_is_equal(tmp_path: Path, name: str, block: int) -> None:
 def test_a_part_is_that_of_the_whole(tmp_path: Path, name: str, in_its_order: bool, block: int) -> None:
     value = VALUES[name]
     for world_size in (1, 3):
-        layout = ShardLayout.of(value.shape, value.dtype, world_size, memory_order(value) if in_its_order else None)
+        layout = ShardLayout.from_shape(
+            value.shape, value.dtype, world_size, memory_order(value) if in_its_order else None
+        )
         for rank in range(world_size):
-            part = layout.part(mapped(_saved(tmp_path / "x", value)), rank)
+            part = layout.part(as_mapped(_saved(tmp_path / "x", value)), rank)
             assert torch.equal(part, layout.part(value, rank))
 
 
@@ -155,11 +157,11 @@ def test_a_file_that_was_cut_off_is_named(tmp_path: Path, name: str, block: int)
         ):
             copy_mapped(value, into)
     with pytest.raises(CheckpointError, match="was cut off"):
-        ShardLayout.of(value.shape, value.dtype, 2).part(mapped(value), 1)
+        ShardLayout.from_shape(value.shape, value.dtype, 2).part(as_mapped(value), 1)
 
 
 def test_what_is_cut_off_half_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "BLOCK", 1 << 16)
+    monkeypatch.setattr(module, "READ_BYTES", 1 << 16)
     path = tmp_path / "x"
     value = _saved(path, torch.ones(1 << 22))
     real = module._read_block

@@ -17,7 +17,7 @@ from lightning_zero.sharding import sharder as materialise
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.module_patching import SHAPES
 from lightning_zero.sharding.param_record import Records, Role, ShardedParameter
-from lightning_zero.sharding.sharder import Materialiser, check_module, check_parameter, check_same_model
+from lightning_zero.sharding.sharder import Materializer, check_module, check_parameter, check_same_model
 
 
 class Mesh:
@@ -155,7 +155,7 @@ class Layer(nn.Module):
 def test_a_module_has_values_of_its_own_on_the_device() -> None:
     layer = Layer()
     child, there, own = layer.child.weight, layer.there, layer.own
-    found = dict(Materialiser(Records(), CPU).values(layer, "net.0"))
+    found = dict(Materializer(Records(), CPU).values(layer, "net.0"))
     assert list(found) == ["weight", "frozen", "there"]
     assert all(found[key] is getattr(layer, key) for key in found)
     assert layer.weight.equal(torch.full((2, 3), 3.0))
@@ -171,12 +171,12 @@ def test_a_module_has_values_of_its_own_on_the_device() -> None:
 def test_what_users_have_noted_on_a_parameter_stays() -> None:
     layer = Layer()
     layer.weight.no_decay = True  # type: ignore[attr-defined]
-    Materialiser(Records(), CPU).values(layer, "")
+    Materializer(Records(), CPU).values(layer, "")
     assert layer.weight.no_decay  # type: ignore[attr-defined]
 
 
 def test_what_stands_for_a_parameter_is_known_until_all_ties_are_made() -> None:
-    layer, materialiser = Layer(), Materialiser(Records(), CPU)
+    layer, materialiser = Layer(), Materializer(Records(), CPU)
     before, there = layer.weight, layer.there
     other = nn.Parameter(torch.ones(1))
     materialiser.values(layer, "")
@@ -192,7 +192,7 @@ def test_a_parameter_that_reset_parameters_replaces_stands_for_the_one_before() 
         def reset_parameters(self) -> None:
             self.weight = nn.Parameter(torch.ones(2, 3))
 
-    layer, materialiser = Replacing(), Materialiser(Records(), CPU)
+    layer, materialiser = Replacing(), Materializer(Records(), CPU)
     before = layer.weight
     found = dict(materialiser.values(layer, ""))
     assert materialiser.latest(before) is layer.weight is found["weight"]
@@ -201,7 +201,7 @@ def test_a_parameter_that_reset_parameters_replaces_stands_for_the_one_before() 
 
 def test_what_is_sharded_already_is_whole_for_a_while_and_keeps_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, records = Layer(), Records()
-    layout = ShardLayout.of(torch.Size((2, 3)), torch.float32, 2)
+    layout = ShardLayout.from_shape(torch.Size((2, 3)), torch.float32, 2)
     tied = nn.Parameter(torch.zeros(layout.visible_shape), requires_grad=False)
     spec: Any = MagicMock()
     record = ShardedParameter(0, "p", tied, layout, {Role.MASTER_SHARD: tied.data.view(-1)}, spec)
@@ -218,7 +218,7 @@ def test_what_is_sharded_already_is_whole_for_a_while_and_keeps_its_values(monke
     monkeypatch.setattr(materialise, "gather_full", gather)
     reset = layer.reset_parameters
     layer.reset_parameters = lambda: (during.append(layer.__dict__[SHAPES]["weight"]), reset())  # type: ignore[assignment]
-    materialiser = Materialiser(records, CPU)
+    materialiser = Materializer(records, CPU)
     found = dict(materialiser.values(layer, ""))
     assert layer.seen["weight"].equal(torch.full((2, 3), 7.0))
     assert not layer.seen["weight"].requires_grad
@@ -239,7 +239,7 @@ def test_the_older_name_of_reset_parameters_is_called() -> None:
             self.weight.fill_(5)  # type: ignore[operator]
 
     layer = Attention()
-    Materialiser(Records(), CPU).values(layer, "")
+    Materializer(Records(), CPU).values(layer, "")
     assert layer.weight.equal(torch.full((2,), 5.0))
 
 
@@ -252,5 +252,5 @@ def test_without_it_the_module_is_refused_before_anything_is_allocated(name: str
 
     layer = Bare()
     with pytest.raises(UnsupportedError, match=rf"Module '{shown}' \(Bare\) has .*no reset_parameters\(\).* Add that"):
-        Materialiser(Records(), CPU).values(layer, name)
+        Materializer(Records(), CPU).values(layer, name)
     assert layer.weight.is_meta

@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.sharded.opened import CheckpointReader, checkpoin
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import CheckpointShard
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import read_on_all_ranks, read_folder
+from lightning_zero.integrations.folders import read_folder, read_on_all_ranks
 from lightning_zero.integrations.trainer.finding import _replace_broken_last, other_checkpoints
 from lightning_zero.sharding.layout import ShardLayout
 from tests.helpers.elsewhere import Counted, Mounted, counting, mount, stored
@@ -74,7 +74,7 @@ def test_one_after_another(root: str) -> None:
 def large() -> Iterator[tuple[str, torch.Tensor]]:
     """A checkpoint of one rank with one weight, of 32 MiB, in one piece."""
     value = torch.randn(2048, 4096, generator=torch.Generator().manual_seed(0))
-    layout = ShardLayout.of(value.shape, value.dtype, 1)
+    layout = ShardLayout.from_shape(value.shape, value.dtype, 1)
     state = {"w": CheckpointShard(layout, value.flatten(), 0)}
     path = "counted://run/x.ckpt"
     with counting(".distcp"):
@@ -92,7 +92,7 @@ def test_of_a_large_piece_a_rank_reads_what_is_its_own(
         Counted().rm_file(f"{fsspec.core.url_to_fs(path)[1]}/{MANIFEST}")
     with patch("lightning_zero.checkpoint.sharded.opened.SAVE_ID_PREFIX", "another") if theirs else nullcontext():
         saved = CheckpointReader(path).state()["state_dict"]["w"]
-    layout = ShardLayout.of(value.shape, value.dtype, world_size)
+    layout = ShardLayout.from_shape(value.shape, value.dtype, world_size)
     for rank in range(world_size):
         Counted.read.clear()
         shard = torch.empty(layout.shard_numel)
@@ -107,7 +107,7 @@ def test_of_a_large_piece_a_rank_reads_what_is_its_own(
 def test_a_piece_that_is_replaced_is_not_read_as_a_mixture(large: tuple[str, torch.Tensor]) -> None:
     path, value = large
     saved = CheckpointReader(path).state()["state_dict"]["w"]
-    layout = ShardLayout.of(value.shape, value.dtype, 4)
+    layout = ShardLayout.from_shape(value.shape, value.dtype, 4)
     shard = torch.empty(layout.shard_numel)
     saved.read_part(shard, layout, 0)
     fs, place = fsspec.core.url_to_fs(path)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_zero.checkpoint.ranges import RangeReader
-from lightning_zero.checkpoint.weights.files import INDEX, Part, parse_size, plan_files, open_safetensors
+from lightning_zero.checkpoint.weights.files import INDEX, Part, open_safetensors, parse_size, plan_files
 from lightning_zero.checkpoint.weights.loading import load_safetensors_into
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.layout import ShardLayout
@@ -52,7 +52,7 @@ def test_ranks_read_their_parts_alone(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(RangeReader, "read", counted)
     value = open_safetensors(tmp_path)["w"]
-    layout = ShardLayout.of(value.shape, value.dtype, world_size)
+    layout = ShardLayout.from_shape(value.shape, value.dtype, world_size)
     for rank in range(world_size):
         assert torch.equal(layout.part(value, rank), layout.part(whole, rank))
     assert sum(read) == whole.nbytes

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.sharding.symm_mem import symmetric as module
+from lightning_zero.sharding.symm_mem import transports as module
 from lightning_zero.sharding.symm_mem.transports import (
     GradientTransport,
     PeerTransports,
@@ -89,7 +89,7 @@ def take_too_much(way: Any) -> bool:
         way.memory.kept += 1
         raise UnsupportedError("there is no more")
 
-    return way.attempt(allocate)
+    return way.try_allocate(allocate)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -97,8 +97,8 @@ def test_where_memory_runs_out_nothing_is_kept_and_one_rank_says_so(
     caplog: pytest.LogCaptureFixture, rank: int
 ) -> None:
     way = way_of(EngineConfig(), rank=rank)
-    way.use(ChoiceMemory(), "")
-    assert way.attempt(lambda: None)
+    way.set_memory(ChoiceMemory(), "")
+    assert way.try_allocate(lambda: None)
     assert not take_too_much(way)
     assert way.memory.kept == 0
     assert ("move all weights from now on, which is slower: there is no more" in caplog.text) == (rank == 0)
@@ -109,8 +109,8 @@ def test_copies_that_were_asked_for_are_refused_by_name() -> None:
     with pytest.raises(
         UnsupportedError, match="gather_transport='copy' is impossible here: there is one rank. Use gather_transport"
     ):
-        way.use(None, "there is one rank")
-    way.use(ChoiceMemory(), "")
+        way.set_memory(None, "there is one rank")
+    way.set_memory(ChoiceMemory(), "")
     with pytest.raises(UnsupportedError, match="gather_transport='copy' is impossible here: there is no more"):
         take_too_much(way)
 
@@ -118,7 +118,7 @@ def test_copies_that_were_asked_for_are_refused_by_name() -> None:
 def test_a_sharded_model_keeps_its_way_and_an_option_that_means_the_same_may_change() -> None:
     before = EngineConfig(tuning=Tuning(gather_transport="auto"))
     way = way_of(before)  # between CPUs, "auto" copies weights
-    way.use(ChoiceMemory(), "")
+    way.set_memory(ChoiceMemory(), "")
     copy, collective = (replace(before, tuning=Tuning(gather_transport=name)) for name in ("copy", "collective"))
     way.check(copy)
     way.configure(copy)
@@ -129,8 +129,8 @@ def test_a_sharded_model_keeps_its_way_and_an_option_that_means_the_same_may_cha
 def test_a_model_whose_memory_ran_out_may_be_trained_on_with_the_same_option() -> None:
     config = EngineConfig(tuning=Tuning(gather_transport="auto"))
     way = way_of(config)
-    way.use(None, "there is no more")
-    assert way.copies(config)
+    way.set_memory(None, "there is no more")
+    assert way.wants_copies(config)
     way.check(config)
     with pytest.raises(UnsupportedError, match="sharded with gather_transport='auto', which was settled then"):
         way.check(replace(config, tuning=Tuning(gather_transport="copy")))
@@ -144,10 +144,10 @@ def test_on_an_accelerator_compiled_code_copies_weights_in_every_precision(
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     config = replace(EngineConfig(compute_dtype=torch.bfloat16), **other)
-    assert way_of(config, GPU).copies(config)
+    assert way_of(config, GPU).wants_copies(config)
     eager = replace(config, compile=False)
-    assert not way_of(eager, GPU).copies(eager)
-    assert GradientTransport(eager, MagicMock(device=GPU)).copies(eager)
+    assert not way_of(eager, GPU).wants_copies(eager)
+    assert GradientTransport(eager, MagicMock(device=GPU)).wants_copies(eager)
 
 
 MIXED_WEIGHTS = EngineConfig(compute_dtype=torch.bfloat16)
@@ -175,7 +175,7 @@ def way_with(memory: WeightMemory | None, choice: Any = "auto") -> WeightTranspo
         config,
         MagicMock(world_size=2, rank=0, device=torch.device("cpu"), inter_host=None, inter_host_shard_group=None),
     )
-    way.use(memory, "")  # type: ignore[arg-type]
+    way.set_memory(memory, "")  # type: ignore[arg-type]
     return way
 
 
@@ -247,9 +247,6 @@ def test_where_collectives_move_weights_copies_have_memory_of_their_own() -> Non
     assert given == [None]
 
 
-GPU, CPU = torch.device("cuda"), torch.device("cpu")
-
-
 class BucketMemory:
     all_or_nothing = staticmethod(nullcontext)
 
@@ -260,7 +257,7 @@ class BucketMemory:
 
 def way_on(device: torch.device) -> tuple[GradientTransport, Any]:
     way = GradientTransport(EngineConfig(), MagicMock(world_size=2, rank=0, device=device))
-    way.use(BucketMemory(), "")  # type: ignore[arg-type]
+    way.set_memory(BucketMemory(), "")  # type: ignore[arg-type]
     executor = MagicMock(world_size=2, rank=0, device=device)
     executor.transport.staging_unit = 2048
     return way, executor
@@ -286,9 +283,6 @@ def test_two_buckets_fit_in_whole_units_of_each_rank(bucket_mb: float, nbytes: i
     (staging, group, timeout_s), _ = executor.transport.set_staging.call_args
     assert [memory.numel() for memory in staging] == [nbytes, nbytes]
     assert (group, timeout_s) == (way.mesh.intra_host.gather_group, way.mesh.timeout_s)
-
-
-GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def rows_of_three() -> SignalPads:
@@ -396,7 +390,6 @@ def test_cpus_take_turns_by_one_wide_number_each(waited: list[Any]) -> None:
     assert waited == []
 
 
-GPU, CPU = torch.device("cuda"), torch.device("cpu")
 MIXED = EngineConfig(compute_dtype=torch.bfloat16)
 COPY = replace(MIXED, tuning=Tuning(gather_transport="copy", reduce_transport="copy"))
 WEIGHTS_ONLY = replace(MIXED, tuning=Tuning(gather_transport="copy", reduce_transport="collective"))
@@ -485,6 +478,10 @@ def test_options_are_checked_of_both_before_either_is_changed(monkeypatch: pytes
         peers.check(NOTHING)
 
 
+def _allocate(peers: PeerTransports, memory: Any) -> bool:
+    return peers.allocate(memory.executor, memory.allocate_compute_shards, memory.allocate_host_shards)
+
+
 class Recorded:
     """The ways of ``peers``, in whose order things are allocated."""
 
@@ -502,8 +499,8 @@ def test_ranks_meet_in_whatever_memory_there_is(monkeypatch: pytest.MonkeyPatch,
     peers, ask = made(monkeypatch, config)
     recorded = Recorded(peers)
     own: Any = peers
-    own._weights.allocate_shards = lambda executor, sizes, take_turns: take_turns(executor, "memory")
-    peers.allocate(recorded.memory)
+    own._weights.allocate_shards = lambda executor, sizes, lock: lock(executor, "memory")
+    _allocate(peers, recorded.memory)
     peers.allocate_shards(recorded.executor, {})
     meet = call(recorded.executor, ask.return_value[0])
     assert recorded.order.rows.set_barrier.mock_calls == [meet, meet]
@@ -514,14 +511,13 @@ def test_ranks_can_meet_before_anything_is_copied_and_copies_are_asked_for_once(
 ) -> None:
     peers, ask = made(monkeypatch, COPY)
     recorded = Recorded(peers)
-    assert not peers.allocate(recorded.memory)
-    assert not peers.allocate(recorded.memory)
+    assert not _allocate(peers, recorded.memory)
+    assert not _allocate(peers, recorded.memory)
     memory, executor, order = ask.return_value[0], recorded.executor, recorded.order
     names = [name for name, *_ in order.mock_calls]
     assert names == ["rows.set_barrier", "stage", "copies", "rows.set_barrier", "stage"]
     assert order.mock_calls[:2] == [call.rows.set_barrier(executor, memory), call.stage(executor, 64.0)]
-    allocate = order.copies.call_args.args[1]
-    allocate(None)
+    order.copies.call_args.args[1](None)
     recorded.memory.allocate_compute_shards.assert_called_once_with(torch.bfloat16, None)
 
 
@@ -531,7 +527,7 @@ def test_without_another_dtype_or_compiled_code_there_are_no_copies(
 ) -> None:
     peers, _ = made(monkeypatch, config)
     recorded = Recorded(peers)
-    peers.allocate(recorded.memory)
+    _allocate(peers, recorded.memory)
     recorded.order.copies.assert_not_called()
 
 
@@ -540,7 +536,7 @@ def test_where_memory_runs_out_that_is_told_once(monkeypatch: pytest.MonkeyPatch
     own: Any = peers
     recorded = Recorded(peers)
     recorded.order.stage.side_effect = lambda *args: setattr(own._gradients, "memory", None)
-    assert [peers.allocate(recorded.memory) for _ in range(2)] == [True, False]
+    assert [_allocate(peers, recorded.memory) for _ in range(2)] == [True, False]
     assert peers.collectives_used == "gradients travel by collectives"
     assert peers.nbytes == 100
 
@@ -549,7 +545,7 @@ def test_shards_take_turns_once_ranks_can_meet(monkeypatch: pytest.MonkeyPatch) 
     peers, ask = made(monkeypatch, COPY)
     recorded = Recorded(peers)
     own: Any = peers
-    own._weights.allocate_shards = lambda executor, sizes, take_turns: take_turns(executor, "memory") or sizes
+    own._weights.allocate_shards = lambda executor, sizes, lock: lock(executor, "memory") or sizes
     assert peers.allocate_shards(recorded.executor, {torch.float32: 64}) == {torch.float32: 64}
     meet = call.rows.set_barrier(recorded.executor, ask.return_value[0])
     assert recorded.order.mock_calls == [meet, call.rows.set_epoch_lock(recorded.executor, "memory")]
@@ -559,9 +555,9 @@ def test_shards_take_turns_once_ranks_can_meet(monkeypatch: pytest.MonkeyPatch) 
     ("config", "several_hosts", "meet"),
     [
         (COPY, False, []),
-        (WEIGHTS_ONLY, False, ["inside"]),
-        (COPY, True, ["across"]),
-        (NOTHING, True, ["across", "inside"]),
+        (WEIGHTS_ONLY, False, ["intra_host"]),
+        (COPY, True, ["inter_host"]),
+        (NOTHING, True, ["inter_host", "intra_host"]),
     ],
     ids=["copies", "collectives", "copies inside hosts", "collectives everywhere"],
 )
@@ -574,11 +570,11 @@ def test_groups_connect_once_where_gradients_are_reduced_in_them(
     monkeypatch.setattr(module.GradientTransport, "stage", MagicMock())
     monkeypatch.setattr(module.WeightTransport, "allocate_compute_shards", MagicMock())
     started = MagicMock()
-    monkeypatch.setattr(module, "_meet", started)
-    sides = {"inside": MagicMock(), "across": MagicMock() if several_hosts else None}
+    monkeypatch.setattr(module, "_connect_side", started)
+    sides = {"intra_host": MagicMock(), "inter_host": MagicMock() if several_hosts else None}
     peers = PeerTransports.of(config, MagicMock(world_size=2, rank=0, device=GPU, inter_host_shard_group=None, **sides))
     memory = MagicMock(**{"executor.device": GPU})
     memory.executor.collective.side_effect = lambda what, lane, start: start(True)
     for _ in range(2):
-        peers.allocate(memory)
+        _allocate(peers, memory)
     assert started.mock_calls == [call(sides[name], GPU, True) for name in meet]

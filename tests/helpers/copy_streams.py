@@ -20,7 +20,7 @@ class Event:
     done = False
 
 
-class DelayedLanes:
+class DelayedCopyStreams:
     """Nothing happens until :meth:`run`.
 
     Args:
@@ -34,19 +34,19 @@ class DelayedLanes:
         self._without = without
         self.used: list[torch.Tensor] = []
 
-    def use(self, memory: torch.Tensor) -> None:
+    def record_use(self, memory: torch.Tensor) -> None:
         self.used.append(memory)
 
     def compute(self, work: Callable[[], Any]) -> None:
         self._add("compute", work)
 
-    def bring(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+    def copy_in(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
         return self._copy("in", copies, after)
 
-    def take(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+    def copy_out(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
         return self._copy("out", copies, after)
 
-    def now(self) -> Event:
+    def compute_event(self) -> Event:
         return self._record("compute")
 
     def wait(self, event: Event) -> None:
@@ -87,7 +87,7 @@ class DelayedLanes:
         return event
 
 
-class LateLanes:
+class LateCopyStreams:
     """Of a CPU: compute goes on at once, and a copy is done when it is waited for and not before: what it reads must
     still be there, and until then it leaves NaN."""
 
@@ -96,16 +96,16 @@ class LateLanes:
         self._queues: dict[str, deque[tuple[int, Sequence[Copy]]]] = {"in": deque(), "out": deque()}
         self._given = 0
 
-    def use(self, memory: torch.Tensor) -> None:
+    def record_use(self, memory: torch.Tensor) -> None:
         pass
 
-    def bring(self, copies: Sequence[Copy], after: Sequence[Any]) -> tuple[str, int]:
+    def copy_in(self, copies: Sequence[Copy], after: Sequence[Any]) -> tuple[str, int]:
         return self._copy("in", copies)
 
-    def take(self, copies: Sequence[Copy], after: Sequence[Any]) -> tuple[str, int]:
+    def copy_out(self, copies: Sequence[Copy], after: Sequence[Any]) -> tuple[str, int]:
         return self._copy("out", copies)
 
-    def now(self) -> None:
+    def compute_event(self) -> None:
         return None
 
     def wait(self, event: tuple[str, int]) -> None:
