@@ -1,41 +1,12 @@
-"""Activations that lie in the host's memory between forward and backward.
+"""Keep activations in host memory between forward and backward.
 
-Compiled graphs call four steps, by ops that ``compile/passes/offload.py`` puts into them:
+Compiled graphs contain four ops (``compile/passes/offload.py``): ``start_offload`` starts a copy to the host and
+``wait_offload`` lets compute wait for it, after which the device's memory is free. In backward, ``start_load`` and
+``wait_load`` do the reverse. A graph holds both tensors until compute has waited, so no event outlives a graph, and
+CUDA graphs can capture the ops.
 
-    ``start_offload``   a copy to the host starts, behind whatever compute was given before
-    ``wait_offload``    compute waits for it: from here on the device's memory may be used for something else
-    ``start_load``    in backward, a copy back starts, likewise behind what compute was given
-    ``wait_load``    compute waits for it: it may be read, and the host's memory used for something else
-
-Every copy is waited for by compute, on the side where it was started, before either of its ends can be let go of: a
-graph holds both tensors up to that step. So all other orders follow, without an event that outlives a graph, and a CUDA
-graph may hold all of it: a copy in comes behind the copy out of the same value, and a copy into memory of the host
-behind the copies that had it before, since each begins behind compute, which waited for those.
-
-Memory of the host is pinned once and used from step to step, see ``blocks.py``. Where no backward comes, it is free
-when nobody holds the graph of the forward any more, as all that is saved for backward is.
-
-
----
-
-How much of what is saved for backward a pass sends to the host, where an quota is named for all of it.
-
-Graphs are compiled one by one, each when it is first called, and nobody knows then how many will follow. So a graph may
-send what is left of the quota in the pass that is under way: of that the current call's part, since modules that look
-alike run one graph, and later calls are to have as much. How many calls of compiled modules a pass has, the first step
-has shown. So no pass sends more than the quota, and nothing is compiled twice for it, as long as no graph runs more
-than once in a call, or in modules that do not look alike, no call comes that the first step did not have, and batches
-are as large as those compiled for.
-
-
----
-
-Blocks of the host's memory that are used again from step to step: pinning takes long, and a thread that captures a
-CUDA graph may not do it.
-
-A block is lent as a tensor, and is free again when nobody holds that, or a view of it, any more. What graphs of the
-device write to and read from must stay theirs between replays, when no tensor of a step is there: for that there are
-:class:`ReservedBlocks` blocks.
+Host memory comes from :class:`HostBlocks`, because pinning is slow and impossible while capturing a CUDA graph. torch's
+``save_on_cpu`` copies synchronously in eager code, and its allocator of pinned memory rounds up to powers of two.
 """
 
 from __future__ import annotations
@@ -60,19 +31,20 @@ from lightning_zero.sharding.layout import extent
 
 __all__ = ["HostActivations", "HostBlocks", "OffloadQuota", "ReservedBlocks"]
 
-PendingCopy = tuple[Event, Tensor, Tensor]  # a copy, and both of its ends, which live until it is waited for
+PendingCopy = tuple[Event, Tensor, Tensor]  # event, device tensor, host tensor: alive until compute has waited
 
 
 class HostActivations:
-    """Of one engine.
+    """Copy activations of one engine to the host and back.
 
     Args:
-        device: where compute is.
-        blocks: of the host's memory.
-        streams: for copies; by default the device's, made with the first copy.
+        device: of compute.
+        blocks: of host memory.
+        streams: for copies; by default the device's, created with the first copy.
 
     Attributes:
-        quota: counts what leaves.
+        quota: counts offloaded bytes.
+        blocks: of host memory.
     """
 
     def __init__(
@@ -82,13 +54,13 @@ class HostActivations:
         self._streams = streams
         self.quota = OffloadQuota()
         self.blocks = blocks or HostBlocks(device)
-        # By where the end lies that a graph lets go of first: on the device, on the host.
+        # By address of the copy's target.
         self._offloading: dict[int, PendingCopy] = {}
         self._loading: dict[int, PendingCopy] = {}
 
     @property
     def nbytes(self) -> int:
-        """Of memory of the host, in use or free for the next step."""
+        """Return the bytes of host memory, in use or free for the next step."""
         return self.blocks.nbytes
 
     @property
@@ -98,7 +70,9 @@ class HostActivations:
         return self._streams
 
     def start_offload(self, value: Tensor) -> Tensor:
-        """Of the same sizes, strides and dtype."""
+        """Start a copy to the host after the compute so far; return the host tensor, with the same sizes, strides and
+        dtype.
+        """
         flat = _flat(value)
         taken = self.blocks.allocate(flat.nbytes).view(value.dtype)
         host = taken.as_strided(value.size(), value.stride())
@@ -109,6 +83,7 @@ class HostActivations:
         return host
 
     def wait_offload(self, value: Tensor, host: Tensor) -> None:
+        """Let compute wait for the copy to ``host``."""
         if value.numel():
             event, mine, _ = _pop(self._offloading, host)
             self.streams.wait(event)
@@ -116,6 +91,7 @@ class HostActivations:
                 raise RuntimeError(_WRONG_TENSOR)
 
     def start_load(self, host: Tensor) -> Tensor:
+        """Start a copy to the device after the compute so far; return the device tensor."""
         value = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=self._device)
         if value.numel():
             event = self.streams.copy_in([(_flat(value), _flat(host))], [self.streams.compute_event()])
@@ -123,6 +99,7 @@ class HostActivations:
         return value
 
     def wait_load(self, value: Tensor, host: Tensor) -> None:
+        """Let compute wait for the copy to ``value``."""
         if value.numel():
             event, _, mine = _pop(self._loading, value)
             self.streams.wait(event)
@@ -130,27 +107,28 @@ class HostActivations:
                 raise RuntimeError(_WRONG_TENSOR)
 
     def wait_all(self) -> None:
-        """What an exception has left half done: compute waits for it, and then it is let go of. Nothing happens
-        otherwise."""
+        """Let compute wait for copies that an exception has interrupted, and drop them."""
         for under_way in (self._offloading, self._loading):
             while under_way:
                 event, _, _ = under_way.popitem()[1]
                 self.streams.wait(event)
 
     def reset(self) -> None:
-        """The same, and memory that nobody uses is the host's again."""
+        """Drop interrupted copies, and free unused host memory."""
         self.wait_all()
         self.blocks.free_unused()
 
     @contextmanager
     def reserving(self, held: ReservedBlocks) -> Iterator[None]:
-        """Surrounds a forward that is captured: see :class:`ReservedBlocks`."""
+        """Inside, a captured forward uses these blocks; see :class:`ReservedBlocks`."""
         with self.blocks.reserving(held):
             yield
 
     @contextmanager
     def uncounted(self, sent: list[int]) -> Iterator[None]:
-        """Surrounds one that does not run: what leaves is not counted, but noted, for each replay to count."""
+        """Inside, a forward is captured and does not run: append its offloaded bytes to ``sent`` instead of counting
+        them.
+        """
         before = replace(self.quota)
         yield
         sent.append(self.quota.sent - before.sent)
@@ -159,7 +137,7 @@ class HostActivations:
 
 _WRONG_TENSOR = (
     "lightning_zero: a graph waits for the copy of an activation with another tensor than it was started with: the "
-    "compiler has made a copy in between. Please report this. Until then, leave 'activations' out of offload=."
+    "compiler has inserted a copy. Please report this. Until then, leave 'activations' out of offload=."
 )
 
 
@@ -171,67 +149,74 @@ def _pop(under_way: dict[int, PendingCopy], tensor: Tensor) -> PendingCopy:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """All memory from its first to its last element, which is itself where there are no gaps."""
+    """Return a 1-D view of all memory from the first to the last element."""
     return tensor.as_strided((extent(tensor.size(), tensor.stride()),), (1,))
 
 
 @dataclass
 class OffloadQuota:
-    """Of one engine.
+    """Bound the bytes that one forward offloads, if a total is given.
+
+    Graphs are compiled one by one, when they are first called, so the number of later ones is unknown. Therefore a
+    graph may offload its call's share of the rest of the quota. Modules that look alike share a graph, so the first
+    step counts calls of compiled modules. A pass stays within the quota if no graph runs twice in a call or in modules
+    that differ, no call is new, and batches are no larger than the compiled ones.
 
     Attributes:
-        calls: of compiled modules in a pass.
-        sent: bytes that have left in this one.
-        beyond: who was called, in words, when more had left than was named; empty where that is not so.
+        calls_per_pass: calls of compiled modules in a forward.
+        sent: bytes offloaded in this forward.
+        exceeded_by: name of the module whose call exceeded the quota, or empty.
     """
 
     calls_per_pass: int = 1
     sent: int = 0
     exceeded_by: str = ""
     _limit: float = math.inf
-    _call: int = 0  # of the current call
-    _sent_before_call: int = 0  # sent when it began
+    _call: int = 0  # number of the current call
+    _sent_before_call: int = 0
     _call_name: str = "a module"
 
     def begin_pass(self, most: float = math.inf) -> None:
-        """``most``: bytes that are to leave in it."""
+        """Begin a forward that may offload ``most`` bytes."""
         self.sent = self._call = self._sent_before_call = 0
         self.exceeded_by, self._limit = "", most
 
     def begin_call(self, called: str) -> None:
-        """Of a compiled module."""
+        """Begin a call of a compiled module."""
         self._call += 1
         self._sent_before_call, self._call_name = self.sent, called
 
     def record(self, nbytes: int) -> None:
-        """So much leaves."""
+        """Count offloaded bytes."""
         self.sent += nbytes
         if self.sent > self._limit and not self.exceeded_by:
             self.exceeded_by = self._call_name
 
     def remaining(self, most: float) -> float:
-        """Bytes that may leave from a graph that is compiled now, of ``most`` in all of the pass."""
+        """Return the bytes that a graph compiled now may offload, of ``most`` in the whole forward."""
         part = (most - self._sent_before_call) / max(self.calls_per_pass - self._call + 1, 1)
         return max(part - (self.sent - self._sent_before_call), 0.0)
 
 
-BLOCK_UNIT_BYTES = 4096  # bytes that a block is a multiple of
-MAX_WASTE_DIVISOR = 8  # a block serves for what is at most an eighth smaller
-SPARE_DIVISOR = 4  # what is free, and not the right size, may be a fourth of the most that was lent at once
+BLOCK_UNIT_BYTES = 4096  # a block is a multiple of a page
+MAX_WASTE_DIVISOR = 8  # a block may be an eighth larger than requested
+SPARE_DIVISOR = 4  # spare blocks of other sizes: at most a fourth of the peak
 
 
 @dataclass(eq=False)
 class _Block:
-    memory: Tensor  # bytes
-    last_use: int = 0  # when it was lent last, by number
+    memory: Tensor  # uint8
+    last_use: int = 0  # sequence number of its last loan
 
 
 class ReservedBlocks:
-    """What one graph after the other writes to, of which no two are under way at once.
+    """Hold the blocks of CUDA graphs that never run concurrently.
+
+    Captured graphs write to and read from fixed addresses, which must stay reserved between replays.
 
     Attributes:
-        blocks: lent to it for as long as it lives.
-        used: of these, by the graph that is made now.
+        blocks: reserved for the lifetime of this object.
+        used: indices of the blocks that the graph being captured uses.
     """
 
     def __init__(self) -> None:
@@ -239,7 +224,7 @@ class ReservedBlocks:
         self.used: set[int] = set()
 
     def allocate(self, nbytes: int) -> Tensor | None:
-        """One that this graph has no use for yet."""
+        """Return a block that this graph does not use yet, or None."""
         fit = [n for n, b in enumerate(self.blocks) if n not in self.used and _fits(nbytes, b.numel())]
         if not fit:
             return None
@@ -249,7 +234,9 @@ class ReservedBlocks:
 
 
 class HostBlocks:
-    """For one device.
+    """Reuse blocks of pinned host memory from step to step, for one device.
+
+    A block is lent as a tensor, and is free again when that tensor and all its views are deleted.
 
     Attributes:
         nbytes: lent and free.
@@ -259,17 +246,17 @@ class HostBlocks:
         self._device = device
         self._memory = memory or HostMemory(device)
         self._free: list[_Block] = []
-        self._returned: deque[_Block] = deque()  # from wherever a tensor is let go of, the garbage collector among it
+        self._returned: deque[_Block] = deque()  # filled by finalizers, from any thread
         self._reserved: ReservedBlocks | None = None
         self._lock = threading.Lock()
         self._uses = self._lent_bytes = self._max_lent_bytes = 0
         self.nbytes = 0
 
     def allocate(self, nbytes: int) -> Tensor:
-        """So many bytes, 1-D, not filled with anything in particular.
+        """Return ``nbytes`` of uninitialized memory, 1-D.
 
         Raises:
-            HostMemoryError: the host has not so much.
+            HostMemoryError: the host has too little memory.
         """
         if self._reserved is None:
             return self._lend(nbytes)[:nbytes]
@@ -282,7 +269,7 @@ class HostBlocks:
 
     @contextmanager
     def reserving(self, reserved: ReservedBlocks) -> Iterator[None]:
-        """What is taken inside, by whichever thread, is ``reserved``'s."""
+        """Inside, allocations of any thread are taken from ``reserved``."""
         reserved.used.clear()
         before, self._reserved = self._reserved, reserved
         try:
@@ -291,7 +278,7 @@ class HostBlocks:
             self._reserved = before
 
     def free_unused(self) -> None:
-        """What is free is the host's again."""
+        """Free all blocks that are not lent."""
         with self._lock:
             self._collect_returned()
             self._drop(len(self._free))
@@ -309,7 +296,7 @@ class HostBlocks:
             block.last_use = self._uses
             self._lent_bytes += block.memory.numel()
             self._max_lent_bytes = max(self._max_lent_bytes, self._lent_bytes)
-        # A tensor over memory that is told when nobody has it any more.
+        # A finalizer on the buffer runs when the last tensor on it is deleted.
         numel = block.memory.numel()
         buffer = (ctypes.c_char * numel).from_address(block.memory.data_ptr())
         weakref.finalize(buffer, self._returned.append, block).atexit = False
@@ -323,7 +310,7 @@ class HostBlocks:
 
     def _new(self, nbytes: int) -> _Block:
         if self._capturing():
-            # Of this thread nothing may be asked now that is not for the graph; of others it may.
+            # This thread may not call the driver while it captures; others may.
             with ThreadPoolExecutor(1, "pinning") as thread:
                 memory = thread.submit(self._memory.empty, nbytes, torch.uint8).result()
         else:
@@ -337,13 +324,13 @@ class HostBlocks:
         return _Block(memory)
 
     def _drop_spare(self, nbytes: int) -> None:
-        """Gives back sizes that do not come any more, as where batches are of many lengths."""
+        """Free blocks of sizes that are not used any more, for example if sequence lengths vary."""
         most = max(self._max_lent_bytes, self._lent_bytes + nbytes)
         while self._free and self.nbytes + nbytes > most + most // SPARE_DIVISOR:
             self._drop(1)
 
     def _drop(self, count: int) -> None:
-        """Gives back those that were not lent for longest."""
+        """Free the least recently lent blocks."""
         self._free.sort(key=lambda block: block.last_use)
         self.nbytes -= sum(block.memory.numel() for block in self._free[:count])
         del self._free[:count]

@@ -1,17 +1,9 @@
-"""Memory of the host that a device copies from and to while both go on: pinned, and near the device.
+"""Allocate pinned host memory near a device, and decide which master weights are stored there.
 
-Torch's own pinned allocator rounds sizes up to powers of two, which for many GiB is memory that nobody has. This maps
-what is asked for, lets threads on the CPUs next to the GPU touch it first, so that it lies in their part of the host's
-memory, and registers it with the driver. For a CPU, memory of the host is what there is already.
-
-
----
-
-Which CPUs lie next to a GPU: memory that these touch first is read by it fastest.
-
----
-
-``offload=("optimizer", "parameters")``: master shards on the host, where that is possible."""
+torch's allocator of pinned memory rounds up to powers of two, which wastes many GiB. Here memory is mapped with its
+exact size, first touched by threads on the CPUs of the GPU's NUMA node, and registered with the driver. For a CPU
+device it is ordinary memory.
+"""
 
 from __future__ import annotations
 
@@ -36,34 +28,36 @@ __all__ = ["HostMemory", "check_host_masters", "cpus_near", "free_bytes", "host_
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 MAPPED = 2  # cudaHostRegisterMapped
-TOUCH_BYTES = 256 << 20  # by a thread at a time
+TOUCH_BYTES = 256 << 20  # of one task of a thread
 MOST_THREADS = 8
 ADVICE = "Leave out offload=, give each process more memory of its host, or shard over more hosts."
 
 
 class HostMemory:
-    """For one device."""
+    """Allocate host memory for one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """1-D, not filled with anything in particular. It is given back with the last view of it.
+        """Return an uninitialized 1-D tensor. Its memory is freed with its last view.
 
         Raises:
-            HostMemoryError: the host has not so much, or it cannot be pinned.
+            HostMemoryError: the host has too little memory, or cannot pin it.
         """
         nbytes = numel * dtype.itemsize
         if self._device.type != "cuda" or not nbytes:
             return torch.empty(numel, dtype=dtype)
-        return torch.frombuffer(self._pinned(nbytes), dtype=dtype, count=numel)  # holds the mapping
+        return torch.frombuffer(self._pinned(nbytes), dtype=dtype, count=numel)  # keeps the mapping alive
 
     def mapped(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The same memory twice, 1-D zeros: as a tensor of the device, whose kernels read and write it over the link,
-        and as one of the host, which copy engines do. Each knows nothing of the other's version. On a CPU both are one.
+        """Return 1-D zeros twice: as a device tensor, which kernels access over the link, and as a CPU tensor for copy
+        engines.
+
+        Both are the same memory, but each has its own version counter. On a CPU both are one tensor.
 
         Raises:
-            HostMemoryError: likewise.
+            HostMemoryError: the host has too little memory, or cannot pin it.
         """
         nbytes = numel * dtype.itemsize
         if self._device.type != "cuda" or not nbytes:
@@ -76,7 +70,7 @@ class HostMemory:
         return seen.view(dtype), torch.frombuffer(memory, dtype=dtype, count=numel)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies where :meth:`empty` allocates."""
+        """Return True if the tensor is in memory as :meth:`empty` allocates it."""
         return tensor.device.type == "cpu" and (self._device.type != "cuda" or tensor.is_pinned())
 
     def _pinned(self, nbytes: int, flags: int = 0) -> _Pinned:
@@ -89,15 +83,15 @@ class HostMemory:
         return _Pinned.of(nbytes, self._device, flags)
 
     def settle(self) -> None:
-        """The host waits until all copies are there: it may read now."""
+        """Block the host until all copies have finished."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 class _Pinned(mmap.mmap):
-    """Pages that stay where they are. The device's copies must be over when it goes, so it waits for them."""
+    """Hold mapped pages that are pinned. Before unpinning them, it waits for the device's copies."""
 
-    device: torch.device | None = None  # once it is pinned
+    device: torch.device | None = None  # set after pinning
     address = 0
 
     @classmethod
@@ -133,7 +127,7 @@ class _Pinned(mmap.mmap):
 
 
 class _CudaView:
-    """Such memory, as a device sees it: bytes, for ``torch.as_tensor``, which holds this object."""
+    """Expose pinned memory to ``torch.as_tensor`` as bytes of a device."""
 
     def __init__(self, memory: _Pinned, nbytes: int) -> None:
         self._memory = memory
@@ -146,11 +140,11 @@ class _CudaView:
 
 
 def _touch_pages(address: int, nbytes: int, cpus: frozenset[int]) -> None:
-    """Writes zeros, on these CPUs: pages are made where they are written first. On any, where none is given."""
+    """Write zeros by threads on these CPUs, or on any if empty: pages are allocated on the node that writes first."""
 
     def bind() -> None:
         if cpus:
-            os.sched_setaffinity(0, cpus)  # of this thread
+            os.sched_setaffinity(0, cpus)  # this thread only
 
     begins = range(0, nbytes, TOUCH_BYTES)
     threads = min(MOST_THREADS, len(begins), len(cpus or os.sched_getaffinity(0)))
@@ -159,7 +153,7 @@ def _touch_pages(address: int, nbytes: int, cpus: frozenset[int]) -> None:
 
 
 def free_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
-    """What the host, and the container where it has a limit, can still give; None where nobody says."""
+    """Return the bytes that the host, and the container's limit if there is one, can still provide; None if unknown."""
     found = []
     with suppress(OSError, ValueError, IndexError):
         lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())
@@ -180,20 +174,20 @@ SYS = Path("/sys")
 
 
 def cpus_near(device: torch.device, sys: Path = SYS) -> frozenset[int]:
-    """Those of the GPU's NUMA node that this process may run on; empty where that is not known, or there are none."""
+    """Return the CPUs of the GPU's NUMA node that this process may use; empty if unknown."""
     place = _pci_address(device)
     if place is None:
         return frozenset()
     try:
         node = int((sys / "bus/pci/devices" / place / "numa_node").read_text())
-        cpus = (sys / f"devices/system/node/node{node}/cpulist").read_text()  # no node: -1
+        cpus = (sys / f"devices/system/node/node{node}/cpulist").read_text()  # numa_node is -1 without NUMA
     except (OSError, ValueError):
         return frozenset()
     return parse_cpu_list(cpus) & os.sched_getaffinity(0)
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """Of the kernel's lists of numbers: ``"0-2,8"`` is 0, 1, 2 and 8."""
+    """Parse the kernel's lists of numbers: ``"0-2,8"`` is 0, 1, 2 and 8."""
     found: set[int] = set()
     for part in filter(None, text.strip().split(",")):
         first, _, last = part.partition("-")
@@ -202,7 +196,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def _pci_address(device: torch.device) -> str | None:
-    """On the PCI bus, as sysfs writes it."""
+    """Return the PCI address as sysfs writes it."""
     if device.type != "cuda":
         return None
     known = torch.cuda.get_device_properties(device)
@@ -213,10 +207,10 @@ def _pci_address(device: torch.device) -> str | None:
 
 
 def host_master_policy(config: EngineConfig, mesh: Mesh) -> HostMasterPolicy | None:
-    """Which master shards lie on the host; None: none.
+    """Return the policy for ``offload=("optimizer", "parameters")``; None: no master shard is on the host.
 
     Raises:
-        UnsupportedError: they are to, and cannot.
+        UnsupportedError: master shards cannot be on the host.
     """
     check_host_masters(config, mesh.shard_host_count)
     if "parameters" not in config.offload or config.compute_dtype is None:
@@ -225,8 +219,12 @@ def host_master_policy(config: EngineConfig, mesh: Mesh) -> HostMasterPolicy | N
 
 
 def check_host_masters(config: EngineConfig, hosts: int) -> None:
-    """Raises :class:`UnsupportedError` where master shards are to lie on the host, and cannot. ``hosts``: over so many
-    each parameter is cut."""
+    """Raise :class:`UnsupportedError` if master shards should be on the host, but cannot.
+
+    Args:
+        config: options.
+        hosts: number of hosts over which each parameter is sharded.
+    """
     if "parameters" not in config.offload:
         return
     if config.compute_dtype is None:

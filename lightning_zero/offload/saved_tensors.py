@@ -1,15 +1,9 @@
-"""What autograd has saved must not be changed until backward reads it. Torch looks for that itself, unless there are
-hooks that pack what is saved: gradients would be wrong, and nobody would be told.
+"""Offload tensors that eager code saves for backward, oldest first, when the device runs short of memory.
 
----
-
-What eager code saves for backward, of which the oldest goes to the host while the device has too little left.
-
-A first training step runs eagerly, before anything is known that could be planned, and saves what compiled code would
-compute again. Nobody knows beforehand what comes: so everything stays where it is at first, and what was saved first,
-which backward needs last, is copied to the host once there is more than there should be, and back when it is asked for;
-also while backward runs, which begins with what a loss takes for a moment, and nobody has seen that coming.
-Copies are plain ones, of memory that is not pinned: pinning takes longer than a step, and nobody does this twice.
+The first training step runs eagerly, before anything can be planned, and saves tensors that compiled code would
+recompute. Tensors stay on the device until memory is short. Then the oldest, which backward needs last, are copied to
+the host; also during backward, which begins with the loss's temporary memory. torch's ``save_on_cpu`` would offload all
+tensors in every step. Copies are unpinned, because pinning takes longer than the one step that needs it.
 """
 
 from __future__ import annotations
@@ -28,11 +22,11 @@ __all__ = ["SavedTensor", "SavedTensorOffload", "VersionedTensor"]
 
 
 class VersionedTensor(NamedTuple):
-    """A tensor as it is saved.
+    """Detect changes of a saved tensor. torch checks versions itself, except if pack hooks are used.
 
     Attributes:
-        tensor: detached: the result of an operation would keep itself alive by its own history.
-        version: that it had.
+        tensor: detached, because the result of an operation would keep itself alive through its own graph.
+        version: at the time of saving.
     """
 
     tensor: Tensor
@@ -44,14 +38,14 @@ class VersionedTensor(NamedTuple):
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether nobody has changed it since."""
+        """Return True if the tensor was not changed since it was saved."""
         return self.tensor._version == self.version
 
     def unpack(self) -> Tensor:
-        """The tensor.
+        """Return the tensor.
 
         Raises:
-            RuntimeError: it was changed, as torch's own.
+            RuntimeError: it was changed in place; the message is torch's.
         """
         if self.is_unchanged:
             return self.tensor
@@ -64,13 +58,12 @@ class VersionedTensor(NamedTuple):
         )
 
 
-MIN_OFFLOAD_BYTES = 1 << 20  # what is smaller stays
-MAX_STORAGE_RATIO = 8  # times a tensor's bytes: it is a part of something larger, an arena of weights or of a user's
+MIN_OFFLOAD_BYTES = 1 << 20  # smaller storages stay
+MAX_STORAGE_RATIO = 8  # a tensor in a larger storage is part of a flat buffer, which stays
 
 
 class _SavedStorage:
-    """Of saved tensors that share it, as it was when the first of them was saved: on the device, or on the host.
-    ``offload_oldest`` comes before it is given back to backward."""
+    """Hold the storage of saved tensors as it was when the first of them was saved, on the device or on the host."""
 
     def __init__(self, tensor: Tensor, offload_oldest: Callable[[], None]) -> None:
         self.offload_oldest = offload_oldest
@@ -79,19 +72,19 @@ class _SavedStorage:
         self.version = tensor._version
         self.nbytes = storage.nbytes()
         self.device = tensor.device
-        self.here: VersionedTensor | None = VersionedTensor.of(tensor)  # keeps the storage
+        self.here: VersionedTensor | None = VersionedTensor.of(tensor)  # keeps the storage alive
         self.flat: Tensor = _tensor_over(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
 
     def to_host(self) -> int:
         if self.here is None or not self.here.is_unchanged:
-            return 0  # what is wanted is not there any more, which backward will hear
+            return 0  # changed in place: backward raises
         host = torch.empty(self.flat.numel(), dtype=torch.uint8)
         host.copy_(self.flat)
         self.flat, self.here = host, None
         return host.numel()
 
     def to_device(self) -> Tensor:
-        """All of it, on its device."""
+        """Return all bytes on the device, after making room there."""
         self.offload_oldest()
         if self.here is not None:
             self.here.unpack()
@@ -99,7 +92,7 @@ class _SavedStorage:
 
 
 class SavedTensor(NamedTuple):
-    """Stands for a tensor that autograd has saved."""
+    """Stand for a tensor that autograd has saved."""
 
     memory: _SavedStorage
     dtype: torch.dtype
@@ -108,27 +101,27 @@ class SavedTensor(NamedTuple):
     offset: int
 
     def unpack(self) -> Tensor:
-        """The tensor, on its device.
+        """Return the tensor on its device.
 
         Raises:
-            RuntimeError: it was changed before it left.
+            RuntimeError: it was changed in place before it was offloaded.
         """
         to_device = self.memory.to_device()
         return _tensor_over(to_device.untyped_storage(), self.dtype, self.size, self.stride, self.offset)
 
 
 class SavedTensorOffload:
-    """Packs what autograd saves in one forward.
+    """Pack the tensors that autograd saves in one forward.
 
     Args:
-        device: whose memory it is.
-        excess: bytes of it by which there is too much now; below 0 where there is room.
-        least_bytes: smaller memory stays.
-        unwatched: bytes that are saved first, and stay; nobody is asked about the device before.
+        device: of the saved tensors.
+        excess: returns the bytes that are too many on the device now; negative if there is room.
+        least_bytes: smaller storages stay.
+        unchecked_bytes: bytes that are saved first without asking ``excess``.
 
     Attributes:
-        nbytes: that have left so far.
-        largest: bytes of the largest thing that was saved so far, of what may leave.
+        nbytes: offloaded so far.
+        largest: bytes of the largest storage that was saved and may be offloaded.
     """
 
     def __init__(
@@ -144,10 +137,10 @@ class SavedTensorOffload:
         self._excess = excess
         self._least_bytes = least_bytes
         self._known: weakref.WeakValueDictionary[int, _SavedStorage] = weakref.WeakValueDictionary()
-        self._on_device: deque[weakref.ref[_SavedStorage]] = deque()  # the oldest first
+        self._on_device: deque[weakref.ref[_SavedStorage]] = deque()  # oldest first
 
     def pack(self, tensor: Tensor) -> VersionedTensor | SavedTensor:
-        """What is to be saved in the tensor's place."""
+        """Return the object that autograd saves instead of the tensor."""
         if not self._can_offload(tensor):
             return VersionedTensor.of(tensor)
         nbytes = tensor.untyped_storage().nbytes()
@@ -166,7 +159,7 @@ class SavedTensorOffload:
         return self._least_bytes <= tensor.untyped_storage().nbytes() <= MAX_STORAGE_RATIO * tensor.nbytes
 
     def _memory(self, tensor: Tensor) -> _SavedStorage:
-        # Layers that read the same activation save it once each: copies of it would be memory that nobody has.
+        # Layers that read the same activation each save it; one copy serves all.
         storage = tensor.untyped_storage()
         known = self._known.get(storage.data_ptr())
         if known is not None and known.source() is storage and known.version == tensor._version:
@@ -178,14 +171,14 @@ class SavedTensorOffload:
     def _offload_oldest(self) -> None:
         excess = self._excess()
         if excess > 0 and self._on_device and self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)  # it may have been made on another stream than this one
+            torch.accelerator.synchronize(self._device)  # the storage may have been written on another stream
         while excess > 0 and self._on_device:
             memory = self._on_device.popleft()()
             if memory is None:
                 continue
             free = free_bytes()
             if free is not None and free < 2 * memory.flat.numel():
-                self._on_device.clear()  # a host that is full would end the process
+                self._on_device.clear()  # the system would end the process if host memory ran out
                 return
             left = memory.to_host()
             self.nbytes += left

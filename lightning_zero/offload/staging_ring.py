@@ -1,39 +1,13 @@
-"""The ways on which copies between host and device go beside what the device computes.
+"""Stream data that is stored on the host through a ring of device buffers.
 
-Three lanes work side by side, each in its own order: copies in, copies out, and compute, which is the device's current
-stream. An event is all that a lane has been given up to a moment; a lane that waits for one does nothing further until
-that is done. ``staging_ring.py`` decides which waits are needed. Tests replace the lanes by some that run in the worst
-order.
+While compute uses one buffer, earlier chunks are copied back to the host, and later chunks are copied in. A
+:class:`RingPass` first prefetches one chunk per buffer. ``open`` and ``close`` alternate for each chunk, and may be
+captured in a CUDA graph between ``join`` and ``rejoin``. ``flush`` copies the last chunks out.
 
-
----
-
-Some buffers on the device, through which much more passes that lies on the host.
-
-While one buffer is computed in, those of the loads before it are on their way back to the host, and those of the loads
-behind it on their way in. A :class:`RingPass` has three parts:
-
-    ``prefetch``               the first loads, as many as there are buffers, start to come: the earlier, the better
-    ``open``, ``close``     by turns, for each load: what is in its buffer may be changed; then it leaves, and the load
-                            that is next in the same buffer comes. May be captured in a CUDA graph, between ``join``
-                            and ``rejoin``
-    ``flush``               the last loads, which nobody waits for
-
-Three waits keep copies and compute apart, beside compute's own for what it is about to use:
-
-    a copy in waits for compute         whatever compute was given before the pass comes first
-    a copy in waits for a copy out      of the load that had the buffer before, and of the last time that this load
-                                        left; behind a pass of other loads, for all copies out
-    a copy out waits for compute        which writes what is to be copied
-
-Copies of one direction keep their order, so that a wait for the last one is a wait for all. Loads that come ahead do so
-in the order in which their buffers get free: copies go both ways at once, however many buffers there are.
-
-
----
-
-How fast copies between a device and pinned memory of its host are, while both directions and all ranks copy: hosts
-share it."""
+Three waits order copies and compute. A copy in waits for the compute before the pass, and for the copy out of the chunk
+that had the buffer before, and of the same chunk in the last pass. A copy out waits for the compute that writes its
+source. Copies of one direction stay in order, so waiting for the last one waits for all.
+"""
 
 from __future__ import annotations
 
@@ -69,32 +43,38 @@ Event = Any
 
 
 class CopyStreams(Protocol):
-    """Takes copies. Nothing here waits on the host."""
+    """Copy between host and device concurrently with compute, which is the device's current stream.
+
+    An event marks all work given to a stream so far. No method blocks the host. Tests replace this class by one that
+    runs copies in the worst order.
+    """
 
     def record_use(self, memory: Tensor) -> None:
-        """Copies will go there, and from there: once it is given back, whoever gets it next waits for them."""
+        """Tell the allocator that copies use this memory, so that it is not reused before they finish."""
         ...
 
     def copy_in(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
-        """From the host, once all of ``after`` is done."""
+        """Copy from the host after the events in ``after``."""
         ...
 
     def copy_out(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
-        """To the host, likewise."""
+        """Copy to the host after the events in ``after``."""
         ...
 
     def compute_event(self) -> Event:
-        """All that compute has been given so far."""
+        """Return an event for all compute given so far."""
         ...
 
     def wait(self, event: Event) -> None:
-        """Compute goes on behind it."""
+        """Let compute wait for the event."""
         ...
 
 
 class CudaCopyStreams:
-    """Of a GPU: copies on two streams, one for each direction, which its copy engines serve at once. May be captured
-    in a CUDA graph, if all that is waited for inside was given to the lanes inside."""
+    """Copy on two streams of a GPU, one per direction, which its copy engines serve concurrently.
+
+    It may be captured in a CUDA graph, if the graph also contains all work that it waits for.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -127,7 +107,7 @@ def _copy_on(stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[
 
 
 class CpuCopyStreams:
-    """Of a CPU: whatever is given is done at once, so nobody ever waits."""
+    """Copy at once on a CPU, so that no wait is needed."""
 
     def record_use(self, memory: Tensor) -> None:
         pass
@@ -149,41 +129,40 @@ def copy_streams_of(device: torch.device) -> CopyStreams:
     return CudaCopyStreams(device) if device.type == "cuda" else CpuCopyStreams()
 
 
-MIN_SLOTS = 4  # in use, going out, and two coming in
-MAX_SLOT_BYTES = 64 << 20  # of a slot: a copy of that size is as fast per byte as any
-ALIGNMENT = 512  # bytes, as torch's allocator aligns
-MIN_TENSORS_PER_SLOT = 8  # tensors of which a slot has room for 32 elements
+MIN_SLOTS = 4  # one for compute, one for a copy out, two for copies in
+MAX_SLOT_BYTES = 64 << 20  # larger copies are not faster per byte
+ALIGNMENT = 512  # bytes, as in torch's allocator
+MIN_TENSORS_PER_SLOT = 8  # a slot has room for 32 elements of this many tensors
 
-StagedChunk = Mapping[str, Tensor]  # contiguous memory of the host
+StagedChunk = Mapping[str, Tensor]  # contiguous host tensors by name
 
 
 class StagedChunks(list[StagedChunk]):
-    """Those of passes that are made again and again."""
+    """Hold the chunks of passes that are repeated."""
 
 
 def _no_pass() -> None:
-    """The loads of no pass."""
+    """Refer to no chunks."""
 
 
 class StagingRing:
-    """The buffers, and how big chunks may be.
+    """Hold the buffers of a ring.
 
     Args:
-        device: where.
-        nbytes: of all buffers together, at most. The memory is allocated with the first pass, for no more buffers than
-            that has chunks.
+        device: of the buffers.
+        nbytes: of all buffers together, at most. They are allocated with the first pass, one per chunk at most.
         streams: for copies; by default the device's.
-        stamp: is another one once chunks may have been written to otherwise than through their tensors.
+        stamp: returns another value after chunks may have been written without a change of their tensors' versions.
 
     Attributes:
-        slots: number of the buffers.
-        slot_bytes: of each.
-        most: chunks of the longest pass.
-        last: all that was to leave so far; None before there was anything.
-        leaving: the chunks of the pass that left last, if it is made again, and when those that it had in buffers have
-            left, by number, in their order. Holds no chunk: state that an optimizer has dropped is to be gone.
-        coming: events of the copies in that compute has not waited for, by chunk, of the pass that has the buffers. Not
-            the pass: as a cycle the two would keep buffers, and state, until Python's garbage collector runs.
+        slots: number of buffers.
+        slot_bytes: of each buffer.
+        longest_pass: number of chunks.
+        last_copy_out: event of the last copy out, or None.
+        last_pass: a reference to the last pass's chunks, if they are repeated, and events of its last copies out by
+            chunk. It holds no chunk, so that dropped optimizer state is freed.
+        pending_copies: events of copies in that compute has not waited for, by chunk, of the pass that uses the
+            buffers. It does not hold the pass: a reference cycle would keep buffers and state until garbage collection.
     """
 
     def __init__(
@@ -202,8 +181,8 @@ class StagingRing:
         self.resize(nbytes)
 
     def resize(self, nbytes: int) -> None:
-        """Other buffers, of so many bytes, from the next pass on. Not while one is under way."""
-        if self.pending_copies:  # what came ahead: nobody else may get that memory before it has
+        """Use buffers of ``nbytes`` from the next pass on. Not allowed during a pass."""
+        if self.pending_copies:  # compute must wait for prefetches before their memory is freed
             self.streams.wait(next(reversed(self.pending_copies.values())))
             self.pending_copies.clear()
         if self.last_copy_out is not None:
@@ -212,7 +191,7 @@ class StagingRing:
         self.slot_bytes = max(min(nbytes // MIN_SLOTS, MAX_SLOT_BYTES) // ALIGNMENT, MIN_TENSORS_PER_SLOT) * ALIGNMENT
         self.longest_pass = (
             self.longest_pass if self.slot_bytes == before else 0
-        )  # the same state is cut into other chunks
+        )  # the same state is split into other chunks
         self.slots = self._max_slots = max(nbytes // self.slot_bytes, MIN_SLOTS)
         self.last_pass: tuple[Callable[[], Sequence[StagedChunk] | None], dict[int, Event]] = _no_pass, {}
         self.pending_copies = {}
@@ -220,34 +199,37 @@ class StagingRing:
 
     @property
     def nbytes(self) -> int:
-        """On the device, now."""
+        """Return the bytes that are allocated on the device now."""
         return 0 if self._memory is None else self._memory.nbytes
 
     @property
     def can_grow(self) -> bool:
-        """Whether :meth:`resize` would make more buffers, for a pass that is longer than the first one was."""
+        """Return True if :meth:`resize` would add buffers, because a later pass was longer than the first."""
         return self.slots < min(self._max_slots, self.longest_pass)
 
     def elements(self, itemsizes: Sequence[int]) -> int:
-        """How many elements of several tensors, of these sizes in bytes, one buffer holds: a multiple of 32, and at
-        least that."""
+        """Return how many elements of several tensors fit into one buffer: a multiple of 32, and at least that.
+
+        Args:
+            itemsizes: bytes per element of each tensor.
+        """
         room = self.slot_bytes - len(itemsizes) * ALIGNMENT
         return max(room // max(sum(itemsizes), 1) // 32, 1) * 32
 
     def allocated(self) -> Tensor:
-        """The memory of all buffers: bytes, allocated now if it was not before."""
+        """Return the memory of all buffers, and allocate it if needed."""
         if self._memory is None:
             self.slots = max(min(self.slots, self.longest_pass), MIN_SLOTS)
             self._memory = torch.empty(self.slots * self.slot_bytes, dtype=torch.uint8, device=self._device)
-            # A training may end, and all of it go, while state is on its way.
+            # The memory may be freed while copies are running.
             self.streams.record_use(self._memory)
         return self._memory
 
     def buffers(self, number: int, like: StagedChunk) -> dict[str, Tensor]:
-        """Where the chunk of this number of a pass lies on the device.
+        """Return the device tensors of the chunk with this number.
 
         Raises:
-            ValueError: it is too large.
+            ValueError: the chunk is too large.
         """
         if not like:
             return {}
@@ -262,22 +244,22 @@ class StagingRing:
 
 
 class RingPass:
-    """Once through a ring.
+    """Stream a sequence of chunks through a ring once.
 
     Args:
-        ring: that no other pass is in.
-        chunks: in their order. One without tensors has nothing to bring, and may have something to take.
+        ring: not used by another pass.
+        chunks: in order. One without tensors copies nothing in, but may copy something out.
     """
 
     def __init__(self, ring: StagingRing, chunks: Sequence[StagedChunk]) -> None:
         self._ring, self._streams, self._chunks = ring, ring.streams, chunks
-        self._arrivals: dict[int, Event] = {}  # by chunk, until compute has waited for it
-        self._replaced: dict[int, StagedChunk] = {}  # chunks in the place of those that came
+        self._arrivals: dict[int, Event] = {}  # by chunk, until compute has waited for them
+        self._replaced: dict[int, StagedChunk] = {}  # targets that differ from the sources
         self._last_copy_out: Event = None
         self._prefetched_versions: list[Any] = []
 
     def prefetch(self) -> None:
-        """The first chunks come, each once its buffer, and it itself, has left."""
+        """Copy the first chunks in, each after its buffer is free and its own last copy out has finished."""
         self._ring.pending_copies = self._arrivals
         self._ring.longest_pass = max(self._ring.longest_pass, len(self._chunks))
         if any(self._chunks):
@@ -285,7 +267,7 @@ class RingPass:
             self._ring.allocated()
         now, slots = self._streams.compute_event(), self._ring.slots
         (of, left), self._ring.last_pass = self._ring.last_pass, (_no_pass, {})
-        # Of the same chunks the last ones leave, one from each buffer, and none that comes has left later than that.
+        # Of the same chunks, those copied out last were one in each buffer, and all others were copied out earlier.
         coming, count = {number % slots: event for number, event in left.items()}, min(slots, len(self._chunks))
         if of() is not self._chunks or len(coming) != count:
             coming = dict.fromkeys(range(count), self._ring.last_copy_out)
@@ -295,7 +277,7 @@ class RingPass:
 
     @property
     def is_valid(self) -> bool:
-        """Whether what has come ahead is still there, and what it was brought from has not been written to since."""
+        """Return True if the prefetched chunks are still in the ring and their sources were not written to."""
         return self._ring.pending_copies is self._arrivals and self._prefetched_versions == self._source_versions()
 
     def _source_versions(self) -> list[Any]:
@@ -303,24 +285,24 @@ class RingPass:
         return [self._ring.stamp(), *(tensor._version for chunk in coming for tensor in chunk.values())]
 
     def join(self) -> None:
-        """Compute waits for all that comes ahead. What follows on it may be captured up to :meth:`rejoin`."""
+        """Let compute wait for all prefetched chunks. Compute up to :meth:`rejoin` may be captured."""
         if self._arrivals:
             self._streams.wait(next(reversed(self._arrivals.values())))
         self._arrivals.clear()
 
     def open(self, number: int) -> dict[str, Tensor]:
-        """What compute, from here to :meth:`close`, finds of this chunk, and may change."""
+        """Return the device tensors of this chunk, which compute may change until :meth:`close`."""
         if number in self._arrivals:
             self._streams.wait(self._arrivals.pop(number))
         return self._ring.buffers(number, self._chunks[number])
 
     def close(self, number: int, chunk: StagedChunk | None = None, values: StagedChunk | None = None) -> None:
-        """The chunk leaves, if its buffer is needed; otherwise :meth:`flush` sees to it.
+        """Copy the chunk out if its buffer is needed; otherwise :meth:`flush` does.
 
         Args:
-            number: that was opened.
-            chunk: what goes in its place, if it is not what came.
-            values: on the device, what of it may lie elsewhere than in the buffers.
+            number: of the opened chunk.
+            chunk: target of the copy, if it differs from the source.
+            values: device tensors that may be outside of the buffers.
         """
         chunk = self._replaced[number] = self._chunks[number] if chunk is None else chunk
         buffers = self._ring.buffers(number, chunk)
@@ -332,12 +314,12 @@ class RingPass:
             self._copy_chunk_in(number + self._ring.slots, [self._last_copy_out])
 
     def rejoin(self) -> None:
-        """Compute waits for all that has left."""
+        """Let compute wait for all copies out."""
         if self._last_copy_out is not None:
             self._streams.wait(self._last_copy_out)
 
     def flush(self, numbers: Iterable[int] | None = None) -> None:
-        """What is still in its buffers leaves: of these chunks, or of those that were closed here."""
+        """Copy out the chunks that are still in buffers: those with these numbers, or those that were closed."""
         left: dict[int, Event] = {}
         for number in sorted(self._replaced if numbers is None else numbers):
             if number + self._ring.slots >= len(self._chunks):
@@ -359,7 +341,7 @@ class RingPass:
         return self._streams.copy_out(copies, [self._streams.compute_event()])
 
 
-NBYTES = 64 << 20  # of a copy
+NBYTES = 64 << 20  # of a measured copy
 REPETITIONS = 4
 FRACTION_WITH_COMPUTE = (
     0.9  # the share that is expected there; copies take no part of the device but its memory's bandwidth
@@ -367,9 +349,11 @@ FRACTION_WITH_COMPUTE = (
 
 
 def measure_host_bandwidth(mesh: Mesh) -> float | None:
-    """Bytes per second in each direction, on the slowest rank, in some hundredths of a second; None on a CPU, where
-    there is nothing to measure, and where a host pins no memory: whoever offloads is told by name. Gives all memory
-    back. Collective."""
+    """Return the bytes per second in each direction on the slowest rank, while both directions and all ranks copy.
+    Collective.
+
+    None on a CPU, and if a host cannot pin memory. All memory is freed.
+    """
     if mesh.device.type == "cpu":
         return None
     host = HostMemory(mesh.device)
@@ -393,6 +377,6 @@ def _bytes_per_s(there: torch.Tensor, back: torch.Tensor, device: torch.device) 
             streams.wait(copy)
         ended.record(torch.cuda.current_stream(device))
         ended.synchronize()
-        if number:  # the first one wakes the device up
+        if number:  # the first one warms up
             best = max(best, NBYTES / (begun.elapsed_time(ended) * 1e-3))
     return best

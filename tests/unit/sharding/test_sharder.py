@@ -27,7 +27,7 @@ class Mesh:
         self._others = others
         self.messages: list[Any] = []
 
-    def gathered(self, mine: Any) -> list[Any]:
+    def all_gather_values(self, mine: Any) -> list[Any]:
         self.messages.append(mine)
         return [mine, *(_messages(other)[len(self.messages) - 1] for other in self._others)]
 
@@ -35,7 +35,7 @@ class Mesh:
 class _Differing(Mesh):
     """Beside this rank there is none that is like it, so all messages are sent."""
 
-    def gathered(self, mine: Any) -> list[Any]:
+    def all_gather_values(self, mine: Any) -> list[Any]:
         self.messages.append(mine)
         return [mine, mine + mine]
 
