@@ -6,7 +6,7 @@ Compiled graphs contain four ops (``compile/passes/offload.py``): ``start_offloa
 CUDA graphs can capture the ops.
 
 Host memory comes from :class:`HostBlocks`, because pinning is slow and impossible while capturing a CUDA graph. torch's
-``save_on_cpu`` copies synchronously in eager code, and its allocator of pinned memory rounds up to powers of two.
+own ``_functorch/_activation_offloading`` pins without reuse by default, and cannot be captured in CUDA graphs.
 """
 
 from __future__ import annotations
@@ -70,8 +70,9 @@ class HostActivations:
         return self._streams
 
     def start_offload(self, value: Tensor) -> Tensor:
-        """Start a copy to the host after the compute so far; return the host tensor, with the same sizes, strides and
-        dtype.
+        """Start a copy to the host after the compute so far, and return the host tensor.
+
+        It has the same sizes, strides and dtype.
         """
         flat = _flat(value)
         taken = self.blocks.allocate(flat.nbytes).view(value.dtype)
@@ -126,8 +127,9 @@ class HostActivations:
 
     @contextmanager
     def uncounted(self, sent: list[int]) -> Iterator[None]:
-        """Inside, a forward is captured and does not run: append its offloaded bytes to ``sent`` instead of counting
-        them.
+        """Inside, append offloaded bytes to ``sent`` instead of counting them.
+
+        A forward that is captured does not run.
         """
         before = replace(self.quota)
         yield

@@ -51,8 +51,9 @@ class HostMemory:
         return torch.frombuffer(self._pinned(nbytes), dtype=dtype, count=numel)  # keeps the mapping alive
 
     def mapped(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return 1-D zeros twice: as a device tensor, which kernels access over the link, and as a CPU tensor for copy
-        engines.
+        """Return the same 1-D zeros twice, as a device tensor and as a CPU tensor.
+
+        Kernels access the first one over the link; copy engines use the second.
 
         Both are the same memory, but each has its own version counter. On a CPU both are one tensor.
 
@@ -140,7 +141,10 @@ class _CudaView:
 
 
 def _touch_pages(address: int, nbytes: int, cpus: frozenset[int]) -> None:
-    """Write zeros by threads on these CPUs, or on any if empty: pages are allocated on the node that writes first."""
+    """Write zeros by threads on these CPUs: pages are allocated on the node that writes first.
+
+    If there are none, any CPU is used.
+    """
 
     def bind() -> None:
         if cpus:
@@ -153,7 +157,7 @@ def _touch_pages(address: int, nbytes: int, cpus: frozenset[int]) -> None:
 
 
 def free_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
-    """Return the bytes that the host, and the container's limit if there is one, can still provide; None if unknown."""
+    """Return the bytes that the host and the container's limit still allow; None if unknown."""
     found = []
     with suppress(OSError, ValueError, IndexError):
         lines = (line.split() for line in (proc / "meminfo").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Offload tensors that eager code saves for backward, oldest first, when the device runs short of memory.
+"""Offload tensors that eager code saves for backward, if the device runs short of memory.
 
 The first training step runs eagerly, before anything can be planned, and saves tensors that compiled code would
 recompute. Tensors stay on the device until memory is short. Then the oldest, which backward needs last, are copied to
@@ -63,7 +63,7 @@ MAX_STORAGE_RATIO = 8  # a tensor in a larger storage is part of a flat buffer, 
 
 
 class _SavedStorage:
-    """Hold the storage of saved tensors as it was when the first of them was saved, on the device or on the host."""
+    """Hold a storage as it was when its first tensor was saved, on the device or on the host."""
 
     def __init__(self, tensor: Tensor, offload_oldest: Callable[[], None]) -> None:
         self.offload_oldest = offload_oldest

@@ -208,7 +208,9 @@ class StagingRing:
         return self.slots < min(self._max_slots, self.longest_pass)
 
     def elements(self, itemsizes: Sequence[int]) -> int:
-        """Return how many elements of several tensors fit into one buffer: a multiple of 32, and at least that.
+        """Return how many elements of several tensors fit into one buffer: a multiple of 32.
+
+        It is at least 32.
 
         Args:
             itemsizes: bytes per element of each tensor.
@@ -263,7 +265,7 @@ class RingPass:
         self._ring.pending_copies = self._arrivals
         self._ring.longest_pass = max(self._ring.longest_pass, len(self._chunks))
         if any(self._chunks):
-            # With deterministic algorithms torch fills new memory, on compute: behind `now` that would meet copies.
+            # With deterministic algorithms torch fills new memory, by a kernel, which must run before the copies.
             self._ring.allocated()
         now, slots = self._streams.compute_event(), self._ring.slots
         (of, left), self._ring.last_pass = self._ring.last_pass, (_no_pass, {})
@@ -349,8 +351,9 @@ FRACTION_WITH_COMPUTE = (
 
 
 def measure_host_bandwidth(mesh: Mesh) -> float | None:
-    """Return the bytes per second in each direction on the slowest rank, while both directions and all ranks copy.
-    Collective.
+    """Return the bytes per second in each direction on the slowest rank. Collective.
+
+    Both directions and all ranks copy concurrently.
 
     None on a CPU, and if a host cannot pin memory. All memory is freed.
     """

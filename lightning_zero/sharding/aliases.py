@@ -1,4 +1,4 @@
-"""Find tensors that share memory with a parameter and were taken before it was sharded (``weight.data``, a row of it).
+"""Find tensors that were taken of a parameter's memory before it was sharded (``weight.data``, a row).
 
 In a plain module a write to such a tensor changes the parameter. After sharding, the parameter has other memory. A
 tensor of all elements becomes an alias of the shard and follows the same rules. Any other one raises on use, with the
@@ -40,7 +40,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def check_shared_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-    """Raise UnsupportedError if two parameters, or a parameter and a buffer, are two objects in the same memory.
+    """Raise UnsupportedError if a parameter shares memory with another parameter object or a buffer.
 
     Args:
         params: parameters by name, each object once.
@@ -71,7 +71,7 @@ def check_shared_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tens
 
 
 class StaleAlias(Tensor):
-    """Represent part of a parameter's memory before it was sharded. Each use raises an error with the parameter's name."""
+    """Represent part of a parameter's former memory. Each use raises, with the parameter's name."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,13 +97,13 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 class Aliases:
-    """Collect the former memory of parameters, and find the tensors in it after all parameters are sharded."""
+    """Collect the former memory of parameters, and find the tensors in it after sharding."""
 
     def __init__(self) -> None:
         self._registered: list[tuple[StorageWeakRef, _StorageSpan, ShardedParameter, tuple[Any, ...]]] = []
 
     def snapshot_memory(self, param: Tensor) -> Any:
-        """Return what :meth:`register` needs about a parameter's memory. Call it before that memory is replaced."""
+        """Return a parameter's memory for :meth:`register`. Call it before that memory is replaced."""
         with no_shard_dispatch():
             if not _has_memory(param):
                 return None
@@ -116,7 +116,7 @@ class Aliases:
             self._registered.append((storage, span, record, view_key))
 
     def resolve(self) -> None:
-        """Turn the tensors that still hold a sharded parameter's former memory into shards, or into stale aliases."""
+        """Turn tensors that still hold former memory of a parameter into shards or stale aliases."""
         alive = [entry for entry in self._registered if not entry[0].expired()]
         self._registered.clear()
         if not alive:

@@ -80,7 +80,10 @@ class _BufferBucket:
             self.parts.setdefault(value.dtype, []).append((buffer, part))
 
     def exchange(self, receive: bool) -> bool:
-        """Copy between the buffers and the tensor; return False if a buffer has changed its shape, which is skipped."""
+        """Copy between the buffers and the tensor.
+
+        Return False if a buffer has changed its shape. Such a buffer is skipped.
+        """
         complete = True
         for dtype, parts in self.parts.items():
             found = [(buffer.value, part) for buffer, part in parts]
@@ -141,8 +144,9 @@ class BufferBroadcast:
         self._executor.gradients.take_consensus_flag()
 
     def stepped(self) -> None:
-        """Make a broadcast due. Micro-batches and evaluation batches share the buffers sent before the first one, as in
-        DDP.
+        """Make a broadcast due.
+
+        As in DDP, micro-batches and evaluation batches share the buffers that were sent before the first one.
         """
         self._is_due = True
 

@@ -182,7 +182,7 @@ def compute_dtype_of(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype
 
 
 def stays_full_precision(record: ShardedParameter) -> bool:
-    """Return True if autocast leaves the parameter in full precision, as it does with norms and embeddings."""
+    """Return True if autocast leaves the parameter in full precision, as norms and embeddings."""
     return len(record.layout.shape) < 2 or any(isinstance(owner, nn.Embedding) for owner, _ in record.owners)
 
 
@@ -323,7 +323,7 @@ class ShardMemory:
     def group_shards(
         self, groups: Sequence[Sequence[Tensor]], kind: Callable[[ShardedParameter], Any] = lambda record: 0
     ) -> None:
-        """Make the shards of each parameter group contiguous, so that an optimizer steps a group as one tensor.
+        """Make each parameter group's shards contiguous, so that the optimizer steps one flat tensor.
 
         Within a group, shards are sorted by ``kind``. Does nothing after training has begun.
         """
@@ -340,7 +340,10 @@ class ShardMemory:
         self.finalize_layout(order)
 
     def finalize_layout(self, order: Sequence[ShardedParameter] | None = None) -> None:
-        """Place the shards for the last time, unless that is done; by default in their present order. Collective."""
+        """Place the shards for the last time, by default in their present order. Collective.
+
+        Does nothing if that is done.
+        """
         if self._must_place_again:
             if self._transports is not None:
                 self._transports.finalize_placement()
@@ -348,14 +351,16 @@ class ShardMemory:
 
     @property
     def can_move_to_host(self) -> bool:
-        """Return True if shards can still move to the host. The same on every rank.
+        """Return True if shards can still move to the host. The result is identical on every rank.
 
         Nothing may be laid out like them yet, and no rank may read another's.
         """
         return self._host_masters is None and not self._is_final and not self.executor.weights.uses_epoch_lock()
 
     def move_to_host(self, policy: HostMasterPolicy) -> None:
-        """Move the shards that ``policy`` includes to the host. Collectives move weights afterwards. Collective.
+        """Move the shards that ``policy`` includes to the host. Collective.
+
+        Collectives move weights afterwards.
 
         Raises:
             HostMemoryError: on every rank, if the host of one has too little memory.
@@ -382,7 +387,9 @@ class ShardMemory:
     # -- gradients
 
     def allocate_gradients(self) -> None:
-        """Allocate gradients in the shards' order for the trainable parameters that have none. May be repeated.
+        """Allocate gradients for the trainable parameters that have none. May be repeated.
+
+        They are in the order of the shards.
 
         Parameters that become trainable later get another buffer. Call it after compute shards are allocated.
         """
@@ -399,7 +406,7 @@ class ShardMemory:
         self.gradients = self.gradients or buffer
 
     def allocate_deferred_gradients(self, whole: bool) -> None:
-        """Allocate memory in which micro-batches accumulate gradients before the reduce-scatter. May be repeated.
+        """Allocate memory that accumulates micro-batches before the reduce-scatter. May be repeated.
 
         Args:
             whole: for full gradients; otherwise for those that the ranks of each host have reduced. The memory of the
@@ -431,7 +438,7 @@ class ShardMemory:
         return self._transports.allocate(self.executor, self.allocate_compute_shards, self.allocate_host_shards)
 
     def allocate_compute_shards(self, dtype: torch.dtype | None, symm_mem: SymmetricMemory | None = None) -> None:
-        """Allocate a compute shard in ``dtype`` for each wider floating-point shard. May be repeated. Collective.
+        """Allocate a compute shard for each wider floating-point shard. May be repeated. Collective.
 
         Args:
             dtype: compute dtype; None: there are no compute shards.
@@ -466,7 +473,7 @@ class ShardMemory:
         for record, mine, theirs in full_precision:
             record.memory[Role.FULL_PRECISION_SHARD] = mine
             self.executor.parameters.set_full_precision_shard(record.index, mine, theirs)
-        self._sync.before_writing()  # what is to be read first must be written
+        self._sync.before_writing()  # compute shards must be written before they are read
 
     def allocate_host_shards(self, dtype: torch.dtype | None, symm_mem: SymmetricMemory | None = None) -> None:
         """Allocate host shards, in the dtypes in which compiled code reads them. May be repeated. Collective.
@@ -497,7 +504,7 @@ class ShardMemory:
             self.executor.parameters.set_compute_shard(record.index, view)
             if theirs:
                 self.executor.parameters.set_peer_compute_shards(record.index, theirs)
-        self._sync.before_writing()  # what is to be read first must be written
+        self._sync.before_writing()  # host shards must be written before they are read
 
     def _host_layout(self, record: ShardedParameter) -> ShardLayout:
         """Return the layout of the parameter over the ranks of one host."""
@@ -507,7 +514,9 @@ class ShardMemory:
     # -- unsharded cache
 
     def cache_unsharded(self, dtype: torch.dtype | None, small_bytes: int, budget_bytes: float) -> None:
-        """Allocate memory in which unsharded parameters stay until the optimizer steps, and show it to their modules.
+        """Allocate memory in which unsharded parameters stay until the optimizer steps.
+
+        Their modules get views of it.
 
         May be repeated; other arguments replace the memory.
 

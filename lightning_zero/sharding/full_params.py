@@ -183,7 +183,7 @@ def _same_bytes(a: Tensor, b: Tensor) -> bool:
 
 
 def unshard_module(sharder: Sharder, module: nn.Module) -> None:
-    """Make all parameters that ``sharder`` has sharded in ``module`` full again, on this rank's device. Collective."""
+    """Install full parameters for good in ``module``, on this rank's device. Collective."""
     records = sharder.live
     with full_parameters(sharder, module, writeback=False):
         values = [record.param.data for record in records]

@@ -238,7 +238,7 @@ def _read_block(values: Tensor, into: Tensor, begin: int, length: int) -> None:
 
 
 def _file_at(address: int) -> str | None:
-    """Of which file the memory there is; None: of none."""
+    """Return the name of the file that is mapped at this address, or None."""
     with suppress(OSError), open("/proc/self/maps", "rb") as lines:
         for line in lines:
             words = line.rstrip(b"\n").split(maxsplit=5)

@@ -105,14 +105,19 @@ class ShardLayout:
 
     @property
     def visible_shape(self) -> torch.Size:
-        """Return the shard's shape as users see it: the parameter's number of dimensions, all but the last of size one.
+        """Return the shard's shape as users see it: (1, ..., 1, :attr:`shard_numel`).
+
+        It has as many dimensions as the parameter.
 
         Users split weight decay by ``p.ndim``. A scalar's shard is 1-D, because it has more than one element.
         """
         return torch.Size((1,) * (len(self.shape) - 1) + (self.shard_numel,))
 
     def shard_range(self, number: int) -> tuple[int, int]:
-        """Return the half-open range of the flattened parameter in shard ``number``; empty if the shard is all padding."""
+        """Return the half-open range of the flattened parameter in shard ``number``.
+
+        It is empty if the shard is all padding.
+        """
         begin = min(number * self.shard_numel, self.numel)
         return begin, min(begin + self.shard_numel, self.numel)
 
@@ -143,7 +148,10 @@ class ShardLayout:
 
 
 def extent(sizes: Iterable[int], strides: Iterable[int]) -> int:
-    """Return the number of elements from a tensor's first to its last, both included; 0 for an empty tensor."""
+    """Return the number of elements from a tensor's first to its last, both included.
+
+    It is 0 for an empty tensor.
+    """
     pairs = list(zip(sizes, strides, strict=True))
     return 0 if any(size == 0 for size, _ in pairs) else 1 + sum((size - 1) * stride for size, stride in pairs)
 

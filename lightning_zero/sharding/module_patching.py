@@ -54,7 +54,7 @@ def engine_of_class(module: nn.Module) -> Any:
 
 
 def pop_functional_call_read(module: nn.Module) -> bool:
-    """Return True if eager code has read a weight set by ``torch.func.functional_call`` since the last call.
+    """Return True if eager code has read a weight of ``torch.func.functional_call`` since last asked.
 
     The weight may be of any module of the same engine.
     """
@@ -107,7 +107,7 @@ def _read_eagerly(module: Any, param: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _is_functional_call_weight(weight: Tensor, shape: tuple[int, ...], reader: WeightReader) -> bool:
-    """Return True if a full weight is in the place of a shard, where ``torch.func.functional_call`` puts its arguments.
+    """Return True if ``torch.func.functional_call`` has put a full weight in the place of a shard.
 
     Raises:
         UnsupportedError: it is a shard inside a functorch transform.
@@ -145,7 +145,7 @@ class ClassCache:
 
     def __init__(self) -> None:
         self._classes: dict[tuple[type, tuple[str, ...]], type] = {}
-        self.reader = WeightReader()  # what eager code reads
+        self.reader = WeightReader()
         self._deepcopy: Callable[..., Any] = raise_copy_unsupported
         self._reduce: Callable[..., Any] = raise_copy_unsupported
 

@@ -1,4 +1,4 @@
-"""Record what the engine knows about each sharded parameter: its layout, its memory by role, and its owners."""
+"""Record each sharded parameter's layout, memory by role, and owners."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class ShardedParameter:
 
     @property
     def shard(self) -> Tensor:
-        """Return this rank's elements and padding, 1-D, in the parameter's dtype: the tensor that optimizers step."""
+        """Return this rank's elements and padding, 1-D, which optimizers step."""
         return self.memory[Role.MASTER_SHARD]
 
     @property
@@ -90,8 +90,9 @@ class ShardedParameter:
         return isinstance(value, Tensor) and value.shape == self.layout.visible_shape
 
     def local_part(self, whole: Tensor) -> Tensor:
-        """Return this rank's part of a tensor of the full shape, as a new tensor in the visible shape, padded with
-        zeros.
+        """Return this rank's part of a full tensor, in the visible shape, as a new tensor.
+
+        It is padded with zeros.
         """
         return self.layout.part(whole, self.spec.number)
 

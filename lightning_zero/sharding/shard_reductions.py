@@ -52,7 +52,7 @@ class _LocalPart:
 
 
 class _ReductionForAutograd(torch.autograd.Function):
-    """Make the result a function of the shard, so that backward reaches the guard that rejects such a loss."""
+    """Make the result depend on the shard, so that backward reaches the guard against such a loss."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, value: Tensor) -> Tensor:
@@ -216,7 +216,10 @@ def _count_nonzero(shard: Tensor) -> Tensor:
 
 
 def _variance_and_mean(part: _LocalPart, unbiased: bool, correction: float | None) -> tuple[Tensor, Tensor]:
-    """Return variance and mean in float64. Each rank subtracts its own mean first, so that no digits are lost."""
+    """Return variance and mean in float64.
+
+    Each rank subtracts its own mean first, so that no digits are lost.
+    """
     values = part.values.to(part.wide or part.dtype)
     count = torch.tensor(float(values.numel()), device=values.device)
     mean = values.mean() if values.numel() else values.new_zeros(())  # all ranks must exchange one dtype

@@ -238,8 +238,9 @@ def _elementwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _equal(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Compare elements. A parameter and a weight gathered from it compare as equal objects, so that sets and dicts find
-    it.
+    """Compare elements. The result is true for a parameter and a weight gathered from it.
+
+    So sets and dicts find a parameter by either.
     """
     result = _elementwise(func, args, kwargs)
     first, second = (args[0], args[1]) if isinstance(args[0], nn.Parameter) else (args[1], args[0])
@@ -254,7 +255,10 @@ _CREATES_LIKE = words("zeros_like ones_like empty_like full_like")
 def _aligned(
     func: Any, args: Any, kwargs: dict[str, Any], written: list[Tensor]
 ) -> tuple[Any, dict[str, Any], Tensor | None]:
-    """Return the arguments in one layout, and a shard of that layout; None if a full plain tensor is written to."""
+    """Return the arguments in one layout, and a shard of that layout.
+
+    The shard is None if a full plain tensor is written to.
+    """
     values = [*args, *kwargs.values()]
     first: Any = written[0] if written else None
     if first is not None and not is_shard(first):
@@ -368,7 +372,10 @@ def _is_list(value: Any) -> bool:
 
 
 def _index(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Index all elements, or write a value where a mask is True; any other index means other elements on each rank."""
+    """Index all elements, or write a value where a mask is True.
+
+    Any other index means other elements on each rank, and raises.
+    """
     index = args[1]
     parts = index if isinstance(index, tuple) else (index,)
     everything = all(part is Ellipsis or part == slice(None) for part in parts if not isinstance(part, Tensor))

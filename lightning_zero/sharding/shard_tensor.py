@@ -1,4 +1,4 @@
-"""Define the tensor subclasses that users hold as ``param``, ``param.data`` and ``param.grad`` of sharded parameters.
+"""Define the tensor classes of ``param``, ``param.data`` and ``param.grad`` of sharded parameters.
 
 Elementwise functions run on the shard. Reductions over all elements give the full tensor's result by one collective, in
 which every rank must take part. Functions that depend on the full shape raise :class:`UnsupportedError` with the line
@@ -108,11 +108,11 @@ def raise_unsupported_for(func: Any, spec: ShardSpec) -> NoReturn:
 
 
 class Mismatch(Exception):
-    """Signal that operands do not fit one layout; callers raise the error that names function and parameter."""
+    """Signal that operands do not fit one layout; callers raise the final error."""
 
 
 def is_shard(value: Any) -> bool:
-    """Return True for a tensor that holds this rank's part of a parameter, or was computed from one elementwise."""
+    """Return True for this rank's part of a parameter, or a result computed from it elementwise."""
     return isinstance(value, Tensor) and "_zero_spec" in value.__dict__
 
 
@@ -155,7 +155,7 @@ def all_gather_shards(own: Tensor, spec: ShardSpec) -> Tensor:
 
 
 def gather_value(shard: Tensor) -> Tensor:
-    """Return the full value of a shard: a plain tensor in the parameter's shape and memory order. Collective."""
+    """Return the full value of a shard as a plain tensor, in memory order. Collective."""
     spec: ShardSpec = shard.__dict__["_zero_spec"]
     with no_shard_dispatch(), torch.no_grad():
         # As bytes: gloo has no collectives for some dtypes.
@@ -165,7 +165,7 @@ def gather_value(shard: Tensor) -> Tensor:
 
 
 def align(values: list[Any], target: Tensor) -> list[Any]:
-    """Return the operands as parts of the layout of the shard ``target``; values that are not tensors stay.
+    """Return the operands in the layout of the shard ``target``; other values stay.
 
     Two parameters of one shape can have different layouts, which depend on memory order (channels_last) and dtype. A
     plain tensor has the full parameter's shape, or broadcasts to it. Each operand is replaced by the elements of this
@@ -247,7 +247,10 @@ class ShardSpec:
     _aliases: list[weakref.ref[Tensor]] = field(default_factory=list, repr=False)
 
     def wrap(self, tensor: Tensor) -> Tensor:
-        """Make ``tensor`` a shard tensor in place, and return it. It has one value for each element of the shard."""
+        """Make ``tensor`` a shard tensor in place, and return it.
+
+        It has one value for each element of the shard.
+        """
         if type(tensor) is Tensor or type(tensor) is ShardTensor:
             tensor.__class__ = ShardTensor
         elif type(tensor) is nn.Parameter or type(tensor) is ShardParameter:
@@ -270,8 +273,9 @@ class ShardSpec:
         return self.wrap(tensor)
 
     def _detach_aliases(self) -> None:
-        """Give aliases of the shard a copy, because ``param.data = x`` leaves the old values to tensors that were read
-        before.
+        """Copy the shard's values to its aliases.
+
+        In a plain module, ``param.data = x`` leaves the old values to tensors that were read before.
         """
         given = [tensor for ref in self._aliases if (tensor := ref()) is not None]
         given = [tensor for tensor in given if tensor.untyped_storage().data_ptr() == self.storage_address]
@@ -332,7 +336,10 @@ class ShardSpec:
 
 
 def _component(name: str) -> Any:
-    """Return the property for the real or the imaginary part. torch's own setter skips ``__torch_function__``."""
+    """Return the property for the real or the imaginary part.
+
+    torch's own setter skips ``__torch_function__``.
+    """
     whole: Any = getattr(Tensor, name)
 
     def before_write(shard: Tensor, value: Any) -> None:
@@ -349,7 +356,7 @@ class _ShardMethods:
 
     # Applies inside compiled code, too: Dynamo would compile the rules, whose graphs call the rules again, endlessly.
     def to_local(self) -> Tensor:
-        """Return a copy of the elements that this rank holds: 1-D, without padding, in the parameter's memory order.
+        """Return a 1-D copy of this rank's elements without padding, in memory order.
 
         ``param.to_local()`` has ``numel()`` elements over all ranks together.
         """
@@ -410,7 +417,9 @@ def set_rules(rule_of: Callable[[Any], Rule]) -> None:
 
 
 def full_arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the arguments of a function that uses a tensor's memory directly. Collective if a shard is copied.
+    """Return the arguments of a function that uses a tensor's memory directly.
+
+    Collective if a shard is copied.
 
     Raises:
         UnsupportedError: the function would make an alias of a shard.

@@ -126,8 +126,9 @@ class Materializer:
         self._replaced.clear()
 
     def values(self, module: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
-        """Give the parameters and buffers that ``module`` itself owns values on the device. Collective if one is
-        sharded already.
+        """Give parameters and buffers that ``module`` itself owns values on the device.
+
+        Collective if one of them is sharded already.
 
         Returns:
             The module's parameters by name.

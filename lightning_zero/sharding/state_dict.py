@@ -80,8 +80,9 @@ class StateDictHooks:
 
     @contextmanager
     def overriding_values(self, value_of: ValueOf) -> Iterator[None]:
-        """Inside, ``state_dict()`` holds the result of ``value_of`` for each sharded parameter, and no entry if that is
-        None.
+        """Inside, ``state_dict()`` holds the result of ``value_of`` for each sharded parameter.
+
+        There is no entry if the result is None.
 
         ``value_of`` is called in the order of the keys, for a tied parameter once per key.
         """

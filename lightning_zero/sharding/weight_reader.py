@@ -1,4 +1,4 @@
-"""Decide what eager code gets from ``module.weight`` of a sharded module, and order reads and writes of shards.
+"""Decide how eager code reads ``module.weight``, and order reads and writes of shards.
 
 =======================================  ===================================================================
 when                                     result
@@ -32,8 +32,7 @@ __all__ = ["GatheredWeight", "ShardSync", "WeightReader"]
 
 
 class ShardSync:
-    """Order reads and writes of shards that are not gathers. Only this class calls the executor's four functions for
-    it.
+    """Order reads and writes of shards that are not gathers.
 
     Eager code gets copies of weights. In-place writes to such a copy must reach the shards before they are read, and
     new values of shards must win over earlier copies. If ranks read each other's shards, a writer waits for the
@@ -58,7 +57,7 @@ class ShardSync:
         self._executor.weights.sync_user_writes()
 
     def flush_user_writes(self) -> None:
-        """Write pending changes like :meth:`before_reading`, and ignore later changes of the copies given out so far."""
+        """Write pending changes like :meth:`before_reading`, and ignore later changes of these copies."""
         self._executor.weights.sync_user_writes(forget=True)
 
     def before_overwriting(self, stepping: bool = False) -> None:
@@ -87,9 +86,7 @@ class ShardSync:
 
 
 class _EqualElements(Tensor):
-    """Hold the elements of ``module.weight == param`` for one parameter. It is true, so that sets and dicts find
-    either.
-    """
+    """Hold the elements of ``module.weight == param``. It is true, so that sets and dicts find either."""
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
@@ -98,7 +95,10 @@ class _EqualElements(Tensor):
 
 
 class GatheredWeight(Tensor):
-    """Hold a full weight that forwards ``grad`` and ``requires_grad`` to its parameter. Results are plain tensors."""
+    """Hold a full weight that forwards ``grad`` and ``requires_grad`` to its parameter.
+
+    Results are plain tensors.
+    """
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
     _zero_param: nn.Parameter
@@ -203,7 +203,10 @@ class GatheredWeight(Tensor):
 
 
 class _GatheredParameter(nn.Parameter):
-    """Hold a gathered parameter while a model is built. Its memory is checked for writes, so ``data = x`` copies there."""
+    """Hold a gathered parameter while a model is built.
+
+    Its memory is checked for writes, so ``data = x`` copies there.
+    """
 
     def _write(self, value: Tensor) -> None:
         with torch.no_grad():

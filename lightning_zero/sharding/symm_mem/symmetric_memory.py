@@ -50,7 +50,10 @@ class SymmetricMemory:
 
     @classmethod
     def of(cls, mesh: Mesh) -> tuple[SymmetricMemory | None, str]:
-        """Return an object, or None and the reason why there is no such memory. The same on every rank. Collective."""
+        """Return an object, or None and the reason why there is no such memory. Collective.
+
+        The result is identical on every rank.
+        """
         if mesh.intra_host.size == 1:
             return None, "there is one rank" if mesh.inter_host is None else "there is one rank on each host"
         memory = cls(mesh)
@@ -109,7 +112,10 @@ class SymmetricMemory:
         return result
 
     def first_rank_error(self, error: str | None) -> str | None:
-        """Return the first error that a rank reports, with the rank, or None. The same on every rank. Collective."""
+        """Return the first error that a rank reports, with the rank, or None. Collective.
+
+        The result is identical on every rank.
+        """
         first = self._mesh.first_rank_error(error)
         return None if first is None else "on rank {} ({})".format(*first)
 
@@ -208,7 +214,7 @@ DELAY_CYCLES = 20_000_000  # about as long, of the device's clock
 def barrier_waits(
     mine: Tensor, everyone: Sequence[Tensor], rank: int, meet: Callable[[], None], line_up: Callable[[], None]
 ) -> bool:
-    """Return True if this rank sees, after a barrier, the writes that a delayed rank made before it. Collective.
+    """Return True if this rank sees a delayed rank's writes after a barrier. Collective.
 
     Args:
         mine: memory of this rank that all ranks can write: 1-D, int64, one element per rank.

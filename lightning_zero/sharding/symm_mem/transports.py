@@ -1,4 +1,4 @@
-"""Choose how weights and gradients are moved, by copies in symmetric memory or by collectives, and allocate for it.
+"""Choose how weights and gradients are moved: by copies in symmetric memory or by collectives.
 
 :class:`PeerTransports` combines both choices. All decisions are the same on every rank. If symmetric memory runs out,
 collectives take over, unless the user chose ``"copy"``.
@@ -71,8 +71,9 @@ class TransportChoice(ABC):
         self.memory, self.reason = memory, reason
 
     def try_allocate(self, allocate: Callable[[], None]) -> bool:
-        """Return True if ``allocate`` succeeds; otherwise free its memory, and the caller switches to collectives.
-        Collective.
+        """Return True if ``allocate`` succeeds on all ranks. Collective.
+
+        Otherwise free its memory; the caller switches to collectives.
 
         The result is the same on every rank.
 
@@ -93,7 +94,7 @@ class TransportChoice(ABC):
             return False
 
     def check(self, config: EngineConfig) -> None:
-        """Raise :class:`UnsupportedError` if these options need another transport than was settled at sharding."""
+        """Raise :class:`UnsupportedError` if these options need a transport other than the present one."""
         before, now = self._choice, getattr(config.tuning, self.option)
         if now != before and self.wants_copies(config) != (self.memory is not None):
             raise cannot_change_error(self.option, before, now)
@@ -262,8 +263,9 @@ BARRIERS = 2  # on devices: one for gradients, one for weights
 
 
 class SignalPads:
-    """Give the executor small integer tensors that all ranks of a host write: for barriers, epoch locks and remote
-    signals.
+    """Give the executor small integer tensors that all ranks of a host write.
+
+    They are used for barriers, epoch locks and remote signals.
 
     Args:
         mesh: of the ranks.
@@ -391,7 +393,10 @@ class PeerTransports:
 
     @property
     def zero_copy_gradients(self) -> bool:
-        """Return True if gradients that compiled code does not touch for a while are sent from their own memory."""
+        """Return True if gradients may be sent from their own memory.
+
+        Compiled code must not touch them for a while.
+        """
         return self.gradient_memory is not None or not self._adds_in_place
 
     def describe(self) -> dict[str, str]:
@@ -416,7 +421,7 @@ class PeerTransports:
         return {what: f"{how}; between hosts {inter_host[what]}" for what, how in by_kind.items()}
 
     def check(self, config: EngineConfig) -> None:
-        """Raise :class:`UnsupportedError` if these options need other transports than were settled at sharding."""
+        """Raise :class:`UnsupportedError` if these options need transports other than the present ones."""
         for way in (self._weights, self._gradients):
             way.check(config)
 
@@ -505,7 +510,10 @@ class PeerTransports:
 
     @property
     def placement_is_pending(self) -> bool:
-        """Return True if shards stay in ordinary memory until :meth:`finalize_placement`, because a plan may move them."""
+        """Return True if shards stay in ordinary memory until :meth:`finalize_placement`.
+
+        A memory plan may move them.
+        """
         return self.weight_memory is not None and self._weights.placement_is_pending
 
     def finalize_placement(self) -> None:
