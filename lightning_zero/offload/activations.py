@@ -35,17 +35,7 @@ PendingCopy = tuple[Event, Tensor, Tensor]  # event, device tensor, host tensor:
 
 
 class HostActivations:
-    """Copy activations of one engine to the host and back.
-
-    Args:
-        device: of compute.
-        blocks: of host memory.
-        streams: for copies; by default the device's, created with the first copy.
-
-    Attributes:
-        quota: counts offloaded bytes.
-        blocks: of host memory.
-    """
+    """Copy activations of one engine to the host and back. ``quota`` counts offloaded bytes."""
 
     def __init__(
         self, device: torch.device, blocks: HostBlocks | None = None, streams: CopyStreams | None = None
@@ -60,7 +50,6 @@ class HostActivations:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of host memory, in use or free for the next step."""
         return self.blocks.nbytes
 
     @property
@@ -84,7 +73,6 @@ class HostActivations:
         return host
 
     def wait_offload(self, value: Tensor, host: Tensor) -> None:
-        """Let compute wait for the copy to ``host``."""
         if value.numel():
             event, mine, _ = _pop(self._offloading, host)
             self.streams.wait(event)
@@ -100,7 +88,6 @@ class HostActivations:
         return value
 
     def wait_load(self, value: Tensor, host: Tensor) -> None:
-        """Let compute wait for the copy to ``value``."""
         if value.numel():
             event, _, mine = _pop(self._loading, value)
             self.streams.wait(event)
@@ -214,11 +201,8 @@ class _Block:
 class ReservedBlocks:
     """Hold the blocks of CUDA graphs that never run concurrently.
 
-    Captured graphs write to and read from fixed addresses, which must stay reserved between replays.
-
-    Attributes:
-        blocks: reserved for the lifetime of this object.
-        used: indices of the blocks that the graph being captured uses.
+    Captured graphs write to and read from fixed addresses, which must stay reserved between replays. ``used`` are
+    indices of the blocks that the graph being captured uses.
     """
 
     def __init__(self) -> None:
@@ -239,9 +223,6 @@ class HostBlocks:
     """Reuse blocks of pinned host memory from step to step, for one device.
 
     A block is lent as a tensor, and is free again when that tensor and all its views are deleted.
-
-    Attributes:
-        nbytes: lent and free.
     """
 
     def __init__(self, device: torch.device, memory: HostMemory | None = None) -> None:
@@ -255,11 +236,7 @@ class HostBlocks:
         self.nbytes = 0
 
     def allocate(self, nbytes: int) -> Tensor:
-        """Return ``nbytes`` of uninitialized memory, 1-D.
-
-        Raises:
-            HostMemoryError: the host has too little memory.
-        """
+        """Return ``nbytes`` of uninitialized memory, 1-D; raise HostMemoryError if there is too little."""
         if self._reserved is None:
             return self._lend(nbytes)[:nbytes]
         block = self._reserved.allocate(nbytes)

@@ -53,12 +53,8 @@ class HostMemory:
     def mapped(self, numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the same 1-D zeros twice, as a device tensor and as a CPU tensor.
 
-        Kernels access the first one over the link; copy engines use the second.
-
-        Both are the same memory, but each has its own version counter. On a CPU both are one tensor.
-
-        Raises:
-            HostMemoryError: the host has too little memory, or cannot pin it.
+        Kernels access the first one over the link; copy engines use the second. Each has its own version counter. On a
+        CPU both are one tensor.
         """
         nbytes = numel * dtype.itemsize
         if self._device.type != "cuda" or not nbytes:
@@ -78,8 +74,8 @@ class HostMemory:
         left = free_bytes()
         if left is not None and nbytes > left:
             raise HostMemoryError(
-                f"{_gib_and_bytes(nbytes)} of what is offloaded from {self._device} are to lie in the host's memory, which has "
-                f"{_gib_and_bytes(left)} left for this process. {ADVICE}"
+                f"{_gib_and_bytes(nbytes)} are to be offloaded from {self._device}, but host memory has only "
+                f"{_gib_and_bytes(left)} available for this process. {ADVICE}"
             )
         return _Pinned.of(nbytes, self._device, flags)
 
@@ -101,8 +97,7 @@ class _Pinned(mmap.mmap):
             memory = cls(-1, nbytes)
         except OSError as error:
             raise HostMemoryError(
-                f"The host gave no memory for {_gib_and_bytes(nbytes)} that are to be offloaded from {device} ({error}). "
-                f"{ADVICE}"
+                f"The host gave no memory for {_gib_and_bytes(nbytes)} to offload from {device} ({error}). {ADVICE}"
             ) from error
         with suppress(OSError, AttributeError):
             memory.madvise(mmap.MADV_HUGEPAGE)
@@ -113,7 +108,7 @@ class _Pinned(mmap.mmap):
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.address, nbytes, flags))
         except RuntimeError as error:
             raise HostMemoryError(
-                f"{_gib_and_bytes(nbytes)} of the host's memory could not be pinned for copies from and to {device} ({error}). "
+                f"{_gib_and_bytes(nbytes)} of host memory could not be pinned for copies with {device} ({error}). "
                 "Containers and cgroups may limit pinned memory: raise that limit (ulimit -l, --ulimit memlock=-1). "
                 f"{ADVICE}"
             ) from error
@@ -211,11 +206,7 @@ def _pci_address(device: torch.device) -> str | None:
 
 
 def host_master_policy(config: EngineConfig, mesh: Mesh) -> HostMasterPolicy | None:
-    """Return the policy for ``offload=("optimizer", "parameters")``; None: no master shard is on the host.
-
-    Raises:
-        UnsupportedError: master shards cannot be on the host.
-    """
+    """Return the policy for ``offload=("optimizer", "parameters")``; None: no master shard is on the host."""
     check_host_masters(config, mesh.shard_host_count)
     if "parameters" not in config.offload or config.compute_dtype is None:
         return None
@@ -225,9 +216,7 @@ def host_master_policy(config: EngineConfig, mesh: Mesh) -> HostMasterPolicy | N
 def check_host_masters(config: EngineConfig, hosts: int) -> None:
     """Raise :class:`UnsupportedError` if master shards should be on the host, but cannot.
 
-    Args:
-        config: options.
-        hosts: number of hosts over which each parameter is sharded.
+    ``hosts`` is the number of hosts over which each parameter is sharded.
     """
     if "parameters" not in config.offload:
         return

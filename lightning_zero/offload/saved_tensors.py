@@ -42,11 +42,7 @@ class VersionedTensor(NamedTuple):
         return self.tensor._version == self.version
 
     def unpack(self) -> Tensor:
-        """Return the tensor.
-
-        Raises:
-            RuntimeError: it was changed in place; the message is torch's.
-        """
+        """Return the tensor, or raise torch's RuntimeError if it was changed in place."""
         if self.is_unchanged:
             return self.tensor
         shape = "x".join(map(str, self.tensor.shape)) or "no dimensions"
@@ -101,11 +97,6 @@ class SavedTensor(NamedTuple):
     offset: int
 
     def unpack(self) -> Tensor:
-        """Return the tensor on its device.
-
-        Raises:
-            RuntimeError: it was changed in place before it was offloaded.
-        """
         to_device = self.memory.to_device()
         return _tensor_over(to_device.untyped_storage(), self.dtype, self.size, self.stride, self.offset)
 
@@ -118,10 +109,6 @@ class SavedTensorOffload:
         excess: returns the bytes that are too many on the device now; negative if there is room.
         least_bytes: smaller storages stay.
         unchecked_bytes: bytes that are saved first without asking ``excess``.
-
-    Attributes:
-        nbytes: offloaded so far.
-        largest: bytes of the largest storage that was saved and may be offloaded.
     """
 
     def __init__(

@@ -199,7 +199,6 @@ class StagingRing:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes that are allocated on the device now."""
         return 0 if self._memory is None else self._memory.nbytes
 
     @property
@@ -246,11 +245,9 @@ class StagingRing:
 
 
 class RingPass:
-    """Stream a sequence of chunks through a ring once.
+    """Stream a sequence of chunks through a ring, which no other pass uses, once.
 
-    Args:
-        ring: not used by another pass.
-        chunks: in order. One without tensors copies nothing in, but may copy something out.
+    A chunk without tensors copies nothing in, but may copy something out.
     """
 
     def __init__(self, ring: StagingRing, chunks: Sequence[StagedChunk]) -> None:

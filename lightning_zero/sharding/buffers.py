@@ -101,12 +101,9 @@ class _BufferBucket:
 
 
 class BufferBroadcast:
-    """Broadcast the buffers of one engine.
+    """Broadcast the buffers of one engine, except those of modules of the types ``skip``, such as metrics.
 
-    Args:
-        executor: reports new changes to other ranks.
-        mesh: of the ranks. They compare over the control group, which also sends CPU buffers.
-        skip: types of modules whose buffers stay different on each rank, such as metrics.
+    The executor reports new changes to other ranks. Ranks compare over the control group, which also sends CPU buffers.
     """
 
     def __init__(

@@ -58,12 +58,9 @@ __all__ = [
 
 
 class FlatBuffer:
-    """Hold one zeroed tensor per dtype, split into 1-D views.
+    """Hold one zeroed tensor per dtype, split into 1-D views in the order of ``pieces``.
 
-    Args:
-        pieces: layout and dtype of each view; views of one dtype are contiguous and in this order.
-        device: of the tensors.
-        memory: zeros of the sizes of :meth:`sizes`, to use existing memory.
+    ``memory`` replaces the tensors by existing zeros of the sizes of :meth:`sizes`.
     """
 
     def __init__(
@@ -121,12 +118,7 @@ class HostMasterPolicy:
 
 
 class HostMasters:
-    """Hold the memory of master shards on the host. It is allocated once, because pinning is slow.
-
-    Attributes:
-        policy: which shards are stored on the host.
-        device_tensors: the memory by dtype, as tensors of the device.
-    """
+    """Hold the memory of master shards on the host. It is allocated once, because pinning is slow."""
 
     def __init__(self, policy: HostMasterPolicy) -> None:
         self.policy = policy
@@ -134,21 +126,15 @@ class HostMasters:
         self._host_tensors: dict[torch.dtype, Tensor] = {}  # the same memory, as CPU tensors
 
     def allocate(self, sizes: dict[torch.dtype, int]) -> None:
-        """Allocate zeros of these numbers of elements by dtype, unless that is done already.
-
-        Raises:
-            HostMemoryError: the host has too little memory.
-        """
+        """Allocate zeros of these numbers of elements by dtype, unless that is done already."""
         if {dtype: tensor.numel() for dtype, tensor in self.device_tensors.items()} != sizes:
             both = {dtype: self.policy.allocate(size, dtype) for dtype, size in sizes.items()}
             self.device_tensors = {dtype: device for dtype, (device, _) in both.items()}
             self._host_tensors = {dtype: host for dtype, (_, host) in both.items()}
 
     def allocate_together(self, sizes: dict[torch.dtype, int], mesh: Mesh) -> None:
-        """Call :meth:`allocate` on every rank, and raise on all if it fails on one. Collective.
-
-        Raises:
-            HostMemoryError: on every rank, if the host of one has too little memory.
+        """Call :meth:`allocate` on every rank; raise HostMemoryError on all if one host has too little memory.
+        Collective.
         """
         error = None
         try:
@@ -224,14 +210,14 @@ def check_single_micro_batch(alias_gradients: bool) -> None:
     """Raise if another micro-batch follows before the step while gradients alias the compute shards."""
     if alias_gradients:
         raise UnsupportedError(
-            "grad_aliasing=True is for steps of one micro-batch: the gradients of the first would lie where "
-            "the next one's weights are. Leave the option out, or train without accumulate_grad_batches; where "
-            "memory=... has chosen it, pass tuning=Tuning(grad_aliasing=False)."
+            "grad_aliasing=True is for steps of one micro-batch: gradients of the first would overwrite weights of the "
+            "next. Leave the option out, or train without accumulate_grad_batches; if memory=... has chosen it, pass "
+            "tuning=Tuning(grad_aliasing=False)."
         )
 
 
 class ShardMemory:
-    """Allocate memory for the parameters of one engine, and tell their records and the executor.
+    """Allocate memory for the parameters of one engine, and set it in their records and the executor.
 
     Args:
         executor: where the parameters are registered.
@@ -239,13 +225,12 @@ class ShardMemory:
         records: of the parameters; more may be added.
         transports: allocate memory that other ranks reach; None: there is none.
         policy: which master shards are on the host; None: none.
-        alias_gradients: gradients alias the compute shards.
+        alias_gradients: gradients alias the compute shards, if there are any.
 
     Attributes:
         shards: buffer of the master shards on the device, after the model is sharded.
         on_host: buffer of the master shards on the host, or None.
         gradients: buffer of the gradients that were allocated first.
-        alias_gradients: gradients alias the compute shards, if there are any.
     """
 
     def __init__(
@@ -358,13 +343,7 @@ class ShardMemory:
         return self._host_masters is None and not self._is_final and not self.executor.weights.uses_epoch_lock()
 
     def move_to_host(self, policy: HostMasterPolicy) -> None:
-        """Move the shards that ``policy`` includes to the host. Collective.
-
-        Collectives move weights afterwards.
-
-        Raises:
-            HostMemoryError: on every rank, if the host of one has too little memory.
-        """
+        """Move the shards that ``policy`` includes to the host; collectives move weights afterwards. Collective."""
         assert self.can_move_to_host
         order, masters = self._in_memory_order(), HostMasters(policy)
         masters.allocate_together(
@@ -440,10 +419,8 @@ class ShardMemory:
     def allocate_compute_shards(self, dtype: torch.dtype | None, symm_mem: SymmetricMemory | None = None) -> None:
         """Allocate a compute shard for each wider floating-point shard. May be repeated. Collective.
 
-        Args:
-            dtype: compute dtype; None: there are no compute shards.
-            symm_mem: allocates memory that all ranks of the host can read. Parameters that autocast leaves in full
-                precision get full-precision shards there.
+        With ``symm_mem`` all ranks of the host can read them, and parameters that autocast leaves in full precision get
+        full-precision shards.
         """
         if dtype is None or self.shards is None or self.tensors(Role.COMPUTE_SHARD):
             return
@@ -476,12 +453,7 @@ class ShardMemory:
         self._sync.before_writing()  # compute shards must be written before they are read
 
     def allocate_host_shards(self, dtype: torch.dtype | None, symm_mem: SymmetricMemory | None = None) -> None:
-        """Allocate host shards, in the dtypes in which compiled code reads them. May be repeated. Collective.
-
-        Args:
-            dtype: compute dtype of wider parameters; None: each its own.
-            symm_mem: allocates memory that all ranks of the host can read.
-        """
+        """Allocate host shards, in the dtypes in which compiled code reads them. May be repeated. Collective."""
         if self.tensors(Role.COMPUTE_SHARD) or self.tensors(Role.FULL_PRECISION_SHARD):
             return
         wanted: list[tuple[ShardedParameter, Role, torch.dtype]] = []
@@ -516,14 +488,8 @@ class ShardMemory:
     def cache_unsharded(self, dtype: torch.dtype | None, small_bytes: int, budget_bytes: float) -> None:
         """Allocate memory in which unsharded parameters stay until the optimizer steps.
 
-        Their modules get views of it.
-
-        May be repeated; other arguments replace the memory.
-
-        Args:
-            dtype: compute dtype of wider floating-point parameters that autocast casts; None: each its own.
-            small_bytes: parameters of at most this size are left out, unless the budget is infinite.
-            budget_bytes: for all together; a parameter that does not fit is skipped.
+        Their modules get views of it. May be repeated; other arguments replace the memory. Parameters of at most
+        ``small_bytes`` are left out unless the budget is infinite, and so are those that do not fit into the budget.
         """
         wanted = dtype, small_bytes, budget_bytes
         if wanted == self._unsharded_args or (self._unsharded_args is None and not budget_bytes):
@@ -601,11 +567,7 @@ def _use_dtype(record: ShardedParameter, dtype: torch.dtype | None) -> torch.dty
 def _allocate_full_precision(
     copied: Sequence[ShardedParameter], symm_mem: SymmetricMemory
 ) -> list[tuple[ShardedParameter, Tensor, list[Tensor]]]:
-    """Allocate what ranks copy of the parameters that autocast leaves in full precision.
-
-    Returns:
-        For each such parameter, this rank's memory and that of all ranks.
-    """
+    """Return memory for parameters that autocast leaves in full precision: this rank's and all ranks'."""
     by_dtype: dict[torch.dtype, list[ShardedParameter]] = {}
     for record in copied:
         if stays_full_precision(record):

@@ -121,11 +121,7 @@ class _IoVec(ctypes.Structure):
 
 
 def copy_mapped(values: Tensor, into: Tensor) -> None:
-    """Do ``into.copy_(values)`` if ``values`` may be in a mapped file.
-
-    Raises:
-        CheckpointError: the file was truncated, or cannot be read any more.
-    """
+    """Do ``into.copy_(values)`` if ``values`` may be in a mapped file; raise CheckpointError if it cannot be read."""
     if not _is_dense_cpu(values):
         into.copy_(values)
     elif not values.is_contiguous() or not into.is_contiguous():
@@ -267,13 +263,7 @@ def read_in_chunks(total: int, block: int, most: int, read: Callable[[int, int],
 
 
 def madvise(begin: int, nbytes: int, advice: int) -> None:
-    """Call ``madvise`` for all pages of these bytes, if there are several. The system may ignore it.
-
-    Args:
-        begin: address.
-        nbytes: length.
-        advice: a constant such as ``mmap.MADV_WILLNEED``.
-    """
+    """Call ``madvise`` for all pages of these bytes, if there are several. The system may ignore it."""
     call = getattr(ctypes.CDLL(None), "madvise", None)
     if call is not None and nbytes > mmap.PAGESIZE:
         first = begin - begin % mmap.PAGESIZE

@@ -68,7 +68,6 @@ class ShardLayout:
     def from_shape(
         cls, shape: torch.Size, dtype: torch.dtype, world_size: int, order: tuple[int, ...] | None = None
     ) -> ShardLayout:
-        """Return the layout of a parameter of this shape and dtype over ``world_size`` ranks."""
         unit = max(1, ALIGNMENT_BYTES // dtype.itemsize)
         piece = -(-shape.numel() // world_size)
         return cls(torch.Size(shape), max(unit, -(-piece // unit) * unit), world_size, order)
@@ -131,13 +130,10 @@ class ShardLayout:
         return shard.view(self.visible_shape)
 
     def write(self, shard: Tensor, full: Tensor, number: int) -> None:
-        """Copy shard ``number`` of ``full`` into the 1-D ``shard``, and pad with zeros.
+        """Copy shard ``number`` of the full tensor into the 1-D ``shard``, and pad with zeros.
 
-        Args:
-            shard: 1-D, of :attr:`shard_numel` elements.
-            full: of the parameter's shape, on any device and in any dtype. If it has a method ``read_part``, as a
-                tensor in a checkpoint file has, only this shard is read.
-            number: of the shard.
+        ``full`` may have any device and dtype. If it has a method ``read_part``, as a tensor in a checkpoint file has,
+        only this shard is read.
         """
         if (read_part := getattr(full, "read_part", None)) is not None:
             read_part(shard, self, number)

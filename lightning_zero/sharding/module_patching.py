@@ -122,8 +122,8 @@ def _is_functional_call_weight(weight: Tensor, shape: tuple[int, ...], reader: W
         return True
     if base is not weight:
         raise UnsupportedError(
-            "torch.func was given module.parameters(), which are shards. Give it whole weights: what is read from the "
-            "modules themselves, {'weight': module.weight, ...}."
+            "torch.func was given module.parameters(), which are shards. Pass full weights, read from the modules: "
+            "{'weight': module.weight, ...}."
         )
     return False
 
@@ -137,11 +137,7 @@ def _ignore_flat_weights(self: nn.RNNBase, value: Any) -> None:
 
 
 class ClassCache:
-    """Create and cache the subclasses of one engine.
-
-    Attributes:
-        reader: decides what eager code reads.
-    """
+    """Create and cache the subclasses of one engine."""
 
     def __init__(self) -> None:
         self._classes: dict[tuple[type, tuple[str, ...]], type] = {}
@@ -174,11 +170,7 @@ class ClassCache:
         return self._reduce(module, protocol)
 
     def install_class(self, module: nn.Module, names: tuple[str, ...]) -> None:
-        """Give ``module`` the subclass whose properties read ``names``.
-
-        Raises:
-            UnsupportedError: the module's class cannot be subclassed, or is a scripted one.
-        """
+        """Give ``module`` the subclass whose properties read ``names``."""
         self.check(module)
         original = getattr(type(module), "_zero_original_class", type(module))
         key = (original, names)

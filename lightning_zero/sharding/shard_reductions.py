@@ -330,7 +330,8 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
     "amax": _max, "amin": _min, "aminmax": _aminmax, "all": _all, "any": _any, "count_nonzero": _count_nonzero,
     "var": _var, "std": _std, "var_mean": _var_mean, "std_mean": _std_mean, "norm": _norm, "linalg_norm": _linalg_norm,
     "linalg_vector_norm": _vector_norm, "dot": _dot, "vdot": _vdot, "equal": _equal, "allclose": _allclose,
-    "item": _single_number, "__float__": lambda shard: float(_single_number(shard)), "__int__": lambda shard: int(_single_number(shard)),
+    "item": _single_number, "__float__": lambda shard: float(_single_number(shard)),
+    "__int__": lambda shard: int(_single_number(shard)),
     "__bool__": lambda shard: "_zero_same" in shard.__dict__ or bool(_single_number(shard)),
     "is_nonzero": lambda shard: bool(_single_number(shard)),
 }  # fmt: skip

@@ -100,8 +100,8 @@ def raise_unsupported_for(func: Any, spec: ShardSpec) -> NoReturn:
     raise UnsupportedError(
         f"{name} was asked of this rank's shard of {spec.name!r} (shape {tuple(spec.layout.visible_shape)} of "
         f"{tuple(spec.layout.shape)}), as param, param.data and param.grad are, and would give another result on "
-        f"each rank. Read the whole parameter from the module that owns it, `module.{own}`; or put "
-        "whole parameters in place for a while: `with lightning_zero.full_parameters(module): ...`. "
+        f"each rank. Read the full parameter from the module that owns it, `module.{own}`; or "
+        "install full parameters for a while: `with lightning_zero.full_parameters(module): ...`. "
         "Do so on every rank. Elementwise functions, and norms, sums, means and extrema over all elements, work here; "
         "param.to_local() copies this rank's elements."
     )
@@ -128,20 +128,13 @@ def shards_in(values: Any) -> Iterator[Tensor]:
 def closed_engine_message(name: str) -> str:
     """Return the message for a shard whose engine is closed."""
     return (
-        f"The engine that sharded {name!r} is gone, and with it the other ranks' parts of what is reduced here. Take "
-        "norms, sums and the like before the strategy is closed, or of whole values."
+        f"The engine that sharded {name!r} is closed, so the other ranks' shards are not available for this "
+        "reduction. Compute norms and sums before the strategy is closed, or on full values."
     )
 
 
 def all_gather_shards(own: Tensor, spec: ShardSpec) -> Tensor:
-    """All-gather a tensor of one shape and dtype from each rank. Collective.
-
-    Returns:
-        Shape [ranks, *own.shape], on the device of ``own``.
-
-    Raises:
-        UnsupportedError: the engine is closed.
-    """
+    """All-gather a tensor of one shape and dtype from each rank, to shape [ranks, *own.shape]. Collective."""
     if spec.layout.world_size == 1:
         return own[None]
     group = spec.group()
@@ -301,11 +294,7 @@ class ShardSpec:
             self.on_write(False)
 
     def assign_data(self, tensor: Tensor, value: Any) -> None:
-        """Do ``tensor.data = value`` by a copy into the shard, which gathers and optimizer steps read.
-
-        Raises:
-            UnsupportedError: the value's shape, dtype or device differs from the shard's.
-        """
+        """Do ``tensor.data = value`` by a copy into the shard, which gathers and optimizer steps read."""
         with no_shard_dispatch(), torch.no_grad():
             if isinstance(value, Tensor) and value.shape != tensor.shape and value.shape == self.layout.shape:
                 value = self.layout.part(value, self.number)
@@ -315,7 +304,7 @@ class ShardSpec:
                 own = self.name.rpartition(".")[2]
                 raise UnsupportedError(
                     f"The .data of {self.name!r} was given another tensor ({what}), but it is this rank's shard (shape "
-                    f"{tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}). Assign whole values to the module that "
+                    f"{tuple(tensor.shape)}, {tensor.dtype}, {tensor.device}). Assign full values to the module that "
                     f"owns it, on every rank: `module.{own}.data = x`. To change dtypes or devices, call "
                     "lightning_zero.unshard(module)."
                 )
@@ -419,10 +408,7 @@ def set_rules(rule_of: Callable[[Any], Rule]) -> None:
 def full_arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the arguments of a function that uses a tensor's memory directly.
 
-    Collective if a shard is copied.
-
-    Raises:
-        UnsupportedError: the function would make an alias of a shard.
+    Collective if a shard is copied. Raises UnsupportedError if the function would make an alias of a shard.
     """
     # torch.tensor() reads elements of a list by item(), which has a rule.
     shards = shards_in(args if name == BROADCAST else [v for v in args if isinstance(v, Tensor)])

@@ -43,7 +43,7 @@ def check_module(name: str, module: nn.Module) -> None:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         raise UnsupportedError(
             f"Module {name!r} ({type(module).__name__}) has max_norm={module.max_norm}: its forward scales rows of the "
-            "weight in place, on each rank those of its own batch. Leave max_norm out, and scale all rows behind the "
+            "weight in place, on each rank those of its own batch. Leave max_norm out, and scale all rows after the "
             "step, on every rank: in on_train_batch_end, `with torch.no_grad(): module.weight.renorm_("
             f"{module.norm_type:g}, 0, {module.max_norm:g})`."
         )
@@ -104,10 +104,6 @@ class Materializer:
     """Materialize modules on the meta device by their own ``reset_parameters()``.
 
     It remembers which parameter replaces which, because the other modules of a tie still hold the old object.
-
-    Args:
-        records: of the parameters that are sharded already.
-        device: of the new values.
     """
 
     def __init__(self, records: Records, device: torch.device) -> None:
@@ -126,15 +122,9 @@ class Materializer:
         self._replaced.clear()
 
     def values(self, module: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
-        """Give parameters and buffers that ``module`` itself owns values on the device.
+        """Give parameters and buffers that ``module`` itself owns values on the device; return its parameters by name.
 
         Collective if one of them is sharded already.
-
-        Returns:
-            The module's parameters by name.
-
-        Raises:
-            UnsupportedError: the module has no ``reset_parameters()``.
         """
         reset = _reset_of(module, name)
         before = dict(module._parameters)
@@ -217,12 +207,10 @@ class Sharder:
         self._read: dict[tuple[int, str], ShardedParameter] = {}  # by a module's id and a parameter's name
 
     def find(self, param: Tensor) -> ShardedParameter | None:
-        """Return the record of a registered parameter, or None."""
         return self.records.find(param)
 
     @property
     def live(self) -> list[ShardedParameter]:
-        """Return the records of all parameters that some module reads, in the order of registration."""
         return self.records.live
 
     # -- cutting
@@ -386,7 +374,7 @@ def explain_shard_error(error: BaseException, root: nn.Module, sharder: Sharder)
             line = f"replaced since the model was sharded: {', '.join(map(repr, names[:4]))}{more}."
     elif isinstance(error, TypeError) and re.search("cannot assign .*Tensor' as parameter", str(error)):
         line = (
-            "what is read from a sharded module, module.weight, is a plain tensor with the whole value. Tie weights "
+            "module.weight of a sharded module is a plain tensor with the full value. Tie weights "
             "before the model is sharded (in __init__(), configure_model() or setup()); to change a value, write "
             "`module.weight.data = value`."
         )

@@ -27,13 +27,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class Claim:
-    """Hold shared memory before it is mapped.
-
-    Attributes:
-        descriptor: file descriptor.
-        path: where other processes find it.
-        named: True if it is a file.
-    """
+    """Hold shared memory before it is mapped. Other processes find it at ``path``."""
 
     descriptor: int
     path: str
@@ -41,11 +35,7 @@ class Claim:
 
     @classmethod
     def of(cls, nbytes: int, named: bool = False) -> Claim:
-        """Reserve ``nbytes`` of shared memory.
-
-        Raises:
-            OSError: there is too little memory.
-        """
+        """Reserve ``nbytes`` of shared memory; raise OSError if there is too little."""
         if named:
             descriptor, path = tempfile.mkstemp(prefix="lightning_zero_", dir=SHARED_MEMORY)
         else:
@@ -73,11 +63,7 @@ class Claim:
 
 
 def map_shared(path: str, identity: tuple[int, int], numel: int, dtype: torch.dtype) -> Tensor:
-    """Map a claim as a 1-D tensor, which keeps the mapping alive.
-
-    Raises:
-        OSError: this process cannot open it.
-    """
+    """Map a claim as a 1-D tensor, which keeps the mapping alive; raise OSError if it cannot be opened."""
     with open(path, "r+b") as file:
         if _identity(file.fileno()) != identity:
             raise OSError(f"{path} is something else for this process")

@@ -42,9 +42,8 @@ def ignore_bytes(count: int) -> None:
 class StateDictHooks:
     """Install hooks for state dicts on modules that own shards.
 
-    Attributes:
-        loaded_bytes: bytes of shards that ``load_state_dict()`` has overwritten so far.
-        on_loaded_bytes: called with the bytes of each overwritten shard.
+    ``loaded_bytes`` counts the shards that ``load_state_dict()`` has overwritten; ``on_loaded_bytes`` is called for
+    each.
     """
 
     def __init__(self, sharder: Sharder) -> None:

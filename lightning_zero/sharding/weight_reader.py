@@ -74,7 +74,7 @@ class ShardSync:
         self._executor.weights.begin_writing(stepping)
 
     def after_writing(self) -> None:
-        """Let other ranks read the written shards. Does nothing if nothing was written."""
+        """Let other ranks read the written shards."""
         self._executor.weights.end_writing()
 
     def invalidate_copies(self) -> None:
@@ -161,9 +161,8 @@ class GatheredWeight(Tensor):
         name = "weight" if record is None else record.name
         return UnsupportedError(
             f"{name!r} was gathered when it was read, and its gradient is not: each rank has a shard. Take "
-            f"`param.grad` of the registered parameter, `dict(self.named_parameters())[{name!r}].grad`: norms, sums "
-            "and the like of it are those of the whole gradient; what changes it element by element may be done "
-            "there, on every rank."
+            f"`param.grad` of the registered parameter, `dict(self.named_parameters())[{name!r}].grad`: its norms "
+            "and sums are those of the full gradient, and elementwise changes may be made there, on every rank."
         )
 
     @property

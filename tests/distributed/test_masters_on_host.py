@@ -239,7 +239,7 @@ def test_where_masters_cannot_leave_it_is_refused_with_what_to_do(ranks: Ranks) 
         assert "Pass offload=('optimizer', 'parameters')." in state
         assert "Leave compile at True, or 'parameters' out." in eager
         assert "Pass precision='bf16-mixed' or '16-mixed'" in dtype
-        assert "gather_transport='copy' is impossible here: master weights lie on the host" in copy
+        assert "gather_transport='copy' is impossible here: offload= stores master weights on the host" in copy
         assert "over several hosts (2 here)" in hosts
         for message in later:
             assert "was settled then" in message

@@ -298,7 +298,7 @@ def train_with_few_buffers(device: Device | None, steps: int, **options: Any) ->
     with (
         patch("lightning_zero.budget.options.BUFFER_MB", mb),
         patch("lightning_zero.budget.items.LEAST_RING", 1),
-        patch("lightning_zero.offload.staging_ring.MOST_BYTES", 1024),
+        patch("lightning_zero.offload.staging_ring.MAX_SLOT_BYTES", 1024),
     ):
         return train(device, steps, emulate_cuda_graph_step=True, **options)
 

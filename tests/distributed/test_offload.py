@@ -120,7 +120,7 @@ def buffers_grow(emulate: bool) -> tuple[Any, Any, int]:
     resize = StagingRing.resize
     expected = train_sharded_steps("AdamW", unfreeze_and_add, emulate)
     with (
-        patch("lightning_zero.offload.staging_ring.MOST_BYTES", 1024),
+        patch("lightning_zero.offload.staging_ring.MAX_SLOT_BYTES", 1024),
         patch.object(StagingRing, "resize", lambda ring, nbytes: (made.append(nbytes), resize(ring, nbytes))[1]),
     ):
         found = train_sharded_steps("AdamW", unfreeze_and_add, emulate, offload=("optimizer",), offload_buffer_mb=0.5)
@@ -173,8 +173,8 @@ def amid_a_step(refused: bool, **options: Any) -> dict[str, Any]:
     model, lerp = build(Parts), torch.Tensor.lerp_
 
     with (
-        patch("lightning_zero.offload.staging_ring.MOST_BYTES", 1024),
-        patch("lightning_zero.offload.staging_ring.LEAST", 1),
+        patch("lightning_zero.offload.staging_ring.MAX_SLOT_BYTES", 1024),
+        patch("lightning_zero.offload.staging_ring.MIN_TENSORS_PER_SLOT", 1),
         engine_for(model, "eager", cuda_graph_step=False, **options) as engine,
     ):
         with engine.registered_parameters():

@@ -218,7 +218,7 @@ def test_copies_that_were_asked_for_are_refused_by_name_on_every_rank(ranks: Ran
 
 
 def with_a_stub_for_a_barrier(choice: str) -> str:
-    with patch.object(SymmetricMemory, "_meet", lambda self: None):
+    with patch.object(SymmetricMemory, "_device_barrier", lambda self: None):
         try:
             with engine_for(None, "aot_eager", **MIXED, reduce_transport=choice) as engine:
                 return engine.transports.collectives_used

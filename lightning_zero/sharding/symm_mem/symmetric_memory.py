@@ -33,12 +33,6 @@ class SymmetricMemory:
     """Allocate symmetric memory for the ranks of a mesh; create it by :meth:`of`.
 
     Ranks of one host reach each other's memory. Its availability is the same on all hosts, so that all ranks act alike.
-
-    Args:
-        mesh: of the ranks.
-
-    Attributes:
-        nbytes: allocated on this rank.
     """
 
     def __init__(self, mesh: Mesh) -> None:

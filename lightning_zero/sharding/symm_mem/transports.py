@@ -36,10 +36,6 @@ AllocateShards = Callable[[torch.dtype | None, SymmetricMemory | None], None]
 class TransportChoice(ABC):
     """Choose the transport of weights or of gradients.
 
-    Args:
-        config: options.
-        mesh: of the ranks.
-
     Attributes:
         kind: "weights" or "gradients".
         option: name of the tuning option by which users choose.
@@ -90,7 +86,9 @@ class TransportChoice(ABC):
                 raise self._impossible(str(error)) from error
             self.reason = str(error)
             if self.mesh.rank == 0:
-                log.warning("Collectives move all %s from now on, which is slower: %s.", self.kind, error)
+                log.warning(
+                    "Transport: collectives move all %s from now on, which is slower (reason=%s).", self.kind, error
+                )
             return False
 
     def check(self, config: EngineConfig) -> None:
@@ -115,19 +113,14 @@ class TransportChoice(ABC):
 
     def _impossible(self, reason: str) -> UnsupportedError:
         return UnsupportedError(
-            f"{self.option}='copy' is impossible here: {reason}. Use {self.option}='auto' to copy where that is "
-            "possible."
+            f"{self.option}='copy' is impossible here: {reason}. Use {self.option}='auto' to copy if that is possible."
         )
 
 
 def chooses_copies(choice: str, device: torch.device, usable: bool, on_cpu: bool) -> bool:
-    """Return True if ``choice`` means copies on this device.
+    """Return True if ``choice`` ("auto", "copy" or "collective") means copies on this device.
 
-    Args:
-        choice: ``"auto"``, ``"copy"`` or ``"collective"``.
-        device: of this rank.
-        usable: copies are useful on an accelerator.
-        on_cpu: meaning of ``"auto"`` between CPUs.
+    ``usable`` tells if copies are useful on an accelerator, ``on_cpu`` if "auto" means them between CPUs.
     """
     if device.type == "cpu":
         return choice == "copy" or (choice == "auto" and on_cpu)
@@ -154,7 +147,7 @@ class WeightTransport(TransportChoice):
         return chooses_copies(config.tuning.gather_transport, self.mesh.device, usable=config.compile, on_cpu=True)
 
     def set_memory(self, memory: SymmetricMemory | None, reason: str) -> None:
-        super().set_memory(memory, "master weights lie on the host, by offload" if self._away else reason)
+        super().set_memory(memory, "offload= stores master weights on the host" if self._away else reason)
 
     def allocate_shards(
         self,
@@ -162,13 +155,10 @@ class WeightTransport(TransportChoice):
         sizes: dict[torch.dtype, int],
         set_epoch_lock: Callable[[Executor, SymmetricMemory], None],
     ) -> dict[torch.dtype, tuple[Tensor, list[Tensor]]]:
-        """Allocate zeros for the shards by dtype: this rank's memory, and that of all ranks. Collective.
+        """Allocate zeros by dtype: this rank's memory, and that of all ranks. Collective.
 
-        Returns:
-            1-D tensors by dtype; empty if shards are in ordinary memory.
-
-        Raises:
-            UnsupportedError: on every rank, if memory runs out and weights must be copied.
+        Returns an empty dict if shards are in ordinary memory. Raises UnsupportedError on every rank if memory runs out
+        and weights must be copied.
         """
         memory, found = self.memory, {}
         if memory is None or self.mesh.inter_host_shard_group is not None or self.placement_is_pending:
@@ -201,15 +191,11 @@ class WeightTransport(TransportChoice):
         self.placement_is_pending, self.memory, self.reason = (
             False,
             None,
-            "a memory plan has put master weights on the host",
+            "a memory plan stores master weights on the host",
         )
 
     def allocate_compute_shards(self, executor: Executor, allocate: Callable[[SymmetricMemory | None], None]) -> None:
-        """Call ``allocate`` with symmetric memory for compute shards, or with None if these are all-gathered.
-
-        Raises:
-            UnsupportedError: on every rank, if memory runs out and weights must be copied.
-        """
+        """Call ``allocate`` with symmetric memory for compute shards, or with None if these are all-gathered."""
         memory = self.memory
         if memory is not None and self.try_allocate(lambda: allocate(memory)):
             return
@@ -231,11 +217,7 @@ class GradientTransport(TransportChoice):
         return chooses_copies(config.tuning.reduce_transport, self.mesh.device, usable=True, on_cpu=False)
 
     def stage(self, executor: Executor, bucket_mb: float) -> None:
-        """Allocate two buckets of ``bucket_mb`` MiB that peers write to. May be repeated. Collective.
-
-        Raises:
-            UnsupportedError: on every rank, if memory runs out and gradients must be copied.
-        """
+        """Allocate two buckets of ``bucket_mb`` MiB that peers write to. May be repeated. Collective."""
         memory = self.memory
         if memory is None or self._staged:
             return
@@ -254,9 +236,7 @@ class GradientTransport(TransportChoice):
                 executor.transport.compile_means()
             except RuntimeError as error:
                 level = logging.WARNING if executor.rank == 0 else logging.DEBUG
-                log.log(
-                    level, "Gradients of all ranks are added up by torch's own kernels, which take longer: %s", error
-                )
+                log.log(level, "Transport: the slower torch kernels add gradients (reason=%s)", error)
 
 
 BARRIERS = 2  # on devices: one for gradients, one for weights
@@ -265,10 +245,8 @@ BARRIERS = 2  # on devices: one for gradients, one for weights
 class SignalPads:
     """Give the executor small integer tensors that all ranks of a host write.
 
-    They are used for barriers, epoch locks and remote signals.
-
-    Args:
-        mesh: of the ranks.
+    They are used for barriers, epoch locks and remote signals. All methods raise UnsupportedError on every rank if
+    memory runs out, or if a rank cannot compile the kernels.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -276,11 +254,7 @@ class SignalPads:
         self._barrier = False
 
     def set_barrier(self, executor: Executor, memory: SymmetricMemory | None) -> None:
-        """Use our own kernel for barriers on devices. May be repeated. Collective.
-
-        Raises:
-            UnsupportedError: on every rank, if a rank cannot compile it.
-        """
+        """Use our own kernel for barriers on devices. May be repeated. Collective."""
         if memory is None or self._barrier or executor.device.type != "cuda":
             return
         self._barrier = True
@@ -291,11 +265,7 @@ class SignalPads:
             )
 
     def set_epoch_lock(self, executor: Executor, memory: SymmetricMemory) -> None:
-        """Let ranks alternate between reading and writing shards. Collective.
-
-        Raises:
-            UnsupportedError: on every rank, if memory runs out or a rank cannot compile the kernels.
-        """
+        """Let ranks alternate between reading and writing shards. Collective."""
         if executor.device.type == "cpu":
             executor.transport.set_epoch_lock(memory.empty(1, torch.int64)[1])
         elif error := self._share_zeros(memory, executor, self._inside.size, executor.transport.set_epoch_lock):
@@ -305,9 +275,6 @@ class SignalPads:
         """Signal the arrival of each part from other hosts to the ranks that read it. Collective.
 
         With ``memory`` these are all ranks of the host; without, only this rank.
-
-        Raises:
-            UnsupportedError: on every rank, if memory runs out or a rank cannot compile the kernels.
         """
         take = executor.transport.set_remote_signals
         if executor.device.type == "cpu":
@@ -320,7 +287,7 @@ class SignalPads:
             try:
                 take([torch.zeros(1, dtype=torch.int32, device=executor.device)])
             except RuntimeError as error:
-                log.info("Replays wait for all that other hosts send before they begin: %s.", error)
+                log.info("Transport: CUDA graphs wait for all data of other hosts before they begin (reason=%s)", error)
 
     def _share_zeros(
         self, memory: SymmetricMemory, executor: Executor, numel: int, use: Callable[[list[Tensor]], None]
@@ -342,12 +309,7 @@ class SignalPads:
 
 
 class PeerTransports:
-    """Combine the transports of weights and gradients.
-
-    Args:
-        config: options.
-        mesh: of the ranks.
-    """
+    """Combine the transports of weights and gradients."""
 
     def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
         self._config = config
@@ -377,7 +339,7 @@ class PeerTransports:
         weights.set_memory(memory if wanted[0] else None, reason)
         gradients.set_memory(memory if wanted[1] else None, reason)
         if reason and mesh.rank == 0:
-            log.info("Collectives move all weights and gradients: %s.", reason)
+            log.info("Transport: collectives for all weights and gradients (reason=%s)", reason)
         peers._reported_transports = peers._transports_used
         return peers
 
@@ -407,16 +369,18 @@ class PeerTransports:
         if not self._gathers_across_hosts:
             return {
                 "weights": f"{by_kind['weights']}; between hosts not at all: each holds them",
-                "gradients": f"{by_kind['gradients']}; between hosts by all-reduces of what each host has reduced",
+                "gradients": f"{by_kind['gradients']}; between hosts by all-reduces of the result of each host",
             }
         if not self._wants_copies:
             by_kind["weights"] = "collectives"
         elif self._one_rank_per_host:
-            by_kind["weights"] = "read where they lie (there is one rank on each host)"
-        often = "once per optimizer step, beside the first layers" if self._wants_copies else "for each gather"
+            by_kind["weights"] = "read from host shards (there is one rank on each host)"
+        often = (
+            "once per optimizer step, concurrently with the first layers" if self._wants_copies else "for each gather"
+        )
         inter_host = {
             "weights": f"by all-gathers, {often}",
-            "gradients": "by reduce-scatters of what each host has reduced",
+            "gradients": "by reduce-scatters of the result of each host",
         }
         return {what: f"{how}; between hosts {inter_host[what]}" for what, how in by_kind.items()}
 
@@ -434,16 +398,8 @@ class PeerTransports:
     def allocate(self, executor: Executor, compute_shards: AllocateShards, host_shards: AllocateShards) -> bool:
         """Allocate memory for gradients in transit, and for compute shards. May be repeated. Collective.
 
-        Args:
-            executor: C++ executor.
-            compute_shards: allocates compute shards, given the compute dtype and symmetric memory or None.
-            host_shards: does the same for host shards.
-
-        Returns:
-            True if memory ran out and collectives have taken over.
-
-        Raises:
-            UnsupportedError: on every rank, if memory runs out and the user chose ``"copy"``.
+        ``compute_shards`` and ``host_shards`` allocate shards, given the compute dtype and symmetric memory or None.
+        Returns True if memory ran out and collectives have taken over.
         """
         self._signal_pads.set_barrier(executor, self.gradient_memory or self.weight_memory)
         self._gradients.stage(executor, self._config.tuning.reduce_bucket_mb)
@@ -497,11 +453,7 @@ class PeerTransports:
     def allocate_shards(
         self, executor: Executor, sizes: dict[torch.dtype, int]
     ) -> dict[torch.dtype, tuple[Tensor, list[Tensor]]]:
-        """Allocate zeros for the shards by dtype, see :meth:`WeightTransport.allocate_shards`. Collective.
-
-        Raises:
-            UnsupportedError: on every rank, if memory runs out and weights must be copied.
-        """
+        """Allocate memory for the shards, see :meth:`WeightTransport.allocate_shards`. Collective."""
         return self._weights.allocate_shards(executor, sizes, self._set_epoch_lock)
 
     def set_shard_memory(self, everywhere: dict[torch.dtype, tuple[Tensor, list[Tensor]]]) -> None:
@@ -541,8 +493,8 @@ class PeerTransports:
         """Describe what process groups move; empty if they move nothing."""
         by_collective = [way.kind for way in (self._weights, self._gradients) if way.memory is None]
         if by_collective:
-            return f"{' and '.join(by_collective)} travel by collectives"
-        return "gradients travel between hosts by collectives" if self._several_hosts else ""
+            return f"{' and '.join(by_collective)} use collectives"
+        return "gradients use collectives between hosts" if self._several_hosts else ""
 
     def no_capture_reason(self, executor: Executor) -> str:
         """Return the reason why CUDA graphs cannot capture these transports; empty if they can."""

@@ -40,7 +40,7 @@ def test_too_little_memory_is_an_error_with_bytes_and_what_to_do() -> None:
     with patch.object(memory, "free_bytes", lambda: 2**30), pytest.raises(HostMemoryError) as caught:
         HostMemory(GPU).empty(2**30, torch.float32)
     assert "4.00 GiB (4,294,967,296 bytes)" in str(caught.value)
-    assert "1.00 GiB (1,073,741,824 bytes) left" in str(caught.value)
+    assert "1.00 GiB (1,073,741,824 bytes) available" in str(caught.value)
     assert "Leave out offload=" in str(caught.value)
 
 

@@ -101,7 +101,7 @@ def test_where_memory_runs_out_nothing_is_kept_and_one_rank_says_so(
     assert way.try_allocate(lambda: None)
     assert not take_too_much(way)
     assert way.memory.kept == 0
-    assert ("move all weights from now on, which is slower: there is no more" in caplog.text) == (rank == 0)
+    assert ("move all weights from now on, which is slower (reason=there is no more)" in caplog.text) == (rank == 0)
 
 
 def test_copies_that_were_asked_for_are_refused_by_name() -> None:
@@ -273,7 +273,7 @@ def test_what_adds_up_gradients_on_a_gpu_is_torch_where_no_kernel_can_be_compile
         way.stage(executor, 1.0)
     executor.transport.set_staging.assert_called_once()
     assert executor.transport.compile_means.call_count == (device is GPU)
-    assert ("take longer: no NVRTC" in caplog.text) == (device is GPU)
+    assert ("torch kernels add gradients (reason=no NVRTC)" in caplog.text) == (device is GPU)
 
 
 @pytest.mark.parametrize(("bucket_mb", "nbytes"), [(1.0, 2**21), (0.0001, 2048), (0.0015, 4096)])
@@ -425,10 +425,10 @@ def test_what_travels_by_collectives_needs_no_memory(monkeypatch: pytest.MonkeyP
     peers, _ = made(monkeypatch, WEIGHTS_ONLY)
     assert peers.weight_memory is not None
     assert peers.gradient_memory is None
-    assert peers.collectives_used == "gradients travel by collectives"
+    assert peers.collectives_used == "gradients use collectives"
     peers, ask = made(monkeypatch, NOTHING)
     ask.assert_not_called()
-    assert peers.collectives_used == "weights and gradients travel by collectives"
+    assert peers.collectives_used == "weights and gradients use collectives"
     assert peers.nbytes == 0
 
 
@@ -449,8 +449,8 @@ def test_one_rank_says_why_there_is_none(
 ) -> None:
     caplog.set_level("INFO")
     peers, _ = made(monkeypatch, MIXED, "there are two hosts", rank=rank)
-    assert peers.collectives_used == "weights and gradients travel by collectives"
-    assert ("move all weights and gradients: there are two hosts." in caplog.text) == (rank == 0)
+    assert peers.collectives_used == "weights and gradients use collectives"
+    assert ("collectives for all weights and gradients (reason=there are two hosts)" in caplog.text) == (rank == 0)
     with pytest.raises(UnsupportedError, match="gather_transport='copy' is impossible here: there are two hosts"):
         made(monkeypatch, COPY, "there are two hosts")
 
@@ -537,7 +537,7 @@ def test_where_memory_runs_out_that_is_told_once(monkeypatch: pytest.MonkeyPatch
     recorded = Recorded(peers)
     recorded.order.stage.side_effect = lambda *args: setattr(own._gradients, "memory", None)
     assert [_allocate(peers, recorded.memory) for _ in range(2)] == [True, False]
-    assert peers.collectives_used == "gradients travel by collectives"
+    assert peers.collectives_used == "gradients use collectives"
     assert peers.nbytes == 100
 
 
