@@ -68,22 +68,22 @@ class _SavedStorage:
         self.version = tensor._version
         self.nbytes = storage.nbytes()
         self.device = tensor.device
-        self.here: VersionedTensor | None = VersionedTensor.of(tensor)  # keeps the storage alive
+        self.device_tensor: VersionedTensor | None = VersionedTensor.of(tensor)  # keeps the storage alive
         self.flat: Tensor = _tensor_over(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
 
     def to_host(self) -> int:
-        if self.here is None or not self.here.is_unchanged:
+        if self.device_tensor is None or not self.device_tensor.is_unchanged:
             return 0  # changed in place: backward raises
         host = torch.empty(self.flat.numel(), dtype=torch.uint8)
         host.copy_(self.flat)
-        self.flat, self.here = host, None
+        self.flat, self.device_tensor = host, None
         return host.numel()
 
     def to_device(self) -> Tensor:
         """Return all bytes on the device, after making room there."""
         self.offload_oldest()
-        if self.here is not None:
-            self.here.unpack()
+        if self.device_tensor is not None:
+            self.device_tensor.unpack()
         return self.flat.to(self.device)
 
 

@@ -342,9 +342,7 @@ class RingPass:
 
 NBYTES = 64 << 20  # of a measured copy
 REPETITIONS = 4
-FRACTION_WITH_COMPUTE = (
-    0.9  # the share that is expected there; copies take no part of the device but its memory's bandwidth
-)
+FRACTION_WITH_COMPUTE = 0.9  # expected share of the bandwidth during compute, which uses the memory, too
 
 
 def measure_host_bandwidth(mesh: Mesh) -> float | None:
@@ -366,13 +364,13 @@ def measure_host_bandwidth(mesh: Mesh) -> float | None:
     return all_min(slowest, mesh.control_group).item() or None
 
 
-def _bytes_per_s(there: torch.Tensor, back: torch.Tensor, device: torch.device) -> float:
-    sent, came = (torch.empty(NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
+def _bytes_per_s(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> float:
+    device_in, device_out = (torch.empty(NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
     streams, best = copy_streams_of(device), 0.0
     for number in range(REPETITIONS + 1):
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begun.record(torch.cuda.current_stream(device))
-        both = [streams.copy_in([(sent, there)], [begun]), streams.copy_out([(back, came)], [begun])]
+        both = [streams.copy_in([(device_in, source)], [begun]), streams.copy_out([(target, device_out)], [begun])]
         for copy in both:
             streams.wait(copy)
         ended.record(torch.cuda.current_stream(device))

@@ -175,7 +175,7 @@ def stays_full_precision(record: ShardedParameter) -> bool:
 def alias_compute_shards(executor: Executor, trained: Sequence[ShardedParameter]) -> list[ShardedParameter]:
     """Store the gradients of these parameters in the memory of their compute shards.
 
-    csrc/grad_aliasing.h says when a gradient may be written there.
+    The executor decides when a gradient may be written there.
 
     Returns:
         The parameters without a compute shard.
@@ -384,24 +384,24 @@ class ShardMemory:
             record.memory[Role.GRADIENT] = view
         self.gradients = self.gradients or buffer
 
-    def allocate_deferred_gradients(self, whole: bool) -> None:
+    def allocate_deferred_gradients(self, full: bool) -> None:
         """Allocate memory that accumulates micro-batches before the reduce-scatter. May be repeated.
 
         Args:
-            whole: for full gradients; otherwise for those that the ranks of each host have reduced. The memory of the
+            full: for full gradients; otherwise for those that the ranks of each host have reduced. The memory of the
                 other kind is freed, and must hold no gradient.
         """
-        if whole != self._deferred_are_full:
+        if full != self._deferred_are_full:
             self.free_deferred_gradients()
-            self._deferred_are_full = whole
+            self._deferred_are_full = full
         new = [r for r in self._records.live if r.gradient is not None and Role.DEFERRED_GRADIENT not in r.memory]
         new.sort(key=lambda record: record.shard.data_ptr())
         wide = [torch.promote_types(record.param.dtype, torch.float32) for record in new]
-        layouts = [_full_layout(record) if whole else self._host_layout(record) for record in new]
+        layouts = [_full_layout(record) if full else self._host_layout(record) for record in new]
         buffer = FlatBuffer(list(zip(layouts, wide, strict=True)), self._mesh.device)
         for record, view in zip(new, buffer.views, strict=True):
             record.memory[Role.DEFERRED_GRADIENT] = view
-            self.executor.parameters.set_deferred_gradient(record.index, view, whole)
+            self.executor.parameters.set_deferred_gradient(record.index, view, full)
 
     def free_deferred_gradients(self) -> None:
         """Free the memory of deferred gradients, if there is any."""
@@ -502,18 +502,18 @@ class ShardMemory:
             small_bytes = 0
         found: list[tuple[ShardedParameter, ShardLayout, torch.dtype]] = []
         for record in self._records.live:
-            whole, used = _full_layout(record), _use_dtype(record, dtype)
-            size = whole.shard_numel * used.itemsize
+            layout, used = _full_layout(record), _use_dtype(record, dtype)
+            size = layout.shard_numel * used.itemsize
             if record.layout.numel * used.itemsize > small_bytes and size <= budget_bytes:
                 budget_bytes -= size
-                found.append((record, whole, used))
-        there = [self._existing_full_copy(record, used) for record, _, used in found]
-        made = [(whole, used) for (_, whole, used), flat in zip(found, there, strict=True) if flat is None]
+                found.append((record, layout, used))
+        existing = [self._existing_full_copy(record, used) for record, _, used in found]
+        made = [(layout, used) for (_, layout, used), flat in zip(found, existing, strict=True) if flat is None]
         self._unsharded = FlatBuffer(made, self._mesh.device)
         new = iter(self._unsharded.views)
-        for (record, whole, _), flat in zip(found, (next(new) if t is None else t for t in there), strict=True):
+        for (record, layout, _), flat in zip(found, (next(new) if t is None else t for t in existing), strict=True):
             self.executor.parameters.set_resident(record.index, flat)
-            record.memory[Role.UNSHARDED_CACHE] = view = flat[: whole.numel].view(whole.shape)
+            record.memory[Role.UNSHARDED_CACHE] = view = flat[: layout.numel].view(layout.shape)
             for owner, key in record.owners:
                 owner.__dict__.setdefault(UNSHARDED_CACHE, {})[key] = view
 
@@ -521,8 +521,8 @@ class ShardMemory:
         """Return the host shard in ``dtype`` if it is the full parameter, which needs no other memory then."""
         role = Role.FULL_PRECISION_SHARD if dtype == record.param.dtype else Role.COMPUTE_SHARD
         copy = record.memory.get(role)
-        whole = self._mesh.inter_host_shard_group is not None and self._mesh.intra_host.size == 1
-        return copy if whole and copy is not None and copy.dtype == dtype else None
+        is_full = self._mesh.inter_host_shard_group is not None and self._mesh.intra_host.size == 1
+        return copy if is_full and copy is not None and copy.dtype == dtype else None
 
     def unsharded_bytes(self, dtype: torch.dtype | None) -> int:
         """Return the bytes of all unsharded parameters, with padding, in the dtypes of ``cache_unsharded``."""

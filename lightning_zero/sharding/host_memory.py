@@ -173,9 +173,9 @@ def copy_small_values(values: Iterable[Tensor]) -> None:
             copy = torch.empty(storage.nbytes(), dtype=torch.uint8)
             _read(torch.empty(0, dtype=torch.uint8).set_(storage), copy)  # type: ignore[call-overload]
             taken[storage.data_ptr()] = copy
-        whole = taken[storage.data_ptr()].untyped_storage()
+        storage_copy = taken[storage.data_ptr()].untyped_storage()
         made = torch.empty(0, dtype=value.dtype)
-        value.data = made.set_(whole, value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
+        value.data = made.set_(storage_copy, value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
 
 
 def _is_dense_cpu(value: Tensor) -> bool:

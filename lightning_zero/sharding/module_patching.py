@@ -83,7 +83,7 @@ def _weight_property(name: str) -> property:
                 return weight if order is None else weight.permute(inverse(order))
         return _read_eagerly(self, param, shape)
 
-    return property(read, doc=f"The whole parameter {name!r}, gathered from its shards.")
+    return property(read, doc=f"The full parameter {name!r}, gathered from its shards.")
 
 
 # From code that Dynamo cannot trace (recurrent modules, loops with a graph break) it would compile each read as a graph

@@ -89,16 +89,16 @@ class ShardedParameter:
         """Return True if ``value`` has the shard's visible shape, as an optimizer's elementwise state has."""
         return isinstance(value, Tensor) and value.shape == self.layout.visible_shape
 
-    def local_part(self, whole: Tensor) -> Tensor:
+    def local_part(self, full: Tensor) -> Tensor:
         """Return this rank's part of a full tensor, in the visible shape, as a new tensor.
 
         It is padded with zeros.
         """
-        return self.layout.part(whole, self.spec.number)
+        return self.layout.part(full, self.spec.number)
 
-    def write_local_part(self, whole: Tensor, into: Tensor) -> None:
+    def write_local_part(self, full: Tensor, into: Tensor) -> None:
         """Write this rank's part of a tensor of the full shape into the 1-D ``into``, of any device and dtype."""
-        self.layout.write(into, whole, self.spec.number)
+        self.layout.write(into, full, self.spec.number)
 
     def install_shard(self) -> None:
         """Point the registered parameter at the shard.

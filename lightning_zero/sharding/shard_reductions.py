@@ -225,9 +225,9 @@ def _variance_and_mean(part: _LocalPart, unbiased: bool, correction: float | Non
     mean = values.mean() if values.numel() else values.new_zeros(())  # all ranks must exchange one dtype
     found = part.exchange(count, mean, (values - mean).abs().square().sum())
     counts, means, squares = found[:, 0].real, found[:, 1], found[:, 2].real
-    whole = (counts * means).sum() / part.count
-    total = squares.sum() + (counts * (means - whole).abs().square()).sum()
-    return total / max(0.0, part.count - (float(unbiased) if correction is None else correction)), whole
+    full_mean = (counts * means).sum() / part.count
+    total = squares.sum() + (counts * (means - full_mean).abs().square()).sum()
+    return total / max(0.0, part.count - (float(unbiased) if correction is None else correction)), full_mean
 
 
 def _var(shard: Tensor, unbiased: bool = True, *, correction: float | None = None) -> Tensor:

@@ -441,9 +441,9 @@ def fill_random(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     shard = args[0]
     spec = spec_of(args)
     with no_shard_dispatch():
-        whole = torch.empty(spec.layout.shape, dtype=shard.dtype, device=shard.device)
-        func(whole, *args[1:], **kwargs)
-        _write_local_part(shard, whole, spec)
+        full = torch.empty(spec.layout.shape, dtype=shard.dtype, device=shard.device)
+        func(full, *args[1:], **kwargs)
+        _write_local_part(shard, full, spec)
     return shard
 
 
@@ -453,9 +453,9 @@ def draw_like(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     like = args[0] if args else kwargs["input"]
     rest = {key: value for key, value in kwargs.items() if key != "input"}
     with no_shard_dispatch():
-        whole = func(torch.empty(spec.layout.shape, dtype=like.dtype, device=like.device), *args[1:], **rest)
-        shard = torch.zeros(like.shape, dtype=whole.dtype, device=whole.device)
-        _write_local_part(shard, whole, spec)
+        full = func(torch.empty(spec.layout.shape, dtype=like.dtype, device=like.device), *args[1:], **rest)
+        shard = torch.zeros(like.shape, dtype=full.dtype, device=full.device)
+        _write_local_part(shard, full, spec)
         return spec.wrap(shard)
 
 
@@ -465,14 +465,14 @@ def run_init(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
     spec = spec_of([shard])
     rest = {key: value for key, value in kwargs.items() if key != "tensor"}
     with no_shard_dispatch(), torch.no_grad():
-        whole = torch.empty(spec.layout.shape, dtype=shard.dtype, device=shard.device)
-        func(whole, *args[1:], **rest)
-        _write_local_part(shard, whole, spec)
+        full = torch.empty(spec.layout.shape, dtype=shard.dtype, device=shard.device)
+        func(full, *args[1:], **rest)
+        _write_local_part(shard, full, spec)
     return shard
 
 
-def _write_local_part(shard: Tensor, whole: Tensor, spec: ShardSpec) -> None:
+def _write_local_part(shard: Tensor, full: Tensor, spec: ShardSpec) -> None:
     # Fill under the caller's grad mode, so that autograd raises where it would for a plain parameter.
-    part = spec.layout.part(whole, spec.number)
+    part = spec.layout.part(full, spec.number)
     spec.before_write(shard)
     shard.copy_(part.view(shard.shape))

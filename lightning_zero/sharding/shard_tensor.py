@@ -329,13 +329,13 @@ def _component(name: str) -> Any:
 
     torch's own setter skips ``__torch_function__``.
     """
-    whole: Any = getattr(Tensor, name)
+    component: Any = getattr(Tensor, name)
 
-    def before_write(shard: Tensor, value: Any) -> None:
-        part = whole.__get__(shard)
+    def write(shard: Tensor, value: Any) -> None:
+        part = component.__get__(shard)
         part.copy_(value) if isinstance(value, Tensor) else part.fill_(value)
 
-    return property(whole.__get__, before_write)
+    return property(component.__get__, write)
 
 
 class _ShardMethods:

@@ -29,10 +29,10 @@ __all__ = ["StateDictHooks", "StateDictTensor", "full_on_cpu", "ignore_bytes"]
 ValueOf = Callable[[ShardedParameter], torch.Tensor | None]
 
 
-def full_on_cpu(record: ShardedParameter, here: bool = True) -> torch.Tensor | None:
-    """Return the full parameter in CPU memory without padding, or None if not ``here``. Collective."""
+def full_on_cpu(record: ShardedParameter, keep: bool = True) -> torch.Tensor | None:
+    """Return the full parameter in CPU memory without padding, or None if not ``keep``. Collective."""
     full = gather_full(record)  # one at a time, so that the peak is one full parameter
-    return copy_to_host(full) if here else None
+    return copy_to_host(full) if keep else None
 
 
 def ignore_bytes(count: int) -> None:
@@ -106,9 +106,9 @@ class StateDictHooks:
                 state[prefix + key] = StateDictTensor.of(shown, record, self.sharder) if written else shown
 
     def _load_shards(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *told: Any
+        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *arguments: Any
     ) -> None:
-        _strict, _missing, _unexpected, errors = told  # the signature that torch calls
+        _strict, _missing, _unexpected, errors = arguments  # the signature that torch calls
         if metadata.get("assign_to_params_buffers"):
             raise UnsupportedError("load_state_dict(assign=True) would replace shards. Leave out assign=True.")
         self.sharder.sync.flush_user_writes()

@@ -269,10 +269,10 @@ class WeightReader:
     def wrap(self, weight: Tensor, param: nn.Parameter) -> Tensor:
         """Return the object that eager code gets for ``param``, given its gathered weight."""
         if self._parameters:  # `head.weight = embedding.weight` must see a Parameter
-            whole = _GatheredParameter(weight.detach(), param.requires_grad)
+            gathered = _GatheredParameter(weight.detach(), param.requires_grad)
             for name in ("register_hook", "register_post_accumulate_grad_hook"):
-                whole.__dict__[name] = getattr(param, name)
-            return whole
+                gathered.__dict__[name] = getattr(param, name)
+            return gathered
         if self._forward and torch.is_grad_enabled():
             weight.__dict__["register_hook"] = param.register_hook  # outlives this read, as in a plain module
             return weight

@@ -334,7 +334,7 @@ class PeerTransports:
         """
         peers = cls(config, mesh)
         weights, gradients = peers._weights, peers._gradients
-        wanted = [way.wants_copies(config) for way in (weights, gradients)]
+        wanted = [choice.wants_copies(config) for choice in (weights, gradients)]
         memory, reason = SymmetricMemory.of(mesh) if any(wanted) else (None, "")
         weights.set_memory(memory if wanted[0] else None, reason)
         gradients.set_memory(memory if wanted[1] else None, reason)
@@ -363,7 +363,7 @@ class PeerTransports:
 
     def describe(self) -> dict[str, str]:
         """Describe the transports of weights and gradients, and why they are not copies."""
-        by_kind = {way.kind: way.describe() for way in (self._weights, self._gradients)}
+        by_kind = {choice.kind: choice.describe() for choice in (self._weights, self._gradients)}
         if not self._several_hosts:
             return by_kind
         if not self._gathers_across_hosts:
@@ -382,17 +382,17 @@ class PeerTransports:
             "weights": f"by all-gathers, {often}",
             "gradients": "by reduce-scatters of the result of each host",
         }
-        return {what: f"{how}; between hosts {inter_host[what]}" for what, how in by_kind.items()}
+        return {kind: f"{how}; between hosts {inter_host[kind]}" for kind, how in by_kind.items()}
 
     def check(self, config: EngineConfig) -> None:
         """Raise :class:`UnsupportedError` if these options need transports other than the present ones."""
-        for way in (self._weights, self._gradients):
-            way.check(config)
+        for choice in (self._weights, self._gradients):
+            choice.check(config)
 
     def configure(self, config: EngineConfig) -> None:
         """Set options that :meth:`check` accepts."""
-        for way in (self._weights, self._gradients):
-            way.configure(config)
+        for choice in (self._weights, self._gradients):
+            choice.configure(config)
         self._config = config
 
     def allocate(self, executor: Executor, compute_shards: AllocateShards, host_shards: AllocateShards) -> bool:
@@ -491,7 +491,7 @@ class PeerTransports:
     @property
     def collectives_used(self) -> str:
         """Describe what process groups move; empty if they move nothing."""
-        by_collective = [way.kind for way in (self._weights, self._gradients) if way.memory is None]
+        by_collective = [choice.kind for choice in (self._weights, self._gradients) if choice.memory is None]
         if by_collective:
             return f"{' and '.join(by_collective)} use collectives"
         return "gradients use collectives between hosts" if self._several_hosts else ""
