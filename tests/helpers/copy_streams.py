@@ -1,5 +1,7 @@
-"""Lanes for copies that work in any order that is allowed: each does its work only when it is told to, so that a wait
-that is missing shows, whichever of two lanes is the slower one."""
+"""Emulate copy streams that run in any allowed order.
+
+Each stream works only on request, so that a missing wait shows for any order of two streams.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import torch
 from lightning_zero.offload.staging_ring import Copy
 
 NAMES = ("in", "compute", "out")
-ORDERS = list(permutations(NAMES))  # which lane goes first, wherever several may
+ORDERS = list(permutations(NAMES))  # priorities of streams
 
 
 class Event:
@@ -21,16 +23,16 @@ class Event:
 
 
 class DelayedCopyStreams:
-    """Nothing happens until :meth:`run`.
+    """Run nothing before :meth:`run`.
 
     Args:
-        without: a wait that is left out: ``"in behind compute"`` and so on, to see that it is needed.
+        without: a wait to leave out, such as ``"in behind compute"``, to see that it is needed.
     """
 
     def __init__(self, without: str = "") -> None:
         self._queues: dict[str, deque[Callable[[], bool]]] = {name: deque() for name in NAMES}
         self._lane_of: dict[int, str] = {}
-        self._events: list[Event] = []  # held, so that their ids stay theirs
+        self._events: list[Event] = []  # keep them, so that their ids are not reused
         self._without = without
         self.used: list[torch.Tensor] = []
 
@@ -53,11 +55,11 @@ class DelayedCopyStreams:
         self._wait("compute", event)
 
     def waiting(self, lane: str) -> deque[Callable[[], bool]]:
-        """What it was given, and has not done yet."""
+        """Return the work that a stream has not done yet."""
         return self._queues[lane]
 
     def run(self, order: Sequence[str], all_of_it: bool = True) -> None:
-        """What was given to these lanes, the first one that may go on first."""
+        """Run the work of the streams, preferring them in this order."""
         while any(self._queues[name] for name in order):
             ready = next((queue for name in order if (queue := self._queues[name]) and queue[0]()), None)
             if ready is None:
@@ -88,8 +90,11 @@ class DelayedCopyStreams:
 
 
 class LateCopyStreams:
-    """Of a CPU: compute goes on at once, and a copy is done when it is waited for and not before: what it reads must
-    still be there, and until then it leaves NaN."""
+    """Emulate late copies on a CPU.
+
+    Compute runs at once. A copy runs when it is waited for: its source must still be valid, and its target is NaN
+    before.
+    """
 
     def __init__(self) -> None:
         self.done = {"in": 0, "out": 0}  # copies
@@ -112,7 +117,7 @@ class LateCopyStreams:
         lane, number = event
         while self._queues[lane] and self._queues[lane][0][0] <= number:
             for to, source in self._queues[lane].popleft()[1]:
-                to.data.copy_(source)  # not an edit that autograd would see: a device's copies are late, too
+                to.data.copy_(source)  # no change that autograd sees: a device's copies are late, too
             self.done[lane] += 1
 
     @property
@@ -128,5 +133,5 @@ class LateCopyStreams:
 
 
 def spoil(tensor: torch.Tensor) -> None:
-    """What nobody should read."""
+    """Fill with values that must not be read."""
     tensor.data.fill_(float("nan") if tensor.is_floating_point() else 101)

@@ -1,5 +1,4 @@
-"""Shards on one rank without an executor: an arena, and what a stepper asks of a sharder. The rank may be one of
-several, of which the others are elsewhere."""
+"""Emulate a sharder on one rank without an executor. The rank may be one of several."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ CPU = torch.device("cpu")
 
 
 class OneRank:
-    """Stands for a Sharder. ``params`` are views of one arena, and so are the gradients that :meth:`bring` gives
-    them."""
+    """Stand for a Sharder. ``params``, and the gradients of :meth:`bring`, are views of flat buffers."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
@@ -65,7 +63,7 @@ class OneRank:
         return next((record for record in self.live if record.param is param), None)
 
     def bring(self, step: int, without: Sequence[int] = ()) -> None:
-        """Gradients as after a backward; parameters that are left out have none."""
+        """Set gradients as after a backward, except for parameters that are left out."""
         self.key += 1
         for index, param in enumerate(self.params):
             if index in without:

@@ -1,12 +1,4 @@
-"""Activations on the host: who waits for whom, whichever of the streams is the slowest; and what an exception leaves.
-
----
-
-No pass sends more than was named, whichever graphs its calls share, and whatever these have to send.
-
----
-
-Memory of the host that is lent, and used again once nobody holds it."""
+"""Test activations on the host: waits, exceptions, the quota, and reused host memory."""
 
 import gc
 import random
@@ -33,7 +25,7 @@ WAITS = ("out behind compute", "compute behind out", "in behind compute", "compu
 
 
 class OneBlock:
-    """What the host has is given out again each time, as if nobody held it any more."""
+    """Lend the same memory each time."""
 
     def __init__(self, numel: int) -> None:
         self.memory = torch.zeros(4 * numel, dtype=torch.uint8)
@@ -44,7 +36,7 @@ class OneBlock:
 
 
 def train(order: Sequence[str], monkeypatch: pytest.MonkeyPatch, without: str = "") -> list[list[float]]:
-    """What two backwards, one after the other, read. Both the device and the host have room for one tensor."""
+    """Return the values that two backwards read. Device and host have room for one tensor each."""
     streams, room, read = DelayedCopyStreams(without), torch.zeros(4), []
     activations = HostActivations(CPU, OneBlock(4), streams)  # type: ignore[arg-type]
     monkeypatch.setattr(torch, "empty_strided", lambda *args, **kwargs: room)
@@ -52,7 +44,7 @@ def train(order: Sequence[str], monkeypatch: pytest.MonkeyPatch, without: str = 
         streams.compute(lambda step=step: room.fill_(step))
         host = activations.start_offload(room)
         activations.wait_offload(room, host)
-        streams.compute(lambda: room.fill_(-1.0))  # something else has the memory
+        streams.compute(lambda: room.fill_(-1.0))  # another tensor has the memory
         streams.compute(lambda: read.append(room.tolist()))
         back = activations.start_load(host)
         activations.wait_load(back, host)
@@ -78,8 +70,8 @@ def test_each_wait_is_needed(wait: str, monkeypatch: pytest.MonkeyPatch) -> None
 def test_each_race_that_others_had_is_one_of_these(monkeypatch: pytest.MonkeyPatch) -> None:
     late_compute, late_out, late_in = ("in", "out", "compute"), ("compute", "in", "out"), ("compute", "out", "in")
     assert train(late_compute, monkeypatch, "out behind compute")[1] != [1.0] * 4  # copied before it was written
-    assert train(late_out, monkeypatch, "compute behind out")[1] != [1.0] * 4  # reused before its copy had left
-    assert train(late_in, monkeypatch, "compute behind in")[1] != [1.0] * 4  # read before it had come
+    assert train(late_out, monkeypatch, "compute behind out")[1] != [1.0] * 4  # reused before its copy had finished
+    assert train(late_in, monkeypatch, "compute behind in")[1] != [1.0] * 4  # read before its copy had finished
     assert train(late_compute, monkeypatch, "in behind compute")[1] != [1.0] * 4  # into memory that compute still used
 
 
@@ -164,7 +156,7 @@ MOST = 1000.0
 def run_pass(
     quota: OffloadQuota, calls_per_pass: list[list[str]], wanted: dict[str, int], graphs: dict[str, int]
 ) -> int:
-    """Of graphs by name, compiled where they are called first; returns bytes that it sent."""
+    """Run graphs by name, compiled at their first call, and return the bytes sent."""
     quota.begin_pass(MOST)
     for names in calls_per_pass:
         quota.begin_call(" and ".join(names))
@@ -179,7 +171,7 @@ def run_pass(
 def test_passes_keep_to_the_amount(seed: int) -> None:
     rng = random.Random(seed)
     wanted = {name: rng.choice([0, 50, 400, 2000]) for name in "abcdef"}
-    kinds = [["a", "b"], ["c"], ["d", "e", "f"]]  # what modules run, of which some look alike
+    kinds = [["a", "b"], ["c"], ["d", "e", "f"]]  # graphs of modules, some of which look alike
     calls_per_pass = [rng.choice(kinds) for _ in range(rng.randint(1, 6))]
     quota, graphs = OffloadQuota(calls_per_pass=len(calls_per_pass)), dict[str, int]()
     for _ in range(2):
@@ -205,7 +197,7 @@ def test_who_goes_beyond_it_is_named() -> None:
 
 
 class Memory:
-    """Notes what it gives."""
+    """Record its allocations."""
 
     def __init__(self, limit: float = float("inf")) -> None:
         self.given: list[int] = []

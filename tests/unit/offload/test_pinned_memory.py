@@ -1,4 +1,4 @@
-"""Memory of the host: how much there is, which of it is near, and what is said where there is too little."""
+"""Test host memory: its size, its NUMA node, and its errors."""
 
 import ctypes
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_too_little_memory_is_an_error_with_bytes_and_what_to_do() -> None:
 
 
 class Driver:
-    """CUDA's runtime, as far as it registers memory."""
+    """Emulate CUDA's registration of host memory."""
 
     def __init__(self, refuses: bool = False) -> None:
         self.refuses, self.registered, self.released, self.flags = refuses, [], [], []

@@ -1,8 +1,4 @@
-"""What is saved for backward through hooks is looked after as torch looks after it without them.
-
----
-
-What eager code saves goes to the host, the oldest first, and comes back as it was."""
+"""Test that packed tensors are checked for changes, and that the oldest move to the host."""
 
 import weakref
 from collections.abc import Callable
@@ -66,7 +62,7 @@ def net() -> nn.Module:
 
 
 def trained(saves: SavedTensorOffload | None) -> list[Tensor]:
-    """Gradients, with views (a chunk, a transposed tensor), what is saved twice and what is changed after it was."""
+    """Return gradients of a model with views, a tensor saved twice, and one changed after it was saved."""
     module, x = net(), torch.randn(32, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
     torch.manual_seed(2)
 
@@ -118,7 +114,7 @@ def test_what_is_saved_first_stays_where_nobody_is_to_watch_it() -> None:
 
 
 def test_what_is_too_much_once_backward_runs_leaves_then() -> None:
-    """A loss takes for a moment what nobody has seen coming."""
+    """Backward begins with the loss's temporary memory."""
     more = [0.0]
     saves = SavedTensorOffload(CPU, lambda: more[0], least_bytes=0)
     packed = [saves.pack(big(10, value)) for value in (1.0, 2.0, 3.0)]

@@ -1,4 +1,4 @@
-"""Loads pass through a ring unharmed, in whatever order copies and compute get on; and no wait is there in vain."""
+"""Test passes through a ring in any order of copies and compute, and that each wait is needed."""
 
 import gc
 import weakref
@@ -12,7 +12,7 @@ from tests.helpers.copy_streams import ORDERS, DelayedCopyStreams, Event
 
 CPU = torch.device("cpu")
 LOADS, SIZE = 3 * MIN_SLOTS + 1, 40
-SMALL = 1 << 14  # bytes of a ring with as few slots as can be
+SMALL = 1 << 14  # bytes of a ring with the fewest slots
 
 
 def host() -> StagedChunks:
@@ -37,7 +37,7 @@ def pass_through(through: RingPass, streams: DelayedCopyStreams, joined: bool) -
 
 
 def in_every_order(without: str = "", joined: bool = False, slots: int = MIN_SLOTS) -> list[bool]:
-    """Whether three passes, the first of which is given up halfway, leave on the host what they should."""
+    """Return True if three passes, the first of which is given up halfway, leave the expected host memory."""
     found = []
     for order in ORDERS:
         streams = DelayedCopyStreams(without)
@@ -61,7 +61,7 @@ def in_every_order(without: str = "", joined: bool = False, slots: int = MIN_SLO
 
 @pytest.fixture(params=[MIN_SLOTS, LOADS - 4, LOADS, LOADS + 2])
 def slots(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """A part of the loads, most of them, all, and more."""
+    """Return fewer slots than chunks, as many, or more."""
     monkeypatch.setattr("lightning_zero.offload.staging_ring.MAX_SLOT_BYTES", SMALL // MIN_SLOTS)
     return request.param
 
@@ -75,8 +75,8 @@ def test_loads_pass_unharmed_in_any_order_of_copies_and_compute(joined: bool, sl
     "race",
     [
         "out behind compute",  # a copy out waits for the optimizer's writes
-        "in behind out",  # a buffer is not used again before its copy has left
-        "in behind compute",  # copies wait for what compute was given before the pass
+        "in behind out",  # a buffer is not used again before its copy has finished
+        "in behind compute",  # copies wait for compute before the pass
         "compute behind in",  # and compute waits for copies in
     ],
 )
@@ -85,7 +85,7 @@ def test_each_wait_is_needed(race: str, slots: int) -> None:
 
 
 def test_what_comes_ahead_waits_for_no_buffer_but_its_own(slots: int) -> None:
-    """If it waited for all, nothing would come while the last ones leave: twice the time where buffers hold much."""
+    """Waiting for all buffers would double the time if buffers hold much."""
     streams = DelayedCopyStreams()
     ring, loads = StagingRing(CPU, slots * SMALL // MIN_SLOTS, streams), host()
     through = RingPass(ring, loads)
@@ -117,7 +117,7 @@ def test_what_is_on_its_way_out_does_not_hold_what_its_owner_has_dropped() -> No
 
 
 def test_buffers_are_gone_with_what_they_served() -> None:
-    """And not only once Python looks for cycles: until then a device would hold the buffers of an earlier plan as well."""
+    """They are freed without the garbage collector, so that one plan's buffers are held at a time."""
     gc.disable()
     try:
         ring, loads = StagingRing(CPU, SMALL), host()
@@ -137,7 +137,7 @@ def test_buffers_are_gone_with_what_they_served() -> None:
 
 
 def test_copies_in_wait_for_what_fills_the_new_buffers() -> None:
-    """Which is compute's, where torch's algorithms are deterministic: NaN would meet what comes."""
+    """With deterministic algorithms torch fills new memory with NaN on the compute stream."""
 
     class CopyStreams(DelayedCopyStreams):
         def compute_event(self) -> Event:
@@ -147,7 +147,7 @@ def test_copies_in_wait_for_what_fills_the_new_buffers() -> None:
     there: list[bool] = []
     ring = StagingRing(CPU, SMALL, CopyStreams())
     RingPass(ring, [{}]).prefetch()
-    assert ring.nbytes == 0  # nothing comes
+    assert ring.nbytes == 0  # no copy in is pending
     RingPass(ring, host()).prefetch()
     assert there == [False, True]
 
@@ -183,17 +183,17 @@ def test_copies_out_copies_in_and_compute_are_under_way_at_once() -> None:
         through.close(number)
     first = ring.buffers(0, loads[0])
     streams.run(("in", "compute"), all_of_it=False)
-    assert torch.equal(first["a"], torch.ones(SIZE))  # was stepped, and has not left
+    assert torch.equal(first["a"], torch.ones(SIZE))  # was stepped, and not copied out
     assert torch.equal(loads[0]["a"], torch.zeros(SIZE))
     ahead = ring.buffers(MIN_SLOTS - 1, loads[0])
-    assert torch.equal(ahead["a"], loads[MIN_SLOTS - 1]["a"])  # came before it was asked for
+    assert torch.equal(ahead["a"], loads[MIN_SLOTS - 1]["a"])  # arrived by a prefetch
     streams.run(("out", "in", "compute"))
     assert torch.equal(loads[0]["a"], torch.ones(SIZE))
     assert torch.equal(ring.buffers(0, loads[0])["a"], loads[MIN_SLOTS]["a"])
 
 
 def test_compute_goes_on_behind_all_that_was_captured() -> None:
-    """A capture ends where nothing is under way that began in it."""
+    """A capture must not end before work that began in it."""
     for order in ORDERS:
         streams = DelayedCopyStreams()
         loads, seen = host(), []
@@ -218,7 +218,7 @@ def test_what_came_ahead_is_good_until_it_is_written_to_or_another_pass_comes() 
     assert not through.is_valid
     through.prefetch()
     assert through.is_valid
-    loads[MIN_SLOTS]["a"].zero_()  # which has not come yet
+    loads[MIN_SLOTS]["a"].zero_()  # not arrived yet
     assert through.is_valid
     loads[1]["b"][3:].zero_()
     assert not through.is_valid
@@ -229,7 +229,7 @@ def test_what_came_ahead_is_good_until_it_is_written_to_or_another_pass_comes() 
 
 
 def test_what_came_ahead_is_not_good_once_somebody_says_so() -> None:
-    """Of memory that a device writes to as well, no version tells."""
+    """Writes of the device to mapped host memory change no version."""
     told = [0]
     through = RingPass(StagingRing(CPU, SMALL, stamp=lambda: told[0]), host())
     through.prefetch()
@@ -299,7 +299,7 @@ def test_what_a_slot_holds_fits_into_it_and_stays_apart() -> None:
                 tensor.fill_(10 * slot + n)
         values = [[float(t[0]), float(t[-1])] for slot in slots for t in ring.buffers(slot, load).values()]
         assert values == [[10 * slot + n] * 2 for slot in slots for n in range(len(itemsizes))]
-    assert ring.nbytes == 4 * 8 * 512  # as little as can be
+    assert ring.nbytes == 4 * 8 * 512  # the minimum
     assert (StagingRing(CPU, 2**28).slots, StagingRing(CPU, 2**28).slot_bytes) == (4, 2**26)
     assert (StagingRing(CPU, 2**30).slots, StagingRing(CPU, 2**30).slot_bytes) == (16, 2**26)
     with pytest.raises(ValueError, match="does not fit into a slot of 4096"):

@@ -1,4 +1,4 @@
-"""Buffers that are no plain memory: read as they are, or left to each rank."""
+"""Test buffers without plain memory: they are read as they are, or stay different on each rank."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Flat memory for shards: one tensor per dtype, pieces in the order given, nothing between them.
-
----
-
-Memory of shards by what it is for: who has which, where it lies, and what the executor is told of it."""
+"""Test flat buffers, and the memory of shards by role: who has which, and the executor's view of it."""
 
 import math
 from typing import Any
@@ -73,7 +69,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 
 
 class Memory:
-    """Of two ranks."""
+    """Emulate the memory of two ranks."""
 
     def __init__(self) -> None:
         self.given: list[tuple[Tensor, list[Tensor]]] = []
@@ -106,7 +102,7 @@ def records() -> Records:
     add(found, layer, 8, 8, dtype=BF16)
     add(found, layer, 5, trained=False)
     add(found, layer, 5, dtype=torch.int64)
-    add(found, None, 7, 7)  # nobody reads it any more
+    add(found, None, 7, 7)  # no module reads it
     return found
 
 
@@ -161,7 +157,7 @@ def test_other_ranks_shards_are_told_where_they_can_be_read(records: Records, ex
 
 
 def away_of(records: Records, executor: Any) -> tuple[ShardMemory, list[tuple[Tensor, Tensor]]]:
-    """With masters on the host, which a device and the host see as two tensors."""
+    """Return memory with masters on the host, which the device and the CPU see as two tensors."""
     given: list[tuple[Tensor, Tensor]] = []
 
     def allocate(numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -219,7 +215,7 @@ def away_to_cpu() -> HostMasterPolicy:
 
 
 def waiting(records: Records, executor: Any) -> tuple[ShardMemory, Any]:
-    """A plan may come: until then no rank reads another's shards."""
+    """Return memory before a plan, when no rank reads another's shards."""
     peers = MagicMock(placement_is_pending=True)
     peers.allocate_shards.return_value = {}
     peers.finalize_placement = peers.move_shards_to_host = MagicMock(
@@ -368,7 +364,7 @@ def test_weights_that_fit_the_budget_are_resident_and_shown_to_their_modules(rec
     memory = memory_of(records, executor)
     padded = 2 * records[0].layout.shard_numel
     for _ in range(2):
-        # Of p0, p2 and p3, which are not small, p2 does not fit.
+        # p0, p2 and p3 are not small; p2 does not fit.
         memory.cache_unsharded(BF16, small_bytes=100, budget_bytes=2 * padded + 300)
     assert having(records, Role.UNSHARDED_CACHE) == [0, 3]
     [view, _] = memory.tensors(Role.UNSHARDED_CACHE)

@@ -1,8 +1,4 @@
-"""Copies through blocks of pinned memory, of a device whose copies arrive when the test says.
-
----
-
-What lies in a file is copied like anything else, and tells where the file ends."""
+"""Test copies through pinned blocks, and from mapped files that may be truncated."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ def test_all_bytes_are_copied_whatever_their_number(nbytes: int, count: int, thr
 
 
 def test_a_block_is_filled_again_only_once_a_thread_has_taken_what_came() -> None:
-    """And a thread takes nothing that has not arrived."""
+    """A thread copies only data that has arrived."""
     source = torch.arange(30, dtype=torch.uint8).repeat_interleave(BLOCK_BYTES)
     target = torch.zeros_like(source)
     started: list[int] = []

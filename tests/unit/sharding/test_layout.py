@@ -1,8 +1,4 @@
-"""How a parameter is cut: pieces of one size that put together are the parameter, followed by zeros.
-
----
-
-What a tensor spans is what its memory must have."""
+"""Test how a parameter is split, and the memory that a tensor spans."""
 
 import itertools
 import math
@@ -61,7 +57,7 @@ def test_a_parameter_of_another_layout_dtype_or_with_a_history_is_written_as_val
 
 
 def test_the_visible_shape_keeps_the_number_of_dimensions() -> None:
-    # Users split weight decay by p.ndim. A scalar's piece has more than one element, so it cannot be 0-dim.
+    # Users split weight decay by p.ndim. A scalar's shard has more than one element, so it cannot be 0-dim.
     for shape, expected in (((), 1), ((5,), 1), ((0,), 1), ((3, 4), 2), ((2, 3, 4), 3), ((1, 1, 1, 1), 4)):
         layout = ShardLayout.from_shape(torch.Size(shape), torch.float32, 2)
         assert len(layout.visible_shape) == expected
@@ -86,7 +82,7 @@ def test_a_channels_last_parameter_is_cut_as_it_lies_in_memory(shape: tuple[int,
     full_view = layout.full_view(torch.cat(shards))
     assert torch.equal(full_view, full)
     assert full_view.stride() == full.stride()
-    # Whatever the strides of what is written.
+    # For any strides of the source.
     layout.write(shards[0], full.contiguous(), 0)
     assert torch.equal(layout.full_view(torch.cat(shards)), full)
 
@@ -113,5 +109,5 @@ TENSORS = {
 def test_it_is_as_far_as_the_last_element(name: str) -> None:
     tensor = TENSORS[name]
     first = tensor.storage_offset()
-    last = max((int(value) for value in tensor.flatten()), default=first - 1)  # values say where they lie
+    last = max((int(value) for value in tensor.flatten()), default=first - 1)  # values are their positions
     assert extent(tensor.size(), tensor.stride()) == last + 1 - first

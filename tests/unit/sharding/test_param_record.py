@@ -1,4 +1,4 @@
-"""What is known of one sharded parameter, and of all."""
+"""Test the records of sharded parameters."""
 
 from typing import Any
 from unittest.mock import MagicMock

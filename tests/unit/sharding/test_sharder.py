@@ -1,8 +1,4 @@
-"""Parameters that cannot be sharded, and models that differ, are refused before anything is cut.
-
----
-
-Modules on the meta device get values by their own ``reset_parameters()``."""
+"""Test the checks before sharding, and modules on the meta device."""
 
 from contextlib import suppress
 from typing import Any
@@ -21,7 +17,7 @@ from lightning_zero.sharding.sharder import Materializer, check_module, check_pa
 
 
 class Mesh:
-    """Of this rank and of others, which hold these models; messages are told in their order."""
+    """Emulate this rank and others, which hold these models; messages are sent in order."""
 
     def __init__(self, *others: nn.Module) -> None:
         self._others = others
@@ -33,7 +29,7 @@ class Mesh:
 
 
 class _Differing(Mesh):
-    """Beside this rank there is none that is like it, so all messages are sent."""
+    """Make every rank differ, so that all messages are sent."""
 
     def all_gather_values(self, mine: Any) -> list[Any]:
         self.messages.append(mine)
@@ -131,7 +127,7 @@ CPU = torch.device("cpu")
 
 
 class Layer(nn.Module):
-    """Fills its own parameters with 3 and its buffer with 4; ``seen``: what it found."""
+    """Fill its own parameters with 3 and its buffer with 4; ``seen`` are the values before that."""
 
     def __init__(self) -> None:
         super().__init__()

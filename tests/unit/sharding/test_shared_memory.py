@@ -1,4 +1,4 @@
-"""Memory that processes share ends with them."""
+"""Test that shared memory ends with the processes that map it."""
 
 import os
 import signal
@@ -13,13 +13,13 @@ from lightning_zero.sharding.shared_memory import Claim, map_shared
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where names would be: nobody else's are there."""
+    """Return the folder of named memory."""
     monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
     return tmp_path
 
 
 def test_a_killed_process_leaves_nothing(folder: Path) -> None:
-    """Killed before anybody has mapped its memory; and who has goes on with it."""
+    """It is killed before another process has mapped its memory; one that has keeps it."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -50,7 +50,7 @@ def test_what_is_released_lives_on_where_it_is_mapped(folder: Path, named: bool)
 
 
 def test_what_lies_there_for_others_is_not_taken() -> None:
-    """As where another container has a process of the same number."""
+    """Another container may have a process of the same number."""
     first, second = Claim.of(8), Claim.of(8)
     with pytest.raises(OSError, match="something else for this process"):
         map_shared(first.path, second.identity, 1, torch.int64)

@@ -1,4 +1,4 @@
-"""What eager code is given for a weight, in each mode."""
+"""Test the result of eager reads in each mode."""
 
 import gc
 from typing import Any

@@ -1,8 +1,4 @@
-"""Whether torch's symmetric memory can be relied on.
-
----
-
-A barrier that does not wait is found out; emulated by threads on a CPU."""
+"""Test the checks of torch's symmetric memory, and that a barrier that does not wait is detected."""
 
 import threading
 from collections.abc import Callable
@@ -24,7 +20,7 @@ def test_only_one_backend_of_symmetric_memory_is_known_to_wait(
 ) -> None:
     monkeypatch.setattr(symmetric, "get_backend", lambda device: backend)
     found = _other_backend(GPU)
-    if backend in ("CUDA", None):  # none is settled before the first allocation, after which it is asked again
+    if backend in ("CUDA", None):  # unknown before the first allocation, after which it is checked again
         assert found is None
     else:
         assert f"set to '{backend}'" in str(found)
@@ -33,7 +29,7 @@ def test_only_one_backend_of_symmetric_memory_is_known_to_wait(
 
 
 def probe(world: int, meet: Callable[[int], Any]) -> list[bool]:
-    """What each rank finds about a barrier, which is called with the rank."""
+    """Return the result of each rank, emulated by a thread, for a barrier that is called with the rank."""
     memory = [torch.full((world,), 7) for _ in range(world)]
     lined_up = threading.Barrier(world)
     with ThreadPoolExecutor(world) as ranks:

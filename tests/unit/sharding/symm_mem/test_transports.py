@@ -1,20 +1,4 @@
-"""How tensors travel: what options come to, and what is said where they cannot be followed.
-
----
-
-Memory for weights that peers copy, and what happens where there is not enough.
-
----
-
-Memory that gradients are copied into.
-
----
-
-Rows by which ranks meet on their devices, and take turns.
-
----
-
-What weights and gradients share of peers' memory."""
+"""Test the choice of transports, their memory, their fallbacks, and the signal pads."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -48,7 +32,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
         ("auto", GPU, None, True, False),
         ("auto", GPU, "13.0", False, False),
         ("auto", CPU, None, False, True),
-        ("copy", CPU, None, False, True),  # what is impossible is refused later, with its reason
+        ("copy", CPU, None, False, True),  # raises later, with the reason
         ("collective", GPU, "13.0", True, False),
         ("auto", torch.device("xpu"), "13.0", True, False),
     ],
@@ -65,7 +49,7 @@ def test_between_cpus_auto_does_what_is_asked_for() -> None:
 
 
 class ChoiceMemory:
-    """As much as there is."""
+    """Allocate without limit."""
 
     def __init__(self) -> None:
         self.kept = 0
@@ -155,7 +139,7 @@ SIZES = {torch.float32: 64, torch.bfloat16: 32}
 
 
 class WeightMemory:
-    """Of two ranks; what was there before is not zero."""
+    """Emulate the memory of two ranks, with stale values."""
 
     all_or_nothing = staticmethod(nullcontext)
 
@@ -290,7 +274,7 @@ def rows_of_three() -> SignalPads:
 
 
 class PadMemory:
-    """Of three ranks; this one's own row is mapped twice, as symmetric memory does it."""
+    """Emulate the memory of three ranks; this rank's own pad is mapped twice, as in symmetric memory."""
 
     def __init__(self, theirs: str | None = None) -> None:
         self.given: list[tuple[int, torch.dtype]] = []
@@ -310,7 +294,7 @@ class PadMemory:
 
 @pytest.fixture
 def waited(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The devices that were waited for."""
+    """Return the devices that were synchronized."""
     found: list[Any] = []
     monkeypatch.setattr(torch.cuda, "synchronize", found.append)
     return found
@@ -400,7 +384,7 @@ NOTHING = replace(MIXED, tuning=Tuning(gather_transport="collective", reduce_tra
 def made(
     monkeypatch: pytest.MonkeyPatch, config: EngineConfig, reason: str = "", device: torch.device = CPU, rank: int = 0
 ) -> tuple[PeerTransports, Any]:
-    """With memory, or with a reason why there is none; and what asks for the memory."""
+    """Return transports with memory, or with a reason why there is none, and the mock that allocates it."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     ask = MagicMock(return_value=(None if reason else MagicMock(nbytes=100), reason))
     monkeypatch.setattr(module.SymmetricMemory, "of", ask)
@@ -483,7 +467,7 @@ def _allocate(peers: PeerTransports, memory: Any) -> bool:
 
 
 class Recorded:
-    """The ways of ``peers``, in whose order things are allocated."""
+    """Record the order of allocations of ``peers``."""
 
     def __init__(self, peers: PeerTransports) -> None:
         self.order = MagicMock()
