@@ -28,7 +28,8 @@ from lightning_zero.sharding.flat_memory import HostMasterPolicy, ShardMemory
 from lightning_zero.sharding.layout import ShardLayout, as_real, is_strided, memory_order
 from lightning_zero.sharding.module_patching import ORDERS, SHAPES, ClassCache, is_sharded
 from lightning_zero.sharding.param_record import Records, Role, ShardedParameter, gather_full
-from lightning_zero.sharding.shard_tensor import ShardSpec, closed_engine_message, full_arguments
+from lightning_zero.sharding.shard_rules import rule_of
+from lightning_zero.sharding.shard_tensor import ShardSpec, closed_engine_message, full_arguments, set_rules
 from lightning_zero.sharding.symm_mem import PeerTransports
 from lightning_zero.sharding.weight_reader import ShardSync
 
@@ -195,6 +196,7 @@ class Sharder:
         alias_gradients: bool = False,
     ) -> None:
         check_tensor_arguments(full_arguments)
+        set_rules(rule_of)
         self.executor = executor
         self.sync = ShardSync(executor)
         self.mesh = mesh
