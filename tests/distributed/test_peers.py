@@ -240,7 +240,7 @@ def objections(backend: str, atomics: str) -> str | None:
         patch.object(peer_memory, "gpu_uuid", lambda device: f"gpu {dist.get_rank()}"),
         patch.object(peer_memory, "no_atomics_reason", lambda device, uuids: atomics if mine else ""),
     ):
-        return own._objection()
+        return own._unavailable_reason()
 
 
 def test_gpus_that_cannot_wait_for_each_other_are_told_on_every_rank(ranks: Ranks) -> None:
