@@ -94,11 +94,11 @@ class ShardedParameter:
 
         It is padded with zeros.
         """
-        return self.layout.part(full, self.spec.number)
+        return self.layout.part(full, self.spec.shard_index)
 
     def write_local_part(self, full: Tensor, into: Tensor) -> None:
         """Write this rank's part of a tensor of the full shape into the 1-D ``into``, of any device and dtype."""
-        self.layout.write(into, full, self.spec.number)
+        self.layout.write(into, full, self.spec.shard_index)
 
     def install_shard(self) -> None:
         """Point the registered parameter at the shard.

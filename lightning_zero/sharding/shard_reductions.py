@@ -35,7 +35,7 @@ class _LocalPart:
 
     def __init__(self, shard: Tensor) -> None:
         self.spec: ShardSpec = spec_of([shard])
-        begin, end = self.spec.layout.shard_range(self.spec.number)
+        begin, end = self.spec.layout.shard_range(self.spec.shard_index)
         self.values = shard.detach().reshape(-1)[: end - begin]
         self.count = self.spec.layout.numel
         self.dtype = shard.dtype

@@ -199,7 +199,7 @@ def _describe(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
     format_spec = args[1] if len(args) > 1 else ""
     if format_spec and spec.layout.numel == 1:
         return format(shard.item(), format_spec)
-    begin, end = spec.layout.shard_range(spec.number)
+    begin, end = spec.layout.shard_range(spec.shard_index)
     with no_shard_dispatch():
         values = repr(shard.detach().as_subclass(Tensor).reshape(-1)[: end - begin])
     return (
@@ -423,7 +423,7 @@ def _assign_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
             raise_unsupported(func, args, kwargs)
     with no_shard_dispatch():
         if isinstance(grad, Tensor) and grad.shape == spec.layout.shape != param.shape:  # of a single element
-            grad = spec.layout.part(grad, spec.number)
+            grad = spec.layout.part(grad, spec.shard_index)
         func(param, grad)
         if isinstance(grad, Tensor):
             spec.clear_padding(grad)
@@ -473,6 +473,6 @@ def run_init(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 def _write_local_part(shard: Tensor, full: Tensor, spec: ShardSpec) -> None:
     # Fill under the caller's grad mode, so that autograd raises where it would for a plain parameter.
-    part = spec.layout.part(full, spec.number)
+    part = spec.layout.part(full, spec.shard_index)
     spec.before_write(shard)
     shard.copy_(part.view(shard.shape))

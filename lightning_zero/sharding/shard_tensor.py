@@ -205,7 +205,7 @@ def _part(full: Tensor, spec: ShardSpec, flat: bool) -> Tensor:
     try:
         if flat:
             full = full.expand(layout.numel).reshape(layout.shape)
-        part = layout.part(full.expand(layout.shape), spec.number)
+        part = layout.part(full.expand(layout.shape), spec.shard_index)
     except RuntimeError as error:
         raise Mismatch from error
     return part.view(-1) if flat else part
@@ -221,7 +221,7 @@ class ShardSpec:
     Attributes:
         name: of the parameter.
         layout: how the parameter is split.
-        number: of this rank's shard.
+        shard_index: of this rank.
         device: of the engine.
         group: returns the process group of the shards, or None after the engine is closed.
         on_write: called before the parameter is written to, with True if all values are replaced.
@@ -231,7 +231,7 @@ class ShardSpec:
 
     name: str
     layout: ShardLayout
-    number: int
+    shard_index: int
     device: torch.device
     group: Callable[[], dist.ProcessGroup | None]
     on_write: Callable[[bool], None]
@@ -281,7 +281,7 @@ class ShardSpec:
 
     def clear_padding(self, tensor: Tensor) -> None:
         """Set the padding to zero, because norms over flat buffers include it."""
-        begin, end = self.layout.shard_range(self.number)
+        begin, end = self.layout.shard_range(self.shard_index)
         # Reading grad_fn of a view that was created under no_grad() raises.
         plain = not torch.is_grad_enabled() or tensor.grad_fn is None
         if end - begin < self.layout.shard_numel and plain:
@@ -297,7 +297,7 @@ class ShardSpec:
         """Do ``tensor.data = value`` by a copy into the shard, which gathers and optimizer steps read."""
         with no_shard_dispatch(), torch.no_grad():
             if isinstance(value, Tensor) and value.shape != tensor.shape and value.shape == self.layout.shape:
-                value = self.layout.part(value, self.number)
+                value = self.layout.part(value, self.shard_index)
             given = isinstance(value, Tensor) and (value.shape, value.dtype, value.device)
             if given != (tensor.shape, tensor.dtype, tensor.device):
                 what = f"shape {tuple(given[0])}, {given[1]}, {given[2]}" if given else type(value).__name__
@@ -349,7 +349,7 @@ class _ShardMethods:
 
         ``param.to_local()`` has ``numel()`` elements over all ranks together.
         """
-        begin, end = self._zero_spec.layout.shard_range(self._zero_spec.number)
+        begin, end = self._zero_spec.layout.shard_range(self._zero_spec.shard_index)
         with no_shard_dispatch():
             return cast(Tensor, self).detach().as_subclass(Tensor).reshape(-1)[: end - begin].clone()
 

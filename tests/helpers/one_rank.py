@@ -39,7 +39,7 @@ class OneRank:
                     param=param,
                     layout=layout,
                     shard=shard,
-                    spec=SimpleNamespace(number=rank, wrap=lambda tensor: tensor),
+                    spec=SimpleNamespace(shard_index=rank, wrap=lambda tensor: tensor),
                     gradient=grads.views[index],
                     visible_grad=None,
                     on_host=None,
