@@ -1,25 +1,8 @@
 """Allocate all memory that sharded parameters take, by role (:class:`Role`).
 
-===================  ===========================================  ===================  ===============================
-role                 allocated                                    dtype                freed
-===================  ===========================================  ===================  ===============================
-master shard         by ``place_shards`` after sharding; again    the parameter's      with the engine, or after the
-                     by ``group_shards`` for the optimizers                            shards are placed again
-gradient             by ``allocate_gradients``, or it aliases     the parameter's, or  with the engine
-                     the compute shard                            the compute shard's
-deferred gradient    by ``allocate_deferred_gradients``: full     float32 or wider     with the engine, or when full
-                     parameters or host shards                                         and host shards are exchanged
-compute shard        by ``allocate_compute_shards``, in the       the compute dtype    with the engine
-                     first step of mixed precision
-full-precision       by the same, for parameters that autocast    the parameter's      with the engine
-shard                leaves in full precision
-unsharded cache      by ``cache_unsharded``, for as many as the   the compute dtype    with the engine, or when the
-                     budget allows                                                     budget changes
-===================  ===========================================  ===================  ===============================
-
-All but the last are 1-D slices of one tensor per dtype, padding included. With several hosts, compute shards and
-deferred gradients may be host shards: one per rank of a host. If ranks copy each other's weights, master and compute
-shards are in symmetric memory.
+All roles but the unsharded cache are 1-D slices of one tensor per dtype, padding included. With several hosts, compute
+shards and deferred gradients may be host shards: one per rank of a host. If ranks copy each other's weights, master
+and compute shards are in symmetric memory. Memory is freed with the engine, unless :class:`Role` tells otherwise.
 """
 
 from __future__ import annotations

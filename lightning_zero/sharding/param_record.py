@@ -19,17 +19,14 @@ __all__ = ["Records", "Role", "ShardedParameter", "gather_full"]
 
 
 class Role(Enum):
-    """Name the purpose of memory that belongs to a parameter.
+    """Name the purpose of memory that belongs to a parameter; ``sharding/flat_memory.py`` allocates it."""
 
-    ``sharding/flat_memory.py`` allocates all of it and lists when, and in which dtype. It lives as long as the engine.
-    """
-
-    MASTER_SHARD = "master shard"
-    GRADIENT = "gradient"
-    DEFERRED_GRADIENT = "deferred gradient"
-    COMPUTE_SHARD = "compute copy"
-    FULL_PRECISION_SHARD = "full-precision copy"
-    UNSHARDED_CACHE = "resident weight"
+    MASTER_SHARD = "master shard"  # the parameter's dtype; after sharding, and again by group_shards()
+    GRADIENT = "gradient"  # the parameter's dtype, in the first training step; or an alias of the compute shard
+    DEFERRED_GRADIENT = "deferred gradient"  # float32 or wider; full or of a host shard, freed if that changes
+    COMPUTE_SHARD = "compute copy"  # the compute dtype, in the first step of mixed precision
+    FULL_PRECISION_SHARD = "full-precision copy"  # in symmetric memory, for parameters that autocast does not cast
+    UNSHARDED_CACHE = "resident weight"  # the compute dtype; freed if its budget changes
 
 
 @dataclass

@@ -36,7 +36,7 @@ class SymmetricMemory:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self._inside = mesh, mesh.intra_host
+        self._mesh, self._intra_host = mesh, mesh.intra_host
         self._device = mesh.device
         self._owners: list[Any] = []  # keep peers' memory mapped
         self._named = False  # CPU memory needs a name, see Claim
@@ -115,7 +115,7 @@ class SymmetricMemory:
 
     def _of_this_host(self, values: list[Any]) -> list[Any]:
         """Return the values of this host's ranks, out of all ranks' values."""
-        return [values[rank] for rank in self._inside.ranks]
+        return [values[rank] for rank in self._intra_host.ranks]
 
     def _unavailable_reason(self) -> str | None:
         """Return the reason not to try at all, or None."""
@@ -135,8 +135,8 @@ class SymmetricMemory:
         return next(filter(None, self._mesh.all_gather_values(mine)), None)
 
     def _probe(self) -> str | None:
-        mine, everyone = self.empty(self._inside.size, torch.int64)
-        waits = barrier_waits(mine, everyone, self._inside.rank, self._device_barrier, self._host_barrier)
+        mine, everyone = self.empty(self._intra_host.size, torch.int64)
+        waits = barrier_waits(mine, everyone, self._intra_host.rank, self._device_barrier, self._host_barrier)
         reasons = self._mesh.all_gather_values(None if waits else "a barrier between their devices does not wait")
         if self._device.type == "cuda":  # certain only after an allocation
             reasons += self._mesh.all_gather_values(_other_backend(self._device))
@@ -161,9 +161,9 @@ class SymmetricMemory:
     def _rendezvous(self, mine: Tensor, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
         from lightning_zero.compat.symmetric_memory import symmetric_memory as symmetric
 
-        handle = symmetric.rendezvous(mine, self._inside.gather_group.group_name)
+        handle = symmetric.rendezvous(mine, self._intra_host.gather_group.group_name)
         self._owners.append((handle, mine))
-        return mine, [handle.get_buffer(rank, (numel,), dtype) for rank in range(self._inside.size)]
+        return mine, [handle.get_buffer(rank, (numel,), dtype) for rank in range(self._intra_host.size)]
 
     # -- CPUs
 
@@ -185,7 +185,7 @@ class SymmetricMemory:
         finally:
             self._host_barrier()
             claim.release()
-        return tensors[self._inside.rank], tensors
+        return tensors[self._intra_host.rank], tensors
 
 
 def _other_backend(device: torch.device) -> str | None:

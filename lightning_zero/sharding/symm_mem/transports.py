@@ -136,7 +136,7 @@ class WeightTransport(TransportChoice):
 
     def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
         super().__init__(config, mesh)
-        self._away = "parameters" in config.offload
+        self._masters_on_host = "parameters" in config.offload
         # A memory plan, made after the optimizers are known, may move master weights.
         self.placement_is_pending = config.memory is not None
         self._shards: list[Tensor] = []  # this rank's memory of the shards
@@ -147,7 +147,7 @@ class WeightTransport(TransportChoice):
         return chooses_copies(config.tuning.gather_transport, self.mesh.device, usable=config.compile, on_cpu=True)
 
     def set_memory(self, memory: SymmetricMemory | None, reason: str) -> None:
-        super().set_memory(memory, "offload= stores master weights on the host" if self._away else reason)
+        super().set_memory(memory, "offload= stores master weights on the host" if self._masters_on_host else reason)
 
     def allocate_shards(
         self,
@@ -188,11 +188,8 @@ class WeightTransport(TransportChoice):
 
     def move_shards_to_host(self) -> None:
         """Use collectives from now on, because no rank reaches shards in another rank's host memory."""
-        self.placement_is_pending, self.memory, self.reason = (
-            False,
-            None,
-            "a memory plan stores master weights on the host",
-        )
+        self.placement_is_pending, self.memory = False, None
+        self.reason = "a memory plan stores master weights on the host"
 
     def allocate_compute_shards(self, executor: Executor, allocate: Callable[[SymmetricMemory | None], None]) -> None:
         """Call ``allocate`` with symmetric memory for compute shards, or with None if these are all-gathered."""
@@ -250,7 +247,7 @@ class SignalPads:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._inside = mesh.intra_host
+        self._intra_host = mesh.intra_host
         self._barrier = False
 
     def set_barrier(self, executor: Executor, memory: SymmetricMemory | None) -> None:
@@ -258,7 +255,9 @@ class SignalPads:
         if memory is None or self._barrier or executor.device.type != "cuda":
             return
         self._barrier = True
-        if error := self._share_zeros(memory, executor, BARRIERS * self._inside.size, executor.transport.set_barrier):
+        if error := self._share_zeros(
+            memory, executor, BARRIERS * self._intra_host.size, executor.transport.set_barrier
+        ):
             raise UnsupportedError(
                 f"The kernel of barriers between devices cannot be compiled ({error}). Pass "
                 "gather_transport='collective' and reduce_transport='collective' to the strategy."
@@ -268,7 +267,7 @@ class SignalPads:
         """Let ranks alternate between reading and writing shards. Collective."""
         if executor.device.type == "cpu":
             executor.transport.set_epoch_lock(memory.empty(1, torch.int64)[1])
-        elif error := self._share_zeros(memory, executor, self._inside.size, executor.transport.set_epoch_lock):
+        elif error := self._share_zeros(memory, executor, self._intra_host.size, executor.transport.set_epoch_lock):
             raise UnsupportedError(f"the kernels by which ranks take turns cannot be compiled ({error})")
 
     def set_remote_signals(self, executor: Executor, memory: SymmetricMemory | None) -> None:
@@ -281,7 +280,7 @@ class SignalPads:
             if memory is not None:
                 take(memory.empty(1, torch.int64)[1])
         elif memory is not None:
-            if error := self._share_zeros(memory, executor, self._inside.size, take):
+            if error := self._share_zeros(memory, executor, self._intra_host.size, take):
                 raise UnsupportedError(f"the kernels by which ranks wait for other hosts cannot be compiled ({error})")
         else:
             try:
@@ -302,7 +301,7 @@ class SignalPads:
         torch.cuda.synchronize(executor.device)
         error = None
         try:
-            use([mine if rank == self._inside.rank else other for rank, other in enumerate(all_ranks)])
+            use([mine if rank == self._intra_host.rank else other for rank, other in enumerate(all_ranks)])
         except RuntimeError as failure:
             error = str(failure)
         return memory.first_rank_error(error)
