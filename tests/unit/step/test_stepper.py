@@ -345,7 +345,7 @@ def test_stepping_surrounds_a_plain_step() -> None:
 def test_optimizers_of_an_earlier_training_are_gone_with_their_state() -> None:
     """And do not count as others of which one might step next."""
     bench: Any = Bench()
-    bench.sharder.memory, bench.stepper = SimpleNamespace(arrange=lambda *_: None), None
+    bench.sharder.memory, bench.stepper = SimpleNamespace(group_shards=lambda *_: None), None
     optimizers = steps(bench, [])
     for _ in range(2):
         optimizers.arrange([bench.optimizer])
