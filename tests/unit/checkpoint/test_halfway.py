@@ -15,7 +15,7 @@ class Broken(Exception):
 
 @pytest.fixture
 def hooks() -> Any:
-    return SimpleNamespace(replaced=100)  # by loads before
+    return SimpleNamespace(loaded_bytes=100)  # by loads before
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, Broken])
