@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.checkpoints import Checkpoints
+from lightning_zero.checkpoint.manager import Checkpoints
 from lightning_zero.compile.cuda_graphs import CUDAGraphManager
 from lightning_zero.compile.listener import GraphObserver
 from lightning_zero.compile.session import CompileSession

@@ -313,23 +313,23 @@ _ALL = (
     Point(
         "checkpoint_gather",
         "gathers a weight for a checkpoint",
-        ("lightning_zero.checkpoint.full:full_on_cpu",),
+        ("lightning_zero.checkpoint.full_checkpoint:full_on_cpu",),
     ),
     Point(
         "checkpoint_optimizer",
         "gathers the optimizer's state for a checkpoint",
-        ("lightning_zero.checkpoint.full:gather_value",),
+        ("lightning_zero.checkpoint.full_checkpoint:gather_value",),
     ),
     Point(
         "checkpoint_write",
         "writes a checkpoint, for which the others wait",
-        ("lightning_zero.integrations.files:FileIO.save_checkpoint",),
+        ("lightning_zero.integrations.checkpoint_files:FileIO.save_checkpoint",),
         ranks=(0,),
     ),
     Point(
         "checkpoint_outcome",
         "is about to hear how a checkpoint was written",
-        ("lightning_zero.checkpoint.together:Together.first",),
+        ("lightning_zero.checkpoint.rank_tasks:Together.first",),
     ),
     Point(
         "barrier",

@@ -29,7 +29,7 @@ from lightning_zero.integrations.fabric.optimizers import find_loop, prepare_opt
 from lightning_zero.integrations.fabric.precision import zero_precision
 from lightning_zero.integrations.fabric.processes import FabricProcessStrategy
 from lightning_zero.integrations.fabric.saving import FabricCheckpointing
-from lightning_zero.integrations.inspection import Inspection
+from lightning_zero.integrations.introspection import Inspection
 from lightning_zero.integrations.precision import with_precision
 from lightning_zero.integrations.processes import without_nccl_abort
 from lightning_zero.integrations.uncompile import save_compiled_names, accept_compiled_names, uncompile_modules

@@ -29,7 +29,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.arguments import engine_config, options_init
-from lightning_zero.integrations.inspection import Inspection
+from lightning_zero.integrations.introspection import Inspection
 from lightning_zero.integrations.oom_hint import explain
 from lightning_zero.integrations.precision import with_precision
 from lightning_zero.integrations.processes import without_nccl_abort
