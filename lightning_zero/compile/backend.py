@@ -35,14 +35,13 @@ from lightning_zero.compat.compiler import (
     lookup_backend,
 )
 from lightning_zero.compat.graphs import USER_VISIBLE_OUTPUTS
-from lightning_zero.compat.inductor_heuristics import choose_by_hints
 from lightning_zero.compile.active import OPTIMIZATION_COUNTS
 from lightning_zero.compile.budget_sweep import chart
 from lightning_zero.compile.causal_mask import drop_causal_masks
 from lightning_zero.compile.compile_timer import CompileTimer
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.discover import CallInfo
-from lightning_zero.compile.fast_compile import sparing
+from lightning_zero.compile.fast_compile import speed_up_lowering
 from lightning_zero.compile.foreach_checks import check_foreach_on_shards
 from lightning_zero.compile.frontend import check_weight_edits, has_collectives, last_read, tag_weight_names
 from lightning_zero.compile.graph import output_node
@@ -182,7 +181,7 @@ class Compiler:
                 settings["force_non_lazy_backward_lowering"] = True
             rest = PendingCompile(timer.kernels, settings)
             try:
-                with functorch_config.patch(settings), sparing(not self.call_info.retains_graph), rest:
+                with functorch_config.patch(settings), speed_up_lowering(), rest:
                     compiled = self._compile_with_layer_dedup(partial(inner, last, timer), module, inputs, **kwargs)
             except BaseException:
                 timer.end(monotonic() - begun)
@@ -290,7 +289,7 @@ class Compiler:
         options["custom_partitioner_fn"] = _Partitioner(partial(self._partition, limits), own)
         compile_fx: Any = lookup_backend("inductor")
         lower = partial(self._lower, timer)
-        with joint, choose_by_hints():
+        with joint:
             return compile_fx(module, inputs, config_patches=options, inner_compile=lower, **kwargs)
 
     def _lower(self, timer: CompileTimer, module: GraphModule, inputs: Any, **settings: Any) -> Any:

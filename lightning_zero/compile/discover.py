@@ -24,26 +24,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.compat.dynamo import ChangingInts
-from lightning_zero.compat.tensors import graph_task_id, inside_functorch, retains_graph
 from lightning_zero.compat.compiler import dynamo_config
-from lightning_zero.compat.tensors import fake_weights_from_sizes
-from lightning_zero.compat.guards import values_read_once
-from lightning_zero.compat.dynamo import LimitHit, watch_recompile_limits
+from lightning_zero.compat.dynamo import ChangingInts, LimitHit, watch_recompile_limits
 from lightning_zero.compat.patches import failure_of_newer_torch
-from lightning_zero.compat.compiler import written_when_called
-from lightning_zero.compat.tensors import tree_leaves
+from lightning_zero.compat.tensors import (
+    fake_weights_from_sizes,
+    graph_task_id,
+    inside_functorch,
+    retains_graph,
+    tree_leaves,
+)
 from lightning_zero.compile import requires_grad_hooks
-from lightning_zero.compile.dynamo_layer_reuse import layers_traced_once
-from lightning_zero.compile.fast_compile import only_young_searched
+from lightning_zero.compile.dynamo_layer_reuse import reuse_layer_traces
+from lightning_zero.compile.fast_compile import collect_young_only
 from lightning_zero.compile.grad_leaves import ignore_grad_leaves
 from lightning_zero.compile.hooks import ModuleHooks, guard_hooks, needs_hook_guards
 from lightning_zero.compile.pending_compiles import PendingCompiles
 from lightning_zero.compile.recompile_reason import format_first_guard
-from lightning_zero.compile.stacks import frames_written_once
 from lightning_zero.compile.user_compiled import explain_unsupported
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.activations import OffloadQuota
+from lightning_zero.offload.amount import OffloadQuota
 from lightning_zero.sharding.module_patching import pop_functional_call_read
 from lightning_zero.sharding.shard_tensor import ShardParameter
 
@@ -59,19 +59,19 @@ class CallInfo:
     Attributes:
         called: the module that is being called, or was last, in words.
         retains_graph: a backward of the first step left its graph as it was, for another (``retain_graph=True``).
-        quota: of what calls save for backward, that leaves for the host.
+        amount: of what calls save for backward, that leaves for the host.
         unfinished: graphs that were compiled for calls, and have not been called.
     """
 
     called: str = ""
     retains_graph: bool = False
-    quota: OffloadQuota = field(default_factory=OffloadQuota)
+    amount: OffloadQuota = field(default_factory=OffloadQuota)
     pending_compiles: PendingCompiles = field(default_factory=PendingCompiles)
 
     def begin(self, called: str) -> None:
         """A call of a compiled module."""
         self.called = called
-        self.quota.begin_call(called)
+        self.amount.begin_call(called)
 
 
 class CompiledModules:
@@ -82,7 +82,7 @@ class CompiledModules:
         arguments: for ``torch.compile``.
         skip: module types that are never compiled.
         report: shows a line to the user.
-        quota: hears of calls.
+        amount: hears of calls.
 
     Attributes:
         modules: those that are compiled, by name.
@@ -97,7 +97,7 @@ class CompiledModules:
         arguments: dict[str, Any],
         skip: tuple[type, ...] = (),
         report: Callable[[str], None] = log.info,
-        quota: OffloadQuota | None = None,
+        amount: OffloadQuota | None = None,
     ) -> None:
         self._inside = {id(module): name for name, module in root.named_modules()}
         self._root = root
@@ -111,7 +111,7 @@ class CompiledModules:
         self.modules: dict[str, nn.Module] = {}
         self.eager_reasons: dict[str, str] = {}
         self.limit_reasons: dict[str, str] = {}
-        self.call_info = CallInfo(quota=quota or OffloadQuota())
+        self.call_info = CallInfo(amount=amount or OffloadQuota())
         # Since some module has got a hook, or lost one, after it was compiled; or since there are some from the start.
         self._guards_hooks = False
 
@@ -173,7 +173,7 @@ class CompiledModules:
         for name, module in found.items():
             if name not in self.eager_reasons:
                 self.compile(name, module)
-        self.call_info.quota.calls_per_pass = max(sum(calls[name] for name in self.modules), 1)
+        self.call_info.amount.calls = max(sum(calls[name] for name in self.modules), 1)
 
     def _watch_backward(self, name: str, module: nn.Module, output: Any) -> None:
         def backward(grads: tuple[Tensor, ...]) -> None:
@@ -295,11 +295,11 @@ class CompiledModules:
             at_once, ints = fake_weights_from_sizes(ShardParameter), self._ints.mark_as_inputs()
             noticing = nullcontext() if torch.compiler.is_compiling() else watch_recompile_limits(give_up)
             try:
-                with guarding, leaving_out, ignore_grad_leaves(), layers_traced_once(), at_once, ints, noticing:
+                with guarding, leaving_out, ignore_grad_leaves(), reuse_layer_traces(), at_once, ints, noticing:
                     if not first:
                         return run(*args, **kwargs)
                     first = False
-                    with only_young_searched(), frames_written_once(), written_when_called(), values_read_once():
+                    with collect_young_only():
                         return run(*args, **kwargs)
             except Exception as error:
                 if (instead := failure_of_newer_torch(error)) is None:
@@ -319,7 +319,7 @@ class CompiledModules:
     def restart(self, arguments: dict[str, Any]) -> CompiledModules:
         """For another beginning with other arguments; nothing is compiled until then."""
         self.restore()
-        return CompiledModules(self._root, arguments, self._skip, self._report, self.call_info.quota)
+        return CompiledModules(self._root, arguments, self._skip, self._report, self.call_info.amount)
 
     def restore(self) -> None:
         """Makes the calls plain again."""

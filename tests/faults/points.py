@@ -142,7 +142,7 @@ STRATEGY = "lightning_zero.integrations.trainer.strategy:ZeroStrategy"
 ENGINE = "lightning_zero.engine:Engine"
 CYCLE = "lightning_zero.step.cycle:StepCycle"
 LOOP = "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop"
-PEERS = "lightning_zero.sharding.symm_mem.symmetric_memory:SymmetricMemory"
+PEERS = "lightning_zero.sharding.symm_mem.memory:SymmetricMemory"
 COMPILER = "lightning_zero.compile.backend:Compiler"
 PAIRS = "lightning_zero.compile.cuda_graphs.pairs"
 MODEL = "tests.faults.model"
@@ -197,7 +197,7 @@ _ALL = (
     Point(
         "construction",
         "shards a layer that was just built in configure_model",
-        ("lightning_zero.sharding.sharder:Sharder.shard_module",),
+        ("lightning_zero.sharding.shard:Sharder.shard_module",),
         -1,
         training={"late": True},
     ),
@@ -212,7 +212,7 @@ _ALL = (
     Point(
         "checkpoint_scatter",
         "takes its part of a weight from the checkpoint that it resumes from",
-        ("lightning_zero.sharding.state_dict:StateDictHooks._scatter",),
+        ("lightning_zero.sharding.state:StateDictHooks._scatter",),
         -1,
         training={"resume": True},
     ),
@@ -228,7 +228,7 @@ _ALL = (
     Point(
         "peer_memory_mapped",
         "maps the memory of its peers",
-        ("lightning_zero.sharding.symm_mem.symmetric_memory:map_shared",),
+        ("lightning_zero.sharding.symm_mem.memory:mapped",),
         0,
         training=COPIED,
     ),
@@ -318,7 +318,7 @@ _ALL = (
     Point(
         "checkpoint_optimizer",
         "gathers the optimizer's state for a checkpoint",
-        ("lightning_zero.checkpoint.full_checkpoint:gather_value",),
+        ("lightning_zero.checkpoint.optimizer_state:gather_value",),
     ),
     Point(
         "checkpoint_write",
@@ -329,7 +329,7 @@ _ALL = (
     Point(
         "checkpoint_outcome",
         "is about to hear how a checkpoint was written",
-        ("lightning_zero.checkpoint.rank_tasks:Together.first",),
+        ("lightning_zero.checkpoint.rank_tasks:RankTasks.run_on_rank0",),
     ),
     Point(
         "barrier",

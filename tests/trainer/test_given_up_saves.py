@@ -44,7 +44,7 @@ class InterruptsWait(NotedSaves):
             raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(KeyboardInterrupt):
-            monkeypatch.setattr(saver._Saving, "join", interrupted)
+            monkeypatch.setattr(saver._SaveThread, "join", interrupted)
             trainer.save_checkpoint(f"{self.home}/2.ckpt")
 
 
@@ -72,8 +72,8 @@ class Fails(pl.Callback):
 def _trained_again(home: str) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         _slowly(monkeypatch)
-        monkeypatch.setattr(saver, "TO_END_S", 0.1)
-        monkeypatch.setattr(saver, "ALONE_S", 0.1)
+        monkeypatch.setattr(saver, "GIVE_UP_S", 0.1)
+        monkeypatch.setattr(saver, "GIVE_UP_ALONE_S", 0.1)
         first, second, module = NotedSaves(home, (1,)), NotedSaves(home, (2,)), Regression()
         with pytest.raises(ValueError, match="on every rank"):
             make_trainer("eager", callbacks=[first, Fails()], **OPTIONS).fit(module, make_loader("eager"))

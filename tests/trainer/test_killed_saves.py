@@ -1,7 +1,7 @@
 """Ranks that are killed in the middle of a save, by SIGKILL, one of them or all: training then goes on from the last
 checkpoint, or from the new one, to the same losses, bit for bit.
 
-Every point of a save is tried on copies of the folder in tests/unit/checkpoint/sharded/test_saving.py; here processes
+Every point of a save is tried on copies of the folder in tests/unit/checkpoint/sharded/test_commit.py; here processes
 die, at those that differ in who has done what.
 """
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_zero import full_parameters
-from lightning_zero.checkpoint import rank_tasks as together
+from lightning_zero.checkpoint import rank_tasks
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
 from lightning_zero.engine import engine_of
 from lightning_zero.integrations.checkpoint_files import read_folder
@@ -159,7 +159,7 @@ def _one_stopped(saved: str, home: str, what: str, rank: int, how: str) -> None:
     """The group of these ranks is of no use any more, so they end."""
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
-        patch.setattr(together, "TO_COME_S", 1.0)
+        patch.setattr(rank_tasks, "ARRIVAL_TIMEOUT_S", 1.0)
         patch.setattr(saving.log, "error", lambda text, *args: said.append(text % args))
         found = _stopped(saved, f"{home}/saved", what, (rank,), how)
     if (engine := engine_of(found["module"])) is not None:
@@ -225,7 +225,7 @@ def _twice(home: str) -> dict[str, tuple[bool, bool]]:
 
 
 def _plain(value: Any) -> torch.Tensor:
-    return value.whole() if isinstance(value, CheckpointTensor) else value
+    return value.full_tensor() if isinstance(value, CheckpointTensor) else value
 
 
 def test_what_was_changed_meanwhile_is_saved_anew(ranks: Ranks, tmp_path: Path) -> None:

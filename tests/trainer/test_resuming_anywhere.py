@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_zero.cli.checkpoint import consolidate
+from lightning_zero.cli.checkpoint import _consolidate
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import INPUTS, RTOL, Regression, close, global_losses, make_trainer, seeded, whole_state
 from tests.helpers.writers import forked_writers
@@ -149,7 +149,7 @@ def _written(home: str) -> list[float]:
         _fit(kind, 0.0, f"{home}/{kind}")
     if dist.get_rank() == 0:
         arguments = {"path": f"{home}/sharded/step=3.ckpt", "output": f"{home}/one.ckpt", "json": True, "trust": False}
-        consolidate(argparse.Namespace(**arguments))
+        _consolidate(argparse.Namespace(**arguments))
     dist.barrier()
     return whole[0]
 

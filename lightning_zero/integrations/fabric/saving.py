@@ -15,22 +15,23 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint.manager import Checkpoints
-from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
+from lightning_zero.checkpoint.manager import CheckpointManager
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import materialize_extra_state
+from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
 from lightning_zero.compat.lightning_private import convert_state
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.integrations.fabric.module import unwrap_module
 from lightning_zero.integrations.checkpoint_files import (
     BackgroundFileIO,
     FileIO,
     check_storage_options,
     load_file,
+    read_folder,
+    read_on_all_ranks,
     report_progress_of,
-    report_user_io,
+    split_state,
 )
-from lightning_zero.integrations.checkpoint_files import parted, read_on_all_ranks, read_folder
+from lightning_zero.integrations.fabric.module import unwrap_module
 
 __all__ = ["FabricCheckpointing"]
 
@@ -38,7 +39,7 @@ __all__ = ["FabricCheckpointing"]
 class _LazyCheckpointIO(TorchCheckpointIO):
     """Gives a checkpoint, either kind, of which tensors are read when they are wanted."""
 
-    def __init__(self, io: CheckpointIO, checkpoints: Checkpoints | None) -> None:
+    def __init__(self, io: CheckpointIO, checkpoints: CheckpointManager | None) -> None:
         self._io, self._checkpoints = io, checkpoints
 
     @override
@@ -46,11 +47,13 @@ class _LazyCheckpointIO(TorchCheckpointIO):
         own = self._checkpoints
         if own is None:  # nothing is set up
             return (
-                read_folder(path, weights_only) if checkpoint_kind(path) == "folder" else load_file(self._io, path, weights_only)
+                read_folder(path, weights_only)
+                if checkpoint_kind(path) == "folder"
+                else load_file(self._io, path, weights_only)
             )
         if own.is_folder(path):
             return read_on_all_ranks(own, path, weights_only)
-        return load_file(self._io, path, weights_only, own.together)
+        return load_file(self._io, path, weights_only, own.ranks)
 
 
 class FabricCheckpointing(ParallelStrategy):
@@ -128,7 +131,7 @@ class FabricCheckpointing(ParallelStrategy):
         sharded = self._engine is not None and self._sharded
         check_storage_options(self.checkpoint_io, storage_options, sharded)
         if isinstance(self._checkpoint_io, BackgroundFileIO) and self._engine is not None:
-            together = self._engine.checkpoints.together
+            together = self._engine.checkpoints.ranks
             with self._show_progress(), together.busy("waits until the file before is written"):
                 self._checkpoint_io.wait()
         checkpoint = convert_state(self, state, filter or {})
@@ -138,21 +141,22 @@ class FabricCheckpointing(ParallelStrategy):
             return
         checkpoints = self._engine.checkpoints
         if sharded:
-            checkpoints.save(path, *parted(checkpoint), background=self._options.async_save)
+            checkpoints.save(path, *split_state(checkpoint), background=self._options.async_save)
             return
         with self._show_progress():
-            checkpoints.together.first(
-                f"save the checkpoint {path}", lambda: self._write(checkpoints, checkpoint, path, storage_options)
+            io = self.checkpoint_io
+            checkpoints.ranks.run_on_rank0(
+                f"save the checkpoint {path}",
+                lambda: io.save_checkpoint(checkpoint, path, storage_options=storage_options),
             )
-
-    def _write(self, checkpoints: Checkpoints, checkpoint: Any, path: str | Path, storage_options: Any | None) -> None:
-        io = self.checkpoint_io
-        with report_user_io(io, f"saving {path}", checkpoints.telling_for):
-            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def _show_progress(self) -> AbstractContextManager[None]:
         """Inside, what takes long is told of."""
-        return nullcontext() if self._engine is None else report_progress_of(self.checkpoint_io, self._engine.checkpoints.telling)
+        return (
+            nullcontext()
+            if self._engine is None
+            else report_progress_of(self.checkpoint_io, self._engine.checkpoints.progress)
+        )
 
     @override
     def load_checkpoint(
@@ -165,7 +169,7 @@ class FabricCheckpointing(ParallelStrategy):
         self.checkpoint_io = _LazyCheckpointIO(io, None if self._engine is None else self._engine.checkpoints)
         self._load_source = path
         try:
-            halfway = nullcontext() if self._engine is None else self._engine.checkpoints.halfway.after_weights(path)
+            halfway = nullcontext() if self._engine is None else self._engine.checkpoints.partial_load.watch_all(path)
             with telling, halfway:
                 left = super().load_checkpoint(path, state, strict, weights_only)
         finally:

@@ -29,17 +29,17 @@ from lightning_zero.integrations.fabric.optimizers import find_loop, prepare_opt
 from lightning_zero.integrations.fabric.precision import zero_precision
 from lightning_zero.integrations.fabric.processes import FabricProcessStrategy
 from lightning_zero.integrations.fabric.saving import FabricCheckpointing
-from lightning_zero.integrations.introspection import Inspection
+from lightning_zero.integrations.introspection import EngineIntrospectionMixin
 from lightning_zero.integrations.precision import with_precision
 from lightning_zero.integrations.processes import without_nccl_abort
-from lightning_zero.integrations.uncompile import save_compiled_names, accept_compiled_names, uncompile_modules
+from lightning_zero.integrations.uncompile import accept_compiled_names, save_compiled_names, uncompile_modules
 from lightning_zero.native.ahead import BackgroundBuild
 from lightning_zero.native.watchdog import SequenceId
 
 __all__ = ["FabricZeroStrategy"]
 
 
-class FabricZeroStrategy(Inspection, FabricCheckpointing, FabricProcessStrategy):
+class FabricZeroStrategy(EngineIntrospectionMixin, FabricCheckpointing, FabricProcessStrategy):
     """ZeRO-3 for Fabric: parameters, gradients and optimizer state are sharded over all ranks, and what a training step
     calls is compiled. With ``stage`` 2 or 1 less is sharded.
 

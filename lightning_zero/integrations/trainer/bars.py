@@ -9,14 +9,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import TQDMProgressBar
 from tqdm import tqdm
 
-from lightning_zero.checkpoint.progress_reporter import Bar, Show
+from lightning_zero.checkpoint.progress_reporter import ShowBar
 
 __all__ = ["progress_bar_for"]
 
 BAR_DELAY_S = 3.0
 
 
-def progress_bar_for(trainer: pl.Trainer) -> Show | None:
+def progress_bar_for(trainer: pl.Trainer) -> ShowBar | None:
     """None where nobody looks, or Lightning shows none. Beside Rich's, which draws all of the screen anew, a line now
     and then is what there is."""
     bar = trainer.progress_bar_callback
@@ -24,6 +24,6 @@ def progress_bar_for(trainer: pl.Trainer) -> Show | None:
     return _show if shown and sys.stdout.isatty() else None
 
 
-def _show(what: str, total: int) -> Bar:
+def _show(what: str, total: int) -> Any:
     units: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
     return tqdm(desc=what, total=total, delay=BAR_DELAY_S, leave=False, file=sys.stdout, dynamic_ncols=True, **units)

@@ -21,16 +21,14 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.core import saving
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_zero.checkpoint.remote_files import located
 from lightning_zero.checkpoint.atomic import INCOMPLETE
-from lightning_zero.checkpoint.sharded.folder import is_complete
-from lightning_zero.checkpoint.sharded.folder import MANIFEST
+from lightning_zero.checkpoint.remote_files import resolve_url
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
+from lightning_zero.checkpoint.sharded.folder import MANIFEST, is_complete
 from lightning_zero.checkpoint.sharded.metadata import METADATA
 from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
-from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
 from lightning_zero.compat.lightning_private import CheckpointConnector
-from lightning_zero.integrations.checkpoint_files import named, naming
-from lightning_zero.integrations.checkpoint_files import to_trainer_keys, read_folder
+from lightning_zero.integrations.checkpoint_files import read_folder, read_named, read_verified, to_trainer_keys
 
 __all__ = ["install_checkpoint_lookup", "asked_by_keyword", "other_checkpoints"]
 
@@ -51,7 +49,7 @@ def asked_by_keyword(trainer: pl.Trainer) -> bool:
 
 def other_checkpoints(path: str | Path) -> list[str]:
     """The other checkpoints beside one that is no good, whole or not."""
-    fs, place = located(path)
+    fs, place = resolve_url(path)
     home = os.path.dirname(place)
     fs.invalidate_cache()  # others have written since this process has looked
     entries = [entry.rstrip("/") for entry in (fs.ls(home, detail=False) if fs.isdir(home) else [])]
@@ -94,7 +92,9 @@ def _replace_broken_last(trainer: pl.Trainer) -> str | None:
             for path in other_checkpoints(f"{str(home).rstrip('/')}/*"):
                 rank_zero_warn(f"Lightning finds no last checkpoint in {home}. Going on from {path}, the newest.")
                 return path
-        for path in other_checkpoints(Path(home) / "last.ckpt") if home and _has_last_remains(Path(home), callback) else ():
+        for path in (
+            other_checkpoints(Path(home) / "last.ckpt") if home and _has_last_remains(Path(home), callback) else ()
+        ):
             rank_zero_warn(f"The last checkpoint in {home} was not saved to its end. Going on from {path}, the newest.")
             return path
     return None
@@ -109,11 +109,13 @@ def _has_last_remains(home: Path, callback: Any) -> bool:
 def _read_folders(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def loaded(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        if named(path, lambda: checkpoint_kind(path)) != "folder":
-            return naming(path, lambda: load(path, map_location=map_location, weights_only=weights_only))
-        checkpoint = to_trainer_keys(named(path, lambda: read_folder(path, weights_only)))
+        if read_named(path, lambda: checkpoint_kind(path)) != "folder":
+            return read_verified(path, lambda: load(path, map_location=map_location, weights_only=weights_only))
+        checkpoint = to_trainer_keys(read_named(path, lambda: read_folder(path, weights_only)))
         whole = partial(_full_value, map_location=map_location)
-        return checkpoint | {"state_dict": apply_to_collection(checkpoint.get("state_dict", {}), CheckpointTensor, whole)}
+        return checkpoint | {
+            "state_dict": apply_to_collection(checkpoint.get("state_dict", {}), CheckpointTensor, whole)
+        }
 
     return loaded
 
@@ -121,4 +123,4 @@ def _read_folders(load: Callable[..., Any]) -> Callable[..., Any]:
 def _full_value(value: CheckpointTensor, map_location: Any) -> Any:
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu", "cpu")
-    return value.whole().to(map_location) if isinstance(map_location, str | torch.device) else value.whole()
+    return value.full_tensor().to(map_location) if isinstance(map_location, str | torch.device) else value.full_tensor()

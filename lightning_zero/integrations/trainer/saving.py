@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint.sharded.folder import full_path
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import materialize_extra_state, materialize_values
+from lightning_zero.checkpoint.sharded.folder import full_path
 from lightning_zero.compat.lightning_private import WrappingCheckpointIO, optimizer_to_device
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
@@ -31,10 +31,11 @@ from lightning_zero.integrations.checkpoint_files import (
     FileIO,
     check_storage_options,
     load_file,
+    read_on_all_ranks,
     report_progress_of,
-    report_user_io,
+    split_state,
+    to_trainer_keys,
 )
-from lightning_zero.integrations.checkpoint_files import to_trainer_keys, parted, read_on_all_ranks
 from lightning_zero.integrations.trainer.bars import progress_bar_for
 from lightning_zero.integrations.trainer.finding import asked_by_keyword, other_checkpoints
 from lightning_zero.integrations.trainer.precision import unwrap_optimizer
@@ -102,7 +103,7 @@ class TrainerCheckpointing(ParallelStrategy):
             return super().lightning_module_state_dict()
         with self._show_progress(engine):
             if isinstance(self._checkpoint_io, BackgroundFileIO):
-                with engine.checkpoints.together.busy("waits until the file before is written"):
+                with engine.checkpoints.ranks.busy("waits until the file before is written"):
                     self._checkpoint_io.wait()
             return engine.checkpoints.model_state(self._sharded)
 
@@ -136,12 +137,12 @@ class TrainerCheckpointing(ParallelStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif not self._sharded:
             with self._show_progress():
-                engine.checkpoints.together.first(
+                engine.checkpoints.ranks.run_on_rank0(
                     f"save the checkpoint {filepath}", lambda: self._write(checkpoint, filepath, storage_options)
                 )
         else:
             mark, again = self._find_save_last(str(filepath), checkpoint)
-            state, rest = parted(checkpoint)
+            state, rest = split_state(checkpoint)
             with self._show_progress():
                 engine.checkpoints.save(filepath, state, rest, self._saves_async_now, mark, again)
 
@@ -157,27 +158,22 @@ class TrainerCheckpointing(ParallelStrategy):
     def _show_progress(self, engine: Engine | None = None) -> Iterator[None]:
         """Inside, bars are shown of what takes long, where the Trainer shows one."""
         checkpoints = (engine or self._require_engine()).checkpoints
-        checkpoints.show = None if self._attached_trainer is None else progress_bar_for(self._attached_trainer)
+        checkpoints.show_bar = None if self._attached_trainer is None else progress_bar_for(self._attached_trainer)
         try:
-            with report_progress_of(self.checkpoint_io, checkpoints.telling):
+            with report_progress_of(self.checkpoint_io, checkpoints.progress):
                 yield
         finally:
-            checkpoints.show = None
+            checkpoints.show_bar = None
 
     def _write(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None) -> None:
         io = self.checkpoint_io
-        with self._report_busy(f"saving {path}"):
-            io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-            if self._is_running():
-                return
-            if isinstance(io, BackgroundFileIO):
-                io.finish()
-            elif isinstance(io, AsyncCheckpointIO):
-                io.teardown()  # which waits; the next save starts it anew
-
-    def _report_busy(self, what: str) -> AbstractContextManager[None]:
-        """Surrounds what a user's own may do, which tells nobody."""
-        return report_user_io(self.checkpoint_io, what, self._require_engine().checkpoints.telling_for)
+        io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+        if self._is_running():
+            return
+        if isinstance(io, BackgroundFileIO):
+            io.finish()
+        elif isinstance(io, AsyncCheckpointIO):
+            io.teardown()  # which waits; the next save starts it anew
 
     def _find_save_last(self, path: str, checkpoint: Mapping[str, Any]) -> tuple[tuple[int, int] | None, bool]:
         """Which callback with ``save_last=True`` saves after which step, and whether for the second time: first it
@@ -203,7 +199,7 @@ class TrainerCheckpointing(ParallelStrategy):
         loading = module is not None and (self._is_loading or _is_restoring(module.trainer))
         alone = module is None or module.trainer.world_size == 1
         word = "" if module is None else "at a checkpoint" if loading else f"after step {module.trainer.global_step}"
-        absent = "" if alone or engine is None else engine.checkpoints.together.absent(word)
+        absent = "" if alone or engine is None else engine.checkpoints.ranks.find_disagreement(word)
         if loading and not absent:
             log.error("No checkpoint is saved after this exception, which came while one was being loaded.")
             return False
@@ -224,7 +220,7 @@ class TrainerCheckpointing(ParallelStrategy):
         if self._sharded_engine is None:
             remove()
         else:
-            self._sharded_engine.checkpoints.saver.afterwards(remove)
+            self._sharded_engine.checkpoints.saver.run_after_commit(remove)
 
     def _finish_saving(self) -> None:
         """Waits for what is saved beside training, and raises on every rank what went wrong. After an exception ranks
@@ -240,11 +236,7 @@ class TrainerCheckpointing(ParallelStrategy):
             return
         checkpoints.saver.finish()
         with self._show_progress():
-            checkpoints.together.first("save the last checkpoint", self._tear_down)
-
-    def _tear_down(self) -> None:
-        with self._report_busy("saving the last checkpoint"):
-            self.checkpoint_io.teardown()
+            checkpoints.ranks.run_on_rank0("save the last checkpoint", self.checkpoint_io.teardown)
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -261,11 +253,11 @@ class TrainerCheckpointing(ParallelStrategy):
         except (CheckpointError, FileNotFoundError) as error:
             if self._attached_trainer is None or not asked_by_keyword(self._attached_trainer):
                 raise
-            together = self._require_engine().checkpoints.together
+            together = self._require_engine().checkpoints.ranks
             again = [str(checkpoint_path)] if "://" in str(checkpoint_path) else []  # a network may have failed once
             for other in [
                 *again,
-                *together.first("look for another checkpoint", lambda: other_checkpoints(checkpoint_path)),
+                *together.run_on_rank0("look for another checkpoint", lambda: other_checkpoints(checkpoint_path)),
             ]:
                 try:
                     found = self._load(other, weights_only)
@@ -283,7 +275,7 @@ class TrainerCheckpointing(ParallelStrategy):
             if checkpoints.is_folder(path):
                 found = to_trainer_keys(read_on_all_ranks(checkpoints, path, weights_only))
             else:
-                found = to_trainer_keys(load_file(self.checkpoint_io, path, weights_only, checkpoints.together))
+                found = to_trainer_keys(load_file(self.checkpoint_io, path, weights_only, checkpoints.ranks))
         if "pytorch-lightning_version" not in found:
             raise CheckpointError(
                 f"{path} was not saved by a Trainer: it says nothing of loops to go on from. Load its weights into the "
@@ -304,7 +296,7 @@ class TrainerCheckpointing(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        with self._show_progress(), self._require_engine().checkpoints.halfway.optimizers(self._loaded_path):
+        with self._show_progress(), self._require_engine().checkpoints.partial_load.watch_optimizers(self._loaded_path):
             self._load_states(checkpoint["optimizer_states"])
 
     def _load_states(self, states: Sequence[dict[str, Any]]) -> None:

@@ -29,7 +29,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.arguments import engine_config, options_init
-from lightning_zero.integrations.introspection import Inspection
+from lightning_zero.integrations.introspection import EngineIntrospectionMixin
 from lightning_zero.integrations.oom_hint import explain
 from lightning_zero.integrations.precision import with_precision
 from lightning_zero.integrations.processes import without_nccl_abort
@@ -63,7 +63,7 @@ __all__ = ["ZeroStrategy"]
 log = logging.getLogger(__name__)
 
 
-class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
+class ZeroStrategy(EngineIntrospectionMixin, TrainerCheckpointing, ProcessStrategy):
     """ZeRO-3: parameters, gradients and optimizer state are sharded over all ranks, and the modules a training step
     calls are compiled. With ``stage`` 2 or 1 less is sharded.
 
@@ -137,7 +137,7 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
             engine = (module is not None and engine_of(module)) or self._require_engine()
         # From here on, so that whatever keeps a rank away in one of the user's hooks is seen by the others.
         engine.cycle.begin_stage()
-        self._stage = engine.checkpoints.together.begin_stage()
+        self._stage = engine.checkpoints.ranks.begin_stage()
         self._stop = EvaluationStop(engine.mesh, self._stage)
         self._close_startup()
 
@@ -200,8 +200,8 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
             self._prepare_module(trainer)
         engine = self._require_engine()
         engine.executor.begin_stage()
-        if (left := engine.checkpoints.halfway.left) is not None:
-            engine.checkpoints.halfway.left = None  # once
+        if (left := engine.checkpoints.partial_load.message) is not None:
+            engine.checkpoints.partial_load.message = None  # once
             rank_zero_warn(f"{left} This stage goes on with what is there.")
         # Shards must not become inference tensors, which training could not use afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -253,7 +253,7 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
         self.model_to_device()
         engine = self._require_engine()
         if trainer.state.fn != TrainerFn.FITTING:  # no plan comes, and ranks may evaluate unevenly
-            engine.sharder.memory.finalize_layout()
+            engine.sharder.memory.settle()
         average_shards(trainer, engine, module, self.root_device)
         compare_shards_by_identity(trainer, engine)
         self.model = module

@@ -372,11 +372,11 @@ def test_what_cannot_be_captured_is_said_once_and_runs() -> None:
 
 def test_what_can_never_be_captured_is_said_after_a_while() -> None:
     training = Training()
-    training.books.reason = "code that is not compiled holds weights"
+    training.books.reason = "eager code holds weights"
     for _ in range(WARMUP_RUNS + MAX_CAPTURE_WAITS + 1):
         training.step()
     assert len(training.said) == 1
-    assert "code that is not compiled holds weights" in training.said[0]
+    assert "eager code holds weights" in training.said[0]
 
 
 @pytest.mark.parametrize("partial", [False, True])
