@@ -28,7 +28,7 @@ from lightning_zero.cli.progress import progress_bar
 from lightning_zero.cli.show import print_progress, show_section, show_table
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import to_trainer_keys
-from lightning_zero.sharding.mapped import copy_mapped
+from lightning_zero.sharding.host_memory import copy_mapped
 
 __all__ = ["CHECKPOINT", "OpenedCheckpoint"]
 

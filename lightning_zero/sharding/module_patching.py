@@ -16,10 +16,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.compat.tensors import functorch_unwrapped, is_functorch_wrapped
 from lightning_zero.compat.lookup import Absent
 from lightning_zero.compat.modules import skip_code
-from lightning_zero.compat.tensors import DisableTorchFunction, DisableTorchFunctionSubclass
+from lightning_zero.compat.tensors import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    functorch_unwrapped,
+    is_functorch_wrapped,
+)
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import inverse
 from lightning_zero.sharding.weight_reader import WeightReader

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.compat.tensors import OpOverload, OpOverloadPacket
-from lightning_zero.compat.tensors import foreach_norm
+from lightning_zero.compat.tensors import OpOverload, OpOverloadPacket, foreach_norm
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.shard_reductions import REDUCTIONS, foreach_norms, reduce
 from lightning_zero.sharding.shard_tensor import (

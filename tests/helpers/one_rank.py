@@ -51,7 +51,9 @@ class OneRank:
         self.executor: Any = SimpleNamespace(
             device=CPU,
             gradients=SimpleNamespace(attachment_key=lambda: self.key, may_write_gradient=lambda index: True),
-            weights=SimpleNamespace(valid_compute_shards=list, mark_compute_shards_written=lambda indices, written: None),
+            weights=SimpleNamespace(
+                valid_compute_shards=list, mark_compute_shards_written=lambda indices, written: None
+            ),
             collective=self._collective,
             waiting=None,
         )

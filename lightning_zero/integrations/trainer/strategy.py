@@ -253,7 +253,7 @@ class ZeroStrategy(EngineIntrospectionMixin, TrainerCheckpointing, ProcessStrate
         self.model_to_device()
         engine = self._require_engine()
         if trainer.state.fn != TrainerFn.FITTING:  # no plan comes, and ranks may evaluate unevenly
-            engine.sharder.memory.settle()
+            engine.sharder.memory.finalize_layout()
         average_shards(trainer, engine, module, self.root_device)
         compare_shards_by_identity(trainer, engine)
         self.model = module

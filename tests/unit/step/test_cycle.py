@@ -221,7 +221,10 @@ def test_a_training_step_is_prepared_in_one_order() -> None:
         ("before_step", ["stepped", "stepped", "sync_user_writes forget", "begin_writing"]),
         ("begin a", ["reduce_deferred", "stepped", "stepped", "sync_user_writes forget", "begin_writing"]),
         ("end a", ["end_writing"]),
-        ("eval_step", ["finalize_layout", "release_memory", "sync_user_writes", "expire_compute_shards", "before_forward"]),
+        (
+            "eval_step",
+            ["finalize_layout", "release_memory", "sync_user_writes", "expire_compute_shards", "before_forward"],
+        ),
         ("after_eval", ["sync_user_writes forget"]),
         ("reset", ["reset", "abort", "sync_user_writes forget", "drop", "reset"]),
         ("clean_up", ["reset", "abort", "sync_user_writes forget", "drop", "reset", "release_buffers"]),
