@@ -326,7 +326,7 @@ class ShardMemory:
         return self._host_masters is None and not self._is_final and not self.executor.weights.uses_epoch_lock()
 
     def move_to_host(self, policy: HostMasterPolicy) -> None:
-        """Move the shards that ``policy`` includes to the host; collectives move weights afterwards. Collective."""
+        """Move the shards that ``policy`` includes to the host. Collectives gather weights then."""
         assert self.can_move_to_host
         order, masters = self._in_memory_order(), HostMasters(policy)
         masters.allocate_together(

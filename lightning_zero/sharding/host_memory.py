@@ -2,7 +2,7 @@
 
 ``copy_to_host`` copies a device tensor to unpinned memory. ``Tensor.cpu()`` uses one driver buffer and one thread, and
 the kernel creates pages on first touch; here blocks arrive in pinned memory at link speed, and threads copy them on.
-torch's ``StateDictStager`` either copies plainly or keeps the whole state pinned.
+torch's ``StateDictStager`` either makes ordinary copies or keeps all of the state pinned.
 
 ``copy_mapped`` reads tensors that may be in a mapped file. A plain read of such memory ends the process by SIGBUS if
 the file is truncated or its disk fails. ``process_vm_readv`` of the own process returns an error code instead.
@@ -121,7 +121,7 @@ class _IoVec(ctypes.Structure):
 
 
 def copy_mapped(values: Tensor, into: Tensor) -> None:
-    """Do ``into.copy_(values)`` if ``values`` may be in a mapped file; raise CheckpointError if it cannot be read."""
+    """Do ``into.copy_(values)`` for values that may be in a mapped file; raise CheckpointError."""
     if not _is_dense_cpu(values):
         into.copy_(values)
     elif not values.is_contiguous() or not into.is_contiguous():

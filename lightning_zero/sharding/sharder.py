@@ -123,7 +123,7 @@ class Materializer:
         self._replaced.clear()
 
     def values(self, module: nn.Module, name: str) -> list[tuple[str, nn.Parameter]]:
-        """Give parameters and buffers that ``module`` itself owns values on the device; return its parameters by name.
+        """Give ``module``'s own parameters and buffers values on the device; return parameters by name.
 
         Collective if one of them is sharded already.
         """
