@@ -16,7 +16,7 @@ from lightning_zero.compile.listener import GraphObserver
 from lightning_zero.compile.session import CompileSession
 from lightning_zero.compile.steps import CompiledStepHooks
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.engine import check_changes
+from lightning_zero.config.engine_config import check_changes
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
@@ -130,7 +130,7 @@ class Engine(PickledAsNone):
 
         Raises:
             UnsupportedError: an option that was settled when the model was sharded is to be another, see
-                :class:`~lightning_zero.config.option.OnChange`; or replays are demanded where there can be none.
+                :class:`~lightning_zero.config.schema.OnChange`; or replays are demanded where there can be none.
             ValueError: passes that are switched off are needed with these options.
         """
         config = self.memory.settled(config.over(self.mesh.host_count, self.mesh.intra_host.size))

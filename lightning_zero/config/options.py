@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_zero.config.option import (
+from lightning_zero.config.schema import (
     OnChange,
     check_fraction,
     check_memory,
@@ -21,7 +21,7 @@ from lightning_zero.config.option import (
     options,
 )
 from lightning_zero.config.text import document_options
-from lightning_zero.config.tuning import GROUPS, CaptureMode, RecomputePolicy, Transport, Tuning
+from lightning_zero.config.options import GROUPS, CaptureMode, RecomputePolicy, Transport, Tuning
 
 __all__ = ["GROUPS", "Options", "RecomputePolicy", "Transport", "Tuning"]
 

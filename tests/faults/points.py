@@ -306,7 +306,7 @@ _ALL = (
     Point(
         "log",
         "averages what was logged",
-        ("lightning_zero.integrations.trainer.processes:ProcessStrategy.reduce",),
+        ("lightning_zero.integrations.trainer.strategy:ProcessStrategy.reduce",),
         skipped=lambda strategy, value, *args, **kwargs: value,
     ),
     Point("validation_end", "ends a validation", (f"{LOOP}.on_run_end",)),
@@ -334,7 +334,7 @@ _ALL = (
     Point(
         "barrier",
         "waits until all have come",
-        ("lightning_zero.integrations.trainer.processes:ProcessStrategy.barrier",),
+        ("lightning_zero.integrations.trainer.strategy:ProcessStrategy.barrier",),
         3,
     ),
     Point("teardown", "cleans up after the training", (f"{STRATEGY}.teardown",)),

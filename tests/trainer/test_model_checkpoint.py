@@ -23,7 +23,7 @@ from lightning_zero.checkpoint import rank_tasks
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
 from lightning_zero.engine import engine_of
 from lightning_zero.integrations.checkpoint_files import read_folder
-from lightning_zero.integrations.trainer import saving
+from lightning_zero.integrations.trainer import trainer_checkpoints as saving
 from tests.helpers.damage import flip
 from tests.helpers.saved import Scheduled
 from tests.helpers.trainer import close, make_loader, make_trainer, whole_state

@@ -179,8 +179,8 @@ def plant(root: Path, path: str, source: str) -> Path:
         ("errors.py", "def f():\n    global count, other\n    count = 1", ":2: global count, other"),
         (
             "integrations/fabric/x.py",
-            "from lightning_zero.integrations.trainer.saving import S",
-            "imports lightning_zero.integrations.trainer.saving, which stands beside it",
+            "from lightning_zero.integrations.trainer.trainer_checkpoints import S",
+            "imports lightning_zero.integrations.trainer.trainer_checkpoints, which stands beside it",
         ),
         ("integrations/trainer/x.py", "import lightning_zero.integrations.fabric.loop", "which stands beside it"),
         ("compile/passes/x.py", "import torch.distributed as dist", "a compile pass imports torch.distributed"),

@@ -31,7 +31,7 @@ from lightning_zero.integrations.checkpoint_files import (
     report_progress_of,
     split_state,
 )
-from lightning_zero.integrations.fabric.module import unwrap_module
+from lightning_zero.integrations.fabric.loop import unwrap_module
 
 __all__ = ["FabricCheckpointing"]
 

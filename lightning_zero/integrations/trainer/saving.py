@@ -36,8 +36,8 @@ from lightning_zero.integrations.checkpoint_files import (
     split_state,
     to_trainer_keys,
 )
-from lightning_zero.integrations.trainer.bars import progress_bar_for
-from lightning_zero.integrations.trainer.finding import asked_by_keyword, other_checkpoints
+from lightning_zero.integrations.trainer.trainer_checkpoints import progress_bar_for
+from lightning_zero.integrations.trainer.checkpoint_lookup import asked_by_keyword, other_checkpoints
 from lightning_zero.integrations.trainer.precision import unwrap_optimizer
 
 __all__ = ["TrainerCheckpointing"]

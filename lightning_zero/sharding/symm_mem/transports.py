@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.engine import cannot_change_error
+from lightning_zero.config.engine_config import cannot_change_error
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh, RankGroup
 from lightning_zero.native import Executor

@@ -14,7 +14,7 @@ import pytest
 from lightning_zero.checkpoint import atomic
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import FileIO
-from lightning_zero.integrations.trainer.finding import other_checkpoints
+from lightning_zero.integrations.trainer.checkpoint_lookup import other_checkpoints
 from tests.helpers.saves import save, seed_of
 from tests.helpers.threaded import values_of
 

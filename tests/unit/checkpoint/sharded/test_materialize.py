@@ -17,7 +17,7 @@ from lightning_zero.checkpoint.sharded.checkpoint_tensors import (
 from lightning_zero.checkpoint.sharded.commit import save_sharded
 from lightning_zero.checkpoint.sharded.reader import CheckpointReader
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.trainer.finding import _read_folders
+from lightning_zero.integrations.trainer.checkpoint_lookup import _read_folders
 
 WHOLE = torch.arange(35.0).view(7, 5)
 

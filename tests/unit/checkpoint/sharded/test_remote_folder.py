@@ -22,7 +22,7 @@ from lightning_zero.checkpoint.sharded.folder import MANIFEST, RemoteFolder
 from lightning_zero.checkpoint.sharded.reader import CheckpointReader, checkpoint_kind
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import read_folder, read_on_all_ranks
-from lightning_zero.integrations.trainer.finding import _replace_broken_last, other_checkpoints
+from lightning_zero.integrations.trainer.checkpoint_lookup import _replace_broken_last, other_checkpoints
 from lightning_zero.sharding.layout import ShardLayout
 from tests.helpers.elsewhere import Counted, Mounted, counting, mount, stored
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of

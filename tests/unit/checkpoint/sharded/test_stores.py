@@ -26,8 +26,8 @@ from lightning_zero.checkpoint.sharded.reader import CheckpointReader
 from lightning_zero.checkpoint.sharded.writer import RankFiles
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import read_folder
-from lightning_zero.integrations.trainer.finding import other_checkpoints
-from lightning_zero.integrations.trainer.saving import TrainerCheckpointing
+from lightning_zero.integrations.trainer.checkpoint_lookup import other_checkpoints
+from lightning_zero.integrations.trainer.trainer_checkpoints import TrainerCheckpointing
 from lightning_zero.sharding.shared_memory import Claim
 from tests.helpers.saves import save, seed_of
 from tests.helpers.store import Store, storing
