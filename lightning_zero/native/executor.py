@@ -111,7 +111,7 @@ class Executor:
             tuning.reduce_double_buffer,
             tuning.free_reduce_buckets,
             tuning.sync_collectives,
-            tuning.poison,
+            tuning.nan_fill,
             config.wire_dtype,
             int(tuning.gather_group_mb * 2**20),
         )

@@ -29,7 +29,7 @@ WAYS: dict[str, tuple[int, type[Case], dict[str, Any]]] = {
     "one rank": (1, OneLayer, REPLAYED),
     "by collectives": (3, OneLayer, COLLECTIVES),
     "gradients by copies": (2, OneLayer, {"gather_transport": "collective", "reduce_transport": "copy"}),
-    "by copies, poisoned": (2, OneLayer, {"poison": True}),
+    "by copies, poisoned": (2, OneLayer, {"nan_fill": True}),
     "replayed, by collectives": (2, OneLayer, REPLAYED | COLLECTIVES),
     "replayed, state on the host": (2, OneLayer, COPIES | ON_HOST),
     "stage 2": (2, OneLayer, {"stage": 2}),

@@ -1,4 +1,4 @@
-"""Each optimization of compilation is in use with this torch."""
+"""Test that each optimization of compilation is in use with this version of torch."""
 
 import json
 import os
@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.helpers.command import python_path
 from tests.ranks.pool import REPO
 

@@ -1,4 +1,4 @@
-"""Modules that compile some of their functions themselves train as under DDP, or are told what to do."""
+"""Train modules that compile some of their functions as under DDP, or raise an error with the remedy."""
 
 import re
 from typing import Any

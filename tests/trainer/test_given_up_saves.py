@@ -1,5 +1,7 @@
-"""A save beside training for which nobody waits any more goes on, and what is saved next does not come into it; one
-that is over leaves nothing."""
+"""Continue an asynchronous save after its training stops waiting, without effect on the next save.
+
+A save that has ended leaves nothing.
+"""
 
 import gc
 import os
@@ -21,7 +23,7 @@ OPTIONS = {"state_dict_type": "sharded", "async_save": True}
 
 
 def _slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first save nothing is written for a second."""
+    """Write nothing of the first save for a second."""
     write = WriterProcess.write
 
     def slow(self: WriterProcess, order: Any, *args: Any) -> Any:
@@ -33,7 +35,7 @@ def _slowly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class InterruptsWait(NotedSaves):
-    """Ctrl-C comes while the second save waits for the first; the third is that after the exception."""
+    """Raise KeyboardInterrupt while the second save waits for the first; the third is the one after it."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         super().on_train_batch_end(trainer, *args)

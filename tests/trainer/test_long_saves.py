@@ -1,5 +1,4 @@
-"""Saves that take longer than anybody waits for: nobody is alarmed, and none is ended, as long as bytes move; where they
-do not, who writes is named, with what it writes."""
+"""Accept saves longer than any timeout while bytes move, and name a stuck writer and its file."""
 
 from __future__ import annotations
 
@@ -102,7 +101,7 @@ def stalled() -> tuple[str, float]:
 
 @contextmanager
 def slow_folder(seconds: Callable[[int], float]) -> Iterator[None]:
-    """Of sharded saves, on rank 1 alone."""
+    """Slow down sharded saves on rank 1 only."""
     create = LocalFolder.create
 
     def opened(self: LocalFolder, name: str) -> Any:
@@ -157,7 +156,7 @@ Found = Callable[[Callable[[], Any]], list[Any]]
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, native_library: None) -> Iterator[Found]:
-    """By function, what was said on each rank, and how long it took; they sleep for most of their time."""
+    """Return the messages on each rank and the duration by function; they sleep for most of the time."""
     calls: list[Callable[..., Any]] = [full_and_async] if request.config.getoption("--exhaustive") else []
     with ranks_beside([*calls, beside, of_fabric, stalled, gathered], deadline=120) as outcome:
         yield outcome

@@ -1,4 +1,4 @@
-"""What compiled code cannot do falls back by itself: double backward, transforms of torch.func. Compared with DDP."""
+"""Fall back to eager code for double backward and transforms of torch.func. Compared with DDP."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ class _Forces(nn.Module):
 
 
 class Functional(Regression):
-    """Per-sample gradients, a directional derivative and another set of weights, beside a plain call of another net."""
+    """Per-sample gradients, a directional derivative, other weights, and a plain call of another net."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ def test_they_train_as_under_ddp_and_the_rest_is_compiled(
 
 
 def test_a_graph_that_is_kept_in_each_step(ranks: Ranks) -> None:
-    """Beside one process: DDP reduces the gradients of the first of two backward passes only."""
+    """Compare with one process: DDP reduces the gradients of the first of two backward passes only."""
     for single, eager, ours in ranks.run(2, _train_all, KeepsGraph, ("single", "eager", "compiled")):
         assert ours["compiled"] == [""]
         for found in (eager, ours):

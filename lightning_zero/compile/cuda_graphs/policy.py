@@ -94,7 +94,7 @@ class CUDAGraphManager:
     def unsupported_reason(self, config: EngineConfig) -> str:
         """Why nothing is ever replayed here with these options, in words; empty where it may be."""
         tuning = config.tuning
-        debugged = [name for name in ("sync_collectives", "poison") if getattr(tuning, name)]
+        debugged = [name for name in ("sync_collectives", "nan_fill") if getattr(tuning, name)]
         return self._unsupported_here or (f"{' and '.join(debugged)} looks at each collective" if debugged else "")
 
     def configure(self, config: EngineConfig, unsupported_here: str | None = None) -> None:

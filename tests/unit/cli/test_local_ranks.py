@@ -115,7 +115,7 @@ time.sleep(600)
 
 
 def _gone(pid: int) -> None:
-    """A zombie that nobody collects, as of a child's child in a container, counts as gone."""
+    """A zombie without a parent that collects it, as in a container, counts as gone."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         with suppress(FileNotFoundError, ProcessLookupError):

@@ -460,7 +460,7 @@ def test_what_has_become_impossible_on_a_gpu_is_refused_or_not_tried() -> None:
         training.replays.configure(config(cuda_graph_model=True))
 
 
-@pytest.mark.parametrize("name", ["sync_collectives", "poison"])
+@pytest.mark.parametrize("name", ["sync_collectives", "nan_fill"])
 def test_what_looks_at_each_collective_excludes_replays_and_says_so(name: str) -> None:
     training = Training()
     training.replays.device, training.replays._unsupported_here = torch.device("cuda"), ""

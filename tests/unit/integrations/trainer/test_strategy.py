@@ -1,4 +1,4 @@
-"""Of which trainings it is certain that each step has one micro-batch."""
+"""Test which trainings certainly have one micro-batch per step."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
 
-from lightning_zero.integrations.trainer.strategy import one_micro_batch
+from lightning_zero.integrations.trainer.strategy import has_single_micro_batch
 
 
 class Manual(pl.LightningModule):
@@ -38,7 +38,7 @@ def trainer(module: type[pl.LightningModule], accumulate: int = 1, *callbacks: p
 
 
 def test_it_is_where_lightning_itself_steps_behind_each_batch() -> None:
-    assert one_micro_batch(trainer(pl.LightningModule))
+    assert has_single_micro_batch(trainer(pl.LightningModule))
 
 
 @pytest.mark.parametrize(
@@ -53,4 +53,4 @@ def test_it_is_where_lightning_itself_steps_behind_each_batch() -> None:
     ],
 )
 def test_it_is_not_where_several_may_come_or_users_step_by_hand(other: Any) -> None:
-    assert not one_micro_batch(other)
+    assert not has_single_micro_batch(other)

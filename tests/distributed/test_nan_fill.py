@@ -1,4 +1,4 @@
-"""Whoever reads a weight or a gradient too early, or after it was released, would read NaN: nobody does."""
+"""Test that no code reads a weight or a gradient before it arrives or after its release: it would read NaN."""
 
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from tests.ranks.pool import Ranks
 
 BF16 = torch.bfloat16
 PLAIN: dict[str, Any] = {"gather_group_mb": 0.001}
-RESIDENT = PLAIN | {"unsharded_cache_mb": 0.02}
+CACHED = PLAIN | {"unsharded_cache_mb": 0.02}
 STEP = PLAIN | {"unsharded_cache_mb": 0.015, "unsharded_cache_until": "step"}
 
 
@@ -21,10 +21,10 @@ def with_and_without(case: str | type[Case], backend: str, options: dict[str, An
     context = partial(torch.autocast, "cpu", BF16, enabled=mixed, cache_enabled=False)
     dtypes: dict[str, Any] = {"compute_dtype": BF16, "reduce_dtype": BF16} if mixed else {}
     out = []
-    for poison in (False, True):
+    for nan_fill in (False, True):
         torch._dynamo.reset()
         model = build(case)
-        with engine_for(model, backend, poison=poison, **dtypes, **options) as engine:
+        with engine_for(model, backend, nan_fill=nan_fill, **dtypes, **options) as engine:
             batches = make_batches(case, 4, 12)
             out.append(train_sharded(engine, model, batches, sgd(model), accumulate=2, context=context))
     return out
@@ -34,7 +34,7 @@ def with_and_without(case: str | type[Case], backend: str, options: dict[str, An
     ("case", "backend", "options", "mixed"),
     [
         ("LoRA", "aot_eager", PLAIN, True),
-        ("OddMLP", "aot_eager", RESIDENT, False),
+        ("OddMLP", "aot_eager", CACHED, False),
         (TiedLayer, "aot_eager", STEP, True),
         pytest.param("CalledTwice", "aot_eager", {"prefetch": False}, False, marks=pytest.mark.slow),
         ("OddMLP", EAGER, {}, False),
@@ -46,14 +46,14 @@ def with_and_without(case: str | type[Case], backend: str, options: dict[str, An
 def test_results_are_the_same_to_the_bit(
     ranks: Ranks, case: str | type[Case], backend: str, options: dict[str, Any], mixed: bool
 ) -> None:
-    for plain, poisoned in ranks.run(2, with_and_without, case, backend, options, mixed, deadline=240):
-        assert_same_bits(poisoned, plain)
+    for plain, filled in ranks.run(2, with_and_without, case, backend, options, mixed, deadline=240):
+        assert_same_bits(filled, plain)
 
 
 def read_before_waiting() -> tuple[bool, bool, bool]:
-    """What the poison looks like to one who does read too early."""
+    """Read too early on purpose, and return True for each NaN."""
     model = build("OddMLP")
-    with engine_for(model, EAGER, poison=True) as engine:
+    with engine_for(model, EAGER, nan_fill=True) as engine:
         record = engine.sharder.live[0]
         shape, dtype = list(record.layout.shape), record.param.dtype
         whole = torch.ops.lightning_zero.gather_start(record.param.detach(), shape, dtype)

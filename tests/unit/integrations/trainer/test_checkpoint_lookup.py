@@ -1,4 +1,4 @@
-"""What is put into Lightning changes nothing for other strategies."""
+"""Test that patches of Lightning change nothing for other strategies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.integrations.trainer import checkpoint_lookup as finding
+from lightning_zero.integrations.trainer import checkpoint_lookup
 
 
 @pytest.mark.parametrize(
@@ -19,11 +19,13 @@ from lightning_zero.integrations.trainer import checkpoint_lookup as finding
 def test_where_there_is_no_last_checkpoint_other_strategies_begin_anew(
     strategy: Strategy, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finding, "_replace_broken_last", lambda trainer: "another.ckpt")
+    monkeypatch.setattr(checkpoint_lookup, "_replace_broken_last", lambda trainer: "another.ckpt")
 
     def parse(self: Any, state_fn: Any, ckpt_path: Any) -> None:
         """Finds nothing, as Lightning's."""
 
-    found = finding._remember_request(parse)(SimpleNamespace(trainer=SimpleNamespace(strategy=strategy)), None, word)
+    found = checkpoint_lookup._remember_request(parse)(
+        SimpleNamespace(trainer=SimpleNamespace(strategy=strategy)), None, word
+    )
     ours = isinstance(strategy, ZeroStrategy) and word == "last"
     assert found == ("another.ckpt" if ours else None)

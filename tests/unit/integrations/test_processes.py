@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def group(backend: str | None = "gloo") -> Iterator[None]:
-    """Of this process alone, made by the user."""
+    """Make a process group of this process only, as a user does."""
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield

@@ -1,5 +1,4 @@
-"""What is done with an optimizer before it steps shards: looked at, told where its parameters are, and given the shards
-of what it had or loads."""
+"""Prepare optimizers to step shards: find their model, check them, and shard their state."""
 
 from __future__ import annotations
 
@@ -19,10 +18,10 @@ __all__ = ["find_loop", "prepare_optimizer"]
 
 
 def find_loop(optimizer: Optimizer, loops: list[LoopTracker]) -> LoopTracker:
-    """That of the model whose parameters the optimizer has.
+    """Return the tracker of the model whose parameters the optimizer has.
 
     Raises:
-        UnsupportedError: it has others, or those of several models.
+        UnsupportedError: It has other parameters, or those of several models.
     """
     name = type(optimizer).__name__
     if not loops:
@@ -52,8 +51,8 @@ def _unknown_parameter(name: str, number: int, position: int, param: nn.Paramete
     where = f"Parameter {position} of group {number} in {name} (shape {tuple(param.shape)})"
     if param.is_meta:
         return (
-            f"{where} is on the meta device, where it had no value; the model got others in its place when it was set "
-            "up. Create the optimizer from model.parameters() after model = fabric.setup_module(model), then call "
+            f"{where} is on the meta device, where it had no value; setup replaced the model's parameters. Create the "
+            "optimizer from model.parameters() after model = fabric.setup_module(model), then call "
             "fabric.setup_optimizers(optimizer)."
         )
     return (
@@ -64,18 +63,18 @@ def _unknown_parameter(name: str, number: int, position: int, param: nn.Paramete
 
 
 def prepare_optimizer(optimizer: Optimizer, loop: LoopTracker) -> None:
-    """Makes an optimizer step shards. Harmless when repeated.
+    """Make an optimizer step shards. Repeated calls do nothing.
 
     Raises:
-        UnsupportedError: it needs whole parameters; the message names it.
+        UnsupportedError: The optimizer needs full parameters.
     """
     engine = loop.engine
     engine.optimizers.check(optimizer)
     if any(known is optimizer for known in loop.optimizers):
         return
     loop.add(optimizer)
-    engine.optimizers.arrange(loop.optimizers)  # first: a plan may have state lie on the host
-    if _has_full_state(optimizer, engine):  # made with the optimizer, as Adagrad's, or loaded before
+    engine.optimizers.arrange(loop.optimizers)  # first, since a plan may place state on the host
+    if _has_full_state(optimizer, engine):  # from the constructor, as Adagrad's, or loaded before
         engine.load_optimizer_state(optimizer, optimizer.state_dict())
 
     def to_shards(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -85,24 +84,24 @@ def prepare_optimizer(optimizer: Optimizer, loop: LoopTracker) -> None:
                 "optimizer is empty on all ranks but the first. Write files with fabric.save() and read them with "
                 "fabric.load(), which give every rank its part."
             )
-        own = loop.engine  # which also keeps the loop
+        own = loop.engine  # this closure also keeps the loop alive
         return own.checkpoints.local_optimizer_state(optimizer, state, own.optimizers.empty_state)
 
     optimizer.register_load_state_dict_pre_hook(to_shards)
-    if (places := engine.optimizers.make_placer) is not None:
-        register_placement_hooks(optimizer, places)
+    if (placer := engine.optimizers.make_placer) is not None:
+        register_placement_hooks(optimizer, placer)
     else:
         optimizer.register_load_state_dict_post_hook(lambda loaded: optimizer_to_device(loaded, engine.device))
 
 
 def _has_full_state(optimizer: Optimizer, engine: Engine) -> bool:
-    """Whether the optimizer's state is of whole parameters, and not of shards."""
-    whole = False
+    """Return True if the optimizer's state has full shapes, and none has the shape of a shard."""
+    full = False
     with no_shard_dispatch():
         for param, entries in optimizer.state.items():
             record = engine.sharder.find(param)
             values = [value for value in entries.values() if isinstance(value, Tensor)]
             if record is None or any(record.has_shard_shape(value) for value in values):
                 return False
-            whole = whole or any(value.shape == record.layout.shape for value in values)
-    return whole
+            full = full or any(value.shape == record.layout.shape for value in values)
+    return full

@@ -1,4 +1,4 @@
-"""What stands on the terminal, with Rich and without."""
+"""Test terminal output with Rich and without."""
 
 import sys
 

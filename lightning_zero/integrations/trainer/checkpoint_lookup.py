@@ -1,8 +1,7 @@
-"""What users mean by ``ckpt_path`` and ``load_from_checkpoint``: Lightning knows neither folders with tensors, nor what
-to do when the last checkpoint is no good.
+"""Let Lightning find checkpoints that are folders, and replace a last checkpoint that is broken.
 
-:func:`install_checkpoint_lookup` puts both into Lightning when this package is imported; for other strategies nothing changes, but that
-``load_from_checkpoint`` reads folders.
+:func:`install_checkpoint_lookup` patches Lightning when this package is imported. With other strategies only
+``load_from_checkpoint`` changes: it reads folders.
 """
 
 from __future__ import annotations
@@ -30,43 +29,43 @@ from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
 from lightning_zero.compat.lightning_private import CheckpointConnector
 from lightning_zero.integrations.checkpoint_files import read_folder, read_named, read_verified, to_trainer_keys
 
-__all__ = ["install_checkpoint_lookup", "asked_by_keyword", "other_checkpoints"]
+__all__ = ["asked_by_keyword", "install_checkpoint_lookup", "other_checkpoints"]
 
-KEYWORDS = (None, "last", "best", "hpc")  # None: Lightning chooses
+KEYWORDS = (None, "last", "best", "hpc")  # None: Lightning selects one
 
 
 def install_checkpoint_lookup() -> None:
-    """Harmless when repeated."""
+    """Patch Lightning. Repeated calls do nothing."""
     if not hasattr(saving.pl_load, "__wrapped__"):
         saving.pl_load = _read_folders(saving.pl_load)
         CheckpointConnector._parse_ckpt_path = _remember_request(CheckpointConnector._parse_ckpt_path)  # type: ignore[method-assign]
 
 
 def asked_by_keyword(trainer: pl.Trainer) -> bool:
-    """Whether the user has asked for ``"last"`` or ``"best"``, or left it to Lightning, and not for a certain file."""
+    """Return True if the user asked for ``"last"`` or ``"best"``, or left the choice to Lightning."""
     return getattr(trainer._checkpoint_connector, "_zero_asked", "a file") in KEYWORDS
 
 
 def other_checkpoints(path: str | Path) -> list[str]:
-    """The other checkpoints beside one that is no good, whole or not."""
-    fs, place = resolve_url(path)
-    home = os.path.dirname(place)
-    fs.invalidate_cache()  # others have written since this process has looked
+    """Return the other checkpoints in the folder of ``path``, complete or not, newest first."""
+    fs, location = resolve_url(path)
+    home = os.path.dirname(location)
+    fs.invalidate_cache()  # other processes may have written since
     entries = [entry.rstrip("/") for entry in (fs.ls(home, detail=False) if fs.isdir(home) else [])]
-    if "://" in str(path):  # there one that is complete may stand beside its place, in which there is nothing
-        beside = [entry for entry in entries if entry.endswith(f".ckpt{INCOMPLETE}") and is_complete(fs, entry)]
-        entries += [entry.removesuffix(INCOMPLETE) for entry in beside]
+    if "://" in str(path):  # at a URL, a complete checkpoint may still have its temporary name
+        complete = [entry for entry in entries if entry.endswith(f".ckpt{INCOMPLETE}") and is_complete(fs, entry)]
+        entries += [entry.removesuffix(INCOMPLETE) for entry in complete]
     names = {entry: os.path.basename(entry) for entry in entries}
-    others = [entry for entry, name in names.items() if name.endswith(".ckpt") and name != os.path.basename(place)]
+    others = [entry for entry, name in names.items() if name.endswith(".ckpt") and name != os.path.basename(location)]
     found = sorted(others, key=lambda entry: _age(fs, entry))
     return [fs.unstrip_protocol(entry) if "://" in str(path) else entry for entry in found]
 
 
 def _age(fs: Any, entry: str) -> float:
-    """Less for what is newer. Object stores do not know when a folder was made."""
-    for place in (f"{entry}{INCOMPLETE}/{MANIFEST}", f"{entry}/{MANIFEST}", f"{entry}/{METADATA}", entry):
+    """Return a lower number for newer checkpoints, by their files: stores have no times of folders."""
+    for file in (f"{entry}{INCOMPLETE}/{MANIFEST}", f"{entry}/{MANIFEST}", f"{entry}/{METADATA}", entry):
         with suppress(OSError, NotImplementedError, KeyError):
-            return -float(fs.modified(place).timestamp())
+            return -float(fs.modified(file).timestamp())
     return 0.0
 
 
@@ -84,8 +83,11 @@ def _remember_request(parse: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _replace_broken_last(trainer: pl.Trainer) -> str | None:
-    """Whoever is killed before a save ends leaves a ``last.ckpt`` that leads nowhere: Lightning makes links at once,
-    and would begin anew. It does so, too, where checkpoints lie at a URL, whose names it takes for those of files."""
+    """Return the newest checkpoint if the last one is a link to nothing, or if checkpoints are at a URL.
+
+    Lightning makes the link ``last.ckpt`` when a save begins. A process that is killed before the end leaves it
+    dangling, and Lightning would train from the start. It also does so for URLs, which it looks up as local files.
+    """
     for callback in trainer.checkpoint_callbacks:
         home = getattr(callback, "dirpath", None)
         if home and "://" in str(home):
@@ -101,7 +103,7 @@ def _replace_broken_last(trainer: pl.Trainer) -> str | None:
 
 
 def _has_last_remains(home: Path, callback: Any) -> bool:
-    """Whether anything is left of a last one, if only a link or what was begun; else there was none to go on from."""
+    """Return True if there was a last checkpoint: a link or an incomplete save is left of it."""
     begins = str(getattr(callback, "CHECKPOINT_NAME_LAST", "last")).partition("{")[0]
     return home.is_dir() and any(entry.name.startswith(begins) for entry in home.iterdir())
 
@@ -112,9 +114,9 @@ def _read_folders(load: Callable[..., Any]) -> Callable[..., Any]:
         if read_named(path, lambda: checkpoint_kind(path)) != "folder":
             return read_verified(path, lambda: load(path, map_location=map_location, weights_only=weights_only))
         checkpoint = to_trainer_keys(read_named(path, lambda: read_folder(path, weights_only)))
-        whole = partial(_full_value, map_location=map_location)
+        full = partial(_full_value, map_location=map_location)
         return checkpoint | {
-            "state_dict": apply_to_collection(checkpoint.get("state_dict", {}), CheckpointTensor, whole)
+            "state_dict": apply_to_collection(checkpoint.get("state_dict", {}), CheckpointTensor, full)
         }
 
     return loaded

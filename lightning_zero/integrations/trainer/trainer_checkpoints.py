@@ -1,8 +1,9 @@
-"""The part of a strategy that fills checkpoints and reads them, and says what a copy of it is."""
+"""Save and load checkpoints with the Trainer: files with full values, or folders with shards."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -11,19 +12,20 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
+from tqdm import tqdm
 from typing_extensions import override
 
+from lightning_zero.checkpoint.progress_reporter import ShowBar
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import materialize_extra_state, materialize_values
 from lightning_zero.checkpoint.sharded.folder import full_path
 from lightning_zero.compat.lightning_private import WrappingCheckpointIO, optimizer_to_device
-from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import (
@@ -36,7 +38,7 @@ from lightning_zero.integrations.checkpoint_files import (
     split_state,
     to_trainer_keys,
 )
-from lightning_zero.integrations.trainer.trainer_checkpoints import progress_bar_for
+from lightning_zero.integrations.strategy_base import ZeroStrategyBase
 from lightning_zero.integrations.trainer.checkpoint_lookup import asked_by_keyword, other_checkpoints
 from lightning_zero.integrations.trainer.precision import unwrap_optimizer
 
@@ -44,30 +46,23 @@ __all__ = ["TrainerCheckpointing"]
 
 log = logging.getLogger(__name__)
 
+BAR_DELAY_S = 3.0
 
-class TrainerCheckpointing(ParallelStrategy):
-    """For a strategy, which says where its engine is, and shards its module."""
+
+class TrainerCheckpointing(ZeroStrategyBase, ParallelStrategy):
+    """Save and load, for a strategy that shards its module in :meth:`_prepare_module`."""
 
     _prepared: bool
-    _engine: Engine | None
-    _options: EngineConfig
-    _loaded_path: object = None  # where what is being loaded lies
-    _is_loading: bool  # a checkpoint, which has failed, where this stays so
-    _ranks_can_save: bool | None  # of all ranks, after an exception in this stage; None: nobody has asked
-
-    def _require_engine(self) -> Engine:
-        raise NotImplementedError
+    _loaded_path: object = None  # of the last checkpoint
+    _is_loading: bool  # stays True if the load fails
+    _ranks_can_save: bool | None  # after an exception in this stage; None before ranks meet
 
     def _prepare_module(self, trainer: pl.Trainer) -> None:
         raise NotImplementedError
 
     @property
-    def _sharded(self) -> bool:
-        return self._options.state_dict_type == "sharded"
-
-    @property
     def _sharded_engine(self) -> Engine | None:
-        """The engine; None where the module is not sharded yet, or no longer."""
+        """Return the engine while the module is sharded by it."""
         module, engine = self.lightning_module, self._engine
         return engine if module is not None and engine is not None and engine_of(module) is engine else None
 
@@ -77,16 +72,16 @@ class TrainerCheckpointing(ParallelStrategy):
 
     @property
     def _attached_trainer(self) -> pl.Trainer | None:
-        """The module's Trainer; None where there is none yet: users may load by hand, too."""
+        """Return the module's Trainer; None if there is none, since users may load without one."""
         module = self.lightning_module
         return None if module is None else module._trainer
 
     def _is_running(self) -> bool:
-        """Whether there is a training that a save can go on beside; else a checkpoint is there when it was saved."""
+        """Return True during a training; otherwise a save must be complete when it returns."""
         return self._attached_trainer is not None and self._attached_trainer.state.status == TrainerStatus.RUNNING
 
-    def saving_to(self) -> str | None:
-        """Where a save goes on that readers do not see yet. On rank 0."""
+    def pending_save_path(self) -> str | None:
+        """Return the path of a save in progress that readers do not see yet. Valid on rank 0."""
         io, engine = self._checkpoint_io, self._sharded_engine
         if isinstance(io, BackgroundFileIO) and io.busy:
             return io.path
@@ -96,10 +91,9 @@ class TrainerCheckpointing(ParallelStrategy):
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module = self.lightning_module
         if module is None:
-            return self._require_engine().model_state()  # which says what is missing
-        engine = engine_of(module)  # another Trainer's, maybe
-        # Before it is sharded every rank holds it whole.
-        if engine is None:
+            return self._require_engine().model_state()  # raises an error that explains it
+        engine = engine_of(module)  # may belong to another Trainer
+        if engine is None:  # every rank has full values
             return super().lightning_module_state_dict()
         with self._show_progress(engine):
             if isinstance(self._checkpoint_io, BackgroundFileIO):
@@ -116,11 +110,11 @@ class TrainerCheckpointing(ParallelStrategy):
     @override
     def checkpoint_io(self) -> CheckpointIO:
         io = self._checkpoint_io
-        # Lightning's way to write beside training is replaced by ours, unless users have put something inside.
+        # Replace Lightning's asynchronous IO by ours, unless users put something inside.
         if io is None or (type(io) is AsyncCheckpointIO and io.checkpoint_io is None and not _has_own_methods(io)):
             io = self._checkpoint_io = BackgroundFileIO() if self.saves_async else FileIO()
         elif isinstance(io, WrappingCheckpointIO):
-            io.checkpoint_io = FileIO()  # only where the innermost one has none: what is there stays
+            io.checkpoint_io = FileIO()  # sets the innermost IO only if it has none
         return io
 
     @checkpoint_io.setter
@@ -133,7 +127,7 @@ class TrainerCheckpointing(ParallelStrategy):
     ) -> None:
         engine = self._sharded_engine
         check_storage_options(self.checkpoint_io, storage_options, sharded=engine is not None and self._sharded)
-        if engine is None:  # every rank holds all of it
+        if engine is None:  # every rank has full values
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif not self._sharded:
             with self._show_progress():
@@ -147,7 +141,7 @@ class TrainerCheckpointing(ParallelStrategy):
                 engine.checkpoints.save(filepath, state, rest, self._saves_async_now, mark, again)
 
     def _barrier_is_redundant(self, barrier: str | None) -> bool:
-        # A save beside training; and behind a barrier the host has waited for all that its device was given.
+        # The ranks have just met in an asynchronous save, and a barrier would wait for all queued work of the device.
         return barrier == "Trainer.save_checkpoint" and self._sharded_engine is not None and self._saves_async_now
 
     @property
@@ -156,7 +150,7 @@ class TrainerCheckpointing(ParallelStrategy):
 
     @contextmanager
     def _show_progress(self, engine: Engine | None = None) -> Iterator[None]:
-        """Inside, bars are shown of what takes long, where the Trainer shows one."""
+        """Show progress bars of long operations, if the Trainer shows one."""
         checkpoints = (engine or self._require_engine()).checkpoints
         checkpoints.show_bar = None if self._attached_trainer is None else progress_bar_for(self._attached_trainer)
         try:
@@ -176,8 +170,10 @@ class TrainerCheckpointing(ParallelStrategy):
             io.teardown()  # which waits; the next save starts it anew
 
     def _find_save_last(self, path: str, checkpoint: Mapping[str, Any]) -> tuple[tuple[int, int] | None, bool]:
-        """Which callback with ``save_last=True`` saves after which step, and whether for the second time: first it
-        saves to a place of its own, and then at once to that of the last one."""
+        """Return a mark of the callback with ``save_last=True`` and the step, and True for its second save.
+
+        Such a callback saves to a path of its own, and at once again to that of the last checkpoint.
+        """
         assert self.lightning_module is not None
         for number, callback in enumerate(self.lightning_module.trainer.checkpoint_callbacks):
             if not isinstance(callback, ModelCheckpoint) or callback.save_last is not True:
@@ -188,7 +184,7 @@ class TrainerCheckpointing(ParallelStrategy):
         return None, False
 
     def all_ranks_can_save(self) -> bool:
-        """After an exception: whether all ranks have raised one after the same step, and will save together."""
+        """Return True if all ranks raised an exception after the same step, and save together. Collective."""
         if self._ranks_can_save is None:
             self._ranks_can_save = self._check_all_ranks_can_save()
         return self._ranks_can_save
@@ -201,7 +197,7 @@ class TrainerCheckpointing(ParallelStrategy):
         word = "" if module is None else "at a checkpoint" if loading else f"after step {module.trainer.global_step}"
         absent = "" if alone or engine is None else engine.checkpoints.ranks.find_disagreement(word)
         if loading and not absent:
-            log.error("No checkpoint is saved after this exception, which came while one was being loaded.")
+            log.error("No checkpoint is saved after this exception, because it occurred while loading one.")
             return False
         if module is None or alone or engine is None:
             return alone
@@ -210,21 +206,21 @@ class TrainerCheckpointing(ParallelStrategy):
                 "No checkpoint is saved after this exception: %s. Those that were saved before are there.", absent
             )
         else:
-            engine.cycle.clean_up()  # an exception may have left work half done
+            engine.cycle.clean_up()  # the exception may have interrupted a step
         return not absent
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Not before the one that is being saved, for which it makes room, is there."""
-        remove = partial(super().remove_checkpoint, full_path(filepath))  # it may be done later, from another folder
-        if self._sharded_engine is None:
+        """Remove a checkpoint after the save in progress, for which it makes room."""
+        remove = partial(super().remove_checkpoint, full_path(filepath))  # the working directory may change until then
+        engine = self._sharded_engine
+        if engine is None:
             remove()
         else:
-            self._sharded_engine.checkpoints.saver.run_after_commit(remove)
+            engine.checkpoints.saver.run_after_commit(remove)
 
     def _finish_saving(self) -> None:
-        """Waits for what is saved beside training, and raises on every rank what went wrong. After an exception ranks
-        cannot do that together any more: what went wrong is then only said."""
+        """Wait for asynchronous saves and raise their errors on every rank; after a failure only log them."""
         engine = self._sharded_engine
         if engine is None:
             self.checkpoint_io.teardown()
@@ -240,8 +236,10 @@ class TrainerCheckpointing(ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Either kind. Where the user named no file, but asked for the last or the best one, and that one is no good,
-        the newest other one beside it that is whole."""
+        """Load a checkpoint of either kind.
+
+        If the user asked for the last or the best one, and it is damaged, load the newest complete one in its folder.
+        """
         self._is_loading = True
         found = self._load_with_fallback(checkpoint_path, weights_only)
         self._is_loading = False
@@ -264,13 +262,13 @@ class TrainerCheckpointing(ParallelStrategy):
                 except (CheckpointError, FileNotFoundError):
                     continue
                 if other not in again:
-                    rank_zero_warn(f"{error} Going on from {other} instead, the newest other checkpoint that is whole.")
+                    rank_zero_warn(f"{error} Going on from {other} instead, the newest complete checkpoint.")
                 return found
             raise
 
     def _load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         checkpoints = self._require_engine().checkpoints
-        checkpoints.saver.finish()  # it may be this one
+        checkpoints.saver.finish()  # a save in progress may write this checkpoint
         with self._show_progress():
             if checkpoints.is_folder(path):
                 found = to_trainer_keys(read_on_all_ranks(checkpoints, path, weights_only))
@@ -278,8 +276,8 @@ class TrainerCheckpointing(ParallelStrategy):
                 found = to_trainer_keys(load_file(self.checkpoint_io, path, weights_only, checkpoints.ranks))
         if "pytorch-lightning_version" not in found:
             raise CheckpointError(
-                f"{path} was not saved by a Trainer: it says nothing of loops to go on from. Load its weights into the "
-                "module, where `python -m lightning_zero checkpoint consolidate` may help to make one file of them."
+                f"{path} was not saved by a Trainer: it has no loop state to resume from. Load its weights into the "
+                "module; `python -m lightning_zero checkpoint consolidate` makes one file of a folder."
             )
         self._loaded_path = path
         return found
@@ -296,14 +294,15 @@ class TrainerCheckpointing(ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        with self._show_progress(), self._require_engine().checkpoints.partial_load.watch_optimizers(self._loaded_path):
+        checkpoints = self._require_engine().checkpoints
+        with self._show_progress(), checkpoints.partial_load.watch_optimizers(self._loaded_path):
             self._load_states(checkpoint["optimizer_states"])
 
     def _load_states(self, states: Sequence[dict[str, Any]]) -> None:
         if self.optimizers and not states:
             rank_zero_warn(
-                "The checkpoint holds no state of optimizers, so they start anew. If it was written where "
-                "configure_optimizers() returned none, this is as it should be."
+                "The checkpoint holds no optimizer state, so optimizers start from scratch. This is expected if "
+                "configure_optimizers() returned none when it was saved."
             )
             return
         if len(states) != len(self.optimizers):
@@ -319,8 +318,8 @@ class TrainerCheckpointing(ParallelStrategy):
                 optimizer_to_device(optimizer, self.root_device)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of the module is a plain one, with whole parameters. Optimizers, schedulers and what observes an
-        # engine's graphs belong to the shards: a copy is a strategy that has not been set up.
+        # A copy of the module is plain, with full parameters. Optimizers, schedulers and observers of graphs belong to
+        # the shards, so a copy is a strategy before its setup.
         state = super().__getstate__()
         state.update(_engine=None, _remove_stop_check=None, _stop=None, _prepared=False, _observers=[])
         state.update(_optimizers=[], lr_scheduler_configs=[])
@@ -333,5 +332,22 @@ def _has_own_methods(io: CheckpointIO) -> bool:
 
 
 def _is_restoring(trainer: pl.Trainer) -> bool:
-    """Whether a checkpoint has been read, and is not all in place yet."""
+    """Return True while a checkpoint is read but not fully restored."""
     return bool(trainer._checkpoint_connector._loaded_checkpoint)
+
+
+def progress_bar_for(trainer: pl.Trainer) -> ShowBar | None:
+    """Return a maker of progress bars on rank 0's terminal; None without a terminal or Lightning's bar.
+
+    Rich's bar redraws the whole screen, so with it only log lines report progress.
+    """
+    bar = trainer.progress_bar_callback
+    shown = isinstance(bar, TQDMProgressBar) and bar.is_enabled and trainer.is_global_zero
+    return _show_bar if shown and sys.stdout.isatty() else None
+
+
+def _show_bar(description: str, total: int) -> Any:
+    units: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+    return tqdm(
+        desc=description, total=total, delay=BAR_DELAY_S, leave=False, file=sys.stdout, dynamic_ncols=True, **units
+    )

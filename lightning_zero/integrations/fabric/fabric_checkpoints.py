@@ -1,4 +1,4 @@
-"""The part of Fabric's strategy that fills checkpoints and reads them: plain files with whole values."""
+"""Save and load checkpoints with Fabric: files with full values, or folders with shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from lightning_zero.checkpoint.manager import CheckpointManager
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import materialize_extra_state
 from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
 from lightning_zero.compat.lightning_private import convert_state
-from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.checkpoint_files import (
     BackgroundFileIO,
@@ -32,12 +31,13 @@ from lightning_zero.integrations.checkpoint_files import (
     split_state,
 )
 from lightning_zero.integrations.fabric.loop import unwrap_module
+from lightning_zero.integrations.strategy_base import ZeroStrategyBase
 
 __all__ = ["FabricCheckpointing"]
 
 
 class _LazyCheckpointIO(TorchCheckpointIO):
-    """Gives a checkpoint, either kind, of which tensors are read when they are wanted."""
+    """Load a checkpoint of either kind whose tensors are read at their use."""
 
     def __init__(self, io: CheckpointIO, checkpoints: CheckpointManager | None) -> None:
         self._io, self._checkpoints = io, checkpoints
@@ -45,27 +45,19 @@ class _LazyCheckpointIO(TorchCheckpointIO):
     @override
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         own = self._checkpoints
-        if own is None:  # nothing is set up
-            return (
-                read_folder(path, weights_only)
-                if checkpoint_kind(path) == "folder"
-                else load_file(self._io, path, weights_only)
-            )
+        if own is None:  # no model was set up
+            if checkpoint_kind(path) == "folder":
+                return read_folder(path, weights_only)
+            return load_file(self._io, path, weights_only)
         if own.is_folder(path):
             return read_on_all_ranks(own, path, weights_only)
         return load_file(self._io, path, weights_only, own.ranks)
 
 
-class FabricCheckpointing(ParallelStrategy):
-    """For a strategy, which knows the engine of an optimizer, and the one that was set up last."""
+class FabricCheckpointing(ZeroStrategyBase, ParallelStrategy):
+    """Save and load with the engine of the model that was set up last."""
 
-    _engine: Engine | None
-    _options: EngineConfig
-    _load_source: object = "a state dict"  # or where it comes from
-
-    @property
-    def _sharded(self) -> bool:
-        return self._options.state_dict_type == "sharded"
+    _load_source: object = "a state dict"  # or the path
 
     @property
     @override
@@ -79,13 +71,15 @@ class FabricCheckpointing(ParallelStrategy):
         self._checkpoint_io = io
 
     def engine_of_optimizer(self, optimizer: Optimizer) -> Engine | None:
-        """None for an optimizer that was not set up."""
+        """Return None for an optimizer that was not set up."""
         raise NotImplementedError
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Whole values: of a model that was set up on rank 0's CPU, and empty elsewhere. For a sharded checkpoint, on
-        every rank its part. Collective."""
+        """Return full values on rank 0's CPU and nothing elsewhere, or each rank's shards. Collective.
+
+        A model that was not set up has full values on each rank.
+        """
         module = unwrap_module(module)
         engine = engine_of(module)
         if engine is None or engine.module is not module:
@@ -94,7 +88,7 @@ class FabricCheckpointing(ParallelStrategy):
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Takes this rank's part of whole values. On every rank."""
+        """Load this rank's shards of full values. Call it on every rank."""
         module = unwrap_module(module)
         engine = engine_of(module)
         if engine is None:
@@ -111,8 +105,10 @@ class FabricCheckpointing(ParallelStrategy):
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole values on rank 0's CPU, in torch's own form, and empty elsewhere. For a sharded checkpoint, on every
-        rank its part, with parameters by name. Collective."""
+        """Return full values in torch's format on rank 0's CPU and nothing elsewhere. Collective.
+
+        For a sharded checkpoint, return each rank's shards, with parameters by name.
+        """
         engine = self.engine_of_optimizer(optimizer)
         if engine is None:
             return super().get_optimizer_state(optimizer)
@@ -122,11 +118,10 @@ class FabricCheckpointing(ParallelStrategy):
     def save_checkpoint(
         self, path: str | Path, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
     ) -> None:
-        """Writes what ``state`` holds: whole values into one file, or, with ``state_dict_type="sharded"``, a folder.
-        Collective.
+        """Write full values to one file, or a folder with ``state_dict_type="sharded"``. Collective.
 
         Raises:
-            CheckpointError: on every rank, when it could not be written; what stood there is still there.
+            CheckpointError: The save failed, on every rank; an earlier checkpoint at ``path`` is still there.
         """
         sharded = self._engine is not None and self._sharded
         check_storage_options(self.checkpoint_io, storage_options, sharded)
@@ -151,27 +146,25 @@ class FabricCheckpointing(ParallelStrategy):
             )
 
     def _show_progress(self) -> AbstractContextManager[None]:
-        """Inside, what takes long is told of."""
-        return (
-            nullcontext()
-            if self._engine is None
-            else report_progress_of(self.checkpoint_io, self._engine.checkpoints.progress)
-        )
+        if self._engine is None:
+            return nullcontext()
+        return report_progress_of(self.checkpoint_io, self._engine.checkpoints.progress)
 
     @override
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        if self._engine is not None:
-            self._engine.checkpoints.saver.finish()
+        checkpoints = None if self._engine is None else self._engine.checkpoints
+        if checkpoints is not None:
+            checkpoints.saver.finish()
         io = self.checkpoint_io
-        telling = self._show_progress()
-        self.checkpoint_io = _LazyCheckpointIO(io, None if self._engine is None else self._engine.checkpoints)
+        progress = self._show_progress()
+        self.checkpoint_io = _LazyCheckpointIO(io, checkpoints)
         self._load_source = path
         try:
-            halfway = nullcontext() if self._engine is None else self._engine.checkpoints.partial_load.watch_all(path)
-            with telling, halfway:
-                left = super().load_checkpoint(path, state, strict, weights_only)
+            partial = nullcontext() if checkpoints is None else checkpoints.partial_load.watch_all(path)
+            with progress, partial:
+                rest = super().load_checkpoint(path, state, strict, weights_only)
         finally:
             self.checkpoint_io = io
             del self._load_source
@@ -179,9 +172,9 @@ class FabricCheckpointing(ParallelStrategy):
             for key, value in state.items():
                 if not hasattr(value, "load_state_dict"):
                     state[key] = _clone_tensors(value)
-        return _clone_tensors(left)
+        return _clone_tensors(rest)
 
 
 def _clone_tensors(value: Any) -> Any:
-    """The same outside of a file's mapping, which would go with the file."""
+    """Copy tensors out of a file's mapping, which ends with the file."""
     return apply_to_collection(value, Tensor, torch.clone)

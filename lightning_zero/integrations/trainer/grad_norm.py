@@ -1,8 +1,7 @@
-"""Norms of gradients for logging.
+"""Compute gradient norms for logging.
 
-``param.grad`` is this rank's shard, and its norm is taken over all ranks, by a collective for each (see
-``sharding/shard_tensor.py``). :func:`grad_norm` needs one for all parameters, and so does Lightning's function in
-hooks in which gradients are looked at.
+``param.grad`` is this rank's shard, and its norm is a collective over all ranks. :func:`grad_norm` needs one collective
+for all parameters, and so does Lightning's function in the hooks in which users look at gradients.
 """
 
 from __future__ import annotations
@@ -10,8 +9,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import grad_norm as lightnings_grad_norm
@@ -22,26 +22,23 @@ from typing_extensions import override
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
 __all__ = ["GlobalNormPrecision", "grad_norm"]
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Any]:
-    """The p-norm of each parameter's gradient and, as ``grad_<p>_norm_total``, that of all together: what
-    ``lightning.pytorch.utilities.grad_norm`` returns under DDP.
+    """Return the p-norm of each parameter's gradient, and the norm of all as ``grad_<p>_norm_total``.
 
-    Collective where the module is sharded: call it on every rank, wherever gradients are complete. Nothing is read on
-    the host. A module that is not sharded is left to Lightning's function.
+    The values equal those of ``lightning.pytorch.utilities.grad_norm`` under DDP. For a sharded module this is
+    collective: call it on every rank, with complete gradients. The host does not wait for the device. Lightning's
+    function handles other modules.
 
     Args:
-        module: whose parameters' gradients are looked at.
+        module: The module whose gradients are measured.
         norm_type: p, above 0, or ``"inf"``.
-        group_separator: between a key's prefix and the parameter's name.
+        group_separator: Separator between a key's prefix and the parameter's name.
 
     Raises:
-        ValueError: ``norm_type`` is no norm.
+        ValueError: ``norm_type`` is not positive.
     """
     engine = next(filter(None, map(engine_of, module.modules())), None)
     if engine is None:
@@ -63,28 +60,28 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
 
 class GlobalNormPrecision(Precision):
-    """The part of a precision plugin that calls the hooks in which users look at gradients."""
+    """Take norms over all ranks in the hooks in which users look at gradients."""
 
     engine: Callable[[], Engine]
 
     @override
     def post_backward(self, tensor: Tensor, module: pl.LightningModule) -> Tensor:  # type: ignore[override]
-        with _Watch(self.engine()):
+        with _GradNormMode(self.engine()):
             return super().post_backward(tensor, module)
 
     @override
     def _after_closure(self, model: pl.LightningModule, optimizer: Any) -> None:
-        with _Watch(self.engine()):
+        with _GradNormMode(self.engine()):
             super()._after_closure(model, optimizer)
 
 
-class _Watch(TorchFunctionMode):
-    """Sees Lightning's ``grad_norm``, and takes the norms of all gradients at its first."""
+class _GradNormMode(TorchFunctionMode):
+    """Answer the norms of a call of Lightning's ``grad_norm``, which are all computed at the first one."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
         self._engine = engine
-        self._call: FrameType | None = None  # of Lightning's grad_norm, for which the norms were computed
+        self._call: FrameType | None = None  # the call of grad_norm that _norms belong to
         self._norms: dict[int, Tensor] = {}  # by the gradients' addresses
 
     @override
@@ -100,7 +97,7 @@ class _Watch(TorchFunctionMode):
         if func is Tensor.norm:
             caller = _caller_of_torch(sys._getframe(1))
             if caller is not None and caller.f_globals.get("__name__", "") == lightnings_grad_norm.__module__:
-                # until Python 3.12 a comprehension has a frame of its own
+                # Until Python 3.12 a comprehension has its own frame.
                 call = caller if caller.f_code is lightnings_grad_norm.__code__ else caller.f_back
                 if call is not self._call:
                     self._call, self._norms = call, self._measure(float(args[1] if len(args) > 1 else kwargs["p"]))
@@ -117,7 +114,6 @@ class _Watch(TorchFunctionMode):
 
 
 def _caller_of_torch(frame: FrameType | None) -> FrameType | None:
-    """Who called torch."""
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
         frame = frame.f_back
     return frame

@@ -1,4 +1,8 @@
-"""How options are defined: each once, with its default, its text, its check, and what a later Trainer may do to it."""
+"""Define options once: default, text, check, and the effect of a change on a sharded model.
+
+:func:`options` makes a frozen dataclass whose fields are :func:`option`. Docstrings, the tables of the documentation
+and the strategies' signatures are generated from these fields (see ``text.py``).
+"""
 
 from __future__ import annotations
 
@@ -12,93 +16,100 @@ from enum import Enum
 from types import UnionType
 from typing import Any, TypeVar, dataclass_transform, get_args, get_origin
 
-from lightning_zero.config.migration_hints import FOREIGN
+from lightning_zero.config.migration_hints import MIGRATION_HINTS
 
 __all__ = ["OnChange", "Option", "option", "option_fields", "options"]
 
 T = TypeVar("T")
-Check = Callable[[Any], str | None]  # what is wrong with a value and what to pass, or None
+Check = Callable[[Any], str | None]  # returns the problem with a value and a remedy, or None
 
-SIMILARITY_CUTOFF = 0.4  # of difflib's ratio: old names and misspelt ones are found, and little else
+SIMILARITY_CUTOFF = 0.4  # of difflib's ratio; finds old and misspelt names, and few others
 
 
 class OnChange(Enum):
-    """What happens when a model is sharded already and the next Trainer's strategy brings another value."""
+    """Effect of another value that a later Trainer's strategy brings to a sharded model."""
 
     APPLY = "applied"  # from the next step on
-    RECOMPILE = "compiled"  # applied by compiling again
-    NEGOTIATE = "negotiated"  # refused where memory would have to lie elsewhere, see Peers.configure
+    RECOMPILE = "compiled"
+    NEGOTIATE = "negotiated"  # refused if memory would have to move
     REFUSE = "refused"
 
 
 @dataclass(frozen=True)
 class Option:
-    """What is known of an option besides its name, type and default."""
+    """Metadata of an option in addition to its name, type and default.
+
+    Attributes:
+        default_text: Default in tables, if its repr says too little.
+    """
 
     text: str
     on_change: OnChange
     check: Check | None = None
     group: str = ""
-    default_text: str | None = None  # the default in tables, where its repr says too little
+    default_text: str | None = None
 
 
 def option(
     text: str,
     *,
     default: Any,
-    on_change: OnChange,
+    on_change: OnChange = OnChange.APPLY,
     check: Check | None = None,
     group: str = "",
     default_text: str | None = None,
 ) -> Any:
-    """A field of a class of :func:`options`. A type of literals, bool and None needs no ``check``."""
+    """Return a field for a class of :func:`options`. Types of literals, bool and None need no ``check``."""
     return field(default=default, metadata={"option": Option(text, on_change, check, group, default_text)})
 
 
 def option_fields(cls: Any) -> dict[str, tuple[Field[Any], Option]]:
-    """The options that a class defines, by name; other fields are left out."""
+    """Return the options of a class by name, without its other fields."""
     return {f.name: (f, f.metadata["option"]) for f in fields(cls) if "option" in f.metadata}
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(option, field))
 def options(cls: type[T]) -> type[T]:
-    """Makes a frozen dataclass that takes keywords and raises ``TypeError`` for unknown ones. The class has ``owner``,
-    what users call it, and ``suggestions()``: names that may have been meant, and how each is written."""
-    made: Any = dataclass(frozen=True, kw_only=True)(cls)
-    init, known = made.__init__, {f.name for f in fields(made)}
+    """Make ``cls`` a frozen dataclass that takes keywords and raises ``TypeError`` for unknown names.
+
+    The class has ``owner``, its name for users, and ``suggestions()``, which maps names to how they are written.
+    """
+    dataclass_type: Any = dataclass(frozen=True, kw_only=True)(cls)
+    init, names = dataclass_type.__init__, {f.name for f in fields(dataclass_type)}
 
     @functools.wraps(init)
-    def checked(self: T, **given: Any) -> None:
-        for name in given:
-            if name not in known:
-                instead = FOREIGN.get(name) or _suggest(name, made.suggestions())
-                raise TypeError(f"{made.owner} has no option {name!r}. {instead}")
-        init(self, **given)
+    def checked(self: T, **values: Any) -> None:
+        for name in values:
+            if name not in names:
+                hint = MIGRATION_HINTS.get(name) or _suggest(name, dataclass_type.suggestions())
+                raise TypeError(f"{dataclass_type.owner} has no option {name!r}. {hint}")
+        init(self, **values)
 
-    made.__init__, made.__repr__ = checked, _repr_of_changes
+    dataclass_type.__init__, dataclass_type.__repr__ = checked, _repr_of_changes
     return cls
 
 
-def _suggest(name: str, known: Mapping[str, str]) -> str:
-    near = difflib.get_close_matches(name, known, 3, SIMILARITY_CUTOFF)
-    return f"Did you mean {join_with_or([known[n] for n in near])}?" if near else f"There are {', '.join(known)}."
+def _suggest(name: str, spellings: Mapping[str, str]) -> str:
+    near = difflib.get_close_matches(name, spellings, 3, SIMILARITY_CUTOFF)
+    return (
+        f"Did you mean {join_with_or([spellings[n] for n in near])}?" if near else f"There are {', '.join(spellings)}."
+    )
 
 
 def _repr_of_changes(self: Any) -> str:
-    """What is not as by default."""
     values = {f.name: getattr(self, f.name) for f in fields(self)}
-    others = [f"{f.name}={values[f.name]!r}" for f in fields(self) if values[f.name] != f.default]
-    return f"{type(self).__name__}({', '.join(others)})"
+    changes = [f"{f.name}={values[f.name]!r}" for f in fields(self) if values[f.name] != f.default]
+    return f"{type(self).__name__}({', '.join(changes)})"
 
 
-def check_options(made: Any) -> None:
-    """Raises ``ValueError`` with the option's name, its value and what to pass instead."""
-    hints = typing.get_type_hints(type(made))
-    for name, (_, known) in option_fields(made).items():
-        value = getattr(made, name)
+def check_options(instance: Any) -> None:
+    """Raise ``ValueError`` with an option's name, its value and a valid one, if a value is invalid."""
+    hints = typing.get_type_hints(type(instance))
+    for name, (_, spec) in option_fields(instance).items():
+        value = getattr(instance, name)
         choices = _choices(hints[name])
-        if known.check is not None:
-            wrong = known.check(value)
+        if spec.check is not None:
+            wrong = spec.check(value)
         else:
             wrong = f"must be {join_with_or([repr(c) for c in choices])}." if choices and value not in choices else None
         if wrong:
@@ -106,12 +117,12 @@ def check_options(made: Any) -> None:
 
 
 def join_with_or(words: Sequence[str]) -> str:
-    """``a, b or c``."""
+    """Return ``a, b or c``."""
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 def check_positive(unit: str, example: int, none: bool = False) -> Check:
-    """A finite number above zero; with ``none``, None as well."""
+    """Return a check for finite numbers above zero; ``none`` also allows None."""
 
     def check(value: Any) -> str | None:
         if (none and value is None) or (_is_number(value) and 0 < value < math.inf):
@@ -140,13 +151,13 @@ def check_count(value: Any) -> str | None:
 def check_memory(value: Any) -> str | None:
     if value is None or value == "auto" or (_is_number(value) and 0 < value < math.inf):
         return None
-    return "must be a number of GiB, more than 0; 'auto', all of the device but a tenth; or None, for no limit."
+    return "must be a number of GiB, more than 0; 'auto', 90 % of the device; or None, for no limit."
 
 
 def check_fraction(value: Any) -> str | None:
     if _is_number(value) and 0 <= value <= 1:
         return None
-    return "must lie between 0 (save only the inputs) and 1 (save what makes backward fastest)."
+    return "must be between 0 (save only the inputs) and 1 (save everything that makes backward fastest)."
 
 
 OFFLOAD_CHOICES = ("optimizer", "activations", "parameters")
@@ -159,7 +170,7 @@ def check_offload(value: Any) -> str | None:
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
-    """All values of a type, where these are few; empty for any other type."""
+    """Return all values of a type of bools, literals and None; an empty tuple for other types."""
     if hint is bool:
         return (True, False)
     if hint is type(None):
