@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from lightning_zero.budget.facts import Constraints, MemoryConfig
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.schema import OFFLOAD_CHOICES
 from lightning_zero.config.options import Tuning
+from lightning_zero.config.schema import OFFLOAD_CHOICES
 
 __all__ = ["apply_memory_config", "memory_config", "constraints_of"]
 

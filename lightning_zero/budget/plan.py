@@ -21,8 +21,8 @@ from lightning_zero.budget.items import (
     size_of,
 )
 from lightning_zero.budget.knapsack import Item, Pick, Variant, pick
-from lightning_zero.config.text import format_gib, format_table
 from lightning_zero.config.options import Tuning
+from lightning_zero.config.text import format_gib, format_table
 
 __all__ = ["Line", "MemoryPlan", "with_offload_advice", "choose_plan"]
 

@@ -14,8 +14,6 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from tests.helpers.elsewhere import Counted, Mounted, counting, mount, stored
-from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
 
 from lightning_zero.checkpoint.atomic import INCOMPLETE
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
@@ -26,6 +24,8 @@ from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import read_folder, read_on_all_ranks
 from lightning_zero.integrations.trainer.checkpoint_lookup import _replace_broken_last, other_checkpoints
 from lightning_zero.sharding.layout import ShardLayout
+from tests.helpers.elsewhere import Counted, Mounted, counting, mount, stored
+from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
 
 WORLD = 2
 
