@@ -158,7 +158,7 @@ class Engine(PickledAsNone):
         self.session.check_plan(digest, text)
 
     def construction(self) -> AbstractContextManager[None]:
-        """Inside, modules are sharded as they are built; see :mod:`lightning_zero.sharding.construction`. Collective."""
+        """Inside, shard modules as they are built; see ``sharding/construction.py``. Collective."""
         return sharded_construction(self.sharder, self.checkpoints.hooks)
 
     def shard(self, module: nn.Module) -> None:

@@ -13,7 +13,7 @@ from lightning_zero.sharding.param_record import Records, Role, ShardedParameter
 def find_record(*shape: int, index: int = 0, rank: int = 0, owned: bool = True) -> ShardedParameter:
     layout = ShardLayout.from_shape(torch.Size(shape), torch.float32, 2)
     param = nn.Parameter(torch.zeros(layout.visible_shape))
-    spec: Any = MagicMock(number=rank)
+    spec: Any = MagicMock(shard_index=rank)
     record = ShardedParameter(index, f"p{index}", param, layout, {Role.MASTER_SHARD: param.data.view(-1)}, spec)
     record.owners = [(nn.Module(), "p")] if owned else []
     return record
