@@ -20,7 +20,7 @@ from lightning_zero.config.engine import refuse_changes
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.native.capture import fit_for_capture
+from lightning_zero.native.capture import configure_nccl_for_capture
 from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.offload.masters import masters_away
 from lightning_zero.sharding.buffers import BufferBroadcast
@@ -83,19 +83,19 @@ class Engine(NotCopied):
         tuning = chosen.tuning
         hosts = tuning.ranks_per_host, tuning.replicate_over == "hosts"
         self.mesh = mesh = mesh or Mesh.of(device, chosen.timeout, *hosts)
-        self.config = chosen.over(mesh.host_count, mesh.inside.size)
+        self.config = chosen.over(mesh.host_count, mesh.intra_host.size)
         assert mesh.device == device, f"a mesh on {mesh.device} for an engine on {device}"
         away = masters_away(self.config, mesh)
         self.watchdog = Watchdog(mesh, self.config.tuning.report_stall_after_s)
-        self.executor = Executor(mesh, self.config, self._gradients_came, self._new_plan, self.watchdog)
+        self.executor = Executor(mesh, self.config, self._on_backward_end, self._on_new_plan, self.watchdog)
         self.peers = Peers.of(self.config, mesh)
         self.session = CompileSession(self.config, mesh, self.executor, self.watchdog, self.peers, skip_modules, report)
         if observe is not None:
             self.session.progress.observe(observe)
         ready, report = self.session.budget.may_capture, self.session.progress.report
-        fit_for_capture(device)
+        configure_nccl_for_capture(device)
         impossible = self.peers.why_not_replayed(self.executor)
-        self.replays = Replays(self.executor, device, self.config, ready, self._lasting, report, impossible)
+        self.replays = Replays(self.executor, device, self.config, ready, self._static_tensors, report, impossible)
         self.session.begin(self.replays)
         self.sharder = Sharder(self.executor, mesh, self.peers, away, self.config.over_copies(mesh.host_count))
         self.sharder.view.belongs_to(self)
@@ -109,7 +109,7 @@ class Engine(NotCopied):
         self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)
         self.memory = PlannedMemory(compiled, self.optimizers)
         self.session.budget.accumulates = lambda: cycle.accumulates
-        cycle.before_accumulating = self.memory.gradients.several_micro_batches
+        cycle.on_accumulation_begin = self.memory.gradients.several_micro_batches
 
     @property
     def device(self) -> torch.device:
@@ -131,7 +131,7 @@ class Engine(NotCopied):
                 :class:`~lightning_zero.config.option.Change`; or replays are demanded where there can be none.
             ValueError: passes that are switched off are needed with these options.
         """
-        config = self.memory.settled(config.over(self.mesh.host_count, self.mesh.inside.size))
+        config = self.memory.settled(config.over(self.mesh.host_count, self.mesh.intra_host.size))
         if config == (before := self.memory.settled(self.config)) == self.memory.settled(self.session.config):
             return
         refuse_changes(before, config)
@@ -146,11 +146,11 @@ class Engine(NotCopied):
         self.buffers.configure(config)
         self.session.configure(config)
 
-    def _lasting(self) -> Iterator[Tensor]:
+    def _static_tensors(self) -> Iterator[Tensor]:
         module = self._sharded_module()  # what compiled graphs read that stays where it is
         return chain(module.parameters(), module.buffers(), self.sharder.memory.holds(Role.RESIDENT))
 
-    def _new_plan(self, digest: str, text: str) -> None:
+    def _on_new_plan(self, digest: str, text: str) -> None:
         self.session.new_plan(digest, text)
 
     def construction(self) -> AbstractContextManager[None]:
@@ -214,10 +214,10 @@ class Engine(NotCopied):
         """Must come before a forward outside of training: weights may have been exchanged since the last one."""
         self.cycle.eval_step()
 
-    def _gradients_came(self) -> None:
-        self.cycle.gradients_came()
+    def _on_backward_end(self) -> None:
+        self.cycle.on_backward_end()
 
-    def shards_in_sight(self) -> AbstractContextManager[None]:
+    def registered_parameters(self) -> AbstractContextManager[None]:
         """Inside, ``module.weight`` is the registered parameter: optimizers are made of these."""
         return self.sharder.view.shards()
 
@@ -231,7 +231,7 @@ class Engine(NotCopied):
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Loads this rank's part of a whole state dict."""
-        self.optimizers.load(optimizer, self.checkpoints.optimizer_part(optimizer, state, self.optimizers.room))
+        self.optimizers.load(optimizer, self.checkpoints.optimizer_part(optimizer, state, self.optimizers.empty_state))
 
     def close(self) -> None:
         """Frees what the executor holds. The module's weights cannot be read afterwards; see :meth:`unshard`."""

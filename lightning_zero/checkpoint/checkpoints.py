@@ -95,7 +95,7 @@ class Checkpoints:
 
         def show(record: ShardedParameter) -> Tensor:
             if record.index not in parts:
-                parts[record.index] = ShardedValue(record.layout, record.shard, mesh.shard_number, mesh.replica)
+                parts[record.index] = ShardedValue(record.layout, record.shard, mesh.shard_index, mesh.replica)
             return parts[record.index]
 
         with self.hooks.showing(show):

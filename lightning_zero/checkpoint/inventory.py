@@ -177,4 +177,4 @@ def gather_value(value: Any, record: ShardedParameter | None, mesh: Mesh) -> Any
     its memory holds padding, too. Without a record, the value itself. Collective."""
     if record is None:
         return value
-    return record.layout.whole(mesh.all_shards(value.reshape(-1)))
+    return record.layout.whole(mesh.all_gather_shard(value.reshape(-1)))

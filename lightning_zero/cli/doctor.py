@@ -33,7 +33,7 @@ from lightning_zero.compat.versions import tested
 from lightning_zero.compile.active import left_out
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import build, is_built
-from lightning_zero.native.links import uuid_of, why_no_atomics
+from lightning_zero.native.links import gpu_uuid, no_atomics_reason
 
 __all__ = ["DOCTOR", "gather_facts", "notes", "to_mend", "versions"]
 
@@ -98,7 +98,7 @@ def gather_facts() -> dict[str, Any]:
         if not torch.cuda.can_device_access_peer(one, other):
             apart.append(pair)
         # Ranks cannot wait for each other in memory on which they have no atomic operations.
-        if reason := why_no_atomics(torch.device("cuda", one), [uuid_of(one), uuid_of(other)]):
+        if reason := no_atomics_reason(torch.device("cuda", one), [gpu_uuid(one), gpu_uuid(other)]):
             no_atomics.append(f"{pair}: {reason}")
     shared, (soft, hard) = Path("/dev/shm"), resource.getrlimit(resource.RLIMIT_NOFILE)
     left = left_out()

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import CUSTOM, TANGENTS
 from lightning_zero.compat.ops import OpOverload, to_copy, unsafe_view
-from lightning_zero.native.ops import OPS, Op, Role, in_graphs, op_of
+from lightning_zero.native.ops import OPS, Op, Role, find_op, graph_overloads
 
 __all__ = [
     "GATHER",
@@ -29,9 +29,9 @@ __all__ = [
     "is_reduce",
     "is_start",
     "is_view_or_cast",
-    "output_node",
     "kind_of",
     "ops",
+    "output_node",
     "readers",
     "reduces",
     "results",
@@ -80,19 +80,19 @@ def calling(graph: Graph, rows: Iterable[Op]) -> list[Node]:
     """All nodes that call these ops of ours, in order. The graph is asked, which keeps nodes by what they call: passes
     ask a dozen times, and of a graph of many layers nearly all nodes call something else."""
     found: list[Node] = []
-    for target in (target for op in rows for target in in_graphs(op)):
+    for target in (target for op in rows for target in graph_overloads(op)):
         found += graph.find_nodes(op="call_function", target=target, sort=False)
     return sorted(found)
 
 
 def calls(node: Node, name: str) -> bool:
     """Whether a node calls our op of this short name, or what stands for it on paper."""
-    return node.op == "call_function" and op_of(node.target) is OPS[name]
+    return node.op == "call_function" and find_op(node.target) is OPS[name]
 
 
 def shard_of(node: Node) -> Node:
     """The graph's input that a gather or a reduce belongs to."""
-    op = op_of(node.target)
+    op = find_op(node.target)
     shard = node.args[op.shards if op is not None else 0]
     assert isinstance(shard, Node)
     return shard
@@ -131,7 +131,7 @@ def is_reduce(node: Node) -> bool:
 
 
 def _role(node: Node) -> Role:
-    op = op_of(node.target)
+    op = find_op(node.target)
     return Role.OTHER if op is None else op.role
 
 

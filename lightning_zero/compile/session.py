@@ -184,7 +184,7 @@ class CompileSession:
     def _context(self, config: CompileConfig) -> PassContext:
         return PassContext(
             config,
-            self._mesh.holders.size,
+            self._mesh.shard_group.size,
             self.costs_or_nominal,
             borrow_gradients=self._peers.borrows_gradients,
         )

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from lightning_zero.native.host_process import end_compilers
+from lightning_zero.native.host_process import kill_compilers
 
 __all__ = ["ChildWatch", "end_gently"]
 
@@ -57,7 +57,7 @@ class ChildWatch(threading.Thread):
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
         for other in self._children:
             other.kill()
-        end_compilers()
+        kill_compilers()
         os._exit(1)
 
 

@@ -106,7 +106,7 @@ class FlatGradScaler(ShardedGradScaler):
 
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
-        with self._engine(optimizer).optimizers.stepper(optimizer).flat():
+        with self._engine(optimizer).optimizers.stepper(optimizer).show_flat_params():
             super().unscale_(optimizer)
 
     @override

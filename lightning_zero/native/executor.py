@@ -16,7 +16,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native.executor_stubs import Gradients, Graphs, Parameters, Weights
 from lightning_zero.native.load import load
 from lightning_zero.native.transport import Transport
-from lightning_zero.native.watchdog import Lane, Watchdog
+from lightning_zero.native.watchdog import SequenceId, Watchdog
 
 __all__ = ["Executor", "KeepsActivations"]
 
@@ -63,12 +63,12 @@ class Executor:
         watchdog: Watchdog | None = None,
     ) -> None:
         load()
-        inside, across, exchanging = mesh.inside, mesh.across, mesh.exchanging
+        intra_host, inter_host, inter_host_shard_group = mesh.intra_host, mesh.inter_host, mesh.inter_host_shard_group
         self._native = torch.classes.lightning_zero.Executor(
-            inside.gather_group.group_name,
-            "" if exchanging is None else exchanging.gather_group.group_name,
-            inside.reduce_group.group_name,
-            "" if across is None else across.reduce_group.group_name,
+            intra_host.gather_group.group_name,
+            "" if inter_host_shard_group is None else inter_host_shard_group.gather_group.group_name,
+            intra_host.reduce_group.group_name,
+            "" if inter_host is None else inter_host.reduce_group.group_name,
             mesh.control_group.group_name,
             str(mesh.device),
         )
@@ -78,7 +78,7 @@ class Executor:
         self.graphs: Graphs = self._native.graphs()
         self.transport = Transport(self._native.transports(), mesh)
         self.device, self.rank, self.world_size = mesh.device, mesh.rank, mesh.world_size
-        self.several_hosts = across is not None
+        self.several_hosts = inter_host is not None
         self.configure(config)
         self._library: torch.library.Library | None = torch.library.Library("lightning_zero", "FRAGMENT")
         self._watchdog = watchdog
@@ -90,16 +90,16 @@ class Executor:
         if on_new_plan is not None:
             self._native.on_new_plan(self._define("on_new_plan", "(str digest, str plan)", on_new_plan))
 
-    def waiting(self, what: str, lane: Lane) -> AbstractContextManager[None]:
+    def waiting(self, what: str, sequence: SequenceId) -> AbstractContextManager[None]:
         """Surrounds a collective called ``what``, of the process group of that lane, that Python starts."""
-        return nullcontext() if self._watchdog is None else self._watchdog.waiting(what, lane)
+        return nullcontext() if self._watchdog is None else self._watchdog.waiting(what, sequence)
 
-    def collective(self, what: str, lane: Lane, start: Callable[[bool], dist.Work | None]) -> None:
+    def collective(self, what: str, sequence: SequenceId, start: Callable[[bool], dist.Work | None]) -> None:
         """The same for one that ``start`` starts, asynchronously if it is given True: a wait that can be ended."""
         if self._watchdog is None:
             start(False)
             return
-        self._watchdog.collective(what, lane, start, lane is Lane.CONTROL or self.device.type == "cpu")
+        self._watchdog.collective(what, sequence, start, sequence is SequenceId.CONTROL or self.device.type == "cpu")
 
     def configure(self, config: EngineConfig) -> None:
         """Applies options; legal only outside a backward pass."""

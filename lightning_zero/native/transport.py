@@ -25,8 +25,8 @@ class Transport:
 
     def __init__(self, native: Any, mesh: Mesh) -> None:
         self._native = native
-        self._device, self._ranks = mesh.device, mesh.inside.size
-        self._several_hosts = mesh.across is not None
+        self._device, self._ranks = mesh.device, mesh.intra_host.size
+        self._several_hosts = mesh.inter_host is not None
         self._limit: float | None = None
 
     @property

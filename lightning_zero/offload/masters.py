@@ -17,7 +17,7 @@ def masters_away(config: EngineConfig, mesh: Mesh) -> Away | None:
     Raises:
         UnsupportedError: they are to, and cannot.
     """
-    check_masters(config, mesh.shard_hosts)
+    check_masters(config, mesh.shard_host_count)
     if "parameters" not in config.offload or config.compute_dtype is None:
         return None
     return Away(config.compute_dtype, HostMemory(mesh.device).mapped)

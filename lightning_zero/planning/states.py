@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.optim.bf16_state import NARROW, is_narrow
-from lightning_zero.optim.chunks import MOMENTS
+from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
+from lightning_zero.optim.chunks import MAX_CHUNK_NUMEL
 from lightning_zero.optim.rules import rule_for
 from lightning_zero.planning.ledger import Ledger
 from lightning_zero.planning.static import Cut
@@ -61,14 +61,14 @@ def kept_by(
         per_byte = (ledger.peak - ledger.alive) / max(sum(param.nbytes for param in stood_for), 1)
         stepped = sum(cut.elements * cut.dtype.itemsize for cut in of.values())
         if narrow:  # the optimizer itself steps a few elements at a time
-            stepped = min(stepped, MOMENTS * torch.float32.itemsize)
+            stepped = min(stepped, MAX_CHUNK_NUMEL * torch.float32.itemsize)
         temporary = max(temporary, int(per_byte * stepped))
         names = _narrow(optimizer, stood_for) if narrow else {}
         for param, state in optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     alike = value.shape == param.shape
-                    size = NARROW.itemsize if alike and name in names.get(param, ()) else value.itemsize
+                    size = STATE_DTYPE.itemsize if alike and name in names.get(param, ()) else value.itemsize
                     states += size * (stood_for[param].elements if alike else value.numel())
                     words |= {name: min(size, words.get(name, size))} if alike else {}
     return Kept(states, temporary, ", ".join(f"{name} {size}" for name, size in words.items()) or "nothing")
@@ -80,7 +80,7 @@ def _narrow(optimizer: torch.optim.Optimizer, stood_for: dict[Tensor, Cut]) -> d
         rule = rule_for(optimizer, group)
         for param in group["params"]:
             cut = stood_for[param]
-            if rule is not None and is_narrow(cut.layout.numel, cut.dtype):
+            if rule is not None and keeps_bf16_state(cut.layout.numel, cut.dtype):
                 found[param] = rule.state
     return found
 

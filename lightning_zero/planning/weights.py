@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import OpOverload
-from lightning_zero.native.ops import ON_PAPER
+from lightning_zero.native.ops import FAKE_NAMESPACE
 
 __all__ = ["insert_gathers", "on_paper"]
 
-_LIBRARY = torch.library.Library(ON_PAPER, "DEF")
+_LIBRARY = torch.library.Library(FAKE_NAMESPACE, "DEF")
 _LIBRARY.define("gather(Tensor shard, int[] shape, ScalarType dtype) -> Tensor")
 for _name in ("offload", "offload_start"):
     _LIBRARY.define(f"{_name}(Tensor value, Tensor shard) -> Tensor")
@@ -23,7 +23,7 @@ _LIBRARY.define("reload_wait(Tensor(a) value, Tensor host, Tensor shard) -> Tens
 
 def on_paper(name: str) -> OpOverload:
     """What stands for an op of ours."""
-    return getattr(getattr(torch.ops, ON_PAPER), name).default
+    return getattr(getattr(torch.ops, FAKE_NAMESPACE), name).default
 
 
 def insert_gathers(graph: Graph, count: int) -> None:

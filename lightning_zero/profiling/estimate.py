@@ -112,10 +112,10 @@ def measure_costs(mesh: Mesh, copied: bool = False) -> Costs:
     Returns:
         The same on every rank; :data:`NOMINAL` on a CPU, and with one rank.
     """
-    holders = mesh.holders
-    if mesh.device.type == "cpu" or holders.size == 1:
+    shard_group = mesh.shard_group
+    if mesh.device.type == "cpu" or shard_group.size == 1:
         return NOMINAL
-    gathers = _gathers(holders.gather_group, mesh.device, SIZES)
+    gathers = _gathers(shard_group.gather_group, mesh.device, SIZES)
     costs = _agreed(gathers, DeviceSpeed.of(mesh.device), mesh.control_group)
     torch.accelerator.empty_cache()  # what was gathered would stay with the allocator
     return replace(costs, beside=COPIED_BESIDE_COMPUTE) if copied else costs

@@ -50,7 +50,7 @@ def why_not_replayed(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]
     """Of ``forward_backward`` and ``optimizer_step``: why they are not replayed as graphs of the device, in words;
     empty where nothing is known against it."""
     compiled = engine.config.compiled.enabled
-    steps = [engine.optimizers.stepper(optimizer).why_eager for optimizer in optimizers]
+    steps = [engine.optimizers.stepper(optimizer).eager_reason for optimizer in optimizers]
     return {
         FORWARD_BACKWARD: engine.replays.why_not() if compiled else "nothing is compiled",
         OPTIMIZER: "; ".join(sorted({reason for reason in steps if reason})),

@@ -53,7 +53,7 @@ def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True)
             if writeback:
                 sharder.access.before_writing()
                 with torch.no_grad():
-                    record.layout.write(record.shard, record.param, sharder.mesh.shard_number)
+                    record.layout.write(record.shard, record.param, sharder.mesh.shard_index)
             record.param.grad = None
             record.show_shard()
             record.param.grad = grads[record.index]

@@ -72,7 +72,7 @@ class MastersOnHost:
             self.allocate(sizes)
         except HostMemoryError as failure:
             error = str(failure)
-        if (first := mesh.first_error(error)) is not None:
+        if (first := mesh.first_rank_error(error)) is not None:
             raise HostMemoryError(
                 "Nothing but master weights on the host would hold memory=. Pass offload=('optimizer',) to keep them, "
                 "with less in a batch, or, on rank {}: {}".format(*first)

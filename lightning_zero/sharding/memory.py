@@ -294,7 +294,7 @@ class ShardMemory:
 
     def _on_host(self, record: ShardedParameter) -> ShardLayout:
         """How the parameter is cut among the ranks of a host."""
-        layout, hosts = record.layout, self._mesh.shard_hosts
+        layout, hosts = record.layout, self._mesh.shard_host_count
         return replace(layout, shard_numel=hosts * layout.shard_numel, world_size=layout.world_size // hosts)
 
     # -- resident weights
@@ -339,7 +339,7 @@ class ShardMemory:
         """The host shard in ``dtype``, where that is all of the parameter: no other memory is needed then."""
         role = Role.FULL_PRECISION_COPY if dtype == record.param.dtype else Role.COMPUTE_COPY
         copy = record.memory.get(role)
-        whole = self._mesh.exchanging is not None and self._mesh.inside.size == 1
+        whole = self._mesh.inter_host_shard_group is not None and self._mesh.intra_host.size == 1
         return copy if whole and copy is not None and copy.dtype == dtype else None
 
     def whole_bytes(self, dtype: torch.dtype | None) -> int:

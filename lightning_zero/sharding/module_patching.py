@@ -25,8 +25,8 @@ from lightning_zero.sharding.layout import inverse
 from lightning_zero.sharding.weight_reader import WeightView
 
 __all__ = [
-    "RESIDENT",
     "ORDERS",
+    "RESIDENT",
     "SHAPES",
     "ClassCache",
     "engine_of_class",

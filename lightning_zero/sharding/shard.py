@@ -19,7 +19,7 @@ from lightning_zero.compat.argument_checks import look_first
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.sharding.aliases import Aliases, check_shared_memory
 from lightning_zero.sharding.checks import check_module, check_parameter, check_same_model
 from lightning_zero.sharding.host_policy import Away
@@ -116,15 +116,15 @@ class Sharder:
     def _cut(self, name: str, param: nn.Parameter) -> ShardedParameter:
         check_parameter(name, param)
         noted = self._aliases.note(param)
-        layout = ShardLayout.of(param.shape, param.dtype, self.mesh.holders.size, memory_order(param))
+        layout = ShardLayout.of(param.shape, param.dtype, self.mesh.shard_group.size, memory_order(param))
         if self.mesh.rank > 0 and layout.numel:
             # Values of this rank's own serve nobody, and would take as long to the device as rank 0's do.
             full = torch.empty(layout.stored_shape, dtype=param.dtype, device=self.mesh.device)
         else:
             full = layout.stored(param.detach().to(self.mesh.device)).resolve_conj().resolve_neg().contiguous()
         if self.mesh.world_size > 1 and layout.numel:
-            dist.broadcast(as_real(full), group=self.mesh.shard_group, group_src=0)
-        shard = layout.part(layout.restored(full), self.mesh.shard_number)
+            dist.broadcast(as_real(full), group=self.mesh.gather_group, group_src=0)
+        shard = layout.part(layout.restored(full), self.mesh.shard_index)
         record = self._register(name, param, shard.view(-1), layout)
         self._aliases.cut(noted, record)
         return record
@@ -142,9 +142,9 @@ class Sharder:
         sight = Sight(
             name,
             layout,
-            self.mesh.shard_number,
+            self.mesh.shard_index,
             device,
-            weakref.ref(self.mesh.holders.gather_group),
+            weakref.ref(self.mesh.shard_group.gather_group),
             partial(_tell, weakref.ref(self)),
             partial(_reduce, weakref.ref(self), name),
         )
@@ -220,4 +220,4 @@ def _reduce(sharder: weakref.ref[Sharder], name: str, start: Callable[[bool], di
     known = sharder()
     if known is None:
         raise UnsupportedError(engine_is_gone(name))
-    known.executor.collective(f"a reduction over all of {name!r}, such as its norm", Lane.GATHER, start)
+    known.executor.collective(f"a reduction over all of {name!r}, such as its norm", SequenceId.GATHER, start)

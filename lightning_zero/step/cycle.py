@@ -81,11 +81,11 @@ class UnderWay(Protocol):
     """A step of an optimizer.
 
     Attributes:
-        under_way: the optimizer's own ``step`` is still to come, or not over.
+        in_progress: the optimizer's own ``step`` is still to come, or not over.
     """
 
     @property
-    def under_way(self) -> bool: ...
+    def in_progress(self) -> bool: ...
 
 
 class StepCycle:
@@ -93,9 +93,9 @@ class StepCycle:
 
     Attributes:
         state: where in its cycle the engine is.
-        beside_forward, beside_backward: are called where either begins, for what may go on beside it.
+        on_forward_begin, on_backward_begin: are called where either begins, for what may go on beside it.
         accumulates: micro-batches have been announced whose gradients may wait.
-        before_accumulating: is called before that is so, where a step was to have but one.
+        on_accumulation_begin: is called before that is so, where a step was to have but one.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class StepCycle:
     ) -> None:
         self.state = State.IDLE
         self.accumulates = False
-        self.beside_forward: Callable[[], None] = lambda: None
-        self.beside_backward: Callable[[], None] = lambda: None
-        self.before_accumulating: Callable[[], None] = lambda: None
-        self._inside = False  # of train_step
+        self.on_forward_begin: Callable[[], None] = lambda: None
+        self.on_backward_begin: Callable[[], None] = lambda: None
+        self.on_accumulation_begin: Callable[[], None] = lambda: None
+        self._in_train_step = False  # of train_step
         self._step: UnderWay | None = None  # that began last
-        self._lacks_backward = False  # a training step began, or an optimizer stepped, and none has ended since
+        self._expects_backward = False  # a training step began, or an optimizer stepped, and none has ended since
         self._executor = executor
         self._watchdog = watchdog
         self._sharder = sharder
@@ -123,7 +123,7 @@ class StepCycle:
         self._watchdog.begin()
         self._enter(State.IDLE, Phase.SETUP)
 
-    def tidy_up(self) -> None:
+    def clean_up(self) -> None:
         """After a stage: gives memory back. After an exception has ended it, as far as that goes: once a device is lost
         every call raises, and users must see what came first."""
         self._enter(State.IDLE, Phase.OUTSIDE)
@@ -138,8 +138,8 @@ class StepCycle:
 
     def reset(self) -> None:
         """After an exception: drops half-done work and gathered weights. Not collective."""
-        self.state, self._inside, self._step = State.IDLE, False, None
-        self._lacks_backward = False
+        self.state, self._in_train_step, self._step = State.IDLE, False, None
+        self._expects_backward = False
         self._compiled.reset()
         self._executor.gradients.abort()
         self._sharder.access.settle()
@@ -159,15 +159,17 @@ class StepCycle:
         Raises:
             RuntimeError: inside another, or while an optimizer steps.
         """
-        self._refuse(State.FORWARD, "train_step()", inside="Leave the training step first, then begin the next one")
+        self._check_transition(
+            State.FORWARD, "train_step()", in_train_step="Leave the training step first, then begin the next one"
+        )
         self._enter(State.FORWARD, Phase.FORWARD)
-        self._inside = self._lacks_backward = True
+        self._in_train_step = self._expects_backward = True
         try:
             self._compiled.allocate()
             self._sharder.memory.allocate_gradients()
             self._executor.begin_epoch()
             self._compiled.prepare()
-            self.beside_forward()
+            self.on_forward_begin()
             self._find_hooks(forward_ran=False)
             self._buffers.before_forward()
             self._sharder.view.begin_forward()
@@ -176,7 +178,7 @@ class StepCycle:
             self._buffers.notice()
         finally:
             # The watchdog is left as it was: what failed, failed there; and nobody need announce a backward.
-            self.state, self._inside = State.IDLE, False
+            self.state, self._in_train_step = State.IDLE, False
 
     def before_backward(self) -> None:
         """Should come before each backward.
@@ -184,17 +186,17 @@ class StepCycle:
         Raises:
             RuntimeError: while an optimizer steps.
         """
-        self._refuse(State.BACKWARD, "before_backward()")
+        self._check_transition(State.BACKWARD, "before_backward()")
         self._enter(State.BACKWARD, Phase.BACKWARD)
         self._find_hooks(forward_ran=True)
         self._buffers.notice()
         self._compiled.backward_begins()
-        self.beside_backward()
-        self._lacks_backward = True
+        self.on_backward_begin()
+        self._expects_backward = True
 
-    def gradients_came(self) -> None:
+    def on_backward_end(self) -> None:
         """At the end of each backward, announced or not; called by the executor."""
-        self._lacks_backward = False
+        self._expects_backward = False
         self._sharder.view.end_forward()  # users' hooks come next
         self._hooks.run_later(self._executor.gradients.attached())
 
@@ -212,9 +214,9 @@ class StepCycle:
         zero: this rank takes part in the collectives of the other ranks' backward. Do nothing if a backward has ended.
         Must be called before this rank uses gradients or enters another collective.
         """
-        if not self._lacks_backward:
+        if not self._expects_backward:
             return
-        self._lacks_backward = False
+        self._expects_backward = False
         if self._executor.world_size == 1:
             return
         self._enter(State.BACKWARD, Phase.BACKWARD)
@@ -230,7 +232,7 @@ class StepCycle:
         Raises:
             UnsupportedError: gradients lie over compute copies, which the next micro-batch needs.
         """
-        self.before_accumulating()
+        self.on_accumulation_begin()
         refuse_micro_batches(self._sharder.memory.over_copies)
         gradients, whole = self._executor.gradients, self._executor.reduces_once
         self.accumulates = True
@@ -247,7 +249,7 @@ class StepCycle:
         finally:
             gradients.defer(False)
 
-    def gradients_are_final(self) -> None:
+    def finalize_gradients(self) -> None:
         """Before anything is made of gradients: what waits to be reduced is reduced now. Collective; harmless where
         nothing waits, as behind the backward of a last micro-batch."""
         self.end_backward()
@@ -256,7 +258,7 @@ class StepCycle:
     def end_accumulation(self) -> None:
         """Before other options hold: likewise, where micro-batches were left halfway, and the memory in which gradients
         waited is given back."""
-        self.gradients_are_final()
+        self.finalize_gradients()
         self._sharder.memory.forget_deferred_gradients()
 
     def before_step(self, stepping: bool = False) -> None:
@@ -273,11 +275,11 @@ class StepCycle:
             RuntimeError: while another optimizer steps.
         """
         if step is not self._step:
-            self._refuse(State.STEP, "the step of an optimizer")
+            self._check_transition(State.STEP, "the step of an optimizer")
         self.end_backward()
         self._step = step
         self._enter(State.STEP, Phase.STEP)
-        self.gradients_are_final()
+        self.finalize_gradients()
         self.before_step(stepping=True)
 
     def end_step(self, step: UnderWay, changed: bool) -> None:
@@ -285,10 +287,10 @@ class StepCycle:
 
         changed: there was a step; in the last of several accumulated micro-batches, resident weights are still good
         """
-        if step is not self._step and self._step is not None and self._step.under_way:
+        if step is not self._step and self._step is not None and self._step.in_progress:
             return  # it was refused, and the other one goes on
         self._step = None
-        self._lacks_backward = self._inside
+        self._expects_backward = self._in_train_step
         self._enter(State.IDLE, Phase.BETWEEN)
         if changed:
             self._sharder.access.may_have_changed()
@@ -302,8 +304,8 @@ class StepCycle:
         Raises:
             RuntimeError: inside a training step, or while an optimizer steps.
         """
-        inside = "Evaluate before or after it: the graphs that its backward needs would be given up"
-        self._refuse(State.EVALUATION, "eval_step()", inside)
+        in_train_step = "Evaluate before or after it: the graphs that its backward needs would be given up"
+        self._check_transition(State.EVALUATION, "eval_step()", in_train_step)
         self._enter(State.EVALUATION, Phase.EVALUATION)
         self._sharder.memory.settle()
         self._compiled.make_room()
@@ -328,11 +330,15 @@ class StepCycle:
         self.state = state
         self._watchdog.enter(phase)
 
-    def _refuse(self, wanted: State, what: str, inside: str = "") -> None:
-        if self._step is not None and self._step.under_way:
+    def _check_transition(self, wanted: State, what: str, in_train_step: str = "") -> None:
+        if self._step is not None and self._step.in_progress:
             way_out = "Let the optimizer make its step first, or end it (end_step())"
-        elif self._inside and inside and (wanted is State.FORWARD or self.state in (State.FORWARD, State.BACKWARD)):
-            way_out = inside
+        elif (
+            self._in_train_step
+            and in_train_step
+            and (wanted is State.FORWARD or self.state in (State.FORWARD, State.BACKWARD))
+        ):
+            way_out = in_train_step
         else:
             return
         raise RuntimeError(

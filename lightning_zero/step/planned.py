@@ -26,7 +26,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.offload.bandwidth import measure_host
 from lightning_zero.offload.masters import masters_away
 from lightning_zero.offload.memory import free_bytes
-from lightning_zero.optim.bf16_state import NARROW, is_narrow
+from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
 from lightning_zero.optim.rules import rule_for
 from lightning_zero.sharding.host_policy import leaves
 from lightning_zero.sharding.record import ShardedParameter
@@ -131,10 +131,10 @@ class PlannedMemory:
             to_come=sum(size for size, there in sizes if not there),
             masters=sum(record.shard.nbytes for record in masters),
             gradients=self._gradients(config),
-            whole=whole if self._mesh.holders.size > 1 else 0,
+            whole=whole if self._mesh.shard_group.size > 1 else 0,
             ring=config.offload_buffer_bytes,
             ahead=len(optimizers) == 1 and self._optimizers.captures(optimizers[0]),
-            host=None if free is None else free / self._mesh.inside.size,
+            host=None if free is None else free / self._mesh.intra_host.size,
             may_leave=may_leave,
             before=(MASTERS,) if masters_may and not now else (),
             away=WITH_MASTERS if self._are_away else (),
@@ -153,7 +153,7 @@ class PlannedMemory:
     def _gather_s(self) -> float:
         many = 1 << 27
         costs = self._session.costs_or_nominal
-        return costs.gather_seconds(many) / many if self._mesh.holders.size > 1 else 0.0
+        return costs.gather_seconds(many) / many if self._mesh.shard_group.size > 1 else 0.0
 
     def _whole(self, config: EngineConfig) -> int:
         return self._sharder.memory.whole_bytes(config.compute_dtype if config.compile else None)
@@ -174,7 +174,9 @@ class PlannedMemory:
     def _may_be_away(self, config: EngineConfig) -> bool:
         """Whether master weights could lie on the host, and do not: nobody has chosen what that would change."""
         tuning = config.tuning
-        free = self._mesh.shard_hosts == 1 and tuning.gather_transport != "copy" and not tuning.gradients_over_copies
+        free = (
+            self._mesh.shard_host_count == 1 and tuning.gather_transport != "copy" and not tuning.gradients_over_copies
+        )
         return free and not self._are_away
 
     def _gradients(self, config: EngineConfig) -> Gradients:
@@ -201,8 +203,8 @@ class PlannedMemory:
                     continue
                 held = [value for value in optimizer.state.get(param, {}).values() if record.is_like_shard(value)]
                 there = sum(value.nbytes for value in held)
-                small = self._optimizers.narrow and is_narrow(record.layout.numel, param.dtype)
-                itemsize = NARROW.itemsize if small else param.dtype.itemsize
+                small = self._optimizers.bf16_state and keeps_bf16_state(record.layout.numel, param.dtype)
+                itemsize = STATE_DTYPE.itemsize if small else param.dtype.itemsize
                 expected = len(rule.state) * record.shard.numel() * itemsize if rule is not None else 0
                 yield there or expected, there > 0
 
@@ -210,7 +212,7 @@ class PlannedMemory:
         if used is None:
             return 0
         numel = sum(record.shard.numel() for record in live if has_copy(record, used))
-        return numel * used.itemsize * self._mesh.shard_hosts
+        return numel * used.itemsize * self._mesh.shard_host_count
 
     def explain(self, error: BaseException) -> None:
         """Where the device was full, adds to the error what would fit. Not collective; an error of its own would hide

@@ -90,8 +90,10 @@ def train(
             announce=True,
             before_batch=reset,
         )
-        nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.mesh.holders.size
-        planned = memory_that_stays(cut(build(Wide), engine.mesh.holders.size), engine.config, engine.mesh.host_count)
+        nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.mesh.shard_group.size
+        planned = memory_that_stays(
+            cut(build(Wide), engine.mesh.shard_group.size), engine.config, engine.mesh.host_count
+        )
         held = memory_by_role(engine, [])
         assert accumulate > 1 or planned == {role: held[role] for role in planned}
         return out, engine.executor.counters(), nbytes
@@ -298,7 +300,7 @@ def hooked() -> dict[str, int]:
     model = build(Wide)
     with engine_for(model, EAGER, ranks_per_host=1, reduce_across="step") as engine:
         seen = []
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             model.head.weight.register_hook(lambda grad: seen.append(grad.norm().item()))
         train_sharded(engine, model, make_batches(Wide, MICRO, SAMPLES), sgd(model), accumulate=MICRO, announce=True)
         assert len(seen) == MICRO, seen

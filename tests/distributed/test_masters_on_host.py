@@ -107,7 +107,7 @@ def rings_of_two_plans(**options: Any) -> list[int]:
             patch.object(Ring, "allocated", noted),
             engine_for(model, "aot_eager", compute_dtype=BF16, **AWAY, **options) as engine,
         ):
-            with engine.shards_in_sight():
+            with engine.registered_parameters():
                 optimizer = OPTIMIZERS["AdamW"](model)
             engine.optimizers.arrange([optimizer])
             for step in range(5):
@@ -198,7 +198,7 @@ def fails_on_rank_1() -> str:
     limit, model = planned(), Mixed()
     with engine_for(model, compute_dtype=BF16, **limit) as engine:
         mine = partial(patch.object, HostMemory, "mapped")
-        with mine(staticmethod(no_memory)) if engine.rank == 1 else nullcontext(), engine.shards_in_sight():
+        with mine(staticmethod(no_memory)) if engine.rank == 1 else nullcontext(), engine.registered_parameters():
             optimizer = torch.optim.AdamW(two_groups(model))
             with pytest.raises(HostMemoryError) as caught:
                 engine.optimizers.arrange([optimizer])

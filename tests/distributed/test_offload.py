@@ -144,7 +144,7 @@ def when_it_comes(masters: bool) -> list[str]:
         engine_for(model, emulate_cuda_graph_step=True, **ON_HOST | others) as engine,
         patch.object(Pass, "ahead", lambda through: (seen.append("comes"), ahead(through))[1]),
     ):
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = OPTIMIZERS["AdamW"](model)
         for step in range(4):
             with engine.train_step():
@@ -177,7 +177,7 @@ def amid_a_step(refused: bool, **options: Any) -> dict[str, Any]:
         patch("lightning_zero.offload.staging_ring.LEAST", 1),
         engine_for(model, "eager", cuda_graph_step=False, **options) as engine,
     ):
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             first, last = list(model.parameters())[:-1], list(model.parameters())[-1:]
             optimizer, other = Lion(first, lr=0.01), torch.optim.AdamW(last)
         engine.optimizers.arrange([optimizer, other])
@@ -209,12 +209,12 @@ def test_a_step_that_is_refused_leaves_the_buffers_of_the_one_under_way(ranks: R
 def configure_twice() -> list[tuple[str, ...]]:
     model = build(Parts)
     with engine_for(model, "eager") as engine:
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = OPTIMIZERS["AdamW"](model)
         engine.optimizers.arrange([optimizer])
         engine.optimizers.stepper(optimizer)
         away = replace(engine.config, offload=("optimizer",))
-        full = patch("lightning_zero.step.optimizers.leave_device", side_effect=MemoryError("the host is full"))
+        full = patch("lightning_zero.step.optimizers.move_state_to_host", side_effect=MemoryError("the host is full"))
         with full, pytest.raises(MemoryError):
             engine.configure(away)
         engine.configure(away)
@@ -228,7 +228,7 @@ def test_options_that_could_not_be_put_in_force_are_when_they_are_given_again(ra
 def refuse() -> str:
     model = build(Parts)
     with engine_for(model, "eager", **ON_HOST) as engine:
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = OPTIMIZERS["Lion"](model)
         with pytest.raises(UnsupportedError) as caught:
             engine.optimizers.check(optimizer)
@@ -252,7 +252,7 @@ def left_behind(**options: Any) -> int:
     what can only be found as a cycle."""
     model = build(Parts)
     with engine_for(model, "eager", **options) as engine:
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = OPTIMIZERS["AdamW"](model)
         engine.optimizers.arrange([optimizer])
         for _ in range(3):
@@ -270,7 +270,7 @@ def left_behind(**options: Any) -> int:
         gc.collect()
         gc.disable()
         try:
-            with patch("lightning_zero.step.optimizers.leave_device", copy_out):
+            with patch("lightning_zero.step.optimizers.move_state_to_host", copy_out):
                 engine.configure(replace(engine.config, offload=("optimizer",)))
             return sum(not one.expired() for one in held)
         finally:

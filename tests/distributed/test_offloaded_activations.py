@@ -212,7 +212,7 @@ def without_backward() -> list[Any]:
         found.append(activations.nbytes - held)
         train_sharded(engine, model, batches[2:], optimizer)
         found += [activations.nbytes - held, lanes.waiting]
-        engine.cycle.tidy_up()
+        engine.cycle.clean_up()
         found.append(activations.nbytes)
     return found
 

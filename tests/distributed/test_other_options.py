@@ -54,7 +54,7 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     bucket, double, free, sync, poison, dtype, _ = engine.executor._native.told
     return {
         "compiled": engine.session._compiler._config,
-        "cuda_graphs": engine.optimizers.stepper(optimizer).why_eager,
+        "cuda_graphs": engine.optimizers.stepper(optimizer).eager_reason,
         "memory": engine.session.config.memory,  # by which the session plans: test_memory_budget.py
         "offload": type(engine.optimizers.stepper(optimizer)._runners[-1]),
         "state_dtype": engine.optimizers.stepper(optimizer)._layouts._narrow,
@@ -69,12 +69,12 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "report_stall_after_s": engine.watchdog.native.told,
         "agreement_timeout_s": engine.session._agreement.patience_s,
         "reduce_across": engine.executor.reduces_across_once,
-        "cuda_graph_step": engine.optimizers.stepper(optimizer).why_eager,
+        "cuda_graph_step": engine.optimizers.stepper(optimizer).eager_reason,
         "cuda_graph_model": engine.replays._option,
         "sync_collectives": sync,
         "poison": poison,
         "emulate_bandwidth_across_gbs": engine.executor.transport._limit,
-        "emulate_cuda_graph_step": engine.optimizers.stepper(optimizer).why_eager,
+        "emulate_cuda_graph_step": engine.optimizers.stepper(optimizer).eager_reason,
         "emulate_cuda_graph_model": engine.replays.enabled,
     }
 

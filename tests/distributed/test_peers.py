@@ -231,8 +231,8 @@ def objections(backend: str, atomics: str) -> str | None:
     own = PeerMemory(Mesh.of(torch.device("cuda", 0)))
     with (
         patch("torch.distributed._symmetric_memory.get_backend", lambda device: backend if mine else "CUDA"),
-        patch.object(peer_memory, "uuid_of", lambda device: f"gpu {dist.get_rank()}"),
-        patch.object(peer_memory, "why_no_atomics", lambda device, uuids: atomics if mine else ""),
+        patch.object(peer_memory, "gpu_uuid", lambda device: f"gpu {dist.get_rank()}"),
+        patch.object(peer_memory, "no_atomics_reason", lambda device, uuids: atomics if mine else ""),
     ):
         return own._objection()
 

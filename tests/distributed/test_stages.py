@@ -65,7 +65,7 @@ def train(stage: int, backend: str, steps: int, **options: Any) -> Trained:
 
         batches, told = make_batches(TiedLayer, steps * MICRO, SAMPLES), {"announce": True, "before_batch": reset}
         out = train_sharded(engine, model, batches, sgd(model), clip_norm=CLIP, accumulate=MICRO, **told)  # type: ignore[arg-type]
-        nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.mesh.holders.size
+        nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.mesh.shard_group.size
         return out, engine.executor.counters(), nbytes
 
 
@@ -231,7 +231,7 @@ def hooked() -> None:
     model = build(TiedLayer)
     with engine_for(model, EAGER, stage=1) as engine:
         seen = []
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             model.norm.weight.register_hook(lambda grad: seen.append(grad.norm().item()))  # type: ignore[union-attr, operator]
         batches = make_batches(TiedLayer, MICRO, SAMPLES)
         train_sharded(engine, model, batches, sgd(model), accumulate=MICRO, announce=True)
@@ -264,7 +264,7 @@ def routed(early: bool) -> dict[str, Tensor | None]:
                 with engine.train_step():
                     loss = model.loss(x[2 * engine.rank :][:2], number == 0 and engine.rank == 0)
                 loss.backward()
-        engine.cycle.gradients_are_final()
+        engine.cycle.finalize_gradients()
         return whole_grads(engine, model)
 
 

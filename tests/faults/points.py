@@ -267,7 +267,7 @@ _ALL = (
     ),
     Point("backward", "is half way through a backward", (f"{MODEL}:Block.forward",), install=_in_backward),
     Point("reduce", "hands a gradient over", ("lightning_zero.native.load:_gather_backward",)),
-    Point("end_backward", "has all gradients", (f"{CYCLE}.gradients_came",)),
+    Point("end_backward", "has all gradients", (f"{CYCLE}.on_backward_end",)),
     Point("gradient_hook", "runs a user's hook on a gradient", (f"{MODEL}:Trained.gradient_hook",)),
     Point("clip", "takes the norm of all gradients", ("lightning_zero.step.stepper:OptimizerStepper.clip_norm",)),
     Point("before_step", "is about to step the optimizer", (f"{CYCLE}.before_step",)),

@@ -109,7 +109,7 @@ def least_with_masters(name: str = "AdamW", **options: Any) -> float:
     """GiB that are just too few with master weights on the device, whatever else leaves it."""
     model = Mixed()
     with engine_for(model, compute_dtype=BF16, memory=1.0, **options) as engine:
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = OPTIMIZERS[name](model)
         engine.optimizers.arrange([optimizer])
         assert engine.memory.plan is not None
@@ -139,7 +139,7 @@ def train(
     with engine_for(model, backend, device=device, **chosen) as engine:
         kind = engine.device.type
         autocast = partial(torch.autocast, kind, BF16, cache_enabled=False)
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = OPTIMIZERS[name](model)
         engine.optimizers.check(optimizer)
         engine.optimizers.arrange([optimizer])

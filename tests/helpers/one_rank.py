@@ -24,7 +24,7 @@ class OneRank:
 
     def __init__(self, shapes: Sequence[Sequence[int]], seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
-        self.mesh = SimpleNamespace(replicated=False, holders=SimpleNamespace(gather_group=None))
+        self.mesh = SimpleNamespace(replicated=False, shard_group=SimpleNamespace(gather_group=None))
         pieces = [(ShardLayout.of(torch.Size(shape), torch.float32, world_size), torch.float32) for shape in shapes]
         shards, grads = Arena(pieces, CPU), Arena(pieces, CPU)
         rng = torch.Generator().manual_seed(seed)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 from tests.helpers.checkpointed import NonReentrant, Reentrant
 from tests.helpers.in_parts import BrokenInTwo, FrozenEncoder, OtherHeads, Parts, TiedParts, WithTeacher
 from tests.helpers.models import Case, OneBlock, TinyTransformer, build, made_one_mlp, make_batches
@@ -207,7 +207,7 @@ SHORTER_ON_ONE = Way(samples=shorter_on_one, engine=BY_COLLECTIVE["weights and g
 
 def meetings(engine: Engine) -> dict[str, int]:
     """How many collectives this rank has taken part in, as the watchdog counts them to tell who is behind."""
-    lanes = (Lane.CONTROL, Lane.GATHER, Lane.REDUCE)
+    lanes = (SequenceId.CONTROL, SequenceId.GATHER, SequenceId.REDUCE)
     return {f"met_{lane.name.lower()}": engine.watchdog.native.met(int(lane)) for lane in lanes}
 
 

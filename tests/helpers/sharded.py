@@ -90,7 +90,7 @@ def whole_all(
     for _, names in sorted(by_dtype.items(), key=str):  # alike on every rank, as an optimizer's state need not be
         names.sort()
         own = torch.cat([shards[name][1].detach().reshape(-1) for name in names])
-        ranks = engine.mesh.all_shards(own).chunk(engine.mesh.holders.size)
+        ranks = engine.mesh.all_gather_shard(own).chunk(engine.mesh.shard_group.size)
         begin = 0
         for name in names:
             layout = layouts[name]

@@ -36,7 +36,7 @@ class _Meeting:
         self.over: set[int] = set()
         self.changed = threading.Condition()
 
-    def gathered(self, rank: int, turn: int, value: Any) -> list[Any]:
+    def all_gather_values(self, rank: int, turn: int, value: Any) -> list[Any]:
         with self.changed:
             if turn == len(self.rounds):
                 self.rounds.append({})
@@ -70,7 +70,7 @@ def on_ranks(world_size: int, attempt: Callable[[Together], Any]) -> list[Any]:
             rank=rank,
             world_size=world_size,
             store=lambda prefix: dist.PrefixStore(prefix, shared),
-            gathered=lambda value: meeting.gathered(rank, next(turns), value),
+            all_gather_values=lambda value: meeting.all_gather_values(rank, next(turns), value),
         )
         try:
             return attempt(Together(mesh, watchdog))

@@ -135,7 +135,7 @@ class Sequence:
         if self.one_sided:
             size = self.rng.choice((1, 2, 64)) * self.executor.transport.staging_unit
             peers = PeerMemory(mesh)
-            self.executor.transport.set_staging(peers.empty(size, torch.uint8)[1], mesh.shard_group)
+            self.executor.transport.set_staging(peers.empty(size, torch.uint8)[1], mesh.gather_group)
         self.trace = [
             f"{'whole numbers' if self.whole else 'reals'}, {'ragged' if self.ragged else 'even'}, "
             f"{'one-sided' if self.one_sided else 'scattered'}, {self.chosen}"

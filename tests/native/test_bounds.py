@@ -34,10 +34,10 @@ def refused() -> dict[str, str]:
             twin.index, [copy[::2] for copy in of_each(2 * numel, torch.bfloat16)]
         ),
         "no turn": lambda: transport.take_turns(of_each(0, torch.int64)),
-        "no staging": lambda: transport.set_staging(of_each(0, torch.uint8), mesh.shard_group.group_name, 1000),
+        "no staging": lambda: transport.set_staging(of_each(0, torch.uint8), mesh.gather_group.group_name, 1000),
         "another staging": lambda: transport.set_staging(
             [torch.zeros((rank + 1) * unit, dtype=torch.uint8) for rank in range(size)],
-            mesh.shard_group.group_name,
+            mesh.gather_group.group_name,
             1000,
         ),
     }

@@ -53,7 +53,7 @@ def fit(kind: str, home: str = "", path: str | None = None, **options: Any) -> t
     engine = engine_of(module)
     if options.get("ranks_per_host") == 2:
         assert engine is not None
-        assert engine.mesh.across is not None
+        assert engine.mesh.inter_host is not None
         counters = engine.executor.counters()
         assert counters["reduce_bytes_across"] > 0
         copied = kind == "compiled" and not {"shard_compute_copy", "replicate_over"} & options.keys()

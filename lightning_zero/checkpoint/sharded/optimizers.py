@@ -31,7 +31,7 @@ def by_name(optimizer: torch.optim.Optimizer, module: nn.Module, sharder: Sharde
     def value(entry: Entry) -> Any:
         if entry.record is None:
             return entry.value
-        return ShardedValue(entry.record.layout, entry.value, mesh.shard_number, mesh.replica)
+        return ShardedValue(entry.record.layout, entry.value, mesh.shard_index, mesh.replica)
 
     state = {key: entries for key, entries in packed["state"].items() if key not in held}  # of no parameter
     state |= {names[number]: nested(entries, map(value, entries)) for number, entries in held.items()}

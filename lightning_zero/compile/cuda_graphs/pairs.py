@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_zero.compat import cuda
 from lightning_zero.native import Executor
-from lightning_zero.native.capture import capturing, in_one_piece
+from lightning_zero.native.capture import capture_graph, reserve_pool_block
 from lightning_zero.offload.blocks import Held
 
 __all__ = ["CapturedPair", "EmulatedPair", "Job", "Pair"]
@@ -139,7 +139,7 @@ class _Graph:
         job.executor.graphs.begin(backward, backward and job.adding, job.segment if backward else -1)
         try:
             prepare()
-            with capturing(self._graph, pool):
+            with capture_graph(self._graph, pool):
                 try:
                     run()
                     self.number = job.executor.graphs.end()
@@ -196,7 +196,7 @@ class CapturedPair:
                 torch.cuda.empty_cache()
                 reserved = torch.cuda.memory_reserved(device)
                 if beside is None:
-                    stack.enter_context(in_one_piece(self._pool, device, job.takes))
+                    stack.enter_context(reserve_pool_block(self._pool, device, job.takes))
 
             with job.recording(self._sent):
                 self._forward = _Graph(job, self._pool, lambda: outputs.extend(job.run()), False, prepare)

@@ -26,7 +26,7 @@ from lightning_zero.compile.passes.grouping import GroupLimits, consecutive, dty
 from lightning_zero.compile.passes.prefetch_schedule import PrefetchBudget, prefetch_schedule
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.compile.successors import Successors
-from lightning_zero.native.ops import Op, Role, declare
+from lightning_zero.native.ops import Op, Role, register_op
 from lightning_zero.profiling.estimate import Costs
 from lightning_zero.profiling.parts import Memory
 
@@ -37,7 +37,7 @@ def _whole_group(shards: list[Tensor], dtype: torch.dtype, numel: int) -> Tensor
     return shards[0].new_empty(numel, dtype=dtype)
 
 
-declare(Op("gather_group", shards=0, fake=_whole_group, role=Role.START))
+register_op(Op("gather_group", shards=0, fake=_whole_group, role=Role.START))
 
 _slice = torch.ops.aten.slice.Tensor
 _view = torch.ops.aten.view.default

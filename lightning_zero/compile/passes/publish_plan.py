@@ -19,7 +19,7 @@ from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import first_call, in_role, kind_of, ops, output_node, weight_name
 from lightning_zero.compile.passes.grouping import dtype_name
 from lightning_zero.compile.plan import CHART, Gather, GraphPlan, Reduce
-from lightning_zero.native.ops import Op, Role, declare, nothing, op_of
+from lightning_zero.native.ops import Op, Role, find_op, no_result, register_op
 from lightning_zero.profiling.estimate import Costs
 from lightning_zero.profiling.tensors import nbytes
 
@@ -27,7 +27,7 @@ __all__ = ["announce_plan", "read_plan"]
 
 log = logging.getLogger(__name__)
 
-declare(Op("check_plan", shards=0, fake=nothing, has_effect=True))
+register_op(Op("check_plan", shards=0, fake=no_result, has_effect=True))
 
 _PARTS = (wait_tensor, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default)  # how a weight is cut out of its group
 
@@ -41,7 +41,7 @@ def announce_plan(graph: Graph, costs: Costs | None = None) -> Graph:
     first = next(iter(in_role(graph, Role.START, Role.REDUCE)), None)
     if first is None:
         return graph
-    op = op_of(first.target)
+    op = find_op(first.target)
     assert op is not None
     shards: Any = first.args[op.shards]
     shard = shards[0] if isinstance(shards, list | tuple) else shards

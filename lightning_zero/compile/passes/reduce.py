@@ -17,14 +17,14 @@ from lightning_zero.compile.graph import (
     weight_name,
 )
 from lightning_zero.compile.passes.grouping import consecutive
-from lightning_zero.native.ops import Role, declare, reducing
+from lightning_zero.native.ops import Role, reduce_op, register_op
 from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["group_reduces", "hand_over_gradients", "borrow_gradients"]
+__all__ = ["borrow_gradients", "group_reduces", "hand_over_gradients"]
 
-declare(reducing("reduce_group", Role.REDUCE))
-declare(reducing("reduce_borrow", Role.REDUCE))
-declare(reducing("reduce_release"))
+register_op(reduce_op("reduce_group", Role.REDUCE))
+register_op(reduce_op("reduce_borrow", Role.REDUCE))
+register_op(reduce_op("reduce_release"))
 
 
 def hand_over_gradients(graph: Graph) -> Graph:

@@ -16,12 +16,12 @@ from lightning_zero.compile.passes.grouping import GroupLimits, consecutive, dty
 from lightning_zero.compile.passes.prefetch_schedule import prefetch_schedule
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.compile.successors import Successors
-from lightning_zero.native.ops import Op, Role, declare, nothing
+from lightning_zero.native.ops import Op, Role, no_result, register_op
 
 __all__ = ["use_resident"]
 
-declare(Op("resident_start", shards=1, fake=nothing, role=Role.START, has_effect=True))
-declare(Op("resident_wait", shards=1, fake=nothing, has_effect=True))
+register_op(Op("resident_start", shards=1, fake=no_result, role=Role.START, has_effect=True))
+register_op(Op("resident_wait", shards=1, fake=no_result, has_effect=True))
 
 
 def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed: Sequence[GraphPlan] = ()) -> Graph:

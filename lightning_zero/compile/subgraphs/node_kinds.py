@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.compat.ops import OpOverload, inductor_seeds, wait_tensor
 from lightning_zero.compile.graph import is_start
-from lightning_zero.native.ops import op_of
+from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.tensors import called, is_view, shared, tensors_of, views
 
 __all__ = ["Kind", "all_read", "is_kernel", "is_pointwise", "is_random", "kinds_of", "readers", "reads"]
@@ -69,7 +69,7 @@ def kinds_of(graph: Graph) -> dict[Node, Kind]:
 
 
 def _usual(target: Any) -> _Usual | None:
-    if op_of(target) is not None or target in inductor_seeds:
+    if find_op(target) is not None or target in inductor_seeds:
         return _Usual.OURS
     if target is operator.getitem:
         return _Usual.PART
@@ -104,7 +104,7 @@ def _kind(node: Node, kinds: dict[Node, Kind]) -> Kind:
     if node.op == "output":
         return Kind.OUTPUT
     reads = node.all_input_nodes
-    if op_of(node.target) is not None or node.target in inductor_seeds:
+    if find_op(node.target) is not None or node.target in inductor_seeds:
         return Kind.BETWEEN
     if node.target is wait_tensor and is_start(reads[0]):
         return Kind.BETWEEN

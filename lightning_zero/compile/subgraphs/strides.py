@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compile.subgraphs.signatures import Signatures, signature
-from lightning_zero.native.ops import op_of
+from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.tensors import is_view, tensors_of, those
 
 __all__ = ["DifferentStrides", "check_strides", "settle_strides"]
@@ -83,7 +83,7 @@ def _is_known(node: Node) -> bool:
 
 def _is_copy(target: OpOverload) -> bool:
     """Whether it is an op of ours that copies a tensor as it lies in memory."""
-    op = op_of(target)
+    op = find_op(target)
     return op is not None and op.name in ("offload", "offload_start", "reload", "reload_start")
 
 

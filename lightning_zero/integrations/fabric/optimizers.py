@@ -12,7 +12,7 @@ from lightning_zero.compat.lightning_private import optimizer_to_device
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.fabric.loop import Loop
-from lightning_zero.optim.state_placement import keep_aside
+from lightning_zero.optim.state_placement import register_placement_hooks
 from lightning_zero.sharding.unsupported import plainly
 
 __all__ = ["find_loop", "prepare"]
@@ -86,11 +86,11 @@ def prepare(optimizer: Optimizer, loop: Loop) -> None:
                 "fabric.load(), which give every rank its part."
             )
         own = loop.engine  # which also keeps the loop
-        return own.checkpoints.optimizer_part(optimizer, state, own.optimizers.room)
+        return own.checkpoints.optimizer_part(optimizer, state, own.optimizers.empty_state)
 
     optimizer.register_load_state_dict_pre_hook(to_shards)
-    if (places := engine.optimizers.places) is not None:
-        keep_aside(optimizer, places)
+    if (places := engine.optimizers.make_placer) is not None:
+        register_placement_hooks(optimizer, places)
     else:
         optimizer.register_load_state_dict_post_hook(lambda loaded: optimizer_to_device(loaded, engine.device))
 

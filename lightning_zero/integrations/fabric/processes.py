@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_zero.integrations.launchers import FabricLauncher, check_interactive
 from lightning_zero.integrations.processes import Processes, reduce_in_place
-from lightning_zero.native.failures import NamedAgain
+from lightning_zero.native.failures import ShownErrorHook
 
 __all__ = ["FabricProcesses"]
 
@@ -85,5 +85,5 @@ class _Announcer:
 def announce_exceptions(strategy: FabricProcesses) -> None:
     """From now on the strategy is told of an exception that ends this process."""
     if not isinstance(sys.excepthook, _Announcer):
-        sys.excepthook = _Announcer(NamedAgain(sys.excepthook))
+        sys.excepthook = _Announcer(ShownErrorHook(sys.excepthook))
     sys.excepthook.strategies.add(strategy)

@@ -33,8 +33,8 @@ from lightning_zero.integrations.inspection import Inspection
 from lightning_zero.integrations.precision import computing_in
 from lightning_zero.integrations.processes import nccl_lets_errors_show
 from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
-from lightning_zero.native.ahead import BuildAhead
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.ahead import BackgroundBuild
+from lightning_zero.native.watchdog import SequenceId
 
 __all__ = ["FabricZeroStrategy"]
 
@@ -72,7 +72,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
         )
         self._begin_processes(arguments.process_group_backend, arguments.timeout, arguments.tuning.report_stall_after_s)
         self._backward_sync_control = _Accumulates()
-        self._build = BuildAhead(self)
+        self._build = BackgroundBuild(self)
 
     @property
     @override
@@ -113,7 +113,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
             )
         config = computing_in(self.precision.precision, self._options)
         start_workers(config.compiled, self.root_device)
-        if self._build.waits:
+        if self._build.is_pending:
             warm_up(config.compiled, self.root_device)
         waited = self._build.finish()
         with nccl_lets_errors_show():
@@ -235,7 +235,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
         if float(norm_type) != 2.0:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         self.precision.unscale_gradients(optimizer)
-        engine.cycle.gradients_are_final()
+        engine.cycle.finalize_gradients()
         norm = engine.optimizers.stepper(optimizer).clip_norm(float(max_norm))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
@@ -248,7 +248,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         engine = self._find_engine(optimizer)
         self.precision.unscale_gradients(optimizer)
-        engine.cycle.gradients_are_final()
+        engine.cycle.finalize_gradients()
         engine.optimizers.stepper(optimizer).clip_value(float(clip_val))
 
     # -- what ranks do together
@@ -258,7 +258,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
         loops = self._loops
         for loop in loops:
             loop.engine.sharder.access.done_writing()  # whoever comes last may want to read what this rank has written
-        return loops[0].engine.watchdog.waiting(what, Lane.WORLD) if loops else nullcontext()
+        return loops[0].engine.watchdog.waiting(what, SequenceId.WORLD) if loops else nullcontext()
 
     @override
     def failed(self, error: BaseException) -> None:

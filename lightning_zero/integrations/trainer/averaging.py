@@ -120,7 +120,7 @@ class _AveragedShards(NotCopied):
                     state[key] = on_host(shard)
                 continue
             if sharded:
-                whole.setdefault(record.index, ShardedValue(record.layout, shard, mesh.shard_number, mesh.replica))
+                whole.setdefault(record.index, ShardedValue(record.layout, shard, mesh.shard_index, mesh.replica))
             if record.index not in whole:
                 value = gather_value(shard, record, mesh)
                 whole[record.index] = on_host(value) if rank == 0 else shard

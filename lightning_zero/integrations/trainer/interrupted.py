@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_zero.native.collector import no_collector
+from lightning_zero.native.collector import pause_gc
 
 __all__ = ["save_together_after_exceptions"]
 
@@ -36,7 +36,7 @@ def _save(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
     if trainer.interrupted and not _all_came(trainer):
         return
     # A save makes so many small objects that Python would look for garbage, for some 0.3 s of a training that waits.
-    with no_collector() if getattr(trainer.strategy, "saves_beside", False) else nullcontext():
+    with pause_gc() if getattr(trainer.strategy, "saves_beside", False) else nullcontext():
         type(trainer).save_checkpoint(trainer, *args, **kwargs)
 
 

@@ -49,7 +49,7 @@ class _ForShards(WholeNorms):
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         # What the user's own hook clips it may look at; otherwise nobody sees gradients before the step that comes now.
         later = self._clips_itself
-        self.engine().cycle.gradients_are_final()
+        self.engine().cycle.finalize_gradients()
         self.engine().optimizers.stepper(plain(optimizer)).clip_norm(clip_val, later=later)
 
     @override
@@ -59,7 +59,7 @@ class _ForShards(WholeNorms):
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        self.engine().cycle.gradients_are_final()
+        self.engine().cycle.finalize_gradients()
         self.engine().optimizers.stepper(plain(optimizer)).clip_value(clip_val)
 
     @override

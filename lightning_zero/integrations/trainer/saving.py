@@ -214,7 +214,7 @@ class Saving(ParallelStrategy):
                 "No checkpoint is saved after this exception: %s. Those that were saved before are there.", absent
             )
         else:
-            engine.cycle.tidy_up()  # an exception may have left work half done
+            engine.cycle.clean_up()  # an exception may have left work half done
         return not absent
 
     @override

@@ -46,8 +46,8 @@ from lightning_zero.integrations.trainer.saving import Saving
 from lightning_zero.integrations.trainer.sigterm import Start, ask_now, ask_on_cpu, has_noted, note_sigterm, show
 from lightning_zero.integrations.trainer.stage_end import meet_at_end
 from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
-from lightning_zero.native.ahead import BuildAhead
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.ahead import BackgroundBuild
+from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.report.running import running
 from lightning_zero.report.start import StartClock
 
@@ -89,7 +89,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             timeout=arguments.timeout,
             report_stall_after_s=arguments.tuning.report_stall_after_s,
         )
-        self._build = BuildAhead(self)
+        self._build = BackgroundBuild(self)
         self._start = StartClock(self._spent)
 
     # -- what the Trainer asks before anything runs
@@ -139,7 +139,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         if self._engine is None:
             return nullcontext()
         self._engine.sharder.access.done_writing()  # whoever comes last may want to read what this rank has written
-        return self._engine.watchdog.waiting(what, Lane.WORLD)
+        return self._engine.watchdog.waiting(what, SequenceId.WORLD)
 
     @override
     def _group_of_objects(self) -> Any:
@@ -151,7 +151,9 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     def _ask_for_sigterms(self, start: Start) -> None:
         engine = self._require_engine()
         engine.sharder.access.done_writing()
-        engine.executor.collective("the question before each batch whether to stop for a SIGTERM", Lane.CONTROL, start)
+        engine.executor.collective(
+            "the question before each batch whether to stop for a SIGTERM", SequenceId.CONTROL, start
+        )
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
@@ -161,7 +163,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
                     "LightningModule or a callback, while trainer.fit() or another stage is running."
                 )
             start_workers(self._options.compiled, self.root_device)
-            if self._build.waits:
+            if self._build.is_pending:
                 warm_up(self._options.compiled, self.root_device)
             self._start.built(self._build.finish())
             self._engine = Engine(self.root_device, self._config(), skip_modules=(Metric,), report=rank_zero_info)
@@ -285,7 +287,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         engine = self._require_engine()
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             try:
@@ -383,7 +385,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         if self._engine is not None:
             explain(exception, self._engine)
             self._engine.watchdog.fail(exception)
-            self._engine.cycle.tidy_up()
+            self._engine.cycle.clean_up()
 
     @override
     def teardown(self) -> None:
@@ -393,7 +395,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         if self._ask_again is not None:
             self._ask_again()
         if self._engine is not None:
-            self._engine.cycle.tidy_up()
+            self._engine.cycle.clean_up()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()

@@ -47,8 +47,8 @@ class GradientWay(Way):
         unit = executor.transport.staging_unit
         size = max(1, math.ceil(2 * bucket_mb * 2**20 / unit)) * unit
         mine, others = memory.empty(size, torch.uint8)
-        staging = [mine if rank == self.mesh.inside.rank else other for rank, other in enumerate(others)]
-        executor.transport.set_staging(staging, self.mesh.inside.gather_group, self.mesh.timeout_s)
+        staging = [mine if rank == self.mesh.intra_host.rank else other for rank, other in enumerate(others)]
+        executor.transport.set_staging(staging, self.mesh.intra_host.gather_group, self.mesh.timeout_s)
         if executor.device.type == "cuda":
             try:
                 executor.transport.compile_means()

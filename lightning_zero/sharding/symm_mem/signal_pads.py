@@ -29,7 +29,7 @@ class MeetingRows:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._inside = mesh.inside
+        self._inside = mesh.intra_host
         self._barrier = False
 
     def set_barrier(self, executor: Executor, memory: PeerMemory | None) -> None:
@@ -91,4 +91,4 @@ class MeetingRows:
             use([mine if rank == self._inside.rank else other for rank, other in enumerate(all_ranks)])
         except RuntimeError as failure:
             error = str(failure)
-        return memory.first_error(error)
+        return memory.first_rank_error(error)

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.config import EngineConfig
-from lightning_zero.mesh import Mesh, Side
+from lightning_zero.mesh import Mesh, RankGroup
 from lightning_zero.native import Executor
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.sharding.symm_mem.gradients import GradientWay
 from lightning_zero.sharding.symm_mem.memory import PeerMemory
 from lightning_zero.sharding.symm_mem.signal_pads import MeetingRows
@@ -39,14 +39,14 @@ class Peers:
         self._config = config
         self._weights, self._gradients = WeightWay(config, mesh), GradientWay(config, mesh)
         self._rows = MeetingRows(mesh)
-        self._several_hosts = mesh.across is not None
-        self._exchange = mesh.exchanging is not None
-        self._alone = mesh.inside.size == 1
+        self._several_hosts = mesh.inter_host is not None
+        self._exchange = mesh.inter_host_shard_group is not None
+        self._alone = mesh.intra_host.size == 1
         replicas = self._several_hosts and not self._exchange
         # gloo does, and so do replicas of one rank each.
         self._adds_in_place = mesh.device.type == "cpu" or self._alone and replicas
         self._copied = False  # whether compute copies were asked for
-        self._met: list[Side] = []  # whose groups for gradients are connected
+        self._met: list[RankGroup] = []  # whose groups for gradients are connected
         self._told = self._ways
 
     @classmethod
@@ -97,11 +97,11 @@ class Peers:
         elif self._alone:
             told["weights"] = "read where they lie (there is one rank on each host)"
         often = "once per optimizer step, beside the first layers" if self._wants_copies else "for each gather"
-        across = {
+        inter_host = {
             "weights": f"by all-gathers, {often}",
             "gradients": "by reduce-scatters of what each host has reduced",
         }
-        return {what: f"{how}; between hosts {across[what]}" for what, how in told.items()}
+        return {what: f"{how}; between hosts {inter_host[what]}" for what, how in told.items()}
 
     def check(self, config: EngineConfig) -> None:
         """Raises :class:`UnsupportedError` where other options want something else to be copied than was settled when
@@ -139,9 +139,11 @@ class Peers:
         mesh = self._gradients.mesh
         if executor.device.type == "cpu":
             return
-        for side in (mesh.across, None if self.for_gradients is not None else mesh.inside):
+        for side in (mesh.inter_host, None if self.for_gradients is not None else mesh.intra_host):
             if side is not None and side not in self._met:
-                executor.collective("ranks that reduce gradients", Lane.REDUCE, partial(_meet, side, executor.device))
+                executor.collective(
+                    "ranks that reduce gradients", SequenceId.REDUCE, partial(_meet, side, executor.device)
+                )
                 self._met.append(side)
 
     @property
@@ -219,6 +221,6 @@ class Peers:
         return sum(memory.nbytes for memory in {self.for_weights, self.for_gradients} if memory is not None)
 
 
-def _meet(side: Side, device: torch.device, later: bool) -> dist.Work | None:
+def _meet(side: RankGroup, device: torch.device, later: bool) -> dist.Work | None:
     torch.accelerator.empty_cache()  # a communicator finds no room in what the allocator keeps
     return dist.all_reduce(torch.zeros(1, device=device), group=side.reduce_group, async_op=later)

@@ -94,7 +94,7 @@ class Way(ABC):
         if self.memory is not None:
             return (
                 "copies in memory that all ranks of a host can read"
-                if self.mesh.across
+                if self.mesh.inter_host
                 else "copies in memory that all ranks can read"
             )
         return f"collectives ({self.reason or f'{self.option}={self._choice!r} means that on this device'})"

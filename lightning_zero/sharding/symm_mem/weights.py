@@ -49,7 +49,7 @@ class WeightWay(Way):
             UnsupportedError: on every rank, when there is not enough and weights must be copied.
         """
         memory, found = self.memory, {}
-        if memory is None or self.mesh.exchanging is not None or self.shards_wait:
+        if memory is None or self.mesh.inter_host_shard_group is not None or self.shards_wait:
             return {}  # no rank reaches all shards
 
         def allocate() -> None:

@@ -250,11 +250,11 @@ def test_what_is_cut_is_gathered_in_its_parameters_shape_and_its_own_dtype() -> 
     mesh: Any = MagicMock()
     all_ranks = torch.arange(WORLD * record.layout.shard_numel, dtype=torch.float64)
 
-    def all_shards(shard: Tensor) -> Tensor:
+    def all_gather_shard(shard: Tensor) -> Tensor:
         assert shard.equal(all_ranks[: record.layout.shard_numel])
         return all_ranks
 
-    mesh.all_shards = all_shards
+    mesh.all_gather_shard = all_gather_shard
     shard = all_ranks[: record.layout.shard_numel].view(record.layout.visible_shape)
     assert gather_value(shard, record, mesh).equal(all_ranks[:70].view(7, 10))
     assert gather_value(shard, None, mesh) is shard

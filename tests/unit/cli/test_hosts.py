@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_zero.alone import without_lightning
+from lightning_zero.alone import program_without_lightning
 from lightning_zero.cli.hosts import MUST_BE_EQUAL, Job, compare_hosts, summarize
 from lightning_zero.cli.local_ranks import run_ranks
 from lightning_zero.errors import UnsupportedError
@@ -86,7 +86,7 @@ import json
 from lightning_zero.cli.hosts import Job
 assert Job(1, 3, 0, "127.0.0.1", {port}, False).gather(json.loads(sys.argv[1]), 60.0) == {{}}
 """
-    other = subprocess.Popen([sys.executable, "-c", without_lightning(later), json.dumps(one("b"))])
+    other = subprocess.Popen([sys.executable, "-c", program_without_lightning(later), json.dumps(one("b"))])
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         store.set("said", "")  # something else of the same store

@@ -14,7 +14,7 @@ from lightning_zero.compile.graph import (
     is_view_or_cast,
     weight_nodes,
 )
-from lightning_zero.native.ops import OPS, Role, in_graphs
+from lightning_zero.native.ops import OPS, Role, graph_overloads
 from lightning_zero.planning.weights import on_paper
 from tests.unit.compile.graphs import Builder, aten
 from tests.unit.compile.subgraphs.graphs import layers
@@ -46,8 +46,8 @@ def test_ops_are_found_by_what_they_do() -> None:
 
 def test_an_op_without_a_form_on_paper_has_its_own_alone() -> None:
     Builder()  # loads them
-    assert in_graphs(OPS["gather_group"]) == [OPS["gather_group"].overload]
-    assert in_graphs(OPS[GATHER]) == [OPS[GATHER].overload, on_paper("gather")]
+    assert graph_overloads(OPS["gather_group"]) == [OPS["gather_group"].overload]
+    assert graph_overloads(OPS[GATHER]) == [OPS[GATHER].overload, on_paper("gather")]
 
 
 def test_weights_are_gathers_and_what_has_their_values_in_any_form() -> None:

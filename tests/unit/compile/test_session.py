@@ -83,7 +83,7 @@ class Alone(CompileSession):
             device=torch.device("cpu"),
             rank=0,
             world_size=world_size,
-            holders=SimpleNamespace(rank=0, size=world_size),
+            shard_group=SimpleNamespace(rank=0, size=world_size),
             timeout_s=1.0,
             control_group=None,
             store=lambda prefix: self.store,

@@ -64,7 +64,7 @@ def executor() -> Any:
 
 
 def memory_of(records: Records, executor: Any, peers: Any = None) -> ShardMemory:
-    memory = ShardMemory(executor, MagicMock(device=CPU, shard_hosts=1), records, peers)
+    memory = ShardMemory(executor, MagicMock(device=CPU, shard_host_count=1), records, peers)
     memory.place(records.live)
     return memory
 
@@ -115,7 +115,7 @@ def away_of(records: Records, executor: Any) -> tuple[ShardMemory, list[tuple[Te
         given.append((seen, seen.detach()))
         return given[-1]
 
-    memory = ShardMemory(executor, MagicMock(device=CPU, shard_hosts=1), records, away=Away(BF16, allocate))
+    memory = ShardMemory(executor, MagicMock(device=CPU, shard_host_count=1), records, away=Away(BF16, allocate))
     memory.place(records.live)
     return memory, given
 
@@ -167,7 +167,7 @@ def waiting(records: Records, executor: Any) -> tuple[ShardMemory, Any]:
     peers = MagicMock(shards_wait=True)
     peers.allocate_shards.return_value = {}
     peers.shards_settle = peers.shards_leave = MagicMock(side_effect=lambda: setattr(peers, "shards_wait", False))
-    memory = ShardMemory(executor, MagicMock(device=CPU, first_error=lambda error: None), records, peers)
+    memory = ShardMemory(executor, MagicMock(device=CPU, first_rank_error=lambda error: None), records, peers)
     memory.place(records.live)
     return memory, peers
 

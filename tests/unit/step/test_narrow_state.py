@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.memory import HostMemory
 from lightning_zero.offload.staging_ring import Ring
-from lightning_zero.optim.bf16_state import ROUNDINGS
+from lightning_zero.optim.bf16_state import ROUNDING_COUNT
 from lightning_zero.optim.chunks import StateOnHost
 from lightning_zero.step.captured import CapturedRunner
 from lightning_zero.step.stepper import OptimizerStepper
@@ -133,7 +133,7 @@ def test_what_has_no_state_yet_is_stepped_beside_what_has_some() -> None:
 
 def test_an_optimizer_that_counts_no_steps_has_them_counted() -> None:
     training = Training(MAKES["SGD"]).go(5)
-    assert [entries.get(ROUNDINGS) for entries in training.kept()] == [5, None, 5, None, 5]
+    assert [entries.get(ROUNDING_COUNT) for entries in training.kept()] == [5, None, 5, None, 5]
 
 
 def test_a_skipped_step_changes_nothing() -> None:

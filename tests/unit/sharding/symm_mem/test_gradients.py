@@ -49,4 +49,4 @@ def test_two_buckets_fit_in_whole_units_of_each_rank(bucket_mb: float, nbytes: i
     way.stage(executor, bucket_mb)
     (staging, group, timeout_s), _ = executor.transport.set_staging.call_args
     assert [memory.numel() for memory in staging] == [nbytes, nbytes]
-    assert (group, timeout_s) == (way.mesh.inside.gather_group, way.mesh.timeout_s)
+    assert (group, timeout_s) == (way.mesh.intra_host.gather_group, way.mesh.timeout_s)

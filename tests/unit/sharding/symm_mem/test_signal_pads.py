@@ -14,7 +14,7 @@ GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
 def rows_of_three() -> MeetingRows:
-    return MeetingRows(MagicMock(inside=MagicMock(rank=1, size=3)))
+    return MeetingRows(MagicMock(intra_host=MagicMock(rank=1, size=3)))
 
 
 class Memory:
@@ -31,7 +31,7 @@ class Memory:
         self.mine = torch.full((numel,), 7, dtype=dtype)
         return self.mine, [torch.full((numel,), rank, dtype=dtype) for rank in range(3)]
 
-    def first_error(self, error: str | None) -> str | None:
+    def first_rank_error(self, error: str | None) -> str | None:
         self.errors.append(error)
         return error or self._theirs
 

@@ -27,7 +27,9 @@ def made(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     ask = MagicMock(return_value=(None if reason else MagicMock(nbytes=100), reason))
     monkeypatch.setattr(module.PeerMemory, "of", ask)
-    return Peers.of(config, MagicMock(world_size=2, rank=rank, device=device, across=None, exchanging=None)), ask
+    return Peers.of(
+        config, MagicMock(world_size=2, rank=rank, device=device, inter_host=None, inter_host_shard_group=None)
+    ), ask
 
 
 def test_ranks_ask_for_memory_once_for_all_that_is_to_be_copied(
@@ -58,7 +60,9 @@ def test_gradients_leave_from_where_they_lie_unless_something_adds_up_in_place(m
     assert made(monkeypatch, NOTHING, device=GPU)[0].borrows_gradients
     assert not made(monkeypatch, NOTHING)[0].borrows_gradients, "gloo does"
     for ranks, exchanging, borrows in ((1, MagicMock(), True), (1, None, False), (2, None, True)):
-        mesh = MagicMock(inside=MagicMock(size=ranks), exchanging=exchanging, device=GPU)  # of several hosts
+        mesh = MagicMock(
+            intra_host=MagicMock(size=ranks), inter_host_shard_group=exchanging, device=GPU
+        )  # of several hosts
         assert Peers(NOTHING, mesh).borrows_gradients is borrows
 
 
@@ -171,9 +175,9 @@ def test_shards_take_turns_once_ranks_can_meet(monkeypatch: pytest.MonkeyPatch) 
     ("config", "several_hosts", "meet"),
     [
         (COPY, False, []),
-        (WEIGHTS_ONLY, False, ["inside"]),
-        (COPY, True, ["across"]),
-        (NOTHING, True, ["across", "inside"]),
+        (WEIGHTS_ONLY, False, ["intra_host"]),
+        (COPY, True, ["inter_host"]),
+        (NOTHING, True, ["inter_host", "intra_host"]),
     ],
     ids=["copies", "collectives", "copies inside hosts", "collectives everywhere"],
 )
@@ -187,8 +191,8 @@ def test_groups_connect_once_where_gradients_are_reduced_in_them(
     monkeypatch.setattr(module.WeightWay, "allocate_compute_copies", MagicMock())
     started = MagicMock()
     monkeypatch.setattr(module, "_meet", started)
-    sides = {"inside": MagicMock(), "across": MagicMock() if several_hosts else None}
-    peers = Peers.of(config, MagicMock(world_size=2, rank=0, device=GPU, exchanging=None, **sides))
+    sides = {"intra_host": MagicMock(), "inter_host": MagicMock() if several_hosts else None}
+    peers = Peers.of(config, MagicMock(world_size=2, rank=0, device=GPU, inter_host_shard_group=None, **sides))
     memory = MagicMock(**{"executor.device": GPU})
     memory.executor.collective.side_effect = lambda what, lane, start: start(True)
     for _ in range(2):

@@ -34,7 +34,10 @@ class Memory:
 
 def way_with(memory: Memory | None, choice: Any = "auto") -> WeightWay:
     config = replace(MIXED, tuning=Tuning(gather_transport=choice))
-    way = WeightWay(config, MagicMock(world_size=2, rank=0, device=torch.device("cpu"), across=None, exchanging=None))
+    way = WeightWay(
+        config,
+        MagicMock(world_size=2, rank=0, device=torch.device("cpu"), inter_host=None, inter_host_shard_group=None),
+    )
     way.use(memory, "")  # type: ignore[arg-type]
     return way
 
