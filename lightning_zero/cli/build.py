@@ -28,7 +28,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(arguments: Namespace) -> int:
     begun, was_there = time.monotonic(), arguments.cache is None and is_built()
-    path = build(arguments.cache, deadline_s=arguments.deadline, say=tell)
+    path = build(arguments.cache, deadline_s=arguments.deadline, report=tell)
     seconds = round(time.monotonic() - begun, 1)
     if arguments.json:
         print(json.dumps({"path": str(path), "seconds": seconds, "was_built_before": was_there}))
