@@ -63,7 +63,7 @@ def _run(arguments: Namespace) -> int:
             return 0
     if not arguments.no_self_test and not to_mend(facts):
         try:
-            build(say=tell)  # before the time limit begins
+            build(report=tell)  # before the time limit begins
             tell("A tiny model is trained on all devices.")
             facts |= {"self_test": self_test(arguments.limit), "executor": {"built": is_built()}}
         except NativeBuildError as error:

@@ -75,7 +75,7 @@ def _run(arguments: Namespace) -> int:
         model_class(job.model)  # an error in it is shown once, before ranks start
     ranks = arguments.ranks or (torch.cuda.device_count() if gpus else 2)
     if OURS in names:
-        build(say=tell)  # before the time limit of a peer begins
+        build(report=tell)  # before the time limit of a peer begins
     title = f"{job.model}, {ranks} x {torch.cuda.get_device_name(0) if gpus else 'CPU'}, {job.precision}"
     found = {"title": title, "torch": torch.__version__, "ranks": ranks, "job": json.loads(job.to_json())}
     known = _rows_before(found, arguments.out) if arguments.resume else []
