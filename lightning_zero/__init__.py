@@ -74,21 +74,21 @@ __all__ = [
 
 
 def full_parameters(module: nn.Module, writeback: bool = True) -> AbstractContextManager[None]:
-    """Inside, the module and its children have whole parameters; with ``writeback``, edits reach the shards on exit.
+    """Give the module and its children full parameters in this context; with ``writeback``, write edits to the shards.
 
-    Collective: enter it on every rank, and make the same edits on every rank. Takes the memory of the whole parameters.
+    Collective: enter it on every rank and make the same edits on every rank. Takes the memory of the full parameters.
 
     Raises:
-        UnsupportedError: the module is not sharded.
+        UnsupportedError: The module is not sharded.
     """
     return _engine(module).full_parameters(module, writeback)
 
 
 def unshard(module: nn.Module) -> None:
-    """Makes the module a plain one again, with whole parameters on every rank. Collective.
+    """Make the module a plain one again, with full parameters on every rank. Collective.
 
     Raises:
-        UnsupportedError: the module is not sharded.
+        UnsupportedError: The module is not sharded.
     """
     _engine(module).unshard()
 

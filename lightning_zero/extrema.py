@@ -1,8 +1,8 @@
-"""Maxima and minima over ranks that keep a NaN.
+"""Maxima and minima over ranks that keep NaN.
 
-``ReduceOp.MAX`` and ``ReduceOp.MIN`` lose it: gloo by the order of ranks and elements, NCCL by its own rule. Each rank
-gathers the numbers of all ranks and reduces them with torch's ``amax`` or ``amin``, on the device and without a host
-synchronization. The result is equal on all ranks.
+``ReduceOp.MAX`` and ``ReduceOp.MIN`` lose NaN: gloo depending on the order of ranks and elements, NCCL by its own rule.
+Each rank gathers the numbers of all ranks and reduces them with torch's ``amax`` or ``amin``, on the device and without
+a host synchronization. The result is equal on all ranks.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def run_synchronously(start: Callable[[bool], dist.Work | None]) -> None:
 
 
 def all_max(values: Tensor, group: dist.ProcessGroup, collective: RunCollective = run_synchronously) -> Tensor:
-    """Return the largest of all ranks' values, element by element; NaN if any rank has one. Collective.
+    """Return the elementwise maximum over all ranks; NaN if any rank has NaN. Collective.
 
     Args:
-        values: floating-point numbers of any shape, the same shape on every rank.
-        group: of the ranks that take part.
-        collective: starts the collective and waits for it, see :meth:`Executor.collective`.
+        values: Floating-point numbers of any shape, the same shape on every rank.
+        group: Process group of the ranks.
+        collective: Starts the collective and waits for it, see :meth:`Executor.collective`.
     """
     return _gather_from_ranks(values, group, collective).amax(0)
 
 
 def all_min(values: Tensor, group: dist.ProcessGroup, collective: RunCollective = run_synchronously) -> Tensor:
-    """Return the smallest of all ranks' values, element by element; NaN if any rank has one. Collective."""
+    """Return the elementwise minimum over all ranks; NaN if any rank has NaN. Collective."""
     return _gather_from_ranks(values, group, collective).amin(0)
 
 
