@@ -20,7 +20,7 @@ __all__ = ["CapturedRunner", "reason_not_captured"]
 def reason_not_captured(
     optimizer: torch.optim.Optimizer, device: torch.device, capture: bool | str, emulate: bool
 ) -> str | None:
-    """Why the optimizer's step cannot be captured, as it is now; None if it can."""
+    """Return why the optimizer's step cannot be captured at present; None if it can."""
     if not capture:
         return "it is not to be captured"
     if device.type != "cuda" and not emulate:
@@ -40,19 +40,19 @@ def reason_not_captured(
 
 
 class CapturedRunner:
-    """Replays a layout's step once the optimizer itself has made the first, and its state with it.
+    """Replays a layout's step, after the optimizer itself has made the first step and the state.
 
     Args:
-        optimizer: whose update rule is known.
-        layouts: of the optimizer.
-        device: of all tensors.
-        compile_kernels: compile the update with inductor; otherwise it runs op by op.
-        ring: through which the state passes that lies on the host; None: it lies on the device.
-        captures: whether steps are replays. Otherwise only what the optimizer cannot step by itself is taken: all of a
-            layout that has narrow state.
+        optimizer: Optimizer with a known update rule.
+        layouts: Its layouts.
+        device: Device of all tensors.
+        compile_kernels: Compile the update with Inductor; otherwise run it op by op.
+        ring: Staging ring for state on the host; None if state is on the device.
+        captures: Replay steps. If False, only layouts with bfloat16 state are stepped, which the optimizer cannot do
+            itself.
 
     Attributes:
-        replays: steps that were one launch.
+        replays: Number of steps that were one graph launch.
     """
 
     can_clip = can_skip = True
@@ -76,18 +76,18 @@ class CapturedRunner:
         self.replays = 0
 
     def kernel(self, layout: StepLayout) -> StepKernel | None:
-        """What steps this layout; None before it was first taken."""
+        """Return the kernel of this layout; None before its first step here."""
         return self._kernels.get(layout)
 
     def forget(self) -> None:
-        """Each layout is captured once more; their state stays as it is."""
+        """Capture each layout again at its next step; state stays."""
         self._kernels.clear()
 
     def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
         if layout in self._kernels:
             return True
         bf16_state = any(run.bf16_state for run in layout.runs)
-        # What the optimizer has stepped before and after must not show in how its narrow state is rounded.
+        # The rounding of bfloat16 state must not depend on steps made by the optimizer itself.
         if not bf16_state and (layout.eager_steps == 0 or not self._captures):
             return False
         if not layout.runs:
@@ -96,7 +96,7 @@ class CapturedRunner:
             return False
         moved = [run.move_counts(self._device) for run in layout.runs]
         if any(moved):
-            # The others look at the counts where they were, and would step with what they were.
+            # The other layouts view the old counts.
             self._layouts.drop_others(layout)
         self._kernels[layout] = StepKernel(
             self._optimizer, own.groups, layout.runs, self._device, self._compile, self._ring, self._captures

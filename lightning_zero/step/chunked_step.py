@@ -1,8 +1,8 @@
-"""The optimizer steps flat parameters by itself, whose state lies on the host or is narrow: one stretch after the
-other, each of which has its state on the device, as wide as the optimizer makes it, while it is stepped.
+"""Step flat parameters in chunks if their state is on the host or in bfloat16.
 
-The optimizer sees a parameter group for each stretch, with the settings of its own one. It steps group after group, and
-asks for a parameter's state first: that is when the state comes, and when that of the stretch before leaves.
+The optimizer steps one chunk after the other. The state of the present chunk is on the device, in the dtype that the
+optimizer uses. The optimizer sees a parameter group for each chunk, with the settings of its own group. It reads a
+parameter's state first: this read loads the chunk's state and writes the last chunk's state back.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["ChunkedRunner"]
 
 
 class ChunkedRunner:
-    """Shows the optimizer the stretches of a layout's segments.
+    """Shows the chunks of a layout's flat runs to the optimizer.
 
     Args:
-        optimizer: whose update rule is known; others might look at a parameter again when its turn is over.
-        layouts: of the optimizer.
-        host: where its state lies; None: on the device.
+        optimizer: Optimizer with a known update rule; other optimizers may revisit a parameter.
+        layouts: Its layouts.
+        host: Host memory of the state; None if state is on the device.
     """
 
     can_clip = can_skip = False
@@ -67,7 +67,7 @@ class ChunkedRunner:
     def _cut(self, run: FlatRun, own: OwnParams) -> list[Chunk]:
         itemsizes = [run.state[name].itemsize for name in run.elementwise]
         rule = rule_for(self._optimizer, own.groups[run.group])
-        if not itemsizes and rule is not None:  # they are still to be made
+        if not itemsizes and rule is not None:  # the optimizer has not made them yet
             itemsizes = [max(run.param.itemsize, torch.float32.itemsize)] * len(rule.state)
         itemsizes = chunk_itemsizes(run, itemsizes)
         numel = self._host.ring.elements(itemsizes) if self._host and itemsizes else run.param.numel()
@@ -80,10 +80,10 @@ class ChunkedRunner:
 
 
 class _ChunkSequence:
-    """Stretches, of which one at a time has its state on the device.
+    """Chunks, of which one at a time has its state on the device.
 
     Attributes:
-        params: of each, the elements as a parameter, with their gradient.
+        params: The elements of each chunk as a parameter, with gradient.
     """
 
     def __init__(self, parts: Sequence[Chunk], host: StateOnHost | None) -> None:
@@ -91,17 +91,17 @@ class _ChunkSequence:
         self._parts = parts
         self._host = host
         self._numbers = {id(param): number for number, param in enumerate(self.params)}
-        self._names = {id(part.run): part.run.elementwise for part in parts}  # of what there was before
-        self._after: dict[int, tuple[FlatRun, dict[str, Any]]] = {}  # the state that the last stretch of each had
-        self._copied: set[int] = set()  # numbers of stretches whose compute copies were written
-        self._positions: dict[int, ElementPositions] = {}  # of the segments with narrow state, by their ids
+        self._names = {id(part.run): part.run.elementwise for part in parts}  # names of the state before the step
+        self._after: dict[int, tuple[FlatRun, dict[str, Any]]] = {}  # state of the last chunk of each run
+        self._copied: set[int] = set()  # numbers of the chunks whose compute shards were written
+        self._positions: dict[int, ElementPositions] = {}  # of the runs with bfloat16 state, by id
         self._pass: Pass | InPlacePass | None = None
-        self._first = 0  # stretch of that pass
+        self._first = 0  # first chunk of that pass
         self._now: int | None = None
-        self._state: dict[str, Any] = {}  # of that stretch
+        self._state: dict[str, Any] = {}  # state of the present chunk
 
     def state_of(self, param: Any) -> dict[str, Any] | None:
-        """The state of this parameter, on the device until that of another one comes; None: it is not one of ours."""
+        """Return the state of this parameter, on the device until the next parameter's is read; None if it is unknown."""
         number = self._numbers.get(id(param))
         if number is None or number == self._now:
             return None if number is None else self._state
@@ -114,12 +114,12 @@ class _ChunkSequence:
         return self._state
 
     def replace(self, param: Any, state: dict[str, Any]) -> None:
-        """The optimizer has put this in the place of what :meth:`state_of` gave."""
+        """Replace the state that :meth:`state_of` returned, as the optimizer does by assignment."""
         self.state_of(param)
         self._state = state
 
     def end(self) -> None:
-        """All that has come leaves; segments have the state that the optimizer keeps."""
+        """Write the last chunk back and update the state of the runs."""
         self._write_back()
         self._close_pass()
         for part in self._parts:
@@ -144,7 +144,7 @@ class _ChunkSequence:
     def _close_pass(self) -> None:
         if self._pass is not None:
             self._pass.leave()
-            self._pass.rejoin()  # master shards may be read from here on, as tensors of the device
+            self._pass.rejoin()  # the compute stream may read master shards from here on
 
     def _open(self, number: int) -> dict[str, Any]:
         assert self._pass is not None
@@ -156,8 +156,8 @@ class _ChunkSequence:
             if key in here:
                 wide = here[key].to(run.param.dtype) if key in run.bf16_state else here[key]
                 found[key] = wide.view(self.params[number].shape)
-            elif key not in run.elementwise:  # which the stretch before has made, and this one has not
-                # Each stretch counts the step for itself.
+            elif key not in run.elementwise:  # made by the chunk before
+                # Each chunk counts the step for itself.
                 found[key] = value.clone() if isinstance(value, Tensor) else value
         return found
 
@@ -180,7 +180,7 @@ class _ChunkSequence:
             self._after[id(run)] = run, state
 
     def _write_compute_copy(self, number: int) -> None:
-        """Of the master shards that were stepped in a buffer."""
+        """Write the compute shard from a master shard that was stepped in a buffer."""
         part, param = self._parts[number], self.params[number]
         if part.run.copy is not None:
             part.of(part.run.copy).copy_(param.data.view(-1))
@@ -188,7 +188,7 @@ class _ChunkSequence:
         param.data = part.of(part.run.param).view(param.shape)
 
     def _round_state(self, part: Chunk, large: Load) -> dict[str, Tensor]:
-        """The narrow state of a stretch, as it is kept."""
+        """Return the chunk's bfloat16 state, stochastically rounded."""
         run, device = part.run, part.run.param.device
         bf16_state = [key for key in run.bf16_state if key in large and large[key].is_floating_point()]
         if not bf16_state:
@@ -207,7 +207,7 @@ class _ChunkSequence:
 
 
 class _LazyState(defaultdict[Any, dict[str, Any]]):
-    """An optimizer's ``state``, which comes when it is asked for."""
+    """The optimizer's ``state``, loaded on access."""
 
     def __init__(self, sequence: _ChunkSequence) -> None:
         super().__init__(dict)

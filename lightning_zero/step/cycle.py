@@ -1,15 +1,13 @@
-"""The cycle of a training step, and what must happen where one part of it follows another.
+"""State machine of a training step, and the work at each transition.
 
-    IDLE -> FORWARD -> BACKWARD -> IDLE -> STEP -> IDLE
+``trainer.fit`` repeats IDLE -> FORWARD -> BACKWARD -> IDLE -> STEP -> IDLE. Other orders are valid: several backwards
+for
+one step (accumulation), forward, backward and step of several optimizers in one ``train_step`` (manual optimization), a
+step without a backward, and evaluation between any two. An exception may end any of them early.
 
-is how ``trainer.fit`` goes round. Other orders are as good: several backwards for one step, as accumulation has them;
-forward, backward and step of several optimizers by turns inside one ``train_step``, as manual optimization has them; a
-step without a backward; evaluation between any two, but not inside. Whatever ends by an exception may be left halfway.
-
-What cannot be right is refused by name: a training step inside a training step or an evaluation inside one, where the
-one in progress would lose the graphs and the weights that its backward needs; and a forward, a backward, an evaluation
-or the step of another optimizer where gradients have been declared final and the optimizer has not yet made its step,
-which would change what it steps by.
+:class:`StepCycle` raises for orders that lose data: a training step or an evaluation inside a training step would free
+the graphs and weights that its backward needs. A forward, a backward, an evaluation or another optimizer's step between
+:meth:`StepCycle.begin_step` and the optimizer's own ``step`` would change the final gradients.
 """
 
 from __future__ import annotations
@@ -34,11 +32,12 @@ log = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
-    """Where in its cycle an engine is.
+    """State of an engine in its cycle.
 
-    FORWARD is inside ``train_step``, until a backward begins there; BACKWARD from ``before_backward`` to
-    ``after_backward``; STEP from the moment at which gradients are final until the optimizer has made its step;
-    EVALUATION from ``eval_step`` until something else begins; and IDLE is between all of these.
+    FORWARD: in ``train_step`` until a backward begins. BACKWARD: from ``before_backward`` to ``after_backward``. STEP:
+    from
+    final gradients until the optimizer has stepped. EVALUATION: from ``eval_step`` until another state. IDLE: between
+    them.
     """
 
     IDLE = enum.auto()
@@ -89,13 +88,13 @@ class UnderWay(Protocol):
 
 
 class StepCycle:
-    """Says when edits of weights reach their shards, when shards are written, and in which phase the watchdog is.
+    """Propagates user writes of gathered weights to shards, invalidates weight copies, and sets the watchdog's phase.
 
     Attributes:
-        state: where in its cycle the engine is.
-        on_forward_begin, on_backward_begin: are called where either begins, for what may go on beside it.
-        accumulates: micro-batches have been announced whose gradients may wait.
-        on_accumulation_begin: is called before that is so, where a step was to have but one.
+        state: State of the engine.
+        on_forward_begin, on_backward_begin: Called when either begins, for concurrent transfers.
+        accumulates: True once the caller has used :meth:`accumulating`.
+        on_accumulation_begin: Called before gradients accumulate, because the memory plan may assume one micro-batch.
     """
 
     def __init__(
@@ -106,9 +105,9 @@ class StepCycle:
         self.on_forward_begin: Callable[[], None] = lambda: None
         self.on_backward_begin: Callable[[], None] = lambda: None
         self.on_accumulation_begin: Callable[[], None] = lambda: None
-        self._in_train_step = False  # of train_step
-        self._step: UnderWay | None = None  # that began last
-        self._expects_backward = False  # a training step began, or an optimizer stepped, and none has ended since
+        self._in_train_step = False
+        self._step: UnderWay | None = None  # the one that began last
+        self._expects_backward = False  # no backward has ended since a training step began or an optimizer stepped
         self._executor = executor
         self._watchdog = watchdog
         self._sharder = sharder
@@ -116,16 +115,16 @@ class StepCycle:
         self._compiled = compiled
         self._hooks = GradientHooks(sharder)
 
-    # -- stages
-
     def begin_stage(self) -> None:
-        """From here on the other ranks notice what keeps this one away."""
+        """Begin a stage: from here on the other ranks notice if this rank does not arrive."""
         self._watchdog.begin()
         self._enter(State.IDLE, Phase.SETUP)
 
     def clean_up(self) -> None:
-        """After a stage: gives memory back. After an exception has ended it, as far as that goes: once a device is lost
-        every call raises, and users must see what came first."""
+        """End a stage and free its memory. After an exception, log cleanup errors instead of raising them.
+
+        Every call fails once a device is lost, and users must see the first error.
+        """
         self._enter(State.IDLE, Phase.OUTSIDE)
         self._sharder.view.end_forward()
         try:
@@ -137,27 +136,25 @@ class StepCycle:
             log.warning("What was under way could not be dropped (%s: %s).", type(error).__name__, error)
 
     def reset(self) -> None:
-        """After an exception: drops half-done work and gathered weights. Not collective."""
+        """Drop unfinished work and gathered weights after an exception. Not collective."""
         self.state, self._in_train_step, self._step = State.IDLE, False, None
         self._expects_backward = False
         self._compiled.reset()
         self._executor.gradients.abort()
         self._sharder.access.settle()
-        self._executor.weights.drop()  # a traceback may hold them for long
+        self._executor.weights.drop()  # a traceback may keep them alive for long
         self._buffers.reset()
 
     def close(self) -> None:
-        """Autograd calls the users' hooks again: parameters are whole."""
+        """Give the users' gradient hooks back to autograd: parameters are unsharded."""
         self._hooks.give_back()
-
-    # -- training
 
     @contextmanager
     def train_step(self) -> Iterator[None]:
-        """Surrounds the forward of a training step; in manual optimization, everything else as well.
+        """Surround the forward of a training step; in manual optimization also backward and optimizer steps.
 
         Raises:
-            RuntimeError: inside another, or while an optimizer steps.
+            RuntimeError: The caller is in another training step, or an optimizer step is in progress.
         """
         self._check_transition(
             State.FORWARD, "train_step()", in_train_step="Leave the training step first, then begin the next one"
@@ -177,14 +174,15 @@ class StepCycle:
                 yield
             self._buffers.notice()
         finally:
-            # The watchdog is left as it was: what failed, failed there; and nobody need announce a backward.
+            # Keep the watchdog's phase: an error belongs to the phase in which it was raised, and callers may omit
+            # before_backward().
             self.state, self._in_train_step = State.IDLE, False
 
     def before_backward(self) -> None:
-        """Should come before each backward.
+        """Prepare for a backward. Recommended before each one.
 
         Raises:
-            RuntimeError: while an optimizer steps.
+            RuntimeError: An optimizer step is in progress.
         """
         self._check_transition(State.BACKWARD, "before_backward()")
         self._enter(State.BACKWARD, Phase.BACKWARD)
@@ -195,24 +193,26 @@ class StepCycle:
         self._expects_backward = True
 
     def on_backward_end(self) -> None:
-        """At the end of each backward, announced or not; called by the executor."""
+        """Finish a backward. The executor calls this at the end of each one, announced or not."""
         self._expects_backward = False
-        self._sharder.view.end_forward()  # users' hooks come next
+        self._sharder.view.end_forward()  # users' hooks run next
         self._hooks.run_later(self._executor.gradients.attached())
 
     def after_backward(self) -> None:
-        """Should come after each backward: weights that forward read win over what is then written to
-        ``param.data``."""
+        """Propagate user writes of gathered weights. Call after each backward.
+
+        Otherwise pending writes of gathered weights overwrite later writes to ``param.data``.
+        """
         self.end_backward()
         self._enter(State.IDLE, Phase.BETWEEN)
         self._sharder.access.before_reading()
 
     def end_backward(self) -> None:
-        """End the backward that other ranks may have made since the training step began, if this rank made none.
+        """Take part in the other ranks' backward if this rank has made none since the training step began.
 
-        A loss that reaches no weight, or a step without a loss, brings no gradient on this rank. Its gradients count as
-        zero: this rank takes part in the collectives of the other ranks' backward. Do nothing if a backward has ended.
-        Must be called before this rank uses gradients or enters another collective.
+        A loss that reaches no weight, or a step without a loss, gives no gradient on this rank. Its gradients count as
+        zero.
+        Do nothing if a backward has ended. Must be called before this rank uses gradients or enters another collective.
         """
         if not self._expects_backward:
             return
@@ -224,13 +224,16 @@ class StepCycle:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """May surround forward and backward of a micro-batch after which others come before the optimizer steps. With
-        ``stage=1`` its gradients stay whole on their ranks until the last one's backward; with several hosts and
-        ``reduce_across="step"``, on their hosts; unless a hook of ``register_post_accumulate_grad_hook`` would see
-        only a part of each. On every rank alike.
+        """Surround forward and backward of a micro-batch that is not the last one before the optimizer step.
+
+        With ``stage=1``, gradients stay full on their ranks until the last micro-batch's backward. With several hosts
+        and
+        ``reduce_across="step"``, they stay on their hosts. Neither applies if a ``register_post_accumulate_grad_hook``
+        hook
+        exists, which would see partial gradients. Use it on all ranks alike.
 
         Raises:
-            UnsupportedError: gradients lie over compute copies, which the next micro-batch needs.
+            UnsupportedError: Gradients alias the compute shards, which the next micro-batch needs.
         """
         self.on_accumulation_begin()
         refuse_micro_batches(self._sharder.memory.over_copies)
@@ -250,29 +253,30 @@ class StepCycle:
             gradients.defer(False)
 
     def finalize_gradients(self) -> None:
-        """Before anything is made of gradients: what waits to be reduced is reduced now. Collective; harmless where
-        nothing waits, as behind the backward of a last micro-batch."""
+        """Reduce the deferred gradients, if any. Call before reading gradients. Collective."""
         self.end_backward()
         self._executor.gradients.reduce_deferred()
 
     def end_accumulation(self) -> None:
-        """Before other options hold: likewise, where micro-batches were left halfway, and the memory in which gradients
-        waited is given back."""
+        """Finish an interrupted accumulation before options change, and free the memory of deferred gradients."""
         self.finalize_gradients()
         self._sharder.memory.forget_deferred_gradients()
 
     def before_step(self, stepping: bool = False) -> None:
-        """Must come before shards are overwritten, by an optimizer or by whatever does the same (an exchange with
-        averages): edits of gathered weights reach them first. ``stepping``: by an optimizer of ours."""
+        """Propagate user writes of gathered weights. Call before shards are overwritten.
+
+        Args:
+            stepping: True for an optimizer of this engine; False for other writers, such as an exchange with averages.
+        """
         self._compiled.stepped()
         self._buffers.stepped()
         self._sharder.access.before_overwriting(stepping)
 
     def begin_step(self, step: UnderWay) -> None:
-        """Gradients are final, and the optimizer's own ``step`` is next.
+        """Make gradients final: the optimizer's own ``step`` is next.
 
         Raises:
-            RuntimeError: while another optimizer steps.
+            RuntimeError: Another optimizer's step is in progress.
         """
         if step is not self._step:
             self._check_transition(State.STEP, "the step of an optimizer")
@@ -283,12 +287,14 @@ class StepCycle:
         self.before_step(stepping=True)
 
     def end_step(self, step: UnderWay, changed: bool) -> None:
-        """After the optimizer's ``step``, whether it succeeded or not. Harmless when repeated.
+        """Finish an optimizer step, successful or not. Idempotent.
 
-        changed: there was a step; in the last of several accumulated micro-batches, resident weights are still good
+        Args:
+            step: The step.
+            changed: True if the optimizer stepped. If False, unsharded weights in the cache stay valid.
         """
         if step is not self._step and self._step is not None and self._step.in_progress:
-            return  # it was refused, and the other one goes on
+            return  # this step was rejected, and the other one continues
         self._step = None
         self._expects_backward = self._in_train_step
         self._enter(State.IDLE, Phase.BETWEEN)
@@ -296,13 +302,11 @@ class StepCycle:
             self._sharder.access.may_have_changed()
         self._sharder.access.done_writing()
 
-    # -- evaluation
-
     def eval_step(self) -> None:
-        """Must come before a forward outside of training: weights may have been exchanged since the last one.
+        """Prepare for a forward outside of training: weights may have changed since the last one.
 
         Raises:
-            RuntimeError: inside a training step, or while an optimizer steps.
+            RuntimeError: The caller is in a training step, or an optimizer step is in progress.
         """
         in_train_step = "Evaluate before or after it: the graphs that its backward needs would be given up"
         self._check_transition(State.EVALUATION, "eval_step()", in_train_step)
@@ -314,11 +318,10 @@ class StepCycle:
         self._buffers.before_forward()
 
     def after_eval(self) -> None:
-        """Should come after such a forward: weights that it read, and that something still holds, would win over what
-        is then written to ``param.data``."""
+        """Propagate user writes after an evaluation forward, so that they do not overwrite later writes to
+        ``param.data``.
+        """
         self._sharder.access.settle()
-
-    # --
 
     def _find_hooks(self, forward_ran: bool) -> None:
         before = self._hooks.hooked

@@ -15,7 +15,7 @@ __all__ = ["EagerRunner"]
 
 
 class EagerRunner:
-    """Shows the optimizer a layout's segments, and gives out what it keeps for them as its own parameters' state."""
+    """Shows the flat parameters to the optimizer and publishes their state as that of the optimizer's own parameters."""
 
     can_clip = can_skip = False
 
@@ -41,5 +41,5 @@ class EagerRunner:
 
 
 def _shared_state(state: State) -> dict[Any, Any]:
-    """Return what an optimizer keeps once for all parameters, such as MADGRAD's step count."""
+    """Return state that an optimizer keeps once for all parameters, such as MADGRAD's step count."""
     return {key: value for key, value in state.items() if not isinstance(key, Tensor)}

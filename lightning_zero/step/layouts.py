@@ -29,20 +29,20 @@ __all__ = ["StepLayouts"]
 
 log = logging.getLogger(__name__)
 
-_PATTERNS = 8  # kept at a time
+_PATTERNS = 8  # layouts kept at a time
 
 
 class StepLayouts:
     """The layouts of one optimizer.
 
     Args:
-        optimizer: of shards.
-        sharder: knows them.
-        host: where the optimizer's state lies that is as large as the shards; None: on their device.
-        narrow: keep it in bfloat16 for parameters that are not small.
+        optimizer: Optimizer of shards.
+        sharder: Sharder of its parameters.
+        host: Host memory for shard-sized optimizer state; None keeps it on the shards' device.
+        bf16_state: Keep shard-sized state of large parameters in bfloat16.
 
     Attributes:
-        last: the layout that :meth:`current` returned last.
+        last: The layout that :meth:`current` returned last.
     """
 
     def __init__(
@@ -58,19 +58,19 @@ class StepLayouts:
         self._sharder = sharder
         self.last: StepLayout | None = None
         self._by_pattern: dict[Any, StepLayout] = {}
-        self._made_for: Any = None  # what the layouts were made for
-        self._key = 0  # of the gradients that `last` is of
+        self._made_for: Any = None  # settings, state and groups for which the layouts were made
+        self._key = 0  # key of the gradients of `last`
         self._values: list[Any] = []
         self._kinds: dict[int, int] = {}
         self._one_per_parameter = False
 
     def split_parameters(self, one_per_parameter: bool) -> None:
-        """From the next step on, make each parameter a segment of its own, or join neighbours."""
+        """Make each parameter a run of its own from the next step on, or join neighbors."""
         if one_per_parameter != self._one_per_parameter:
             self._one_per_parameter, self._made_for = one_per_parameter, None
 
     def current(self, own: OwnParams) -> StepLayout:
-        """Of the gradients that there are now."""
+        """Return the layout of the present gradients."""
         why = self._rebuild_reason(own)
         key = self._sharder.executor.gradients.key()
         if why is None and self.last is not None and key == self._key:
@@ -91,11 +91,11 @@ class StepLayouts:
         return layout
 
     def remember_state(self, state: State) -> None:
-        """What the optimizer keeps now is ours: nobody has loaded or replaced it."""
+        """Remember the optimizer state, to detect if it is loaded or replaced."""
         self._values = _values(state)
 
     def drop_others(self, layout: StepLayout) -> None:
-        """Only this one is still good."""
+        """Drop all layouts but this one."""
         self._by_pattern = {pattern: other for pattern, other in self._by_pattern.items() if other is layout}
 
     def _rebuild_reason(self, own: OwnParams) -> str | None:
@@ -119,11 +119,14 @@ class StepLayouts:
             self._report(why)
         self._by_pattern.clear()
         self._kinds.clear()
-        self._made_for = _settings(own.groups), own.state, list(own.groups)  # held, so that their ids stay theirs
+        # holds the groups, so that their ids are not reused
+        self._made_for = _settings(own.groups), own.state, list(own.groups)
 
     def _has_gradient(self, param: Tensor) -> bool | int:
-        """Whether there is a gradient; one that somebody put in place of ours is copied to where ours lies. Its address
-        where we have no place for it, or none now."""
+        """Return True if the parameter has a gradient, and copy it to the engine's gradient memory if it is elsewhere.
+
+        Return the gradient's address if the engine has no memory for it, or cannot use the memory now.
+        """
         grad = param.grad
         if grad is None:
             return False
@@ -151,17 +154,16 @@ class StepLayouts:
             self._host.settle()
         moved = [run.join_state(own.state, self._host) for run in runs]
         if any(moved):
-            self._by_pattern.clear()  # the others look at memory that is the optimizer's no more
+            self._by_pattern.clear()  # the other layouts view memory that is no longer the optimizer's
         dtype = norm_dtype(param for group in own.groups for param in group["params"])
         return StepLayout(runs, self._sharder.executor.device, dtype)
 
     def _split_kinds(self, stepped: set[int], state: State) -> None:
-        """Parameters that are stepped without others of their kind, or that come with another state, are of another
-        kind from now on: their step counts differ."""
+        """Give a new kind to parameters that step without others of their kind or have other state: step counts differ."""
         fresh = not self._kinds
 
         def counted(record: ShardedParameter) -> Any:
-            # Reading the device takes time, but state that was loaded shows only there how often it was stepped.
+            # Reading the device takes time, but the step count of loaded state is only there.
             values = state.get(record.param, {}).items()
             return [
                 (k, float(v) if not isinstance(v, Tensor) or (fresh and v.numel() == 1) else None)
@@ -184,7 +186,6 @@ class StepLayouts:
 
 
 def _values(state: State) -> list[Any]:
-    """All that the optimizer keeps, parameter by parameter."""
     return list(chain.from_iterable(entries.values() for entries in state.values() if isinstance(entries, dict)))
 
 
@@ -193,8 +194,10 @@ def _identical(a: list[Any], b: list[Any]) -> bool:
 
 
 def _settings(groups: Groups) -> Any:
-    """All of the groups that a layout depends on: of a number only whether it is zero, and of the learning rate not
-    even that, as no rule asks and schedules start, turn or end at zero."""
+    """Return all settings that a layout depends on. For a number, only whether it is zero.
+
+    The learning rate is left out: no rule depends on it, and schedules start, turn or end at zero.
+    """
 
     def kind(name: str, value: Any) -> Any:
         if isinstance(value, bool) or value is None or isinstance(value, str):

@@ -1,7 +1,8 @@
-"""Who carries out an optimizer's step.
+"""Runners: the ways to carry out an optimizer's step.
 
-To add one: a file with a class like :class:`StepRunner`, and a place in the order of ``stepper.py``. The first that
-takes a layout steps it; the last takes every one.
+:class:`CapturedRunner` replays a CUDA graph, :class:`EagerRunner` lets the optimizer step flat parameters, and
+:class:`~lightning_zero.step.chunked_step.ChunkedRunner` steps them in chunks. The stepper uses the first runner that
+can step a layout; the last one can step all.
 """
 
 from __future__ import annotations
@@ -20,32 +21,34 @@ class StepRunner(Protocol):
     """One way to step a layout.
 
     Attributes:
-        clips: it scales gradients by their norm while it uses them, which saves reading and writing them once more.
-        skips: it can leave it to the device whether anything changes.
+        can_clip: The runner scales gradients while it uses them, which saves one read and write.
+        can_skip: The device may decide if anything changes.
     """
 
     can_clip: bool
     can_skip: bool
 
     def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
-        """Whether it can step this layout now. Asked before each step and before a clipping; what it must prepare once
-        for a layout, it prepares here."""
+        """Return True if the runner can step this layout now, and prepare the layout at the first call.
+
+        Called before each step and before clipping.
+        """
         ...
 
     def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
-        """Before the optimizer's own ``step``.
+        """Run before the optimizer's own ``step``.
 
         Args:
-            layout: that it took.
-            own: the optimizer's own groups and state.
-            max_norm: the gradients are still to be clipped to this norm; ``layout.squared`` is of all ranks.
-            skip: 0-dim on the device; where it is not zero, nothing must change. Only if it ``can_skip``.
+            layout: A layout for which :meth:`can_step` returned True.
+            own: The optimizer's own groups and state.
+            max_norm: Clip the gradients to this norm, unless None; ``layout.squared`` is of all ranks.
+            skip: 0-dim on the device; if not zero, change nothing. Only if ``can_skip``.
 
         Returns:
-            what the optimizer steps by itself.
+            The parameters and state that the optimizer steps by itself.
         """
         ...
 
     def end(self, layout: StepLayout, own: OwnParams) -> None:
-        """After the optimizer's own ``step``, with its own parameters back in place."""
+        """Run after the optimizer's own ``step``, with its own parameters restored."""
         ...

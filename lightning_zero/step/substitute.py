@@ -17,19 +17,19 @@ Groups = list[dict[str, Any]]
 
 
 class OwnParams(NamedTuple):
-    """What users know of an optimizer: ``param_groups`` and ``state`` of its own parameters."""
+    """An optimizer's own parameters: ``param_groups`` and ``state`` as users know them."""
 
     groups: Groups
     state: State
 
 
 class FlatParams(NamedTuple):
-    """What an optimizer sees for the length of a step.
+    """Flat parameters that an optimizer sees during a step.
 
     Attributes:
-        groups: none if nothing is left to do.
-        state: of the parameters in them.
-        origins: for each of the groups, the number of the own one whose settings it has.
+        groups: Parameter groups; empty if nothing is left to step.
+        state: State of their parameters.
+        origins: For each group, the number of the own group whose settings it has.
     """
 
     groups: Groups
@@ -38,16 +38,17 @@ class FlatParams(NamedTuple):
 
 
 class ParamSwap:
-    """Swaps ``param_groups`` and ``state`` of one optimizer. Its own are back as soon as its ``step`` is over, before
-    any of the user's post-hooks look at them.
+    """Swaps ``param_groups`` and ``state`` of one optimizer during its ``step``.
+
+    The optimizer's own ones are restored when ``step`` ends, before users' post-hooks run.
 
     Attributes:
-        stepped: its ``step`` has come to its end since it saw others last.
+        stepped: True if ``step`` has ended since the last swap.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._own: OwnParams | None = None  # while others are in their place
+        self._own: OwnParams | None = None  # set while flat parameters are shown
         self._flat_params = FlatParams([], defaultdict(dict), [])
         self._before: Groups = []
         self._after: Callable[[OwnParams], None] = lambda own: None
@@ -57,7 +58,7 @@ class ParamSwap:
 
     @property
     def shown(self) -> bool:
-        """Whether the optimizer's own parameters are out of its sight: its ``step`` is still to come or under way."""
+        """True while the optimizer sees flat parameters: its ``step`` is next or in progress."""
         return self._own is not None
 
     @property
@@ -67,14 +68,19 @@ class ParamSwap:
     def swap_in(
         self, shown: FlatParams, after: Callable[[OwnParams], None], around: AbstractContextManager[Any] | None = None
     ) -> None:
-        """From now on until the end of the optimizer's next ``step``, or :meth:`end`, it sees this, inside of
-        ``around``; ``after`` is then called with what is its own."""
+        """Show flat parameters until the optimizer's next ``step`` ends, or until :meth:`end`.
+
+        Args:
+            shown: Parameters and state to show.
+            after: Called with the own ones after they are restored.
+            around: Context in which the optimizer steps.
+        """
         self._own, self._flat_params, self._after = self.own, shown, after
         self._before = [dict(group) for group in shown.groups]
         self._optimizer.param_groups, self._optimizer.state = shown.groups, shown.state
         self.stepped = False
         self._hook = self._optimizer.register_step_post_hook(lambda *_: self._restore(stepped=True))
-        # The user's own hooks come after this one.
+        # Users' hooks run after this one.
         hooks: Any = self._optimizer._optimizer_step_post_hooks
         hooks.move_to_end(self._hook.id, last=False)
         if around is not None:
@@ -82,7 +88,7 @@ class ParamSwap:
             self._around = around
 
     def end(self) -> bool:
-        """The optimizer has its own again. Harmless when repeated; returns whether there was something to end."""
+        """Restore the optimizer's own parameters. Idempotent; return True if there was a swap to end."""
         self._restore()
         if self._hook is None:
             return False
@@ -92,7 +98,7 @@ class ParamSwap:
 
     @contextmanager
     def swap_groups(self, groups: Groups) -> Iterator[None]:
-        """Inside, the optimizer has these groups and nothing is stepped."""
+        """Show these groups in this context; the optimizer must not step in it."""
         own = self._optimizer.param_groups
         self._optimizer.param_groups = groups
         try:
