@@ -1,4 +1,14 @@
-"""Which state of an optimizer is kept in bfloat16, where ``state_dtype="bf16"`` asks for it."""
+"""Optimizer state in bfloat16 (``state_dtype="bf16"``): which state it covers, and stochastic rounding.
+
+A value between two bfloat16 neighbors is rounded up with the probability that keeps its mean. Round-to-nearest would
+stop
+an average that moves by less than half of bfloat16's resolution. Values that bfloat16 can represent do not change.
+
+The noise is a hash of the parameter's name, the element's index in the full parameter and the step count. So it does
+not
+depend on the number of ranks, on replay or eager execution, or on a resume. Words of 32 bits are stored in int64 and
+products stay below 2**63, because not every device has unsigned arithmetic and signed overflow is undefined.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +32,12 @@ __all__ = [
 ]
 
 STATE_DTYPE = torch.bfloat16
-MIN_NUMEL = 4096  # elements of a parameter: what is smaller saves nothing, and norms and biases are that small
-ROUNDING_COUNT = "roundings"  # counts steps, in the state of optimizers that count none: each rounds with other noise
+MIN_NUMEL = 4096  # elements of a parameter; smaller ones (norms, biases) would save almost no memory
+ROUNDING_COUNT = "roundings"  # state key that counts steps for optimizers without a step count: the noise depends on it
 
 
 def keeps_bf16_state(numel: int, dtype: torch.dtype) -> bool:
-    """Whether a parameter of this dtype, and of so many elements over all ranks, has its state so: however many ranks
-    there are, it is the same that has."""
+    """Return True if a parameter of this dtype and full size has bfloat16 state, on any number of ranks."""
     return numel >= MIN_NUMEL and dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -37,7 +46,7 @@ def bf16_state_names(
     groups: Sequence[Mapping[str, Any]],
     find: Callable[[Tensor], ShardedParameter | None],
 ) -> dict[int, tuple[str, ...]]:
-    """By the indices of parameters, the names of their state that is kept so."""
+    """Return the names of each parameter's bfloat16 state, by parameter index."""
     found = {}
     for group in groups:
         rule = rule_for(optimizer, group)
@@ -50,7 +59,7 @@ def bf16_state_names(
 
 
 def restore_state_dtype(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], ShardedParameter | None]) -> None:
-    """Such state is in its parameter's dtype again, as optimizers make it."""
+    """Convert bfloat16 state back to its parameter's dtype."""
     names = bf16_state_names(optimizer, optimizer.param_groups, find)
     for param, entries in optimizer.state.items():
         record = find(param)
@@ -60,7 +69,7 @@ def restore_state_dtype(optimizer: torch.optim.Optimizer, find: Callable[[Tensor
 
 
 def check_bf16_state(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises :class:`UnsupportedError` for an optimizer whose state, with these groups, cannot be kept so."""
+    """Raise :class:`UnsupportedError` if the optimizer's state, with these groups, cannot be kept in bfloat16."""
     name = type(optimizer).__name__
     if not has_rules(optimizer, groups):
         raise UnsupportedError(

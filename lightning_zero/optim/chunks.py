@@ -27,17 +27,17 @@ __all__ = [
     "split_into_chunks",
 ]
 
-MAX_CHUNK_NUMEL = 1 << 22  # elements whose narrow state is float32 for a moment at once
-MASTER_SHARD = "master shard"  # among the names of a state, which are words of code
+MAX_CHUNK_NUMEL = 1 << 22  # elements that are float32 at a time; bounds the memory of a step that is not compiled
+MASTER_SHARD = "master shard"  # key next to the names of state, which are identifiers
 
 
 @dataclass(frozen=True)
 class StateOnHost:
-    """Where optimizers of one engine keep what has one element for each of a parameter's, and how it gets there.
+    """Host memory of one engine's shard-sized optimizer state, and the ring through which it reaches the device.
 
     Attributes:
-        memory: of the host.
-        ring: through which state passes at each step.
+        memory: Host memory.
+        ring: Staging ring for each step's state.
     """
 
     memory: HostMemory
@@ -46,37 +46,39 @@ class StateOnHost:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Some neighbouring elements of a segment."""
+    """Neighboring elements of a flat run, stepped at once."""
 
     run: FlatRun
     begin: int
     end: int
 
     def of(self, flat: Tensor) -> Tensor:
-        """The part of a tensor that has the segment's elements: 1-D, a view."""
+        """Return this chunk's part of a tensor with the run's elements, as a 1-D view."""
         return flat.detach().view(-1)[self.begin : self.end]
 
     def load(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """The part of the segment's state, by name; and of the master shards, where they lie on the host. These come
-        first, so that they are at one place of a buffer, whatever state there is."""
+        """Return this chunk's part of the run's state by name, and of its master shards if they are on the host.
+
+        Master shards are first: their place in the staging buffer then does not depend on the state.
+        """
         master = {} if self.run.on_host is None else {MASTER_SHARD: self.of(self.run.on_host)}
         return master | {name: self.of(self.run.state[name]) for name in names}
 
     def positions(self, whole: Mapping[int, ElementPositions]) -> ElementPositions | None:
-        """Where its elements stand, if that is known of its segment, by id."""
+        """Return the positions of this chunk's elements; None if its run has none."""
         positions = whole.get(id(self.run))
         return None if positions is None else positions.part(self.begin, self.end)
 
 
 class LoadedChunk(NamedTuple):
-    """A stretch on the device, as it is stepped.
+    """A chunk on the device.
 
     Attributes:
-        stretch: which.
-        param: its elements of the master shards.
-        copy: their compute copies, where these are to be written; otherwise None.
-        state: by name.
-        places: where its elements stand, if some of the state is narrow.
+        chunk: The chunk.
+        param: Its elements of the master shards.
+        copy: Its compute shard, if the step writes it; otherwise None.
+        state: State by name.
+        positions: Positions of its elements if some state is bfloat16.
     """
 
     chunk: Chunk
@@ -87,18 +89,18 @@ class LoadedChunk(NamedTuple):
 
 
 def chunk_itemsizes(run: FlatRun, state: Sequence[int]) -> list[int]:
-    """Bytes of an element of each tensor that comes from the host, where those of the state are given."""
+    """Return the bytes per element of each tensor that is copied from the host, given those of the state."""
     return [*state, *([] if run.on_host is None else [run.on_host.itemsize])]
 
 
 def split_into_chunks(run: FlatRun, most: int) -> list[Chunk]:
-    """The whole segment, in parts of at most so many elements."""
+    """Split a run into chunks of at most ``most`` elements."""
     numel = run.param.numel()
     return [Chunk(run, begin, min(begin + most, numel)) for begin in range(0, numel, most)]
 
 
 class InPlacePass:
-    """Replace :class:`~lightning_zero.offload.staging_ring.Pass` for state on the device, which needs no copies."""
+    """Replaces :class:`~lightning_zero.offload.staging_ring.Pass` for state on the device, which needs no copies."""
 
     def __init__(self, loads: Sequence[Load]) -> None:
         self._loads = loads
@@ -123,16 +125,16 @@ class InPlacePass:
 
 
 class ChunkedState:
-    """Segments, in the stretches that are stepped at once, and how each gets its state.
+    """Flat runs in chunks, and the transfer of each chunk's state.
 
     Args:
-        segments: all of whose state exists, and stays where it is.
-        names: of the state of each.
-        ring: through which it passes; None: it lies on the device, and segments stay whole.
-        most: elements of a stretch with narrow state; None: as many as there are.
+        runs: Flat runs with complete state, at fixed addresses.
+        names: Returns the names of a run's state.
+        ring: Staging ring; None if state is on the device, and runs are not split.
+        most: Maximum number of elements of a chunk with bfloat16 state; None: no limit.
 
     Attributes:
-        places: of the segments with narrow state, by their ids.
+        positions: Element positions of the runs with bfloat16 state, by run id.
     """
 
     def __init__(
@@ -155,15 +157,14 @@ class ChunkedState:
         self._ahead: Pass | None = None
 
     def prefetch_from_host(self) -> None:
-        """State begins to come for the next step, as far as there is room. Harmless when repeated, and when that step
-        is never made."""
+        """Start to copy state for the next step, as far as the ring has space. Idempotent; the step need not follow."""
         if self._ring is not None and (self._ahead is None or not self._ahead.is_good):
             self._ahead = Pass(self._ring, self._loads)
             self._ahead.ahead()
 
     @contextmanager
     def stream_state(self) -> Iterator[None]:
-        """Surrounds :meth:`iter_chunks`, or the replay of a graph in which that was captured."""
+        """Surround :meth:`iter_chunks`, or the replay of a graph that captured it."""
         self.prefetch_from_host()
         through, self._ahead = self._ahead, None
         if through is not None:
@@ -171,12 +172,14 @@ class ChunkedState:
         yield
         if through is not None:
             through.leave(range(len(self._loads)))
-            if self._masters:  # which anybody may read from here on, as a tensor of the device
+            if self._masters:  # the compute stream may read them from here on
                 through.rejoin()
 
     def iter_chunks(self) -> Iterator[LoadedChunk]:
-        """Each stretch with its state on the device; what is written to that, and to the parameter, until the next one
-        is asked for goes back to where it came from."""
+        """Yield each chunk with its state on the device.
+
+        Writes to state and parameter are copied back before the next chunk is yielded.
+        """
         through = InPlacePass(self._loads) if self._ring is None else Pass(self._ring, self._loads)
         for number, part in enumerate(self._parts):
             state, run = through.open(number), part.run

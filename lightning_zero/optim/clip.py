@@ -11,11 +11,10 @@ __all__ = ["clip_factor", "norm_dtype"]
 
 
 def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """In what norms over all of these are added up: float64 if one of them is that, else float32."""
+    """Return the dtype in which norms of these tensors are summed: float64 if one of them has it, else float32."""
     return torch.float64 if any(tensor.dtype.to_real() is torch.float64 for tensor in tensors) else torch.float32
 
 
 def clip_factor(squared_norm: Tensor, max_norm: float | Tensor) -> Tensor:
-    """By what gradients are multiplied: ``min(1, max_norm / (norm + 1e-6))``, as in
-    ``torch.nn.utils.clip_grad_norm_``."""
+    """Return ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``."""
     return (max_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0)

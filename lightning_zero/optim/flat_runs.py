@@ -1,8 +1,9 @@
-"""An optimizer's view of the arenas: neighbouring shards of a parameter group, stepped as one flat tensor.
+"""Flat runs: neighboring shards of a parameter group that an optimizer steps as one tensor, and their chunks.
 
-An optimizer that treats elements one by one does the same to a run of neighbouring shards as to each of them, with one
-kernel in place of many. Its own parameters, groups and state keep their identity and shapes: every state tensor of a
-parameter is a view of its segment's.
+An elementwise optimizer does the same to a run of neighboring shards as to each of them, with fewer kernels. Its own
+parameters, groups and state keep their identity and shapes: each parameter's state is a view of its run's state. Runs
+are
+stepped in chunks if their state is on the host, or if temporary memory must be small.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ State = defaultdict[Any, dict[str, Any]]
 
 @dataclass
 class FlatRun:
-    """Shards that are stepped as one.
+    """Shards that are stepped as one tensor.
 
     Attributes:
-        group: number of the parameter group.
-        members: the parameters, in the order of memory.
-        param: all of them, flat, with as many dimensions as each of them has, or 1-D if those differ; ``.grad`` is set,
-            unless that is in another dtype.
-        grad: their gradients, in the same shape.
-        counts: by name, the members' 0-dim state tensors (such as step counts), as one 1-D tensor.
-        state: the optimizer's state for ``param``.
-        narrow: names of the state that is kept in bfloat16, in the rule's order.
-        on_host: of ``param``, where that lies in the host's memory: as the host sees it.
-        copy: compute copies of such members, which are written with them; None where there are none.
-        copied: whether the last step has written all of ``copy``.
+        group: Number of the parameter group.
+        members: Parameters in the order of memory.
+        param: All members, flat, with the number of dimensions that all have, or 1-D. ``.grad`` is set unless it has
+            another dtype.
+        grad: Gradients in the shape of ``param``.
+        counts: The members' 0-dim state (such as step counts) by name, as one 1-D tensor.
+        state: Optimizer state of ``param``.
+        bf16_state: Names of the bfloat16 state, in the rule's order.
+        on_host: Host view of ``param`` if it is offloaded.
+        copy: Compute shards of offloaded members, written by the step; None if there are none.
+        copied: True if the last step has written all of ``copy``.
     """
 
     group: int
@@ -58,15 +59,15 @@ class FlatRun:
 
     @property
     def over_copies(self) -> bool:
-        """Whether gradients lie over compute copies, in another dtype than ``param``."""
+        """True if gradients alias compute shards, in another dtype than ``param``."""
         return self.grad.dtype != self.param.dtype
 
     def set_param_grad(self) -> None:
-        """``param.grad`` is as an optimizer wants it: in the dtype of ``param``, and for that copied if need be."""
+        """Set ``param.grad`` in the dtype of ``param``, by a copy if needed."""
         self.param.grad = self.grad.to(self.param.dtype)
 
     def drop_aliased_gradient(self) -> None:
-        """A step has used it: where it lies over copies, it is nobody's any more."""
+        """Clear gradients that alias compute shards, after a step has used them."""
         if self.over_copies:
             self.param.grad = None
             for record in self.members:
@@ -74,13 +75,16 @@ class FlatRun:
 
     @property
     def elementwise(self) -> list[str]:
-        """Names of the state with one element for each of the members'."""
+        """Names of the state with one element per element of the members."""
         return [name for name, value in self.state.items() if isinstance(value, Tensor) and not self._is_count(value)]
 
     def join_state(self, state: State, host: HostMemory | None = None) -> bool:
-        """Joins the members' state into this segment's; what is not in one piece of memory yet is moved there, and the
-        members' state becomes views of it. What has one element for each of the members' lies on their device, or, if
-        that is given, on the host, and what is narrow is rounded to that. Returns whether anything was moved."""
+        """Join the members' state into this run's, and make the members' state views of it.
+
+        State that is not contiguous, not on the right device (``host`` if given) or not in its stored dtype is copied.
+        Return
+        True if any was copied.
+        """
         own = [state[record.param] for record in self.members if record.param in state]
         if len(own) != len(self.members):
             return False
@@ -91,7 +95,7 @@ class FlatRun:
             if not isinstance(first, Tensor):
                 self.state[key] = first
                 continue
-            if key == ROUNDING_COUNT:  # torch makes what it loads as wide as parameters, and bfloat16 counts to 256
+            if key == ROUNDING_COUNT:  # torch loads state in the parameter's dtype, and bfloat16 counts only to 256
                 values = [value.float() for value in values]
             joined = _contiguous_view(values)
             if self._is_count(first):
@@ -106,11 +110,11 @@ class FlatRun:
                 self.state[key] = flat.view(self.param.shape)
             moved = moved or joined is None
             del values
-            self._show(key, state)  # one by one, so that no more than one of them exists twice
+            self._show(key, state)  # one at a time, so that at most one of them exists twice
         return moved
 
     def move_counts(self, device: torch.device) -> bool:
-        """Counts are on this device from now on; :meth:`export_state` shows them. Returns whether they were not before."""
+        """Move counts to this device; :meth:`export_state` publishes them. Return True if any moved."""
         away = {key: counts for key, counts in self.counts.items() if counts.device != device}
         for key, counts in away.items():
             self.counts[key] = counts.to(device)
@@ -118,13 +122,12 @@ class FlatRun:
         return bool(away)
 
     def read_non_tensor_state(self, state: State) -> None:
-        """What is no tensor, the optimizer may have changed in the members' state since."""
+        """Read non-tensor state from the members, where the optimizer may have changed it."""
         own = state.get(self.members[0].param, {})
         self.state.update({k: own[k] for k, v in self.state.items() if not isinstance(v, Tensor) and k in own})
 
     def export_state(self, state: State) -> None:
-        """Shows what the optimizer keeps for this segment as the members' state, as far as it is something else than
-        last time."""
+        """Publish this run's state as the members' state, as far as it is new."""
         for key, value in self.state.items():
             if key in self._shown and self._shown[key] is value:
                 continue
@@ -145,7 +148,7 @@ class FlatRun:
             elif isinstance(value, Tensor):
                 self.check(key, value, self.param.shape)
                 part = value.view(-1)[begin:end].view(record.layout.visible_shape)
-                state[record.param][key] = record.sight.show(part)  # users who read it see the full value's norm
+                state[record.param][key] = record.sight.show(part)  # reductions by users then return the full value's
             else:
                 self._check_number(key, value)
                 state[record.param][key] = value
@@ -160,7 +163,7 @@ class FlatRun:
             )
 
     def broadcast_counts(self) -> None:
-        """The optimizer has changed the first member's counts; the others' follow."""
+        """Copy the first member's counts, which the optimizer has changed, to the others."""
         for counts in self.counts.values():
             if counts.numel() > 1:
                 counts[1:] = counts[0]
@@ -169,16 +172,15 @@ class FlatRun:
         return value.device == self.param.device if host is None else host.holds(value)
 
     def stored_dtype(self, key: str, value: Tensor) -> torch.dtype:
-        """The dtype in which this state, with one element for each of the members', is kept."""
+        """Return the dtype in which this elementwise state is stored."""
         return STATE_DTYPE if key in self.bf16_state and value.is_floating_point() else value.dtype
 
     def empty(self, dtype: torch.dtype, host: HostMemory | None) -> Tensor:
-        """New memory for such state, 1-D."""
+        """Return new 1-D memory for elementwise state."""
         numel = self.param.numel()
         return torch.empty(numel, dtype=dtype, device=self.param.device) if host is None else host.empty(numel, dtype)
 
     def _concatenate(self, values: Sequence[Tensor], dtype: torch.dtype, host: HostMemory | None) -> Tensor:
-        """In new memory, one behind the other."""
         flat = self.empty(dtype, host)
         for piece, value in zip(flat.split([value.numel() for value in values]), values, strict=True):
             piece.copy_(value.detach().reshape(-1))
@@ -188,8 +190,7 @@ class FlatRun:
         return value.numel() == 1  # a shard has more elements: see ShardLayout
 
     def check(self, key: str, value: Tensor, shape: torch.Size) -> None:
-        """Raise :class:`UnsupportedError` if the state of members, seen in this shape, has another one, or is no plain
-        tensor, such as a quantized one."""
+        """Raise :class:`UnsupportedError` if state is no plain tensor (such as a quantized one), or not of ``shape``."""
         if type(value) not in (Tensor, nn.Parameter) and "_zero_sight" not in value.__dict__:
             raise UnsupportedError(
                 f"The optimizer keeps a state {key!r} for {self.members[0].name!r} that is a {type(value).__name__}, "
@@ -210,14 +211,14 @@ def make_flat_runs(
     bf16_state: Mapping[int, tuple[str, ...]] | None = None,
     one_per_parameter: bool = False,
 ) -> list[FlatRun]:
-    """Segments of the parameters in ``groups``, all of which have a gradient.
+    """Return the flat runs of the parameters in ``groups``, all of which have a gradient.
 
     Args:
-        groups: by parameter group.
-        kinds: by index, a number for parameters with the same history; only those are joined.
-        mix_dimensions: join parameters with different numbers of dimensions.
-        narrow: by index, the names of the state that is kept in bfloat16.
-        apart: make a segment of each parameter.
+        groups: Parameters by parameter group.
+        kinds: A number for parameters with the same history, by index; only those are joined.
+        mix_dimensions: Join parameters with different numbers of dimensions.
+        bf16_state: Names of the bfloat16 state by index.
+        one_per_parameter: Make a run of each parameter.
     """
     names = bf16_state or {}
     runs: list[FlatRun] = []
@@ -255,14 +256,14 @@ def _adjacent(a: Tensor, b: Tensor) -> bool:
 
 
 def _rank_part(record: ShardedParameter, value: Any) -> Any:
-    """Return this rank's part of a full value that a user has put into the state; anything else as it is."""
+    """Return this rank's part of a full value that a user has put into the state; other values unchanged."""
     if isinstance(value, Tensor) and value.numel() > 1 and value.shape != record.layout.visible_shape:
         return record.part_of(value) if value.shape == record.layout.shape else value
     return value
 
 
 def _contiguous_view(pieces: Sequence[Tensor]) -> Tensor | None:
-    """One 1-D view of pieces that lie one behind the other; None if they do not."""
+    """Return one 1-D view of tensors that are adjacent in memory; None if they are not."""
     first = pieces[0]
     if not all(p.is_contiguous() for p in pieces) or not all(map(_adjacent, pieces, pieces[1:])):
         return None

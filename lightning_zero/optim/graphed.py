@@ -19,14 +19,18 @@ __all__ = ["GraphedSequence"]
 
 
 class GraphedSequence:
-    """Kernels that run as one.
+    """A function that is captured once as a CUDA graph and replayed.
+
+    It runs eagerly ``warmups`` times, then is captured, then replayed. It takes and returns nothing, and reads and
+    writes
+    tensors at fixed addresses. On a device without graphs it always runs eagerly.
 
     Args:
-        fn: launches the kernels; must not synchronise, and must not allocate what outlives it.
-        device: where. Anything but CUDA runs ``fn`` each time.
-        warmups: calls that run eagerly first, so that libraries are loaded and kernels compiled; inf: all.
-        pool: memory pool of another sequence that never runs at the same time, to share memory with.
-        watch: tensors whose addresses must not change between capture and replay; checked at each call.
+        fn: Launches the kernels; must not synchronize or allocate memory that outlives the call.
+        device: Device of the kernels.
+        warmups: Eager calls before the capture, to load libraries and compile kernels; inf: always eager.
+        pool: Memory pool to share with a sequence that never runs concurrently.
+        watch: Tensors whose addresses must not change; checked at each call.
     """
 
     def __init__(
@@ -52,7 +56,7 @@ class GraphedSequence:
 
     @property
     def pool(self) -> tuple[int, int] | None:
-        """For other sequences; None before the capture."""
+        """Memory pool for other sequences; None before the capture."""
         return self._pool
 
     def __call__(self) -> None:
@@ -74,7 +78,7 @@ class GraphedSequence:
         pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
         with torch.cuda.stream(stream), capture_graph(graph, pool):
             self._fn()
-        self._pool = pool  # one that failed cannot be used again
+        self._pool = pool  # a pool whose capture failed cannot be used again
         current.wait_stream(stream)
         return graph
 

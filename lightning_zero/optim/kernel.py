@@ -1,6 +1,6 @@
-"""The captured optimizer step: clip factor, update and, with a loss scaler, the skipped step, over segments.
+"""The captured optimizer step: clipping, update and the loss scaler's skipped step, over flat runs.
 
-Settings reach the graph as 0-dim tensors which are filled when the floats in ``param_groups`` change.
+Settings are 0-dim tensors, which are filled when the floats in ``param_groups`` change.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from lightning_zero.sharding.layout import as_real
 
 __all__ = ["StepKernel"]
 
-MAX_COMPILED_RUNS = 16  # compiled: a kernel each
+MAX_COMPILED_RUNS = 16  # limits compilation, which makes one kernel per run
 
 
 class StepKernel:
-    """Steps segments as ``torch.optim`` would, all of it on the device.
+    """Steps flat runs as ``torch.optim`` would, entirely on the device.
 
     Args:
-        optimizer: whose rule; must be covered.
-        groups: its parameter groups.
-        segments: what is stepped; their state must exist, and their counts be on the device.
-        device: of all tensors.
-        compile: turn each segment's update into one kernel with inductor.
-        ring: through which passes what lies on the host; None: all lies on the device.
-        capture: replay, on devices that can; otherwise kernels are launched one by one, each time.
+        optimizer: Optimizer that :meth:`supports` accepts.
+        groups: Its parameter groups.
+        runs: Flat runs with complete state and counts on the device.
+        device: Device of all tensors.
+        compile: Compile each run's update into one kernel with Inductor.
+        ring: Staging ring for state on the host; None if all state is on the device.
+        capture: Capture and replay if the device can; otherwise launch kernels at each step.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class StepKernel:
             {name: torch.zeros((), dtype=torch.float64, device=device) for name in rule.settings} if rule else {}
             for rule in self._rules
         ]
-        most = None if self._compile else MAX_CHUNK_NUMEL  # op by op, each op has a result
-        rules = self._rules  # and not this, for the same reason as below
+        most = None if self._compile else MAX_CHUNK_NUMEL  # each op materializes its result
+        rules = self._rules  # do not bind self, see below
         self._parts = ChunkedState(runs, lambda run: _rule_of(rules, run).state, ring, most)
         self._squared = torch.zeros((), device=device)
         self._max_norm = torch.ones((), device=device)
@@ -76,19 +76,18 @@ class StepKernel:
         self._last_max: float | None = None
         self._variant: tuple[bool, bool] | None = None
         self._compiled: dict[Any, Callable[..., dict[str, Tensor]]] = {}
-        self._sequences: dict[tuple[bool, bool], GraphedSequence] = {}  # with or without clipping and skipping
+        self._sequences: dict[tuple[bool, bool], GraphedSequence] = {}  # keys: (clips, may skip)
 
     @staticmethod
     def supports(
         optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], runs: Sequence[FlatRun] = ()
     ) -> bool:
-        """Whether we know the optimizer's rule for all of its groups, in at most float32, and these segments have the
-        state it needs."""
+        """Return True if the optimizer's rule is known for all groups, in at most float32, and the runs have its state."""
         rules = [rule_for(optimizer, group) for group in groups]
         known = [rule for rule in rules if rule is not None]
         dtypes = {param.dtype for group in groups for param in group["params"]}
         wide = torch.float64 in dtypes or torch.complex128 in dtypes
-        # torch.optim treats real and imaginary parts as elements; a rule of the user's may not.
+        # torch.optim treats real and imaginary parts as elements; a registered rule may not.
         as_pairs = is_torch_optimizer(optimizer) or not any(dtype.is_complex for dtype in dtypes)
         return (
             len(known) == len(rules)
@@ -109,13 +108,13 @@ class StepKernel:
         max_norm: float | None = None,
         skip: Tensor | None = None,
     ) -> bool:
-        """One step; returns whether it was a replay.
+        """Make one step; return True if it was a replay.
 
         Args:
-            groups: with the settings of this step.
-            squared_norm: of the gradients, 0-dim; the same tensor each time.
-            max_norm: to which gradients are clipped; None: they are not.
-            skip: 0-dim; where it is not zero, nothing changes.
+            groups: Parameter groups with this step's settings.
+            squared_norm: Squared norm of the gradients, 0-dim; the same tensor at each call.
+            max_norm: Clip gradients to this norm; None: do not clip.
+            skip: 0-dim; if not zero, nothing changes.
         """
         variant = max_norm is not None, skip is not None
         self._variant = variant
@@ -137,7 +136,7 @@ class StepKernel:
             lasting = (t for s in self._runs for t in (s.param, s.grad, s.copy, *s.state.values()))
             used = [tensor for tensor in lasting if isinstance(tensor, Tensor)]
             warmups = 1 if self._capture else math.inf
-            update = partial(StepKernel._update, proxy(self))  # a cycle would hold state that has moved
+            update = partial(StepKernel._update, proxy(self))  # a reference cycle would keep moved state alive
             self._sequences[variant] = GraphedSequence(update, self._device, warmups, watch=used)
         with self._parts.stream_state():
             self._sequences[variant]()
@@ -146,7 +145,7 @@ class StepKernel:
         return self._sequences[variant].captured
 
     def prefetch_from_host(self) -> None:
-        """State that lies on the host begins to come for the next step."""
+        """Start to copy offloaded state to the device for the next step."""
         self._parts.prefetch_from_host()
 
     def _update(self) -> None:
@@ -159,7 +158,7 @@ class StepKernel:
         return _rule_of(self._rules, run)
 
     def _numbers(self, rule: Rule, run: FlatRun) -> dict[str, Tensor]:
-        """What the update of all elements has in common, 0-dim float32; counts the step."""
+        """Return the scalars that the update of all elements shares, 0-dim float32, and count the step."""
         assert self._variant is not None
         clip, skip = self._variant
         settings = self._settings[run.group]
@@ -228,10 +227,10 @@ class StepKernel:
     def _run_compiled(
         self, key: Any, fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
     ) -> dict[str, Tensor]:
-        """What ``fn`` returns for these arguments; it is compiled once for each key."""
+        """Return ``fn(*arguments)``, compiled once per key."""
         if not self._compile:
             return fn(*arguments)
-        # Without Dynamo: the graph depends on nothing but these tensors' sizes, and its caches are for users' code.
+        # Without Dynamo: the graph depends only on the tensors' sizes, and Dynamo's cache limits are for user code.
         if key not in self._compiled:
             self._compiled[key] = _compile(fn, arguments)
         return self._compiled[key](*arguments)
@@ -248,12 +247,12 @@ def _rule_of(rules: Sequence[Rule | None], run: FlatRun) -> Rule:
 
 
 def _steps(counts: Mapping[str, Tensor]) -> Tensor | None:
-    """That which counts steps, of what an optimizer counts."""
+    """Return the tensor that counts steps."""
     return next((counts[name] for name in ("step", ROUNDING_COUNT) if name in counts), None)
 
 
 def _compile(fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]) -> Callable[..., dict[str, Tensor]]:
-    names: list[str] = []  # of the results, which a graph returns without
+    names: list[str] = []  # names of the results, which the graph returns as a tuple
 
     def traced(*inputs: Tensor) -> tuple[Tensor, ...]:
         results = fn(*inputs)
@@ -261,12 +260,11 @@ def _compile(fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
         return tuple(results.values())
 
     graph = make_fx(traced, tracing_mode="fake")(*arguments)
-    # Inductor would time two ways to launch the kernel, on clones of everything that it writes: of all this rank's
-    # weights and moments, or, where there is no room, by way of the host, which takes minutes.
-    # By the second option no multiplication is fused with an addition: which ones are would depend on the kernel, and
-    # stretches of other sizes, or of other members, would round otherwise than the whole segment.
+    # autotune_pointwise would benchmark on clones of all weights and state of this rank; without free memory these
+    # clones pass through the host, which takes minutes. emulate_precision_casts prevents fused multiply-adds: which
+    # ones are fused depends on the kernel, so chunks of other sizes would round differently from the full run.
     options = {"triton.autotune_pointwise": False, "emulate_precision_casts": True}
-    # Inductor's caches know a graph again where sizes might be symbols; here they are numbers.
+    # Inductor's caches need a ShapeEnv to find a graph again, although all sizes are static here.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     compiled: Any = inductor_compile(
         graph, [mode.from_tensor(a, static_shapes=True) for a in arguments], options=options

@@ -17,7 +17,11 @@ __all__ = ["move_state_to_host"]
 
 
 def move_state_to_host(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], ShardedParameter | None]) -> None:
-    """What is as large as shards lies in plain memory of the host afterwards, as state that was loaded."""
+    """Move shard-sized state to pageable host memory, as soon as offload is enabled.
+
+    The next step moves it to its final memory. The forward and backward before that step need the device memory
+    already.
+    """
     for param, entries in optimizer.state.items():
         record = find(param)
         if record is not None:

@@ -24,19 +24,19 @@ from lightning_zero.sharding.record import ShardedParameter
 
 __all__ = ["ElementPositions", "noise_keys", "rounding_noise", "stochastic_round"]
 
-BLOCK = ALIGNMENT_BYTES // 4  # elements: no shard that is stepped in float32 or less ends inside of one
+BLOCK = ALIGNMENT_BYTES // 4  # elements; no shard that is stepped in float32 or less ends inside a block
 WORD, HALF = 0xFFFFFFFF, 0xFFFF
 
 
 @dataclass(frozen=True)
 class ElementPositions:
-    """Where in which parameter each element of a segment, or of a stretch of one, stands.
+    """The parameter and index of each element of a flat run, or of a chunk of one.
 
     Attributes:
-        owners: for each block of elements, the number of the parameter.
-        shifts: for each parameter, its element's number less that in the segment.
-        salts: for each parameter, 32 bits of its name.
-        begin: 0-dim, the number in the segment of the first element.
+        owners: Number of the parameter, for each block of elements.
+        shifts: For each parameter, its element index minus the index in the run.
+        salts: For each parameter, 32 bits of its name.
+        begin: Index in the run of the first element, 0-dim.
     """
 
     owners: Tensor
@@ -46,7 +46,7 @@ class ElementPositions:
 
     @classmethod
     def of(cls, members: Sequence[ShardedParameter], device: torch.device) -> ElementPositions:
-        """Of a segment of these."""
+        """Return the positions in a run of these parameters."""
         numels = [record.layout.shard_numel for record in members]
         kind = torch.int16 if len(members) <= torch.iinfo(torch.int16).max else torch.int32
         owners = torch.arange(len(members), dtype=kind, device=device)
@@ -64,40 +64,42 @@ class ElementPositions:
         )
 
     def part(self, begin: int, end: int) -> ElementPositions:
-        """Of these elements; both are whole blocks."""
+        """Return the positions of these elements; ``begin`` and ``end`` are block boundaries."""
         assert begin % BLOCK == end % BLOCK == 0, f"elements {begin} to {end} are no blocks"
         return ElementPositions(self.owners[begin // BLOCK : end // BLOCK], self.shifts, self.salts, self.begin + begin)
 
 
 def noise_keys(salts: Tensor, step: Tensor) -> Tensor:
-    """For each parameter a word, in the step of this count (0-dim)."""
+    """Return a hash word for each parameter at this step count (0-dim)."""
     return _hash_words(salts ^ _hash_words(step.long() & WORD))
 
 
 def rounding_noise(owners: Tensor, shifts: Tensor, begin: Tensor, keys: Tensor) -> Tensor:
-    """For each element a word: of the :class:`ElementPositions` of these, with these keys."""
-    # Of one dimension from here on: Inductor must not find another shape in what is to be one kernel with the update.
+    """Return a hash word for each element, from its :class:`ElementPositions` and keys."""
+    # 1-D from here on: Inductor must see one shape to fuse this with the update.
     whose = owners.long().view(-1, 1).expand(-1, BLOCK).reshape(-1)
     numbers = (torch.arange(len(whose), device=owners.device) + begin + shifts[whose]) & WORD
     return _hash_words(numbers ^ keys[whose])
 
 
 def stochastic_round(value: Tensor, noise: Tensor, number: int) -> Tensor:
-    """Float32 in bfloat16, as the noise has it; ``number``: of the value, among those that have the same noise, each of
-    which uses other bits of it."""
+    """Round float32 to bfloat16 with this noise.
+
+    ``number`` is the index of the value among those that share the noise. Each index uses other bits of it.
+    """
     if number >= 2:
         noise = _hash_words((noise + number // 2 * 0x3C6EF372) & WORD)
     low = torch.bitwise_right_shift(noise, 16 * (number % 2)) & HALF
     finite = value.isfinite()
     bits = torch.where(finite, value, 0.0).view(torch.int32)
-    up = (bits + low.to(torch.int32)) & ~HALF  # the sign stays: magnitudes of finite numbers are below all its bits
+    up = (bits + low.to(torch.int32)) & ~HALF  # the sign bit stays: finite magnitudes are below it
     return torch.where(finite, up.view(torch.float32), value).to(torch.bfloat16)
 
 
 def _hash_words(word: Tensor) -> Tensor:
-    """A permutation of words in which every bit depends on every bit: C. Wellons' lowbias32 (public domain)."""
+    """Hash words: C. Wellons' lowbias32 (public domain), a permutation in which each bit depends on each bit."""
     word = word ^ torch.bitwise_right_shift(word, 16)
     word = (word * 0x7FEB352D) & WORD
     word = word ^ torch.bitwise_right_shift(word, 15)
-    word = (word * (0x846CA68B - 2**32)) & WORD  # as the odd factor that it is modulo 2**32
+    word = (word * (0x846CA68B - 2**32)) & WORD  # the odd factor modulo 2**32
     return word ^ torch.bitwise_right_shift(word, 16)

@@ -1,5 +1,7 @@
-"""An optimizer whose state lies on the host, or is kept in fewer bytes, loads it without a detour over the device in
-torch's own dtype, for which there may be no room."""
+"""Placement of optimizer state: on the host, or in fewer bytes, also while it is loaded.
+
+``load_state_dict`` would move state to the device in the parameter's dtype, for which there may be no memory.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +16,22 @@ from lightning_zero.optim.bf16_state import ROUNDING_COUNT
 
 __all__ = ["MakePlacer", "StatePlacer", "place_loaded_state", "register_placement_hooks"]
 
-StatePlacer = Callable[[Tensor, str, Tensor], Tensor]  # of a parameter, a name and what was loaded: what is kept
-MakePlacer = Callable[[torch.optim.Optimizer], StatePlacer]  # as its groups are, which are loaded first
+StatePlacer = Callable[[Tensor, str, Tensor], Tensor]  # (parameter, name, loaded value) -> stored value
+MakePlacer = Callable[[torch.optim.Optimizer], StatePlacer]  # called after the groups are loaded
 
 
 class _WrappedTensor:
-    """A tensor that ``load_state_dict`` does not take for one: those it moves to their parameters' devices."""
+    """Hides a tensor from ``load_state_dict``, which moves tensors to their parameters' devices."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
 
 def register_placement_hooks(optimizer: torch.optim.Optimizer, make_placer: MakePlacer) -> list[Any]:
-    """From now on state with more than one element goes where ``make_placer`` have it when it is loaded; returns the handles
-    of hooks that see to it, for our own counts, too. All other hooks see the tensors."""
+    """Place state with more than one element, and our own counts, by ``make_placer`` whenever it is loaded.
+
+    All other hooks see tensors. Return the handles of the hooks.
+    """
 
     def place_tensors(optimizer: torch.optim.Optimizer) -> None:
         placer = make_placer(optimizer)
@@ -44,7 +48,7 @@ def register_placement_hooks(optimizer: torch.optim.Optimizer, make_placer: Make
 
 @contextmanager
 def place_loaded_state(optimizer: torch.optim.Optimizer, make_placer: MakePlacer) -> Iterator[None]:
-    """Likewise, inside."""
+    """Apply :func:`register_placement_hooks` in this context."""
     handles = register_placement_hooks(optimizer, make_placer)
     try:
         yield
@@ -64,6 +68,5 @@ def _wrap_tensors(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> d
 
 
 def _needs_placement(key: str, value: Tensor) -> bool:
-    """Whether torch would do with it what is not wanted: counts would be as wide as parameters, and bfloat16 counts to
-    256 (of which torch spares those that it knows)."""
+    """Return True if torch would change the value: counts would get the parameters' dtype, and bfloat16 counts to 256."""
     return value.numel() > 1 or key == ROUNDING_COUNT

@@ -1,8 +1,7 @@
-"""Which optimizers can be trusted with shards.
+"""Which optimizers can step shards.
 
-An optimizer sees a flat piece of each parameter. That is enough for any rule that treats elements one by one. A rule
-that needs a parameter's shape, or a norm over it, would compute something else from a piece, without an error; such
-optimizers are refused by name.
+An optimizer sees a flat part of each parameter. That is enough for an elementwise rule. A rule that needs a parameter's
+shape, or a norm over it, would silently compute a different result, so such optimizers are rejected by name.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = [
     "speed_up_zero_grad",
 ]
 
-# What to do where an optimizer would train wrongly.
+# Advice in errors about optimizers that would train wrongly.
 INSTEAD = "Use an optimizer that treats elements one by one, such as AdamW, Adam, SGD or Lion, or another strategy."
 
 _NEEDS_FULL_PARAMETERS = {
@@ -59,18 +58,17 @@ _NEEDS_FULL_PARAMETERS = {
     "Adam_mini": "shares statistics over blocks of whole parameters",
     "SparseAdam": "steps the rows that sparse gradients name",
 }
-# Families: anywhere in the name, as in SingleDeviceMuonWithAuxAdam.
+# Matched anywhere in the class name, such as SingleDeviceMuonWithAuxAdam.
 _FAMILIES = ("GaLore", "Muon", "Shampoo", "Adafactor", "AdaFactor", "DAdapt")
 
 
 def is_torch_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class is one of torch's own, not a subclass."""
+    """Return True if the class is one of torch's own, not a subclass."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise :class:`UnsupportedError`, naming the optimizer and the reason, if it needs whole parameters or steps them
-    by another optimizer."""
+    """Raise :class:`UnsupportedError` if the optimizer needs full parameters, or steps them by an inner optimizer."""
     for cls in type(optimizer).__mro__:
         name = cls.__name__
         reason = _NEEDS_FULL_PARAMETERS.get(next((family for family in _FAMILIES if family in name), name))
@@ -92,7 +90,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{name} has not called torch.optim.Optimizer.__init__(), so its steps have no hooks, in which shards are "
             "made ready. Call super().__init__(params, defaults) in its __init__."
         )
-    steps = any(group["params"] for group in optimizer.param_groups)  # Lightning has an optimizer of nothing
+    steps = any(group["params"] for group in optimizer.param_groups)  # Lightning has an optimizer without parameters
     if steps and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         check_state_dict(optimizer, optimizer.state_dict())
 
@@ -126,8 +124,7 @@ def check_state_dict(optimizer: torch.optim.Optimizer, packed: Any) -> None:
 
 
 def check_capture(optimizer: torch.optim.Optimizer, reason: str | None, option: str) -> None:
-    """Raises :class:`UnsupportedError` where there is a reason why a step that must be captured cannot be. ``option``:
-    what the user has set to True."""
+    """Raise :class:`UnsupportedError` if ``reason`` prevents the capture that ``option=True`` requires."""
     if reason is not None:
         raise UnsupportedError(
             f"{option}=True, but the step of {type(optimizer).__name__} cannot be captured: {reason}. "
@@ -136,7 +133,7 @@ def check_capture(optimizer: torch.optim.Optimizer, reason: str | None, option: 
 
 
 def check_offload(optimizer: torch.optim.Optimizer) -> None:
-    """Raises :class:`UnsupportedError` for an optimizer whose state cannot lie on the host."""
+    """Raise :class:`UnsupportedError` if the optimizer's state cannot be offloaded."""
     if not has_rules(optimizer, optimizer.param_groups):
         raise UnsupportedError(
             f"offload=('optimizer',) has optimizers step their parameters in parts, and whether "
@@ -147,8 +144,7 @@ def check_offload(optimizer: torch.optim.Optimizer) -> None:
 
 
 def speed_up_zero_grad(optimizer: torch.optim.Optimizer) -> None:
-    """Makes ``optimizer.zero_grad()``, which comes each step and looks at each parameter twice, as quick as for
-    ordinary parameters. Harmless when repeated."""
+    """Make ``optimizer.zero_grad()`` as fast as for plain parameters, by bypassing the shards' dispatch. Idempotent."""
     of = weakref.ref(optimizer)
 
     @on_plain_tensors
@@ -161,8 +157,7 @@ def speed_up_zero_grad(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_members(groups: list[dict[str, Any]], name: str, find: Callable[[Tensor], Any]) -> None:
-    """Raises :class:`UnsupportedError` when an optimizer of that name holds a parameter of which ``find`` finds
-    nothing."""
+    """Raise :class:`UnsupportedError` if the optimizer holds a parameter that ``find`` does not know."""
     for number, group in enumerate(groups):
         for position, param in enumerate(group["params"]):
             if find(param) is None:

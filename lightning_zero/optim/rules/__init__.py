@@ -1,13 +1,13 @@
 """Update rules as pure functions of tensors, so that a captured graph can step with any learning rate.
 
-An optimizer's own step reads learning rate and betas as floats, which a captured graph would keep for ever. Here they
-are tensors. A rule has two halves: ``scalars`` turns a group's settings and the step count into a few numbers, in
-float64 because ``1 - beta`` loses what float32 can hold; ``apply`` treats elements one by one, in float32 whatever the
-dtype of the weights, as the fused kernels of ``torch.optim`` do. What depends on a number of the device is chosen with
-``torch.where``: a graph has no branches.
+An optimizer's own step reads learning rate and betas as floats, which a captured graph would freeze. A :class:`Rule`
+reads tensors and has two parts. ``scalars`` turns a group's settings and the step count into a few numbers, in float64
+because float32 loses ``1 - beta``. ``apply`` updates elements in float32, whatever the dtype of the weights, as the
+fused
+kernels of ``torch.optim`` do. Choices by a device value use ``torch.where``: a graph has no branches.
 
-A new optimizer of ``torch.optim``: its formula in the file of its relatives, and a line in ``_RULES``. One of a third
-party's, or of a user's own: :func:`register_rule`.
+To add an optimizer of ``torch.optim``, write its rule next to similar ones and add a line to ``_RULES``. For other
+optimizers use :func:`register_rule`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["MakeRule", "Rule", "StateNames", "has_rules", "register_rule", "rule
 
 MakeRule = Callable[[Mapping[str, Any]], Rule]
 
-_ATTRIBUTE = "_zero_rule"  # of an optimizer's class
+_ATTRIBUTE = "_zero_rule"  # attribute of an optimizer class
 _RULES: Mapping[type[torch.optim.Optimizer], MakeRule] = {
     torch.optim.Adadelta: adadelta,
     torch.optim.Adagrad: adagrad,
@@ -44,40 +44,40 @@ _RULES: Mapping[type[torch.optim.Optimizer], MakeRule] = {
 
 
 def rule_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule | None:
-    """The rule by which this optimizer steps this group; None where we have none, as for subclasses, which may do
-    anything."""
+    """Return the rule by which this optimizer steps this group; None if unknown, as for subclasses."""
     make = _RULES.get(type(optimizer)) or type(optimizer).__dict__.get(_ATTRIBUTE)
     return None if make is None or group.get("differentiable") else make(group)
 
 
 def has_rules(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether there is a rule for each of these groups."""
+    """Return True if there is a rule for each of these groups."""
     return all(rule_for(optimizer, group) is not None for group in groups)
 
 
 def state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateNames:
-    """What is known of the names in this optimizer's state for the parameters of this group."""
+    """Return the names in this optimizer's state for the parameters of this group, as far as known."""
     for cls in type(optimizer).__mro__:
         ours, registered = _RULES.get(cls), cls.__dict__.get(_ATTRIBUTE)
         make = ours or registered
         if make is None:
             continue
         if cls is type(optimizer):
-            # Whoever registers a rule names all that is elementwise. Of torch's optimizers users' hooks may add to the
-            # state, and settings that have changed have left there what the rule does not read.
+            # A registered rule names all elementwise state. For torch's optimizers, users' hooks may add state, and
+            # settings that have changed may have left state that the rule does not read.
             rule = make(group)
             return StateNames(frozenset(rule.state), frozenset(rule.counts), complete=ours is None)
         try:
             return StateNames(frozenset(), frozenset(make(group).counts), complete=False)
-        except KeyError:  # a subclass has other settings
+        except KeyError:  # a subclass with other settings
             break
     return StateNames(frozenset(), frozenset(), complete=False)
 
 
 def register_rule(optimizer: type[torch.optim.Optimizer], make: MakeRule) -> None:
-    """Tells how an optimizer of your own treats single elements, so that its step can be captured as a CUDA graph.
+    """Register the update rule of an elementwise optimizer, so that its step can be captured as a CUDA graph.
 
-    Its ``step`` makes the first step, and with it the state; later ones are computed by the rule, and ``step`` is then
+    The optimizer's ``step`` makes the first step, and with it the state. The rule computes later steps, and ``step`` is
+    then
     called without parameters. Call this before training, on every rank. Subclasses need rules of their own::
 
         @functools.cache
@@ -97,13 +97,13 @@ def register_rule(optimizer: type[torch.optim.Optimizer], make: MakeRule) -> Non
         lightning_zero.register_rule(Lion, lambda group: lion())
 
     Args:
-        optimizer: the class itself.
-        make: the :class:`Rule` for a parameter group; it may depend on the group's settings that are no numbers, and
-            on which are zero. The same object for groups with the same of these, so that they share compiled code.
-            Checkpoints go by the names in it, see :class:`Rule`.
+        optimizer: The class itself.
+        make: Returns the :class:`Rule` for a parameter group. The rule may depend on non-numeric settings and on which
+            settings are zero. Return one object for all groups that agree in these, so that they share compiled code.
+            Checkpoints depend on the names in it, see :class:`Rule`.
 
     Raises:
-        ValueError: it is no class of optimizers, or has another rule already.
+        ValueError: ``optimizer`` is no optimizer class, or has another rule already.
     """
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ValueError(f"{optimizer!r} is no class of optimizers. Pass the class, such as Lion, and not an object.")

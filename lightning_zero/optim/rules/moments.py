@@ -38,7 +38,7 @@ def radam(group: Mapping[str, Any]) -> Rule:
 
 
 def _constants(setting: Tensors) -> Tensors:
-    """What does not depend on the step count."""
+    """Return the scalars that do not depend on the step count."""
     beta1, beta2 = setting["betas.0"], setting["betas.1"]
     return {
         "keep": 1 - setting["lr"] * setting["weight_decay"],
@@ -60,7 +60,7 @@ def _second(grad: Tensor, state: Tensors, s: Tensors) -> Tensor:
 
 @cache
 def _adam(descent: Descent, amsgrad: bool) -> Rule:
-    """Adam (Kingma & Ba, 2015, algorithm 1), with decay as in AdamW (Loshchilov & Hutter, 2019) if decoupled."""
+    """Adam (Kingma & Ba, 2015, algorithm 1); AdamW (Loshchilov & Hutter, 2019) if decay is decoupled."""
 
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
         step = step.double()
@@ -83,7 +83,7 @@ def _adam(descent: Descent, amsgrad: bool) -> Rule:
 
 @cache
 def _adamax(descent: Descent) -> Rule:
-    """AdaMax (Kingma & Ba, 2015, algorithm 2), whose maximum ``torch.optim`` keeps from zero by ``eps``."""
+    """AdaMax (Kingma & Ba, 2015, algorithm 2); as in ``torch.optim``, ``eps`` keeps the maximum from zero."""
 
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
         return {**_constants(setting), "size": setting["lr"] / (1 - setting["betas.0"] ** step.double())}
@@ -99,7 +99,7 @@ def _adamax(descent: Descent) -> Rule:
 
 @cache
 def _nadam(descent: Descent) -> Rule:
-    """NAdam (Dozat, 2016): Adam with Nesterov's momentum, whose schedule the product of past momenta corrects."""
+    """NAdam (Dozat, 2016): Adam with Nesterov momentum, corrected by the product of past momenta."""
 
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
         lr, beta1, step = setting["lr"], setting["betas.0"], step.double()
@@ -128,7 +128,7 @@ def _nadam(descent: Descent) -> Rule:
 
 @cache
 def _radam(descent: Descent) -> Rule:
-    """RAdam (Liu et al., 2020, algorithm 2): momentum alone until the second moment is of enough gradients."""
+    """RAdam (Liu et al., 2020, algorithm 2): only momentum until the second moment has enough gradients."""
 
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
         beta1, beta2, step = setting["betas.0"], setting["betas.1"], step.double()

@@ -15,16 +15,16 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Rule:
-    """How one optimizer changes elements.
+    """The update of one optimizer.
 
     Attributes:
-        settings: the floats of a parameter group that the rule reads, by name; ``"betas.0"`` is the first of a pair.
-        state: names of the state tensors of a parameter's shape, which are cut like it. Where a rule is registered,
-            checkpoints take all others to be the same on every rank, whatever their shape.
+        settings: Floats of a parameter group that the rule reads, by name; ``"betas.0"`` is the first of a pair.
+        state: Names of the parameter-shaped state, which is sharded. For a registered rule, checkpoints assume that all
+            other state is equal on every rank.
         scalars: (settings and ``counts``, all 0-dim float64; step count after this step, 0-dim) -> 0-dim float64
-            tensors, among them the new ``counts``.
+            tensors, including the new ``counts``.
         apply: (parameter, gradient, state, scalars; all float32) -> (new parameter, new state).
-        counts: names of the state tensors of no dimensions, other than ``step``.
+        counts: Names of the 0-dim state other than ``step``.
     """
 
     settings: tuple[str, ...]
@@ -36,12 +36,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class StateNames:
-    """What is known of an optimizer's state by the names in it.
+    """Names in an optimizer's state.
 
     Attributes:
-        cut: what has one element for each of the parameter's.
-        counts: what is one number, besides ``step``.
-        complete: whatever is not in ``cut`` is the same on every rank.
+        cut: State with one element per element of the parameter.
+        counts: Single numbers, in addition to ``step``.
+        complete: True if all state outside ``cut`` is equal on every rank.
     """
 
     cut: frozenset[str]
@@ -49,14 +49,14 @@ class StateNames:
     complete: bool
 
     def elementwise(self, key: str) -> bool | None:
-        """Whether this entry has one element for each of the parameter's; None: its name does not say."""
+        """Return True if this entry has one element per element of the parameter; None if unknown."""
         if key in self.cut:
             return True
         return False if self.complete or key == "step" or key in self.counts else None
 
 
 class Descent(NamedTuple):
-    """Which way to go, and how weights decay; most optimizers share these options."""
+    """Options that most optimizers share: direction and weight decay."""
 
     maximize: bool
     decay: bool
@@ -64,7 +64,7 @@ class Descent(NamedTuple):
 
     @classmethod
     def from_group(cls, group: Mapping[str, Any], decoupled: bool = False) -> Descent:
-        """As the group says; ``decoupled`` where it does not."""
+        """Read the group's options; use ``decoupled`` if the group does not have it."""
         return cls(
             bool(group["maximize"]),
             bool(group.get("weight_decay")),
@@ -72,7 +72,7 @@ class Descent(NamedTuple):
         )
 
     def begin(self, param: Tensor, grad: Tensor, s: Tensors) -> tuple[Tensor, Tensor]:
-        """Parameter and gradient to go on with. Reads ``weight_decay``, or ``keep`` if that is decoupled."""
+        """Apply direction and decay; return parameter and gradient. Read ``weight_decay``, or ``keep`` if decoupled."""
         grad = -grad if self.maximize else grad
         if self.decay and self.decoupled:
             param = param * s["keep"]

@@ -24,7 +24,7 @@ def asgd(group: Mapping[str, Any]) -> Rule:
 
 @cache
 def _sgd(descent: Descent, momentum: bool, nesterov: bool) -> Rule:
-    """Momentum as in Sutskever et al. (2013), with the dampening that ``torch.optim.SGD`` documents."""
+    """SGD with momentum as in Sutskever et al. (2013), and the dampening of ``torch.optim.SGD``."""
 
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
         return {**setting, "rise": 1 - setting["dampening"]}
@@ -43,8 +43,11 @@ def _sgd(descent: Descent, momentum: bool, nesterov: bool) -> Rule:
 
 @cache
 def _asgd(descent: Descent) -> Rule:
-    """Averaged SGD (Polyak & Juditsky, 1992), with the schedules of ``torch.optim.ASGD``: each step goes by the size
-    and the share that the one before it has left, so that a new learning rate counts one step later."""
+    """Averaged SGD (Polyak & Juditsky, 1992), with the schedules of ``torch.optim.ASGD``.
+
+    Each step uses the step size and averaging factor that the last one computed: a new learning rate has effect one
+    step later.
+    """
 
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
         lr, lambd, step = setting["lr"], setting["lambd"], step.double()

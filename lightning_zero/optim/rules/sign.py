@@ -20,8 +20,10 @@ def rprop(group: Mapping[str, Any]) -> Rule:
 
 @cache
 def _rprop(descent: Descent) -> Rule:
-    """Rprop (Riedmiller & Braun, 1993) as in ``torch.optim``: where the sign has changed, the element rests a step. The
-    learning rate is only the first step's size."""
+    """Rprop (Riedmiller & Braun, 1993) as in ``torch.optim``: an element pauses for one step if its sign changes.
+
+    The learning rate is only the first step's size.
+    """
 
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
         return dict(setting)

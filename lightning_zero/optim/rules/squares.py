@@ -27,7 +27,7 @@ def rmsprop(group: Mapping[str, Any]) -> Rule:
 
 @cache
 def _adadelta(descent: Descent) -> Rule:
-    """Adadelta (Zeiler, 2012, algorithm 1), times the learning rate that ``torch.optim.Adadelta`` adds."""
+    """Adadelta (Zeiler, 2012, algorithm 1), times the learning rate of ``torch.optim.Adadelta``."""
 
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
         return {**setting, "rise": 1 - setting["rho"]}
@@ -44,7 +44,7 @@ def _adadelta(descent: Descent) -> Rule:
 
 @cache
 def _adagrad(descent: Descent) -> Rule:
-    """Adagrad (Duchi, Hazan & Singer, 2011), with the decay of the rate that ``torch.optim.Adagrad`` documents."""
+    """Adagrad (Duchi, Hazan & Singer, 2011), with the learning rate decay of ``torch.optim.Adagrad``."""
 
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
         return {**setting, "size": setting["lr"] / (1 + (step.double() - 1) * setting["lr_decay"])}
@@ -59,7 +59,7 @@ def _adagrad(descent: Descent) -> Rule:
 
 @cache
 def _rmsprop(descent: Descent, momentum: bool, centered: bool) -> Rule:
-    """RMSprop (Hinton's lecture 6, 2012); by the variance instead of the square if ``centered`` (Graves, 2013)."""
+    """RMSprop (Hinton's lecture 6, 2012); divided by the standard deviation if ``centered`` (Graves, 2013)."""
 
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
         return {**setting, "rise": 1 - setting["alpha"]}
