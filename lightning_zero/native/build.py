@@ -1,11 +1,13 @@
-"""Builds the C++ executor with g++ into a cache, once per torch version, source and kind of machine.
+"""Build the C++ executor with g++ into a cache, once per torch version, source and kind of machine.
 
-Protocol: if the library is there, done, and nobody needs a compiler; otherwise take the lock of the cache entry,
-compile into a temporary directory and rename the result into place, so that nobody ever loads half a file. Neither nvcc
-nor CUDA headers are needed: the sources use c10's device-independent interfaces.
+If the library exists, :func:`build` returns it and needs no compiler. Otherwise it locks the cache entry, compiles into
+a
+temporary directory and renames the result, so that no process loads a partial file. The sources need neither nvcc nor
+CUDA headers: they use c10's device-independent interfaces. The compiler is not part of the entry's name, so a machine
+without one can use a library that was built elsewhere; ``built-by`` in the entry names it.
 
-The compiler is not part of an entry's name: a library that another compiler built does the same, and a machine without
-any may use what was built elsewhere. ``built-by`` in the entry tells which it was.
+torch.utils.cpp_extension.load is not used: it needs ninja, a killed build leaves a stale lock on which other ranks wait
+forever, and it loads libraries from folders that other users may write.
 """
 
 from __future__ import annotations
@@ -44,25 +46,26 @@ __all__ = ["build", "is_built", "kernel_source", "loaded_runtime", "source_direc
 
 log = logging.getLogger(__name__)
 
-MARK = "-DLIGHTNING_ZERO"  # by which our compilers are known among the processes that a rank has started
+MARK = "-DLIGHTNING_ZERO"  # marks our compilers in the list of processes
 FLAGS = (MARK, "-std=c++20", "-O2", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", "-Wno-deprecated-declarations")
 LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch")
 LOCK_DEADLINE_S = 900.0
 MAX_UNITS = 8
-SLOW_HEADERS = "#include <torch/"  # those of process groups, autograd and ops: three times the seconds of tensors'
-BINDING_FLAG = "-O1"  # for bindings, which do no work, and are what all others of a build wait for
-# g++ looks for garbage in its memory again and again, a tenth of its seconds; like this each takes 0.8 GB, not 0.7.
+# headers of process groups, autograd and ops, which take three times as long as those of tensors
+SLOW_HEADERS = "#include <torch/"
+BINDING_FLAG = "-O1"  # bindings do no work at run time, and are the last to finish at -O2
+# Saves a tenth of g++'s time, which it spends on garbage collection; takes 0.8 GB per process instead of 0.7.
 GCC_HEAP_FLAGS = ("--param", "ggc-min-heapsize=1500000")
-LEAN_HEADERS = "-DAT_PER_OPERATOR_HEADERS"  # with the folder "lean" of the sources, whose headers come before torch's
+LEAN_HEADERS = "-DAT_PER_OPERATOR_HEADERS"  # for the sources' folder "lean", whose headers replace torch's
 
-Report = Callable[..., Any]  # as a logger's methods: a format, and what belongs into it
+Report = Callable[..., Any]  # as a logger's methods: format and arguments
 
 
 def source_directory() -> Path:
-    """The directory of the C++ sources: inside the installed package, or next to it in a checkout.
+    """Return the directory of the C++ sources: in the installed package, or next to it in a checkout.
 
     Raises:
-        NativeBuildError: neither exists.
+        NativeBuildError: Neither exists.
     """
     package = Path(__file__).resolve().parent.parent
     for candidate in (package / "csrc", package.parent / "csrc"):
@@ -75,10 +78,10 @@ def source_directory() -> Path:
 
 
 def kernel_source(name: str) -> Path:
-    """The file of that name, as in ``"barrier.cu"``, wherever it lies among the sources.
+    """Return the source file of this name, such as ``"barrier.cu"``, in any folder of the sources.
 
     Raises:
-        NativeBuildError: there is none, or no sources.
+        NativeBuildError: There is no such file, or there are no sources.
     """
     found = list(source_directory().rglob(name))
     if len(found) != 1:
@@ -96,19 +99,18 @@ def build(
     report: Report = log.warning,
     commands: CommandRunner | None = None,
 ) -> Path:
-    """Returns the path of the shared library, building it first if this is the first use.
+    """Return the path of the shared library; build it first if it does not exist.
 
     Args:
-        cache: directory for built libraries; by default ``$LIGHTNING_ZERO_CACHE`` or ``~/.cache/lightning_zero``.
-        compiler: command of a C++20 compiler, with arguments if it has some (``"ccache g++"``); by default ``$CXX`` or
-            ``g++``.
-        deadline_s: how long to wait, in seconds, while another process builds.
-        say: shows the user what takes long.
-        commands: run the compiler, and may be stopped by another thread.
+        cache: Directory of built libraries; by default ``$LIGHTNING_ZERO_CACHE`` or ``~/.cache/lightning_zero``.
+        compiler: C++20 compiler command, with arguments if any (``"ccache g++"``); by default ``$CXX`` or ``g++``.
+        deadline_s: How long to wait while another process builds, in seconds.
+        report: Called with a format and arguments when the build begins, waits or ends.
+        commands: Runs the compiler, and may be stopped by another thread.
 
     Raises:
-        NativeBuildError: no compiler, a compile error, the deadline passed, or a cache that others can write.
-        Stopped: ``commands`` were stopped.
+        NativeBuildError: No compiler, a compile error, the deadline passed, or a cache that others can write.
+        BuildCancelled: ``commands`` were stopped.
     """
     commands = commands or CommandRunner()
     cache = resolve_cache(cache or default_cache())
@@ -126,7 +128,7 @@ def build(
 
 
 def is_built() -> bool:
-    """Whether :func:`build` has nothing to do; or will not do it, and say why."""
+    """Return True if :func:`build` has nothing to do, or would raise without building."""
     try:
         return _is_cached(resolve_cache(default_cache()) / _digest(source_directory()) / "lightning_zero.so")
     except NativeBuildError:
@@ -178,8 +180,8 @@ def _abi() -> str:
 
 
 def _digest(sources: Path) -> str:
-    # The C library's version: homes are shared by machines of several ages, and what the newest builds would load on
-    # no other.
+    # The C library's version is included because machines of several ages may share a home: a library built on the
+    # newest does not load on the others.
     machine = (platform.machine(), *platform.libc_ver())
     digest = hashlib.sha256("\0".join((torch.__version__, *machine, _abi(), *FLAGS, BINDING_FLAG)).encode())
     for path in sorted(sources.rglob("*.[ch]*")):
@@ -192,7 +194,7 @@ def _compile(compiler: list[str], version: str, library: Path, report: Report, c
     report("Building lightning_zero's C++ executor (once for this torch version; takes up to a minute).")
     torch_directory = Path(torch.__file__).parent
     include = torch_directory / "include"
-    # Sources name each other by their rooms.
+    # Sources include each other by folder.
     includes = [f"-I{sources}", f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
     try:
         temporary = Path(tempfile.mkdtemp(dir=library.parent, prefix="build-"))
@@ -226,7 +228,7 @@ def _compile(compiler: list[str], version: str, library: Path, report: Report, c
             [*compiler, MARK, "-shared", *map(str, objects), *loaded_runtime()]
             + [f"-L{libraries}", f"-Wl,-rpath,{libraries}", *LIBRARIES, "-o", str(linked)],
         )
-        linked.chmod(0o755)  # whatever the umask: others would be refused a library that more than its owner can write
+        linked.chmod(0o755)  # whatever the umask: check_owner rejects a library that others can write
         (temporary / "built-by").write_text(f"{shlex.join(compiler)}\n{version}")
         os.replace(temporary / "built-by", library.parent / "built-by")
         os.replace(linked, library)
@@ -240,8 +242,9 @@ def _compile(compiler: list[str], version: str, library: Path, report: Report, c
 def loaded_runtime() -> list[str]:
     """Return the path of the C++ standard library that this process has loaded, as a list; empty if there is none.
 
-    The executor is linked with it by its path. Where a compiler finds only a static one, parts of that would become
-    parts of the executor, and two copies in one process crash when either prints a number.
+    The executor is linked with this path. If a compiler finds only a static library, parts of it would be copied into
+    the
+    executor, and two copies in one process crash when either prints a number.
     """
     try:
         paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
@@ -251,7 +254,7 @@ def loaded_runtime() -> list[str]:
 
 
 def _compile_unit(commands: CommandRunner, lean: Sequence[str], command: list[str]) -> None:
-    """A torch whose headers need more than the lean ones have is given its own."""
+    """Compile one unit; if the lean headers lack a declaration with this torch, compile it with torch's own."""
     try:
         _run(commands, command)
     except NativeBuildError as error:
@@ -260,10 +263,13 @@ def _compile_unit(commands: CommandRunner, lean: Sequence[str], command: list[st
 
 
 def _units(sources: Path, directory: Path) -> dict[Path, list[Path]]:
-    """Files that include the sources, with these: most of a source's time goes into torch's headers, so one that needs
-    those that take longest is alone, and the others share files, about as much of them each. With fewer cores two files
-    are one, of sources that need the same headers: what goes together on any machine has been tried on those of
-    tests."""
+    """Write files that include the sources; return the sources of each file.
+
+    torch's headers take most of the compile time. So a source with the slow headers has a file of its own, and the
+    others
+    share files of equal size. With fewer cores, two files are joined. ``ops.cpp`` and the bindings are last in this
+    order.
+    """
     paths = sorted(sources.rglob("*.cpp"), key=lambda path: (-path.stat().st_size, path))
     alone = [path for path in paths if path.parent.name == "bindings" or SLOW_HEADERS in path.read_text()]
     alone.sort(key=lambda path: (path.name == "ops.cpp", path.parent.name == "bindings"))
@@ -282,7 +288,7 @@ def _optimization_flags(sources: Sequence[Path]) -> list[str]:
 
 
 def _split(paths: Sequence[Path], count: int) -> list[list[Path]]:
-    """The largest come first."""
+    """Distribute the paths, largest first, over ``count`` lists of equal size."""
     parts: list[list[Path]] = [[] for _ in range(count)]
     for path in paths:
         min(parts, key=_bytes).append(path)

@@ -1,8 +1,8 @@
-"""The folders of built libraries, which are loaded and run: only this user and root may write there. And their lock.
+"""Cache of built libraries, which are loaded and run: only this user and root may write to it. And its lock.
 
-The path to the cache may go through links: it is resolved once, and every directory of the resolved path is checked, as
-OpenSSH does for keys. Inside the cache nothing is a link. A cache that was filled ahead of time (in an image, on a
-shared file system) may be read-only, and belong to root.
+The path of the cache may contain links. It is resolved once, and each directory of the resolved path is checked, as
+OpenSSH does for keys. In the cache, links are rejected. A prebuilt cache (in an image, on a shared file system) may be
+read-only and belong to root.
 """
 
 from __future__ import annotations
@@ -37,12 +37,14 @@ log = logging.getLogger(__name__)
 
 INSTEAD = "Set LIGHTNING_ZERO_CACHE to a writable directory of your own."
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-UNMAPPED = Path("/proc/sys/kernel/overflowuid")  # who owns what belongs to a user outside this user namespace
+UNMAPPED = Path("/proc/sys/kernel/overflowuid")  # owner of files of users outside this user namespace
 
 
 def default_cache() -> Path:
-    """``$LIGHTNING_ZERO_CACHE``, or ``lightning_zero`` among the user's caches; without a home, as in a container whose
-    user has no name, among temporary files."""
+    """Return ``$LIGHTNING_ZERO_CACHE``, or ``lightning_zero`` in the user's cache directory.
+
+    Use a temporary directory if the user has no home, as in a container whose user has no name.
+    """
     explicit = os.environ.get("LIGHTNING_ZERO_CACHE")
     if explicit:
         return _expanded(explicit)
@@ -73,7 +75,7 @@ def _expanded(cache: str) -> Path:
 
 def _without_home() -> Path:
     try:
-        # Named by the user: another's folder of this name would be refused.
+        # Includes the user: check_owner would reject another user's folder.
         folder = Path(tempfile.gettempdir()) / f"lightning_zero-{os.geteuid()}"
     except OSError as error:
         raise NativeBuildError(
@@ -85,21 +87,19 @@ def _without_home() -> Path:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make an entry of the cache for this user alone; inside a cache that more users may read, one that they may read.
-
-    Harmless when it is there.
+    """Make a cache entry that only this user can write. Others can read it if they can read the cache. Idempotent.
 
     Args:
         folder: The entry; its parent is the cache, whose path is :func:`resolve_cache`.
 
     Raises:
-        NativeBuildError: it cannot be made, or is somebody else's to write.
+        NativeBuildError: It cannot be made, or others can write it.
     """
     cache = folder.parent
     try:
         for parent in reversed(cache.parents):
             if not parent.exists():
-                parent.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: others may not replace what is inside
+                parent.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: others must not replace the contents
         cache.mkdir(mode=stat.S_IRWXU, exist_ok=True)
         check_parents(cache)
         check_owner(cache)
@@ -110,12 +110,11 @@ def make_private_folder(folder: Path) -> None:
 
 
 def check_owner(path: Path) -> None:
-    """Refuse a part of the cache that somebody else could have written: it would run as this user.
+    """Raise if another user could have written this part of the cache: it would run as this user.
 
     Raises:
-        NativeBuildError: the file or directory is a link, belongs to neither root nor this user, or others may write
-            it.
-        FileNotFoundError: it is not there.
+        NativeBuildError: The path is a link, belongs to neither root nor this user, or others can write it.
+        FileNotFoundError: The path does not exist.
     """
     found = _status(path)
     if stat.S_ISLNK(found.st_mode):
@@ -137,15 +136,16 @@ def check_owner(path: Path) -> None:
 
 
 def check_parents(cache: Path) -> None:
-    """Refuse a cache that somebody else could replace by another directory.
+    """Raise if another user could replace the cache by another directory.
 
     Args:
         cache: Its path is :func:`resolve_cache`.
 
     Raises:
-        NativeBuildError: a directory above belongs to another user, or others may write it. Where only owners may
-            rename (the sticky bit, as in /tmp), and in a group of this user alone, all may write.
-        FileNotFoundError: one is not there.
+        NativeBuildError: A parent belongs to another user, or others can write it. A sticky directory (such as /tmp)
+            and
+            a group that holds only this user are accepted.
+        FileNotFoundError: A parent does not exist.
     """
     for parent in cache.parents:
         found = _status(parent)
@@ -172,7 +172,7 @@ def _status(path: Path) -> os.stat_result:
 
 
 def _is_private(group: int) -> bool:
-    """Return True for a group of this user's own, as distributions make one for each user."""
+    """Return True for a group of this user alone, as distributions make one for each user."""
     try:
         user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
@@ -194,19 +194,19 @@ def lock_entry(
     report: Callable[..., Any] = log.warning,
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Inside, no other process is: an OS lock, which a killed process releases. Where the file system has no locks,
-    several may be.
+    """Hold the entry's OS lock, which a killed process releases. Without lock support, several processes may build.
 
     Args:
-        deadline_s: how long to wait for another process, in seconds.
-        say: shows the user that this waits.
-        check: is called while this waits; what it raises ends that.
+        folder: The entry.
+        deadline_s: How long to wait for another process, in seconds.
+        report: Called if this waits.
+        check: Called while this waits; may raise to end the wait.
 
     Raises:
-        NativeBuildError: the lock cannot be written, or the deadline passed.
+        NativeBuildError: The lock cannot be written, or the deadline passed.
     """
     try:
-        # Closed below, which releases it. Not through a link: opening empties a file.
+        # Closed below, which releases it. Not through a link: opening truncates the file.
         lock = open(os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644), "w")  # noqa: SIM115
     except OSError as error:
         raise unwritable_error(folder, error) from error
@@ -215,7 +215,7 @@ def lock_entry(
         try:
             yield
         finally:
-            # Closing would not do: a process that was forked meanwhile has the file open, too.
+            # Closing is not enough: a forked process has the file open, too.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
@@ -235,7 +235,7 @@ def _acquire(
             return
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
-                # Waiting would not help: some network file systems have no locks.
+                # Do not wait: some network file systems have no locks.
                 report("%s cannot be locked (%s): several processes may build at once.", path, error)
                 return
         waited = time.monotonic() - start

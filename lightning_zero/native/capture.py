@@ -1,4 +1,4 @@
-"""What every capture of a CUDA graph needs."""
+"""CUDA graph capture: set-up, error recovery, memory of a pool, and :class:`GraphedSequence`."""
 
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ __all__ = ["capture_graph", "configure_nccl_for_capture", "reserve_pool_block"]
 
 
 def configure_nccl_for_capture(device: torch.device) -> None:
-    """NCCL's collectives are the same in graphs as outside, from now on, unless the user has chosen otherwise: ranks
-    that replay must fit together with ranks that run. By default NCCL registers the memory that graphs name, with all
-    ranks, and uses other channels for it. It asks for this variable at the first collective that is captured."""
+    """Make NCCL use the same algorithms in graphs as outside, unless the user has set the variable.
+
+    Ranks that replay must match ranks that run eagerly. By default NCCL registers the memory used in graphs with all
+    ranks
+    and uses other channels for it. NCCL reads the variable at the first captured collective.
+    """
     if device.type == "cuda":
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 @contextmanager
 def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """What is queued inside, on the current stream, goes to ``graph``, and what is allocated comes from ``pool``."""
-    # What has failed on the device is raised here: a graph whose capture fails to begin ends the process.
+    """Capture the current stream's work into ``graph``; allocate from ``pool``."""
+    # Raises pending device errors here: a capture that fails to begin ends the process.
     torch.cuda.synchronize()
-    with pause_gc():  # it would free graphs and events, which this thread may not while it captures
-        # Other threads, such as NCCL's watchdog, go on: hence the error mode.
+    with pause_gc():  # the collector would free graphs and events, which is illegal during capture
+        # thread_local, because other threads, such as NCCL's watchdog, continue.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             yield
@@ -43,11 +46,12 @@ def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
 
 @contextmanager
 def reserve_pool_block(pool: Any, device: torch.device, nbytes: int) -> Iterator[None]:
-    """What is captured inside, on the current stream and into ``pool``, finds so much memory in one piece there, which
-    no graph holds yet. Nothing happens where ``nbytes`` is 0.
+    """Reserve one free block of ``nbytes`` in ``pool`` for the capture in this context. Do nothing if ``nbytes`` is 0.
 
-    A pool that grows as it is asked cannot put neighbours together that came one by one, and nothing can be given back
-    amid a capture. For 1.03 GiB of tensors, on one H100, 1.11 GiB were nobody else's so, and 1.13 without."""
+    A pool that grows on demand cannot merge neighboring blocks, and memory cannot be freed during a capture: without
+    the
+    reserved block the pool takes more memory.
+    """
     if not nbytes:
         yield
         return
@@ -67,9 +71,9 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     try:
         graph.capture_end()
     except RuntimeError:
-        # torch leaves the allocator and the generator of random numbers as if something were still being captured.
-        # Nobody could allocate from elsewhere, or get the pool's memory back, and the next dropout would raise.
-        with suppress(RuntimeError):  # raised where that was ended
+        # torch leaves the allocator and the random generator in capture state: other allocations and the next dropout
+        # would fail.
+        with suppress(RuntimeError):  # already ended
             device = torch.cuda.current_device()
             cuda.end_allocate_to_pool(device, pool)
             cuda.release_pool(device, pool)
@@ -84,7 +88,7 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 def _is_lost() -> bool:
-    """Whether nothing can be done on the device any more."""
+    """Return True if no operation on the device can succeed any more."""
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:

@@ -11,7 +11,7 @@ __all__ = ["pause_gc"]
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """Inside, it does not collect by itself. Not for long: memory in cycles stays until then."""
+    """Disable automatic garbage collection in this context. Keep it short: reference cycles stay until its end."""
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""A typed handle on the C++ executor. See ``csrc/executor.h`` for its parts."""
+"""Typed handle of the C++ executor and its transport. See ``csrc/executor.h`` for its parts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ __all__ = ["Executor", "KeepsActivations"]
 
 
 class KeepsActivations(Protocol):
-    """What compiled graphs call for activations that lie on the host between forward and backward; see
-    ``offload/activations.py``."""
+    """The operations of offloaded activations that compiled graphs call, see ``offload/activations.py``."""
 
     def leave(self, value: Tensor) -> Tensor: ...
 
@@ -38,20 +37,20 @@ class Executor:
     """Gathers weights and reduces gradients for one engine.
 
     Args:
-        mesh: of the ranks that share the weights; on its control group they agree at the end of each backward.
-        config: options.
-        on_backward_end: called after gradients have been attached, once per backward.
-        watchdog: watches over what this executor waits for.
-        on_new_plan: called with the digest and the text of a compiled graph's plan before the first such graph runs.
-            What it raises ends the run of the graph before its first collective.
+        mesh: Ranks that share the weights. They agree on its control group at the end of each backward.
+        config: Options.
+        on_backward_end: Called once per backward, after gradients are attached.
+        on_new_plan: Called with digest and text of a compiled graph's plan before the first such graph runs. An error
+            that it raises ends the graph's run before its first collective.
+        watchdog: Watches this executor's waits.
 
     Attributes:
-        parameters, weights, gradients, graphs, transport: its parts.
-        device, rank, world_size: of the mesh.
-        activations: what it was told of by :meth:`keep_activations`.
-        several_hosts: whether there are.
-        reduces_across_once: whether these are to reduce gradients once per optimizer step.
-        reduces_once: whether all ranks are.
+        parameters, weights, gradients, graphs, transport: Parts of the executor.
+        device, rank, world_size: Those of the mesh.
+        activations: The argument of :meth:`keep_activations`.
+        several_hosts: True if the mesh has several hosts.
+        reduces_across_once: True if gradients are reduced across hosts once per optimizer step.
+        reduces_once: True if gradients are reduced over all ranks once per optimizer step.
     """
 
     def __init__(
@@ -91,18 +90,18 @@ class Executor:
             self._native.on_new_plan(self._define("on_new_plan", "(str digest, str plan)", on_new_plan))
 
     def waiting(self, what: str, sequence: SequenceId) -> AbstractContextManager[None]:
-        """Surrounds a collective called ``what``, of the process group of that lane, that Python starts."""
+        """Surround a collective that Python starts. ``what`` describes it; ``sequence`` is that of its process group."""
         return nullcontext() if self._watchdog is None else self._watchdog.waiting(what, sequence)
 
     def collective(self, what: str, sequence: SequenceId, start: Callable[[bool], dist.Work | None]) -> None:
-        """The same for one that ``start`` starts, asynchronously if it is given True: a wait that can be ended."""
+        """Start a collective and wait for it interruptibly. ``start`` is passed True if it must be asynchronous."""
         if self._watchdog is None:
             start(False)
             return
         self._watchdog.collective(what, sequence, start, sequence is SequenceId.CONTROL or self.device.type == "cpu")
 
     def configure(self, config: EngineConfig) -> None:
-        """Applies options; legal only outside a backward pass."""
+        """Apply options. Must not be called in a backward pass."""
         tuning = config.tuning
         self.reduces_across_once = tuning.reduce_across == "step"
         self.reduces_once = config.stage == 1
@@ -119,15 +118,15 @@ class Executor:
 
     @property
     def defers(self) -> bool:
-        """Whether gradients of micro-batches wait for the last one's, on their host or on their rank."""
+        """True if gradients of micro-batches wait for the last micro-batch, on their host or on their rank."""
         return (self.reduces_once and self.world_size > 1) or (self.reduces_across_once and self.several_hosts)
 
     def before_edits(self, callback: Callable[[], None]) -> None:
-        """``callback`` comes before what eager code does to whole weights changes shards."""
+        """Call ``callback`` before user writes of gathered weights change shards."""
         self._native.before_edits(self._define("before_edits", "()", callback))
 
     def keep_activations(self, where: KeepsActivations) -> None:
-        """Compiled graphs give activations away to ``where``, and get them back from there."""
+        """Let compiled graphs offload activations through ``where`` and reload them."""
         self.activations = where
         one, two = "(Tensor value)", "(Tensor value, Tensor host)"
         self._native.keep_activations(
@@ -138,8 +137,8 @@ class Executor:
         )
 
     def _define(self, event: str, arguments: str, callback: Callable[..., Any], result: str = "()") -> str:
-        # C++ finds Python through an op of this executor's own, so no table of engines is needed. The op must not keep
-        # the engine alive, hence the weak reference.
+        # C++ calls Python through an op of this executor, so no table of engines is needed. The op must not keep the
+        # engine alive, hence the weak reference.
         method = weakref.WeakMethod(callback) if hasattr(callback, "__self__") else (lambda: callback)
         name = f"{event}_{id(self)}"
 
@@ -153,42 +152,43 @@ class Executor:
         return f"lightning_zero::{name}"
 
     def begin_stage(self) -> None:
-        """A stage begins, on every rank, wherever an exception may have ended the one before. Collective."""
+        """Begin a stage on every rank, even if an exception has ended the one before. Collective."""
         self._native.begin_stage()
 
     def begin_epoch(self) -> None:
-        """A training step begins, on every rank: what a rank missed in an interrupted one is not waited for."""
+        """Begin a training step on every rank: do not wait for work of an interrupted one."""
         self._native.begin_epoch()
 
     def counters(self) -> dict[str, int]:
-        """Counts since the last reset.
+        """Return counts since the last reset. Counts that are zero may be missing.
 
-        Of weights: ``gathers``, ``gather_bytes`` (of the whole weights), and of these ``eager_gathers``,
-        ``resident_gathers`` (into memory where they stay), ``copied_weights`` (without a collective);
-        ``gather_groups``, and of these ``groups_ahead`` (under way since the step began);
-        ``compute_copy_writes`` (one by one).
+        Weights: ``gathers``, ``gather_bytes`` (of unsharded weights), and of these ``eager_gathers``,
+        ``resident_gathers`` (into
+        the cache of unsharded weights), ``copied_weights`` (without a collective); ``gather_groups``, and of these
+        ``groups_ahead`` (started at the beginning of the step); ``compute_copy_writes`` (one by one).
 
-        With several hosts: ``gather_bytes_across`` and ``reduce_bytes_across`` (of what the ranks at one place of all
-        hosts have together; of an all-reduce twice, for its way to the sums and back), ``host_shard_refreshes``,
-        ``exchanged_parts`` (of these), and on CPUs ``awaited_parts``.
+        Several hosts: ``gather_bytes_across`` and ``reduce_bytes_across`` (of all ranks with one local rank together;
+        an
+        all-reduce counts twice), ``host_shard_refreshes``, ``exchanged_parts`` (of these), and on CPUs
+        ``awaited_parts``.
 
-        Of activations that lie on the host until backward: ``offloaded_activations``, ``offload_bytes``,
-        ``reload_bytes``.
+        Activations: ``offloaded_activations``, ``offload_bytes``, ``reload_bytes``.
 
-        Of gradients: ``reduces``, ``flushes`` (buckets), ``reduce_bytes`` (of whole buckets), ``late_flushes`` (of
-        gradients whose bucket had left), ``deferred_reductions`` (that no backward took along), ``agreements``,
-        ``aborted_backwards``, ``plans`` (layouts of buckets), ``grown_buckets``, ``allocated_buckets``; of both,
-        ``replayed_graphs``. Counts that never rose are missing.
+        Gradients: ``reduces``, ``flushes`` (buckets), ``reduce_bytes`` (of full buckets), ``late_flushes`` (of
+        gradients whose
+        bucket was already sent), ``deferred_reductions`` (outside a backward), ``agreements``, ``aborted_backwards``,
+        ``plans``
+        (bucket layouts), ``grown_buckets``, ``allocated_buckets``. Weights and gradients: ``replayed_graphs``.
 
-        As they are now: ``buckets``, ``bucket_bytes``, ``watched_weights`` (that eager code was given).
+        Present values: ``buckets``, ``bucket_bytes``, ``watched_weights`` (held by eager code).
         """
         return dict(self._native.counters())
 
     def reset_counters(self) -> None:
-        """Sets the running counts to zero."""
+        """Set the running counts to zero."""
         self._native.reset_counters()
 
     def close(self) -> None:
-        """Unregisters every parameter; harmless when called twice."""
+        """Unregister every parameter. Idempotent."""
         self._native.close()
         self._library = None

@@ -23,23 +23,31 @@ from torch.distributed import Store
 
 __all__ = ["Failures", "ShownErrorHook", "mark_shown"]
 
-TO_POST_S = 1.0  # for which a rank waits for the posts of the others; a traceback should be seen soon
-TO_HEAR_S = 4.5  # for which the rank that serves the store stays: the others end 3 s after they hear, and look each 0.5
+TO_POST_S = 1.0  # for posts of other ranks; short, because users wait for the traceback
+TO_HEAR_S = 4.5  # for which the rank that serves the store stays alive: the others poll every 0.5 s and end after 3 s
 TO_CLAIM_S = 0.5  # for which a rank leaves the traceback to a lower rank
 POLL_S = 0.05
 STORE_TIMEOUT = timedelta(seconds=5)
 SHOWN = "_zero_shown"  # attribute of an exception: where its traceback is printed
-# The numbers of ranks, devices and addresses in a message; the same exception has others on each rank.
+# Numbers of ranks, devices and addresses in a message, which differ between ranks for the same exception.
 OWN = re.compile(r"0x[0-9a-f]+|\b(rank|cuda|gpu|device|process)([ :=#_]*)\d+", re.IGNORECASE)
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 class Failures:
-    """The failures of one rank, as the other ranks learn of them.
+    """Shows an exception that several ranks share once, with the list of these ranks.
+
+    A failing rank posts a digest of its exception in the ranks' key-value store and waits briefly for the posts of the
+    others.
+    Of the ranks with one digest, the first that claims it prints the traceback. A process that ends by an exception
+    that was
+    shown only names it. Exit codes and exceptions do not change.
 
     Args:
-        store: Of these ranks. It is cloned: a thread that waits in a store's client keeps other threads out.
+        store: Store of these ranks. It is cloned: a thread that waits in a store's client blocks other threads.
+        rank: This rank.
+        world_size: Number of ranks.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -49,11 +57,11 @@ class Failures:
         self._stage = 0
 
     def begin(self) -> None:
-        """Begin a stage, on all ranks: earlier failures are over."""
+        """Begin a stage on all ranks: earlier failures are over."""
         self._stage += 1
 
     def show(self, error: BaseException) -> None:
-        """Print the traceback, unless a rank with the same exception prints it. Not collective."""
+        """Print the traceback unless a rank with the same exception prints it. Not collective."""
         if getattr(error, SHOWN, ""):
             return
         try:
@@ -69,14 +77,14 @@ class Failures:
         mark_shown(error, "above" if first == self._rank else f"printed by rank {first}")
 
     def acknowledge(self) -> None:
-        """Note that this rank knows of another one's failure."""
+        """Report that this rank knows of another rank's failure."""
         with suppress(RuntimeError):  # the store is gone
             self._store.set(self._key("hears", self._rank), "")
 
     def wait_until_acknowledged(self) -> None:
-        """Wait until the other ranks have failed, too, or know of this rank's failure; not for long.
+        """Wait briefly until the other ranks have failed, too, or know of this rank's failure.
 
-        For the rank whose process serves the store, when it ends: the others would only find the store gone.
+        For the process that serves the store, before it ends: the others would only find the store closed.
         """
         deadline, left = time.monotonic() + TO_HEAR_S, set(self._ranks) - {self._rank}
         with suppress(RuntimeError):
@@ -85,7 +93,7 @@ class Failures:
                 time.sleep(POLL_S if left else 0)
 
     def _share(self, digest: str) -> tuple[int, list[int]]:
-        """Return the rank that prints the traceback, and those for which it does."""
+        """Return the rank that prints the traceback, and the ranks for which it does."""
         self._store.set(self._key("of", self._rank), digest)
         deadline, posts = time.monotonic() + TO_POST_S, [self._key("of", rank) for rank in self._ranks]
         while not self._store.check(posts) and time.monotonic() < deadline:
@@ -108,9 +116,10 @@ class Failures:
 
 
 class ShownErrorHook:
-    """In the place of ``sys.excepthook``: names an exception that was shown, and leaves others to the hook before.
+    """Replaces ``sys.excepthook``: names an exception that was shown, and leaves others to the previous hook.
 
-    The hook before is called in any case, since a user's may do more than print: only its output is dropped.
+    The previous hook is always called, since a user's may do more than print. For a shown exception its output is
+    dropped.
     """
 
     def __init__(self, before: Hook) -> None:
@@ -118,7 +127,7 @@ class ShownErrorHook:
 
     @classmethod
     def install(cls) -> None:
-        """Harmless when repeated."""
+        """Install the hook. Idempotent."""
         if not isinstance(sys.excepthook, cls):
             sys.excepthook = cls(sys.excepthook)
 
@@ -133,16 +142,16 @@ class ShownErrorHook:
 
 
 def mark_shown(error: BaseException, where: str) -> None:
-    """Have the end of this process by ``error`` only name it. ``where``: its traceback is printed."""
+    """Mark ``error`` so that the end of this process only names it. ``where``: where its traceback is printed."""
     try:
         setattr(error, SHOWN, where)
-    except AttributeError:  # a class without attributes: it is shown again
+    except AttributeError:  # a class without attributes is shown again
         return
     ShownErrorHook.install()
 
 
 def _digest(error: BaseException) -> str:
-    """Return the same text on each rank for one exception: of one type, message and line."""
+    """Return a text that is equal on all ranks with the same exception: type, message and line."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     kind, text = type(error), OWN.sub(r"\1", str(error))

@@ -21,8 +21,10 @@ ROUNDS = 50  # at most: who ends does not wait
 
 
 def own_process() -> dict[str, Any]:
-    """What others need to find this process: host, namespace, number, and when it was started, in ticks since boot.
-    Empty where /proc does not show it under its own number."""
+    """Return host, pid namespace, pid and start time (ticks since boot) of this process, for other processes.
+
+    Host is empty if /proc does not show the process under its own pid.
+    """
     pid, unknown = os.getpid(), {"host": "", "pid": os.getpid(), "started": "0"}
     with suppress(OSError):
         stat = process_stat(pid)
@@ -37,7 +39,7 @@ def own_process() -> dict[str, Any]:
 
 
 def has_ended(process: dict[str, Any]) -> bool:
-    """Whether it ran on this host, as :func:`own_process` said there, and does so no more."""
+    """Return True if the process of :func:`own_process` ran on this host and has ended."""
     if not process["host"] or process["host"] != own_process()["host"]:
         return False
     stat = process_stat(process["pid"])

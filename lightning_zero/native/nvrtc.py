@@ -1,4 +1,4 @@
-"""Compiles CUDA code at run time with NVRTC, which torch brings along: no toolkit, and none of its headers."""
+"""Compile CUDA code at run time with NVRTC, which torch ships: no toolkit and none of its headers are needed."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["compile_cuda"]
 
 
 def compile_cuda(source: Path, capability: tuple[int, int], options: Sequence[str] = ()) -> Tensor:
-    """Returns what the driver loads on a device of this compute capability, as bytes on the CPU. Needs no device.
+    """Return the CUBIN for a device of this compute capability, as bytes on the CPU. Needs no device.
 
     Raises:
-        RuntimeError: there is no NVRTC, or it refuses the source; the message holds its log.
+        RuntimeError: There is no NVRTC, or it rejects the source; the message holds its log.
     """
     nvrtc = _library()
     architecture = "--gpu-architecture=sm_{}{}".format(*capability)
@@ -38,7 +38,7 @@ def _library() -> ctypes.CDLL:
     if torch.version.cuda is None:
         raise RuntimeError("torch was built without CUDA, and brings no NVRTC along")
     name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
-    # Beside torch, where wheels put it, if the loader does not know it.
+    # Wheels put it next to torch, where the loader may not look.
     places = (Path(torch.__file__).parent.parent / "nvidia").glob(f"*/lib/{name}")
     for path in (name, *map(str, places)):
         try:

@@ -1,5 +1,6 @@
-"""Ranks look after each other from their first moment: before they have a process group, and while one of them builds
-the C++ executor, whose watchdog takes over from there.
+"""Fault detection during start-up: before ranks have a process group, and while one of them builds the C++ executor.
+
+The executor's watchdog takes over afterwards.
 """
 
 from __future__ import annotations
@@ -21,23 +22,24 @@ from lightning_zero.native.host_process import has_ended, kill_compilers, own_pr
 __all__ = ["StartupWatch"]
 
 TICK_S = 0.5
-TO_FAIL_S = 3.0  # that a rank gets to fail by itself once another has
-TO_COME_S = 1.0  # to the store, before anything else is done: who was never seen cannot be missed at once
+TO_FAIL_S = 3.0  # for a rank to fail by itself after another one has
+TO_COME_S = 1.0  # to reach the store first: a rank that was never seen cannot be missed
 TO_TELL_S = 2.0
 STORE_GONE_S = 5.0
-EARLIER_TICKS = 200  # of 10 ms; ranks that a launcher starts together start within this time
+EARLIER_TICKS = 200  # of 10 ms; a launcher starts its ranks within this time
 CONNECTION_S = 10.0
 
 
 class _StartupStore:
-    """What ranks tell each other, and read, in the key-value store by which the process group meets: by a client of its
-    own, which neither needs the group nor counts as one of those that meet.
+    """Messages of ranks in the key-value store with which the process group is initialized.
+
+    It uses a client of its own, which needs no process group and does not count as a joining rank.
 
     Args:
-        store: where ranks meet.
-        rank: of this process.
-        process: who this process is.
-        of_launcher: whether the launcher serves the store, and starts ranks anew.
+        store: The store.
+        rank: Rank of this process.
+        process: Identity of this process.
+        of_launcher: True if the launcher serves the store and restarts ranks.
     """
 
     def __init__(self, store: Store, rank: int, process: dict[str, Any], of_launcher: bool) -> None:
@@ -57,8 +59,12 @@ class _StartupStore:
         return self._store.check([f"{what}/{rank}"])
 
     def read(self, what: str, rank: int) -> dict[str, Any] | None:
-        """What a rank has said. A launcher's store outlives its ranks when it starts them anew: only those count that
-        it started about when it started this one, on the same host."""
+        """Return a rank's message; None if there is none.
+
+        A launcher's store outlives its ranks. So only messages of ranks count that it started together with this one,
+        on the same
+        host.
+        """
         if not self.has(what, rank):
             return None
         told = json.loads(self._store.get(f"{what}/{rank}"))
@@ -70,12 +76,14 @@ class _StartupStore:
 
 
 class StartupWatch:
-    """A thread that tells the other ranks that this one is there, and ends the process when one of them is gone.
+    """A thread that announces this rank to the others, and ends the process when one of them is gone.
 
     Args:
-        address, port: where the store is served, or will be.
-        neighbours: the ranks of this host, whose processes can be seen.
-        report_s: seconds after which a rank that waits for others to join says for which.
+        address, port: Where the store is served, now or later.
+        rank: This rank.
+        world_size: Number of ranks.
+        neighbours: Ranks of this host, whose processes are visible.
+        report_s: Seconds after which a waiting rank reports the missing ones.
     """
 
     def __init__(
@@ -93,21 +101,21 @@ class StartupWatch:
         self._gone: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="lightning_zero-startup", daemon=True)
         self._thread.start()
-        if rank != 0 or self._of_launcher:  # otherwise this rank is to serve it
+        if rank != 0 or self._of_launcher:  # otherwise this rank serves the store later
             self._here.wait(TO_COME_S)
 
     def joined(self) -> None:
-        """This rank is in the process group."""
+        """Note that this rank is in the process group."""
         self._joined = True
 
     def fail(self, error: BaseException) -> None:
-        """An exception ends this rank: the others hear of it."""
+        """Report to the other ranks that an exception ends this one."""
         lines = str(error).strip().splitlines()
         self._failure = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         self.close()
 
     def close(self) -> None:
-        """Something else looks after the ranks from now on."""
+        """Stop: the watchdog takes over."""
         self._over.set()
         self._told.wait(TO_TELL_S)
 
@@ -123,7 +131,7 @@ class StartupWatch:
                 try:
                     self._check_ranks(store)
                     lost_since = None
-                except RuntimeError:  # what a store raises whose server is gone
+                except RuntimeError:  # raised by a store whose server is gone
                     now = time.monotonic()
                     lost_since = lost_since or now
                     if now - lost_since > STORE_GONE_S and not self._over.is_set():
@@ -136,14 +144,14 @@ class StartupWatch:
             else:
                 store.post("failed", self._failure)
         except RuntimeError:
-            pass  # nobody is left to be told
+            pass  # no rank is left
         finally:
             self._here.set()
             self._told.set()
 
     def _connect(self) -> _StartupStore | None:
         while True:
-            # Asked first whether anybody answers: the store's own client would complain until then.
+            # Test the port first: the store's own client would print warnings until it is served.
             with suppress(OSError), socket.create_connection(self._served_at, timeout=CONNECTION_S):
                 break
             if self._over.wait(TICK_S):
@@ -170,7 +178,7 @@ class StartupWatch:
             if not has_ended(process):
                 continue
             self._gone.add(rank)
-            # One that has left is not missed, and one that failed has said so, both perhaps a moment ago.
+            # A rank that has left is not missing, and one that failed has reported it, both perhaps just now.
             if store.read("left", rank) is None and store.read("failed", rank) is None:
                 self._end(
                     f"The process of rank {rank} (number {process['pid']}) is gone without a word, while ranks were "
@@ -198,7 +206,8 @@ class StartupWatch:
         return store.has("here", rank) if rank not in self._neighbours else store.read("here", rank) is not None
 
     def _say(self, text: str) -> None:
-        os.write(2, f"[lightning_zero, rank {self._rank}] {text}\n".encode())  # one call, so that lines do not mix
+        # one call, so that lines of ranks do not mix
+        os.write(2, f"[lightning_zero, rank {self._rank}] {text}\n".encode())
 
     def _end(self, text: str) -> None:
         self._say(f"{text}\nThis is rank {self._rank}, setting up. It cannot go on alone, and ends, too.")

@@ -16,11 +16,11 @@ __all__ = ["Transport"]
 
 
 class Transport:
-    """Of one executor; see ``csrc/transport/transports.h``.
+    """Peer memory and kernels of one executor, see ``csrc/transport/transports.h``.
 
     Args:
-        native: the C++ object.
-        mesh: of the ranks; those of a host move between their memories.
+        native: The C++ object.
+        mesh: Mesh of the ranks; those of one host copy between their memories.
     """
 
     def __init__(self, native: Any, mesh: Mesh) -> None:
@@ -31,43 +31,48 @@ class Transport:
 
     @property
     def staging_unit(self) -> int:
-        """Bytes of which staging memory must be a multiple."""
+        """Bytes of which the size of staging memory must be a multiple."""
         return self._native.staging_unit()
 
     def set_staging(self, staging: list[Tensor], group: dist.ProcessGroup, timeout_s: float = 1800.0) -> None:
-        """Memory of each rank that this one can write, as bytes: gradients are sent there instead of being
-        reduce-scattered. Of one size, a multiple of :attr:`staging_unit`; on an accelerator, symmetric memory of
-        ``group``. Legal outside backward; on every rank. A rank that waits longer than ``timeout_s`` for another ends
-        with a device error."""
+        """Send gradients through staging memory of each rank instead of a reduce-scatter. Call on every rank.
+
+        Args:
+            staging: Memory of each rank, as bytes, that this rank can write. Equal sizes, multiples of
+                :attr:`staging_unit`;
+                on an accelerator, symmetric memory of ``group``.
+            group: Process group of the memory.
+            timeout_s: A rank that waits longer for another one ends with a device error.
+        """
         self._native.set_staging(staging, group.group_name, int(1000 * timeout_s))
 
     def set_barrier(self, rows: list[Tensor]) -> None:
-        """Barriers on devices are a kernel of our own from now on, whose waits the host can end.
+        """Use our own kernel for device barriers; the host can end its waits. Call on every rank before
+        :meth:`set_staging`.
 
-        On every rank, before :meth:`set_staging`. ``rows``: of each rank, memory that all ranks can write,
-        ``2 * ranks`` int32 zeros.
+        Args:
+            rows: For each rank, memory that all ranks can write: ``2 * ranks`` int32 zeros.
 
         Raises:
-            RuntimeError: the kernel cannot be compiled or loaded here.
+            RuntimeError: The kernel cannot be compiled or loaded.
         """
         code = self._kernels("barrier.cu", RANKS=self._ranks, LANES=2)
-        words = torch.zeros(16, dtype=torch.int32, pin_memory=True)  # device_words.h says which
+        words = torch.zeros(16, dtype=torch.int32, pin_memory=True)  # see device_words.h
         self._native.set_barrier(code, rows, words)
 
     def compile_means(self) -> None:
-        """Makes the kernel that adds up what ranks have sent on an NVIDIA device, in half the time of torch's.
+        """Compile the kernel that averages received gradients on NVIDIA devices, in half the time of torch's.
 
         Raises:
-            RuntimeError: it cannot be compiled or loaded here.
+            RuntimeError: The kernel cannot be compiled or loaded.
         """
         self._native.use_means(self._kernels("row_means.cu", ROWS=self._ranks))
 
     def limit_across(self, gbs: float | None) -> None:
-        """Debugging: what crosses hosts, if there are several, arrives no sooner than at so many GB/s for each rank;
-        None: when it does.
+        """Limit the bandwidth across hosts to ``gbs`` GB/s per rank, for debugging; None removes the limit.
 
         Raises:
-            RuntimeError: the kernel that waits on a device cannot be compiled or loaded here.
+            RuntimeError: The kernel that waits on the device cannot be compiled or loaded.
         """
         if gbs == self._limit:
             return
@@ -77,17 +82,25 @@ class Transport:
         self._limit = gbs
 
     def mean_rows(self, to: Tensor, rows: Tensor, add: bool = False) -> bool:
-        """Writes, or adds, the mean over dimension 0 of ``rows`` to ``to`` (1-D, contiguous, float32); returns whether
-        there is a kernel for these. For the kernel's own tests."""
+        """Write or add the mean over dimension 0 of ``rows`` to ``to`` (1-D, contiguous, float32); for the kernel's
+        tests.
+
+        Return True if there is a kernel for these tensors.
+        """
         return self._native.mean_rows(to, rows, add)
 
     def take_turns(self, numbers: list[Tensor]) -> None:
-        """Shards will lie in memory that all ranks can read (``parameters.set_shards``); ranks take turns to read and
-        to write them. ``numbers``: of each rank, zeros in memory that all ranks can write, one int64, or on an
-        accelerator ``ranks`` int32. On every rank; there, after :meth:`set_barrier`.
+        """Make ranks take turns to read and write shards in shared memory (``parameters.set_shards``). Call on every
+        rank.
+
+        On an accelerator, call it after :meth:`set_barrier`.
+
+        Args:
+            numbers: For each rank, zeros in memory that all ranks can write: one int64, or ``ranks`` int32 on an
+                accelerator.
 
         Raises:
-            RuntimeError: the kernels of an accelerator cannot be compiled or loaded here.
+            RuntimeError: The kernels cannot be compiled or loaded.
         """
         if self._device.type == "cpu":
             self._native.take_turns(numbers)
@@ -95,12 +108,16 @@ class Transport:
             self._native.take_device_turns(self._kernels("turns.cu", RANKS=self._ranks), numbers)
 
     def take_arrivals(self, numbers: list[Tensor]) -> None:
-        """Ranks of this host tell each other which parts of what hosts exchange have come to them. ``numbers``: of each
-        rank, zeros in memory that all can write, one int64, or on an accelerator ``ranks`` int32; there, one int32 of
-        this rank alone where no other reads its memory. With several hosts; not inside a graph.
+        """Let ranks of this host signal which parts of inter-host exchanges have arrived. With several hosts; not in a
+        graph.
+
+        Args:
+            numbers: For each rank, zeros in memory that all ranks can write: one int64, or ``ranks`` int32 on an
+                accelerator.
+                On an accelerator whose memory no other rank reads: one int32 of this rank.
 
         Raises:
-            RuntimeError: the kernels of an accelerator cannot be compiled or loaded here.
+            RuntimeError: The kernels cannot be compiled or loaded.
         """
         if self._device.type == "cpu":
             self._native.take_arrivals(numbers)

@@ -1,6 +1,8 @@
-"""A handle on the C++ watchdog: what this rank does, what it waits for, and how it ends when others cannot go on.
+"""Handle of the C++ watchdog, and failure reports of ranks.
 
-See ``csrc/runtime/watchdog.h`` for what it does with that.
+:class:`Watchdog` reports this rank's phase and waits to ``csrc/runtime/watchdog.h``, which ends the rank if others
+cannot
+continue. :class:`Failures` prints an exception that several ranks share once.
 """
 
 from __future__ import annotations
@@ -26,30 +28,37 @@ from lightning_zero.native.load import load
 __all__ = ["Phase", "SequenceId", "Watchdog"]
 
 
-SPINS, NAP_S = 200, 0.0005  # of a wait
-VERDICT_WAIT_S = 6.0  # by when it is known who broke a connection
+SPINS, NAP_S = 200, 0.0005  # polls of a collective before it sleeps, and its sleep
+VERDICT_WAIT_S = 6.0  # until it is known which rank broke a connection
 
 
 class Phase(enum.IntEnum):
-    """What a rank is doing; in the order of the C++ enum of that name."""
+    """Phase of a rank, in the order of the C++ enum."""
 
     OUTSIDE, SETUP, BETWEEN, FORWARD, BACKWARD, STEP, EVALUATION = range(7)
 
 
 class SequenceId(enum.IntEnum):
-    """Collectives that come in one order on all ranks, so that they can be counted: those of one process group, and
-    Lightning's own (WORLD). The first ones of the C++ enum of that name."""
+    """Sequence of collectives with one order on all ranks, which are counted: of one process group, or Lightning's
+    (WORLD).
+
+    The first values of the C++ enum.
+    """
 
     UNCOUNTED, CONTROL, WORLD, GATHER, REDUCE = range(-1, 4)
 
 
 class Watchdog:
-    """Watches over the waits of this rank for others.
+    """Watches this rank's waits for other ranks.
 
     Args:
-        mesh: of the ranks; the key-value store of its control group is what they talk through.
-        report_s: a wait that takes longer, in seconds, is reported on every rank; one that takes longer than the mesh's
-            timeout ends the process.
+        mesh: Mesh of the ranks, which communicate through the key-value store of its control group.
+        report_s: Each rank reports a wait that takes longer, in seconds. A wait longer than the mesh's timeout ends the
+            process.
+
+    Attributes:
+        native: The C++ watchdog.
+        failed: True if an exception has ended the stage on this rank.
     """
 
     def __init__(self, mesh: Mesh, report_s: float) -> None:
@@ -58,10 +67,10 @@ class Watchdog:
         group_name = mesh.control_group.group_name
         self.native = torch.classes.lightning_zero.Watchdog(group_name, report_s, mesh.timeout_s, hosts)
         for group in mesh.device_groups:
-            # An error that the group's own watchdog, NCCL's, has found ends this rank.
+            # An error found by the group's own watchdog (NCCL's) ends this rank.
             self.native.watch_group(group.group_name)
         self._rank, self._world_size = mesh.rank, mesh.world_size
-        self.failed = False  # whether an exception has ended the stage on this rank
+        self.failed = False
         self._failures = Failures(mesh.store("failures"), mesh.rank, mesh.world_size) if mesh.world_size > 1 else None
         self._library = torch.library.Library("lightning_zero", "FRAGMENT")
         name = f"on_end_{id(self)}"
@@ -71,16 +80,16 @@ class Watchdog:
         atexit.register(_close, weakref.ref(self))
 
     def configure(self, report_s: float) -> None:
-        """A wait that takes longer, in seconds, is reported from now on; one that goes on now, too."""
+        """Report waits that take longer than this, in seconds, including present ones."""
         self.native.set_report(report_s)
 
     def enter(self, phase: Phase) -> None:
-        """This rank is in that phase from now on."""
+        """Enter a phase."""
         self.native.enter(int(phase))
 
     @contextmanager
     def busy(self, what: str) -> Iterator[None]:
-        """Surrounds what may take its time: others who wait for this rank are told so, and do not worry."""
+        """Surround a long task: ranks that wait for this one report it instead of a stall."""
         self.native.busy(what)
         try:
             yield
@@ -88,16 +97,15 @@ class Watchdog:
             self.native.busy("")
 
     def moved(self, how_far: str) -> None:
-        """This rank is farther with what takes long, in words; "" when it is over. Nobody waits too long for that, nor
-        is it reported, while it goes on."""
+        """Report the progress of a long task, or "" when it is over. Waits do not time out while it progresses."""
         self.native.moved(how_far)
 
     @contextmanager
     def waiting(self, what: str, sequence: SequenceId = SequenceId.UNCOUNTED) -> Iterator[None]:
-        """Surrounds a wait for other ranks.
+        """Surround a wait for other ranks.
 
         Raises:
-            RankFailedError, RankMismatchError: this rank must not go on.
+            RankFailedError, RankMismatchError: This rank must not continue.
         """
         wait = self.native.begin_wait(int(sequence), what)
         try:
@@ -108,12 +116,16 @@ class Watchdog:
     def collective(
         self, what: str, sequence: SequenceId, start: Callable[[bool], dist.Work | None], waits: bool
     ) -> None:
-        """Starts a collective and waits for it. ``start`` is given whether to start it asynchronously.
+        """Start a collective and wait for it.
 
-        waits: whether the host waits, and not only the device
+        Args:
+            what: Description.
+            sequence: Its sequence.
+            start: Starts the collective; passed True if it must be asynchronous.
+            waits: True if the host waits, and not only the device.
 
         Raises:
-            RankFailedError, RankMismatchError: this rank must not go on, or wait any longer.
+            RankFailedError, RankMismatchError: This rank must not continue, or not wait any longer.
         """
         with self.waiting(what, sequence):
             work = start(waits)
@@ -127,23 +139,23 @@ class Watchdog:
             work.wait()
 
     def begin(self) -> None:
-        """A stage begins, on all ranks: what failed before is over."""
+        """Begin a stage on all ranks: earlier failures are over."""
         self.failed = False
         if self._failures is not None:
             self._failures.begin()
         self.native.begin()
 
     def fail(self, error: BaseException) -> None:
-        """Tell the other ranks that an exception ends what this rank does, and show it, once for all that share it.
+        """Report to the other ranks that an exception ends this one, and show it once for all that share it.
 
-        It is shown at once, since the way out may be long.
+        It is shown at once, since unwinding may take long.
         """
         self.failed = True
         if self._failures is None:
             return
         broken = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
         if self.native.verdict() or (broken and self.wait_for_verdict()):
-            # Another rank was the first to end, and the watchdog has said so.
+            # Another rank ended first, and the watchdog has reported it.
             self._failures.acknowledge()
             if isinstance(error, RankFailedError):
                 mark_shown(error, "none, since another rank failed")
@@ -156,7 +168,7 @@ class Watchdog:
             self._failures.show(error)
 
     def wait_for_verdict(self) -> bool:
-        """Return True as soon as it is known which rank broke a connection; False if that takes too long."""
+        """Return True as soon as it is known which rank broke a connection; False after a timeout."""
         self.native.hurry()
         end = time.monotonic() + VERDICT_WAIT_S
         while time.monotonic() < end:
@@ -166,19 +178,19 @@ class Watchdog:
         return False
 
     def print_line(self, text: str) -> None:
-        """Print a line of this rank to stderr, which does not mix with lines of others."""
+        """Print a line of this rank to stderr in one write, so that lines of ranks do not mix."""
         os.write(2, f"[lightning_zero, rank {self._rank}] {text}\n".encode())
 
     def check(self) -> None:
-        """Raises what the watchdog has found, if this rank must not go on."""
+        """Raise the watchdog's error if this rank must not continue."""
         self.native.check()
 
     def close(self) -> None:
-        """This rank leaves; others do not wait for it any more."""
+        """Leave: other ranks do not wait for this one any more."""
         self.native.close()
 
     def leave(self) -> None:
-        """The process ends."""
+        """End the process's part."""
         serves = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if self._failures is not None and serves and self.failed and not self.native.verdict():
             self._failures.wait_until_acknowledged()
