@@ -160,6 +160,7 @@ class Engine(NotCopied):
 
     def construction(self) -> AbstractContextManager[None]:
         """Shard modules while they are built in this context, see :mod:`lightning_zero.sharding.construct`. Collective.
+
         """
         return sharded_construction(self.sharder, self.checkpoints.hooks)
 

@@ -230,7 +230,8 @@ class Mesh:
         return dist.PrefixStore(name, default_store())
 
     def barrier(self) -> dist.Work:
-        """Start a barrier of all ranks on the CPU. It ends when all ranks have joined, without a timeout. Collective. 
+        """Start a barrier of all ranks on the CPU. It ends when all ranks have joined, without a timeout. Collective.
+
         """
         options = distributed_c10d.BarrierOptions()
         options.timeout = NO_TIMEOUT

@@ -1,9 +1,9 @@
 """Builds the C++ executor beside whatever a program does before its training needs it: data, the model, other ranks'
 processes.
 
-Protocol: ``ahead = BackgroundBuild(owner)``, which returns at once; ``ahead.finish()`` where the executor is needed. Until
-then nothing is printed. If the owner goes away before that, or the process ends, so does the build: a strategy that is
-made and never used leaves nothing behind.
+Protocol: ``ahead = BackgroundBuild(owner)``, which returns at once; ``ahead.finish()`` where the executor is needed.
+Until then nothing is printed. If the owner goes away before that, or the process ends, so does the build: a strategy
+that is made and never used leaves nothing behind.
 """
 
 from __future__ import annotations

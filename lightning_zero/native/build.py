@@ -1,8 +1,7 @@
 """Build the C++ executor with g++ into a cache, once per torch version, source and kind of machine.
 
 If the library exists, :func:`build` returns it and needs no compiler. Otherwise it locks the cache entry, compiles into
-a
-temporary directory and renames the result, so that no process loads a partial file. The sources need neither nvcc nor
+a temporary directory and renames the result, so that no process loads a partial file. The sources need neither nvcc nor
 CUDA headers: they use c10's device-independent interfaces. The compiler is not part of the entry's name, so a machine
 without one can use a library that was built elsewhere; ``built-by`` in the entry names it.
 
@@ -243,8 +242,7 @@ def loaded_runtime() -> list[str]:
     """Return the path of the C++ standard library that this process has loaded, as a list; empty if there is none.
 
     The executor is linked with this path. If a compiler finds only a static library, parts of it would be copied into
-    the
-    executor, and two copies in one process crash when either prints a number.
+    the executor, and two copies in one process crash when either prints a number.
     """
     try:
         paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
@@ -266,9 +264,8 @@ def _units(sources: Path, directory: Path) -> dict[Path, list[Path]]:
     """Write files that include the sources; return the sources of each file.
 
     torch's headers take most of the compile time. So a source with the slow headers has a file of its own, and the
-    others
-    share files of equal size. With fewer cores, two files are joined. ``ops.cpp`` and the bindings are last in this
-    order.
+    others share files of equal size. With fewer cores, two files are joined. ``ops.cpp`` and the bindings are last in
+    this order.
     """
     paths = sorted(sources.rglob("*.cpp"), key=lambda path: (-path.stat().st_size, path))
     alone = [path for path in paths if path.parent.name == "bindings" or SLOW_HEADERS in path.read_text()]

@@ -143,8 +143,7 @@ def check_parents(cache: Path) -> None:
 
     Raises:
         NativeBuildError: A parent belongs to another user, or others can write it. A sticky directory (such as /tmp)
-            and
-            a group that holds only this user are accepted.
+            and a group that holds only this user are accepted.
         FileNotFoundError: A parent does not exist.
     """
     for parent in cache.parents:

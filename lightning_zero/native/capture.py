@@ -20,8 +20,7 @@ def configure_nccl_for_capture(device: torch.device) -> None:
     """Make NCCL use the same algorithms in graphs as outside, unless the user has set the variable.
 
     Ranks that replay must match ranks that run eagerly. By default NCCL registers the memory used in graphs with all
-    ranks
-    and uses other channels for it. NCCL reads the variable at the first captured collective.
+    ranks and uses other channels for it. NCCL reads the variable at the first captured collective.
     """
     if device.type == "cuda":
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
@@ -49,8 +48,7 @@ def reserve_pool_block(pool: Any, device: torch.device, nbytes: int) -> Iterator
     """Reserve one free block of ``nbytes`` in ``pool`` for the capture in this context. Do nothing if ``nbytes`` is 0.
 
     A pool that grows on demand cannot merge neighboring blocks, and memory cannot be freed during a capture: without
-    the
-    reserved block the pool takes more memory.
+    the reserved block the pool takes more memory.
     """
     if not nbytes:
         yield

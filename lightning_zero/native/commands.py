@@ -59,7 +59,8 @@ class CommandRunner:
 
     def all(self, commands: Iterable[list[str]], run: Callable[[list[str]], object]) -> None:
         """``run`` of each, as many at a time as there are cores. Raises what the first one raised that failed; those
-        that have not begun then do not."""
+        that have not begun then do not.
+        """
         waiting: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
         for command in commands:
             waiting.put(command)

@@ -90,7 +90,8 @@ class Executor:
             self._native.on_new_plan(self._define("on_new_plan", "(str digest, str plan)", on_new_plan))
 
     def waiting(self, what: str, sequence: SequenceId) -> AbstractContextManager[None]:
-        """Surround a collective that Python starts. ``what`` describes it; ``sequence`` is that of its process group."""
+        """Surround a collective that Python starts. ``what`` describes it; ``sequence`` is that of its process group.
+        """
         return nullcontext() if self._watchdog is None else self._watchdog.waiting(what, sequence)
 
     def collective(self, what: str, sequence: SequenceId, start: Callable[[bool], dist.Work | None]) -> None:
@@ -163,22 +164,20 @@ class Executor:
         """Return counts since the last reset. Counts that are zero may be missing.
 
         Weights: ``gathers``, ``gather_bytes`` (of unsharded weights), and of these ``eager_gathers``,
-        ``resident_gathers`` (into
-        the cache of unsharded weights), ``copied_weights`` (without a collective); ``gather_groups``, and of these
-        ``groups_ahead`` (started at the beginning of the step); ``compute_copy_writes`` (one by one).
+        ``resident_gathers`` (into the cache of unsharded weights), ``copied_weights`` (without a collective);
+        ``gather_groups``, and of these ``groups_ahead`` (started at the beginning of the step); ``compute_copy_writes``
+        (one by one).
 
         Several hosts: ``gather_bytes_across`` and ``reduce_bytes_across`` (of all ranks with one local rank together;
-        an
-        all-reduce counts twice), ``host_shard_refreshes``, ``exchanged_parts`` (of these), and on CPUs
+        an all-reduce counts twice), ``host_shard_refreshes``, ``exchanged_parts`` (of these), and on CPUs
         ``awaited_parts``.
 
         Activations: ``offloaded_activations``, ``offload_bytes``, ``reload_bytes``.
 
         Gradients: ``reduces``, ``flushes`` (buckets), ``reduce_bytes`` (of full buckets), ``late_flushes`` (of
-        gradients whose
-        bucket was already sent), ``deferred_reductions`` (outside a backward), ``agreements``, ``aborted_backwards``,
-        ``plans``
-        (bucket layouts), ``grown_buckets``, ``allocated_buckets``. Weights and gradients: ``replayed_graphs``.
+        gradients whose bucket was already sent), ``deferred_reductions`` (outside a backward), ``agreements``,
+        ``aborted_backwards``, ``plans`` (bucket layouts), ``grown_buckets``, ``allocated_buckets``. Weights and
+        gradients: ``replayed_graphs``.
 
         Present values: ``buckets``, ``bucket_bytes``, ``watched_weights`` (held by eager code).
         """

@@ -46,8 +46,7 @@ class Parameters(Protocol):
         """Set the 1-D memory of the parameter's gradient, of the shard's size; None removes it.
 
         The memory is part of the flat gradient buffer, in the shard's dtype, or aliases the compute shard. Call between
-        steps,
-        after gradients are used.
+        steps, after gradients are used.
         """
 
     def set_resident(self, index: int, memory: Tensor | None) -> None:
@@ -119,8 +118,7 @@ class Weights(Protocol):
         """Write the compute shards that are invalid. Collective if other ranks read them.
 
         ``ahead``: before a graph is captured and replayed. The writes are made only if the capture depends on them, and
-        are not
-        repeated before the replay. Return True if they were made.
+        are not repeated before the replay. Return True if they were made.
         """
         ...
 
@@ -204,8 +202,8 @@ class Gradients(Protocol):
         """Accumulate gradients without reducing them: per host with several hosts, or per rank if ``whole``.
 
         The next backward without deferral reduces them. Do not call in a backward; call alike on every rank. Trained
-        parameters
-        need memory for it, see :meth:`Parameters.set_deferred_gradient`. Do nothing with one host, or one rank.
+        parameters need memory for it, see :meth:`Parameters.set_deferred_gradient`. Do nothing with one host, or one
+        rank.
         """
 
     def defers(self) -> bool:
@@ -237,8 +235,7 @@ class Graphs(Protocol):
         """Record a compiled graph's forward or backward until :meth:`end`, without agreement between ranks.
 
         ``adding``: the backward accumulates into gradients instead of overwriting them. ``segment``: the part of a
-        backward pass,
-        see :meth:`Gradients.segment`.
+        backward pass, see :meth:`Gradients.segment`.
         """
 
     def end(self) -> int:

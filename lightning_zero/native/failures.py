@@ -39,10 +39,8 @@ class Failures:
     """Shows an exception that several ranks share once, with the list of these ranks.
 
     A failing rank posts a digest of its exception in the ranks' key-value store and waits briefly for the posts of the
-    others.
-    Of the ranks with one digest, the first that claims it prints the traceback. A process that ends by an exception
-    that was
-    shown only names it. Exit codes and exceptions do not change.
+    others. Of the ranks with one digest, the first that claims it prints the traceback. A process that ends by an
+    exception that was shown only names it. Exit codes and exceptions do not change.
 
     Args:
         store: Store of these ranks. It is cloned: a thread that waits in a store's client blocks other threads.

@@ -1,5 +1,6 @@
 """What /proc tells of processes of this host: who they are, whether they are gone, and which compilers this one has
-started."""
+started.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ def has_ended(process: dict[str, Any]) -> bool:
 
 def kill_compilers() -> None:
     """Kills the compilers of the C++ executor that this process has started, and what they have started. For a process
-    that ends right behind it, and starts no others any more: a thread that builds would start the next compiler, or the
-    one that was killed once more, and leave it behind."""
+    that ends right behind it, and starts no others any more: a thread that builds would start the next compiler, or
+    the one that was killed once more, and leave it behind.
+    """
     subprocess.Popen = _refuse  # type: ignore[assignment,misc]
     quiet = 0
     for _ in range(ROUNDS):

@@ -1,9 +1,9 @@
 """Load the library, and register fakes and derivatives of its ops with torch.
 
 ``gather(shard, shape, dtype)`` returns the full parameter. Its derivative is ``reduce(grad, shard)``, which enqueues
-the
-gradient in the executor. Autograd itself receives no gradient: the executor attaches ``param.grad`` when the backward
-pass ends. In a traced graph, ``reduce`` must return a gradient of the shard's shape, or it would be removed as unused.
+the gradient in the executor. Autograd itself receives no gradient: the executor attaches ``param.grad`` when the
+backward pass ends. In a traced graph, ``reduce`` must return a gradient of the shard's shape, or it would be removed as
+unused.
 """
 
 from __future__ import annotations

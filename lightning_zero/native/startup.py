@@ -62,8 +62,7 @@ class _StartupStore:
         """Return a rank's message; None if there is none.
 
         A launcher's store outlives its ranks. So only messages of ranks count that it started together with this one,
-        on the same
-        host.
+        on the same host.
         """
         if not self.has(what, rank):
             return None

@@ -39,8 +39,7 @@ class Transport:
 
         Args:
             staging: Memory of each rank, as bytes, that this rank can write. Equal sizes, multiples of
-                :attr:`staging_unit`;
-                on an accelerator, symmetric memory of ``group``.
+                :attr:`staging_unit`; on an accelerator, symmetric memory of ``group``.
             group: Process group of the memory.
             timeout_s: A rank that waits longer for another one ends with a device error.
         """
@@ -113,8 +112,7 @@ class Transport:
 
         Args:
             numbers: For each rank, zeros in memory that all ranks can write: one int64, or ``ranks`` int32 on an
-                accelerator.
-                On an accelerator whose memory no other rank reads: one int32 of this rank.
+                accelerator. On an accelerator whose memory no other rank reads: one int32 of this rank.
 
         Raises:
             RuntimeError: The kernels cannot be compiled or loaded.

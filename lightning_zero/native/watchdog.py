@@ -1,8 +1,7 @@
 """Handle of the C++ watchdog, and failure reports of ranks.
 
 :class:`Watchdog` reports this rank's phase and waits to ``csrc/runtime/watchdog.h``, which ends the rank if others
-cannot
-continue. :class:`Failures` prints an exception that several ranks share once.
+cannot continue. :class:`Failures` prints an exception that several ranks share once.
 """
 
 from __future__ import annotations

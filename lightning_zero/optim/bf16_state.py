@@ -1,13 +1,11 @@
 """Optimizer state in bfloat16 (``state_dtype="bf16"``): which state it covers, and stochastic rounding.
 
 A value between two bfloat16 neighbors is rounded up with the probability that keeps its mean. Round-to-nearest would
-stop
-an average that moves by less than half of bfloat16's resolution. Values that bfloat16 can represent do not change.
+stop an average that moves by less than half of bfloat16's resolution. Values that bfloat16 can represent do not change.
 
 The noise is a hash of the parameter's name, the element's index in the full parameter and the step count. So it does
-not
-depend on the number of ranks, on replay or eager execution, or on a resume. Words of 32 bits are stored in int64 and
-products stay below 2**63, because not every device has unsigned arithmetic and signed overflow is undefined.
+not depend on the number of ranks, on replay or eager execution, or on a resume. Words of 32 bits are stored in int64
+and products stay below 2**63, because not every device has unsigned arithmetic and signed overflow is undefined.
 """
 
 from __future__ import annotations

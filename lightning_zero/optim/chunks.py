@@ -1,5 +1,6 @@
 """Segments in parts that are stepped one after the other: where their state lies on the host and passes through some
-buffers of the device, or where what a step takes for a moment is to be small."""
+buffers of the device, or where what a step takes for a moment is to be small.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 An elementwise optimizer does the same to a run of neighboring shards as to each of them, with fewer kernels. Its own
 parameters, groups and state keep their identity and shapes: each parameter's state is a view of its run's state. Runs
-are
-stepped in chunks if their state is on the host, or if temporary memory must be small.
+are stepped in chunks if their state is on the host, or if temporary memory must be small.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ class FlatRun:
         """Join the members' state into this run's, and make the members' state views of it.
 
         State that is not contiguous, not on the right device (``host`` if given) or not in its stored dtype is copied.
-        Return
-        True if any was copied.
+        Return True if any was copied.
         """
         own = [state[record.param] for record in self.members if record.param in state]
         if len(own) != len(self.members):
@@ -190,7 +188,8 @@ class FlatRun:
         return value.numel() == 1  # a shard has more elements: see ShardLayout
 
     def check(self, key: str, value: Tensor, shape: torch.Size) -> None:
-        """Raise :class:`UnsupportedError` if state is no plain tensor (such as a quantized one), or not of ``shape``."""
+        """Raise :class:`UnsupportedError` if state is no plain tensor (such as a quantized one), or not of ``shape``.
+        """
         if type(value) not in (Tensor, nn.Parameter) and "_zero_sight" not in value.__dict__:
             raise UnsupportedError(
                 f"The optimizer keeps a state {key!r} for {self.members[0].name!r} that is a {type(value).__name__}, "

@@ -22,8 +22,7 @@ class GraphedSequence:
     """A function that is captured once as a CUDA graph and replayed.
 
     It runs eagerly ``warmups`` times, then is captured, then replayed. It takes and returns nothing, and reads and
-    writes
-    tensors at fixed addresses. On a device without graphs it always runs eagerly.
+    writes tensors at fixed addresses. On a device without graphs it always runs eagerly.
 
     Args:
         fn: Launches the kernels; must not synchronize or allocate memory that outlives the call.

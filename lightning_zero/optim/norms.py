@@ -23,8 +23,7 @@ def all_reduce_sum(values: Tensor, mesh: Mesh, collective: RunCollective) -> Non
     """Sum values in place over the ranks that hold the model together. Collective.
 
     With replicas on several hosts, the sums must be bitwise equal on all hosts, or the replicas diverge. An all-reduce
-    may
-    add in another order on another host, so each rank gathers and sums.
+    may add in another order on another host, so each rank gathers and sums.
 
     Args:
         values: Numbers of this rank.
@@ -47,8 +46,7 @@ def parameter_norms(
     """Return the p-norm of each gradient over all ranks' shards. Collective.
 
     Norms are scalars on ``device`` in these dtypes, equal on every rank. Zero if no rank has the gradient. All ranks
-    pass the
-    same number of shards; padding is zero and adds nothing.
+    pass the same number of shards; padding is zero and adds nothing.
     """
     present = [(number, shard.detach()) for number, shard in enumerate(shards) if shard is not None]
     # Powers of float32 numbers soon exceed float32's range.

@@ -1,9 +1,8 @@
 """State machine of a training step, and the work at each transition.
 
 ``trainer.fit`` repeats IDLE -> FORWARD -> BACKWARD -> IDLE -> STEP -> IDLE. Other orders are valid: several backwards
-for
-one step (accumulation), forward, backward and step of several optimizers in one ``train_step`` (manual optimization), a
-step without a backward, and evaluation between any two. An exception may end any of them early.
+for one step (accumulation), forward, backward and step of several optimizers in one ``train_step`` (manual
+optimization), a step without a backward, and evaluation between any two. An exception may end any of them early.
 
 :class:`StepCycle` raises for orders that lose data: a training step or an evaluation inside a training step would free
 the graphs and weights that its backward needs. A forward, a backward, an evaluation or another optimizer's step between
@@ -35,9 +34,8 @@ class State(enum.Enum):
     """State of an engine in its cycle.
 
     FORWARD: in ``train_step`` until a backward begins. BACKWARD: from ``before_backward`` to ``after_backward``. STEP:
-    from
-    final gradients until the optimizer has stepped. EVALUATION: from ``eval_step`` until another state. IDLE: between
-    them.
+    from final gradients until the optimizer has stepped. EVALUATION: from ``eval_step`` until another state. IDLE:
+    between them.
     """
 
     IDLE = enum.auto()
@@ -211,8 +209,8 @@ class StepCycle:
         """Take part in the other ranks' backward if this rank has made none since the training step began.
 
         A loss that reaches no weight, or a step without a loss, gives no gradient on this rank. Its gradients count as
-        zero.
-        Do nothing if a backward has ended. Must be called before this rank uses gradients or enters another collective.
+        zero. Do nothing if a backward has ended. Must be called before this rank uses gradients or enters another
+        collective.
         """
         if not self._expects_backward:
             return
@@ -227,10 +225,9 @@ class StepCycle:
         """Surround forward and backward of a micro-batch that is not the last one before the optimizer step.
 
         With ``stage=1``, gradients stay full on their ranks until the last micro-batch's backward. With several hosts
-        and
-        ``reduce_across="step"``, they stay on their hosts. Neither applies if a ``register_post_accumulate_grad_hook``
-        hook
-        exists, which would see partial gradients. Use it on all ranks alike.
+        and ``reduce_across="step"``, they stay on their hosts. Neither applies if a
+        ``register_post_accumulate_grad_hook`` hook exists, which would see partial gradients. Use it on all ranks
+        alike.
 
         Raises:
             UnsupportedError: Gradients alias the compute shards, which the next micro-batch needs.

@@ -6,9 +6,9 @@
     ``end``                other ranks may read; copies of shards are invalid
 
 :meth:`OptimizerSteps.stepping` makes these calls around a plain ``optimizer.step()``. Lightning runs forward and
-backward
-in ``optimizer.step(closure)``, and an optimizer may call the closure several times; :meth:`OptimizerSteps.with_closure`
-calls ``end`` before each closure and ``before_step`` after it. Lightning then clips, and calls ``begin`` last.
+backward in ``optimizer.step(closure)``, and an optimizer may call the closure several times;
+:meth:`OptimizerSteps.with_closure` calls ``end`` before each closure and ``before_step`` after it. Lightning then
+clips, and calls ``begin`` last.
 """
 
 from __future__ import annotations
@@ -96,8 +96,7 @@ class OptimizerSteps:
         """Apply other options.
 
         If they change capture or the memory of state or gradients, each optimizer's next step gets a new layout. If
-        only the
-        buffer size changes, captures are dropped and state stays.
+        only the buffer size changes, captures are dropped and state stays.
         """
         if (_capture_options(config), _memory_options(config)) != (
             _capture_options(self.config),

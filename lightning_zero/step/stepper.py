@@ -3,8 +3,7 @@
 For each step, call ``clip_norm()`` if gradients are clipped, ``begin()`` when they are final, the optimizer's own
 ``step``, and ``end()``. Between begin and end the optimizer sees a few flat parameters instead of its own ones, and so
 launches few kernels. It sees none if the whole step is replayed: by ``begin()`` in a ``step(closure)``, otherwise at
-the
-beginning of its ``step``. The optimizer's hooks, counters and schedulers work as usual.
+the beginning of its ``step``. The optimizer's hooks, counters and schedulers work as usual.
 """
 
 from __future__ import annotations
@@ -159,8 +158,8 @@ class OptimizerStepper:
         Args:
             skip: 0-dim float32 on the device; if not zero, nothing changes. Only for optimizers that ``may_skip``.
             in_closure: True if called in ``step(closure)``, after the pre-hooks. False begins the step after users'
-                pre-hooks:
-                they see the optimizer's own parameters and may change them, and nothing is stepped if one raises.
+                pre-hooks: they see the optimizer's own parameters and may change them, and nothing is stepped if one
+                raises.
         """
         self.end()
         self._choose_layouts()

@@ -3,8 +3,7 @@
 An optimizer's own step reads learning rate and betas as floats, which a captured graph would freeze. A :class:`Rule`
 reads tensors and has two parts. ``scalars`` turns a group's settings and the step count into a few numbers, in float64
 because float32 loses ``1 - beta``. ``apply`` updates elements in float32, whatever the dtype of the weights, as the
-fused
-kernels of ``torch.optim`` do. Choices by a device value use ``torch.where``: a graph has no branches.
+fused kernels of ``torch.optim`` do. Choices by a device value use ``torch.where``: a graph has no branches.
 
 To add an optimizer of ``torch.optim``, write its rule next to similar ones and add a line to ``_RULES``. For other
 optimizers use :func:`register_rule`.
@@ -77,8 +76,7 @@ def register_rule(optimizer: type[torch.optim.Optimizer], make: MakeRule) -> Non
     """Register the update rule of an elementwise optimizer, so that its step can be captured as a CUDA graph.
 
     The optimizer's ``step`` makes the first step, and with it the state. The rule computes later steps, and ``step`` is
-    then
-    called without parameters. Call this before training, on every rank. Subclasses need rules of their own::
+    then called without parameters. Call this before training, on every rank. Subclasses need rules of their own::
 
         @functools.cache
         def lion():
