@@ -159,9 +159,7 @@ class Engine(NotCopied):
         self.session.new_plan(digest, text)
 
     def construction(self) -> AbstractContextManager[None]:
-        """Shard modules while they are built in this context, see :mod:`lightning_zero.sharding.construct`. Collective.
-
-        """
+        """Shard modules while they are built in this context, see :mod:`lightning_zero.sharding.construct`. Collective."""
         return sharded_construction(self.sharder, self.checkpoints.hooks)
 
     def shard(self, module: nn.Module) -> None:

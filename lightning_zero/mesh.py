@@ -230,9 +230,7 @@ class Mesh:
         return dist.PrefixStore(name, default_store())
 
     def barrier(self) -> dist.Work:
-        """Start a barrier of all ranks on the CPU. It ends when all ranks have joined, without a timeout. Collective.
-
-        """
+        """Start a barrier of all ranks on the CPU. It ends when all ranks have joined, without a timeout. Collective."""
         options = distributed_c10d.BarrierOptions()
         options.timeout = NO_TIMEOUT
         return self.control_group.barrier(options)

@@ -18,10 +18,14 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,14 +43,12 @@ from lightning_zero.native.cache import (
     resolve_cache,
     unwritable_error,
 )
-from lightning_zero.native.commands import CommandRunner
 
-__all__ = ["build", "is_built", "kernel_source", "loaded_runtime", "source_directory"]
+__all__ = ["build", "is_built", "kernel_source", "kill_compilers", "loaded_runtime", "source_directory"]
 
 log = logging.getLogger(__name__)
 
-MARK = "-DLIGHTNING_ZERO"  # marks our compilers in the list of processes
-FLAGS = (MARK, "-std=c++20", "-O2", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", "-Wno-deprecated-declarations")
+FLAGS = ("-std=c++20", "-O2", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", "-Wno-deprecated-declarations")
 LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch")
 LOCK_DEADLINE_S = 900.0
 MAX_UNITS = 8
@@ -96,7 +98,6 @@ def build(
     compiler: str | None = None,
     deadline_s: float = LOCK_DEADLINE_S,
     report: Report = log.warning,
-    commands: CommandRunner | None = None,
 ) -> Path:
     """Return the path of the shared library; build it first if it does not exist.
 
@@ -105,13 +106,10 @@ def build(
         compiler: C++20 compiler command, with arguments if any (``"ccache g++"``); by default ``$CXX`` or ``g++``.
         deadline_s: How long to wait while another process builds, in seconds.
         report: Called with a format and arguments when the build begins, waits or ends.
-        commands: Runs the compiler, and may be stopped by another thread.
 
     Raises:
         NativeBuildError: No compiler, a compile error, the deadline passed, or a cache that others can write.
-        BuildCancelled: ``commands`` were stopped.
     """
-    commands = commands or CommandRunner()
     cache = resolve_cache(cache or default_cache())
     sources = source_directory()
     library = cache / _digest(sources) / "lightning_zero.so"
@@ -120,9 +118,9 @@ def build(
     command = _command(compiler or os.environ.get("CXX") or "")
     version = _version(command)
     make_private_folder(library.parent)
-    with lock_entry(library.parent, deadline_s, report, commands.check):
+    with lock_entry(library.parent, deadline_s, report):
         if not _is_cached(library):
-            _compile(command, version, library, report, commands)
+            _compile(command, version, library, report)
     return library
 
 
@@ -188,7 +186,7 @@ def _digest(sources: Path) -> str:
     return digest.hexdigest()[:20]
 
 
-def _compile(compiler: list[str], version: str, library: Path, report: Report, commands: CommandRunner) -> None:
+def _compile(compiler: list[str], version: str, library: Path, report: Report) -> None:
     start, sources = time.monotonic(), source_directory()
     report("Building lightning_zero's C++ executor (once for this torch version; takes up to a minute).")
     torch_directory = Path(torch.__file__).parent
@@ -219,12 +217,13 @@ def _compile(compiler: list[str], version: str, library: Path, report: Report, c
             ]
             for (unit, sources), target in zip(units.items(), objects, strict=True)
         ]
-        commands.all(each, partial(_compile_unit, commands, lean))
+        compilers = _Compilers()
+        compilers.run_all(each, partial(_compile_unit, compilers, lean))
         libraries = torch_directory / "lib"
         linked = temporary / library.name
         _run(
-            commands,
-            [*compiler, MARK, "-shared", *map(str, objects), *loaded_runtime()]
+            compilers,
+            [*compiler, "-shared", *map(str, objects), *loaded_runtime()]
             + [f"-L{libraries}", f"-Wl,-rpath,{libraries}", *LIBRARIES, "-o", str(linked)],
         )
         linked.chmod(0o755)  # whatever the umask: check_owner rejects a library that others can write
@@ -251,13 +250,74 @@ def loaded_runtime() -> list[str]:
     return sorted(path for path in paths if re.search(r"/libstdc\+\+\.so[.\d]*$", path))[:1]
 
 
-def _compile_unit(commands: CommandRunner, lean: Sequence[str], command: list[str]) -> None:
+class _Compilers:
+    """Runs the compilers of one build, and kills them on demand."""
+
+    current: _Compilers | None = None
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: set[int] = set()  # process groups that are running
+        self._killed = False
+        _Compilers.current = self
+
+    def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        pipe = subprocess.PIPE
+        with self._lock:
+            if self._killed:
+                raise NativeBuildError("The build of lightning_zero's C++ executor was stopped.")
+            # A process group of its own: kill() then also ends the processes that the compiler starts.
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+                errors="replace",
+                process_group=0,
+            )
+            self._groups.add(process.pid)
+        try:
+            out, err = process.communicate()
+        finally:
+            with self._lock:
+                self._groups.discard(process.pid)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    def run_all(self, commands: Iterable[list[str]], run: Callable[[list[str]], None]) -> None:
+        """Call ``run`` with each command, one per core at a time. Kill the others after the first error."""
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            futures = [pool.submit(run, command) for command in commands]
+            try:
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+            except BaseException:  # also Ctrl-C, which does not reach other process groups
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.kill()
+                raise
+
+    def kill(self) -> None:
+        with self._lock:
+            self._killed = True
+            for group in self._groups:
+                with suppress(OSError):
+                    os.killpg(group, signal.SIGKILL)
+
+
+def kill_compilers() -> None:
+    """Kill the compilers that this process has started. Call it before ``os._exit``, which would leave them running."""
+    if _Compilers.current is not None:
+        _Compilers.current.kill()
+
+
+def _compile_unit(compilers: _Compilers, lean: Sequence[str], command: list[str]) -> None:
     """Compile one unit; if the lean headers lack a declaration with this torch, compile it with torch's own."""
     try:
-        _run(commands, command)
+        _run(compilers, command)
     except NativeBuildError as error:
         log.debug("With torch's own headers: %s", error)
-        _run(commands, [part for part in command if part not in lean])
+        _run(compilers, [part for part in command if part not in lean])
 
 
 def _units(sources: Path, directory: Path) -> dict[Path, list[Path]]:
@@ -296,8 +356,8 @@ def _bytes(paths: Sequence[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
-def _run(commands: CommandRunner, command: list[str]) -> None:
-    result = commands.run(command)
+def _run(compilers: _Compilers, command: list[str]) -> None:
+    result = compilers.run(command)
     if result.returncode != 0:
         errors = [line for line in result.stderr.splitlines() if "error" in line.lower()][:20]
         raise NativeBuildError(

@@ -191,7 +191,6 @@ def lock_entry(
     folder: Path,
     deadline_s: float,
     report: Callable[..., Any] = log.warning,
-    check: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Hold the entry's OS lock, which a killed process releases. Without lock support, several processes may build.
 
@@ -199,7 +198,6 @@ def lock_entry(
         folder: The entry.
         deadline_s: How long to wait for another process, in seconds.
         report: Called if this waits.
-        check: Called while this waits; may raise to end the wait.
 
     Raises:
         NativeBuildError: The lock cannot be written, or the deadline passed.
@@ -210,7 +208,7 @@ def lock_entry(
     except OSError as error:
         raise unwritable_error(folder, error) from error
     with lock:
-        _acquire(lock, folder / "lock", deadline_s, report, check)
+        _acquire(lock, folder / "lock", deadline_s, report)
         try:
             yield
         finally:
@@ -223,11 +221,9 @@ def unwritable_error(folder: Path, error: OSError) -> NativeBuildError:
     return NativeBuildError(f"Cannot write the build cache {folder} ({error}). {INSTEAD}")
 
 
-def _acquire(
-    lock: TextIO, path: Path, deadline_s: float, report: Callable[..., Any], check: Callable[[], None]
-) -> None:
+def _acquire(lock: TextIO, path: Path, deadline_s: float, report: Callable[..., Any]) -> None:
     start = time.monotonic()
-    told = False
+    reported = False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -243,8 +239,7 @@ def _acquire(
                 f"Another process has been building lightning_zero's C++ executor for {waited:.0f} s (it holds "
                 f"{path}). End that process, or set LIGHTNING_ZERO_CACHE to another directory."
             )
-        if not told and waited > 2:
+        if not reported and waited > 2:
             report("Waiting while another process builds the C++ executor (%s).", path)
-            told = True
-        check()
+            reported = True
         time.sleep(0.1)

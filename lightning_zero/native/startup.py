@@ -13,11 +13,13 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from lightning_zero.native.host_process import has_ended, kill_compilers, own_process
+from lightning_zero.mesh import boot_id, host_name
+from lightning_zero.native.build import kill_compilers
 
 __all__ = ["StartupWatch"]
 
@@ -212,3 +214,36 @@ class StartupWatch:
         self._say(f"{text}\nThis is rank {self._rank}, setting up. It cannot go on alone, and ends, too.")
         kill_compilers()
         os._exit(1)
+
+
+def own_process() -> dict[str, Any]:
+    """Return host, pid namespace, pid and start time (ticks since boot) of this process, for other processes.
+
+    Host is empty if /proc does not show the process under its own pid.
+    """
+    pid, unknown = os.getpid(), {"host": "", "pid": os.getpid(), "started": "0"}
+    with suppress(OSError):
+        stat = _process_stat(pid)
+        if stat is None or os.readlink("/proc/self") != str(pid) or not boot_id():
+            return unknown
+        return {
+            "host": f"{host_name()} {os.readlink('/proc/self/ns/pid')}",
+            "pid": pid,
+            "started": stat[19],
+        }
+    return unknown
+
+
+def has_ended(process: dict[str, Any]) -> bool:
+    """Return True if the process of :func:`own_process` ran on this host and has ended."""
+    if not process["host"] or process["host"] != own_process()["host"]:
+        return False
+    stat = _process_stat(process["pid"])
+    return stat is None or stat[0] in "ZX" or stat[19] != process["started"]
+
+
+def _process_stat(pid: int) -> list[str] | None:
+    """Return the fields of /proc/PID/stat after the name, which may contain any character: state, parent, ..."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return None

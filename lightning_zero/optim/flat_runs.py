@@ -188,8 +188,7 @@ class FlatRun:
         return value.numel() == 1  # a shard has more elements: see ShardLayout
 
     def check(self, key: str, value: Tensor, shape: torch.Size) -> None:
-        """Raise :class:`UnsupportedError` if state is no plain tensor (such as a quantized one), or not of ``shape``.
-        """
+        """Raise :class:`UnsupportedError` if state is no plain tensor (such as a quantized one), or not of ``shape``."""
         if type(value) not in (Tensor, nn.Parameter) and "_zero_sight" not in value.__dict__:
             raise UnsupportedError(
                 f"The optimizer keeps a state {key!r} for {self.members[0].name!r} that is a {type(value).__name__}, "

@@ -68,6 +68,5 @@ def _wrap_tensors(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> d
 
 
 def _needs_placement(key: str, value: Tensor) -> bool:
-    """Return True if torch would change the value: counts would get the parameters' dtype, and bfloat16 counts to 256.
-    """
+    """Return True if torch would change the value: counts would get the parameters' dtype, and bfloat16 counts to 256."""
     return value.numel() > 1 or key == ROUNDING_COUNT

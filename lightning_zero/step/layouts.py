@@ -159,8 +159,7 @@ class StepLayouts:
         return StepLayout(runs, self._sharder.executor.device, dtype)
 
     def _split_kinds(self, stepped: set[int], state: State) -> None:
-        """Give a new kind to parameters that step without others of their kind or have other state: step counts differ.
-        """
+        """Give a new kind to parameters that step without others of their kind or have other state: step counts differ."""
         fresh = not self._kinds
 
         def counted(record: ShardedParameter) -> Any:

@@ -122,9 +122,8 @@ def _in_worker(point: Point, injector: Injector) -> None:
 
 
 def _first_to_build(point: Point, injector: Injector) -> None:
-    """One rank builds, the others wait for it; so these come later, and nobody builds ahead."""
+    """One rank builds, the others wait for it, so these begin later."""
     build, compile = point.targets
-    wrap("lightning_zero.native.ahead:is_built", lambda original: lambda: True)
     wrap(compile, injector.around(point.name, point.step, False, point.skipped))
 
     def make(original: Calls) -> Calls:

@@ -18,7 +18,6 @@ from typing_extensions import override
 
 from lightning_zero.compat.lightning_private import BackwardSyncControl, EmptyInit
 from lightning_zero.compile.listener import GraphObserver, PassObserver
-from lightning_zero.compile.warm_up import warm_up
 from lightning_zero.compile.workers import start_workers
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.arguments import chosen, taking
@@ -33,7 +32,6 @@ from lightning_zero.integrations.inspection import Inspection
 from lightning_zero.integrations.precision import computing_in
 from lightning_zero.integrations.processes import nccl_lets_errors_show
 from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
-from lightning_zero.native.ahead import BackgroundBuild
 from lightning_zero.native.watchdog import SequenceId
 
 __all__ = ["FabricZeroStrategy"]
@@ -72,7 +70,6 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
         )
         self._begin_processes(arguments.process_group_backend, arguments.timeout, arguments.tuning.report_stall_after_s)
         self._backward_sync_control = _Accumulates()
-        self._build = BackgroundBuild(self)
 
     @property
     @override
@@ -113,13 +110,8 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
             )
         config = computing_in(self.precision.precision, self._options)
         start_workers(config.compiled, self.root_device)
-        if self._build.is_pending:
-            warm_up(config.compiled, self.root_device)
-        waited = self._build.finish()
         with nccl_lets_errors_show():
             engine = Engine(self.root_device, config, skip_modules=(Metric,), report=rank_zero_info)
-        if waited > 1:
-            rank_zero_info(f"Waited {waited:.0f} s for the C++ executor to be built.")
         self._observe_engine(engine)
         engine.cycle.begin_stage()
         self._end_startup()

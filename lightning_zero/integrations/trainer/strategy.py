@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -23,7 +24,6 @@ from typing_extensions import override
 
 from lightning_zero.compat.lightning_private import optimizers_to_device
 from lightning_zero.compile.listener import GraphObserver, PassObserver
-from lightning_zero.compile.warm_up import warm_up
 from lightning_zero.compile.workers import start_workers
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
@@ -46,7 +46,8 @@ from lightning_zero.integrations.trainer.saving import Saving
 from lightning_zero.integrations.trainer.sigterm import Start, ask_now, ask_on_cpu, has_noted, note_sigterm, show
 from lightning_zero.integrations.trainer.stage_end import meet_at_end
 from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
-from lightning_zero.native.ahead import BackgroundBuild
+from lightning_zero.native import load
+from lightning_zero.native.build import is_built
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.report.running import running
 from lightning_zero.report.start import StartClock
@@ -89,7 +90,6 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             timeout=arguments.timeout,
             report_stall_after_s=arguments.tuning.report_stall_after_s,
         )
-        self._build = BackgroundBuild(self)
         self._start = StartClock(self._spent)
 
     # -- what the Trainer asks before anything runs
@@ -163,9 +163,10 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
                     "LightningModule or a callback, while trainer.fit() or another stage is running."
                 )
             start_workers(self._options.compiled, self.root_device)
-            if self._build.is_pending:
-                warm_up(self._options.compiled, self.root_device)
-            self._start.built(self._build.finish())
+            if not is_built():
+                begun = time.monotonic()
+                load()
+                self._start.built(time.monotonic() - begun)
             self._engine = Engine(self.root_device, self._config(), skip_modules=(Metric,), report=rank_zero_info)
             self._observe_engine(self._engine)
         return self._engine
