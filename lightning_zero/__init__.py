@@ -74,7 +74,9 @@ __all__ = [
 
 
 def full_parameters(module: nn.Module, writeback: bool = True) -> AbstractContextManager[None]:
-    """Give the module and its children full parameters in this context; with ``writeback``, write edits to the shards.
+    """Give the module and its children full parameters in this context.
+
+    With ``writeback``, write edits to the shards on exit.
 
     Collective: enter it on every rank and make the same edits on every rank. Takes the memory of the full parameters.
 

@@ -13,7 +13,10 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def program_without_lightning(program: str) -> str:
-    """Return ``program`` for ``python -c``. It can import all modules of this package that do not import Lightning."""
+    """Return ``program`` for ``python -c``.
+
+    It can import all modules of this package that do not import Lightning.
+    """
     return f"""
 import sys, types
 package = sys.modules["lightning_zero"] = types.ModuleType("lightning_zero")

@@ -114,7 +114,7 @@ class Engine(NotCopied):
         self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)
         self.memory = PlannedMemory(compiled, self.optimizers)
         self.session.budget.accumulates = lambda: cycle.accumulates
-        cycle.on_accumulation_begin = self.memory.gradients.several_micro_batches
+        cycle.events.accumulation_begin.append(self.memory.gradients.several_micro_batches)
 
     @property
     def device(self) -> torch.device:
@@ -159,7 +159,10 @@ class Engine(NotCopied):
         self.session.new_plan(digest, text)
 
     def construction(self) -> AbstractContextManager[None]:
-        """Shard modules while they are built in this context, see :mod:`lightning_zero.sharding.construct`. Collective."""
+        """Shard modules while they are built in this context. Collective.
+
+        See :mod:`lightning_zero.sharding.construct`.
+        """
         return sharded_construction(self.sharder, self.checkpoints.hooks)
 
     def shard(self, module: nn.Module) -> None:
@@ -185,6 +188,7 @@ class Engine(NotCopied):
 
     def unshard(self) -> None:
         """Restore full parameters and the module's own classes on this engine's device, and close the engine.
+
         Collective.
         """
         module = self._sharded_module()
@@ -199,6 +203,7 @@ class Engine(NotCopied):
 
     def full_parameters(self, module: nn.Module | None = None, writeback: bool = True) -> AbstractContextManager[None]:
         """Give ``module`` (by default all) full parameters in this context; write edits to the shards on exit.
+
         Collective.
         """
         return full_parameters(self.sharder, module or self._sharded_module(), writeback)
@@ -221,8 +226,9 @@ class Engine(NotCopied):
         self.cycle.before_step()
 
     def eval_step(self) -> None:
-        """Prepare for a forward outside of training: weights may have changed since the last one. Call before the
-        forward.
+        """Prepare for a forward outside of training. Call before the forward.
+
+        Weights may have changed since the last one.
         """
         self.cycle.eval_step()
 
@@ -230,7 +236,10 @@ class Engine(NotCopied):
         self.cycle.on_backward_end()
 
     def registered_parameters(self) -> AbstractContextManager[None]:
-        """Return the registered parameters from ``module.weight`` in this context: create optimizers from these."""
+        """Return the registered parameters from ``module.weight`` in this context.
+
+        Create optimizers from these.
+        """
         return self.sharder.view.shards()
 
     def model_state(self) -> dict[str, Any]:
@@ -238,7 +247,10 @@ class Engine(NotCopied):
         return self.checkpoints.model_state()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return full values on rank 0's CPU in the format of ``torch.optim``; empty on other ranks. Collective."""
+        """Return full values on rank 0's CPU, in ``torch.optim``'s format. Collective.
+
+        Empty on other ranks.
+        """
         return self.checkpoints.optimizer_state(optimizer)
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

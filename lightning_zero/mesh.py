@@ -30,7 +30,9 @@ NO_TIMEOUT = timedelta(days=365)
 
 @dataclass(frozen=True, eq=False)
 class RankGroup:
-    """Ranks of a mesh that communicate with each other: those of one host, or those with one local rank on all hosts.
+    """Ranks of a mesh with process groups of their own.
+
+    They are the ranks of one host, or the ranks with one local rank on all hosts.
 
     Attributes:
         ranks: Ranks in the mesh, in the order of this group.
@@ -115,7 +117,9 @@ class Mesh:
         ranks_per_host: int | None = None,
         replicate: bool = False,
     ) -> Mesh:
-        """Make a mesh for each part of the world and return this process's. Collective over all processes of the world.
+        """Make a mesh for each part of the world and return this process's.
+
+        Collective over all processes of the world.
 
         Each process passes all parts in the same order, because ``torch.distributed.new_group`` must be called for all
         groups in one order on all processes.
@@ -209,7 +213,7 @@ class Mesh:
         )
 
     def all_gather_shard(self, shard: Tensor) -> Tensor:
-        """Return the shards of all ranks, concatenated in the order of their indices, on the mesh's device. Collective.
+        """Return the shards of all ranks, concatenated by shard index, on the mesh's device. Collective.
 
         ``shard`` is 1-D and has one size and dtype on all ranks.
         """
@@ -230,7 +234,10 @@ class Mesh:
         return dist.PrefixStore(name, default_store())
 
     def barrier(self) -> dist.Work:
-        """Start a barrier of all ranks on the CPU. It ends when all ranks have joined, without a timeout. Collective."""
+        """Start a barrier of all ranks on the CPU.
+
+        It ends when all ranks have joined, without a timeout. Collective.
+        """
         options = distributed_c10d.BarrierOptions()
         options.timeout = NO_TIMEOUT
         return self.control_group.barrier(options)
@@ -245,7 +252,9 @@ class Mesh:
         return values
 
     def first_rank_error(self, error: str | None) -> tuple[int, str] | None:
-        """Return the first rank that passes an error, and the error; None if no rank does. Collective, on the CPU.
+        """Return the first rank that passes an error, and the error; None if no rank does.
+
+        Collective, on the CPU.
 
         Call it after an operation that may fail on one rank, so that the other ranks do not wait for the failed one.
         """
@@ -277,7 +286,9 @@ def host_numbers(names: Sequence[str], ranks_per_host: int | None = None) -> tup
 def _new_host_groups(
     part: Sequence[int], hosts: Sequence[int], backend: str, timeout: timedelta | None
 ) -> tuple[RankGroup, RankGroup] | None:
-    """Return this process's intra-host and inter-host groups; None if it is not in ``part`` or there is one host.
+    """Return this process's intra-host and inter-host groups.
+
+    None if the process is not in ``part`` or there is one host.
 
     Collective over all processes of the world.
     """
@@ -309,7 +320,7 @@ def _new_group_pair(
 
 
 def number_names(names: Sequence[str]) -> tuple[int, ...]:
-    """Return a number for each name: equal names get equal numbers, from 0 in the order of first occurrence."""
+    """Number the names from 0 in the order of first occurrence; equal names get equal numbers."""
     order = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return tuple(order[name] for name in names)
 

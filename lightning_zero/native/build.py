@@ -238,7 +238,7 @@ def _compile(compiler: list[str], version: str, library: Path, report: Report) -
 
 
 def loaded_runtime() -> list[str]:
-    """Return the path of the C++ standard library that this process has loaded, as a list; empty if there is none.
+    """Return the path of the loaded C++ standard library, as a list; empty if there is none.
 
     The executor is linked with this path. If a compiler finds only a static library, parts of it would be copied into
     the executor, and two copies in one process crash when either prints a number.
@@ -306,13 +306,16 @@ class _Compilers:
 
 
 def kill_compilers() -> None:
-    """Kill the compilers that this process has started. Call it before ``os._exit``, which would leave them running."""
+    """Kill the compilers that this process has started.
+
+    Call it before ``os._exit``, which would leave them running.
+    """
     if _Compilers.current is not None:
         _Compilers.current.kill()
 
 
 def _compile_unit(compilers: _Compilers, lean: Sequence[str], command: list[str]) -> None:
-    """Compile one unit; if the lean headers lack a declaration with this torch, compile it with torch's own."""
+    """Compile one unit; use torch's own headers if the lean ones lack a declaration."""
     try:
         _run(compilers, command)
     except NativeBuildError as error:

@@ -1,4 +1,4 @@
-"""Cache of built libraries, which are loaded and run: only this user and root may write to it. And its lock.
+"""Cache of built libraries and its lock. Only this user and root may write to it.
 
 The path of the cache may contain links. It is resolved once, and each directory of the resolved path is checked, as
 OpenSSH does for keys. In the cache, links are rejected. A prebuilt cache (in an image, on a shared file system) may be
@@ -87,7 +87,9 @@ def _without_home() -> Path:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make a cache entry that only this user can write. Others can read it if they can read the cache. Idempotent.
+    """Make a cache entry that only this user can write.
+
+    Others can read it if they can read the cache. Idempotent.
 
     Args:
         folder: The entry; its parent is the cache, whose path is :func:`resolve_cache`.
@@ -192,7 +194,9 @@ def lock_entry(
     deadline_s: float,
     report: Callable[..., Any] = log.warning,
 ) -> Iterator[None]:
-    """Hold the entry's OS lock, which a killed process releases. Without lock support, several processes may build.
+    """Hold the entry's OS lock, which a killed process releases.
+
+    Without lock support, several processes may build.
 
     Args:
         folder: The entry.

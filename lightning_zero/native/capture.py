@@ -45,7 +45,7 @@ def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
 
 @contextmanager
 def reserve_pool_block(pool: Any, device: torch.device, nbytes: int) -> Iterator[None]:
-    """Reserve one free block of ``nbytes`` in ``pool`` for the capture in this context. Do nothing if ``nbytes`` is 0.
+    """Reserve one free block of ``nbytes`` in ``pool`` for the capture in this context.
 
     A pool that grows on demand cannot merge neighboring blocks, and memory cannot be freed during a capture: without
     the reserved block the pool takes more memory.

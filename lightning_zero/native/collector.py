@@ -11,7 +11,10 @@ __all__ = ["pause_gc"]
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """Disable automatic garbage collection in this context. Keep it short: reference cycles stay until its end."""
+    """Disable automatic garbage collection in this context.
+
+    Keep it short: reference cycles stay until its end.
+    """
     collecting = gc.isenabled()
     gc.disable()
     try:

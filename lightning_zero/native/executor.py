@@ -90,11 +90,17 @@ class Executor:
             self._native.on_new_plan(self._define("on_new_plan", "(str digest, str plan)", on_new_plan))
 
     def waiting(self, what: str, sequence: SequenceId) -> AbstractContextManager[None]:
-        """Surround a collective that Python starts. ``what`` describes it; ``sequence`` is that of its process group."""
+        """Surround a collective that Python starts.
+
+        ``what`` describes it; ``sequence`` is that of its process group.
+        """
         return nullcontext() if self._watchdog is None else self._watchdog.waiting(what, sequence)
 
     def collective(self, what: str, sequence: SequenceId, start: Callable[[bool], dist.Work | None]) -> None:
-        """Start a collective and wait for it interruptibly. ``start`` is passed True if it must be asynchronous."""
+        """Start a collective and wait for it interruptibly.
+
+        ``start`` is passed True if it must be asynchronous.
+        """
         if self._watchdog is None:
             start(False)
             return

@@ -36,8 +36,9 @@ class Parameters(Protocol):
         """Unregister a parameter that no module reads any more."""
 
     def guard_gradient(self, index: int) -> None:
-        """Make backward raise ``ValueError`` if autograd accumulates into this shard; pass full gradients to tensor
-        hooks.
+        """Make backward raise ``ValueError`` if autograd accumulates into this shard.
+
+        Pass full gradients to hooks of ``register_hook``.
 
         Call it again after the first ``register_hook``, which removes the guard.
         """
@@ -50,7 +51,7 @@ class Parameters(Protocol):
         """
 
     def set_resident(self, index: int, memory: Tensor | None) -> None:
-        """Set 1-D padded memory in which the unsharded parameter stays until the optimizer steps; None removes it."""
+        """Set 1-D padded memory to cache the unsharded parameter until the step; None removes it."""
 
     def set_deferred_gradient(self, index: int, memory: Tensor | None, whole: bool) -> None:
         """Set 1-D memory for deferred gradients, in float32 or wider; None removes it.
@@ -80,14 +81,18 @@ class Parameters(Protocol):
         """
 
     def set_full_precision_copy(self, index: int, copy: Tensor, peers: list[Tensor]) -> None:
-        """Set memory for a copy of the shard in its own dtype, on this rank and on each rank. Call after
-        :meth:`set_peers`.
+        """Set memory for a copy of the shard in its own dtype, on this rank and on each rank.
+
+        Call after :meth:`set_peers`.
 
         It is for weights that compiled mixed-precision code reads in full precision.
         """
 
     def set_shards(self, index: int, shards: list[Tensor]) -> None:
-        """Set the parameter's shard on each rank, in memory that this process can read. Call after ``take_turns``."""
+        """Set the parameter's shard on each rank, in memory that this process can read.
+
+        Call after ``take_turns``.
+        """
 
 
 class Weights(Protocol):
@@ -112,7 +117,10 @@ class Weights(Protocol):
         """
 
     def refresh_compute_copies(self) -> None:
-        """Write all compute shards. Call before the forward of a training step. Collective if other ranks read them."""
+        """Write all compute shards.
+
+        Call before the forward of a training step. Collective if other ranks read them.
+        """
 
     def sync_peers(self, ahead: bool = False) -> bool:
         """Write the compute shards that are invalid. Collective if other ranks read them.
@@ -146,7 +154,10 @@ class Weights(Protocol):
         """Release all weights held for eager code. Later user writes of weights that it still holds are lost."""
 
     def serve_resident(self, on: bool) -> None:
-        """Let eager code read unsharded weights from the cache if they are in its dtype. A backward always does."""
+        """Let eager code read unsharded weights from the cache if they are in its dtype.
+
+        A backward always does.
+        """
 
     def find_gathered(self, tensor: Tensor) -> int:
         """Return the index of the parameter whose gathered weight ``tensor`` is or views; otherwise -1."""
@@ -172,7 +183,7 @@ class Gradients(Protocol):
         ...
 
     def is_whole_backward(self) -> bool:
-        """Return True if the current backward computes all gradients, not only those of ``backward(inputs=...)``."""
+        """Return True if the current backward computes all gradients (no ``backward(inputs=...)``)."""
 
     def backwards(self) -> int:
         """Return the number of finished backward passes."""
@@ -226,7 +237,10 @@ class Graphs(Protocol):
     """Recording of compiled code for CUDA graph replays."""
 
     def why_not(self, segment: int = -1) -> str:
-        """Return why compiled code cannot be recorded at present; empty if it can. ``segment``: see :meth:`begin`."""
+        """Return why compiled code cannot be recorded at present; empty if it can.
+
+        ``segment``: see :meth:`begin`.
+        """
 
     def why_no_collectives(self) -> str:
         """Return why collectives of this executor's process groups can never be recorded; empty if they can."""
@@ -258,8 +272,9 @@ class Graphs(Protocol):
         """Drop a recording."""
 
     def before_replay(self, number: int) -> None:
-        """Prepare a replay. Call before each one, for a backward in autograd's. Collective as
-        :meth:`Weights.sync_peers`.
+        """Prepare a replay. Call before each one, for a backward in autograd's.
+
+        Collective as :meth:`Weights.sync_peers`.
         """
 
     def after_replay(self, number: int) -> None:

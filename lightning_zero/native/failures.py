@@ -114,7 +114,7 @@ class Failures:
 
 
 class ShownErrorHook:
-    """Replaces ``sys.excepthook``: names an exception that was shown, and leaves others to the previous hook.
+    """Replaces ``sys.excepthook``: only names an exception that was shown.
 
     The previous hook is always called, since a user's may do more than print. For a shown exception its output is
     dropped.
@@ -140,7 +140,10 @@ class ShownErrorHook:
 
 
 def mark_shown(error: BaseException, where: str) -> None:
-    """Mark ``error`` so that the end of this process only names it. ``where``: where its traceback is printed."""
+    """Mark ``error`` so that the end of this process only names it.
+
+    ``where``: where its traceback is printed.
+    """
     try:
         setattr(error, SHOWN, where)
     except AttributeError:  # a class without attributes is shown again

@@ -22,7 +22,7 @@ def gpu_uuid(device: torch.device | int) -> str:
 
 
 def no_atomics_reason(device: torch.device, uuids: Sequence[str]) -> str:
-    """Return why this GPU and those of all ranks (UUIDs by rank) should not use device barriers; empty if they can."""
+    """Return why these GPUs (UUIDs by rank) cannot use device barriers; empty if they can."""
     own = gpu_uuid(device)
     seen = {gpu_uuid(number): number for number in range(torch.cuda.device_count())}
     for rank, uuid in enumerate(uuids):

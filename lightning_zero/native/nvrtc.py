@@ -1,4 +1,4 @@
-"""Compile CUDA code at run time with NVRTC, which torch ships: no toolkit and none of its headers are needed."""
+"""Compile CUDA code at run time with NVRTC, which torch ships. No toolkit is needed."""
 
 from __future__ import annotations
 

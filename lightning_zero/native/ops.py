@@ -1,4 +1,4 @@
-"""Table of our ops: the properties that torch, the passes and the cost model need besides schema and kernel.
+"""Table of our ops, with the properties that torch, the passes and the cost model need.
 
 Schemas and kernels are in ``csrc/ops.cpp``. A new op needs a row there and one in Python, by :func:`register_op`: next
 to the pass that inserts it into graphs, or here. ``tests/native/test_ops.py`` compares the two tables.
@@ -91,7 +91,10 @@ OPS: dict[str, Op] = {}  # by name; complete after the modules of all passes are
 
 
 def register_op(op: Op) -> Op:
-    """Add an op to the table. Call it on import of a pass's module: torch is given all ops when the library is loaded."""
+    """Add an op to the table.
+
+    Call it on import of a pass's module: torch is given all ops when the library is loaded.
+    """
     assert op.name not in OPS, f"{op.name} has a row already"
     OPS[op.name] = op
     return op
@@ -112,6 +115,6 @@ def find_op(target: Any) -> Op | None:
 
 
 def graph_overloads(op: Op) -> list[OpOverload]:
-    """Return the overloads that nodes may call for an op: the op and its placeholder, as far as this process has them."""
+    """Return the overloads of an op and of its placeholder, as far as this process has them."""
     packets = (getattr(getattr(torch.ops, namespace), op.name, None) for namespace in (NAMESPACE, FAKE_NAMESPACE))
     return [packet.default for packet in packets if packet is not None]

@@ -1,4 +1,6 @@
-"""Fault detection during start-up: before ranks have a process group, and while one of them builds the C++ executor.
+"""Fault detection while ranks start up, before the executor's watchdog exists.
+
+Ranks may be joining the process group, or waiting for one that builds the C++ executor.
 
 The executor's watchdog takes over afterwards.
 """
@@ -217,7 +219,7 @@ class StartupWatch:
 
 
 def own_process() -> dict[str, Any]:
-    """Return host, pid namespace, pid and start time (ticks since boot) of this process, for other processes.
+    """Return host, pid namespace, pid and start time (ticks since boot) of this process.
 
     Host is empty if /proc does not show the process under its own pid.
     """
@@ -243,7 +245,7 @@ def has_ended(process: dict[str, Any]) -> bool:
 
 
 def _process_stat(pid: int) -> list[str] | None:
-    """Return the fields of /proc/PID/stat after the name, which may contain any character: state, parent, ..."""
+    """Return the fields of /proc/PID/stat after the name: state, parent, ..."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return None

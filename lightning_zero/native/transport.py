@@ -1,4 +1,4 @@
-"""What ranks move weights and gradients by, beyond collectives: memory that they can reach, and kernels."""
+"""Transfers of weights and gradients through peer memory."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ class Transport:
         self._native.set_staging(staging, group.group_name, int(1000 * timeout_s))
 
     def set_barrier(self, rows: list[Tensor]) -> None:
-        """Use our own kernel for device barriers; the host can end its waits. Call on every rank before
-        :meth:`set_staging`.
+        """Use our own kernel for device barriers; the host can end its waits.
+
+        Call on every rank before :meth:`set_staging`.
 
         Args:
             rows: For each rank, memory that all ranks can write: ``2 * ranks`` int32 zeros.
@@ -81,16 +82,18 @@ class Transport:
         self._limit = gbs
 
     def mean_rows(self, to: Tensor, rows: Tensor, add: bool = False) -> bool:
-        """Write or add the mean over dimension 0 of ``rows`` to ``to`` (1-D, contiguous, float32); for the kernel's
-        tests.
+        """Write or add the mean of ``rows`` over dimension 0 to ``to``; for the kernel's tests.
+
+        ``to`` is 1-D, contiguous and float32.
 
         Return True if there is a kernel for these tensors.
         """
         return self._native.mean_rows(to, rows, add)
 
     def take_turns(self, numbers: list[Tensor]) -> None:
-        """Make ranks take turns to read and write shards in shared memory (``parameters.set_shards``). Call on every
-        rank.
+        """Make ranks take turns to read and write shards in shared memory (``parameters.set_shards``).
+
+        Call on every rank.
 
         On an accelerator, call it after :meth:`set_barrier`.
 
@@ -107,8 +110,9 @@ class Transport:
             self._native.take_device_turns(self._kernels("turns.cu", RANKS=self._ranks), numbers)
 
     def take_arrivals(self, numbers: list[Tensor]) -> None:
-        """Let ranks of this host signal which parts of inter-host exchanges have arrived. With several hosts; not in a
-        graph.
+        """Let ranks of this host signal which parts of inter-host exchanges have arrived.
+
+        With several hosts; not in a graph.
 
         Args:
             numbers: For each rank, zeros in memory that all ranks can write: one int64, or ``ranks`` int32 on an

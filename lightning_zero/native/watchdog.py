@@ -38,8 +38,9 @@ class Phase(enum.IntEnum):
 
 
 class SequenceId(enum.IntEnum):
-    """Sequence of collectives with one order on all ranks, which are counted: of one process group, or Lightning's
-    (WORLD).
+    """Sequence of counted collectives, which has one order on all ranks.
+
+    Each process group has one, and Lightning's collectives (WORLD).
 
     The first values of the C++ enum.
     """
@@ -96,7 +97,10 @@ class Watchdog:
             self.native.busy("")
 
     def moved(self, how_far: str) -> None:
-        """Report the progress of a long task, or "" when it is over. Waits do not time out while it progresses."""
+        """Report the progress of a long task, or "" when it is over.
+
+        Waits do not time out while it progresses.
+        """
         self.native.moved(how_far)
 
     @contextmanager

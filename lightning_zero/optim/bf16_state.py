@@ -1,4 +1,4 @@
-"""Optimizer state in bfloat16 (``state_dtype="bf16"``): which state it covers, and stochastic rounding.
+"""Optimizer state in bfloat16 (``state_dtype="bf16"``), with stochastic rounding.
 
 A value between two bfloat16 neighbors is rounded up with the probability that keeps its mean. Round-to-nearest would
 stop an average that moves by less than half of bfloat16's resolution. Values that bfloat16 can represent do not change.
@@ -67,7 +67,7 @@ def restore_state_dtype(optimizer: torch.optim.Optimizer, find: Callable[[Tensor
 
 
 def check_bf16_state(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise :class:`UnsupportedError` if the optimizer's state, with these groups, cannot be kept in bfloat16."""
+    """Raise :class:`UnsupportedError` if the optimizer's state cannot be kept in bfloat16."""
     name = type(optimizer).__name__
     if not has_rules(optimizer, groups):
         raise UnsupportedError(

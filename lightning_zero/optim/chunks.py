@@ -34,7 +34,7 @@ MASTER_SHARD = "master shard"  # key next to the names of state, which are ident
 
 @dataclass(frozen=True)
 class StateOnHost:
-    """Host memory of one engine's shard-sized optimizer state, and the ring through which it reaches the device.
+    """Host memory of one engine's shard-sized optimizer state, and its staging ring.
 
     Attributes:
         memory: Host memory.
@@ -58,7 +58,7 @@ class Chunk:
         return flat.detach().view(-1)[self.begin : self.end]
 
     def load(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return this chunk's part of the run's state by name, and of its master shards if they are on the host.
+        """Return this chunk's part of the run's state by name, and of offloaded master shards.
 
         Master shards are first: their place in the staging buffer then does not depend on the state.
         """
@@ -101,7 +101,7 @@ def split_into_chunks(run: FlatRun, most: int) -> list[Chunk]:
 
 
 class InPlacePass:
-    """Replaces :class:`~lightning_zero.offload.staging_ring.Pass` for state on the device, which needs no copies."""
+    """Replaces the staging ring's ``Pass`` for state on the device, which needs no copies."""
 
     def __init__(self, loads: Sequence[Load]) -> None:
         self._loads = loads
@@ -158,7 +158,10 @@ class ChunkedState:
         self._ahead: Pass | None = None
 
     def prefetch_from_host(self) -> None:
-        """Start to copy state for the next step, as far as the ring has space. Idempotent; the step need not follow."""
+        """Start to copy state for the next step, as far as the ring has space.
+
+        Idempotent; the step need not follow.
+        """
         if self._ring is not None and (self._ahead is None or not self._ahead.is_good):
             self._ahead = Pass(self._ring, self._loads)
             self._ahead.ahead()

@@ -11,7 +11,7 @@ __all__ = ["clip_factor", "norm_dtype"]
 
 
 def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Return the dtype in which norms of these tensors are summed: float64 if one of them has it, else float32."""
+    """Return the dtype of sums over these tensors: float64 if one has it, else float32."""
     return torch.float64 if any(tensor.dtype.to_real() is torch.float64 for tensor in tensors) else torch.float32
 
 

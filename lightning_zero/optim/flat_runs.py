@@ -1,4 +1,4 @@
-"""Flat runs: neighboring shards of a parameter group that an optimizer steps as one tensor, and their chunks.
+"""Flat runs: neighboring shards that an optimizer steps as one tensor, and their chunks.
 
 An elementwise optimizer does the same to a run of neighboring shards as to each of them, with fewer kernels. Its own
 parameters, groups and state keep their identity and shapes: each parameter's state is a view of its run's state. Runs
@@ -188,7 +188,7 @@ class FlatRun:
         return value.numel() == 1  # a shard has more elements: see ShardLayout
 
     def check(self, key: str, value: Tensor, shape: torch.Size) -> None:
-        """Raise :class:`UnsupportedError` if state is no plain tensor (such as a quantized one), or not of ``shape``."""
+        """Raise :class:`UnsupportedError` if state is no plain tensor, or not of ``shape``."""
         if type(value) not in (Tensor, nn.Parameter) and "_zero_sight" not in value.__dict__:
             raise UnsupportedError(
                 f"The optimizer keeps a state {key!r} for {self.members[0].name!r} that is a {type(value).__name__}, "

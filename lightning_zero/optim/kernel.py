@@ -82,7 +82,7 @@ class StepKernel:
     def supports(
         optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], runs: Sequence[FlatRun] = ()
     ) -> bool:
-        """Return True if the optimizer's rule is known for all groups, in at most float32, and the runs have its state."""
+        """Return True if all groups have a known rule, in at most float32, and the runs its state."""
         rules = [rule_for(optimizer, group) for group in groups]
         known = [rule for rule in rules if rule is not None]
         dtypes = {param.dtype for group in groups for param in group["params"]}

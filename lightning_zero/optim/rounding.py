@@ -97,7 +97,7 @@ def stochastic_round(value: Tensor, noise: Tensor, number: int) -> Tensor:
 
 
 def _hash_words(word: Tensor) -> Tensor:
-    """Hash words: C. Wellons' lowbias32 (public domain), a permutation in which each bit depends on each bit."""
+    """Hash words by C. Wellons' lowbias32 (public domain), a permutation."""
     word = word ^ torch.bitwise_right_shift(word, 16)
     word = (word * 0x7FEB352D) & WORD
     word = word ^ torch.bitwise_right_shift(word, 15)

@@ -28,7 +28,7 @@ class _WrappedTensor:
 
 
 def register_placement_hooks(optimizer: torch.optim.Optimizer, make_placer: MakePlacer) -> list[Any]:
-    """Place state with more than one element, and our own counts, by ``make_placer`` whenever it is loaded.
+    """Place state with more than one element, and our own counts, when it is loaded.
 
     All other hooks see tensors. Return the handles of the hooks.
     """
@@ -68,5 +68,8 @@ def _wrap_tensors(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> d
 
 
 def _needs_placement(key: str, value: Tensor) -> bool:
-    """Return True if torch would change the value: counts would get the parameters' dtype, and bfloat16 counts to 256."""
+    """Return True if torch would change the value.
+
+    It loads counts in the parameters' dtype, and bfloat16 counts only to 256.
+    """
     return value.numel() > 1 or key == ROUNDING_COUNT

@@ -68,7 +68,7 @@ def is_torch_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise :class:`UnsupportedError` if the optimizer needs full parameters, or steps them by an inner optimizer."""
+    """Raise :class:`UnsupportedError` if the optimizer needs full parameters or has an inner one."""
     for cls in type(optimizer).__mro__:
         name = cls.__name__
         reason = _NEEDS_FULL_PARAMETERS.get(next((family for family in _FAMILIES if family in name), name))
@@ -144,7 +144,7 @@ def check_offload(optimizer: torch.optim.Optimizer) -> None:
 
 
 def speed_up_zero_grad(optimizer: torch.optim.Optimizer) -> None:
-    """Make ``optimizer.zero_grad()`` as fast as for plain parameters, by bypassing the shards' dispatch. Idempotent."""
+    """Make ``optimizer.zero_grad()`` bypass the shards' dispatch, for speed. Idempotent."""
     of = weakref.ref(optimizer)
 
     @on_plain_tensors

@@ -101,7 +101,7 @@ class _ChunkSequence:
         self._state: dict[str, Any] = {}  # state of the present chunk
 
     def state_of(self, param: Any) -> dict[str, Any] | None:
-        """Return the state of this parameter, on the device until the next parameter's is read; None if it is unknown."""
+        """Return this parameter's state, on the device until the next one's is read; None if unknown."""
         number = self._numbers.get(id(param))
         if number is None or number == self._now:
             return None if number is None else self._state

@@ -13,21 +13,24 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
+from lightning_zero.compile.steps import CompiledSteps
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Phase, Watchdog
 from lightning_zero.sharding.buffers import BufferBroadcast
 from lightning_zero.sharding.grad_aliasing import refuse_micro_batches
 from lightning_zero.sharding.hooks import GradientHooks
-from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
+from lightning_zero.step.stepper import OptimizerStepper
 
-__all__ = ["CompiledPart", "State", "StepCycle", "UnderWay"]
+__all__ = ["State", "StepCycle", "StepEvents"]
 
 log = logging.getLogger(__name__)
+
+Callback = Callable[[], None]
 
 
 class State(enum.Enum):
@@ -45,66 +48,37 @@ class State(enum.Enum):
     EVALUATION = enum.auto()
 
 
-class CompiledPart(Protocol):
-    """What compiled code needs in each cycle."""
+@dataclass
+class StepEvents:
+    """Callbacks at points of the cycle. Parts of the engine append theirs when they are built."""
 
-    def allocate(self) -> None:
-        """Memory that peers read and write, once it is known what for; before the epoch of a forward begins."""
-
-    def prepare(self) -> None:
-        """Before each forward of a training step; collective."""
-
-    def surround(self) -> AbstractContextManager[None]:
-        """Around each forward of a training step."""
-        ...
-
-    def stepped(self) -> None:
-        """An optimizer steps now. Harmless when repeated."""
-
-    def hooks_found(self, hooked: Collection[ShardedParameter], forward_ran: bool) -> None:
-        """Hooks see the gradients of these parameters, and of no others. ``forward_ran``: their backward is next."""
-
-    def backward_begins(self) -> None:
-        """A forward is over, and its backward comes."""
-
-    def make_room(self) -> None:
-        """Memory of CUDA graphs of forward and backward is given back where little is left."""
-
-    def reset(self) -> None:
-        """Likewise, and what was half done is forgotten."""
-
-
-class UnderWay(Protocol):
-    """A step of an optimizer.
-
-    Attributes:
-        in_progress: the optimizer's own ``step`` is still to come, or not over.
-    """
-
-    @property
-    def in_progress(self) -> bool: ...
+    forward_begin: list[Callback] = field(default_factory=list)
+    backward_begin: list[Callback] = field(default_factory=list)
+    accumulation_begin: list[Callback] = field(default_factory=list)
 
 
 class StepCycle:
-    """Propagates user writes of gathered weights to shards, invalidates weight copies, and sets the watchdog's phase.
+    """Propagates user writes to shards, invalidates weight copies and sets the watchdog's phase.
 
     Attributes:
         state: State of the engine.
-        on_forward_begin, on_backward_begin: Called when either begins, for concurrent transfers.
+        events: Callbacks of the parts that act at the begin of a forward, a backward or an accumulation.
         accumulates: True once the caller has used :meth:`accumulating`.
-        on_accumulation_begin: Called before gradients accumulate, because the memory plan may assume one micro-batch.
     """
 
     def __init__(
-        self, executor: Executor, watchdog: Watchdog, sharder: Sharder, buffers: BufferBroadcast, compiled: CompiledPart
+        self,
+        executor: Executor,
+        watchdog: Watchdog,
+        sharder: Sharder,
+        buffers: BufferBroadcast,
+        compiled: CompiledSteps,
     ) -> None:
         self.state = State.IDLE
         self.accumulates = False
-        self.on_forward_begin: Callable[[], None] = lambda: None
-        self.on_backward_begin: Callable[[], None] = lambda: None
-        self.on_accumulation_begin: Callable[[], None] = lambda: None
+        self.events = StepEvents()
         self._in_train_step = False
-        self._step: UnderWay | None = None  # the one that began last
+        self._step: OptimizerStepper | None = None  # the one that began last
         self._expects_backward = False  # no backward has ended since a training step began or an optimizer stepped
         self._executor = executor
         self._watchdog = watchdog
@@ -131,7 +105,7 @@ class StepCycle:
         except RuntimeError as error:
             if not self._watchdog.failed:
                 raise
-            log.warning("What was under way could not be dropped (%s: %s).", type(error).__name__, error)
+            log.warning("Cleanup after the failed step also failed (%s: %s).", type(error).__name__, error)
 
     def reset(self) -> None:
         """Drop unfinished work and gathered weights after an exception. Not collective."""
@@ -164,7 +138,7 @@ class StepCycle:
             self._sharder.memory.allocate_gradients()
             self._executor.begin_epoch()
             self._compiled.prepare()
-            self.on_forward_begin()
+            _run(self.events.forward_begin)
             self._find_hooks(forward_ran=False)
             self._buffers.before_forward()
             self._sharder.view.begin_forward()
@@ -187,7 +161,7 @@ class StepCycle:
         self._find_hooks(forward_ran=True)
         self._buffers.notice()
         self._compiled.backward_begins()
-        self.on_backward_begin()
+        _run(self.events.backward_begin)
         self._expects_backward = True
 
     def on_backward_end(self) -> None:
@@ -232,7 +206,7 @@ class StepCycle:
         Raises:
             UnsupportedError: Gradients alias the compute shards, which the next micro-batch needs.
         """
-        self.on_accumulation_begin()
+        _run(self.events.accumulation_begin)
         refuse_micro_batches(self._sharder.memory.over_copies)
         gradients, whole = self._executor.gradients, self._executor.reduces_once
         self.accumulates = True
@@ -269,7 +243,7 @@ class StepCycle:
         self._buffers.stepped()
         self._sharder.access.before_overwriting(stepping)
 
-    def begin_step(self, step: UnderWay) -> None:
+    def begin_step(self, step: OptimizerStepper) -> None:
         """Make gradients final: the optimizer's own ``step`` is next.
 
         Raises:
@@ -283,7 +257,7 @@ class StepCycle:
         self.finalize_gradients()
         self.before_step(stepping=True)
 
-    def end_step(self, step: UnderWay, changed: bool) -> None:
+    def end_step(self, step: OptimizerStepper, changed: bool) -> None:
         """Finish an optimizer step, successful or not. Idempotent.
 
         Args:
@@ -345,3 +319,8 @@ class StepCycle:
             f"{what} was called in the state {self.state.name}, and leads to {wanted.name}, which cannot follow here. "
             f"{way_out}."
         )
+
+
+def _run(callbacks: Sequence[Callback]) -> None:
+    for callback in callbacks:
+        callback()

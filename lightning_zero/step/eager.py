@@ -15,7 +15,7 @@ __all__ = ["EagerRunner"]
 
 
 class EagerRunner:
-    """Shows the flat parameters to the optimizer and publishes their state as that of the optimizer's own parameters."""
+    """Shows flat parameters to the optimizer, and copies their state to its own parameters."""
 
     can_clip = can_skip = False
 

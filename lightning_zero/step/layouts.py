@@ -123,7 +123,7 @@ class StepLayouts:
         self._made_for = _settings(own.groups), own.state, list(own.groups)
 
     def _has_gradient(self, param: Tensor) -> bool | int:
-        """Return True if the parameter has a gradient, and copy it to the engine's gradient memory if it is elsewhere.
+        """Return True if the parameter has a gradient; move it to the engine's gradient memory.
 
         Return the gradient's address if the engine has no memory for it, or cannot use the memory now.
         """
@@ -159,7 +159,7 @@ class StepLayouts:
         return StepLayout(runs, self._sharder.executor.device, dtype)
 
     def _split_kinds(self, stepped: set[int], state: State) -> None:
-        """Give a new kind to parameters that step without others of their kind or have other state: step counts differ."""
+        """Give a new kind to parameters whose step counts differ from others of their kind."""
         fresh = not self._kinds
 
         def counted(record: ShardedParameter) -> Any:

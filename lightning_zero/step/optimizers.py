@@ -75,7 +75,8 @@ class OptimizerSteps:
         self._cycle = cycle
         self.before_arranging: Callable[[Sequence[torch.optim.Optimizer]], None] = lambda optimizers: None
         self._on_host: StateOnHost | None = None  # set once some state is offloaded
-        cycle.on_forward_begin, cycle.on_backward_begin = self._before_forward, self._prefetch_state
+        cycle.events.forward_begin.append(self._before_forward)
+        cycle.events.backward_begin.append(self._prefetch_state)
         self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerStepper] = weakref.WeakKeyDictionary()
 
     def stepper(self, optimizer: torch.optim.Optimizer) -> OptimizerStepper:
@@ -138,7 +139,7 @@ class OptimizerSteps:
 
     @property
     def make_placer(self) -> MakePlacer | None:
-        """Return a factory of functions that place loaded state; None if torch's placement and dtype are right."""
+        """Return a factory of functions that place loaded state; None if torch places it right."""
         return self._make_placer if self.on_host or self.bf16_state else None
 
     def _make_placer(self, optimizer: torch.optim.Optimizer) -> StatePlacer:
@@ -192,7 +193,9 @@ class OptimizerSteps:
         return reason_not_captured(optimizer, self._sharder.executor.device, *_capture_options(self.config)) is None
 
     def _before_forward(self) -> None:
-        """Prefetch at forward, not after the step: users may write to state between steps without a version change.
+        """Prefetch at forward, not after the step.
+
+        Users may write to state between steps without a version change.
 
         Master shards may be written until backward, so they are not prefetched here.
         """
@@ -279,9 +282,7 @@ class OptimizerSteps:
             self.end(optimizer)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise :class:`UnsupportedError` if the optimizer needs full parameters, or holds parameters that are no
-        shards.
-        """
+        """Raise :class:`UnsupportedError` if the optimizer cannot step this engine's shards."""
         check_optimizer(optimizer)
         if self.bf16_state:
             check_bf16_state(optimizer, optimizer.param_groups)
@@ -293,7 +294,9 @@ class OptimizerSteps:
         speed_up_zero_grad(optimizer)
 
     def arrange(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Arrange the shards so that each optimizer steps its groups as few tensors. Call before training. Collective.
+        """Arrange the shards so that each optimizer steps its groups as few tensors.
+
+        Call before training. Collective.
 
         Without it, steps use more and smaller tensors.
         """

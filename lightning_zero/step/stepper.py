@@ -230,9 +230,7 @@ class OptimizerStepper:
         return True
 
     def _mark_written(self, layout: StepLayout, written: bool) -> None:
-        """Mark compute shards of offloaded master shards as valid if the runner has written them; as invalid before a
-        step.
-        """
+        """Mark compute shards of offloaded masters as invalid before a step, or valid if written."""
         indices = []
         for run in layout.runs:
             run.copied = run.copied and written

@@ -57,7 +57,7 @@ def _selects_elements(index: Any) -> bool:
 
 
 class ShardShape(tuple[int, ...]):
-    """Shape of a flat shard: torch allocates by the shard's sizes, and Python code reads the full parameter's.
+    """Shape of a flat shard: torch sees the shard's sizes, and Python code the full parameter's.
 
     Args:
         sizes: Sizes of the shard.

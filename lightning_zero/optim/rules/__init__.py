@@ -73,7 +73,7 @@ def state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> S
 
 
 def register_rule(optimizer: type[torch.optim.Optimizer], make: MakeRule) -> None:
-    """Register the update rule of an elementwise optimizer, so that its step can be captured as a CUDA graph.
+    """Register the update rule of an elementwise optimizer, so that its step can be captured.
 
     The optimizer's ``step`` makes the first step, and with it the state. The rule computes later steps, and ``step`` is
     then called without parameters. Call this before training, on every rank. Subclasses need rules of their own::

@@ -72,7 +72,10 @@ class Descent(NamedTuple):
         )
 
     def begin(self, param: Tensor, grad: Tensor, s: Tensors) -> tuple[Tensor, Tensor]:
-        """Apply direction and decay; return parameter and gradient. Read ``weight_decay``, or ``keep`` if decoupled."""
+        """Apply direction and decay; return parameter and gradient.
+
+        Read ``weight_decay``, or ``keep`` if decoupled.
+        """
         grad = -grad if self.maximize else grad
         if self.decay and self.decoupled:
             param = param * s["keep"]

@@ -20,7 +20,9 @@ def rprop(group: Mapping[str, Any]) -> Rule:
 
 @cache
 def _rprop(descent: Descent) -> Rule:
-    """Rprop (Riedmiller & Braun, 1993) as in ``torch.optim``: an element pauses for one step if its sign changes.
+    """Rprop (Riedmiller & Braun, 1993) as in ``torch.optim``.
+
+    An element pauses for one step if its gradient's sign changes.
 
     The learning rate is only the first step's size.
     """

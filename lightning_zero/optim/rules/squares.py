@@ -59,7 +59,7 @@ def _adagrad(descent: Descent) -> Rule:
 
 @cache
 def _rmsprop(descent: Descent, momentum: bool, centered: bool) -> Rule:
-    """RMSprop (Hinton's lecture 6, 2012); divided by the standard deviation if ``centered`` (Graves, 2013)."""
+    """RMSprop (Hinton's lecture 6, 2012); ``centered`` divides by the deviation (Graves, 2013)."""
 
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
         return {**setting, "rise": 1 - setting["alpha"]}

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.step.captured import CapturedRunner
+from lightning_zero.step.cycle import StepEvents
 from lightning_zero.step.eager import EagerRunner
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.optimizers import OptimizerSteps
@@ -316,6 +317,7 @@ def test_inside_flat_there_are_a_few_parameters_with_their_gradients() -> None:
 class Cycle(SimpleNamespace):
     def __init__(self, log: list[Any]) -> None:
         super().__init__(
+            events=StepEvents(),
             before_step=lambda stepping: log.append("before"),
             end_backward=lambda: None,
             finalize_gradients=lambda: log.append("final"),
