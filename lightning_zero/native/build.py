@@ -88,7 +88,7 @@ def kernel_source(name: str) -> Path:
     if len(found) != 1:
         raise NativeBuildError(
             f"{len(found)} files in {source_directory()} are called {name}, not one. The installation lacks some, or "
-            "holds what an older version left behind: remove the package and install it again."
+            "has files of an older version: remove the package and install it again."
         )
     return found[0]
 

@@ -32,7 +32,7 @@ def no_atomics_reason(device: torch.device, uuids: Sequence[str]) -> str:
             able = _ask_driver(seen[own], seen[uuid]) if uuid in seen else _ask_management(own, uuid)
         except (OSError, AttributeError, RuntimeError) as error:
             return (
-                f"it cannot be told whether rank {uuids.index(own)}'s GPU can use atomic operations on the memory of "
+                f"it is unknown if rank {uuids.index(own)}'s GPU can use atomic operations on the memory of "
                 f"rank {rank}'s ({error})"
             )
         if not able:

@@ -36,7 +36,7 @@ def load() -> None:
         raise NativeBuildError(
             f"The C++ executor {library} does not load with torch {torch.__version__}: {error}. Delete that file to "
             "build it again, or set LIGHTNING_ZERO_CACHE to another directory, if machines of different kinds share "
-            "this one (the file built-by beside it tells which compiler built it)."
+            "this one (the file built-by next to it names the compiler)."
         ) from error
     for op in OPS.values():
         torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake)

@@ -36,7 +36,7 @@ def compile_cuda(source: Path, capability: tuple[int, int], options: Sequence[st
 
 def _library() -> ctypes.CDLL:
     if torch.version.cuda is None:
-        raise RuntimeError("torch was built without CUDA, and brings no NVRTC along")
+        raise RuntimeError("torch was built without CUDA and ships no NVRTC")
     name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
     # Wheels put it next to torch, where the loader may not look.
     places = (Path(torch.__file__).parent.parent / "nvidia").glob(f"*/lib/{name}")
@@ -45,7 +45,7 @@ def _library() -> ctypes.CDLL:
             return ctypes.CDLL(path)
         except OSError:
             continue
-    raise RuntimeError(f"{name} of NVRTC is neither known to the loader nor beside torch")
+    raise RuntimeError(f"{name} of NVRTC is neither in the loader's path nor next to torch")
 
 
 def _check(nvrtc: ctypes.CDLL, result: int) -> None:

@@ -139,7 +139,7 @@ class StartupWatch:
                     lost_since = lost_since or now
                     if now - lost_since > STORE_GONE_S and not self._over.is_set():
                         self._end(
-                            "The key-value store through which ranks find each other is gone: the process that serves "
+                            "The key-value store through which ranks find each other is closed: the process that serves "
                             "it, rank 0's or the launcher, has ended. Look for its error first."
                         )
             if self._failure is None:
@@ -184,7 +184,7 @@ class StartupWatch:
             # A rank that has left is not missing, and one that failed has reported it, both perhaps just now.
             if store.read("left", rank) is None and store.read("failed", rank) is None:
                 self._end(
-                    f"The process of rank {rank} (number {process['pid']}) is gone without a word, while ranks were "
+                    f"The process of rank {rank} (number {process['pid']}) has ended without an error message, while ranks were "
                     "setting up. It was killed (SIGKILL, out of host memory), it crashed, or it called exit()."
                 )
         self._report(store)
@@ -194,7 +194,7 @@ class StartupWatch:
         if self._joined or waited < self._report_s:
             return
         self._report_s *= 10
-        who = "The store there does not answer: rank 0, or the launcher, which serves it, has not come."
+        who = "The store there does not answer: rank 0, or the launcher, which serves it, has not started."
         if store is not None:
             missing = [rank for rank in range(self._world_size) if not self._has_come(store, rank)]
             if not missing:
@@ -213,7 +213,7 @@ class StartupWatch:
         os.write(2, f"[lightning_zero, rank {self._rank}] {text}\n".encode())
 
     def _end(self, text: str) -> None:
-        self._say(f"{text}\nThis is rank {self._rank}, setting up. It cannot go on alone, and ends, too.")
+        self._say(f"{text}\nThis is rank {self._rank}, setting up. It cannot continue alone and ends, too.")
         kill_compilers()
         os._exit(1)
 

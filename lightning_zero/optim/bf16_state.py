@@ -71,12 +71,12 @@ def check_bf16_state(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[
     name = type(optimizer).__name__
     if not has_rules(optimizer, groups):
         raise UnsupportedError(
-            f"state_dtype='bf16' has what {name} keeps rounded after each step, by the formula of its update, and that "
-            "is none of those that are known here (elementwise ones of torch.optim, no subclasses). "
-            "lightning_zero.register_rule makes it known; otherwise leave state_dtype out."
+            f"state_dtype='bf16' rounds the state of {name} after each step, which needs its update rule. The rule is "
+            "not known (only elementwise ones of torch.optim, no subclasses). "
+            "Register it with lightning_zero.register_rule, or leave state_dtype out."
         )
     if any(param.dtype is torch.float64 for group in groups for param in group["params"]):
         raise UnsupportedError(
-            f"state_dtype='bf16' keeps the state of {name} in bfloat16, beside parameters of float64. Leave it out, or "
+            f"state_dtype='bf16' keeps the state of {name} in bfloat16, but its parameters are float64. Leave it out, or "
             "train in float32."
         )

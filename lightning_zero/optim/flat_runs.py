@@ -198,7 +198,7 @@ class FlatRun:
             raise UnsupportedError(
                 f"The optimizer keeps a state {key!r} of shape {tuple(value.shape)} for {self.members[0].name!r}, "
                 f"whose shard it sees as {tuple(shape)}: it does not treat elements one by one, and each rank holds "
-                "only a flat piece of every parameter. Use an optimizer that does, such as AdamW, SGD or Lion."
+                "only a flat shard of every parameter. Use an optimizer that does, such as AdamW, SGD or Lion."
             )
 
 

@@ -60,7 +60,7 @@ class GraphedSequence:
 
     def __call__(self) -> None:
         moved = [n for n, t in enumerate(self._watch) if t.data_ptr() != self._addresses[n]]
-        assert not moved, f"the tensors {moved} that a captured graph uses lie elsewhere now"
+        assert not moved, f"the tensors {moved} of a captured graph have moved"
         if self._device.type != "cuda" or self._left > 0:
             self._left -= 1
             self._fn()

@@ -34,28 +34,28 @@ __all__ = [
 INSTEAD = "Use an optimizer that treats elements one by one, such as AdamW, Adam, SGD or Lion, or another strategy."
 
 _NEEDS_FULL_PARAMETERS = {
-    "Muon": "orthogonalises whole matrices",
-    "Dion": "orthogonalises whole matrices",
-    "Adafactor": "keeps row and column statistics of whole matrices",
-    "AdaFactor": "keeps row and column statistics of whole matrices",
-    "CAME": "keeps row and column statistics of whole matrices",
-    "SM3": "keeps row and column statistics of whole matrices",
-    "Shampoo": "preconditions with whole matrices",
-    "SOAP": "preconditions with whole matrices",
-    "KFAC": "preconditions with whole matrices",
-    "PSGD": "preconditions with whole matrices",
-    "GaLore": "projects whole matrices",
-    "LAMB": "scales by the norm of whole parameters",
-    "Lamb": "scales by the norm of whole parameters",
-    "LARS": "scales by the norm of whole parameters",
-    "AdamP": "projects on whole parameters",
-    "SGDP": "projects on whole parameters",
+    "Muon": "orthogonalizes full matrices",
+    "Dion": "orthogonalizes full matrices",
+    "Adafactor": "keeps row and column statistics of full matrices",
+    "AdaFactor": "keeps row and column statistics of full matrices",
+    "CAME": "keeps row and column statistics of full matrices",
+    "SM3": "keeps row and column statistics of full matrices",
+    "Shampoo": "preconditions with full matrices",
+    "SOAP": "preconditions with full matrices",
+    "KFAC": "preconditions with full matrices",
+    "PSGD": "preconditions with full matrices",
+    "GaLore": "projects full matrices",
+    "LAMB": "scales by the norm of full parameters",
+    "Lamb": "scales by the norm of full parameters",
+    "LARS": "scales by the norm of full parameters",
+    "AdamP": "projects on full parameters",
+    "SGDP": "projects on full parameters",
     "LBFGS": "takes inner products over all parameters",
     "Prodigy": "takes inner products over all parameters",
     "DAdapt": "takes inner products over all parameters",
-    "NovoGrad": "normalises by the norm of whole gradients",
-    "AdamMini": "shares statistics over blocks of whole parameters",
-    "Adam_mini": "shares statistics over blocks of whole parameters",
+    "NovoGrad": "normalizes by the norm of full gradients",
+    "AdamMini": "shares statistics over blocks of full parameters",
+    "Adam_mini": "shares statistics over blocks of full parameters",
     "SparseAdam": "steps the rows that sparse gradients name",
 }
 # Matched anywhere in the class name, such as SingleDeviceMuonWithAuxAdam.
@@ -106,8 +106,8 @@ def check_state_dict(optimizer: torch.optim.Optimizer, packed: Any) -> None:
     if not (isinstance(packed, Mapping) and isinstance(packed.get("state"), Mapping) and "param_groups" in packed):
         keys = ", ".join(map(repr, packed)) if isinstance(packed, Mapping) else type(packed).__name__
         raise UnsupportedError(
-            f"The state_dict() of {name} is {{{keys}}}, and not 'state' and 'param_groups' as of torch.optim's, so it "
-            f"cannot be put together from the pieces that each rank holds. {INSTEAD}"
+            f"The state_dict() of {name} is {{{keys}}}, not 'state' and 'param_groups' as torch.optim's, so it "
+            f"cannot be assembled from the shards of all ranks. {INSTEAD}"
         )
     numbers = range(sum(len(group["params"]) for group in optimizer.param_groups))
     others: dict[Any, Any] = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
@@ -118,7 +118,7 @@ def check_state_dict(optimizer: torch.optim.Optimizer, packed: Any) -> None:
         if large := large_tensors(value):
             raise UnsupportedError(
                 f"The state_dict() of {name} holds {key!r} with a tensor of shape {tuple(large[0].shape)} that belongs "
-                "to no parameter's state, so a checkpoint would hold rank 0's piece alone. Keep such tensors in "
+                "to no parameter's state, so a checkpoint would hold only rank 0's part. Keep such tensors in "
                 f"optimizer.state[param]. {INSTEAD}"
             )
 
@@ -136,10 +136,9 @@ def check_offload(optimizer: torch.optim.Optimizer) -> None:
     """Raise :class:`UnsupportedError` if the optimizer's state cannot be offloaded."""
     if not has_rules(optimizer, optimizer.param_groups):
         raise UnsupportedError(
-            f"offload=('optimizer',) has optimizers step their parameters in parts, and whether "
-            f"{type(optimizer).__name__} can do that is not known: its update rule is none of those that are known "
-            "here (elementwise ones of torch.optim, no subclasses). lightning_zero.register_rule makes it known; "
-            "otherwise leave 'optimizer' out of offload."
+            f"offload=('optimizer',) steps parameters in chunks, and it is unknown if {type(optimizer).__name__} supports "
+            "that: its update rule is not known (only elementwise optimizers of torch.optim, no subclasses). Register it "
+            "with lightning_zero.register_rule, or leave 'optimizer' out of offload."
         )
 
 

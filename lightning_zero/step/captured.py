@@ -22,7 +22,7 @@ def reason_not_captured(
 ) -> str | None:
     """Return why the optimizer's step cannot be captured at present; None if it can."""
     if not capture:
-        return "it is not to be captured"
+        return "capture is switched off"
     if device.type != "cuda" and not emulate:
         return f"there are no CUDA graphs on device {str(device)!r}"
     dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
@@ -30,11 +30,11 @@ def reason_not_captured(
         return f"replays compute in float32, and it steps parameters of {str(wide).removeprefix('torch.')}"
     pairs = [dtype for dtype in dtypes if dtype.is_complex]
     if pairs and not is_torch_optimizer(optimizer):
-        return f"it steps parameters of {str(pairs[0]).removeprefix('torch.')}, which its rule may not take for pairs"
+        return f"it steps parameters of {str(pairs[0]).removeprefix('torch.')}, which its rule may not treat as pairs"
     if not StepKernel.supports(optimizer, optimizer.param_groups):
         return (
-            "its update rule is not one that is known here (elementwise ones of torch.optim, no subclasses). "
-            "lightning_zero.register_rule makes one known"
+            "its update rule is not known (only elementwise optimizers of torch.optim, no subclasses). "
+            "Register it with lightning_zero.register_rule"
         )
     return None
 

@@ -56,7 +56,7 @@ class ChunkedRunner:
         return True
 
     def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
-        assert skip is None, "only what replays can skip"
+        assert skip is None, "only the captured runner can skip"
         layout.prepare_eager_step(own.state, max_norm)
         parts = [part for run in layout.runs for part in self._cut(run, own)]
         self._sequence = _ChunkSequence(parts, self._host)

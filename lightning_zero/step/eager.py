@@ -26,7 +26,7 @@ class EagerRunner:
         return True
 
     def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
-        assert skip is None, "only what replays can skip"
+        assert skip is None, "only the captured runner can skip"
         layout.prepare_eager_step(own.state, max_norm)
         flat = layout.flat_groups(own.groups)
         layout.state.update(_shared_state(own.state))

@@ -182,7 +182,7 @@ class StepLayouts:
         self._kinds = numbers
 
     def _report(self, why: str) -> None:
-        log.info("The step of %s is laid out anew: %s.", type(self._optimizer).__name__, why)
+        log.info("New layout of the step of %s: %s.", type(self._optimizer).__name__, why)
 
 
 def _values(state: State) -> list[Any]:

@@ -186,7 +186,7 @@ class ElementwiseCheck(TorchFunctionMode):
     def _raise_unsupported(self, does: str) -> NoReturn:
         raise UnsupportedError(
             f"The step() of {self._optimizer} {does}. Each rank holds only a "
-            f"flat piece of every parameter, and sees several of them as one, so it would train wrongly. {INSTEAD} A "
+            f"flat piece of every parameter, and steps several of them as one, so it would train wrongly. {INSTEAD} A "
             "number that is only reported belongs in on_before_optimizer_step (in a loop of your own: before step()), "
-            "where p.grad.norm() is of the whole gradient."
+            "where p.grad.norm() is that of the full gradient."
         )

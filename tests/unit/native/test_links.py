@@ -89,5 +89,5 @@ def test_about_a_gpu_that_is_not_seen_the_management_library_is_asked(
 def test_what_cannot_be_told_counts_as_no(monkeypatch: pytest.MonkeyPatch, driver: Any, other: str) -> None:
     use(monkeypatch, driver)
     reason = links.no_atomics_reason(GPU, ["a", other])
-    assert "it cannot be told whether rank 0's GPU can use atomic operations on the memory of rank 1's" in reason
+    assert "it is unknown if rank 0's GPU can use atomic operations on the memory of rank 1's" in reason
     assert "101" in reason or "cannot open" in reason

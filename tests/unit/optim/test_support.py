@@ -28,21 +28,21 @@ def named(name: str, base: type = Elementwise) -> Optimizer:
 
 
 REASONS = {
-    "orthogonalises whole matrices": ["Muon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam", "NorMuon", "Dion"],
-    "keeps row and column statistics of whole matrices": [
+    "orthogonalizes full matrices": ["Muon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam", "NorMuon", "Dion"],
+    "keeps row and column statistics of full matrices": [
         "Adafactor",
         "AdafactorScheduled",
         "AdaFactor",
         "CAME",
         "SM3",
     ],
-    "preconditions with whole matrices": ["Shampoo", "DistributedShampoo", "ShampooV2", "SOAP", "KFAC", "PSGD"],
-    "projects whole matrices": ["GaLore", "GaLoreAdamW", "GaLoreAdamW8bit"],
-    "scales by the norm of whole parameters": ["LAMB", "Lamb", "LARS"],
+    "preconditions with full matrices": ["Shampoo", "DistributedShampoo", "ShampooV2", "SOAP", "KFAC", "PSGD"],
+    "projects full matrices": ["GaLore", "GaLoreAdamW", "GaLoreAdamW8bit"],
+    "scales by the norm of full parameters": ["LAMB", "Lamb", "LARS"],
     "takes inner products over all parameters": ["LBFGS", "Prodigy", "DAdaptAdam"],
-    "projects on whole parameters": ["AdamP", "SGDP"],
-    "normalises by the norm of whole gradients": ["NovoGrad"],
-    "shares statistics over blocks of whole parameters": ["AdamMini", "Adam_mini"],
+    "projects on full parameters": ["AdamP", "SGDP"],
+    "normalizes by the norm of full gradients": ["NovoGrad"],
+    "shares statistics over blocks of full parameters": ["AdamMini", "Adam_mini"],
     "steps the rows that sparse gradients name": ["SparseAdam"],
 }
 REFUSED = [(name, reason) for reason, names in REASONS.items() for name in names]

@@ -148,7 +148,7 @@ def test_an_optimizer_whose_formula_is_not_known_is_refused_by_name() -> None:
     class Mine(torch.optim.AdamW):
         pass
 
-    with pytest.raises(UnsupportedError, match="what Mine keeps rounded .* leave state_dtype out"):
+    with pytest.raises(UnsupportedError, match="rounds the state of Mine .* leave state_dtype out"):
         Training(Mine).go(1)
 
 

@@ -91,7 +91,7 @@ def test_without_capture_the_optimizer_makes_all_of_them() -> None:
     for _ in range(3):
         bench.step(clip=CLIP)
         assert type(bench.stepper.runner) is EagerRunner
-    assert bench.stepper.eager_reason == "it is not to be captured"
+    assert bench.stepper.eager_reason == "capture is switched off"
 
 
 @pytest.mark.parametrize(("capture", "deferred"), [(True, True), (False, False)])
