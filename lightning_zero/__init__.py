@@ -34,7 +34,7 @@ from lightning_zero.integrations.trainer.norms import grad_norm
 from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
 from lightning_zero.integrations.weights import export_safetensors, load_safetensors
-from lightning_zero.optim.rules import Rule, register_rule
+from lightning_zero.optim.update_rules import Rule, register_rule
 from lightning_zero.planning.plan import Training, plan
 from lightning_zero.planning.result import TrainingPlan
 from lightning_zero.profiling.devices import Device

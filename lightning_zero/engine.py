@@ -36,7 +36,7 @@ from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.symm_mem import Peers
 from lightning_zero.sharding.unshard import make_plain
 from lightning_zero.step.cycle import StepCycle
-from lightning_zero.step.optimizers import OptimizerSteps
+from lightning_zero.step.optimizer_steps import OptimizerSteps
 from lightning_zero.step.planned import PlannedMemory
 
 __all__ = ["Engine", "engine_of"]

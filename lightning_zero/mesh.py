@@ -8,7 +8,7 @@ query ``torch.distributed``. A mesh is immutable: other ranks need a new one.
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d
 from lightning_zero.compat.distributed import all_gather_into, connected_when_used, default_store
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["Mesh", "RankGroup", "boot_id", "host_name"]
+__all__ = ["Mesh", "RankGroup", "RunCollective", "all_max", "all_min", "boot_id", "host_name", "run_synchronously"]
 
 NO_TIMEOUT = timedelta(days=365)
 
@@ -350,3 +350,34 @@ def _check_parts(parts: Sequence[Sequence[int]], world_size: int) -> None:
             f"world among them. Give each rank from 0 to {world_size - 1} to exactly one part, the same parts in the "
             "same order on every process: all of them make all process groups together."
         )
+
+
+RunCollective = Callable[[Callable[[bool], dist.Work | None]], None]
+
+
+def run_synchronously(start: Callable[[bool], dist.Work | None]) -> None:
+    """Run a collective and wait for it."""
+    start(False)
+
+
+def all_max(values: Tensor, group: dist.ProcessGroup, collective: RunCollective = run_synchronously) -> Tensor:
+    """Return the elementwise maximum over all ranks; NaN if any rank has NaN. Collective.
+
+    Args:
+        values: Floating-point numbers of any shape, the same shape on every rank.
+        group: Process group of the ranks.
+        collective: Starts the collective and waits for it, see :meth:`Executor.collective`.
+    """
+    return _gather_from_ranks(values, group, collective).amax(0)
+
+
+def all_min(values: Tensor, group: dist.ProcessGroup, collective: RunCollective = run_synchronously) -> Tensor:
+    """Return the elementwise minimum over all ranks; NaN if any rank has NaN. Collective."""
+    return _gather_from_ranks(values, group, collective).amin(0)
+
+
+def _gather_from_ranks(values: Tensor, group: dist.ProcessGroup, collective: RunCollective) -> Tensor:
+    ranks = values.new_empty(group.size(), *values.shape)
+    mine = values.detach().reshape(-1)
+    collective(lambda later: all_gather_into()(ranks.view(-1), mine, group=group, async_op=later))
+    return ranks

@@ -1,5 +1,5 @@
 // Ranks of a host tell each other's devices how much of what hosts exchange has come; see arrivals.h.
-// Compiled at run time, for RANKS ranks, by lightning_zero/native/nvrtc.py; launched by arrivals.cpp. Without
+// Compiled at run time, for RANKS ranks, by lightning_zero/native/build.py; launched by arrivals.cpp. Without
 // headers of CUDA's, as barrier.cu. `host`: memory of the host, of whose words [0] is not 0 once nobody must
 // wait any more; the others are for the watchdog, see device_words.h.
 

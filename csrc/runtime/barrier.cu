@@ -1,5 +1,5 @@
 // A barrier of all ranks on their devices. Compiled at run time, for RANKS ranks and LANES lanes, by
-// lightning_zero/native/nvrtc.py; launched by barrier.cpp. Without CUDA's headers, which need not be
+// lightning_zero/native/build.py; launched by barrier.cpp. Without CUDA's headers, which need not be
 // installed.
 //
 // Who is far behind is let through by whoever is ahead. Barriers are counted in memory of the device, so that

@@ -1,5 +1,5 @@
 // Ranks take turns on their devices to read and to write each other's shards; see turns.h. Compiled at run
-// time, for RANKS ranks, by lightning_zero/native/nvrtc.py; launched by device_turns.cpp. Without headers of
+// time, for RANKS ranks, by lightning_zero/native/build.py; launched by device_turns.cpp. Without headers of
 // CUDA's, as barrier.cu. Numbers are the lower 32 bits of a rank's turns.
 
 #include "rows.cuh"

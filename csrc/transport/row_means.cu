@@ -1,5 +1,5 @@
 // Means over the rows of a matrix, read once at the speed of memory. Compiled at run time, for ROWS rows, by
-// lightning_zero/native/nvrtc.py; launched by row_means.cpp. Without headers: CUDA's need not be installed.
+// lightning_zero/native/build.py; launched by row_means.cpp. Without headers: CUDA's need not be installed.
 
 struct alignas(16) Pack {
   unsigned word[4];

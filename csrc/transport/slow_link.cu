@@ -1,5 +1,5 @@
 // The network between hosts, emulated; see slow_link.h. Compiled at run time by
-// lightning_zero/native/nvrtc.py.
+// lightning_zero/native/build.py.
 
 __device__ unsigned long long nanoseconds() {
   unsigned long long now;

@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_zero.compat.lightning_private import init_process_group, reduce_value
-from lightning_zero.extrema import all_max, all_min
 from lightning_zero.integrations.process_group import check_backend, check_rank, check_size
+from lightning_zero.mesh import all_max, all_min
 from lightning_zero.native.startup import StartupWatch
 
 __all__ = ["Processes", "nccl_lets_errors_show", "reduce_in_place"]

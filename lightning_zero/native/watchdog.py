@@ -8,23 +8,175 @@ from __future__ import annotations
 
 import atexit
 import enum
+import hashlib
+import io
 import os
+import re
+import sys
 import time
+import traceback
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, suppress
+from datetime import timedelta
 from itertools import count
+from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import Store
 
 from lightning_zero.errors import RankFailedError, RankMismatchError
 from lightning_zero.mesh import Mesh
-from lightning_zero.native.failures import Failures, mark_shown
 from lightning_zero.native.load import load
 
-__all__ = ["Phase", "SequenceId", "Watchdog"]
+__all__ = ["Failures", "Phase", "SequenceId", "ShownErrorHook", "Watchdog", "mark_shown"]
+
+TO_POST_S = 1.0  # for posts of other ranks; short, because users wait for the traceback
+TO_HEAR_S = 4.5  # for which the rank that serves the store stays alive: the others poll every 0.5 s and end after 3 s
+TO_CLAIM_S = 0.5  # for which a rank leaves the traceback to a lower rank
+POLL_S = 0.05
+STORE_TIMEOUT = timedelta(seconds=5)
+SHOWN = "_zero_shown"  # attribute of an exception: where its traceback is printed
+# Numbers of ranks, devices and addresses in a message, which differ between ranks for the same exception.
+OWN = re.compile(r"0x[0-9a-f]+|\b(rank|cuda|gpu|device|process)([ :=#_]*)\d+", re.IGNORECASE)
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+class Failures:
+    """Shows an exception that several ranks share once, with the list of these ranks.
+
+    A failing rank posts a digest of its exception in the ranks' key-value store and waits briefly for the posts of the
+    others. Of the ranks with one digest, the first that claims it prints the traceback. A process that ends by an
+    exception that was shown only names it. Exit codes and exceptions do not change.
+
+    Args:
+        store: Store of these ranks. It is cloned: a thread that waits in a store's client blocks other threads.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    def __init__(self, store: Store, rank: int, world_size: int) -> None:
+        self._store: Any = store.clone()  # type: ignore[attr-defined]
+        self._store.set_timeout(STORE_TIMEOUT)
+        self._rank, self._ranks = rank, range(world_size)
+        self._stage = 0
+
+    def begin(self) -> None:
+        """Begin a stage on all ranks: earlier failures are over."""
+        self._stage += 1
+
+    def show(self, error: BaseException) -> None:
+        """Print the traceback unless a rank with the same exception prints it. Not collective."""
+        if getattr(error, SHOWN, ""):
+            return
+        try:
+            first, ranks = self._share(_digest(error))
+        except RuntimeError:  # the store is gone
+            first, ranks = self._rank, [self._rank]
+        if first == self._rank:
+            print(f"[lightning_zero, rank {first}] {_failed(ranks)}:", file=sys.stderr)
+            traceback.print_exception(error)
+        elif self._rank not in ranks:
+            print(f"[lightning_zero, rank {self._rank}] Failed, too, as rank {first} shows.", file=sys.stderr)
+        sys.stderr.flush()
+        mark_shown(error, "above" if first == self._rank else f"printed by rank {first}")
+
+    def acknowledge(self) -> None:
+        """Report that this rank knows of another rank's failure."""
+        with suppress(RuntimeError):  # the store is gone
+            self._store.set(self._key("hears", self._rank), "")
+
+    def wait_until_acknowledged(self) -> None:
+        """Wait briefly until the other ranks have failed, too, or know of this rank's failure.
+
+        For the process that serves the store, before it ends: the others would only find the store closed.
+        """
+        deadline, left = time.monotonic() + TO_HEAR_S, set(self._ranks) - {self._rank}
+        with suppress(RuntimeError):
+            while left and time.monotonic() < deadline:
+                left = {rank for rank in left if not (self._has("hears", rank) or self._has("of", rank))}
+                time.sleep(POLL_S if left else 0)
+
+    def _share(self, digest: str) -> tuple[int, list[int]]:
+        """Return the rank that prints the traceback, and the ranks for which it does."""
+        self._store.set(self._key("of", self._rank), digest)
+        deadline, posts = time.monotonic() + TO_POST_S, [self._key("of", rank) for rank in self._ranks]
+        while not self._store.check(posts) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        found = (rank for rank in self._ranks if self._has("of", rank))
+        ranks = [rank for rank in found if self._store.get(self._key("of", rank)).decode() == digest]
+        claim, deadline = self._key("first", digest), time.monotonic() + TO_CLAIM_S
+        while self._rank != ranks[0] and not self._store.check([claim]) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        first = int(self._store.compare_set(claim, "", str(self._rank)))
+        if first == self._rank:
+            self._store.set(self._key("ranks", digest), " ".join(map(str, ranks)))
+        return first, [int(rank) for rank in self._store.get(self._key("ranks", digest)).split()]
+
+    def _has(self, what: str, rank: int) -> bool:
+        return self._store.check([self._key(what, rank)])
+
+    def _key(self, what: str, of: object) -> str:
+        return f"{self._stage}/{what}/{of}"
+
+
+class ShownErrorHook:
+    """Replaces ``sys.excepthook``: only names an exception that was shown.
+
+    The previous hook is always called, since a user's may do more than print. For a shown exception its output is
+    dropped.
+    """
+
+    def __init__(self, before: Hook) -> None:
+        self._before = before
+
+    @classmethod
+    def install(cls) -> None:
+        """Install the hook. Idempotent."""
+        if not isinstance(sys.excepthook, cls):
+            sys.excepthook = cls(sys.excepthook)
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        where = getattr(error, SHOWN, "")
+        if not where:
+            self._before(kind, error, trace)
+            return
+        with redirect_stderr(io.StringIO()):
+            self._before(kind, error, trace)
+        print(f"{kind.__name__}: {_first_line(error)} (traceback: {where})", file=sys.stderr)
+
+
+def mark_shown(error: BaseException, where: str) -> None:
+    """Mark ``error`` so that the end of this process only names it.
+
+    ``where``: where its traceback is printed.
+    """
+    try:
+        setattr(error, SHOWN, where)
+    except AttributeError:  # a class without attributes is shown again
+        return
+    ShownErrorHook.install()
+
+
+def _digest(error: BaseException) -> str:
+    """Return a text that is equal on all ranks with the same exception: type, message and line."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    kind, text = type(error), OWN.sub(r"\1", str(error))
+    return hashlib.blake2s(f"{kind.__module__}.{kind.__qualname__}\0{text}\0{place}".encode()).hexdigest()
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _failed(ranks: Sequence[int]) -> str:
+    if len(ranks) < 2:
+        return f"Rank {ranks[0]} failed"
+    return f"Ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]} failed with one exception"
 
 
 SPINS, NAP_S = 200, 0.0005  # polls of a collective before it sleeps, and its sleep

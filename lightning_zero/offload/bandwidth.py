@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.errors import HostMemoryError
-from lightning_zero.extrema import all_min
-from lightning_zero.mesh import Mesh
+from lightning_zero.mesh import Mesh, all_min
 from lightning_zero.offload.copy_streams import lanes_of
 from lightning_zero.offload.memory import HostMemory
 

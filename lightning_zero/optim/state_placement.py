@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT
+from lightning_zero.sharding.record import ShardedParameter
 
-__all__ = ["MakePlacer", "StatePlacer", "place_loaded_state", "register_placement_hooks"]
+__all__ = ["MakePlacer", "StatePlacer", "move_state_to_host", "place_loaded_state", "register_placement_hooks"]
 
 StatePlacer = Callable[[Tensor, str, Tensor], Tensor]  # (parameter, name, loaded value) -> stored value
 MakePlacer = Callable[[torch.optim.Optimizer], StatePlacer]  # called after the groups are loaded
@@ -73,3 +74,15 @@ def _needs_placement(key: str, value: Tensor) -> bool:
     It loads counts in the parameters' dtype, and bfloat16 counts only to 256.
     """
     return value.numel() > 1 or key == ROUNDING_COUNT
+
+
+def move_state_to_host(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], ShardedParameter | None]) -> None:
+    """Move shard-sized state to pageable host memory, as soon as offload is enabled.
+
+    The next step moves it to its final memory. The forward and backward before that step need the device memory
+    already.
+    """
+    for param, entries in optimizer.state.items():
+        record = find(param)
+        if record is not None:
+            entries.update({key: value.to("cpu") for key, value in entries.items() if record.is_like_shard(value)})

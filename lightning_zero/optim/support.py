@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.rules import has_rules
+from lightning_zero.optim.update_rules import has_rules
 from lightning_zero.sharding.unsupported import on_plain_tensors
 
 __all__ = [

@@ -15,22 +15,25 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.offload.staging_ring import Load, Pass
-from lightning_zero.optim.bf16_state import ROUNDING_COUNT
-from lightning_zero.optim.chunks import (
+from lightning_zero.optim.bf16_state import (
+    ROUNDING_COUNT,
+    ElementPositions,
+    noise_keys,
+    rounding_noise,
+    stochastic_round,
+)
+from lightning_zero.optim.flat_runs import (
     MASTER_SHARD,
     MAX_CHUNK_NUMEL,
     Chunk,
+    FlatRun,
     InPlacePass,
     StateOnHost,
     chunk_itemsizes,
     split_into_chunks,
 )
-from lightning_zero.optim.flat_runs import FlatRun
-from lightning_zero.optim.rounding import ElementPositions, noise_keys, rounding_noise, stochastic_round
-from lightning_zero.optim.rules import rule_for
-from lightning_zero.step.layout import StepLayout
-from lightning_zero.step.layouts import StepLayouts
-from lightning_zero.step.substitute import FlatParams, OwnParams
+from lightning_zero.optim.update_rules import rule_for
+from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
 
 __all__ = ["ChunkedRunner"]
 

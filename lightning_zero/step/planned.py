@@ -27,12 +27,12 @@ from lightning_zero.offload.bandwidth import measure_host
 from lightning_zero.offload.masters import masters_away
 from lightning_zero.offload.memory import free_bytes
 from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
-from lightning_zero.optim.rules import rule_for
+from lightning_zero.optim.update_rules import rule_for
 from lightning_zero.sharding.host_policy import leaves
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.unsupported import plainly
 from lightning_zero.step.gradients import PlannedGradients, has_copy
-from lightning_zero.step.optimizers import OptimizerSteps
+from lightning_zero.step.optimizer_steps import OptimizerSteps
 
 __all__ = ["PlannedMemory"]
 

@@ -9,8 +9,9 @@ the beginning of its ``step``. The optimizer's hooks, counters and schedulers wo
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,22 +20,103 @@ from torch import Tensor
 
 from lightning_zero.compat.modules import global_pre_hooks
 from lightning_zero.native.watchdog import SequenceId
-from lightning_zero.optim.chunks import StateOnHost
-from lightning_zero.optim.norms import all_reduce_sum
+from lightning_zero.optim.flat_runs import StateOnHost
+from lightning_zero.optim.grad_norms import all_reduce_sum
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.unsupported import on_plain_tensors, plainly
-from lightning_zero.step.captured import CapturedRunner, reason_not_captured
 from lightning_zero.step.chunked_step import ChunkedRunner
-from lightning_zero.step.eager import EagerRunner
-from lightning_zero.step.layout import StepLayout
-from lightning_zero.step.layouts import StepLayouts
-from lightning_zero.step.runner import StepRunner
-from lightning_zero.step.substitute import FlatParams, OwnParams, ParamSwap
-from lightning_zero.step.watch import CHECKED_STEPS, ElementwiseCheck, needs_elementwise_check
+from lightning_zero.step.elementwise_check import CHECKED_STEPS, ElementwiseCheck, needs_elementwise_check
+from lightning_zero.step.runners import CapturedRunner, EagerRunner, StepRunner, reason_not_captured
+from lightning_zero.step.step_layouts import FlatParams, Groups, OwnParams, StepLayout, StepLayouts
 
 __all__ = ["OptimizerStepper"]
 
 log = logging.getLogger(__name__)
+
+
+class ParamSwap:
+    """Swaps ``param_groups`` and ``state`` of one optimizer during its ``step``.
+
+    The optimizer's own ones are restored when ``step`` ends, before users' post-hooks run.
+
+    Attributes:
+        stepped: True if ``step`` has ended since the last swap.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._own: OwnParams | None = None  # set while flat parameters are shown
+        self._flat_params = FlatParams([], defaultdict(dict), [])
+        self._before: Groups = []
+        self._after: Callable[[OwnParams], None] = lambda own: None
+        self._hook: Any = None
+        self.stepped = False
+        self._around: AbstractContextManager[Any] | None = None
+
+    @property
+    def shown(self) -> bool:
+        """True while the optimizer sees flat parameters: its ``step`` is next or in progress."""
+        return self._own is not None
+
+    @property
+    def own(self) -> OwnParams:
+        return self._own or OwnParams(self._optimizer.param_groups, self._optimizer.state)
+
+    def swap_in(
+        self, shown: FlatParams, after: Callable[[OwnParams], None], around: AbstractContextManager[Any] | None = None
+    ) -> None:
+        """Show flat parameters until the optimizer's next ``step`` ends, or until :meth:`end`.
+
+        Args:
+            shown: Parameters and state to show.
+            after: Called with the own ones after they are restored.
+            around: Context in which the optimizer steps.
+        """
+        self._own, self._flat_params, self._after = self.own, shown, after
+        self._before = [dict(group) for group in shown.groups]
+        self._optimizer.param_groups, self._optimizer.state = shown.groups, shown.state
+        self.stepped = False
+        self._hook = self._optimizer.register_step_post_hook(lambda *_: self._restore(stepped=True))
+        # Users' hooks run after this one.
+        hooks: Any = self._optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(self._hook.id, last=False)
+        if around is not None:
+            around.__enter__()
+            self._around = around
+
+    def end(self) -> bool:
+        """Restore the optimizer's own parameters. Idempotent; return True if there was a swap to end."""
+        self._restore()
+        if self._hook is None:
+            return False
+        self._hook.remove()
+        self._hook = None
+        return True
+
+    @contextmanager
+    def swap_groups(self, groups: Groups) -> Iterator[None]:
+        """Show these groups in this context; the optimizer must not step in it."""
+        own = self._optimizer.param_groups
+        self._optimizer.param_groups = groups
+        try:
+            yield
+        finally:
+            self._optimizer.param_groups = own
+
+    def _restore(self, stepped: bool = False) -> None:
+        self.stepped = self.stepped or stepped
+        if self._own is None:
+            return
+        if self._around is not None:
+            around, self._around = self._around, None
+            around.__exit__(None, None, None)
+        own, self._own = self._own, None
+        self._optimizer.param_groups, self._optimizer.state = own
+        for origin, now, before in zip(self._flat_params.origins, self._flat_params.groups, self._before, strict=True):
+            # Some optimizers keep counters and averages in their groups.
+            changes = {k: v for k, v in now.items() if k != "params" and before.get(k, self) is not v}
+            own.groups[origin].update(changes)
+        self._after(own)
 
 
 class OptimizerStepper:

@@ -94,7 +94,7 @@ def train_both_ways(cases: list[tuple[str, Event]], emulate: bool) -> list[str]:
         Counted.most = 0
         with (
             patch("lightning_zero.step.chunked_step.Pass", Counted),
-            patch("lightning_zero.optim.chunks.Pass", Counted),
+            patch("lightning_zero.optim.flat_runs.Pass", Counted),
         ):
             found = train_sharded_steps(name, event, emulate, **ON_HOST)
         try:
@@ -214,7 +214,9 @@ def configure_twice() -> list[tuple[str, ...]]:
         engine.optimizers.arrange([optimizer])
         engine.optimizers.stepper(optimizer)
         away = replace(engine.config, offload=("optimizer",))
-        full = patch("lightning_zero.step.optimizers.move_state_to_host", side_effect=MemoryError("the host is full"))
+        full = patch(
+            "lightning_zero.step.optimizer_steps.move_state_to_host", side_effect=MemoryError("the host is full")
+        )
         with full, pytest.raises(MemoryError):
             engine.configure(away)
         engine.configure(away)
@@ -270,7 +272,7 @@ def left_behind(**options: Any) -> int:
         gc.collect()
         gc.disable()
         try:
-            with patch("lightning_zero.step.optimizers.move_state_to_host", copy_out):
+            with patch("lightning_zero.step.optimizer_steps.move_state_to_host", copy_out):
                 engine.configure(replace(engine.config, offload=("optimizer",)))
             return sum(not one.expired() for one in held)
         finally:

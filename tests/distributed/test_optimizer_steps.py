@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.flat_runs import FlatRun
-from lightning_zero.step.watch import CHECKED_STEPS
+from lightning_zero.step.elementwise_check import CHECKED_STEPS
 from tests.helpers.models import build
 from tests.helpers.optimizer_steps import (
     OPTIMIZERS,

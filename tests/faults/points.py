@@ -273,7 +273,7 @@ _ALL = (
     Point(
         "in_step",
         "steps the optimizer",
-        ("torch.optim.adam:adam", "lightning_zero.optim.kernel:StepKernel.run"),
+        ("torch.optim.adam:adam", "lightning_zero.optim.step_kernel:StepKernel.run"),
     ),
     Point("after_step", "has stepped the optimizer", (f"{STRATEGY}.optimizer_step",), after=True),
     Point("batch_end", "is between two batches", (f"{MODEL}:Trained.on_train_batch_end",)),

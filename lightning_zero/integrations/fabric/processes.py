@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_zero.integrations.launchers import FabricLauncher, check_interactive
 from lightning_zero.integrations.processes import Processes, reduce_in_place
-from lightning_zero.native.failures import ShownErrorHook
+from lightning_zero.native.watchdog import ShownErrorHook
 
 __all__ = ["FabricProcesses"]
 

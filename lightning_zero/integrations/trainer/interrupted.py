@@ -16,7 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_zero.native.collector import pause_gc
+from lightning_zero.native.capture import pause_gc
 
 __all__ = ["save_together_after_exceptions"]
 

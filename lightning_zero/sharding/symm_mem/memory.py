@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
-from lightning_zero.native.links import gpu_uuid, no_atomics_reason
+from lightning_zero.native.gpu_atomics import gpu_uuid, no_atomics_reason
 from lightning_zero.sharding.shared_memory import Claim, mapped
 from lightning_zero.sharding.symm_mem.probe import barrier_waits
 

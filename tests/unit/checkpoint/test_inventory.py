@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint.full import shard_optimizer_state
 from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, gather_value
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.rules import state_names
+from lightning_zero.optim.update_rules import state_names
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
 from tests.helpers.lion import Lion

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_zero.native import failures
-from lightning_zero.native.failures import Failures, ShownErrorHook
+from lightning_zero.native import watchdog as failures
+from lightning_zero.native.watchdog import Failures, ShownErrorHook
 
 TRACE = "Traceback (most recent call last)"
 

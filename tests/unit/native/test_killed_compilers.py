@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from lightning_zero.alone import program_without_lightning
+from lightning_zero.subprocess_main import program_without_lightning
 from tests.unit.native.stand_in import Compiler
 
 PROGRAM = """

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.native import links
+from lightning_zero.native import gpu_atomics as links
 
 GPU = torch.device("cuda", 0)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_zero.native import nvrtc
+from lightning_zero.native import build as nvrtc
 from lightning_zero.native.build import kernel_source
 
 HOPPER = (9, 0)

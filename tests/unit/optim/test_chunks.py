@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.offload.staging_ring import LEAST_SLOTS, Ring
-from lightning_zero.optim.chunks import ChunkedState, LoadedChunk
-from lightning_zero.optim.flat_runs import FlatRun
+from lightning_zero.optim.flat_runs import ChunkedState, FlatRun, LoadedChunk
 from tests.helpers.lanes import ORDERS, DelayedLanes
 
 CPU = torch.device("cpu")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_zero.optim.graphed import GraphedSequence
+from lightning_zero.native.capture import GraphedSequence
 
 CPU = torch.device("cpu")
 

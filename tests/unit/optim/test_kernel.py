@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from lightning_zero.optim.flat_runs import FlatRun
-from lightning_zero.optim.kernel import StepKernel
+from lightning_zero.optim.step_kernel import StepKernel
 
 CPU = torch.device("cpu")
 MAKES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero.optim.move_to_host import move_state_to_host
+from lightning_zero.optim.state_placement import move_state_to_host
 
 
 class OnDevice:

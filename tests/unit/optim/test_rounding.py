@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.optim.rounding import ElementPositions, noise_keys, rounding_noise, stochastic_round
+from lightning_zero.optim.bf16_state import ElementPositions, noise_keys, rounding_noise, stochastic_round
 from tests.helpers.one_rank import OneRank
 
 CPU = torch.device("cpu")

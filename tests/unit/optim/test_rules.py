@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.optim.rules import Rule, rule_for
+from lightning_zero.optim.update_rules import Rule, rule_for
 from tests.helpers.lion import Lion
 
 STEPS = 20

@@ -9,9 +9,9 @@ import torch
 
 from lightning_zero.offload.memory import HostMemory
 from lightning_zero.offload.staging_ring import Ring
-from lightning_zero.optim.chunks import StateOnHost
+from lightning_zero.optim.flat_runs import StateOnHost
 from lightning_zero.sharding.record import Role
-from lightning_zero.step.captured import CapturedRunner
+from lightning_zero.step.runners import CapturedRunner
 from lightning_zero.step.stepper import OptimizerStepper
 from tests.helpers.one_rank import OneRank
 

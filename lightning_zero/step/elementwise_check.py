@@ -17,11 +17,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.rules import has_rules
 from lightning_zero.optim.support import INSTEAD, is_torch_optimizer
+from lightning_zero.optim.update_rules import has_rules
 from lightning_zero.sharding.reductions import BY_NAME, is_of_two
 from lightning_zero.sharding.rules import measure, words
-from lightning_zero.step.layout import StepLayout
+from lightning_zero.step.step_layouts import StepLayout
 
 if TYPE_CHECKING:
     from lightning_zero.optim.flat_runs import FlatRun

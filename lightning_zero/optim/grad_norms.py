@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,12 +11,20 @@ from torch import Tensor
 
 from lightning_zero.compat.distributed import all_gather_into
 from lightning_zero.compat.tensors import foreach_norm
-from lightning_zero.extrema import RunCollective, all_max, run_synchronously
-from lightning_zero.mesh import Mesh
-from lightning_zero.optim.clip import norm_dtype
+from lightning_zero.mesh import Mesh, RunCollective, all_max, run_synchronously
 from lightning_zero.sharding.unsupported import on_plain_tensors
 
-__all__ = ["all_reduce_sum", "parameter_norms"]
+__all__ = ["all_reduce_sum", "clip_factor", "norm_dtype", "parameter_norms"]
+
+
+def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype of sums over these tensors: float64 if one has it, else float32."""
+    return torch.float64 if any(tensor.dtype.to_real() is torch.float64 for tensor in tensors) else torch.float32
+
+
+def clip_factor(squared_norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    """Return ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``."""
+    return (max_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0)
 
 
 def all_reduce_sum(values: Tensor, mesh: Mesh, collective: RunCollective) -> None:

@@ -18,15 +18,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_zero.compat.compiler import inductor_compile
 from lightning_zero.compat.tensors import FakeTensorMode
+from lightning_zero.native.capture import GraphedSequence
 from lightning_zero.offload.staging_ring import Ring
-from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE
-from lightning_zero.optim.chunks import MAX_CHUNK_NUMEL, ChunkedState, LoadedChunk
-from lightning_zero.optim.clip import clip_factor
-from lightning_zero.optim.flat_runs import FlatRun
-from lightning_zero.optim.graphed import GraphedSequence
-from lightning_zero.optim.rounding import noise_keys, rounding_noise, stochastic_round
-from lightning_zero.optim.rules import Rule, rule_for
+from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE, noise_keys, rounding_noise, stochastic_round
+from lightning_zero.optim.flat_runs import MAX_CHUNK_NUMEL, ChunkedState, FlatRun, LoadedChunk
+from lightning_zero.optim.grad_norms import clip_factor
 from lightning_zero.optim.support import is_torch_optimizer
+from lightning_zero.optim.update_rules import Rule, rule_for
 from lightning_zero.sharding.layout import as_real
 
 __all__ = ["StepKernel"]

@@ -1,20 +1,93 @@
-"""The whole step as one replay of a CUDA graph, of which the optimizer's own ``step`` sees nothing."""
+"""Runners: the ways to carry out an optimizer's step.
+
+:class:`CapturedRunner` replays a CUDA graph, :class:`EagerRunner` lets the optimizer step flat parameters, and
+:class:`~lightning_zero.step.chunked_step.ChunkedRunner` steps them in chunks. The stepper uses the first runner that
+can step a layout; the last one can step all.
+"""
 
 from __future__ import annotations
 
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from lightning_zero.offload.staging_ring import Ring
-from lightning_zero.optim.kernel import StepKernel
+from lightning_zero.optim.flat_runs import State
+from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import is_torch_optimizer
-from lightning_zero.step.layout import StepLayout
-from lightning_zero.step.layouts import StepLayouts
-from lightning_zero.step.substitute import FlatParams, OwnParams
+from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
 
-__all__ = ["CapturedRunner", "reason_not_captured"]
+__all__ = ["CapturedRunner", "EagerRunner", "StepRunner", "reason_not_captured"]
+
+
+class StepRunner(Protocol):
+    """One way to step a layout.
+
+    Attributes:
+        can_clip: The runner scales gradients while it uses them, which saves one read and write.
+        can_skip: The device may decide if anything changes.
+    """
+
+    can_clip: bool
+    can_skip: bool
+
+    def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
+        """Return True if the runner can step this layout now, and prepare the layout at the first call.
+
+        Called before each step and before clipping.
+        """
+        ...
+
+    def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
+        """Run before the optimizer's own ``step``.
+
+        Args:
+            layout: A layout for which :meth:`can_step` returned True.
+            own: The optimizer's own groups and state.
+            max_norm: Clip the gradients to this norm, unless None; ``layout.squared`` is of all ranks.
+            skip: 0-dim on the device; if not zero, change nothing. Only if ``can_skip``.
+
+        Returns:
+            The parameters and state that the optimizer steps by itself.
+        """
+        ...
+
+    def end(self, layout: StepLayout, own: OwnParams) -> None:
+        """Run after the optimizer's own ``step``, with its own parameters restored."""
+        ...
+
+
+class EagerRunner:
+    """Shows flat parameters to the optimizer, and copies their state to its own parameters."""
+
+    can_clip = can_skip = False
+
+    def __init__(self, layouts: StepLayouts) -> None:
+        self._layouts = layouts
+
+    def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
+        return True
+
+    def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
+        assert skip is None, "only the captured runner can skip"
+        layout.prepare_eager_step(own.state, max_norm)
+        flat = layout.flat_groups(own.groups)
+        layout.state.update(_shared_state(own.state))
+        return FlatParams(flat, layout.state, range(len(flat)))
+
+    def end(self, layout: StepLayout, own: OwnParams) -> None:
+        for run in layout.runs:
+            run.state = layout.state[run.param]
+        layout.finish_eager_step(own.state)
+        own.state.update(_shared_state(layout.state))
+        self._layouts.remember_state(own.state)
+
+
+def _shared_state(state: State) -> dict[Any, Any]:
+    """Return state that an optimizer keeps once for all parameters, such as MADGRAD's step count."""
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
 
 
 def reason_not_captured(

@@ -32,11 +32,9 @@ from lightning_zero.optim.bf16_state import (
     keeps_bf16_state,
     restore_state_dtype,
 )
-from lightning_zero.optim.chunks import StateOnHost
-from lightning_zero.optim.move_to_host import move_state_to_host
-from lightning_zero.optim.norms import parameter_norms
-from lightning_zero.optim.rules import rule_for
-from lightning_zero.optim.state_placement import MakePlacer, StatePlacer, place_loaded_state
+from lightning_zero.optim.flat_runs import StateOnHost
+from lightning_zero.optim.grad_norms import parameter_norms
+from lightning_zero.optim.state_placement import MakePlacer, StatePlacer, move_state_to_host, place_loaded_state
 from lightning_zero.optim.support import (
     check_capture,
     check_members,
@@ -45,11 +43,12 @@ from lightning_zero.optim.support import (
     is_torch_optimizer,
     speed_up_zero_grad,
 )
+from lightning_zero.optim.update_rules import rule_for
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.unsupported import plainly
-from lightning_zero.step.captured import reason_not_captured
 from lightning_zero.step.cycle import StepCycle
+from lightning_zero.step.runners import reason_not_captured
 from lightning_zero.step.stepper import OptimizerStepper
 
 __all__ = ["OptimizerSteps"]
