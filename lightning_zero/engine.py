@@ -14,30 +14,30 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.checkpoints import Checkpoints
-from lightning_zero.compile.cuda_graphs import Replays
+from lightning_zero.compile.cuda_graphs import CUDAGraphManager
 from lightning_zero.compile.listener import GraphObserver
 from lightning_zero.compile.session import CompileSession
-from lightning_zero.compile.steps import CompiledSteps
+from lightning_zero.compile.steps import CompiledStepHooks
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.engine import refuse_changes
+from lightning_zero.config.engine import check_changes
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.capture import configure_nccl_for_capture
 from lightning_zero.native.watchdog import Watchdog
-from lightning_zero.offload.masters import masters_away
+from lightning_zero.offload.masters import host_master_policy
 from lightning_zero.sharding.buffers import BufferBroadcast
 from lightning_zero.sharding.construct import sharded_construction
-from lightning_zero.sharding.copying import Copies, NotCopied
+from lightning_zero.sharding.copying import ModuleCopier, PickledAsNone
 from lightning_zero.sharding.full import full_parameters
 from lightning_zero.sharding.module_patching import engine_of_class, is_sharded
 from lightning_zero.sharding.record import Role
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.symm_mem import Peers
-from lightning_zero.sharding.unshard import make_plain
+from lightning_zero.sharding.symm_mem import PeerTransports
+from lightning_zero.sharding.unshard import unshard_module
 from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.optimizer_steps import OptimizerSteps
-from lightning_zero.step.planned import PlannedMemory
+from lightning_zero.step.planned import MemoryController
 
 __all__ = ["Engine", "engine_of"]
 
@@ -49,7 +49,7 @@ def engine_of(module: nn.Module) -> Engine | None:
     return module.__dict__.get(_ATTRIBUTE) or (engine_of_class(module) if is_sharded(module) else None)
 
 
-class Engine(NotCopied):
+class Engine(PickledAsNone):
     """Shard and train one module over all ranks of a process group, in loops without Lightning.
 
     On every rank::
@@ -90,31 +90,35 @@ class Engine(NotCopied):
         self.mesh = mesh = mesh or Mesh.of(device, chosen.timeout, *hosts)
         self.config = chosen.over(mesh.host_count, mesh.intra_host.size)
         assert mesh.device == device, f"a mesh on {mesh.device} for an engine on {device}"
-        away = masters_away(self.config, mesh)
+        away = host_master_policy(self.config, mesh)
         self.watchdog = Watchdog(mesh, self.config.tuning.report_stall_after_s)
         self.executor = Executor(mesh, self.config, self._on_backward_end, self._on_new_plan, self.watchdog)
-        self.peers = Peers.of(self.config, mesh)
-        self.session = CompileSession(self.config, mesh, self.executor, self.watchdog, self.peers, skip_modules, report)
+        self.transports = PeerTransports.of(self.config, mesh)
+        self.session = CompileSession(
+            self.config, mesh, self.executor, self.watchdog, self.transports, skip_modules, report
+        )
         if observe is not None:
             self.session.progress.observe(observe)
         ready, report = self.session.budget.may_capture, self.session.progress.report
         configure_nccl_for_capture(device)
-        impossible = self.peers.why_not_replayed(self.executor)
-        self.replays = Replays(self.executor, device, self.config, ready, self._static_tensors, report, impossible)
+        impossible = self.transports.no_capture_reason(self.executor)
+        self.replays = CUDAGraphManager(
+            self.executor, device, self.config, ready, self._static_tensors, report, impossible
+        )
         self.session.begin(self.replays)
-        self.sharder = Sharder(self.executor, mesh, self.peers, away, self.config.over_copies(mesh.host_count))
-        self.sharder.view.belongs_to(self)
-        self._copies = Copies(self.sharder)
+        self.sharder = Sharder(self.executor, mesh, self.transports, away, self.config.over_copies(mesh.host_count))
+        self.sharder.view.bind_engine(self)
+        self._copies = ModuleCopier(self.sharder)
         self.module: nn.Module | None = None
         self.buffers = BufferBroadcast(self.executor, mesh, skip_modules)
         self.buffers.configure(self.config)
         self.checkpoints = Checkpoints(self.sharder, self.watchdog, self._sharded_module, report)
-        compiled = CompiledSteps(self.session, self.replays, self.sharder, self.peers)
+        compiled = CompiledStepHooks(self.session, self.replays, self.sharder, self.transports)
         self.cycle = cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)
-        self.memory = PlannedMemory(compiled, self.optimizers)
+        self.memory = MemoryController(compiled, self.optimizers)
         self.session.budget.accumulates = lambda: cycle.accumulates
-        cycle.events.accumulation_begin.append(self.memory.gradients.several_micro_batches)
+        cycle.events.accumulation_begin.append(self.memory.gradients.on_accumulation)
 
     @property
     def device(self) -> torch.device:
@@ -133,16 +137,16 @@ class Engine(NotCopied):
 
         Raises:
             UnsupportedError: The option was fixed when the model was sharded, see
-                :class:`~lightning_zero.config.option.Change`; or CUDA graphs are required but not possible.
+                :class:`~lightning_zero.config.option.OnChange`; or CUDA graphs are required but not possible.
             ValueError: These options need a pass that is switched off.
         """
         config = self.memory.settled(config.over(self.mesh.host_count, self.mesh.intra_host.size))
         if config == (before := self.memory.settled(self.config)) == self.memory.settled(self.session.config):
             return
-        refuse_changes(before, config)
-        for part in (self.peers, self.replays, self.session):
+        check_changes(before, config)
+        for part in (self.transports, self.replays, self.session):
             part.check(config)
-        self.peers.configure(config)
+        self.transports.configure(config)
         self.cycle.end_accumulation()
         self.config = config
         self.watchdog.configure(config.tuning.report_stall_after_s)
@@ -153,10 +157,10 @@ class Engine(NotCopied):
 
     def _static_tensors(self) -> Iterator[Tensor]:
         module = self._sharded_module()  # read by compiled graphs at a fixed address
-        return chain(module.parameters(), module.buffers(), self.sharder.memory.holds(Role.RESIDENT))
+        return chain(module.parameters(), module.buffers(), self.sharder.memory.holds(Role.UNSHARDED_CACHE))
 
     def _on_new_plan(self, digest: str, text: str) -> None:
-        self.session.new_plan(digest, text)
+        self.session.check_plan(digest, text)
 
     def construction(self) -> AbstractContextManager[None]:
         """Shard modules while they are built in this context. Collective.
@@ -192,11 +196,11 @@ class Engine(NotCopied):
         Collective.
         """
         module = self._sharded_module()
-        assert self.session.calls is not None
-        self.session.calls.restore()
+        assert self.session.compiled_modules is not None
+        self.session.compiled_modules.restore()
         self.checkpoints.hooks.remove()
         self._copies.release()
-        make_plain(self.sharder, module)
+        unshard_module(self.sharder, module)
         self.cycle.close()
         del module.__dict__[_ATTRIBUTE]
         self.close()
@@ -255,7 +259,9 @@ class Engine(NotCopied):
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Load this rank's part of a full state dict."""
-        self.optimizers.load(optimizer, self.checkpoints.optimizer_part(optimizer, state, self.optimizers.empty_state))
+        self.optimizers.load(
+            optimizer, self.checkpoints.local_optimizer_state(optimizer, state, self.optimizers.empty_state)
+        )
 
     def close(self) -> None:
         """Free the executor. The module's weights cannot be read afterwards, see :meth:`unshard`."""
@@ -267,8 +273,10 @@ class Engine(NotCopied):
     def __repr__(self) -> str:
         live = self.sharder.live
         total = sum(record.layout.numel for record in live)
-        calls = self.session.calls
-        compiled = sorted(set(calls.modules) - set(calls.given_up)) if calls else []
+        compiled_modules = self.session.compiled_modules
+        compiled = (
+            sorted(set(compiled_modules.modules) - set(compiled_modules.limit_reasons)) if compiled_modules else []
+        )
         return (
             f"Engine(rank {self.rank} of {self.world_size} on {self.device}; {len(live)} parameters, {total:,} "
             f"elements; {self.sharder.memory.shards}; compiled: {compiled or 'nothing'})"

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from lightning_zero.compat.distributed import all_gather_into, connected_when_used, default_store
+from lightning_zero.compat.distributed import all_gather_into, connect_lazily, default_store
 from lightning_zero.errors import UnsupportedError
 
 __all__ = ["Mesh", "RankGroup", "RunCollective", "all_max", "all_min", "boot_id", "host_name", "run_synchronously"]
@@ -315,7 +315,7 @@ def _new_group_pair(
     with peer copies it is never used.
     """
     gathers = dist.new_group(ranks, backend=backend, timeout=timeout)
-    with connected_when_used():
+    with connect_lazily():
         return gathers, dist.new_group(ranks, backend=backend, timeout=timeout)
 
 

@@ -8,16 +8,16 @@ from typing import Literal
 from lightning_zero.budget.curve import Curve
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
 
-__all__ = ["GAPS", "Chosen", "Facts", "Freedom", "Gradients", "Speed"]
+__all__ = ["CAPTURE_GAP_SHARE", "MemoryConfig", "PlannerInputs", "Constraints", "GradientBytes", "StepTimes"]
 
 GIB = 2**30
 
 # Memory of a captured graph that lies between its tensors, as a share of what they take: measured on two H200s.
-GAPS = 0.04
+CAPTURE_GAP_SHARE = 0.04
 
 
 @dataclass(frozen=True)
-class Chosen:
+class MemoryConfig:
     """One way to spend the device's memory; the same as options.
 
     Attributes:
@@ -40,7 +40,7 @@ class Chosen:
 
 
 @dataclass(frozen=True)
-class Freedom:
+class Constraints:
     """What may be chosen; the rest is set by hand, or cannot be otherwise.
 
     Attributes:
@@ -63,7 +63,7 @@ class Freedom:
 
 
 @dataclass(frozen=True)
-class Gradients:
+class GradientBytes:
     """Bytes of them.
 
     Attributes:
@@ -78,7 +78,7 @@ class Gradients:
 
 
 @dataclass(frozen=True)
-class Speed:
+class StepTimes:
     """What things cost, in seconds.
 
     Attributes:
@@ -112,7 +112,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Facts:
+class PlannerInputs:
     """Bytes of the rank that has the least left; the same on every rank.
 
     Attributes:
@@ -137,14 +137,14 @@ class Facts:
     source: str
     limit: float
     peak: float
-    now: Chosen = field(default_factory=Chosen)
+    now: MemoryConfig = field(default_factory=MemoryConfig)
     activations: float = 0.0
     curve: Curve | None = None
     weights: float = 0.0
     states: float = 0.0
     masters: float = 0.0
-    gradients: Gradients = field(default_factory=Gradients)
+    gradients: GradientBytes = field(default_factory=GradientBytes)
     ring: float = 0.25 * GIB
     ahead: bool = True
     host: float = float("inf")
-    speed: Speed = field(default_factory=Speed)
+    speed: StepTimes = field(default_factory=StepTimes)

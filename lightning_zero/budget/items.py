@@ -20,21 +20,21 @@ from bisect import bisect_right
 from dataclasses import replace
 
 from lightning_zero.budget.curve import BUDGETS
-from lightning_zero.budget.facts import Chosen, Facts, Freedom, Speed
+from lightning_zero.budget.facts import Constraints, MemoryConfig, PlannerInputs, StepTimes
 from lightning_zero.budget.knapsack import Item, Variant
-from lightning_zero.config.option import OFFLOADED
+from lightning_zero.config.option import OFFLOAD_CHOICES
 
 __all__ = [
     "ACTIVATIONS",
     "GRADIENTS",
     "HOST",
     "WEIGHTS",
-    "carried_out",
-    "chosen_of",
-    "crowded",
+    "with_measured_peak",
+    "config_from_pick",
+    "contention_seconds",
     "gather_seconds",
     "host_bytes",
-    "items_of",
+    "planner_items",
     "recomputed_share",
     "size_of",
 ]
@@ -56,22 +56,22 @@ WORTH = 0.02
 LEAST_RING = 1 << 20  # of buffers that a plan chooses, however few the options say
 
 
-def items_of(facts: Facts, free: Freedom) -> list[Item]:
-    """In the order that :func:`chosen_of` takes them apart in. What is not free has the one variant that there is
+def planner_items(facts: PlannerInputs, free: Constraints) -> list[Item]:
+    """In the order that :func:`config_from_pick` takes them apart in. What is not free has the one variant that there is
     now."""
     return [_activations(facts, free), _weights(facts, free), _host(facts, free), _gradients(facts, free)]
 
 
-def chosen_of(values: tuple[Variant, ...], facts: Facts) -> Chosen:
+def config_from_pick(values: tuple[Variant, ...], facts: PlannerInputs) -> MemoryConfig:
     """What a pick of these items comes to."""
     (budget, away), weights, host, once = (variant.value for variant in values)
     way, ring = host
-    offload = tuple(name for name in OFFLOADED if name in {*way, *away})
+    offload = tuple(name for name in OFFLOAD_CHOICES if name in {*way, *away})
     until = facts.now.until if facts.speed.passes < 2 or not weights else "step"
-    return Chosen(budget, offload, weights, until, once, ring)
+    return MemoryConfig(budget, offload, weights, until, once, ring)
 
 
-def size_of(chosen: Chosen, facts: Facts) -> float:
+def size_of(chosen: MemoryConfig, facts: PlannerInputs) -> float:
     """Bytes at the peak, of all that there is a choice about."""
     budget = chosen.activation_memory_budget
     leave = "activations" in chosen.offload and "activations" not in facts.now.offload
@@ -84,7 +84,7 @@ def size_of(chosen: Chosen, facts: Facts) -> float:
     )
 
 
-def host_bytes(values: tuple[Variant, ...], facts: Facts) -> float:
+def host_bytes(values: tuple[Variant, ...], facts: PlannerInputs) -> float:
     """Of the host's memory, that a pick of these items takes beside what activations took there before."""
     activations, _, host, _ = values
     (budget, away), now = activations.value, facts.now.offload
@@ -92,7 +92,7 @@ def host_bytes(values: tuple[Variant, ...], facts: Facts) -> float:
     return moved + _moved(host.value[0], facts)
 
 
-def carried_out(facts: Facts, chosen: Chosen, peak: float) -> Facts:
+def with_measured_peak(facts: PlannerInputs, chosen: MemoryConfig, peak: float) -> PlannerInputs:
     """What is known once ``chosen`` holds in place of ``facts.now``, and the peak was measured: of activations that
     leave, those that stay."""
     budget = max(chosen.activation_memory_budget, 0.01)
@@ -104,7 +104,7 @@ def carried_out(facts: Facts, chosen: Chosen, peak: float) -> Facts:
     return replace(facts, activations=facts.activations - gone, curve=curve)
 
 
-def _at_peak(facts: Facts, budget: float) -> float:
+def _at_peak(facts: PlannerInputs, budget: float) -> float:
     """Bytes that activations take there, where so large a share of them is saved."""
     now = facts.now.activation_memory_budget
     if facts.curve is not None:
@@ -120,7 +120,7 @@ def recomputed_share(budget: float) -> float:
     return more + (less - more) * (budget - share) / (next_share - share)
 
 
-def _activations(facts: Facts, free: Freedom) -> Item:
+def _activations(facts: PlannerInputs, free: Constraints) -> Item:
     now = facts.now.activation_memory_budget
     was_away = "activations" in facts.now.offload  # then those that are known are those that stay on the device
     budgets = sorted({now, *BUDGETS}) if free.activations else [now]
@@ -140,7 +140,7 @@ def _activations(facts: Facts, free: Freedom) -> Item:
     return Item(ACTIVATIONS, tuple(variants), by_hand=not (free.activations or may_leave))
 
 
-def _leaving(saved: float, speed: Speed) -> float:
+def _leaving(saved: float, speed: StepTimes) -> float:
     """Bytes of activations that leave: what can be copied while forward computes, but for those on their way."""
     beside = min(speed.pass_s * FORWARD, speed.forward_s or float("inf"))
     return min(saved * (1 - STAYS), beside * speed.host_bytes_per_s)
@@ -151,7 +151,7 @@ def exposed(transfer: float, beside: float) -> float:
     return max(transfer - beside, BESIDE * transfer)
 
 
-def _weights(facts: Facts, free: Freedom) -> Item:
+def _weights(facts: PlannerInputs, free: Constraints) -> Item:
     kept = [facts.now.weights]
     if free.weights:
         kept = sorted({facts.weights * part / PARTS for part in range(PARTS + 1)})
@@ -162,7 +162,7 @@ def _weights(facts: Facts, free: Freedom) -> Item:
     )
 
 
-def gather_seconds(facts: Facts, kept: float) -> float:
+def gather_seconds(facts: PlannerInputs, kept: float) -> float:
     """Lost by what does not stay: in each backward, and, where several passes share a step, in the later forwards."""
     speed, left = facts.speed, max(facts.weights - kept, 0.0)
     if not facts.weights:
@@ -174,7 +174,7 @@ def gather_seconds(facts: Facts, kept: float) -> float:
     return again * share
 
 
-def _host(facts: Facts, free: Freedom) -> Item:
+def _host(facts: PlannerInputs, free: Constraints) -> Item:
     now = tuple(name for name in facts.now.offload if name != "activations")
     ways = {now}
     stay = "parameters" in now and "parameters" not in (free.offload or ())  # masters cannot move any more
@@ -192,7 +192,7 @@ def _host(facts: Facts, free: Freedom) -> Item:
     return Item(HOST, tuple(variants), by_hand=free.offload is None)
 
 
-def _rings(facts: Facts) -> list[int]:
+def _rings(facts: PlannerInputs) -> list[int]:
     """Bytes of buffers, of which 0 are as many as the options say, to all that is of use: twice as much each time, so
     that two measurements of the same training seldom find two of them."""
     found, ring = [0], 2 * max(facts.ring, LEAST_RING)
@@ -203,35 +203,35 @@ def _rings(facts: Facts) -> list[int]:
     return found
 
 
-def _beside_passes(speed: Speed) -> float:
+def _beside_passes(speed: StepTimes) -> float:
     """Bytes that are copied, each way, beside a step's passes."""
     return speed.passes * speed.pass_s * speed.host_bytes_per_s
 
 
-def _optimizer_bytes(offload: tuple[str, ...], ring: int, facts: Facts) -> float:
+def _optimizer_bytes(offload: tuple[str, ...], ring: int, facts: PlannerInputs) -> float:
     states = 0.0 if "optimizer" in offload else facts.states
     masters = 0.0 if "parameters" in offload else facts.masters
     away = {"optimizer", "parameters"} & {*offload}
     return states + masters + (min(ring or facts.ring, facts.states + facts.masters) if away else 0.0)
 
 
-def _moved(offload: tuple[str, ...], facts: Facts) -> float:
+def _moved(offload: tuple[str, ...], facts: PlannerInputs) -> float:
     return facts.states * ("optimizer" in offload) + facts.masters * ("parameters" in offload)
 
 
-def _ahead(offload: tuple[str, ...], ring: int, facts: Facts) -> float:
+def _ahead(offload: tuple[str, ...], ring: int, facts: PlannerInputs) -> float:
     """Bytes that come, and leave, beside passes, if these last long enough."""
     goes = facts.ahead and "parameters" not in offload
     return min(ring or facts.ring, _moved(offload, facts)) if goes else 0.0
 
 
-def _optimizer_seconds(offload: tuple[str, ...], ring: int, facts: Facts) -> float:
+def _optimizer_seconds(offload: tuple[str, ...], ring: int, facts: PlannerInputs) -> float:
     hidden = min(_ahead(offload, ring, facts), _beside_passes(facts.speed))
     link = facts.speed.host_bytes_per_s
     return exposed(_moved(offload, facts) / link, hidden / link)
 
 
-def crowded(values: tuple[Variant, ...], facts: Facts) -> float:
+def contention_seconds(values: tuple[Variant, ...], facts: PlannerInputs) -> float:
     """Seconds that a pick of these items takes in addition to those of each: what activations leave nothing to hide."""
     activations, _, host, _ = values
     if "activations" not in activations.value[1]:
@@ -240,7 +240,7 @@ def crowded(values: tuple[Variant, ...], facts: Facts) -> float:
     return _optimizer_seconds(way, ring, replace(facts, ahead=False)) - host.seconds
 
 
-def _gradients(facts: Facts, free: Freedom) -> Item:
+def _gradients(facts: PlannerInputs, free: Constraints) -> Item:
     """Of micro-batches but the last one: each reduces its own, beside its backward, or all go with the last."""
     speed, now = facts.speed, facts.now.reduce_once
     again = max(speed.passes - 1, 0.0) * exposed(facts.gradients.wire * speed.gather_s, speed.pass_s * (1 - FORWARD))

@@ -7,24 +7,24 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from lightning_zero.budget.facts import Chosen, Facts, Freedom
+from lightning_zero.budget.facts import Constraints, MemoryConfig, PlannerInputs
 from lightning_zero.budget.items import (
     ACTIVATIONS,
     GRADIENTS,
     HOST,
     WEIGHTS,
-    chosen_of,
-    crowded,
+    config_from_pick,
+    contention_seconds,
     gather_seconds,
     host_bytes,
-    items_of,
+    planner_items,
     size_of,
 )
 from lightning_zero.budget.knapsack import Item, Pick, Variant, pick
-from lightning_zero.config.text import gib, plain_table
+from lightning_zero.config.text import format_gib, format_table
 from lightning_zero.config.tuning import Tuning
 
-__all__ = ["Line", "MemoryPlan", "advised", "decide"]
+__all__ = ["Line", "MemoryPlan", "with_offload_advice", "choose_plan"]
 
 OPTIONS = {
     ACTIVATIONS: "activation_memory_budget",
@@ -75,7 +75,7 @@ class MemoryPlan:
     source: str
     limit: int
     peak: int
-    chosen: Chosen
+    chosen: MemoryConfig
     lines: tuple[Line, ...] = ()
     measured: int | None = None
     first_step: int | None = None
@@ -112,7 +112,7 @@ class MemoryPlan:
         if self.chosen.ring:
             tuning["offload_buffer_mb"] = self.chosen.ring / 2**20
         if self.chosen.over_copies:
-            tuning["gradients_over_copies"] = True
+            tuning["grad_aliasing"] = True
         return found | ({"tuning": Tuning(**tuning)} if tuning else {})
 
     def instead(self) -> str:
@@ -139,19 +139,23 @@ class MemoryPlan:
     def in_words(self) -> str:
         """The peaks beside the limit."""
         word = "expected" if self.measured is None else "measured"
-        first = "" if self.first_step is None else f", of the first step, which runs eagerly, {gib(self.first_step)}"
-        more = "" if self.fits else f", {gib(self.missing)} more than the {gib(self.limit)} allowed"
-        limit = f" of {gib(self.limit)} GiB" if self.fits and not first else " GiB"
-        return f"{word} peak {gib(self.steady)}{limit}{first}{more}"
+        first = (
+            "" if self.first_step is None else f", of the first step, which runs eagerly, {format_gib(self.first_step)}"
+        )
+        more = "" if self.fits else f", {format_gib(self.missing)} more than the {format_gib(self.limit)} allowed"
+        limit = f" of {format_gib(self.limit)} GiB" if self.fits and not first else " GiB"
+        return f"{word} peak {format_gib(self.steady)}{limit}{first}{more}"
 
     def __str__(self) -> str:
         heads = "", "choice", "GiB", "GiB saved", "ms lost"
-        rows = [(o.what, o.choice, gib(o.nbytes), gib(o.saved), f"{o.seconds * 1e3:.1f}") for o in self.lines]
-        told = [f"Memory plan, {self.source}: {self.in_words()}.", *plain_table(heads, rows)]
+        rows = [
+            (o.what, o.choice, format_gib(o.nbytes), format_gib(o.saved), f"{o.seconds * 1e3:.1f}") for o in self.lines
+        ]
+        told = [f"Memory plan, {self.source}: {self.in_words()}.", *format_table(heads, rows)]
         return "\n".join([*told, *([f"  seconds: {self.seconds_known}"] if self.seconds_known else [])])
 
 
-def decide(facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan:
+def choose_plan(facts: PlannerInputs, free: Constraints, later: Sequence[str] = ()) -> MemoryPlan:
     """What to choose, of all that is free: the fewest seconds within the limit; where nothing fits, the fewest bytes.
     What is left is spent on weights that stay. Gradients that lie over copies of weights are rounded, but cost no time:
     that comes before all that does, and only where not all fits.
@@ -164,7 +168,7 @@ def decide(facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan
     free = replace(
         free, activations=free.activations and ACTIVATIONS not in later, weights=free.weights and WEIGHTS not in later
     )
-    now, items = facts.now.over_copies, items_of(facts, free)
+    now, items = facts.now.over_copies, planner_items(facts, free)
     here = any(_with_masters_here(item).variants for item in items if item.name == HOST)
     if not (free.over_copies and facts.gradients.over and here):
         return _decide(facts, free, later, now)
@@ -174,7 +178,7 @@ def decide(facts: Facts, free: Freedom, later: Sequence[str] = ()) -> MemoryPlan
     return min(plans, key=lambda plan: (0, plan.seconds) if plan.fits else (1, plan.peak))
 
 
-def _base(facts: Facts, over: bool) -> float:
+def _base(facts: PlannerInputs, over: bool) -> float:
     """Bytes at the peak, of all that items are not about. ``over``: gradients lie over copies of weights."""
     return facts.peak - size_of(facts.now, facts) + facts.gradients.over * (facts.now.over_copies - over)
 
@@ -191,15 +195,15 @@ def _all_fits(items: Sequence[Item], room: float) -> bool:
     return least + sum(one.nbytes for one in fastest) <= room
 
 
-def _decide(facts: Facts, free: Freedom, later: Sequence[str], over: bool) -> MemoryPlan:
+def _decide(facts: PlannerInputs, free: Constraints, later: Sequence[str], over: bool) -> MemoryPlan:
     """``over``: gradients lie over copies of weights, which those have that lie on the device themselves."""
-    items, base = items_of(facts, free), _base(facts, over)
+    items, base = planner_items(facts, free), _base(facts, over)
     if over:
         items = [_with_masters_here(item) if item.name == HOST else item for item in items]
     found = _pick_together(items, facts, facts.limit - base)
     if free.weights:
         found = _filled(found, facts, items, facts.limit - base)
-    chosen = replace(chosen_of(found.chosen, facts), over_copies=over)
+    chosen = replace(config_from_pick(found.chosen, facts), over_copies=over)
     told = [pair for pair in zip(items, found.chosen, strict=True) if pair[0].name not in later]
     lines = tuple(_line(*pair) for pair in told if pair[0].name != GRADIENTS or len(pair[0].variants) > 1)
     if over and facts.gradients.over:
@@ -208,8 +212,8 @@ def _decide(facts: Facts, free: Freedom, later: Sequence[str], over: bool) -> Me
     return MemoryPlan(facts.source, int(facts.limit), peak, chosen, lines, seconds_known=facts.speed.in_words())
 
 
-def advised(
-    plan: MemoryPlan, facts: Facts, free: Freedom, before: Sequence[str], later: Sequence[str] = ()
+def with_offload_advice(
+    plan: MemoryPlan, facts: PlannerInputs, free: Constraints, before: Sequence[str], later: Sequence[str] = ()
 ) -> MemoryPlan:
     """The plan, with what would fit where it does not.
 
@@ -218,15 +222,15 @@ def advised(
     """
     if plan.fits or not before or free.offload is None:
         return plan
-    instead = decide(facts, replace(free, offload=(*free.offload, *before)), later)
+    instead = choose_plan(facts, replace(free, offload=(*free.offload, *before)), later)
     return replace(plan, before=instead.chosen.offload if instead.fits else ())
 
 
-def _pick_together(items: Sequence[Item], facts: Facts, room: float) -> Pick:
+def _pick_together(items: Sequence[Item], facts: PlannerInputs, room: float) -> Pick:
     """The best within ``room``, with what things that go to the host cost each other there: bytes and seconds of each
     are of it alone."""
     found = pick(items, room)
-    if host_bytes(found.chosen, facts) <= facts.host and not crowded(found.chosen, facts):
+    if host_bytes(found.chosen, facts) <= facts.host and not contention_seconds(found.chosen, facts):
         return found
     activations, weights, host, gradients = items
     picks = []
@@ -240,14 +244,14 @@ def _pick_together(items: Sequence[Item], facts: Facts, room: float) -> Pick:
 
         some = replace(activations, variants=tuple(filter(fits, activations.variants)))
         if some.variants:
-            lost = crowded((some.variants[0], weights.variants[0], way, gradients.variants[0]), facts)
+            lost = contention_seconds((some.variants[0], weights.variants[0], way, gradients.variants[0]), facts)
             beside = replace(host, variants=(replace(way, seconds=way.seconds + lost),))
             picks.append(pick([some, weights, beside, gradients], room))
     fitting = [one for one in picks if one.nbytes <= room]
     return min(fitting, key=lambda one: (one.seconds, one.nbytes)) if fitting else min(picks, key=lambda o: o.nbytes)
 
 
-def _filled(found: Pick, facts: Facts, items: Sequence[Item], room: float) -> Pick:
+def _filled(found: Pick, facts: PlannerInputs, items: Sequence[Item], room: float) -> Pick:
     place = next(number for number, item in enumerate(items) if item.name == WEIGHTS)
     before = found.chosen[place]
     size = int(min(max(room - found.nbytes, 0.0) + before.nbytes, facts.weights))
@@ -277,12 +281,12 @@ def _in_words(name: str, chosen: Variant, by_hand: bool) -> str:
         kept = "all saved" if budget == 1.0 else f"activation_memory_budget={budget:g}"
         words = f"{kept}, on the host" if away else kept
     elif name == WEIGHTS:
-        words = f"{gib(chosen.nbytes)} GiB stay" if chosen.nbytes else "gathered again"
+        words = f"{format_gib(chosen.nbytes)} GiB stay" if chosen.nbytes else "gathered again"
     elif name == GRADIENTS:
         words = "stay whole, reduced once a step" if chosen.value else "reduced in each pass"
     else:
         assert name == HOST
         called, (way, ring) = {"optimizer": "optimizer state", "parameters": "master weights"}, chosen.value
         words = " and ".join(called[one] for one in way) or "nothing"
-        buffers = f", {gib(ring)} GiB of buffers" if ring else ""  # a plan's choice, whoever chose what passes
+        buffers = f", {format_gib(ring)} GiB of buffers" if ring else ""  # a plan's choice, whoever chose what passes
     return words + mark + buffers

@@ -60,7 +60,7 @@ class Together:
         store.set(f"{self.rank}", word)
         deadline, ranks = time.monotonic() + TO_COME_S, range(self.world_size)
         others = [f"{rank}" for rank in ranks]
-        while not (late := time.monotonic() > deadline or bool(self._watchdog.native.verdict())):
+        while not (late := time.monotonic() > deadline or bool(self._watchdog.native.abort_reason())):
             if store.check(others):
                 break
             time.sleep(POLL_S)

@@ -10,12 +10,12 @@ import networkx
 
 from lightning_zero.compat.graphs import RECOMPUTE
 from lightning_zero.compat.lookup import module
-from lightning_zero.compat.patches import Patch, swapped
+from lightning_zero.compat.patches import Patch, swap_attribute
 from lightning_zero.compat.smallest_cut import minimum_cut
 
 partitioners = module("torch._functorch.partitioners")
 
-__all__ = ["CannotCut", "cutting_fast", "cutting_often"]
+__all__ = ["CannotCut", "fast_minimum_cut", "cache_minimum_cuts"]
 
 # What it raises where a graph cannot be cut.
 CannotCut = (AssertionError, RuntimeError, networkx.NetworkXException)
@@ -40,16 +40,16 @@ _CUTS = Patch(
 
 @_CUT
 @contextmanager
-def cutting_fast() -> Iterator[None]:
+def fast_minimum_cut() -> Iterator[None]:
     """Inside, it looks for cuts in small parts of a graph, and in equal ones once, which for 96 layers of GPT-2 takes
     0.1 CPU s instead of 3.0. Whichever way finds it, there is one smallest cut next to backward."""
-    with nullcontext() if HAS_ITS_OWN else swapped(networkx, "minimum_cut", minimum_cut):
+    with nullcontext() if HAS_ITS_OWN else swap_attribute(networkx, "minimum_cut", minimum_cut):
         yield
 
 
 @_CUTS
 @contextmanager
-def cutting_often() -> Iterator[None]:
+def cache_minimum_cuts() -> Iterator[None]:
     """Inside, what it has found of one joint graph, as long as nodes and tags are the same, it does not look for again:
     of the cuts that a budget goes by, all but the last are the same for all budgets."""
     plain = partitioners.solve_min_cut
@@ -63,5 +63,5 @@ def cutting_often() -> Iterator[None]:
         saved, banned = found[key]
         return list(saved), banned.copy()
 
-    with swapped(partitioners, "solve_min_cut", solve_min_cut):
+    with swap_attribute(partitioners, "solve_min_cut", solve_min_cut):
         yield

@@ -18,10 +18,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lightning_zero.config.text import gib
-from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge, limit_of
+from lightning_zero.config.text import format_gib
+from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge, memory_limit
 
-__all__ = ["CacheLimit", "in_the_way"]
+__all__ = ["AllocatorCacheLimit", "exceeds_limit"]
 
 # Of the limit: so much has to come together before the allocator is asked, which waits for the device.
 WORTH = 1 / 64
@@ -31,7 +31,7 @@ PATIENCE = 8
 TOLD = 20
 
 
-def in_the_way(memory: DeviceMemory, limit: float, most: float, useless: int) -> bool:
+def exceeds_limit(memory: DeviceMemory, limit: float, most: float, useless: int) -> bool:
     """Whether what is cached could pass the limit, and would come free if that is asked for.
 
     Args:
@@ -42,7 +42,7 @@ def in_the_way(memory: DeviceMemory, limit: float, most: float, useless: int) ->
     return memory.cached - useless > WORTH * limit and memory.others + most + memory.cached > limit
 
 
-class CacheLimit:
+class AllocatorCacheLimit:
     """Of one engine.
 
     Args:
@@ -99,13 +99,13 @@ class CacheLimit:
     def phase_begins(self, memory: float | str | None, compiled: int) -> None:
         """Before anything else that takes memory; the same arguments."""
         rests = self._idle >= PATIENCE and self._steps % PATIENCE
-        if not isinstance(memory, int | float) or not self._gauge.exists or rests or self._gauge.captures:
+        if not isinstance(memory, int | float) or not self._gauge.reports_memory or rests or self._gauge.is_capturing:
             return
         now, known = self._gauge.read(), compiled == self._compiled and self._steps > 0
         self._most = max(self._most, now.allocated)
         self._useless = min(self._useless, now.cached)
         most = self._most if known else math.inf
-        if not in_the_way(now, limit_of(memory, now.total), most, self._useless):
+        if not exceeds_limit(now, memory_limit(memory, now.total), most, self._useless):
             return
         self._gauge.empty()
         self._useless, self._idle = self._gauge.read().cached, 0
@@ -115,6 +115,6 @@ class CacheLimit:
             self._told = True
             self._report(
                 f"memory={memory!r} is held by giving back what torch's allocator caches, of late "
-                f"{gib(now.cached - self._useless)} GiB, before passes and steps that it would push past the limit. "
+                f"{format_gib(now.cached - self._useless)} GiB, before passes and steps that it would push past the limit. "
                 "The device is waited for each time: a larger limit is faster, and so are passes that are replayed."
             )

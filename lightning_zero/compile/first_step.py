@@ -16,10 +16,10 @@ import math
 from dataclasses import dataclass
 from time import perf_counter
 
-from lightning_zero.offload.saved import SavedOnHost
-from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge, limit_of
+from lightning_zero.offload.saved import SavedTensorOffload
+from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge, memory_limit
 
-__all__ = ["FirstStep", "Shown"]
+__all__ = ["FirstStep", "FirstStepStats"]
 
 # Of what is free when it begins, so much may be taken by what is saved for backward: the rest is for what lives for a
 # moment, of which nobody is told before it is asked for.
@@ -34,7 +34,7 @@ WORTH = 1 / 64
 
 
 @dataclass(frozen=True)
-class Shown:
+class FirstStepStats:
     """What a first step has shown.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Room:
         self._gauge = gauge
         self._useless = 0  # bytes that the allocator could not give back
         self.before = gauge.read()
-        self.limit = limit_of(memory, self.before.total)
+        self.limit = memory_limit(memory, self.before.total)
 
     @property
     def free(self) -> float:
@@ -101,7 +101,7 @@ class FirstStep:
         self._passed: DeviceMemory | None = None  # when an optimizer was about to step
         self._stepped = False
         self.before: DeviceMemory | None = None
-        self.saves: SavedOnHost | None = None
+        self.saves: SavedTensorOffload | None = None
 
     def begin(self, memory: float | str | None) -> None:
         """Before its forward, within what the option ``memory`` says."""
@@ -111,20 +111,22 @@ class FirstStep:
         room = _Room(self._gauge, memory)
         self._limit, self.before, self.saves = room.limit, room.before, self._saves(room)
 
-    def unmeasured(self, memory: float | str | None) -> SavedOnHost | None:
+    def unmeasured_saves(self, memory: float | str | None) -> SavedTensorOffload | None:
         """What packs what an eager forward saves that only shows what to compile, and of which nothing else is wanted;
         None on a CPU.
 
         Args:
             memory: the option.
         """
-        if not self._gauge.exists:
+        if not self._gauge.reports_memory:
             return None
         room = _Room(self._gauge, memory)
         return self._saves(room, UNWATCHED_SHARE * room.free)
 
-    def _saves(self, room: _Room, unwatched: float = 0.0) -> SavedOnHost:
-        saves: SavedOnHost = SavedOnHost(self._gauge.device, lambda: room.excess(saves.largest), unwatched=unwatched)
+    def _saves(self, room: _Room, unwatched: float = 0.0) -> SavedTensorOffload:
+        saves: SavedTensorOffload = SavedTensorOffload(
+            self._gauge.device, lambda: room.excess(saves.largest), unwatched=unwatched
+        )
         return saves
 
     def backward_begins(self) -> None:
@@ -136,18 +138,18 @@ class FirstStep:
     def optimizer_steps(self) -> None:
         """State is about to be made, which would not find room in what activations have left, piece by piece: the
         device would hold both from then on, limit or not. Harmless when repeated."""
-        if self._stepped or self._gauge.captures:
+        if self._stepped or self._gauge.is_capturing:
             return
         self._stepped = True
         if self.saves is not None:  # not the later one of several passes
             self._passed = self._gauge.read()
         self._gauge.empty()
 
-    def state_comes_back(self) -> None:
+    def expect_state_from_host(self) -> None:
         """From the host, in the next step of its optimizer: it finds no more room there than when it was made."""
         self._stepped = False
 
-    def end(self) -> Shown:
+    def end(self) -> FirstStepStats:
         """Before anything else is trained: what it has taken. Peaks count anew."""
         seconds, saves = perf_counter() - self._begun, self.saves
         assert saves is not None
@@ -156,4 +158,4 @@ class FirstStep:
         passed = self._passed or now
         self._gauge.start(anew=True)
         took = max(passed.allocated - passed.resident, 0) + saves.nbytes
-        return Shown(now, took, saves.nbytes, seconds, self._stepped)
+        return FirstStepStats(now, took, saves.nbytes, seconds, self._stepped)

@@ -19,17 +19,17 @@ __all__ = [
     "GATHER",
     "REDUCE",
     "WEIGHT",
-    "calling",
+    "find_calls",
     "calls",
     "cast_dtype",
     "first_call",
     "gathers",
-    "in_role",
+    "nodes_in_role",
     "is_op",
     "is_reduce",
     "is_start",
     "is_view_or_cast",
-    "kind_of",
+    "graph_kind",
     "ops",
     "output_node",
     "readers",
@@ -63,20 +63,20 @@ def ops(name: str) -> OpOverload:
 
 def gathers(graph: Graph) -> list[Node]:
     """All nodes that read a whole parameter, in order."""
-    return calling(graph, [OPS[GATHER]])
+    return find_calls(graph, [OPS[GATHER]])
 
 
 def reduces(graph: Graph) -> list[Node]:
     """All nodes that hand a gradient over, in order."""
-    return calling(graph, [OPS[REDUCE]])
+    return find_calls(graph, [OPS[REDUCE]])
 
 
-def in_role(graph: Graph, *roles: Role) -> list[Node]:
+def nodes_in_role(graph: Graph, *roles: Role) -> list[Node]:
     """All nodes that call ops of ours in such a role, in order."""
-    return calling(graph, [op for op in OPS.values() if op.role in roles])
+    return find_calls(graph, [op for op in OPS.values() if op.role in roles])
 
 
-def calling(graph: Graph, rows: Iterable[Op]) -> list[Node]:
+def find_calls(graph: Graph, rows: Iterable[Op]) -> list[Node]:
     """All nodes that call these ops of ours, in order. The graph is asked, which keeps nodes by what they call: passes
     ask a dozen times, and of a graph of many layers nearly all nodes call something else."""
     found: list[Node] = []
@@ -135,7 +135,7 @@ def _role(node: Node) -> Role:
     return Role.OTHER if op is None else op.role
 
 
-def kind_of(graph: Graph) -> str:
+def graph_kind(graph: Graph) -> str:
     """``"backward"`` when a graph, after partitioning, is given gradients of a forward graph's outputs, otherwise
     ``"forward"``."""
     inputs = graph.find_nodes(op="placeholder")

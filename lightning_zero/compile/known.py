@@ -6,19 +6,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
 from lightning_zero.budget.curve import Curve, agreed, nested, told
-from lightning_zero.budget.facts import GAPS, Chosen, Facts, Gradients, Speed
-from lightning_zero.compile.first_step import Shown
-from lightning_zero.compile.measuring import Quiet
-from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.budget.facts import CAPTURE_GAP_SHARE, GradientBytes, MemoryConfig, PlannerInputs, StepTimes
+from lightning_zero.compile.first_step import FirstStepStats
+from lightning_zero.compile.measuring import SteadyStats
+from lightning_zero.compile.plan_book import PlanStore
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
-from lightning_zero.profiling.headroom import DeviceMemory, limit_of
+from lightning_zero.profiling.headroom import DeviceMemory, memory_limit
 
 __all__ = [
     "EAGER_SAVED",
     "MASTERS",
-    "Agreed",
-    "Known",
+    "StepStats",
+    "EngineMemoryFacts",
     "after_first_step",
     "before_training",
     "measured",
@@ -36,7 +36,7 @@ MASTERS = "parameters"  # among what ``offload`` names
 
 
 @dataclass(frozen=True)
-class Known:
+class EngineMemoryFacts:
     """What others than the compiler know.
 
     Attributes:
@@ -45,10 +45,10 @@ class Known:
         states: of optimizers, as large as shards.
         to_come: of these, that were not there before the first step.
         masters: of the shards that optimizers step, that could lie on the host.
-        gradients: as in :class:`~lightning_zero.budget.facts.Facts`.
+        gradients: as in :class:`~lightning_zero.budget.facts.PlannerInputs`.
         whole: of all weights, whole, in the dtype they are used in.
         ring: of the device's buffers for what lies on the host.
-        ahead: as in :class:`~lightning_zero.budget.facts.Facts`.
+        ahead: as in :class:`~lightning_zero.budget.facts.PlannerInputs`.
         host: free on the host, for this rank; None where nobody says.
         may_leave: what can go to the host in this training.
         before: what could have, had that been said before the model was sharded.
@@ -61,7 +61,7 @@ class Known:
     states: int = 0
     to_come: int = 0
     masters: int = 0
-    gradients: Gradients = field(default_factory=Gradients)
+    gradients: GradientBytes = field(default_factory=GradientBytes)
     whole: int = 0
     ring: int = 0
     ahead: bool = True
@@ -72,26 +72,26 @@ class Known:
     gather_s: float = 0.0
     host_bytes_per_s: float | None = None
 
-    def in_training(self) -> Known:
+    def in_training(self) -> EngineMemoryFacts:
         """Once it has begun: master weights stay where they are."""
         here = tuple(name for name in self.may_leave if name != MASTERS)
         return replace(self, may_leave=here, before=self.before if here == self.may_leave else (MASTERS,))
 
-    def reduced_at_once(self) -> Known:
+    def reduced_at_once(self) -> EngineMemoryFacts:
         """Where no micro-batches have been announced whose gradients could wait."""
         return replace(self, gradients=replace(self.gradients, whole=0))
 
-    def in_place(self) -> Known:
+    def in_place(self) -> EngineMemoryFacts:
         """Where gradients cannot lie over copies of weights."""
         return replace(self, gradients=replace(self.gradients, over=0))
 
-    def facts(self, source: str, limit: float, peak: float, now: Chosen) -> Facts:
+    def facts(self, source: str, limit: float, peak: float, now: MemoryConfig) -> PlannerInputs:
         """With nothing known of a pass."""
         link = self.host_bytes_per_s
         known = "measured" if link else "nominal"
-        speed = Speed(gather_s=self.gather_s, host_bytes_per_s=link or HOST_BYTES_PER_S, host_known=known)
+        speed = StepTimes(gather_s=self.gather_s, host_bytes_per_s=link or HOST_BYTES_PER_S, host_known=known)
         host = float("inf") if self.host is None else self.host
-        return Facts(
+        return PlannerInputs(
             source,
             limit,
             peak,
@@ -106,20 +106,22 @@ class Known:
         )
 
 
-def before_training(known: Known, config: EngineConfig, memory: DeviceMemory | None, now: Chosen) -> Facts:
+def before_training(
+    known: EngineMemoryFacts, config: EngineConfig, memory: DeviceMemory | None, now: MemoryConfig
+) -> PlannerInputs:
     """Nothing is allocated yet but shards, and nothing is known of activations: what is decided now is what cannot fit
     whatever is done about those. ``memory``: of the device, where it tells."""
     total, others = (memory.total, memory.others) if memory is not None else (float("inf"), 0)
     states = 0 if "optimizer" in now.offload else known.states
     return known.facts(
         "estimated before the first step, without activations",
-        limit_of(config.memory, total),
+        memory_limit(config.memory, total),
         others + known.fixed + states,
         now,
     )
 
 
-def after_first_step(known: Known, limit: float, shown: Shown, now: Chosen) -> Facts:
+def after_first_step(known: EngineMemoryFacts, limit: float, shown: FirstStepStats, now: MemoryConfig) -> PlannerInputs:
     """One pass has run, eagerly; the optimizer may have stepped, or not."""
     to_come = 0 if shown.stepped or "optimizer" in now.offload else known.to_come
     peak = shown.memory.here + to_come + shown.took
@@ -129,7 +131,7 @@ def after_first_step(known: Known, limit: float, shown: Shown, now: Chosen) -> F
 
 
 @dataclass(frozen=True)
-class Agreed:
+class StepStats:
     """Of all ranks, of each number the one that asks for most care.
 
     Attributes:
@@ -157,11 +159,11 @@ class Agreed:
     curve: Curve | None = None
 
     @classmethod
-    def own(cls, quiet: Quiet, plans: PlanBook, pass_s: float, limit: Callable[[int], float]) -> Agreed:
+    def own(cls, quiet: SteadyStats, plans: PlanStore, pass_s: float, limit: Callable[[int], float]) -> StepStats:
         """One rank's. ``plans``: of its graphs. ``limit``: of a device of so many bytes."""
         found = cls(
             steps=quiet.steps,
-            forward_s=sum(plan.compute_s for plan in plans.agreed if plan.kind == "forward"),
+            forward_s=sum(plan.compute_s for plan in plans.agreed_plans if plan.kind == "forward"),
             traffic=quiet.traffic,
             saved=quiet.saved,
             pass_s=pass_s,
@@ -174,14 +176,14 @@ class Agreed:
         replayed = room_once_replayed(most, memory, quiet.outside)
         return replace(found, room=most - memory.taken, replayed=replayed, took=took)
 
-    def of_all(self, least: Callable[..., list[float]]) -> Agreed:
+    def of_all(self, least: Callable[..., list[float]]) -> StepStats:
         """The same on every rank. ``least``: of several numbers, the least of each that any rank gives. Collective."""
         signs = {field.name: 1 if field.name in _LEAST else -1 for field in fields(self) if field.name != "curve"}
         found = least(
             *(sign * getattr(self, name) for name, sign in signs.items()), *(-value for value in told(self.curve))
         )
         numbers = {name: sign * value for (name, sign), value in zip(signs.items(), found, strict=False)}
-        return Agreed(**numbers, curve=agreed([-value for value in found[len(signs) :]]))
+        return StepStats(**numbers, curve=agreed([-value for value in found[len(signs) :]]))
 
 
 _LEAST = ("steps", "room", "replayed", "forward_s")
@@ -195,10 +197,12 @@ def room_once_replayed(limit: float, memory: DeviceMemory, outside: float) -> fl
         memory: at the peak of a step that runs.
         outside: bytes that a step takes in addition once it is replayed.
     """
-    return limit - memory.others - memory.allocated - GAPS * (memory.allocated - memory.resident) - outside
+    return limit - memory.others - memory.allocated - CAPTURE_GAP_SHARE * (memory.allocated - memory.resident) - outside
 
 
-def measured(known: Known, limit: float, quiet: Agreed, captured: bool, now: Chosen) -> Facts:
+def measured(
+    known: EngineMemoryFacts, limit: float, quiet: StepStats, captured: bool, now: MemoryConfig
+) -> PlannerInputs:
     """Compiled steps have run, and none was compiled in them. ``captured``: they will be replayed, from memory that has
     gaps and serves nothing else."""
     facts = known.facts("measured", limit, limit - (quiet.replayed if captured else quiet.room), now)

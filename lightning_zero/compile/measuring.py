@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from lightning_zero.compile.listener import Progress
-from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.compile.listener import CompileProgress
+from lightning_zero.compile.plan_book import PlanStore
 from lightning_zero.compile.uncaptured_memory import Outside
 from lightning_zero.native import Executor
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
-from lightning_zero.profiling.moments import Moments
+from lightning_zero.profiling.moments import DeviceTimer
 
-__all__ = ["Measuring", "Quiet"]
+__all__ = ["StepProfiler", "SteadyStats"]
 
 
 Span = tuple[Any, Any, int]
@@ -25,7 +25,7 @@ class PassClock:
     these would take next to nothing."""
 
     def __init__(self, device: torch.device) -> None:
-        self._moments = Moments(device)
+        self._moments = DeviceTimer(device)
         self.forget()
 
     def forget(self) -> None:
@@ -46,12 +46,12 @@ class PassClock:
     def least(self, spans: list[Span]) -> float:
         """Seconds of a pass, of those that the device is through with. Waits for the first of them at most; 0 where
         there is none."""
-        over = [span for span in spans if self._moments.is_over(span[1])] or spans[:1]
-        return min((self._moments.between(began, ended) / passes for began, ended, passes in over), default=0.0)
+        over = [span for span in spans if self._moments.is_done(span[1])] or spans[:1]
+        return min((self._moments.elapsed_s(began, ended) / passes for began, ended, passes in over), default=0.0)
 
 
 @dataclass
-class Quiet:
+class SteadyStats:
     """Such steps.
 
     Attributes:
@@ -73,7 +73,7 @@ class Quiet:
     outside: int = 0
 
 
-class Measuring:
+class StepProfiler:
     """Of one engine.
 
     Args:
@@ -91,7 +91,7 @@ class Measuring:
         outside: looks for it.
     """
 
-    def __init__(self, progress: Progress, plans: PlanBook, executor: Executor, gauge: MemoryGauge) -> None:
+    def __init__(self, progress: CompileProgress, plans: PlanStore, executor: Executor, gauge: MemoryGauge) -> None:
         self._progress = progress
         self._plans = plans
         self._executor = executor
@@ -108,12 +108,12 @@ class Measuring:
         self.steps = self._compiled = self._passes = self._gathered = 0
         self._clock.forget()
         self._resident = 0
-        self.quiet = Quiet()
+        self.quiet = SteadyStats()
         self.outside.drop()
 
     def again(self) -> None:
         """What comes is another training: quiet steps are counted from here on."""
-        self.steps, self.quiet = 0, Quiet()
+        self.steps, self.quiet = 0, SteadyStats()
         self.outside.drop()
         self._gauge.start(anew=True)
 
@@ -144,7 +144,7 @@ class Measuring:
         gathered = self._executor.counters().get("gather_bytes", 0)
         compiled = self._progress.compiled + self._plans.count
         if compiled != self._compiled:
-            self.quiet = Quiet()
+            self.quiet = SteadyStats()
             self.outside.drop()
             self._gauge.start(anew=True)
         elif compiled or not self.compiles:

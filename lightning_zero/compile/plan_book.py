@@ -7,10 +7,10 @@ from collections.abc import Hashable
 from lightning_zero.budget.curve import Point
 from lightning_zero.compile.plan import GraphPlan, Plan
 
-__all__ = ["PlanBook"]
+__all__ = ["PlanStore"]
 
 
-class PlanBook:
+class PlanStore:
     """Of one engine, the same on every rank: a graph's plan is entered once the ranks have agreed on it."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class PlanBook:
         return Plan(tuple(self._all))
 
     @property
-    def agreed(self) -> tuple[GraphPlan, ...]:
+    def agreed_plans(self) -> tuple[GraphPlan, ...]:
         """Of the graphs that have run since :meth:`forget` under the current key; later ones follow them."""
         return tuple(self._agreed.get(self._key, ()))
 
@@ -37,10 +37,10 @@ class PlanBook:
     def charts(self) -> list[tuple[Point, ...]]:
         """What graphs that run under the current key say of other budgets of activations. Where these were announced
         before, as those of an earlier training are, nobody hears of them again, and what was said then holds."""
-        now = [plan.chart for plan in self.agreed if plan.chart]
+        now = [plan.chart for plan in self.agreed_plans if plan.chart]
         return now or [plan.chart for plan in self._all if plan.chart]
 
-    def turn_to(self, key: Hashable) -> None:
+    def select(self, key: Hashable) -> None:
         """Graphs are now rewritten as ``key`` says, and follow plans of the same key: other passes, or another share of
         weights that is kept, make other groups of the same weights."""
         self._key = key

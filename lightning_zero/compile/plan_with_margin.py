@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_zero.budget.facts import Facts, Freedom
-from lightning_zero.budget.plan import MemoryPlan, advised, decide
+from lightning_zero.budget.facts import Constraints, PlannerInputs
+from lightning_zero.budget.plan import MemoryPlan, choose_plan, with_offload_advice
 from lightning_zero.compile.known import EAGER_SAVED
 
 __all__ = ["cautious", "unless_it_may_fit"]
@@ -19,25 +19,25 @@ CAUTION = 0.01
 COMPILED = 0.5
 
 
-def cautious(facts: Facts, free: Freedom, before: Sequence[str], later: Sequence[str] = ()) -> MemoryPlan:
+def cautious(facts: PlannerInputs, free: Constraints, before: Sequence[str], later: Sequence[str] = ()) -> MemoryPlan:
     """What to choose, with some of the limit left free unless everything stays as it is.
 
     Args:
         before: what could have gone to the host, had that been said before the model was sharded.
-        later: as for :func:`~lightning_zero.budget.plan.decide`.
+        later: as for :func:`~lightning_zero.budget.plan.choose_plan`.
     """
-    plan = decide(facts, free, later)
+    plan = choose_plan(facts, free, later)
     if plan.chosen != facts.now:  # it must be held at once, not only once it has been measured, too
         more = max(plan.chosen.activation_memory_budget - facts.now.activation_memory_budget, 0.0)
         limit = (1 - CAUTION) * facts.limit - DOUBT * more * facts.activations
         # What fits trains with the gradients that it has: room that is left free is no reason to round them.
         rounded = plan.chosen.over_copies or facts.now.over_copies
         careful = replace(free, over_copies=free.over_copies and rounded)
-        plan = replace(decide(replace(facts, limit=limit), careful, later), limit=plan.limit)
-    return advised(plan, facts, free, before, later)
+        plan = replace(choose_plan(replace(facts, limit=limit), careful, later), limit=plan.limit)
+    return with_offload_advice(plan, facts, free, before, later)
 
 
-def unless_it_may_fit(free: Freedom, facts: Facts) -> Freedom:
+def unless_it_may_fit(free: Constraints, facts: PlannerInputs) -> Constraints:
     """What may be chosen after a first step, which ran eagerly. Compiled steps may take less, and the gradients of what
     fits are not to be rounded: it is measured first, and does with other means until then."""
     least = facts.peak - (1 - COMPILED) * facts.activations / EAGER_SAVED

@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 from lightning_zero.budget.plan import MemoryPlan
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.text import gib
+from lightning_zero.config.text import format_gib
 from lightning_zero.profiling.headroom import DeviceMemory
 
-__all__ = ["Telling", "option"]
+__all__ = ["MemoryReporter", "option"]
 
 
-class Telling:
+class MemoryReporter:
     """Of one engine.
 
     Args:
@@ -33,8 +33,8 @@ class Telling:
         how_long = "until the optimizer steps" if until == "step" else "from forward to backward"
         done = f"keeping weights {how_long} within that; compiling once more" if fits else "no further weight fits in"
         self.report(
-            f"reshard_after_forward='auto': {gib(memory.reserved)} GiB reserved at the peak of the steps that were "
-            f"measured and {gib(memory.others)} GiB taken by others, of {gib(memory.total)}; {gib(max(room, 0.0))} "
+            f"reshard_after_forward='auto': {format_gib(memory.reserved)} GiB reserved at the peak of the steps that were "
+            f"measured and {format_gib(memory.others)} GiB taken by others, of {format_gib(memory.total)}; {format_gib(max(room, 0.0))} "
             f"left on every rank; {done}."
         )
 
@@ -48,7 +48,7 @@ class Telling:
 
     def never_quiet(self, config: EngineConfig, most: int, wanted: int) -> None:
         """In ``most`` steps there were never so many in a row that could be measured."""
-        what, instead = ("nothing", "") if config.memory is not None else ("no parameters", "Set resident_mb")
+        what, instead = ("nothing", "") if config.memory is not None else ("no parameters", "Set unsharded_cache_mb")
         self.report(
             f"{option(config)} keeps {what}: in {most} steps there were never {wanted} in a row in which compiled code "
             f"ran and nothing was compiled. {instead or 'What is planned stays'} to keep some."
@@ -60,7 +60,7 @@ class Telling:
         first = not told_first and (plan.first_step or 0) > plan.limit
         if first or plan.steady > plan.limit:
             self.warn(
-                f"{option(config)} cannot be held: {gib(plan.missing)} GiB more are needed "
+                f"{option(config)} cannot be held: {format_gib(plan.missing)} GiB more are needed "
                 f"({plan.in_words()}). {plan.instead()}"
             )
         return first

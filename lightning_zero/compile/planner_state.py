@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_zero.budget.facts import Chosen, Facts
+from lightning_zero.budget.facts import MemoryConfig, PlannerInputs
 
-__all__ = ["Course", "Decided"]
+__all__ = ["PlannerState", "PlanUpdate"]
 
 
 @dataclass(frozen=True)
-class Decided:
+class PlanUpdate:
     """What holds from now on.
 
     Attributes:
@@ -19,12 +19,12 @@ class Decided:
             much as before.
     """
 
-    chosen: Chosen
+    chosen: MemoryConfig
     share: float | None = None
 
 
 @dataclass
-class Course:
+class PlannerState:
     """How far the decisions of one training are.
 
     Attributes:
@@ -50,5 +50,5 @@ class Course:
     room: float = float("-inf")
     emptied: bool = False
     replanned: bool = False
-    facts: Facts | None = None
+    facts: PlannerInputs | None = None
     traffic: float = 0.0

@@ -14,7 +14,7 @@ class Replaying(Protocol):
     def enabled(self) -> bool:
         """Whether what can be replayed is."""
 
-    def decline(self, reason: str) -> bool:
+    def disable(self, reason: str) -> bool:
         """Nothing is replayed any more with these options, unless one of them demands it. Whether that has changed
         anything."""
 
@@ -24,6 +24,6 @@ class NoReplays:
 
     enabled = False
 
-    def decline(self, reason: str) -> bool:
+    def disable(self, reason: str) -> bool:
         """Nothing to decline."""
         return False

@@ -72,9 +72,9 @@ class Transport:
         Raises:
             RuntimeError: The kernel cannot be compiled or loaded.
         """
-        self._native.use_means(self._kernels("row_means.cu", ROWS=self._ranks))
+        self._native.set_mean_kernels(self._kernels("row_means.cu", ROWS=self._ranks))
 
-    def limit_across(self, gbs: float | None) -> None:
+    def limit_cross_host_bandwidth(self, gbs: float | None) -> None:
         """Limit the bandwidth across hosts to ``gbs`` GB/s per rank, for debugging; None removes the limit.
 
         Raises:
@@ -84,7 +84,7 @@ class Transport:
             return
         on_device = gbs is not None and self._several_hosts and self._device.type == "cuda"
         code = self._kernels("slow_link.cu") if on_device else None
-        self._native.limit_across(code, 1e9 * (gbs or 0.0))
+        self._native.limit_cross_host_bandwidth(code, 1e9 * (gbs or 0.0))
         self._limit = gbs
 
     def mean_rows(self, to: Tensor, rows: Tensor, add: bool = False) -> bool:
@@ -96,8 +96,8 @@ class Transport:
         """
         return self._native.mean_rows(to, rows, add)
 
-    def take_turns(self, numbers: list[Tensor]) -> None:
-        """Make ranks take turns to read and write shards in shared memory (``parameters.set_shards``).
+    def set_epoch_lock(self, numbers: list[Tensor]) -> None:
+        """Make ranks take turns to read and write shards in shared memory (``parameters.set_peer_shards``).
 
         Call on every rank.
 
@@ -111,11 +111,11 @@ class Transport:
             RuntimeError: The kernels cannot be compiled or loaded.
         """
         if self._device.type == "cpu":
-            self._native.take_turns(numbers)
+            self._native.set_epoch_lock(numbers)
         else:
-            self._native.take_device_turns(self._kernels("turns.cu", RANKS=self._ranks), numbers)
+            self._native.set_device_epoch_lock(self._kernels("turns.cu", RANKS=self._ranks), numbers)
 
-    def take_arrivals(self, numbers: list[Tensor]) -> None:
+    def set_remote_signals(self, numbers: list[Tensor]) -> None:
         """Let ranks of this host signal which parts of inter-host exchanges have arrived.
 
         With several hosts; not in a graph.
@@ -128,9 +128,9 @@ class Transport:
             RuntimeError: The kernels cannot be compiled or loaded.
         """
         if self._device.type == "cpu":
-            self._native.take_arrivals(numbers)
+            self._native.set_remote_signals(numbers)
         else:
-            self._native.take_device_arrivals(self._kernels("arrivals.cu", RANKS=len(numbers)), numbers)
+            self._native.set_device_remote_signals(self._kernels("arrivals.cu", RANKS=len(numbers)), numbers)
 
     def _kernels(self, source: str, **macros: int) -> Tensor:
         capability = torch.cuda.get_device_capability(self._device)
@@ -225,7 +225,7 @@ class Executor:
     def configure(self, config: EngineConfig) -> None:
         """Apply options. Must not be called in a backward pass."""
         tuning = config.tuning
-        self.reduces_across_once = tuning.reduce_across == "step"
+        self.reduces_across_once = tuning.cross_host_reduce == "step"
         self.reduces_once = config.stage == 1
         self._native.configure(
             int(tuning.reduce_bucket_mb * 2**20),
@@ -236,16 +236,16 @@ class Executor:
             config.wire_dtype,
             int(tuning.gather_group_mb * 2**20),
         )
-        self.transport.limit_across(tuning.emulate_bandwidth_across_gbs)
+        self.transport.limit_cross_host_bandwidth(tuning.emulate_cross_host_gb_per_s)
 
     @property
     def defers(self) -> bool:
         """True if gradients of micro-batches wait for the last micro-batch, on their host or on their rank."""
         return (self.reduces_once and self.world_size > 1) or (self.reduces_across_once and self.several_hosts)
 
-    def before_edits(self, callback: Callable[[], None]) -> None:
+    def before_user_writes(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` before user writes of gathered weights change shards."""
-        self._native.before_edits(self._define("before_edits", "()", callback))
+        self._native.before_user_writes(self._define("before_user_writes", "()", callback))
 
     def keep_activations(self, where: KeepsActivations) -> None:
         """Let compiled graphs offload activations through ``where`` and reload them."""
@@ -277,16 +277,16 @@ class Executor:
         """Begin a stage on every rank, even if an exception has ended the one before. Collective."""
         self._native.begin_stage()
 
-    def begin_epoch(self) -> None:
+    def begin_training_step(self) -> None:
         """Begin a training step on every rank: do not wait for work of an interrupted one."""
-        self._native.begin_epoch()
+        self._native.begin_training_step()
 
     def counters(self) -> dict[str, int]:
         """Return counts since the last reset. Counts that are zero may be missing.
 
         Weights: ``gathers``, ``gather_bytes`` (of unsharded weights), and of these ``eager_gathers``,
         ``resident_gathers`` (into the cache of unsharded weights), ``copied_weights`` (without a collective);
-        ``gather_groups``, and of these ``groups_ahead`` (started at the beginning of the step); ``compute_copy_writes``
+        ``gather_groups``, and of these ``prefetched_groups`` (started at the beginning of the step); ``compute_shard_writes``
         (one by one).
 
         Several hosts: ``gather_bytes_across`` and ``reduce_bytes_across`` (of all ranks with one local rank together;

@@ -35,7 +35,7 @@ class Parameters(Protocol):
     def drop(self, index: int) -> None:
         """Unregister a parameter that no module reads any more."""
 
-    def guard_gradient(self, index: int) -> None:
+    def install_gradient_hooks(self, index: int) -> None:
         """Make backward raise ``ValueError`` if autograd accumulates into this shard.
 
         Pass full gradients to hooks of ``register_hook``.
@@ -59,46 +59,46 @@ class Parameters(Protocol):
         It is of the size of the host shard, or of the full parameter if ``whole``. See :meth:`Gradients.defer`.
         """
 
-    def set_compute_copy(self, index: int, copy: Tensor) -> None:
+    def set_compute_shard(self, index: int, copy: Tensor) -> None:
         """Set 1-D memory for the shard's values in another dtype. Gathers in that dtype read it."""
 
-    def add_compute_copy_memory(self, copies: Tensor, shards: Tensor) -> None:
+    def add_compute_shard_memory(self, copies: Tensor, shards: Tensor) -> None:
         """Register compute shards that are adjacent in memory, and their shards.
 
-        :meth:`Weights.refresh_compute_copies` then writes them in one kernel.
+        :meth:`Weights.refresh_compute_shards` then writes them in one kernel.
         """
 
-    def lie_on_host(self, index: int) -> None:
+    def mark_on_host(self, index: int) -> None:
         """Mark the parameter's shard as offloaded: the device reads it over its link.
 
         Code that changes the shard must report it, and optimizers must write the compute shard.
         """
 
-    def set_peers(self, index: int, peers: list[Tensor]) -> None:
+    def set_peer_compute_shards(self, index: int, peers: list[Tensor]) -> None:
         """Set the parameter's compute shard on each rank, in memory that this process can read.
 
         Compiled code then copies from there instead of gathering. Register the same parameters on every rank.
         """
 
-    def set_full_precision_copy(self, index: int, copy: Tensor, peers: list[Tensor]) -> None:
+    def set_full_precision_shard(self, index: int, copy: Tensor, peers: list[Tensor]) -> None:
         """Set memory for a copy of the shard in its own dtype, on this rank and on each rank.
 
-        Call after :meth:`set_peers`.
+        Call after :meth:`set_peer_compute_shards`.
 
         It is for weights that compiled mixed-precision code reads in full precision.
         """
 
-    def set_shards(self, index: int, shards: list[Tensor]) -> None:
+    def set_peer_shards(self, index: int, shards: list[Tensor]) -> None:
         """Set the parameter's shard on each rank, in memory that this process can read.
 
-        Call after ``take_turns``.
+        Call after ``set_epoch_lock``.
         """
 
 
 class Weights(Protocol):
     """Writes of shards, and user writes of gathered weights."""
 
-    def takes_turns(self) -> bool:
+    def uses_epoch_lock(self) -> bool:
         """Return True if a gather needs no other rank."""
 
     def begin_writing(self, stepping: bool = False) -> None:
@@ -110,19 +110,19 @@ class Weights(Protocol):
     def end_writing(self) -> None:
         """Let other ranks read the changed shards. The next gather on this rank does it, too."""
 
-    def expire_compute_copies(self) -> None:
+    def expire_compute_shards(self) -> None:
         """Invalidate the compute shards, because shards may have changed without :meth:`begin_writing`.
 
         Each compute shard is written again before its next read. Do nothing if ranks read each other's shards.
         """
 
-    def refresh_compute_copies(self) -> None:
+    def refresh_compute_shards(self) -> None:
         """Write all compute shards.
 
         Call before the forward of a training step. Collective if other ranks read them.
         """
 
-    def sync_peers(self, ahead: bool = False) -> bool:
+    def sync_compute_shards(self, ahead: bool = False) -> bool:
         """Write the compute shards that are invalid. Collective if other ranks read them.
 
         ``ahead``: before a graph is captured and replayed. The writes are made only if the capture depends on them, and
@@ -141,10 +141,10 @@ class Weights(Protocol):
         """Return the indices of the offloaded parameters whose compute shard is valid."""
         ...
 
-    def mark_written(self, indices: list[int], written: bool) -> None:
+    def mark_compute_shards_written(self, indices: list[int], written: bool) -> None:
         """Mark the compute shards of these offloaded parameters as valid or invalid."""
 
-    def sync_edits(self, forget: bool = False) -> None:
+    def sync_user_writes(self, forget: bool = False) -> None:
         """Copy in-place user writes of gathered weights into their shards.
 
         ``forget`` also stops watching the weights; needed before shards change without autograd's knowledge.
@@ -153,7 +153,7 @@ class Weights(Protocol):
     def drop(self) -> None:
         """Release all weights held for eager code. Later user writes of weights that it still holds are lost."""
 
-    def serve_resident(self, on: bool) -> None:
+    def serve_eager_from_resident(self, on: bool) -> None:
         """Let eager code read unsharded weights from the cache if they are in its dtype.
 
         A backward always does.
@@ -172,23 +172,23 @@ class Gradients(Protocol):
     def key(self) -> int:
         """Return a number that changes whenever a gradient appears, disappears or moves."""
 
-    def has_any(self) -> bool:
+    def has_gradients(self) -> bool:
         """Return True if some trainable parameter has a gradient."""
 
-    def lies_there(self, index: int) -> bool:
+    def may_write_gradient(self, index: int) -> bool:
         """Return True if the memory of this parameter's gradient may be written.
 
         If gradients alias compute shards, that is from the end of a backward until the compute shard is written again.
         """
         ...
 
-    def is_whole_backward(self) -> bool:
+    def is_full_backward(self) -> bool:
         """Return True if the current backward computes all gradients (no ``backward(inputs=...)``)."""
 
-    def backwards(self) -> int:
+    def completed_backwards(self) -> int:
         """Return the number of finished backward passes."""
 
-    def end_without(self) -> None:
+    def end_empty_backward(self) -> None:
         """End a backward that has reached no weight on this rank; its gradients count as zero. Collective.
 
         Must be called outside a backward.
@@ -203,10 +203,10 @@ class Gradients(Protocol):
     def segment(self) -> int:
         """Return a number for the gradients before the last mark. Equal backward passes have equal numbers."""
 
-    def say_at_agreement(self, yes: bool) -> None:
+    def set_consensus_flag(self, yes: bool) -> None:
         """Set the flag that this rank sends to the others at the end of each backward."""
 
-    def was_said(self) -> bool:
+    def take_consensus_flag(self) -> bool:
         """Return True if some rank has sent the flag since the last call; equal on every rank."""
 
     def defer(self, on: bool, whole: bool = False) -> None:
@@ -236,13 +236,13 @@ class Gradients(Protocol):
 class Graphs(Protocol):
     """Recording of compiled code for CUDA graph replays."""
 
-    def why_not(self, segment: int = -1) -> str:
+    def disabled_reason(self, segment: int = -1) -> str:
         """Return why compiled code cannot be recorded at present; empty if it can.
 
         ``segment``: see :meth:`begin`.
         """
 
-    def why_no_collectives(self) -> str:
+    def no_collectives_reason(self) -> str:
         """Return why collectives of this executor's process groups can never be recorded; empty if they can."""
 
     def begin(self, backward: bool, adding: bool, segment: int = -1) -> None:
@@ -265,7 +265,7 @@ class Graphs(Protocol):
     def fits(self, forward: int, backward: int) -> bool:
         """Return True if replays of a forward and its backward, by their numbers, still match eager runs."""
 
-    def never_ran(self, number: int) -> None:
+    def mark_not_run(self, number: int) -> None:
         """Mark a recording as only captured: its results do not exist."""
 
     def drop(self, number: int) -> None:
@@ -274,7 +274,7 @@ class Graphs(Protocol):
     def before_replay(self, number: int) -> None:
         """Prepare a replay. Call before each one, for a backward in autograd's.
 
-        Collective as :meth:`Weights.sync_peers`.
+        Collective as :meth:`Weights.sync_compute_shards`.
         """
 
     def after_replay(self, number: int) -> None:

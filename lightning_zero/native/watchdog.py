@@ -228,12 +228,12 @@ class Watchdog:
         name = f"on_end_{id(self)}"
         self._library.define(f"{name}(str kind, str text) -> ()")
         self._library.impl(name, _raise, "CompositeExplicitAutograd")
-        self.native.on_end(f"lightning_zero::{name}")
+        self.native.on_abort(f"lightning_zero::{name}")
         atexit.register(_close, weakref.ref(self))
 
     def configure(self, report_s: float) -> None:
         """Report waits that take longer than this, in seconds, including present ones."""
-        self.native.set_report(report_s)
+        self.native.set_report_interval(report_s)
 
     def enter(self, phase: Phase) -> None:
         """Enter a phase."""
@@ -309,7 +309,7 @@ class Watchdog:
         if self._failures is None:
             return
         broken = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
-        if self.native.verdict() or (broken and self.wait_for_verdict()):
+        if self.native.abort_reason() or (broken and self.wait_for_verdict()):
             # Another rank ended first, and the watchdog has reported it.
             self._failures.acknowledge()
             if isinstance(error, RankFailedError):
@@ -324,10 +324,10 @@ class Watchdog:
 
     def wait_for_verdict(self) -> bool:
         """Return True as soon as it is known which rank broke a connection; False after a timeout."""
-        self.native.hurry()
+        self.native.skip_grace_period()
         end = time.monotonic() + VERDICT_WAIT_S
         while time.monotonic() < end:
-            if self.native.verdict():
+            if self.native.abort_reason():
                 return True
             time.sleep(0.05)
         return False
@@ -347,7 +347,7 @@ class Watchdog:
     def leave(self) -> None:
         """End the process's part."""
         serves = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        if self._failures is not None and serves and self.failed and not self.native.verdict():
+        if self._failures is not None and serves and self.failed and not self.native.abort_reason():
             self._failures.wait_until_acknowledged()
         self.native.leave()
 

@@ -118,7 +118,7 @@ class ElementPositions:
         shifts, begin = [], 0
         for record, numel in zip(members, numels, strict=True):
             assert numel % BLOCK == 0, f"{record.name}: a shard of {numel} elements"
-            shifts.append(record.sight.number * numel - begin)
+            shifts.append(record.spec.number * numel - begin)
             begin += numel
         blocks = torch.tensor([numel // BLOCK for numel in numels], device=device)
         return cls(

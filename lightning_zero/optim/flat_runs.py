@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.staging_ring import Load, Loads, Pass, Ring
+from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagedChunks, StagingRing
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE, ElementPositions
 from lightning_zero.optim.support import INSTEAD, large_tensors
 from lightning_zero.sharding.record import Role, ShardedParameter
@@ -161,7 +161,7 @@ class FlatRun:
             elif isinstance(value, Tensor):
                 self.check(key, value, self.param.shape)
                 part = value.view(-1)[begin:end].view(record.layout.visible_shape)
-                state[record.param][key] = record.sight.show(part)  # reductions by users then return the full value's
+                state[record.param][key] = record.spec.wrap(part)  # reductions by users then return the full value's
             else:
                 self._check_number(key, value)
                 state[record.param][key] = value
@@ -204,7 +204,7 @@ class FlatRun:
 
     def check(self, key: str, value: Tensor, shape: torch.Size) -> None:
         """Raise :class:`UnsupportedError` if state is no plain tensor, or not of ``shape``."""
-        if type(value) not in (Tensor, nn.Parameter) and "_zero_sight" not in value.__dict__:
+        if type(value) not in (Tensor, nn.Parameter) and "_zero_spec" not in value.__dict__:
             raise UnsupportedError(
                 f"The optimizer keeps a state {key!r} for {self.members[0].name!r} that is a {type(value).__name__}, "
                 f"which cannot be divided among the parameters that are stepped together. {INSTEAD}"
@@ -271,7 +271,7 @@ def _adjacent(a: Tensor, b: Tensor) -> bool:
 def _rank_part(record: ShardedParameter, value: Any) -> Any:
     """Return this rank's part of a full value that a user has put into the state; other values unchanged."""
     if isinstance(value, Tensor) and value.numel() > 1 and value.shape != record.layout.visible_shape:
-        return record.part_of(value) if value.shape == record.layout.shape else value
+        return record.local_part(value) if value.shape == record.layout.shape else value
     return value
 
 
@@ -298,7 +298,7 @@ def _make_run(group: int, members: list[ShardedParameter], bf16_state: Mapping[i
     if len(on_host) == len(members):
         found.on_host = _contiguous_view(on_host)
         assert found.on_host is not None
-        copies = [record.memory[Role.COMPUTE_COPY] for record in members if Role.COMPUTE_COPY in record.memory]
+        copies = [record.memory[Role.COMPUTE_SHARD] for record in members if Role.COMPUTE_SHARD in record.memory]
         found.copy = _contiguous_view(copies) if len(copies) == len(members) else None
     return found
 
@@ -317,7 +317,7 @@ class StateOnHost:
     """
 
     memory: HostMemory
-    ring: Ring
+    ring: StagingRing
 
 
 @dataclass(frozen=True)
@@ -376,9 +376,9 @@ def split_into_chunks(run: FlatRun, most: int) -> list[Chunk]:
 
 
 class InPlacePass:
-    """Replaces the staging ring's ``Pass`` for state on the device, which needs no copies."""
+    """Replaces the staging ring's ``RingPass`` for state on the device, which needs no copies."""
 
-    def __init__(self, loads: Sequence[Load]) -> None:
+    def __init__(self, loads: Sequence[StagedChunk]) -> None:
         self._loads = loads
 
     def ahead(self) -> None:
@@ -387,7 +387,7 @@ class InPlacePass:
     def open(self, number: int) -> dict[str, Tensor]:
         return dict(self._loads[number])
 
-    def close(self, number: int, load: Load | None = None, values: Load | None = None) -> None:
+    def close(self, number: int, load: StagedChunk | None = None, values: StagedChunk | None = None) -> None:
         to = self._loads[number] if load is None else load
         for name, value in (values or {}).items():
             if value.data_ptr() != to[name].data_ptr():
@@ -417,7 +417,7 @@ class ChunkedState:
         self,
         runs: Sequence[FlatRun],
         names: Callable[[FlatRun], Sequence[str]],
-        ring: Ring | None,
+        ring: StagingRing | None,
         most: int | None = None,
     ) -> None:
         self._ring = ring
@@ -429,16 +429,16 @@ class ChunkedState:
             self._parts += split_into_chunks(run, min(numel, most) if run.bf16_state and most else numel)
         self.positions = {id(s): ElementPositions.of(s.members, s.param.device) for s in runs if s.bf16_state}
         self._positions = [part.positions(self.positions) for part in self._parts]
-        self._loads = Loads(part.load(names(part.run)) for part in self._parts)
-        self._ahead: Pass | None = None
+        self._loads = StagedChunks(part.load(names(part.run)) for part in self._parts)
+        self._ahead: RingPass | None = None
 
     def prefetch_from_host(self) -> None:
         """Start to copy state for the next step, as far as the ring has space.
 
         Idempotent; the step need not follow.
         """
-        if self._ring is not None and (self._ahead is None or not self._ahead.is_good):
-            self._ahead = Pass(self._ring, self._loads)
+        if self._ring is not None and (self._ahead is None or not self._ahead.is_valid):
+            self._ahead = RingPass(self._ring, self._loads)
             self._ahead.ahead()
 
     @contextmanager
@@ -459,7 +459,7 @@ class ChunkedState:
 
         Writes to state and parameter are copied back before the next chunk is yielded.
         """
-        through = InPlacePass(self._loads) if self._ring is None else Pass(self._ring, self._loads)
+        through = InPlacePass(self._loads) if self._ring is None else RingPass(self._ring, self._loads)
         for number, part in enumerate(self._parts):
             state, run = through.open(number), part.run
             param = state.pop(MASTER_SHARD) if run.on_host is not None else part.of(run.param)

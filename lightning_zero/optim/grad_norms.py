@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_zero.compat.distributed import all_gather_into
 from lightning_zero.compat.tensors import foreach_norm
 from lightning_zero.mesh import Mesh, RunCollective, all_max, run_synchronously
-from lightning_zero.sharding.unsupported import on_plain_tensors
+from lightning_zero.sharding.unsupported import without_shard_dispatch
 
 __all__ = ["all_reduce_sum", "clip_factor", "norm_dtype", "parameter_norms"]
 
@@ -47,7 +47,7 @@ def all_reduce_sum(values: Tensor, mesh: Mesh, collective: RunCollective) -> Non
     values.copy_(parts.view(-1, *values.shape).sum(0))
 
 
-@on_plain_tensors
+@without_shard_dispatch
 def parameter_norms(
     shards: Sequence[Tensor | None], norm_type: float, mesh: Mesh, device: torch.device, dtypes: Sequence[torch.dtype]
 ) -> list[Tensor]:

@@ -85,4 +85,4 @@ def move_state_to_host(optimizer: torch.optim.Optimizer, find: Callable[[Tensor]
     for param, entries in optimizer.state.items():
         record = find(param)
         if record is not None:
-            entries.update({key: value.to("cpu") for key, value in entries.items() if record.is_like_shard(value)})
+            entries.update({key: value.to("cpu") for key, value in entries.items() if record.has_shard_shape(value)})

@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from lightning_zero.compat.compiler import inductor_compile
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.native.capture import GraphedSequence
-from lightning_zero.offload.staging_ring import Ring
+from lightning_zero.offload.staging_ring import StagingRing
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE, noise_keys, rounding_noise, stochastic_round
 from lightning_zero.optim.flat_runs import MAX_CHUNK_NUMEL, ChunkedState, FlatRun, LoadedChunk
 from lightning_zero.optim.grad_norms import clip_factor
@@ -52,7 +52,7 @@ class StepKernel:
         runs: Sequence[FlatRun],
         device: torch.device,
         compile: bool,
-        ring: Ring | None = None,
+        ring: StagingRing | None = None,
         capture: bool = True,
     ) -> None:
         self._runs = runs

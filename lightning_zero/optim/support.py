@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.update_rules import has_rules
-from lightning_zero.sharding.unsupported import on_plain_tensors
+from lightning_zero.sharding.unsupported import without_shard_dispatch
 
 __all__ = [
     "INSTEAD",
@@ -146,7 +146,7 @@ def speed_up_zero_grad(optimizer: torch.optim.Optimizer) -> None:
     """Make ``optimizer.zero_grad()`` bypass the shards' dispatch, for speed. Idempotent."""
     of = weakref.ref(optimizer)
 
-    @on_plain_tensors
+    @without_shard_dispatch
     def zero_grad(set_to_none: bool = True) -> None:
         own = of()
         assert own is not None

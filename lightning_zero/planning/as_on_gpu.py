@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_zero.compat.patches import swapped
+from lightning_zero.compat.patches import swap_attribute
 from lightning_zero.compat.tensors import tree_map_only
 
 __all__ = ["as_on_gpu"]
@@ -95,7 +95,7 @@ def as_on_gpu() -> Iterator[None]:
                 if (op := _op(name)) is not None:
                     library.impl(name, _asked(op), _KEY, allow_override=True)
         attention = _keeps_no_scores(F.scaled_dot_product_attention)
-        with swapped(F, "scaled_dot_product_attention", attention):
+        with swap_attribute(F, "scaled_dot_product_attention", attention):
             yield
     finally:
         library._destroy()

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from lightning_zero.config import EngineConfig
-from lightning_zero.planning.static import Cut
+from lightning_zero.planning.static import ParamShard
 
-__all__ = ["bucket_bytes"]
+__all__ = ["reduce_bucket_bytes"]
 
 MIB = 2**20
 
 
-def bucket_bytes(cuts: Sequence[Cut], config: EngineConfig, ranks: int, copied: bool) -> int:
+def reduce_bucket_bytes(cuts: Sequence[ParamShard], config: EngineConfig, ranks: int, copied: bool) -> int:
     """Of one rank.
 
     Args:

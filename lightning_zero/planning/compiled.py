@@ -18,35 +18,35 @@ from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.compiler import (
     aot_function,
-    as_compiled,
     functorch_config,
     inductor_decompositions,
     inductor_partition,
     min_cut_partition,
+    report_compiling,
 )
-from lightning_zero.compat.tensors import FakeTensorMode, tree_flatten, tree_unflatten, without_modes
+from lightning_zero.compat.tensors import FakeTensorMode, no_dispatch_modes, tree_flatten, tree_unflatten
 from lightning_zero.compile.budget_sweep.lifetimes import fresh_bytes, graph_peak, leave_narrow
 from lightning_zero.compile.budget_sweep.live_values import on_host
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.graph import results
-from lightning_zero.compile.partition import halves
-from lightning_zero.compile.passes import leaving, saved_for_backward
-from lightning_zero.compile.passes.activation_offload import leave
+from lightning_zero.compile.partition import partition_joint_graph
+from lightning_zero.compile.passes import offload_limits, saved_limits
+from lightning_zero.compile.passes.activation_offload import insert_offloads
 from lightning_zero.compile.passes.offload import place_offloads
-from lightning_zero.compile.recompute_policy import saved_within
+from lightning_zero.compile.recompute_policy import partitioner_settings
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.compile.uncaptured_memory import Outside
-from lightning_zero.planning.ledger import Ledger
-from lightning_zero.planning.weights import insert_gathers, on_paper
+from lightning_zero.planning.ledger import MemoryCounter
+from lightning_zero.planning.weights import fake_op, insert_gathers
 from lightning_zero.profiling.cost import DeviceSpeed, graph_costs
 from lightning_zero.profiling.tensors import storages
-from lightning_zero.sharding.tensor_extent import reach
+from lightning_zero.sharding.tensor_extent import extent
 
-__all__ = ["GraphsOnPaper", "PaperCompiler"]
+__all__ = ["GraphTotals", "FakeCompiler"]
 
 
 @dataclass
-class GraphsOnPaper:
+class GraphTotals:
     """What compiled graphs come to.
 
     Attributes:
@@ -69,7 +69,7 @@ class GraphsOnPaper:
     peaks: list[int] = field(default_factory=list)
 
 
-class PaperCompiler:
+class FakeCompiler:
     """Compiles calls of modules.
 
     Args:
@@ -87,7 +87,7 @@ class PaperCompiler:
     def __init__(
         self,
         mode: FakeTensorMode,
-        ledger: Ledger,
+        ledger: MemoryCounter,
         context: PassContext,
         speed: DeviceSpeed,
         surround: Callable[[], AbstractContextManager[Any]],
@@ -97,7 +97,7 @@ class PaperCompiler:
         self._context = context
         self._speed = speed
         self._surround = surround
-        self.found = GraphsOnPaper()
+        self.found = GraphTotals()
         self.outside = Outside(ledger)
 
     def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ class PaperCompiler:
             arriving = iter(tensors)
             values = [next(arriving) if isinstance(value, Tensor) else value for value in given]
             args, kwargs = tree_unflatten(values, spec)
-            with self._surround(), as_compiled():
+            with self._surround(), report_compiling():
                 result = functional_call(module, (weights, buffers), args, kwargs)
             leaves, returned = tree_flatten(result)
             shape[:] = [returned, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]]
@@ -129,11 +129,11 @@ class PaperCompiler:
 
         def partition(module: GraphModule, inputs: Any, *, num_fwd_outputs: int, **settings: Any) -> Any:
             insert_gathers(module.graph, weights)
-            tag_gathers(module.graph, saved_for_backward(self._context))
+            tag_gathers(module.graph, saved_limits(self._context))
             if self._context.config.recompute is not None:
                 tag_activations(module.graph, self._context.config.recompute)
             by = inductor_partition if generates else min_cut_partition
-            forward, backward, _ = halves(module, inputs, num_fwd_outputs, budget, by, **settings)
+            forward, backward, _ = partition_joint_graph(module, inputs, num_fwd_outputs, budget, by, **settings)
             self._leave(forward, backward, num_fwd_outputs)
             return forward, backward
 
@@ -146,19 +146,19 @@ class PaperCompiler:
         )
 
         def run(*args: Any) -> Any:
-            settings = functorch_config.patch(saved_within(budget) | {"force_non_lazy_backward_lowering": True})
-            with settings, without_modes(), self._mode:
+            settings = functorch_config.patch(partitioner_settings(budget) | {"force_non_lazy_backward_lowering": True})
+            with settings, no_dispatch_modes(), self._mode:
                 return compiled(*args)
 
         return run
 
     def _leave(self, forward: GraphModule, backward: GraphModule, outputs: int) -> None:
-        limits = leaving(self._context)
+        limits = offload_limits(self._context)
         if limits is not None:
             if limits.budget_bytes is not None:  # which is for all graphs together
                 limits = replace(limits, budget_bytes=max(limits.budget_bytes - self.found.offloaded, 0.0))
-            self.found.offloaded += leave(forward.graph, backward.graph, outputs, limits, on_paper)
-            place_offloads(forward.graph, limits.host, on_paper)
+            self.found.offloaded += insert_offloads(forward.graph, backward.graph, outputs, limits, fake_op)
+            place_offloads(forward.graph, limits.host, fake_op)
 
     def _forward(self, module: GraphModule, weights: int) -> Any:
         graph = module.graph
@@ -168,7 +168,7 @@ class PaperCompiler:
 
         def run(args: list[Any]) -> list[Any]:
             self._ledger.spike(peak)
-            with without_modes(), self._mode:
+            with no_dispatch_modes(), self._mode:
                 made = _results(graph, args)
             args.clear()
             away = on_host(graph)
@@ -183,16 +183,16 @@ class PaperCompiler:
         saved = {node for node in inputs if not node.name.startswith("primals")}
         values = [node.meta["val"] if isinstance(node, Node) else None for node in results(graph)]
         leave_narrow(graph, weights)
-        limits = leaving(self._context)
+        limits = offload_limits(self._context)
         if limits is not None:
-            place_offloads(graph, limits.host, on_paper)
+            place_offloads(graph, limits.host, fake_op)
         peak = self._enter(graph, saved - on_host(graph), weights)
         self.found.reduced += sum(_bytes(node) for node in results(graph)[:weights])
         self.found.backward_s += self._seconds(graph)
 
         def run(args: list[Any]) -> list[Any]:
             self._ledger.spike(peak)
-            with without_modes(), self._mode:
+            with no_dispatch_modes(), self._mode:
                 made = [None if v is None else torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in values]
             args.clear()
             self._ledger.adopt(made[weights:])
@@ -244,4 +244,4 @@ def _results(graph: Graph, args: Sequence[Any]) -> list[Any]:
 
 def _reach(value: Tensor) -> int:
     """Elements of the memory that a tensor lies in."""
-    return int(value.storage_offset()) + reach(value.shape, value.stride()) if value.numel() else 0
+    return int(value.storage_offset()) + extent(value.shape, value.stride()) if value.numel() else 0

@@ -14,7 +14,7 @@ from lightning_zero.compat.ops import to_copy, unsafe_view
 from lightning_zero.compat.tensors import TorchDispatchMode, tree_leaves
 from lightning_zero.profiling.headroom import DeviceMemory
 
-__all__ = ["Ledger"]
+__all__ = ["MemoryCounter"]
 
 _aten = torch.ops.aten
 _NOTHING = {
@@ -27,7 +27,7 @@ _NOTHING = {
 _COPIES = {to_copy, torch.ops.aten.clone.default}
 
 
-class Ledger(TorchDispatchMode):
+class MemoryCounter(TorchDispatchMode):
     """Counts while it is entered, also what backward passes do.
 
     Only memory that is made inside counts. Casts and copies of weights do not: the engine makes them again in backward,

@@ -10,30 +10,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero.budget.facts import Gradients
+from lightning_zero.budget.facts import GradientBytes
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.known import Known
+from lightning_zero.compile.known import EngineMemoryFacts
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
-from lightning_zero.config.option import OFFLOADED
-from lightning_zero.offload.masters import check_masters
-from lightning_zero.planning.buckets import bucket_bytes
-from lightning_zero.planning.result import Passes, TrainingPlan
+from lightning_zero.config.option import OFFLOAD_CHOICES
+from lightning_zero.offload.masters import check_host_masters
+from lightning_zero.planning.buckets import reduce_bucket_bytes
+from lightning_zero.planning.result import PassEstimates, TrainingPlan
 from lightning_zero.planning.seconds import step_seconds
-from lightning_zero.planning.states import Kept
+from lightning_zero.planning.states import OptimizerMemory
 from lightning_zero.planning.static import (
-    Cut,
+    ParamShard,
     cut,
     masters_away,
     may_lie_over_copies,
-    memory_that_stays,
     over_copies,
+    persistent_bytes,
 )
-from lightning_zero.planning.training import Precision, StepOnPaper, Trace, run_step
+from lightning_zero.planning.training import Precision, StepEstimate, TraceConfig, run_step
 from lightning_zero.planning.user_code import UserCode
-from lightning_zero.planning.within import with_first_step, within_budget
-from lightning_zero.profiling.devices import LINKS, Device, device_called
-from lightning_zero.profiling.estimate import NOMINAL
+from lightning_zero.planning.within import plan_within_limit, with_first_step_peak
+from lightning_zero.profiling.devices import LINKS, Device, find_device
+from lightning_zero.profiling.estimate import NOMINAL_COSTS
 
 __all__ = ["Training", "plan"]
 
@@ -82,45 +82,45 @@ def plan(
         ValueError: an unknown device, precision or option.
         UnsupportedError: options that do not go together.
     """
-    how, card = training or Training(), device_called(device) if isinstance(device, str) else device
+    how, card = training or Training(), find_device(device) if isinstance(device, str) else device
     kind = Precision.of(precision)
     hosts = ceil(world_size / how.ranks_per_host)
     inside = ceil(world_size / hosts)
     config = _config(kind, options).over(hosts, inside)
     replicas = config.tuning.replicate_over is not None
     holders = inside if replicas else world_size
-    check_masters(config, hosts)
+    check_host_masters(config, hosts)
     config.over_copies(hosts)  # raises
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
         cuts = cut(module, holders, kind.own)
         kept = code.kept(kind.own, holders, config.tuning.state_dtype is not None)
-        costs = replace(NOMINAL, speed=card.speed)
+        costs = replace(NOMINAL_COSTS, speed=card.speed)
         buffers = sum(b.nbytes for b in module.buffers())
-        eager: list[tuple[StepOnPaper | None, str]] = []
+        eager: list[tuple[StepEstimate | None, str]] = []
 
-        def how_traced(config: EngineConfig) -> Trace:
-            return Trace(PassContext(config.compiled, holders, costs), kind, card.speed, True, code.loss)
+        def how_traced(config: EngineConfig) -> TraceConfig:
+            return TraceConfig(PassContext(config.compiled, holders, costs), kind, card.speed, True, code.loss)
 
         def estimate(config: EngineConfig) -> TrainingPlan:
             trace = how_traced(config)
             compiled, why = _step(module, batch, trace, True) if config.compile else (None, "")
             eager[:] = eager or [_step(module, batch, trace, False)]  # which no plan changes
-            passes = Passes(compiled, eager[0][0], why or eager[0][1], buffers)
+            passes = PassEstimates(compiled, eager[0][0], why or eager[0][1], buffers)
             return _assembled(cuts, kept, config, (card, world_size, how), passes)
 
-        def held() -> StepOnPaper | None:  # without compiling, all steps are like the first, and none is held
+        def held() -> StepEstimate | None:  # without compiling, all steps are like the first, and none is held
             return _step(module, batch, how_traced(config), False, away=True)[0] if config.compile else None
 
         if config.memory is None:
-            return with_first_step(estimate(config), held)
+            return with_first_step_peak(estimate(config), held)
         known = _known(cuts, kept, config, card, holders, hosts)
         if how.accumulate < 2 or hosts > 1:
             known = known.reduced_at_once()
         if how.accumulate > 1 or hosts > 1 or not code.is_automatic:
             known = known.in_place()
-        found = within_budget(config, estimate, known, how.accumulate)
-        return with_first_step(found, held, known.gradients.over)
+        found = plan_within_limit(config, estimate, known, how.accumulate)
+        return with_first_step_peak(found, held, known.gradients.over)
 
 
 def _config(kind: Precision, options: dict[str, Any]) -> EngineConfig:
@@ -131,8 +131,8 @@ def _config(kind: Precision, options: dict[str, Any]) -> EngineConfig:
 
 
 def _step(
-    module: nn.Module, batch: Any, trace: Trace, compiles: bool, away: bool = False
-) -> tuple[StepOnPaper | None, str]:
+    module: nn.Module, batch: Any, trace: TraceConfig, compiles: bool, away: bool = False
+) -> tuple[StepEstimate | None, str]:
     """A step, or why there is none."""
     try:
         return run_step(module, batch, trace, compiles, away), ""
@@ -140,16 +140,20 @@ def _step(
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _known(cuts: list[Cut], kept: Kept, config: EngineConfig, card: Device, ranks: int, hosts: int) -> Known:
+def _known(
+    cuts: list[ParamShard], kept: OptimizerMemory, config: EngineConfig, card: Device, ranks: int, hosts: int
+) -> EngineMemoryFacts:
     used = config.compute_dtype if config.compile else None
-    whole = sum(c.elements * ranks * (c.dtype if c.stays_wide else c.used_in(used)).itemsize for c in cuts)
+    whole = sum(
+        c.elements * ranks * (c.dtype if c.stays_full_precision else c.compute_dtype_of(used)).itemsize for c in cuts
+    )
     trained = [c for c in cuts if c.trained] if ranks > 1 else []
     masters = masters_away(cuts, replace(config, offload=("optimizer", "parameters"))) if used is not None else 0
-    masters_may = masters and hosts == 1 and not config.tuning.gradients_over_copies
+    masters_may = masters and hosts == 1 and not config.tuning.grad_aliasing
     needs = {"activations": config.compile, "parameters": masters_may}
-    return Known(
+    return EngineMemoryFacts(
         states=kept.states,
-        gradients=Gradients(
+        gradients=GradientBytes(
             whole=sum(c.elements * ranks * torch.promote_types(c.dtype, torch.float32).itemsize for c in trained),
             wire=sum(c.elements * ranks * (config.wire_dtype or c.dtype).itemsize for c in trained),
             over=may_lie_over_copies(cuts, config),
@@ -158,24 +162,28 @@ def _known(cuts: list[Cut], kept: Kept, config: EngineConfig, card: Device, rank
         whole=whole if ranks > 1 and config.stage == 3 else 0,
         ring=config.offload_buffer_bytes,
         ahead=config.cuda_graph_step is not False,
-        may_leave=tuple(name for name in OFFLOADED if needs.get(name, True)),
+        may_leave=tuple(name for name in OFFLOAD_CHOICES if needs.get(name, True)),
         gather_s=1 / (card.inside * LINKS) if ranks > 1 else 0.0,
     )
 
 
 def _assembled(
-    cuts: list[Cut], kept: Kept, config: EngineConfig, where: tuple[Device, int, Training], passes: Passes
+    cuts: list[ParamShard],
+    kept: OptimizerMemory,
+    config: EngineConfig,
+    where: tuple[Device, int, Training],
+    passes: PassEstimates,
 ) -> TrainingPlan:
     card, ranks, how = where
     hosts = ceil(ranks / how.ranks_per_host)
     inside = ceil(ranks / hosts)
-    roles = memory_that_stays(cuts, config, hosts, how.accumulate)
+    roles = persistent_bytes(cuts, config, hosts, how.accumulate)
     away = "optimizer" in config.offload
     moved = (kept.states if away else 0) + masters_away(cuts, config)
     ring = min(config.offload_buffer_bytes, moved)
     roles["optimizer_state"] = 0 if away else kept.states
     roles["offload_buffers"] = int(ring)
-    roles["reduce_buckets"] = bucket_bytes(cuts, config, inside, copied=ranks > 1 and inside > 1)
+    roles["reduce_buckets"] = reduce_bucket_bytes(cuts, config, inside, copied=ranks > 1 and inside > 1)
     roles["buffers"] = passes.buffers
     found = TrainingPlan(
         device=card,

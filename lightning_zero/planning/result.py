@@ -5,19 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_zero.budget.facts import GAPS
+from lightning_zero.budget.facts import CAPTURE_GAP_SHARE
 from lightning_zero.budget.plan import MemoryPlan
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
-from lightning_zero.config.text import plain_table
-from lightning_zero.planning.seconds import Seconds
-from lightning_zero.planning.training import StepOnPaper
+from lightning_zero.config.text import format_table
+from lightning_zero.planning.seconds import StepSeconds
+from lightning_zero.planning.training import StepEstimate
 from lightning_zero.profiling.devices import Device
 
-__all__ = ["Passes", "TrainingPlan"]
+__all__ = ["PassEstimates", "TrainingPlan"]
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassEstimates:
     """A pass forward and backward.
 
     Attributes:
@@ -27,8 +27,8 @@ class Passes:
         buffers: bytes of the module's buffers.
     """
 
-    compiled: StepOnPaper | None
-    eager: StepOnPaper | None
+    compiled: StepEstimate | None
+    eager: StepEstimate | None
     why: str
     buffers: int
 
@@ -54,10 +54,10 @@ class TrainingPlan:
     ranks: int
     parameters: int
     roles: dict[str, int]
-    passes: Passes
+    passes: PassEstimates
     temporary: int
     graphs: bool
-    seconds: Seconds | None = None
+    seconds: StepSeconds | None = None
     memory: MemoryPlan | None = None
     first_peak: int | None = None
 
@@ -74,14 +74,14 @@ class TrainingPlan:
         if step is None:
             return None
         replayed = self.graphs and self.passes.compiled is not None
-        return int(step.peak + replayed * (GAPS * step.peak + step.outside))
+        return int(step.peak + replayed * (CAPTURE_GAP_SHARE * step.peak + step.outside))
 
     @property
     def peak(self) -> int:
         """The most bytes of a steady step, as far as they are known."""
         return self.stays + (self.transient or 0)
 
-    def first_peak_with(self, eager: StepOnPaper, besides: float = 0.0) -> int:
+    def first_peak_with(self, eager: StepEstimate, besides: float = 0.0) -> int:
         """The most bytes of the first step, with a pass: before it optimizers have made no state, and what it took is
         given back before they do. ``besides``: are there in that pass, and never again."""
         fresh = int(self.stays - self.roles.get("optimizer_state", 0) + besides)
@@ -165,4 +165,4 @@ def _in_words(fact: float | str | bool | None) -> str:
 
 
 def _listed(facts: dict[str, str]) -> list[str]:
-    return plain_table(("", ""), [(name.replace("_", " "), fact) for name, fact in facts.items()])
+    return format_table(("", ""), [(name.replace("_", " "), fact) for name, fact in facts.items()])

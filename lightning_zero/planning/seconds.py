@@ -12,14 +12,14 @@ from math import ceil, inf, log2
 from typing import TYPE_CHECKING
 
 from lightning_zero.config import EngineConfig
-from lightning_zero.planning.static import Cut
-from lightning_zero.planning.training import StepOnPaper
+from lightning_zero.planning.static import ParamShard
+from lightning_zero.planning.training import StepEstimate
 from lightning_zero.profiling.devices import LINKS, MEMORY, Device
 
 if TYPE_CHECKING:
     from lightning_zero.planning.plan import Training
 
-__all__ = ["Seconds", "step_seconds"]
+__all__ = ["StepSeconds", "step_seconds"]
 
 # Seconds in which NCCL begins a collective, and in which a message reaches the next GPU of a host or another host: the
 # defaults of NCCL's own model (src/graph/tuning.cc) for rings with the protocol LL128.
@@ -28,7 +28,7 @@ MASTER_BYTES, STATE_BYTES = 4, 8  # of one element: the master weight, and the t
 
 
 @dataclass(frozen=True)
-class Seconds:
+class StepSeconds:
     """Of one step of the optimizer.
 
     Attributes:
@@ -83,15 +83,15 @@ class _Network:
 
 
 def step_seconds(
-    step: StepOnPaper, cuts: Sequence[Cut], config: EngineConfig, where: tuple[Device, int, Training]
-) -> Seconds:
+    step: StepEstimate, cuts: Sequence[ParamShard], config: EngineConfig, where: tuple[Device, int, Training]
+) -> StepSeconds:
     """Return the seconds of a training step whose forward and backward are ``step``."""
     device, ranks, training = where
     hosts = ceil(ranks / training.ranks_per_host)
     network = _Network(hosts, ceil(ranks / hosts), device.inside * LINKS, device.across * LINKS)
     replicas = hosts > 1 and config.tuning.replicate_over is not None
     compute_bytes = (
-        max((c.used_in(None).itemsize for c in cuts), default=4)
+        max((c.compute_dtype_of(None).itemsize for c in cuts), default=4)
         if config.compute_dtype is None
         else config.compute_dtype.itemsize
     )
@@ -103,7 +103,7 @@ def step_seconds(
     exchange = 0.0 if replicas else network.across_s(layer_bytes)  # between hosts, once in a step
     layer_bytes = parameters / layers * wire_bytes
     reduce = network.inside_s(layer_bytes), network.across_s(layer_bytes) * (2 if replicas else 1)
-    kept = config.resident_until if config.resident_mb == inf else "no"
+    kept = config.unsharded_cache_until if config.unsharded_cache_mb == inf else "no"
     seconds = 0.0
     for number in range(training.accumulate):
         there = gather if number == 0 or kept != "step" else 0.0
@@ -118,7 +118,7 @@ def step_seconds(
     grad_bytes = wire_bytes if config.stage == 1 else 4
     step_bytes = 2 * grad_bytes + 3 * MASTER_BYTES + 2 * STATE_BYTES + compute_bytes
     optimizer_s = parameters / states * step_bytes / (device.bytes_per_s * MEMORY) + network.number_s(states)
-    return Seconds(compute_s, max(seconds - compute_s, 0.0) if ranks > 1 else 0.0, optimizer_s)
+    return StepSeconds(compute_s, max(seconds - compute_s, 0.0) if ranks > 1 else 0.0, optimizer_s)
 
 
 def _pass_seconds(layers: int, compute_s: float, inside_s: float, across_s: float) -> float:

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
 from lightning_zero.optim.flat_runs import MAX_CHUNK_NUMEL
 from lightning_zero.optim.update_rules import rule_for
-from lightning_zero.planning.ledger import Ledger
-from lightning_zero.planning.static import Cut
+from lightning_zero.planning.ledger import MemoryCounter
+from lightning_zero.planning.static import ParamShard
 
-__all__ = ["Kept", "kept_by"]
+__all__ = ["OptimizerMemory", "measure_optimizer_memory"]
 
 SMALL = 64  # elements of a shard that stands for one of any size
 
 
 @dataclass(frozen=True)
-class Kept:
+class OptimizerMemory:
     """Of one rank, in bytes.
 
     Attributes:
@@ -34,12 +34,12 @@ class Kept:
     words: str
 
 
-def kept_by(
+def measure_optimizer_memory(
     optimizers: Sequence[torch.optim.Optimizer],
     params: Sequence[nn.Parameter],
-    cuts: Sequence[Cut],
+    cuts: Sequence[ParamShard],
     narrow: bool = False,
-) -> Kept:
+) -> OptimizerMemory:
     """Of optimizers of ``params``, which are cut like that. Their groups hold other parameters afterwards. ``narrow``:
     as ``state_dtype="bf16"`` has it.
 
@@ -50,12 +50,12 @@ def kept_by(
     states = temporary = 0
     words: dict[str, int] = {}
     for optimizer in optimizers:
-        stood_for: dict[Tensor, Cut] = {}
+        stood_for: dict[Tensor, ParamShard] = {}
         for group in optimizer.param_groups:
             chosen = [of[id(param)] for param in group["params"] if of[id(param)].trained]
             group["params"] = [_small(cut) for cut in chosen]
             stood_for.update(zip(group["params"], chosen, strict=True))
-        ledger = Ledger(stood_for)
+        ledger = MemoryCounter(stood_for)
         with ledger:
             optimizer.step()
         per_byte = (ledger.peak - ledger.alive) / max(sum(param.nbytes for param in stood_for), 1)
@@ -71,10 +71,10 @@ def kept_by(
                     size = STATE_DTYPE.itemsize if alike and name in names.get(param, ()) else value.itemsize
                     states += size * (stood_for[param].elements if alike else value.numel())
                     words |= {name: min(size, words.get(name, size))} if alike else {}
-    return Kept(states, temporary, ", ".join(f"{name} {size}" for name, size in words.items()) or "nothing")
+    return OptimizerMemory(states, temporary, ", ".join(f"{name} {size}" for name, size in words.items()) or "nothing")
 
 
-def _narrow(optimizer: torch.optim.Optimizer, stood_for: dict[Tensor, Cut]) -> dict[Tensor, tuple[str, ...]]:
+def _narrow(optimizer: torch.optim.Optimizer, stood_for: dict[Tensor, ParamShard]) -> dict[Tensor, tuple[str, ...]]:
     found = {}
     for group in optimizer.param_groups:
         rule = rule_for(optimizer, group)
@@ -85,7 +85,7 @@ def _narrow(optimizer: torch.optim.Optimizer, stood_for: dict[Tensor, Cut]) -> d
     return found
 
 
-def _small(cut: Cut) -> nn.Parameter:
+def _small(cut: ParamShard) -> nn.Parameter:
     """A parameter with as many dimensions as a shard has."""
     shape = (1,) * (len(cut.layout.shape) - 1) + (SMALL,)
     param = nn.Parameter(torch.zeros(shape, dtype=cut.dtype))

@@ -12,39 +12,39 @@ from torch import nn
 
 from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.config import EngineConfig
-from lightning_zero.sharding.host_policy import used_in
+from lightning_zero.sharding.host_policy import compute_dtype_of
 from lightning_zero.sharding.layout import ShardLayout
 
-__all__ = ["Cut", "cut", "masters_away", "may_lie_over_copies", "memory_that_stays", "over_copies"]
+__all__ = ["ParamShard", "cut", "masters_away", "may_lie_over_copies", "persistent_bytes", "over_copies"]
 
 
 @dataclass(frozen=True)
-class Cut:
+class ParamShard:
     """One parameter, and how it is cut.
 
     Attributes:
         layout: over the ranks that hold the model together.
         dtype: of its master shard.
         trained: it gets gradients.
-        stays_wide: autocast leaves it in its own dtype.
+        stays_full_precision: autocast leaves it in its own dtype.
     """
 
     layout: ShardLayout
     dtype: torch.dtype
     trained: bool
-    stays_wide: bool
+    stays_full_precision: bool
 
     @property
     def elements(self) -> int:
         """Of a rank, padding included."""
         return self.layout.shard_numel
 
-    def used_in(self, dtype: torch.dtype | None) -> torch.dtype:
+    def compute_dtype_of(self, dtype: torch.dtype | None) -> torch.dtype:
         """In which dtype compiled code uses it, where wider ones are computed in ``dtype``."""
-        return used_in(self.dtype, dtype)
+        return compute_dtype_of(self.dtype, dtype)
 
 
-def cut(module: nn.Module, world_size: int, dtype: torch.dtype | None = None) -> list[Cut]:
+def cut(module: nn.Module, world_size: int, dtype: torch.dtype | None = None) -> list[ParamShard]:
     """All parameters of a module, each once; ``dtype``: that precision gives floating point ones, None for their
     own."""
     embedded = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
@@ -52,11 +52,13 @@ def cut(module: nn.Module, world_size: int, dtype: torch.dtype | None = None) ->
     for param in module.parameters():
         kind = dtype if dtype is not None and param.is_floating_point() else param.dtype
         wide = param.dim() < 2 or id(param) in embedded
-        found.append(Cut(ShardLayout.of(param.shape, kind, world_size), kind, param.requires_grad, wide))
+        found.append(ParamShard(ShardLayout.of(param.shape, kind, world_size), kind, param.requires_grad, wide))
     return found
 
 
-def memory_that_stays(cuts: Sequence[Cut], config: EngineConfig, hosts: int = 1, accumulate: int = 1) -> dict[str, int]:
+def persistent_bytes(
+    cuts: Sequence[ParamShard], config: EngineConfig, hosts: int = 1, accumulate: int = 1
+) -> dict[str, int]:
     """Bytes of a rank, by the names under which an engine reports them; what the optimizer keeps is not among them.
 
     Args:
@@ -65,7 +67,7 @@ def memory_that_stays(cuts: Sequence[Cut], config: EngineConfig, hosts: int = 1,
     """
     computed = config.compute_dtype if config.compile else None
     exchange = hosts > 1 and config.tuning.replicate_over is None
-    several = exchange and config.compile and config.tuning.shard_compute_copy == "host"
+    several = exchange and config.compile and config.tuning.compute_shard_group == "host"
     found = {
         "master_shard": sum(c.elements * c.dtype.itemsize for c in cuts) - masters_away(cuts, config),
         "gradient": sum(c.elements * c.dtype.itemsize for c in cuts if c.trained) - over_copies(cuts, config),
@@ -77,11 +79,11 @@ def memory_that_stays(cuts: Sequence[Cut], config: EngineConfig, hosts: int = 1,
         else _resident(cuts, config),
     }
     for c in cuts:
-        used = c.used_in(computed)
+        used = c.compute_dtype_of(computed)
         share = c.elements * (hosts if several else 1)
         if used != c.dtype:
             found["compute_copy"] += share * used.itemsize
-        if several and (used == c.dtype or c.stays_wide):
+        if several and (used == c.dtype or c.stays_full_precision):
             found["full_precision_copy"] += share * c.dtype.itemsize
         if c.trained and accumulate > 1:
             parts = _parts_that_wait(c, config, hosts)
@@ -89,40 +91,42 @@ def memory_that_stays(cuts: Sequence[Cut], config: EngineConfig, hosts: int = 1,
     return found
 
 
-def over_copies(cuts: Sequence[Cut], config: EngineConfig) -> int:
+def over_copies(cuts: Sequence[ParamShard], config: EngineConfig) -> int:
     """Bytes that gradients would take, and do not, since they lie over compute copies."""
-    return may_lie_over_copies(cuts, config) if config.tuning.gradients_over_copies else 0
+    return may_lie_over_copies(cuts, config) if config.tuning.grad_aliasing else 0
 
 
-def may_lie_over_copies(cuts: Sequence[Cut], config: EngineConfig) -> int:
+def may_lie_over_copies(cuts: Sequence[ParamShard], config: EngineConfig) -> int:
     """Bytes that gradients take which could lie over compute copies."""
-    copied = [c for c in cuts if c.trained and c.used_in(config.compute_dtype) != c.dtype]
+    copied = [c for c in cuts if c.trained and c.compute_dtype_of(config.compute_dtype) != c.dtype]
     return sum(c.elements * c.dtype.itemsize for c in copied)
 
 
-def masters_away(cuts: Sequence[Cut], config: EngineConfig) -> int:
+def masters_away(cuts: Sequence[ParamShard], config: EngineConfig) -> int:
     """Bytes of master shards that lie on the host."""
-    away = [c for c in cuts if "parameters" in config.offload and not c.stays_wide]
-    return sum(c.elements * c.dtype.itemsize for c in away if c.used_in(config.compute_dtype) != c.dtype)
+    away = [c for c in cuts if "parameters" in config.offload and not c.stays_full_precision]
+    return sum(c.elements * c.dtype.itemsize for c in away if c.compute_dtype_of(config.compute_dtype) != c.dtype)
 
 
-def _parts_that_wait(cut: Cut, config: EngineConfig, hosts: int) -> int:
+def _parts_that_wait(cut: ParamShard, config: EngineConfig, hosts: int) -> int:
     """Of a parameter's gradient: so many shards' are added up on a rank before they are reduced."""
     shards = cut.layout.world_size
     if config.stage == 1 and max(shards, hosts) > 1:
         return shards
-    if hosts == 1 or config.tuning.reduce_across != "step":
+    if hosts == 1 or config.tuning.cross_host_reduce != "step":
         return 0
     return hosts if config.tuning.replicate_over is None else 1
 
 
-def _resident(cuts: Sequence[Cut], config: EngineConfig) -> int:
+def _resident(cuts: Sequence[ParamShard], config: EngineConfig) -> int:
     """Whole weights that stay until the optimizer steps."""
-    left = config.compiled.resident_bytes if config.resident_until == "step" else 0.0
+    left = config.compiled.unsharded_cache_bytes if config.unsharded_cache_until == "step" else 0.0
     small_bytes = 0 if isinf(left) else small_weight_bytes(config.compiled)
     total = 0
     for c in cuts:
-        used = c.dtype if c.stays_wide else c.used_in(config.compute_dtype if config.compile else None)
+        used = (
+            c.dtype if c.stays_full_precision else c.compute_dtype_of(config.compute_dtype if config.compile else None)
+        )
         whole = replace(c.layout, world_size=1).shard_numel * c.layout.world_size * used.itemsize
         if c.layout.numel * used.itemsize > small_bytes and whole <= left:
             left -= whole

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.context import PassContext
 from lightning_zero.planning.as_on_gpu import as_on_gpu
-from lightning_zero.planning.compiled import GraphsOnPaper, PaperCompiler
+from lightning_zero.planning.compiled import FakeCompiler, GraphTotals
 from lightning_zero.planning.faked import faked, faked_batch
-from lightning_zero.planning.ledger import Ledger
+from lightning_zero.planning.ledger import MemoryCounter
 from lightning_zero.planning.regions import marked_regions
 from lightning_zero.profiling.cost import DeviceSpeed, op_flops
 
-__all__ = ["Precision", "StepOnPaper", "Trace", "run_step"]
+__all__ = ["Precision", "StepEstimate", "TraceConfig", "run_step"]
 
 LossFunction = Callable[[nn.Module, Any], Any]
 
@@ -49,7 +49,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Trace:
+class TraceConfig:
     """How a step is traced.
 
     Attributes:
@@ -68,7 +68,7 @@ class Trace:
 
 
 @dataclass
-class StepOnPaper:
+class StepEstimate:
     """What one pass forward and backward takes on one GPU, besides what stays from step to step.
 
     Attributes:
@@ -87,10 +87,10 @@ class StepOnPaper:
     backward_s: float = 0.0
     flops: int = 0
     reduced: int = 0
-    graphs: GraphsOnPaper = field(default_factory=GraphsOnPaper)
+    graphs: GraphTotals = field(default_factory=GraphTotals)
 
 
-def run_step(module: nn.Module, batch: Any, trace: Trace, compiles: bool, away: bool = False) -> StepOnPaper:
+def run_step(module: nn.Module, batch: Any, trace: TraceConfig, compiles: bool, away: bool = False) -> StepEstimate:
     """One pass, compiled or eagerly. The module is as before afterwards.
 
     Args:
@@ -100,14 +100,14 @@ def run_step(module: nn.Module, batch: Any, trace: Trace, compiles: bool, away: 
         Exception: whatever code raises that cannot run without values.
     """
     mode, precision = FakeTensorMode(allow_non_fake_inputs=True), trace.precision
-    found = StepOnPaper()
+    found = StepEstimate()
     with ExitStack() as stack:
         stack.enter_context(faked(module, mode, precision.own))
         stack.enter_context(as_on_gpu() if trace.gpu else nullcontext())
         stack.enter_context(_default_dtype(precision.own))
         inputs = faked_batch(batch, mode, precision.own)
-        ledger = Ledger([*module.parameters(), *module.buffers()], op_flops)
-        compiler = PaperCompiler(mode, ledger, trace.context, trace.speed, marked_regions)
+        ledger = MemoryCounter([*module.parameters(), *module.buffers()], op_flops)
+        compiler = FakeCompiler(mode, ledger, trace.context, trace.speed, marked_regions)
         stack.enter_context(_dropping_gradients(module))
         stack.enter_context(_calls_compiled(module, compiler) if compiles else nullcontext())
         stack.enter_context(mode)
@@ -144,7 +144,7 @@ def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _saved_elsewhere(ledger: Ledger) -> AbstractContextManager[Any]:
+def _saved_elsewhere(ledger: MemoryCounter) -> AbstractContextManager[Any]:
     """Inside, what autograd saves takes no memory until backward asks for it, weights aside."""
 
     def pack(tensor: Tensor) -> Any:
@@ -172,7 +172,7 @@ def _dropping_gradients(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _calls_compiled(root: nn.Module, compiler: PaperCompiler) -> Iterator[None]:
+def _calls_compiled(root: nn.Module, compiler: FakeCompiler) -> Iterator[None]:
     """Inside, the outermost modules with parameters that a step calls are compiled on paper."""
     inside = 0
     wrapped: list[nn.Module] = []

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.planning.states import Kept, kept_by
+from lightning_zero.planning.states import OptimizerMemory, measure_optimizer_memory
 from lightning_zero.planning.static import cut
 
 __all__ = ["UserCode"]
@@ -82,11 +82,11 @@ class UserCode:
             raise ValueError("The training step returns no loss (manual optimization cannot be planned).")
         return loss
 
-    def kept(self, dtype: torch.dtype | None, world_size: int, narrow: bool) -> Kept:
+    def kept(self, dtype: torch.dtype | None, world_size: int, narrow: bool) -> OptimizerMemory:
         """What the module's optimizers keep; ``dtype``: that precision gives parameters; ``narrow``: see
-        :func:`kept_by`."""
+        :func:`measure_optimizer_memory`."""
         params = list(self._module.parameters())
-        return kept_by(self._optimizers(params), params, cut(self._module, world_size, dtype), narrow)
+        return measure_optimizer_memory(self._optimizers(params), params, cut(self._module, world_size, dtype), narrow)
 
     def _optimizers(self, params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
         if self._optimizer is not None:

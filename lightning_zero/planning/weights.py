@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 from lightning_zero.compat.ops import OpOverload
 from lightning_zero.native.ops import FAKE_NAMESPACE
 
-__all__ = ["insert_gathers", "on_paper"]
+__all__ = ["insert_gathers", "fake_op"]
 
 _LIBRARY = torch.library.Library(FAKE_NAMESPACE, "DEF")
 _LIBRARY.define("gather(Tensor shard, int[] shape, ScalarType dtype) -> Tensor")
@@ -21,7 +21,7 @@ _LIBRARY.define("offload_wait(Tensor value, Tensor host, Tensor shard) -> ()")
 _LIBRARY.define("reload_wait(Tensor(a) value, Tensor host, Tensor shard) -> Tensor(a)")
 
 
-def on_paper(name: str) -> OpOverload:
+def fake_op(name: str) -> OpOverload:
     """What stands for an op of ours."""
     return getattr(getattr(torch.ops, FAKE_NAMESPACE), name).default
 
@@ -35,7 +35,7 @@ def insert_gathers(graph: Graph, count: int) -> None:
             continue
         users = list(shard.users)
         with graph.inserting_before(users[0] if len(users) == 1 else _first(graph, set(users))):
-            whole = graph.call_function(on_paper("gather"), (shard, list(value.shape), value.dtype))
+            whole = graph.call_function(fake_op("gather"), (shard, list(value.shape), value.dtype))
         whole.meta = {key: held for key, held in shard.meta.items() if key in ("val", "tensor_meta")}
         for user in users:
             user.replace_input_with(shard, whole)

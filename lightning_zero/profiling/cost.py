@@ -29,19 +29,19 @@ from lightning_zero.compat.tensors import tree_map_only
 from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.tensors import (
     Storage,
-    aliases,
-    called,
+    aliases_input,
+    called_op,
     is_view,
     nbytes,
+    nodes_where,
     read_bytes,
     size_hint,
     storages,
     tensors_of,
-    those,
-    viewed,
+    view_base,
 )
 
-__all__ = ["DeviceSpeed", "Flops", "NodeCost", "fused_runs", "graph_costs", "node_flops", "op_flops"]
+__all__ = ["DeviceSpeed", "FlopCache", "NodeCost", "fusion_groups", "graph_costs", "node_flops", "op_flops"]
 
 _aten = torch.ops.aten
 # Ops that torch has no formula for, next to those that take the same arguments first and do the same.
@@ -95,11 +95,11 @@ class NodeCost(NamedTuple):
 def graph_costs(graph: Graph, speed: DeviceSpeed) -> list[NodeCost]:
     """The cost of every node, in the graph's order; inputs, views and the output cost nothing."""
     held = storages(graph)
-    runs = fused_runs(graph)
+    runs = fusion_groups(graph)
     launched: set[int] = set()
     entered: dict[tuple[int, Storage], int] = {}
-    flops = Flops()
-    aliasing = those(graph.nodes, aliases)
+    flops = FlopCache()
+    aliasing = nodes_where(graph.nodes, aliases_input)
     costs = []
     for node in graph.nodes:
         run = runs.get(node)
@@ -117,7 +117,7 @@ def graph_costs(graph: Graph, speed: DeviceSpeed) -> list[NodeCost]:
     return costs
 
 
-class Flops:
+class FlopCache:
     """Floating-point operations of nodes. Those of equal ones, as equal layers have them, are found once."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class Flops:
 
     def of(self, node: Node) -> int:
         """See :func:`node_flops`."""
-        op, given = called(node)
+        op, given = called_op(node)
         if _formula(op) is None:
             return 0
         sizes = map_arg((given, dict(node.kwargs)), lambda read: str(_sizes(read)))  # type: ignore[return-value]
@@ -141,7 +141,7 @@ def _sizes(node: Node) -> list[Any]:
 
 def node_flops(node: Node) -> int:
     """Floating-point operations of a node by torch's formula for its op; 0 where there is none."""
-    op, given = called(node)
+    op, given = called_op(node)
     if _formula(op) is None:
         return 0
     # Formulas compare sizes, and a comparison of symbolic sizes would add a guard.
@@ -171,7 +171,7 @@ def _formula(op: Any) -> Callable[..., Any] | None:
     return formula
 
 
-def _alone(node: Node, held: dict[Node, tuple[Storage | None, ...]], speed: DeviceSpeed, found: Flops) -> NodeCost:
+def _alone(node: Node, held: dict[Node, tuple[Storage | None, ...]], speed: DeviceSpeed, found: FlopCache) -> NodeCost:
     kind = _transfer(node)
     if kind == "gather":
         return NodeCost(node.name, seconds=speed.launch_s)
@@ -188,11 +188,11 @@ def _alone(node: Node, held: dict[Node, tuple[Storage | None, ...]], speed: Devi
     return NodeCost(node.name, flops, read, written, speed.seconds(flops, read + written, dtype))
 
 
-def fused_runs(graph: Graph) -> dict[Node, int]:
+def fusion_groups(graph: Graph) -> dict[Node, int]:
     """The run of fused nodes that each fused node belongs to."""
     runs, run = {}, 0
-    aliasing, fusing = those(graph.nodes, aliases), those(graph.nodes, _fuses)
-    apart = those(graph.nodes, lambda node: _transfer(node) is not None)
+    aliasing, fusing = nodes_where(graph.nodes, aliases_input), nodes_where(graph.nodes, _fuses)
+    apart = nodes_where(graph.nodes, lambda node: _transfer(node) is not None)
     for node in graph.nodes:
         if node.op != "call_function" or node in apart:
             continue
@@ -207,7 +207,7 @@ def _is_fused(node: Node, aliasing: bool, fusing: bool) -> bool:
     """Of what is no transfer."""
     if not isinstance(node.target, ops.OpOverload):
         return False
-    if aliasing and viewed(node) is not None:  # a view, or an op that writes in place
+    if aliasing and view_base(node) is not None:  # a view, or an op that writes in place
         return False
     return bool(tensors_of(node.meta.get("val"))) and (fusing or not _sources(node))
 

@@ -8,7 +8,7 @@ import torch
 
 from lightning_zero.profiling.cost import DeviceSpeed
 
-__all__ = ["DEVICES", "Device", "device_called"]
+__all__ = ["DEVICES", "Device", "find_device"]
 
 GIB = 2**30
 
@@ -68,7 +68,7 @@ DEVICES = (
 )
 
 
-def device_called(name: str) -> Device:
+def find_device(name: str) -> Device:
     """Raises ``ValueError`` for one that is not in the table."""
     for device in DEVICES:
         if device.name.lower() == name.lower().replace(" ", "-"):

@@ -21,7 +21,7 @@ from lightning_zero.config.nominal import HOST_BYTES_PER_S
 from lightning_zero.mesh import Mesh, all_max
 from lightning_zero.profiling.cost import DeviceSpeed, graph_costs
 
-__all__ = ["NOMINAL", "Costs", "measure_costs"]
+__all__ = ["NOMINAL_COSTS", "CostModel", "measure_costs"]
 
 # The one safety factor: the share of the measured bandwidth that transfers are expected to reach. They are measured
 # alone, and beside compute they reach less (180 of 305 GB/s on four H200); and compute may be faster than estimated.
@@ -56,7 +56,7 @@ def _seconds_between(samples: Samples, nbytes: int) -> float:
 
 
 @dataclass(frozen=True)
-class Costs:
+class CostModel:
     """Estimates of a device and of the links between ranks.
 
     Attributes:
@@ -80,7 +80,7 @@ class Costs:
     @property
     def are_nominal(self) -> bool:
         """Whether neither the device nor the links between ranks were measured."""
-        return replace(self, host_bytes_per_s=NOMINAL.host_bytes_per_s) == NOMINAL
+        return replace(self, host_bytes_per_s=NOMINAL_COSTS.host_bytes_per_s) == NOMINAL_COSTS
 
     def gather_seconds(self, nbytes: int) -> float:
         """For an all-gather whose result has so many bytes, beside compute."""
@@ -92,7 +92,7 @@ class Costs:
 
 
 # Where nothing is measured, on a CPU or with one rank: about what H200 with NVLink do, 22 us and 314 GB/s.
-NOMINAL = Costs(
+NOMINAL_COSTS = CostModel(
     gathers=((1 << 20, 25e-6), (1 << 22, 35e-6), (1 << 24, 75e-6), (1 << 26, 236e-6), (1 << 28, 877e-6)),
     speed=DeviceSpeed(
         {torch.bfloat16: 6e14, torch.float16: 6e14, torch.float32: 5e13}, bytes_per_s=4e12, launch_s=3e-6
@@ -100,7 +100,7 @@ NOMINAL = Costs(
 )
 
 
-def measure_costs(mesh: Mesh, copied: bool = False) -> Costs:
+def measure_costs(mesh: Mesh, copied: bool = False) -> CostModel:
     """Measures in under a second, not counting the time in which the group connects. Collective.
 
     Args:
@@ -109,11 +109,11 @@ def measure_costs(mesh: Mesh, copied: bool = False) -> Costs:
         copied: weights will be copied from peers, which takes about as long as an all-gather alone.
 
     Returns:
-        The same on every rank; :data:`NOMINAL` on a CPU, and with one rank.
+        The same on every rank; :data:`NOMINAL_COSTS` on a CPU, and with one rank.
     """
     shard_group = mesh.shard_group
     if mesh.device.type == "cpu" or shard_group.size == 1:
-        return NOMINAL
+        return NOMINAL_COSTS
     gathers = _gathers(shard_group.gather_group, mesh.device, SIZES)
     costs = _agreed(gathers, DeviceSpeed.of(mesh.device), mesh.control_group)
     torch.accelerator.empty_cache()  # what was gathered would stay with the allocator
@@ -139,14 +139,14 @@ def _gathers(group: dist.ProcessGroup, device: torch.device, sizes: Sequence[int
     return tuple(samples)
 
 
-def _agreed(gathers: Samples, speed: DeviceSpeed, group: dist.ProcessGroup) -> Costs:
+def _agreed(gathers: Samples, speed: DeviceSpeed, group: dist.ProcessGroup) -> CostModel:
     """The slowest rank's numbers, on every rank."""
     dtypes = list(speed.flops_per_s)
     mine = [seconds for _, seconds in gathers] + [1 / speed.flops_per_s[dtype] for dtype in dtypes]
     slowest = torch.tensor([*mine, 1 / speed.bytes_per_s, speed.launch_s], dtype=torch.float64)
     *rest, per_byte, launch_s = all_max(slowest, group).tolist()
     seconds, per_flop = rest[: len(gathers)], rest[len(gathers) :]
-    return Costs(
+    return CostModel(
         tuple((size, took) for (size, _), took in zip(gathers, seconds, strict=True)),
         DeviceSpeed({d: 1 / value for d, value in zip(dtypes, per_flop, strict=True)}, 1 / per_byte, launch_s),
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-__all__ = ["MARGIN", "DeviceMemory", "MemoryGauge", "limit_of"]
+__all__ = ["MARGIN", "DeviceMemory", "MemoryGauge", "memory_limit"]
 
 # Of the whole device: batches that need more than those that were measured, fragments, and libraries that allocate past
 # the allocator.
@@ -45,7 +45,7 @@ class DeviceMemory:
         return self.others + self.reserved
 
 
-def limit_of(memory: float | str | None, total: float) -> float:
+def memory_limit(memory: float | str | None, total: float) -> float:
     """Bytes that a device's peak may have: so many GiB, as far as there are so many; by default all but the margin."""
     return min(memory * 2**30, total) if isinstance(memory, int | float) else total * (1 - MARGIN)
 
@@ -62,12 +62,12 @@ class MemoryGauge:
         return self._device
 
     @property
-    def exists(self) -> bool:
+    def reports_memory(self) -> bool:
         """Whether the device says how much memory it has; a CPU does not."""
         return self._device.type != "cpu"
 
     @property
-    def captures(self) -> bool:
+    def is_capturing(self) -> bool:
         """Whether a CUDA graph is being captured on the current stream: nothing can be given back meanwhile."""
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Moments"]
+__all__ = ["DeviceTimer"]
 
 
-class Moments:
+class DeviceTimer:
     """Of one device. Where it is an accelerator, a moment is an event on its current stream: the host, which may be far
     ahead, does not wait."""
 
@@ -24,11 +24,11 @@ class Moments:
         event.record()
         return event
 
-    def is_over(self, moment: Any) -> bool:
-        """Whether the device has come to it, so that :meth:`between` need not wait."""
+    def is_done(self, moment: Any) -> bool:
+        """Whether the device has come to it, so that :meth:`elapsed_s` need not wait."""
         return self._device.type == "cpu" or bool(moment.query())
 
-    def between(self, begun: Any, ended: Any) -> float:
+    def elapsed_s(self, begun: Any, ended: Any) -> float:
         """Seconds. Waits for the device to come to ``ended``."""
         if self._device.type == "cpu":
             return ended - begun

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from lightning_zero.compat.fakes import fake_like
-from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, without_modes
+from lightning_zero.compat.tensors import FakeTensor, no_dispatch_modes, no_python_dispatcher
 
-__all__ = ["Memory"]
+__all__ = ["FakeBuffer"]
 
 
-class Memory:
+class FakeBuffer:
     """Memory for a node's values.
 
     Args:
@@ -28,7 +28,7 @@ class Memory:
     def __init__(self, like: Tensor, numel: int) -> None:
         self._like, self.numel = like, numel
         if isinstance(like, FakeTensor):
-            with without_modes(), no_python_dispatcher():
+            with no_dispatch_modes(), no_python_dispatcher():
                 self._all = torch.empty(numel, dtype=like.dtype, device="meta")
         else:
             self._all = like.new_empty(numel)
@@ -41,5 +41,5 @@ class Memory:
         like = self._like
         if not isinstance(like, FakeTensor):
             return self._all.as_strided(shape, strides, begin)
-        with without_modes(), no_python_dispatcher():
+        with no_dispatch_modes(), no_python_dispatcher():
             return fake_like(like, self._all.as_strided(shape, strides, begin))

@@ -21,18 +21,18 @@ from lightning_zero.compat.tensors import tree_leaves
 
 __all__ = [
     "Storage",
-    "aliases",
-    "called",
+    "aliases_input",
+    "called_op",
     "is_view",
     "nbytes",
     "read_bytes",
-    "shared",
+    "aliased_argument",
     "size_hint",
     "storages",
     "tensors_of",
-    "those",
-    "viewed",
-    "views",
+    "nodes_where",
+    "view_base",
+    "is_view_op",
 ]
 
 UNKNOWN_SIZE = 1024  # stands for a size that only running the graph would tell
@@ -89,7 +89,7 @@ def nbytes(value: object) -> int:
     return total
 
 
-def called(node: Node) -> tuple[Any, tuple[Any, ...]]:
+def called_op(node: Node) -> tuple[Any, tuple[Any, ...]]:
     """The op that runs, and its arguments. Where backward draws the random numbers of forward again, as in activation
     checkpointing, torch has another op run it, with the state of the generator."""
     if not isinstance(node.target, OpOverload):
@@ -106,28 +106,28 @@ def is_view(node: Node) -> bool:
     target = node.target
     if target is operator.getitem:
         return True
-    return isinstance(target, OpOverload) and views(target) and viewed(node) is not None
+    return isinstance(target, OpOverload) and is_view_op(target) and view_base(node) is not None
 
 
-def viewed(node: Node) -> Node | None:
+def view_base(node: Node) -> Node | None:
     """The input that a node's results share memory with, if they do: views, and ops that write in place."""
     if node.op != "call_function":
         return None
     target = node.target
     if target is operator.getitem:
         return node.args[0] if isinstance(node.args[0], Node) else None
-    position = shared(target) if isinstance(target, OpOverload) else None
+    position = aliased_argument(target) if isinstance(target, OpOverload) else None
     return None if position is None else _argument(node, position)
 
 
-def aliases(node: Node) -> bool:
+def aliases_input(node: Node) -> bool:
     """Whether results share memory with what a node is given, by what it calls: an op that nothing has this of is no
     view, and writes nothing in place."""
     target = node.target
-    return target is operator.getitem or (isinstance(target, OpOverload) and shared(target) is not None)
+    return target is operator.getitem or (isinstance(target, OpOverload) and aliased_argument(target) is not None)
 
 
-def those(nodes: Iterable[Node], ask: Callable[[Node], bool]) -> set[Node]:
+def nodes_where(nodes: Iterable[Node], ask: Callable[[Node], bool]) -> set[Node]:
     """Of which it is so, where that is so of all that call the same op of torch, which is asked once."""
     known: dict[int, bool] = {}
     found: set[Node] = set()
@@ -149,9 +149,9 @@ def those(nodes: Iterable[Node], ask: Callable[[Node], bool]) -> set[Node]:
 def storages(graph: Graph) -> dict[Node, tuple[Storage | None, ...]]:
     """The memory of each node's results, one entry for each; None for what is no tensor."""
     held: dict[Node, tuple[Storage | None, ...]] = {}
-    aliasing = those(graph.nodes, aliases)
+    aliasing = nodes_where(graph.nodes, aliases_input)
     for index, node in enumerate(graph.nodes):
-        value, source = node.meta.get("val"), viewed(node) if node in aliasing else None
+        value, source = node.meta.get("val"), view_base(node) if node in aliasing else None
         base = held.get(source) if source is not None else None
         if base is None or not any(base):
             results = list(value) if isinstance(value, tuple | list) else [value]
@@ -187,7 +187,7 @@ def _argument(node: Node, position: int) -> Node | None:
 
 # Of each op once: a graph of many layers asks for the same few of thousands of nodes, several times.
 @cache
-def shared(target: OpOverload) -> int | None:
+def aliased_argument(target: OpOverload) -> int | None:
     """Which of an op's arguments its result shares memory with."""
     schema = target._schema
     if schema.name in _SAME_MEMORY:
@@ -198,7 +198,7 @@ def shared(target: OpOverload) -> int | None:
 
 
 @cache
-def views(target: OpOverload) -> bool:
+def is_view_op(target: OpOverload) -> bool:
     """Whether an op's result is its input's memory, in which it writes nothing."""
     writes = any(given.alias_info is not None and given.alias_info.is_write for given in target._schema.arguments)
-    return shared(target) is not None and not writes
+    return aliased_argument(target) is not None and not writes

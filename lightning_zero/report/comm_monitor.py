@@ -21,9 +21,9 @@ from typing_extensions import override
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.trainer.lookup import zero_strategy
 from lightning_zero.report.flops import FlopCount
-from lightning_zero.report.peaks import Peak, peak_of
-from lightning_zero.report.values import window_values
-from lightning_zero.report.window import Counts, Tally, Window
+from lightning_zero.report.peaks import PeakFlops, find_peak_flops
+from lightning_zero.report.values import window_metrics
+from lightning_zero.report.window import BatchTotals, EngineCounters, StepWindow
 
 __all__ = ["CommMonitor"]
 
@@ -80,10 +80,10 @@ class CommMonitor(Callback):
             raise MisconfigurationException(f"CommMonitor(every_n_steps={every_n_steps}): pass at least 1.")
         self._every = every_n_steps
         self._size_of, self._length_of = batch_size_fn, length_fn
-        self._peak = None if peak_flops is None else Peak(peak_flops, "the given peak_flops")
+        self._peak = None if peak_flops is None else PeakFlops(peak_flops, "the given peak_flops")
         self._engine: Engine | None = None  # on rank 0, while training
-        self._window: Window | None = None
-        self._ended: deque[tuple[int, int, Window]] = deque()  # not logged yet: first and last step
+        self._window: StepWindow | None = None
+        self._ended: deque[tuple[int, int, StepWindow]] = deque()  # not logged yet: first and last step
         self._first_step = 0
         self._count: FlopCount | None = None  # while the first step runs
         self._flops: tuple[float, int] | None = None  # of a batch, and its size
@@ -108,7 +108,7 @@ class CommMonitor(Callback):
         engine = self._engine
         if engine is not None:
             self._first_step = trainer.global_step
-            self._window = Window(engine.device, lambda: _counts(engine, trainer.optimizers))
+            self._window = StepWindow(engine.device, lambda: _counts(engine, trainer.optimizers))
 
     # -- a batch
 
@@ -116,7 +116,7 @@ class CommMonitor(Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any) -> None:
         if self._engine is None or self._window is None:
             return
-        eager = self._engine.session.discovers or not self._engine.config.compiled.enabled
+        eager = self._engine.session.is_discovering or not self._engine.config.compiled.enabled
         if self._flops is None and eager and not hasattr(pl_module, "flops_per_batch"):
             self._count = FlopCount()
             self._count.__enter__()
@@ -143,7 +143,7 @@ class CommMonitor(Callback):
         while self._ended and self._ended[0][-1].over:
             self._log(trainer, *self._ended.popleft())
 
-    def _add(self, tally: Tally, module: pl.LightningModule, batch: Any, counted: int | None) -> None:
+    def _add(self, tally: BatchTotals, module: pl.LightningModule, batch: Any, counted: int | None) -> None:
         size = self._size_of(batch) if self._size_of else extract_batch_size(batch)
         length = self._length_of(batch) if self._length_of else 0
         tally.batches += 1
@@ -190,18 +190,18 @@ class CommMonitor(Callback):
 
     # -- what is logged
 
-    def _log(self, trainer: pl.Trainer, first: int, last: int, window: Window) -> None:
+    def _log(self, trainer: pl.Trainer, first: int, last: int, window: StepWindow) -> None:
         engine = self._engine
         assert engine is not None
         self._find_peak(engine, window)
-        values, why = window_values(engine, trainer.optimizers, window, last - first, self._peak)
+        values, why = window_metrics(engine, trainer.optimizers, window, last - first, self._peak)
         for what in why:
             self._say(what)
         self.values = values
         for logger in trainer.loggers:
             logger.log_metrics(values, step=last - 1)  # where Lightning logs what was logged in that step
 
-    def _find_peak(self, engine: Engine, window: Window) -> None:
+    def _find_peak(self, engine: Engine, window: StepWindow) -> None:
         if not window.tally.flops:
             self._say(
                 "CommMonitor logs no MFU: no step ran eagerly in which operations could be counted. Give the "
@@ -227,9 +227,9 @@ class CommMonitor(Callback):
             rank_zero_info(line + once)
 
 
-def _counts(engine: Engine, optimizers: list[torch.optim.Optimizer]) -> Counts:
+def _counts(engine: Engine, optimizers: list[torch.optim.Optimizer]) -> EngineCounters:
     counters = engine.executor.counters()
-    return Counts(
+    return EngineCounters(
         counters.get("gather_bytes", 0),
         counters.get("reduce_bytes", 0),
         counters.get("replayed_graphs", 0),
@@ -238,10 +238,10 @@ def _counts(engine: Engine, optimizers: list[torch.optim.Optimizer]) -> Counts:
     )
 
 
-def _peak_of(engine: Engine) -> Peak | None:
+def _peak_of(engine: Engine) -> PeakFlops | None:
     if engine.device.type != "cuda" or engine.module is None:
         return None
     dtypes = [param.dtype for param in engine.module.parameters() if param.dtype.is_floating_point]
     dtype = engine.config.compute_dtype or (dtypes[0] if dtypes else torch.float32)
     tf32 = torch.get_float32_matmul_precision() != "highest"
-    return peak_of(torch.cuda.get_device_name(engine.device), dtype, tf32)
+    return find_peak_flops(torch.cuda.get_device_name(engine.device), dtype, tf32)

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from lightning_zero.compile.plan import GraphPlan, Plan
 
-__all__ = ["exposed_seconds", "step_plans"]
+__all__ = ["exposed_seconds", "pass_plans"]
 
 HALVINGS = 40
 REDUCE, START, WAIT = range(3)  # in this order if they are at the same place
 
 
-def step_plans(plan: Plan, gathered: int) -> list[GraphPlan] | None:
+def pass_plans(plan: Plan, gathered: int) -> list[GraphPlan] | None:
     """Return the graphs of a pass: the last one of each kind for the same weights.
 
     Args:

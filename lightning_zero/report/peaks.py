@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Peak", "peak_of"]
+__all__ = ["PeakFlops", "find_peak_flops"]
 
 TF32 = "tf32"
 
@@ -34,14 +34,14 @@ CARDS: tuple[tuple[tuple[str, ...], float, float, float], ...] = (
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakFlops:
     """Floating-point operations per second, and of what, in words."""
 
     flops: float
     what: str
 
 
-def peak_of(name: str, dtype: torch.dtype, tf32: bool) -> Peak | None:
+def find_peak_flops(name: str, dtype: torch.dtype, tf32: bool) -> PeakFlops | None:
     """Of the device that calls itself ``name``, for products in ``dtype``; None where it is not known.
 
     Args:
@@ -54,5 +54,5 @@ def peak_of(name: str, dtype: torch.dtype, tf32: bool) -> Peak | None:
             if column is None:
                 return None
             kind = TF32 if dtype is torch.float32 and tf32 else str(dtype).removeprefix("torch.")
-            return Peak(column * 1e12, f"{name}, dense {kind}: {column:g} TFLOP/s")
+            return PeakFlops(column * 1e12, f"{name}, dense {kind}: {column:g} TFLOP/s")
     return None

@@ -8,7 +8,7 @@ import torch
 
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.headroom import MemoryGauge
-from lightning_zero.report.readings import FORWARD_BACKWARD, OPTIMIZER, memory_by_role, why_not_replayed
+from lightning_zero.report.readings import FORWARD_BACKWARD, OPTIMIZER, memory_by_role, replay_blockers
 
 __all__ = ["running"]
 
@@ -40,24 +40,28 @@ def _stage(engine: Engine) -> str:
 
 
 def _compiled(engine: Engine) -> str:
-    calls = engine.session.calls
-    if calls is None or not engine.config.compiled.enabled:
+    compiled_modules = engine.session.compiled_modules
+    if compiled_modules is None or not engine.config.compiled.enabled:
         return "nothing compiled: compile=False"
-    names = [repr(name) if name else "the whole module" for name in calls.modules if name not in calls.given_up]
+    names = [
+        repr(name) if name else "the whole module"
+        for name in compiled_modules.modules
+        if name not in compiled_modules.limit_reasons
+    ]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    reasons = calls.eager | calls.given_up
-    eager = [f"{name or 'the whole module'!r} runs eagerly: {why}" for name, why in reasons.items()]
-    return "; ".join([f"compiled: {', '.join(names[:MOST_NAMES]) or 'nothing yet'}{more}", *eager])
+    reasons = compiled_modules.eager_reasons | compiled_modules.limit_reasons
+    eager_reasons = [f"{name or 'the whole module'!r} runs eagerly: {why}" for name, why in reasons.items()]
+    return "; ".join([f"compiled: {', '.join(names[:MOST_NAMES]) or 'nothing yet'}{more}", *eager_reasons])
 
 
 def _ways(engine: Engine) -> list[str]:
     if engine.world_size == 1:
         return []
-    return [f"{what} travel by {how}" for what, how in engine.peers.describe().items()]
+    return [f"{what} travel by {how}" for what, how in engine.transports.describe().items()]
 
 
 def _replays(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    why = why_not_replayed(engine, optimizers)
+    why = replay_blockers(engine, optimizers)
     names = {FORWARD_BACKWARD: "forward and backward", OPTIMIZER: "optimizer step"}
     if why[FORWARD_BACKWARD] == why[OPTIMIZER] and why[OPTIMIZER]:
         return f"no replays: {why[OPTIMIZER]}"
@@ -72,7 +76,7 @@ def _memory(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
     parts = [f"{_size(held)} of shards, gradients, copies and optimizer state"]
     parts += [f"{_size(roles[what])} of {name}" for what, name in OTHERS.items() if roles[what]]
     gauge = MemoryGauge(engine.device)
-    if gauge.exists:
+    if gauge.reports_memory:
         read = gauge.read()
         parts.append(f"{_size(read.allocated)} at the peak, {_size(read.reserved)} reserved")
     return f"On each rank: {', '.join(parts)}."

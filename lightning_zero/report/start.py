@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from lightning_zero.compat.compiler import compilation_times
 from lightning_zero.compat.lookup import Absent
 
-__all__ = ["StartClock"]
+__all__ = ["StartupTimer"]
 
 BATCHES = 10  # at least
 QUIET = 3  # batches in a row, in which nothing was compiled
@@ -25,7 +25,7 @@ def _compilation_seconds() -> dict[str, float]:
     return {what: sum(seconds) for what, seconds in compilation_times.items()}
 
 
-class StartClock:
+class StartupTimer:
     """Protocol: made when a stage begins; :meth:`batch` before each training batch, until it returns lines; at the
     end of the training :meth:`ends`, where there were none.
 

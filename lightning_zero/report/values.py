@@ -8,16 +8,16 @@ import torch
 
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.headroom import MemoryGauge
-from lightning_zero.report.exposed import exposed_seconds, step_plans
-from lightning_zero.report.peaks import Peak
-from lightning_zero.report.readings import memory_by_role, why_not_replayed
-from lightning_zero.report.window import Counts, Window
+from lightning_zero.report.exposed import exposed_seconds, pass_plans
+from lightning_zero.report.peaks import PeakFlops
+from lightning_zero.report.readings import memory_by_role, replay_blockers
+from lightning_zero.report.window import EngineCounters, StepWindow
 
-__all__ = ["window_values"]
+__all__ = ["window_metrics"]
 
 
-def window_values(
-    engine: Engine, optimizers: Sequence[torch.optim.Optimizer], window: Window, steps: int, peak: Peak | None
+def window_metrics(
+    engine: Engine, optimizers: Sequence[torch.optim.Optimizer], window: StepWindow, steps: int, peak: PeakFlops | None
 ) -> tuple[dict[str, float], list[str]]:
     """See ``CommMonitor`` for the names; and lines that say what is missing, and why.
 
@@ -43,7 +43,7 @@ def window_values(
     return values | replayed, said + why
 
 
-def _rates(window: Window, steps: int, world_size: int, peak: Peak | None) -> dict[str, float]:
+def _rates(window: StepWindow, steps: int, world_size: int, peak: PeakFlops | None) -> dict[str, float]:
     seconds, tally = window.seconds(), window.tally
     found = {
         "throughput/step_ms": seconds / steps * 1e3,
@@ -58,7 +58,7 @@ def _rates(window: Window, steps: int, world_size: int, peak: Peak | None) -> di
     return found
 
 
-def _exposed(engine: Engine, window: Window) -> float | str:
+def _exposed(engine: Engine, window: StepWindow) -> float | str:
     """Seconds of one pass; or why they are not known."""
     if engine.world_size == 1:
         return 0.0
@@ -66,7 +66,7 @@ def _exposed(engine: Engine, window: Window) -> float | str:
         return "there are no plans, since nothing is compiled"
     if engine.session.costs is None:
         return f"it is estimated from the speed of links, which is not measured on {str(engine.device)!r}"
-    graphs = step_plans(engine.session.plans.plan, window.pass_gathered)
+    graphs = pass_plans(engine.session.plans.plan, window.pass_gathered)
     if graphs is None:
         return "a batch does not run each of its graphs once"
     seconds = exposed_seconds(graphs, window.pass_seconds())
@@ -76,17 +76,17 @@ def _exposed(engine: Engine, window: Window) -> float | str:
 def _memory(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
     gauge = MemoryGauge(engine.device)
     found = {}
-    if gauge.exists:
+    if gauge.reports_memory:
         read = gauge.read()
         found = {"peak": read.allocated, "reserved": read.reserved}
     return found | memory_by_role(engine, optimizers)
 
 
 def _replays(
-    engine: Engine, optimizers: Sequence[torch.optim.Optimizer], during: Counts
+    engine: Engine, optimizers: Sequence[torch.optim.Optimizer], during: EngineCounters
 ) -> tuple[dict[str, float], list[str]]:
     replayed = {"forward_backward": during.replayed_graphs > 0, "optimizer_step": during.replayed_steps > 0}
-    why = why_not_replayed(engine, optimizers)
+    why = replay_blockers(engine, optimizers)
     said = [
         f"{what.replace('_', ' ').replace('forward backward', 'forward and backward')}: not replayed: {why[what]}."
         for what, was in replayed.items()

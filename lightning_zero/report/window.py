@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from lightning_zero.profiling.moments import Moments
+from lightning_zero.profiling.moments import DeviceTimer
 
-__all__ = ["Counts", "Tally", "Window"]
+__all__ = ["EngineCounters", "BatchTotals", "StepWindow"]
 
 
 @dataclass(frozen=True)
-class Counts:
+class EngineCounters:
     """Running counts of an engine: bytes of whole weights gathered and of buckets reduced, graphs and optimizer steps
     replayed, and how often something began to be compiled, or was."""
 
@@ -24,12 +24,12 @@ class Counts:
     replayed_steps: int
     compiled: int
 
-    def since(self, before: Counts) -> Counts:
-        return Counts(*(getattr(self, name) - getattr(before, name) for name in self.__dataclass_fields__))
+    def since(self, before: EngineCounters) -> EngineCounters:
+        return EngineCounters(*(getattr(self, name) - getattr(before, name) for name in self.__dataclass_fields__))
 
 
 @dataclass
-class Tally:
+class BatchTotals:
     """What the batches of a window held, on this rank."""
 
     batches: int = 0
@@ -39,7 +39,7 @@ class Tally:
 
 
 @dataclass
-class Window:
+class StepWindow:
     """Protocol: made when its first step begins; :meth:`pass_begins` and :meth:`pass_ends` around the forward and
     backward of a batch, of which the first is measured; :meth:`pause` and :meth:`resume` around what is no training;
     :meth:`end`, and :meth:`seconds` once :attr:`over`. Nothing waits for the device.
@@ -51,13 +51,13 @@ class Window:
     """
 
     device: torch.device
-    counts: Callable[[], Counts]
-    tally: Tally = field(default_factory=Tally)
-    during: Counts | None = None
+    counts: Callable[[], EngineCounters]
+    tally: BatchTotals = field(default_factory=BatchTotals)
+    during: EngineCounters | None = None
     pass_gathered: int = 0
 
     def __post_init__(self) -> None:
-        self._moments = Moments(self.device)
+        self._moments = DeviceTimer(self.device)
         self._begun, self._before = self._moments.now(), self.counts()
         self._pauses: list[tuple[Any, Any]] = []
         self._paused: Any = None
@@ -90,13 +90,13 @@ class Window:
     @property
     def over(self) -> bool:
         """Whether the device has come to the end."""
-        return self._moments.is_over(self._ended)
+        return self._moments.is_done(self._ended)
 
     def seconds(self) -> float:
         """From the beginning to the end, without pauses. Waits for the device where it is not :attr:`over`."""
-        paused = sum(self._moments.between(*pause) for pause in self._pauses)
-        return self._moments.between(self._begun, self._ended) - paused
+        paused = sum(self._moments.elapsed_s(*pause) for pause in self._pauses)
+        return self._moments.elapsed_s(self._begun, self._ended) - paused
 
     def pass_seconds(self) -> float | None:
         """Of the measured forward and backward; None where there was none."""
-        return self._moments.between(*self._pass) if len(self._pass) == 2 else None
+        return self._moments.elapsed_s(*self._pass) if len(self._pass) == 2 else None

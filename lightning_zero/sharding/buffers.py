@@ -139,7 +139,7 @@ class BufferBroadcast:
         self._due, self._round, self._misfit = True, 0, False
         self._buffers, self._watched, self._pieces = [], [], []
         self._say(False)
-        self._executor.gradients.was_said()
+        self._executor.gradients.take_consensus_flag()
 
     def stepped(self) -> None:
         """An optimizer steps: as under DDP, accumulated micro-batches and the batches of an evaluation share what was
@@ -157,7 +157,7 @@ class BufferBroadcast:
         if not self._due or not self._enabled or self._root is None:
             return
         self._due = False
-        comparing = self._executor.gradients.was_said() or self._round < ROUNDS
+        comparing = self._executor.gradients.take_consensus_flag() or self._round < ROUNDS
         if comparing:
             self._compare()
             if not self._buffers:
@@ -183,7 +183,7 @@ class BufferBroadcast:
     def _say(self, something_new: bool) -> None:
         if something_new != self._said:
             self._said = something_new
-            self._executor.gradients.say_at_agreement(something_new)
+            self._executor.gradients.set_consensus_flag(something_new)
 
     def _send(self, piece: _Piece) -> bool:
         rank_0 = self._mesh.rank == 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.offload.staging_ring import Load, Pass
+from lightning_zero.offload.staging_ring import RingPass, StagedChunk
 from lightning_zero.optim.bf16_state import (
     ROUNDING_COUNT,
     ElementPositions,
@@ -98,7 +98,7 @@ class _ChunkSequence:
         self._after: dict[int, tuple[FlatRun, dict[str, Any]]] = {}  # state of the last chunk of each run
         self._copied: set[int] = set()  # numbers of the chunks whose compute shards were written
         self._positions: dict[int, ElementPositions] = {}  # of the runs with bfloat16 state, by id
-        self._pass: Pass | InPlacePass | None = None
+        self._pass: RingPass | InPlacePass | None = None
         self._first = 0  # first chunk of that pass
         self._now: int | None = None
         self._state: dict[str, Any] = {}  # state of the present chunk
@@ -141,7 +141,7 @@ class _ChunkSequence:
         self._close_pass()
         self._first = number
         loads = [part.load(self._names[id(part.run)]) for part in self._parts[number:]]
-        self._pass = Pass(self._host.ring, loads) if self._host else InPlacePass(loads)
+        self._pass = RingPass(self._host.ring, loads) if self._host else InPlacePass(loads)
         self._pass.ahead()
 
     def _close_pass(self) -> None:
@@ -190,7 +190,7 @@ class _ChunkSequence:
             self._copied.add(number)
         param.data = part.of(part.run.param).view(param.shape)
 
-    def _round_state(self, part: Chunk, large: Load) -> dict[str, Tensor]:
+    def _round_state(self, part: Chunk, large: StagedChunk) -> dict[str, Tensor]:
         """Return the chunk's bfloat16 state, stochastically rounded."""
         run, device = part.run, part.run.param.device
         bf16_state = [key for key in run.bf16_state if key in large and large[key].is_floating_point()]

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from lightning_zero.compile.steps import CompiledSteps
+from lightning_zero.compile.steps import CompiledStepHooks
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Phase, Watchdog
 from lightning_zero.sharding.buffers import BufferBroadcast
-from lightning_zero.sharding.grad_aliasing import refuse_micro_batches
+from lightning_zero.sharding.grad_aliasing import check_single_micro_batch
 from lightning_zero.sharding.hooks import GradientHooks
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.step.stepper import OptimizerStepper
@@ -72,7 +72,7 @@ class StepCycle:
         watchdog: Watchdog,
         sharder: Sharder,
         buffers: BufferBroadcast,
-        compiled: CompiledSteps,
+        compiled: CompiledStepHooks,
     ) -> None:
         self.state = State.IDLE
         self.accumulates = False
@@ -113,13 +113,13 @@ class StepCycle:
         self._expects_backward = False
         self._compiled.reset()
         self._executor.gradients.abort()
-        self._sharder.access.settle()
+        self._sharder.sync.settle()
         self._executor.weights.drop()  # a traceback may keep them alive for long
         self._buffers.reset()
 
     def close(self) -> None:
         """Give the users' gradient hooks back to autograd: parameters are unsharded."""
-        self._hooks.give_back()
+        self._hooks.restore_post_hooks()
 
     @contextmanager
     def train_step(self) -> Iterator[None]:
@@ -136,7 +136,7 @@ class StepCycle:
         try:
             self._compiled.allocate()
             self._sharder.memory.allocate_gradients()
-            self._executor.begin_epoch()
+            self._executor.begin_training_step()
             self._compiled.prepare()
             _run(self.events.forward_begin)
             self._find_hooks(forward_ran=False)
@@ -168,7 +168,7 @@ class StepCycle:
         """Finish a backward. The executor calls this at the end of each one, announced or not."""
         self._expects_backward = False
         self._sharder.view.end_forward()  # users' hooks run next
-        self._hooks.run_later(self._executor.gradients.attached())
+        self._hooks.run_post_hooks(self._executor.gradients.attached())
 
     def after_backward(self) -> None:
         """Propagate user writes of gathered weights. Call after each backward.
@@ -177,7 +177,7 @@ class StepCycle:
         """
         self.end_backward()
         self._enter(State.IDLE, Phase.BETWEEN)
-        self._sharder.access.before_reading()
+        self._sharder.sync.before_reading()
 
     def end_backward(self) -> None:
         """Take part in the other ranks' backward if this rank has made none since the training step began.
@@ -192,14 +192,14 @@ class StepCycle:
         if self._executor.world_size == 1:
             return
         self._enter(State.BACKWARD, Phase.BACKWARD)
-        self._executor.gradients.end_without()
+        self._executor.gradients.end_empty_backward()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """Surround forward and backward of a micro-batch that is not the last one before the optimizer step.
 
         With ``stage=1``, gradients stay full on their ranks until the last micro-batch's backward. With several hosts
-        and ``reduce_across="step"``, they stay on their hosts. Neither applies if a
+        and ``cross_host_reduce="step"``, they stay on their hosts. Neither applies if a
         ``register_post_accumulate_grad_hook`` hook exists, which would see partial gradients. Use it on all ranks
         alike.
 
@@ -207,10 +207,10 @@ class StepCycle:
             UnsupportedError: Gradients alias the compute shards, which the next micro-batch needs.
         """
         _run(self.events.accumulation_begin)
-        refuse_micro_batches(self._sharder.memory.over_copies)
+        check_single_micro_batch(self._sharder.memory.over_copies)
         gradients, whole = self._executor.gradients, self._executor.reduces_once
         self.accumulates = True
-        if not self._executor.defers or self._hooks.any_later():
+        if not self._executor.defers or self._hooks.has_post_hooks():
             yield
             self.end_backward()
             return
@@ -241,7 +241,7 @@ class StepCycle:
         """
         self._compiled.stepped()
         self._buffers.stepped()
-        self._sharder.access.before_overwriting(stepping)
+        self._sharder.sync.before_overwriting(stepping)
 
     def begin_step(self, step: OptimizerStepper) -> None:
         """Make gradients final: the optimizer's own ``step`` is next.
@@ -270,8 +270,8 @@ class StepCycle:
         self._expects_backward = self._in_train_step
         self._enter(State.IDLE, Phase.BETWEEN)
         if changed:
-            self._sharder.access.may_have_changed()
-        self._sharder.access.done_writing()
+            self._sharder.sync.invalidate_copies()
+        self._sharder.sync.after_writing()
 
     def eval_step(self) -> None:
         """Prepare for a forward outside of training: weights may have changed since the last one.
@@ -283,22 +283,22 @@ class StepCycle:
         self._check_transition(State.EVALUATION, "eval_step()", in_train_step)
         self._enter(State.EVALUATION, Phase.EVALUATION)
         self._sharder.memory.settle()
-        self._compiled.make_room()
-        self._sharder.access.before_reading()
-        self._sharder.access.may_have_changed()
+        self._compiled.release_memory()
+        self._sharder.sync.before_reading()
+        self._sharder.sync.invalidate_copies()
         self._buffers.before_forward()
 
     def after_eval(self) -> None:
         """Propagate user writes after an evaluation forward, so that they do not overwrite later writes to
         ``param.data``.
         """
-        self._sharder.access.settle()
+        self._sharder.sync.settle()
 
     def _find_hooks(self, forward_ran: bool) -> None:
         before = self._hooks.hooked
         self._hooks.find()
         if before or self._hooks.hooked:
-            self._compiled.hooks_found(self._hooks.hooked.values(), forward_ran)
+            self._compiled.set_hooked_parameters(self._hooks.hooked.values(), forward_ran)
 
     def _enter(self, state: State, phase: Phase) -> None:
         self.state = state

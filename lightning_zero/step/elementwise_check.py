@@ -146,7 +146,7 @@ class ElementwiseCheck(TorchFunctionMode):
                 self._made[made] = run
 
     def _run_of(self, value: Any) -> FlatRun | None:
-        if not isinstance(value, Tensor) or "_zero_sight" in value.__dict__:
+        if not isinstance(value, Tensor) or "_zero_spec" in value.__dict__:
             return None
         return self._by_address.get(value.data_ptr()) or self._made.get(value)
 
@@ -179,7 +179,7 @@ class ElementwiseCheck(TorchFunctionMode):
 
     def _is_shard(self, value: Any) -> bool:
         # All ranks compute norms of the module's own parameters together.
-        if not isinstance(value, Tensor) or "_zero_sight" in value.__dict__:
+        if not isinstance(value, Tensor) or "_zero_spec" in value.__dict__:
             return False
         return value.numel() >= self._least
 

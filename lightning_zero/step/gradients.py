@@ -8,37 +8,37 @@ from __future__ import annotations
 
 import torch
 
-from lightning_zero.compile.steps import CompiledSteps
+from lightning_zero.compile.steps import CompiledStepHooks
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.text import gib
+from lightning_zero.config.text import format_gib
 from lightning_zero.sharding.grad_aliasing import forget_gradients
-from lightning_zero.sharding.host_policy import used_in
+from lightning_zero.sharding.host_policy import compute_dtype_of
 from lightning_zero.sharding.record import Role, ShardedParameter
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 
-__all__ = ["PlannedGradients", "has_copy"]
+__all__ = ["GradientPlacement", "has_copy"]
 
 
-class PlannedGradients:
+class GradientPlacement:
     """Of one engine.
 
     Args:
         compiled: has the shards, and what was captured with the gradients where they lay.
 
     Attributes:
-        one_micro_batch: each step has one, for certain; whoever knows says so before a training begins.
+        single_micro_batch: each step has one, for certain; whoever knows says so before a training begins.
     """
 
-    def __init__(self, compiled: CompiledSteps) -> None:
+    def __init__(self, compiled: CompiledStepHooks) -> None:
         self._compiled = compiled
         self._session = compiled.session
         self._sharder = compiled.sharder
-        self.one_micro_batch = False
+        self.single_micro_batch = False
 
-    def could_spare(self, config: EngineConfig) -> int:
+    def aliasable_bytes(self, config: EngineConfig) -> int:
         """Bytes that they would not take over copies; 0 where they cannot lie there for certain, or by hand do."""
-        alone = self._sharder.mesh.host_count == 1 and self.one_micro_batch
-        if not (alone and config.may_lie_over_copies) or config.tuning.gradients_over_copies is not None:
+        alone = self._sharder.mesh.host_count == 1 and self.single_micro_batch
+        if not (alone and config.may_alias_gradients) or config.tuning.grad_aliasing is not None:
             return 0
         return sum(record.shard.nbytes for record in self._trained if has_copy(record, config.compute_dtype))
 
@@ -48,11 +48,11 @@ class PlannedGradients:
 
     @property
     def _trained(self) -> list[ShardedParameter]:
-        with plainly():
+        with no_shard_dispatch():
             return [record for record in self._sharder.live if record.param.requires_grad]
 
     @property
-    def lie_over(self) -> bool:
+    def aliased(self) -> bool:
         """Over copies, by hand or not."""
         return self._sharder.memory.over_copies
 
@@ -62,37 +62,39 @@ class PlannedGradients:
         laid = bool(memory.holds(Role.GRADIENT))
         memory.over_copies = over
         if laid:
-            self._compiled.gradients_move()
+            self._compiled.on_gradients_moved()
             memory.gradients = None
             forget_gradients(self._sharder.executor, self._sharder.records)
             memory.allocate_gradients()
 
-    def several_micro_batches(self) -> None:
+    def on_accumulation(self) -> None:
         """A step has several from now on, whatever was certain. What nobody has asked for is undone, unless gradients
         are wanted that lie where weights are needed: that is refused."""
-        with plainly():
-            wanted = self.lie_over and any(r.param.grad is not None for r in self._trained if r.grad_over_copy)
+        with no_shard_dispatch():
+            wanted = self.aliased and any(
+                r.param.grad is not None for r in self._trained if r.grad_aliases_compute_shard
+            )
         if not wanted:
-            self.lie_apart()
+            self.stop_aliasing()
 
-    def lie_apart(self) -> None:
+    def stop_aliasing(self) -> None:
         """By hand they may lie over copies, but not by a plan any more. Behind a step."""
         config = self._session.config
-        if config.tuning.gradients_over_copies or not (self.one_micro_batch or self.lie_over):
+        if config.tuning.grad_aliasing or not (self.single_micro_batch or self.aliased):
             return
-        self.one_micro_batch = False
+        self.single_micro_batch = False
         spared = self.taken(False, None) - self.taken(True, config.compute_dtype)
         decided = self._session.budget.gradients_apart()
         if decided is None:
             return
-        self._session.hold(decided)
+        self._session.apply_update(decided)
         self._session.progress.report(
             f"memory={config.memory!r}: several micro-batches share a step, so gradients have memory of their own "
-            f"again, {gib(spared)} GiB. Pass tuning=Tuning(gradients_over_copies=False), so that this is planned for "
+            f"again, {format_gib(spared)} GiB. Pass tuning=Tuning(grad_aliasing=False), so that this is planned for "
             "from the beginning."
         )
 
 
 def has_copy(record: ShardedParameter, used: torch.dtype | None) -> bool:
     """Whether there is a copy of its shard in ``used``, once weights have copies."""
-    return used_in(record.shard.dtype, used) != record.shard.dtype
+    return compute_dtype_of(record.shard.dtype, used) != record.shard.dtype

@@ -24,7 +24,7 @@ from torch import Tensor
 from lightning_zero.config import EngineConfig
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.staging_ring import Ring
+from lightning_zero.offload.staging_ring import StagingRing
 from lightning_zero.optim.bf16_state import (
     STATE_DTYPE,
     bf16_state_names,
@@ -46,7 +46,7 @@ from lightning_zero.optim.support import (
 from lightning_zero.optim.update_rules import rule_for
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.runners import reason_not_captured
 from lightning_zero.step.stepper import OptimizerStepper
@@ -210,7 +210,7 @@ class OptimizerSteps:
         if self.on_host and self._on_host is None:
             device, told = self._sharder.executor.device, self._sharder.executor.weights.told
             stamp = told if self._masters_on_host else lambda: None  # for master shards only
-            ring = Ring(device, self.config.offload_buffer_bytes, stamp=stamp)
+            ring = StagingRing(device, self.config.offload_buffer_bytes, stamp=stamp)
             self._on_host = StateOnHost(HostMemory(device), ring)
         return self._on_host
 
@@ -228,7 +228,7 @@ class OptimizerSteps:
         stepper = self.stepper(optimizer)
         self._cycle.begin_step(stepper)
         # A step in progress has its state in the present buffers.
-        if self._on_host is not None and self._on_host.ring.is_short and not stepper.in_progress:
+        if self._on_host is not None and self._on_host.ring.can_grow and not stepper.in_progress:
             self._resize_buffers(self.config)
         stepper.begin(skip, in_closure)
 
@@ -288,7 +288,9 @@ class OptimizerSteps:
         if self.on_host:
             check_offload(optimizer)
         if self.config.cuda_graph_step is True:
-            check_capture(optimizer, self.stepper(optimizer).eager_reason, self.config.named("cuda_graph_step"))
+            check_capture(
+                optimizer, self.stepper(optimizer).eager_reason, self.config.controlling_option("cuda_graph_step")
+            )
         check_members(optimizer.param_groups, type(optimizer).__name__, self._sharder.find)
         speed_up_zero_grad(optimizer)
 
@@ -321,7 +323,7 @@ class OptimizerSteps:
         self._cycle.finalize_gradients()
         live = self._sharder.live
         executor = self._sharder.executor
-        with plainly():
+        with no_shard_dispatch():
             shards = [record.param.grad for record in live]
         with executor.waiting("norms of gradients", SequenceId.GATHER):
             dtypes = [torch.float32 if t is None else r.param.dtype for r, t in zip(live, shards, strict=True)]
@@ -334,4 +336,4 @@ def _capture_options(config: EngineConfig) -> tuple[bool | str, bool]:
 
 
 def _memory_options(config: EngineConfig) -> tuple[tuple[str, ...], str | None, bool]:
-    return config.offload, config.tuning.state_dtype, bool(config.tuning.gradients_over_copies)
+    return config.offload, config.tuning.state_dtype, bool(config.tuning.grad_aliasing)

@@ -14,34 +14,34 @@ from typing import Any, cast
 
 import torch
 
-from lightning_zero.budget.facts import Chosen, Gradients
-from lightning_zero.budget.options import applied, as_set
+from lightning_zero.budget.facts import GradientBytes, MemoryConfig
+from lightning_zero.budget.options import apply_memory_config, memory_config
 from lightning_zero.budget.plan import MemoryPlan
-from lightning_zero.compile.known import MASTERS, Known
-from lightning_zero.compile.steps import CompiledSteps
+from lightning_zero.compile.known import MASTERS, EngineMemoryFacts
+from lightning_zero.compile.steps import CompiledStepHooks
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.engine import CAN_LEAVE
-from lightning_zero.config.text import gib
+from lightning_zero.config.engine import OFFLOADABLE
+from lightning_zero.config.text import format_gib
 from lightning_zero.mesh import Mesh
-from lightning_zero.offload.bandwidth import measure_host
-from lightning_zero.offload.masters import masters_away
+from lightning_zero.offload.bandwidth import measure_host_bandwidth
+from lightning_zero.offload.masters import host_master_policy
 from lightning_zero.offload.memory import free_bytes
 from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
 from lightning_zero.optim.update_rules import rule_for
-from lightning_zero.sharding.host_policy import leaves
+from lightning_zero.sharding.host_policy import can_be_on_host
 from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.unsupported import plainly
-from lightning_zero.step.gradients import PlannedGradients, has_copy
+from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.step.gradients import GradientPlacement, has_copy
 from lightning_zero.step.optimizer_steps import OptimizerSteps
 
-__all__ = ["PlannedMemory"]
+__all__ = ["MemoryController"]
 
 MIB, GIB = 2**20, 2**30
 WITH_MASTERS = ("optimizer", MASTERS)  # which come and go together
 UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
-class PlannedMemory:
+class MemoryController:
     """Of one engine.
 
     Args:
@@ -52,16 +52,16 @@ class PlannedMemory:
         gradients: where they lie.
     """
 
-    def __init__(self, compiled: CompiledSteps, optimizers: OptimizerSteps) -> None:
+    def __init__(self, compiled: CompiledStepHooks, optimizers: OptimizerSteps) -> None:
         self._session = session = compiled.session
-        self._links_changed = compiled.links_changed
+        self._links_changed = compiled.remeasure_links
         self._optimizers = optimizers
         self._sharder = compiled.sharder
-        self._peers = compiled.peers
+        self._transports = compiled.transports
         self._mesh: Mesh = self._sharder.mesh
         self._link: float | None = None
         self._has_moved = False  # master weights to the host
-        self.gradients = PlannedGradients(compiled)
+        self.gradients = GradientPlacement(compiled)
         session.budget.apply = self._apply
         optimizers.before_arranging = self._before_training
 
@@ -70,15 +70,15 @@ class PlannedMemory:
         """The last one that was made; None without ``memory``, and before anything is known."""
         return self._session.budget.plan
 
-    def _apply(self, config: EngineConfig, chosen: Chosen) -> None:
+    def _apply(self, config: EngineConfig, chosen: MemoryConfig) -> None:
         if MASTERS in chosen.offload and self._sharder.memory.may_leave:
             self._masters_leave(config)
         if self._optimizers.on_host and "optimizer" not in config.offload:
-            self._session.budget.first_step.state_comes_back()
-        over = bool(config.tuning.gradients_over_copies)
-        moves = self._optimizers.config.offload != config.offload or over != self.gradients.lie_over
+            self._session.budget.first_step.expect_state_from_host()
+        over = bool(config.tuning.grad_aliasing)
+        moves = self._optimizers.config.offload != config.offload or over != self.gradients.aliased
         self._optimizers.configure(config)
-        if over != self.gradients.lie_over:
+        if over != self.gradients.aliased:
             self.gradients.lie(over)
         if moves:  # or the next pass takes its memory beside what state has left: 33.5 GiB were taken where 30 may be
             self._session.budget.give_back()
@@ -87,9 +87,9 @@ class PlannedMemory:
     def _masters_leave(self, config: EngineConfig) -> None:
         """Before anything is trained, when nothing else is laid out like them: of what depends on where they lie, only
         how weights travel was settled when the engine was made. Collective."""
-        away = masters_away(config, self._mesh)
+        away = host_master_policy(config, self._mesh)
         assert away is not None
-        copied = self._peers.for_weights is not None
+        copied = self._transports.weight_memory is not None
         self._sharder.memory.leave(away)
         self._has_moved = True
         if copied:
@@ -101,32 +101,32 @@ class PlannedMemory:
         that comes and goes with them."""
         if MASTERS in config.offload or not self._has_moved:
             return config
-        return replace(config, offload=cast(Any, as_set(config, WITH_MASTERS).offload))
+        return replace(config, offload=cast(Any, memory_config(config, WITH_MASTERS).offload))
 
     def _before_training(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         config = self._session.config
-        if not self.gradients.one_micro_batch:
-            self.gradients.lie_apart()  # as an earlier training did not
+        if not self.gradients.single_micro_batch:
+            self.gradients.stop_aliasing()  # as an earlier training did not
         if config.memory is not None:  # memory that a communicator takes is to be seen
-            self._peers.connect(self._sharder.executor)
+            self._transports.connect(self._sharder.executor)
         decided = self._session.budget.before_training(config, self._known(config, optimizers))
         if decided is not None:
-            self._session.hold(decided)
+            self._session.apply_update(decided)
 
-    def _known(self, config: EngineConfig, optimizers: Sequence[torch.optim.Optimizer]) -> Known:
+    def _known(self, config: EngineConfig, optimizers: Sequence[torch.optim.Optimizer]) -> EngineMemoryFacts:
         rules = [rule_for(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
-        masters = [record for record in self._sharder.live if leaves(record, config.compute_dtype)]
+        masters = [record for record in self._sharder.live if can_be_on_host(record, config.compute_dtype)]
         masters_may = bool(masters) and all(rules) and config.compile and self._may_be_away(config)
         now = masters_may and self._sharder.memory.may_leave
         needs = {"optimizer": all(rules), MASTERS: now, "activations": config.compile}
-        may_leave = tuple(name for name in CAN_LEAVE if needs[name])
+        may_leave = tuple(name for name in OFFLOADABLE if needs[name])
         if config.memory is not None and may_leave and self._link is None:
-            self._link = measure_host(self._mesh)
+            self._link = measure_host_bandwidth(self._mesh)
         free, whole = free_bytes(), self._whole(config)
-        with plainly():
+        with no_shard_dispatch():
             sizes = [size for optimizer in optimizers for size in self._states(optimizer)]
-        return Known(
-            fixed=self._fixed(config, bool(config.tuning.gradients_over_copies)),
+        return EngineMemoryFacts(
+            fixed=self._fixed(config, bool(config.tuning.grad_aliasing)),
             states=sum(size for size, _ in sizes),
             to_come=sum(size for size, there in sizes if not there),
             masters=sum(record.shard.nbytes for record in masters),
@@ -145,9 +145,7 @@ class PlannedMemory:
     def _look_again(self, config: EngineConfig) -> None:
         """Shards have moved, and weights may travel another way, since that was made."""
         budget = self._session.budget
-        budget.known = replace(
-            budget.known, fixed=self._fixed(config, self.gradients.lie_over), gather_s=self._gather_s
-        )
+        budget.known = replace(budget.known, fixed=self._fixed(config, self.gradients.aliased), gather_s=self._gather_s)
 
     @property
     def _gather_s(self) -> float:
@@ -156,16 +154,16 @@ class PlannedMemory:
         return costs.gather_seconds(many) / many if self._mesh.shard_group.size > 1 else 0.0
 
     def _whole(self, config: EngineConfig) -> int:
-        return self._sharder.memory.whole_bytes(config.compute_dtype if config.compile else None)
+        return self._sharder.memory.unsharded_bytes(config.compute_dtype if config.compile else None)
 
     def _fixed(self, config: EngineConfig, over: bool) -> int:
         """``over``: gradients lie over copies."""
         live, used = self._sharder.live, config.compute_dtype if config.compile else None
-        here = sum(record.shard.nbytes for record in live if not record.is_away)
+        here = sum(record.shard.nbytes for record in live if not record.is_on_host)
         whole, buffers = self._whole(config), (config.tuning.gather_group_mb, config.tuning.reduce_bucket_mb)
         passing = sum(int(min(2 * size * MIB, whole)) for size in buffers)
         taken = here + self.gradients.taken(over, used) + self._copies(live, used) + passing
-        return max(taken - self._peers.nbytes, 0)  # which the device has given already
+        return max(taken - self._transports.nbytes, 0)  # which the device has given already
 
     @property
     def _are_away(self) -> bool:
@@ -174,20 +172,18 @@ class PlannedMemory:
     def _may_be_away(self, config: EngineConfig) -> bool:
         """Whether master weights could lie on the host, and do not: nobody has chosen what that would change."""
         tuning = config.tuning
-        free = (
-            self._mesh.shard_host_count == 1 and tuning.gather_transport != "copy" and not tuning.gradients_over_copies
-        )
+        free = self._mesh.shard_host_count == 1 and tuning.gather_transport != "copy" and not tuning.grad_aliasing
         return free and not self._are_away
 
-    def _gradients(self, config: EngineConfig) -> Gradients:
+    def _gradients(self, config: EngineConfig) -> GradientBytes:
         """Whole ones, where they can wait on one host, and what of them travels in a pass."""
-        over = self.gradients.could_spare(config)
+        over = self.gradients.aliasable_bytes(config)
         if self._mesh.world_size == 1 or self._mesh.host_count > 1:
-            return Gradients(over=over)
+            return GradientBytes(over=over)
         trained = [record for record in self._sharder.live if record.param.requires_grad]
         whole = [(r.layout.shard_numel * r.layout.world_size, r.param.dtype) for r in trained]
         wire = [(numel, config.wire_dtype if dtype.is_floating_point else None, dtype) for numel, dtype in whole]
-        return Gradients(
+        return GradientBytes(
             whole=sum(n * torch.promote_types(dtype, torch.float32).itemsize for n, dtype in whole),
             wire=sum(n * (sent or own).itemsize for n, sent, own in wire),
             over=over,
@@ -201,7 +197,7 @@ class PlannedMemory:
                 record = self._sharder.find(param)
                 if record is None or not param.requires_grad:
                     continue
-                held = [value for value in optimizer.state.get(param, {}).values() if record.is_like_shard(value)]
+                held = [value for value in optimizer.state.get(param, {}).values() if record.has_shard_shape(value)]
                 there = sum(value.nbytes for value in held)
                 small = self._optimizers.bf16_state and keeps_bf16_state(record.layout.numel, param.dtype)
                 itemsize = STATE_DTYPE.itemsize if small else param.dtype.itemsize
@@ -234,7 +230,7 @@ class PlannedMemory:
             return ""
         options = plan.options()
         if "tuning" in options:  # what is set there besides stays
-            options["tuning"] = applied(config, plan.chosen).tuning
+            options["tuning"] = apply_memory_config(config, plan.chosen).tuning
         if plan.chosen.weights < self._session.budget.now(config).weights:
             options["reshard_after_forward"] = True
         if not plan.fits or not options:
@@ -248,8 +244,8 @@ class PlannedMemory:
         )
         planned = " memory='auto' has this planned from the beginning." if found else ""
         return (
-            f"lightning_zero: ZeroStrategy({arguments}) is estimated to fit, with {gib(plan.peak)} GiB of "
-            f"{gib(plan.limit)} at the peak.{planned}"
+            f"lightning_zero: ZeroStrategy({arguments}) is estimated to fit, with {format_gib(plan.peak)} GiB of "
+            f"{format_gib(plan.limit)} at the peak.{planned}"
         )
 
 

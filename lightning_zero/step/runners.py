@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.staging_ring import Ring
+from lightning_zero.offload.staging_ring import StagingRing
 from lightning_zero.optim.flat_runs import State
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import is_torch_optimizer
@@ -136,7 +136,7 @@ class CapturedRunner:
         layouts: StepLayouts,
         device: torch.device,
         compile_kernels: bool,
-        ring: Ring | None = None,
+        ring: StagingRing | None = None,
         captures: bool = True,
     ) -> None:
         self._optimizer = optimizer

@@ -224,11 +224,11 @@ class StepLayouts:
         record = self._sharder.find(param)
         assert record is not None
         home = record.gradient
-        if home is None or not self._sharder.executor.gradients.lies_there(record.index):
+        if home is None or not self._sharder.executor.gradients.may_write_gradient(record.index):
             return grad.data_ptr()
         if grad.data_ptr() != home.data_ptr():
             home.copy_(grad.reshape(-1))
-            shown = record.shown_gradient
+            shown = record.visible_grad
             param.grad = home.view(record.layout.visible_shape).data if shown is None else shown
         return True
 

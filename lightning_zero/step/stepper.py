@@ -23,7 +23,7 @@ from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.optim.flat_runs import StateOnHost
 from lightning_zero.optim.grad_norms import all_reduce_sum
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import on_plain_tensors, plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch, without_shard_dispatch
 from lightning_zero.step.chunked_step import ChunkedRunner
 from lightning_zero.step.elementwise_check import CHECKED_STEPS, ElementwiseCheck, needs_elementwise_check
 from lightning_zero.step.runners import CapturedRunner, EagerRunner, StepRunner, reason_not_captured
@@ -183,7 +183,7 @@ class OptimizerStepper:
         """True from :meth:`begin` until the optimizer's own ``step`` has ended."""
         return self._swap.shown or self._begins_in_step
 
-    @on_plain_tensors
+    @without_shard_dispatch
     def clip_norm(self, max_norm: float, later: bool = False) -> Tensor:
         """Scale gradients to a global 2-norm of at most ``max_norm``; return the norm before. Collective.
 
@@ -209,7 +209,7 @@ class OptimizerStepper:
             layout.clip_norm(max_norm)
         return norm
 
-    @on_plain_tensors
+    @without_shard_dispatch
     def clip_value(self, most: float) -> None:
         """Clamp gradients to [-most, most]."""
         self._layouts.current(self._swap.own).clip_value(most)
@@ -229,7 +229,7 @@ class OptimizerStepper:
     def show_flat_params(self) -> Iterator[None]:
         """Show the flat parameters and their gradients as the optimizer's; do not step in this context."""
         own = self._swap.own
-        with plainly():
+        with no_shard_dispatch():
             groups = self._layouts.current(own).flat_groups(own.groups)
         with self._swap.swap_groups(groups):
             yield
@@ -261,7 +261,7 @@ class OptimizerStepper:
         own: Any = self._optimizer._optimizer_step_pre_hooks
         return bool(own or global_pre_hooks)
 
-    @on_plain_tensors
+    @without_shard_dispatch
     def _begin(self, skip: Tensor | None) -> None:
         own = self._swap.own
         # Nothing changes between clip_norm(later=True) and the step.
@@ -287,7 +287,7 @@ class OptimizerStepper:
         watched = needs_elementwise_check(self._optimizer)
         self._layouts.split_parameters(watched and (self._reads_shapes or self._checked_steps < CHECKED_STEPS))
 
-    @on_plain_tensors
+    @without_shard_dispatch
     def end(self) -> bool:
         """Restore the optimizer's own parameters. Idempotent; return True if there was a step to end."""
         if self._step_pre_hook is not None:
@@ -307,7 +307,7 @@ class OptimizerStepper:
             return True
         others = self._sharder.executor.weights.written()  # not written by this step
         torch.autograd.graph.increment_version(params)
-        self._sharder.executor.weights.mark_written(others, True)
+        self._sharder.executor.weights.mark_compute_shards_written(others, True)
         self._mark_written(self.layout, True)
         return True
 
@@ -319,9 +319,9 @@ class OptimizerStepper:
             if run.copy is not None and (run.copied or not written):
                 indices += [record.index for record in run.members]
         if indices:
-            self._sharder.executor.weights.mark_written(indices, written)
+            self._sharder.executor.weights.mark_compute_shards_written(indices, written)
 
-    @on_plain_tensors
+    @without_shard_dispatch
     def may_skip(self) -> bool:
         """Return True if ``begin`` can skip the step by a flag on the device."""
         own = self._swap.own

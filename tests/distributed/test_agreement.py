@@ -10,7 +10,7 @@ from torch.fx import Graph
 
 from lightning_zero.errors import RankMismatchError
 from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.estimate import Costs
+from lightning_zero.profiling.estimate import CostModel
 from tests.helpers.forks import Forks, run_forks
 from tests.helpers.models import NextToken, build, make_batches
 from tests.helpers.oracle import assert_close_relative
@@ -21,7 +21,7 @@ STEPS = 12
 LENGTHS = [[8, 3, 8, 8, 5, 6], [8, 8, 8, 6, 8, 4], [4, 8, 7, 8, 8, 8]]  # [rank][step]
 
 # Compute hides about as much as there is to transfer, so that the length of a batch matters for where gathers start.
-BALANCED = Costs(((1, 1e-9),), DeviceSpeed({torch.float32: 1e10}, 1e12, 1e-9))
+BALANCED = CostModel(((1, 1e-9),), DeviceSpeed({torch.float32: 1e10}, 1e12, 1e-9))
 
 
 class Residual(NextToken):
@@ -148,7 +148,7 @@ def test_a_rank_that_compiles_other_gathers_alone_is_told_who_is_missing(ranks: 
 def test_a_late_rank_is_named(ranks: Ranks) -> None:
     swaps = {0: [False, False], 1: [False, False]}
     with pytest.raises(
-        RankFailure, match=r"(?s)Rank 0 is about to run.*rank 1 did not come.*raise agreement_timeout_s"
+        RankFailure, match=r"(?s)Rank 0 is about to run.*rank 1 did not come.*raise consensus_timeout_s"
     ):
         ranks.run(2, run_and_raise, swaps, 1.0, {1: 6.0})
 

@@ -63,7 +63,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "without passes": {"case": OneLayer, "prefetch": False},
     "activations checkpointed": {"case": NonReentrant},
     "several graphs": {"case": "TwelveBlocks"},
-    "weights kept": {"case": OneLayer, "resident_mb": float("inf"), "resident_until": "step"},
+    "weights kept": {"case": OneLayer, "unsharded_cache_mb": float("inf"), "unsharded_cache_until": "step"},
 }
 QUICK = ("mixed precision, accumulated", "replayed")
 

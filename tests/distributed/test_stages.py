@@ -149,9 +149,11 @@ def in_mixed_precision(backend: str, stages: Sequence[int]) -> list[tuple[Refere
             autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
             batches = make_batches(TiedLayer, STEPS, SAMPLES)
             out = train_sharded(engine, model, batches, sgd(model), context=autocast, before_batch=reset)
-            kept = [r for r in engine.sharder.live if Role.RESIDENT in r.memory]
-            sizes = [engine.world_size * r.layout.shard_numel * r.memory[Role.RESIDENT].element_size() for r in kept]
-            dtypes = {r.memory[Role.RESIDENT].dtype for r in kept}
+            kept = [r for r in engine.sharder.live if Role.UNSHARDED_CACHE in r.memory]
+            sizes = [
+                engine.world_size * r.layout.shard_numel * r.memory[Role.UNSHARDED_CACHE].element_size() for r in kept
+            ]
+            dtypes = {r.memory[Role.UNSHARDED_CACHE].dtype for r in kept}
             assert dtypes == ({torch.bfloat16, torch.float32} if stage == 2 else set())
             found.append((out, engine.executor.counters()["gather_bytes"], sum(sizes)))
     return found
@@ -362,7 +364,7 @@ def changed(backend: str) -> tuple[Reference, list[set[str]]]:
 def test_another_stage_is_applied_at_any_time_and_memory_is_given_back(ranks: Ranks, backend: str) -> None:
     out, held = ranks.run(2, changed, backend)[0]
     check(out, reference(2))
-    kept, waits = Role.RESIDENT.value, Role.DEFERRED_GRADIENT.value
+    kept, waits = Role.UNSHARDED_CACHE.value, Role.DEFERRED_GRADIENT.value
     assert [(kept in roles, waits in roles) for roles in held] == [
         (False, False),
         (True, True),

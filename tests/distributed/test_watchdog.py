@@ -111,7 +111,7 @@ def replays_alone(engine: Engine) -> Tensor:
     with engine.watchdog.waiting("an all-gather of parameters", SequenceId.GATHER):
         pass
     native, ended = engine.watchdog.native, torch.zeros(1, dtype=torch.int64)
-    native.watch_replay(ended, int(SequenceId.GATHER), native.met(int(SequenceId.GATHER)))
+    native.watch_replay(ended, int(SequenceId.GATHER), native.sequence_number(int(SequenceId.GATHER)))
     return ended
 
 
@@ -163,8 +163,8 @@ def replays_of_two_trainings() -> str:
             for replays in (3, 1):  # each training counts from 0
                 ended = torch.zeros(1, dtype=torch.int64)
                 for number in range(replays):
-                    met = engine.watchdog.native.met(int(SequenceId.GATHER))
-                    engine.watchdog.native.watch_replay(ended, int(SequenceId.GATHER), met)
+                    sequence_number = engine.watchdog.native.sequence_number(int(SequenceId.GATHER))
+                    engine.watchdog.native.watch_replay(ended, int(SequenceId.GATHER), sequence_number)
                     ended.fill_(number + 1)
             time.sleep(5)
         dist.barrier()

@@ -141,7 +141,7 @@ STRATEGY = "lightning_zero.integrations.trainer.strategy:ZeroStrategy"
 ENGINE = "lightning_zero.engine:Engine"
 CYCLE = "lightning_zero.step.cycle:StepCycle"
 LOOP = "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop"
-PEERS = "lightning_zero.sharding.symm_mem.memory:PeerMemory"
+PEERS = "lightning_zero.sharding.symm_mem.memory:SymmetricMemory"
 COMPILER = "lightning_zero.compile.backend:Compiler"
 PAIRS = "lightning_zero.compile.cuda_graphs.pairs"
 MODEL = "tests.faults.model"
@@ -312,7 +312,7 @@ _ALL = (
     Point(
         "checkpoint_gather",
         "gathers a weight for a checkpoint",
-        ("lightning_zero.checkpoint.full:whole_on_cpu",),
+        ("lightning_zero.checkpoint.full:full_on_cpu",),
     ),
     Point(
         "checkpoint_optimizer",

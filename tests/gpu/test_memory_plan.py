@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.mesh import Mesh
-from lightning_zero.offload.bandwidth import measure_host
+from lightning_zero.offload.bandwidth import measure_host_bandwidth
 from lightning_zero.profiling.headroom import MemoryGauge
 from tests.helpers.sharded import adamw, engine_for
 from tests.ranks.pool import Ranks
@@ -91,7 +91,7 @@ def test_a_limit_is_held_from_the_first_step_on(ranks: Ranks) -> None:
 
 
 def host() -> float | None:
-    return measure_host(Mesh.of(torch.device("cuda", torch.cuda.current_device())))
+    return measure_host_bandwidth(Mesh.of(torch.device("cuda", torch.cuda.current_device())))
 
 
 def test_the_host_is_measured_in_both_directions(ranks: Ranks) -> None:

@@ -15,7 +15,7 @@ from tests.ranks.pool import Ranks
 class Roomy(MemoryGauge):
     """A device with room for everything."""
 
-    exists = True
+    reports_memory = True
 
     def start(self, anew: bool = False) -> None:
         pass

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 from lightning_zero.compile.budget_sweep.live_values import on_host, stays
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, PassContext
 from lightning_zero.compile.graph import cast_dtype, is_reduce, output_node, results, weight_nodes
-from lightning_zero.profiling.cost import fused_runs
+from lightning_zero.profiling.cost import fusion_groups
 from lightning_zero.profiling.tensors import Storage, nbytes, storages
 
 __all__ = ["fresh_bytes", "graph_peak", "leave_narrow"]
@@ -46,7 +46,7 @@ def graph_peak(graph: Graph, context: PassContext, saved: AbstractSet[Node], gra
             over itself.
         fuses: code is generated; otherwise each op writes its result.
     """
-    runs = fused_runs(graph) if fuses else {}
+    runs = fusion_groups(graph) if fuses else {}
     time, end = _clock(graph, runs), len(graph.nodes)
     held = storages(graph)
     left = _leaving(graph, held, context, gradients)

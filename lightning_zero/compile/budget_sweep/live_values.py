@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, PassContext
 from lightning_zero.compile.graph import calls, cast_dtype, gathers, is_view_or_cast, readers
 from lightning_zero.compile.passes import FIRST_GROUPS
-from lightning_zero.compile.passes.grouping import consecutive, most_bytes
+from lightning_zero.compile.passes.grouping import max_group_bytes, split_into_groups
 from lightning_zero.compile.passes.offload import OFFLOAD, RELOAD
 from lightning_zero.profiling.tensors import nbytes
 
@@ -42,8 +42,8 @@ def stays(graph: Graph, context: PassContext) -> list[Stay]:
     forms = sorted((form for form, at in uses.items() if at), key=lambda form: min(uses[form]))
     small = [form for form in forms if _size(form) <= context.small_bytes]
     large = [form for form in forms if _size(form) > context.small_bytes]
-    limit = most_bytes(map(_size, large), context.group_bytes, GROUPS_PER_GRAPH)
-    groups = consecutive(large, limit, _size, first=FIRST_GROUPS)
+    limit = max_group_bytes(map(_size, large), context.group_bytes, GROUPS_PER_GRAPH)
+    groups = split_into_groups(large, limit, _size, first=FIRST_GROUPS)
     first_use = [min(uses[group[0]]) for group in groups]
     found = [Stay(0, max(uses[form]), _size(form)) for form in small]
     for number, group in enumerate(groups):

@@ -10,14 +10,14 @@ from torch.fx import Graph, GraphModule
 
 from lightning_zero.budget.curve import CHARTED, Point
 from lightning_zero.compat.compiler import functorch_config
-from lightning_zero.compat.cuts import CannotCut, cutting_often
+from lightning_zero.compat.cuts import CannotCut, cache_minimum_cuts
 from lightning_zero.compat.graphs import TANGENTS
 from lightning_zero.compile.budget_sweep.lifetimes import fresh_bytes, graph_peak
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.partition import halves
-from lightning_zero.compile.passes.reduce import hand_over_gradients
-from lightning_zero.compile.recompute_policy import saved_within
+from lightning_zero.compile.partition import partition_joint_graph
+from lightning_zero.compile.passes.reduce import enqueue_gradients
+from lightning_zero.compile.recompute_policy import partitioner_settings
 from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["chart", "point"]
@@ -36,7 +36,7 @@ def chart(module: GraphModule, inputs: Any, outputs: int, context: PassContext, 
     """
     try:
         copy = _Unwritten(module, _copied(module.graph))
-        with cutting_often():
+        with cache_minimum_cuts():
             return tuple(_points(copy, inputs, outputs, context, settings))[::-1]
     except CannotCut as error:  # which is no matter unless it is so under the budget in force, too
         log.info("What budgets of activations come to is not reckoned: %s: %s", type(error).__name__, error)
@@ -56,8 +56,8 @@ def _points(
     # Torch's own count of operations, which runs them, is nothing that decides here.
     settled: dict[str, Any] = {"activation_memory_budget_runtime_estimator": "testing"}
     for budget in reversed(CHARTED):  # where all may be saved, some nodes lack a tag that they have from then on
-        with functorch_config.patch(saved_within(budget) | settled):
-            forward, backward, _ = halves(joint, inputs, outputs, budget, **settings)
+        with functorch_config.patch(partitioner_settings(budget) | settled):
+            forward, backward, _ = partition_joint_graph(joint, inputs, outputs, budget, **settings)
         settled["cse"] = False  # equal nodes are one by now, and others would be other nodes
         yield point(forward.graph, backward.graph, context, budget)
 
@@ -79,7 +79,7 @@ class _Unwritten(GraphModule):
 def point(forward: Graph, backward: Graph, context: PassContext, budget: float) -> Point:
     """Of two halves, which are not to be used any more."""
     fuses, saved = context.config.backend != "aot_eager", fresh_bytes(forward)
-    hand_over_gradients(backward)
+    enqueue_gradients(backward)
     inputs = backward.find_nodes(op="placeholder")
     given = [node for node in inputs if not node.name.startswith("primals")]
     begin = saved + sum(nbytes(node.meta.get("val")) for node in given if node.name.startswith(TANGENTS))

@@ -16,14 +16,14 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import wait_tensor
-from lightning_zero.compile.graph import first_call, in_role, kind_of, ops, output_node, weight_name
+from lightning_zero.compile.graph import first_call, graph_kind, nodes_in_role, ops, output_node, weight_name
 from lightning_zero.compile.passes.grouping import dtype_name
 from lightning_zero.compile.plan import CHART, Gather, GraphPlan, Reduce
 from lightning_zero.native.ops import Op, Role, find_op, no_result, register_op
-from lightning_zero.profiling.estimate import Costs
+from lightning_zero.profiling.estimate import CostModel
 from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["announce_plan", "read_plan"]
+__all__ = ["publish_plan", "read_plan"]
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +32,13 @@ register_op(Op("check_plan", shards=0, fake=no_result, has_effect=True))
 _PARTS = (wait_tensor, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default)  # how a weight is cut out of its group
 
 
-def announce_plan(graph: Graph, costs: Costs | None = None) -> Graph:
+def publish_plan(graph: Graph, costs: CostModel | None = None) -> Graph:
     """Puts ``check_plan(shard, digest, plan)`` in front of the first collective, in place. ``costs``: what was
     measured, by which the plan is given its seconds."""
     plan = read_plan(graph)
     if costs is not None and (plan.gathers or plan.reduces):
         plan = _timed(plan, graph, costs)
-    first = next(iter(in_role(graph, Role.START, Role.REDUCE)), None)
+    first = next(iter(nodes_in_role(graph, Role.START, Role.REDUCE)), None)
     if first is None:
         return graph
     op = find_op(first.target)
@@ -55,13 +55,13 @@ def read_plan(graph: Graph) -> GraphPlan:
     """The plan of a graph that passes have gone over."""
     nodes = _counted(graph)
     position = {node: number for number, node in enumerate(nodes)}
-    starts = in_role(graph, Role.START)
+    starts = nodes_in_role(graph, Role.START)
     ours = {*starts, *_parts(graph)}
     before, waits = _users_behind(nodes, ours), _resident_waits(graph)
     gathers = tuple(_gather(node, position, before, waits, ours) for node in starts)
-    reduces = tuple(_reduce(node, position) for node in in_role(graph, Role.REDUCE))
+    reduces = tuple(_reduce(node, position) for node in nodes_in_role(graph, Role.REDUCE))
     chart = output_node(graph).meta.get(CHART, ())
-    return GraphPlan(kind_of(graph), len(nodes), gathers, reduces, chart=chart)
+    return GraphPlan(graph_kind(graph), len(nodes), gathers, reduces, chart=chart)
 
 
 def _parts(graph: Graph) -> list[Node]:
@@ -102,7 +102,7 @@ def _counted(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op not in apart and node.target is not check]
 
 
-def _timed(plan: GraphPlan, graph: Graph, costs: Costs) -> GraphPlan:
+def _timed(plan: GraphPlan, graph: Graph, costs: CostModel) -> GraphPlan:
     """With its seconds. Gradients travel in buckets: each has its share of one large transfer."""
     try:
         seconds = dict(zip(graph.nodes, costs.node_seconds(graph), strict=True))

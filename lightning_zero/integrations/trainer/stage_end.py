@@ -10,12 +10,12 @@ import time
 from lightning_zero.engine import Engine
 from lightning_zero.native.watchdog import SequenceId
 
-__all__ = ["meet_at_end"]
+__all__ = ["wait_for_stage_end"]
 
 POLL_S = 0.02
 
 
-def meet_at_end(engine: Engine, stage: int, report_s: float) -> None:
+def wait_for_stage_end(engine: Engine, stage: int, report_s: float) -> None:
     """Wait until all ranks have ended the stage. Collective.
 
     No timeout ends this, since rank 0 may upload for hours in a last hook; a rank that fails or is killed does.

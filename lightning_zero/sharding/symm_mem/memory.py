@@ -20,13 +20,13 @@ from lightning_zero.native.gpu_atomics import gpu_uuid, no_atomics_reason
 from lightning_zero.sharding.shared_memory import Claim, mapped
 from lightning_zero.sharding.symm_mem.probe import barrier_waits
 
-__all__ = ["PeerMemory"]
+__all__ = ["SymmetricMemory"]
 
 BACKEND = "CUDA"  # of torch's symmetric memory: NVSHMEM's barrier has been an empty stub
 PROBE_MS = 60_000  # all ranks come at once: one that is not there then has ended
 
 
-class PeerMemory:
+class SymmetricMemory:
     """Allocates such memory for the ranks of a mesh; see :meth:`of`. Ranks of one host reach each other's; whether
     there is any is the same on all hosts, so that all ranks do the same.
 
@@ -42,7 +42,7 @@ class PeerMemory:
         self.nbytes = 0  # of this rank's
 
     @classmethod
-    def of(cls, mesh: Mesh) -> tuple[PeerMemory | None, str]:
+    def of(cls, mesh: Mesh) -> tuple[SymmetricMemory | None, str]:
         """This memory if there can be any, or None and the reason. The same on every rank. Collective."""
         if mesh.intra_host.size == 1:
             return None, "there is one rank" if mesh.inter_host is None else "there is one rank on each host"

@@ -42,7 +42,7 @@ dist.destroy_process_group()
 
 
 def test_a_rank_that_fails_is_quoted_and_those_who_wait_for_it_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.cli.local_ranks.OTHERS_END_S", 0.2)
+    monkeypatch.setattr("lightning_zero.cli.local_ranks.EXIT_GRACE_S", 0.2)
     script = """
 import os, time
 if os.environ["RANK"] == "1":

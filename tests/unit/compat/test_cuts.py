@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from lightning_zero.compat import cuts
 from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
-from lightning_zero.compat.cuts import cutting_fast, cutting_often
+from lightning_zero.compat.cuts import cache_minimum_cuts, fast_minimum_cut
 
 BUDGETS = (0.2, 0.4, 0.6, 1.0)
 
@@ -64,7 +64,7 @@ def test_the_cuts_are_the_same_and_fewer_are_looked_for(
     monkeypatch.setattr(cuts.partitioners, "solve_min_cut", counted)
     expected = halves(joint, nullcontext())
     counts += [0]
-    assert halves(joint, cutting_often()) == expected
+    assert halves(joint, cache_minimum_cuts()) == expected
     assert len({*expected}) > 2
     assert 0 < counts[1] < counts[0]
     assert cuts.partitioners.solve_min_cut is counted
@@ -85,5 +85,5 @@ def test_the_faster_way_finds_the_same_cuts(
     monkeypatch.setattr(cuts, "minimum_cut", counted)
     expected = halves(joint, nullcontext())
     assert count == 0
-    assert halves(joint, cutting_fast()) == expected
+    assert halves(joint, fast_minimum_cut()) == expected
     assert count > 0

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.compile.budget import MEASURED_STEPS, MOST_STEPS, MeasuredBudget
+from lightning_zero.compile.budget import MEASURED_STEPS, MOST_STEPS, MemoryPlanner
 from lightning_zero.compile.plan import Gather, GraphPlan
 from lightning_zero.compile.shares import another_fits, saved_share
 from lightning_zero.config import CompileConfig, EngineConfig
@@ -57,18 +57,18 @@ def test_where_nothing_is_gathered_nothing_fits() -> None:
     assert not another_fits([plan("backward")], 1.0, 1e9, 0)
 
 
-class Alone(MeasuredBudget):
+class Alone(MemoryPlanner):
     """Of a single rank, whose device has 2000 bytes and gives half of them; a pass gathers 800."""
 
     def __init__(self, exists: bool = True) -> None:
         self.said: list[str] = []
         self.starts = 0
         self.progress: Any = SimpleNamespace(compiled=0, report=self.said.append)
-        self.plans: Any = SimpleNamespace(count=0, agreed=(plan("backward", (4, 400)),), charts=[])
+        self.plans: Any = SimpleNamespace(count=0, agreed_plans=(plan("backward", (4, 400)),), charts=[])
         self.executor: Any = SimpleNamespace(counters=lambda: {"gather_bytes": self.bytes})
         self.bytes = 0
         gauge: Any = SimpleNamespace(
-            exists=exists, captures=False, start=self._begin, read=self._read, empty=lambda: None, device=CPU
+            reports_memory=exists, captures=False, start=self._begin, read=self._read, empty=lambda: None, device=CPU
         )
         super().__init__(self.progress, self.plans, self.executor, None, gauge)  # type: ignore[arg-type]
 
@@ -114,7 +114,7 @@ def test_passes_count_between_steps_and_only_steps_are_measured() -> None:
 def test_the_search_for_steps_without_compiling_ends() -> None:
     budget = Alone()
     assert [budget.batch(number % 3 == 0) for number in range(MOST_STEPS + 50)] == [None] * (MOST_STEPS + 50)
-    assert ["Set resident_mb to keep some" in line for line in budget.said] == [True]
+    assert ["Set unsharded_cache_mb to keep some" in line for line in budget.said] == [True]
 
 
 def test_other_options_are_measured_anew() -> None:
@@ -125,14 +125,14 @@ def test_other_options_are_measured_anew() -> None:
 
 
 def test_a_device_that_does_not_tell_keeps_nothing_and_says_so_once() -> None:
-    budget = Alone(exists=False)
+    budget = Alone(reports_memory=False)
     assert [budget.batch(True) for _ in range(9)] == [None] * 9
     assert budget.said == [
         "reshard_after_forward='auto' keeps no parameters: this device does not tell how much memory it has."
     ]
 
 
-@pytest.mark.parametrize("chosen", [{}, {"resident_mb": 7}, {"reshard_after_forward": "auto", "compile": False}])
+@pytest.mark.parametrize("chosen", [{}, {"unsharded_cache_mb": 7}, {"reshard_after_forward": "auto", "compile": False}])
 def test_without_auto_nothing_is_measured(chosen: dict[str, Any]) -> None:
     budget = Alone()
     assert [budget.batch(config=options(**chosen)) for _ in range(9)] == [None] * 9
@@ -140,14 +140,14 @@ def test_without_auto_nothing_is_measured(chosen: dict[str, Any]) -> None:
 
 
 def test_until_the_step_the_budget_is_one_of_bytes() -> None:
-    budget, config = Alone(), options(reshard_after_forward="auto", resident_until="step")
-    budget.plans.agreed = (plan("forward", (1, 10**6)),)
+    budget, config = Alone(), options(reshard_after_forward="auto", unsharded_cache_until="step")
+    budget.plans.agreed_plans = (plan("forward", (1, 10**6)),)
     assert budget.until_step(config.compiled) == 0.0
     for number in range(9):
         assert budget.batch(number == 1, config=config) is None
     assert budget.until_step(config.compiled) == 0.0
-    assert budget.until_step(CompileConfig(resident_mb=3, resident_until="step")) == 3 * 2**20
-    assert budget.until_step(CompileConfig(resident_mb=3)) == 0.0
+    assert budget.until_step(CompileConfig(unsharded_cache_mb=3, unsharded_cache_until="step")) == 3 * 2**20
+    assert budget.until_step(CompileConfig(unsharded_cache_mb=3)) == 0.0
 
 
 def test_a_device_is_not_read_in_backward_once_all_is_decided() -> None:

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from lightning_zero.budget.curve import Curve, Point
-from lightning_zero.budget.facts import GIB, Chosen, Gradients
-from lightning_zero.compile.budget import WATCHED_STEPS, MeasuredBudget
-from lightning_zero.compile.known import Known
+from lightning_zero.budget.facts import GIB, GradientBytes, MemoryConfig
+from lightning_zero.compile.budget import WATCHED_STEPS, MemoryPlanner
+from lightning_zero.compile.known import EngineMemoryFacts
 from lightning_zero.config import EngineConfig
 from lightning_zero.profiling.headroom import DeviceMemory
 
 HELD, SAVED, STATES = 10.0, 8.0, 4.0  # GiB: what stays, activations where none is computed again, optimizers' state
 
 
-class Simulated(MeasuredBudget):
+class Simulated(MemoryPlanner):
     """A training of one rank.
 
     Args:
@@ -50,10 +50,10 @@ class Simulated(MeasuredBudget):
         self.graphs = 0.0  # GiB that captures hold
         self.captured_in: int | None = None  # which step
         progress: Any = SimpleNamespace(compiled=0, report=self.said.append)
-        self.book: Any = SimpleNamespace(count=0, agreed=(), charts=[] if curve is None else [curve.points])
+        self.book: Any = SimpleNamespace(count=0, agreed_plans=(), charts=[] if curve is None else [curve.points])
         executor: Any = SimpleNamespace(counters=dict)
         gauge: Any = SimpleNamespace(
-            exists=True,
+            reports_memory=True,
             captures=False,
             start=self._begin,
             read=self._read,
@@ -62,7 +62,7 @@ class Simulated(MeasuredBudget):
         )
         super().__init__(progress, self.book, executor, None, gauge)  # type: ignore[arg-type]
         self._telling.warn = self.warned.append  # type: ignore[method-assign]
-        self.known = Known(states=int(STATES * GIB), to_come=int(STATES * GIB))
+        self.known = EngineMemoryFacts(states=int(STATES * GIB), to_come=int(STATES * GIB))
 
     def _begin(self, anew: bool = True) -> None:
         self.given_back += anew
@@ -84,7 +84,7 @@ class Simulated(MeasuredBudget):
     def _least(self, *values: float) -> list[float]:
         return list(values)
 
-    def step(self) -> Chosen | None:
+    def step(self) -> MemoryConfig | None:
         """What was decided before it."""
         found = self.decided(self.config)
         if found is not None:
@@ -326,7 +326,7 @@ class Graphs:
         self._training, self._must = training, must
         training.replays, training._measuring.outside = self, Watched()  # type: ignore[assignment]
 
-    def decline(self, reason: str) -> bool:
+    def disable(self, reason: str) -> bool:
         if self._must or not self.enabled:
             return False
         self.enabled, self.why, self._training.graphs = False, reason, 0.0
@@ -387,7 +387,7 @@ class Rounding(Simulated):
         super().__init__(limit, eager=eager)
         self.config = replace(self.config, compute_dtype=torch.bfloat16)
         self.gradients = gradients
-        self.known = replace(self.known, gradients=Gradients(over=gradients * GIB))
+        self.known = replace(self.known, gradients=GradientBytes(over=gradients * GIB))
 
     def rounded(self) -> list[tuple[int, bool, float]]:
         """In which steps something was decided: whether gradients are rounded, and activations that are saved."""

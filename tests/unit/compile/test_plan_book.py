@@ -4,28 +4,28 @@ from dataclasses import replace
 
 from lightning_zero.budget.curve import Point
 from lightning_zero.compile.plan import GraphPlan
-from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.compile.plan_book import PlanStore
 
 FIRST, SECOND, THIRD = (GraphPlan("forward", nodes, (), ()) for nodes in (1, 2, 3))
 
 
 def test_graphs_follow_plans_of_the_same_passes_and_no_others() -> None:
-    book = PlanBook()
-    book.turn_to("default")
+    book = PlanStore()
+    book.select("default")
     book.add(FIRST)
-    book.turn_to("minimal")
-    assert book.agreed == ()
+    book.select("minimal")
+    assert book.agreed_plans == ()
     book.add(SECOND)
-    assert book.agreed == (SECOND,)
-    book.turn_to("default")
+    assert book.agreed_plans == (SECOND,)
+    book.select("default")
     book.add(THIRD)
-    assert book.agreed == (FIRST, THIRD)
+    assert book.agreed_plans == (FIRST, THIRD)
     assert book.plan.graphs == (FIRST, SECOND, THIRD)
     assert book.count == 3
 
 
 def test_what_graphs_say_of_other_budgets_holds_until_others_say_it() -> None:
-    book, chart = PlanBook(), (Point(1.0, 2, 3),)
+    book, chart = PlanStore(), (Point(1.0, 2, 3),)
     assert book.charts == []
     book.add(replace(FIRST, chart=chart))
     book.add(SECOND)
@@ -38,8 +38,8 @@ def test_what_graphs_say_of_other_budgets_holds_until_others_say_it() -> None:
 
 
 def test_with_other_options_no_plan_is_followed_and_all_are_remembered() -> None:
-    book = PlanBook()
+    book = PlanStore()
     book.add(FIRST)
     book.forget()
-    assert book.agreed == ()
+    assert book.agreed_plans == ()
     assert book.plan.graphs == (FIRST,)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.staging_ring import LEAST_SLOTS, Ring
+from lightning_zero.offload.staging_ring import LEAST_SLOTS, StagingRing
 from lightning_zero.optim.flat_runs import ChunkedState, FlatRun, LoadedChunk
 from tests.helpers.lanes import ORDERS, DelayedLanes
 
@@ -39,7 +39,7 @@ def train(order: Any, without: str = "", steps: int = 3) -> list[Tensor]:
     """What is left in memory, and what was seen behind each step."""
     lanes, seen = DelayedLanes(without), []
     runs = [run(away) for away in AWAY]
-    parts = ChunkedState(runs, lambda s: list(s.state), Ring(CPU, SMALL, lanes))
+    parts = ChunkedState(runs, lambda s: list(s.state), StagingRing(CPU, SMALL, lanes))
     for _ in range(steps):
         parts.prefetch_from_host()
         with parts.stream_state():
@@ -97,6 +97,6 @@ def test_what_is_on_the_device_stays_there() -> None:
 
 
 def test_a_stretch_has_room_for_its_master() -> None:
-    ring = Ring(CPU, SMALL)
+    ring = StagingRing(CPU, SMALL)
     counts = [len(list(ChunkedState([run(away)], lambda s: list(s.state), ring)._parts)) for away in (False, True)]
     assert counts[1] > counts[0] > LEAST_SLOTS

@@ -21,7 +21,7 @@ class OnDevice:
 
 def test_what_is_as_large_as_shards_leaves_and_the_rest_stays() -> None:
     shard, stranger = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
-    record: Any = SimpleNamespace(is_like_shard=lambda value: getattr(value, "shape", None) == (4,))
+    record: Any = SimpleNamespace(has_shard_shape=lambda value: getattr(value, "shape", None) == (4,))
     optimizer: Any = SimpleNamespace(state={})
     count, kept = OnDevice(()), OnDevice((4,))
     optimizer.state[shard] = {"exp_avg": OnDevice((4,)), "step": count, "lr": 0.1}

@@ -11,7 +11,7 @@ import pytest
 
 import lightning_zero
 from lightning_zero.native.watchdog import Phase
-from lightning_zero.sharding.shard_sync import ShardAccess
+from lightning_zero.sharding.shard_sync import ShardSync
 from lightning_zero.step.cycle import State, StepCycle
 
 
@@ -61,7 +61,7 @@ class Bench:
         self.in_forward = False
         sharder = SimpleNamespace(
             executor=executor,
-            access=ShardAccess(executor),  # type: ignore[arg-type]
+            sync=ShardSync(executor),  # type: ignore[arg-type]
             view=SimpleNamespace(
                 begin_forward=partial(self.set_forward, True), end_forward=partial(self.set_forward, False)
             ),
@@ -181,14 +181,20 @@ def test_a_refused_step_does_not_end_the_one_that_goes_on() -> None:
     assert bench.log == []
     assert bench.cycle.state is State.STEP
     bench.do("end a")
-    assert bench.log == ["expire_compute_copies", "end_writing"]
+    assert bench.log == ["expire_compute_shards", "end_writing"]
 
 
 def test_a_reset_drops_a_backward_before_what_it_brought_could_be_written() -> None:
     bench = Bench().run("forward")
     bench.log.clear()
     bench.do("reset")
-    assert bench.log == ["reset", "abort", "sync_edits forget", "drop", "reset"]  # compiled code first, buffers last
+    assert bench.log == [
+        "reset",
+        "abort",
+        "sync_user_writes forget",
+        "drop",
+        "reset",
+    ]  # compiled code first, buffers last
 
 
 def test_a_training_step_is_prepared_in_one_order() -> None:
@@ -196,7 +202,7 @@ def test_a_training_step_is_prepared_in_one_order() -> None:
     assert bench.log == [
         "allocate",
         "allocate_gradients",
-        "begin_epoch",
+        "begin_training_step",
         "prepare",
         "before_forward",
         "surround",
@@ -211,14 +217,14 @@ def test_a_training_step_is_prepared_in_one_order() -> None:
 @pytest.mark.parametrize(
     ("event", "calls"),
     [
-        ("after_backward", ["sync_edits"]),
-        ("before_step", ["stepped", "stepped", "sync_edits forget", "begin_writing"]),
-        ("begin a", ["reduce_deferred", "stepped", "stepped", "sync_edits forget", "begin_writing"]),
+        ("after_backward", ["sync_user_writes"]),
+        ("before_step", ["stepped", "stepped", "sync_user_writes forget", "begin_writing"]),
+        ("begin a", ["reduce_deferred", "stepped", "stepped", "sync_user_writes forget", "begin_writing"]),
         ("end a", ["end_writing"]),
-        ("eval_step", ["settle", "make_room", "sync_edits", "expire_compute_copies", "before_forward"]),
-        ("after_eval", ["sync_edits forget"]),
-        ("reset", ["reset", "abort", "sync_edits forget", "drop", "reset"]),
-        ("clean_up", ["reset", "abort", "sync_edits forget", "drop", "reset", "release_buffers"]),
+        ("eval_step", ["settle", "release_memory", "sync_user_writes", "expire_compute_shards", "before_forward"]),
+        ("after_eval", ["sync_user_writes forget"]),
+        ("reset", ["reset", "abort", "sync_user_writes forget", "drop", "reset"]),
+        ("clean_up", ["reset", "abort", "sync_user_writes forget", "drop", "reset", "release_buffers"]),
     ],
 )
 def test_when_edits_reach_shards_and_shards_are_written(event: str, calls: list[str]) -> None:
@@ -241,13 +247,13 @@ def test_when_edits_reach_shards_and_shards_are_written(event: str, calls: list[
 def test_a_rank_without_a_backward_ends_one_with_the_others(events: tuple[str, ...], times: int) -> None:
     bench = Bench()
     bench.cycle._executor.__dict__["world_size"] = 2
-    assert bench.run(*events).log.count("end_without") == times
+    assert bench.run(*events).log.count("end_empty_backward") == times
 
 
 def test_copies_are_void_after_a_step_and_only_then() -> None:
     bench = Bench().run("begin a")
     bench.log.clear()
-    assert bench.run("end a").log == ["expire_compute_copies", "end_writing"]
+    assert bench.run("end a").log == ["expire_compute_shards", "end_writing"]
     bench.log.clear()
     assert bench.run("end a").log == ["end_writing"]
 
@@ -303,9 +309,9 @@ def test_what_a_lost_device_raises_does_not_hide_what_came_first() -> None:
 
 
 def test_nobody_else_says_when_edits_are_synchronised() -> None:
-    """Writers ask ShardAccess or the cycle; who called the executor would have to remember three calls."""
+    """Writers ask ShardSync or the cycle; who called the executor would have to remember three calls."""
     package = Path(lightning_zero.__file__).parent
-    names = ("sync_edits", "begin_writing", "end_writing", "expire_compute_copies")
+    names = ("sync_user_writes", "begin_writing", "end_writing", "expire_compute_shards")
     callers = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")

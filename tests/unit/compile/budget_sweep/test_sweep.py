@@ -15,10 +15,10 @@ from lightning_zero.compat import cuts
 from lightning_zero.compile.backend import Compiler
 from lightning_zero.compile.budget_sweep.sweep import point
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.graph import kind_of, output_node
-from lightning_zero.compile.listener import Progress
+from lightning_zero.compile.graph import graph_kind, output_node
+from lightning_zero.compile.listener import CompileProgress
 from lightning_zero.compile.plan import CHART
-from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.compile.plan_book import PlanStore
 from lightning_zero.compile.selection import PassSelection
 from lightning_zero.config import CompileConfig
 from lightning_zero.native import load
@@ -54,7 +54,7 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-class Seeing(Progress):
+class Seeing(CompileProgress):
     """Keeps the halves as they were partitioned, and what the forward says of other budgets."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Seeing(Progress):
 
     def _see(self, what: str, graph: Graph) -> None:
         if what == "before":
-            kept = self.halves[kind_of(graph)] = Graph()
+            kept = self.halves[graph_kind(graph)] = Graph()
             kept.output(kept.graph_copy(graph, {}))
             self.chart = output_node(graph).meta.get(CHART) or self.chart
 
@@ -78,11 +78,11 @@ def anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-def compiled(budget: float, charts: bool) -> tuple[Seeing, Tensor, list[int]]:
+def compiled(budget: float, sweeps_budgets: bool) -> tuple[Seeing, Tensor, list[int]]:
     """What was seen; a loss and gradients; and where the memory of what forward was given is."""
     seeing = Seeing()
-    compiler = Compiler(context(budget), PassSelection(), PlanBook(), seeing)
-    compiler.charts = charts
+    compiler = Compiler(context(budget), PassSelection(), PlanStore(), seeing)
+    compiler.sweeps_budgets = sweeps_budgets
     torch.manual_seed(0)
     model = Model()
     tokens = torch.arange(60).view(2, 30) % WORDS
@@ -99,11 +99,11 @@ def context(budget: float) -> PassContext:
 @pytest.mark.exhaustive_variants("all")
 @pytest.mark.parametrize("step", [3, 1], ids=["two", "all"])
 def test_each_point_is_what_the_graphs_take_that_are_compiled_with_that_budget(step: int) -> None:
-    charted, values, _ = compiled(0.5, charts=True)
+    charted, values, _ = compiled(0.5, sweeps_budgets=True)
     assert tuple(one.budget for one in charted.chart) == CHARTED
     for expected in charted.chart[::step]:  # each takes a compilation
         torch._dynamo.reset()
-        real, same, _ = compiled(expected.budget, charts=False)
+        real, same, _ = compiled(expected.budget, sweeps_budgets=False)
         halves = real.halves["forward"], real.halves["backward"]
         assert point(*halves, context(expected.budget), expected.budget) == expected
         assert torch.equal(values, same) or expected.budget != 0.5
@@ -121,7 +121,7 @@ def test_what_is_said_to_be_saved_is_what_autograd_keeps() -> None:
         return value
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
-        charted, _, given = compiled(0.5, charts=True)
+        charted, _, given = compiled(0.5, sweeps_budgets=True)
     for storage in given:
         kept.pop(storage, None)
     [half] = [one for one in charted.chart if one.budget == 0.5]
@@ -129,19 +129,19 @@ def test_what_is_said_to_be_saved_is_what_autograd_keeps() -> None:
 
 
 def test_nothing_is_reckoned_that_nobody_asks_for() -> None:
-    seeing, *_ = compiled(0.5, charts=False)
+    seeing, *_ = compiled(0.5, sweeps_budgets=False)
     assert seeing.chart == ()
 
 
 def test_users_are_not_warned_of_what_torch_does_itself() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
-        seeing, *_ = compiled(0.5, charts=True)
+        seeing, *_ = compiled(0.5, sweeps_budgets=True)
     assert seeing.chart
 
 
 def test_where_some_budget_cannot_be_cut_the_graph_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, values, _ = compiled(0.5, charts=False)
+    plain, values, _ = compiled(0.5, sweeps_budgets=False)
     torch._dynamo.reset()
     real = cuts.partitioners.choose_saved_values_set
     asked: list[float] = []
@@ -153,7 +153,7 @@ def test_where_some_budget_cannot_be_cut_the_graph_is_compiled_all_the_same(monk
         return real(*args, memory_budget=memory_budget)  # type: ignore[arg-type]
 
     monkeypatch.setattr(cuts.partitioners, "choose_saved_values_set", refuses)
-    seeing, same, _ = compiled(0.5, charts=True)
+    seeing, same, _ = compiled(0.5, sweeps_budgets=True)
     assert asked == [*CHARTED[:0:-1], 0.5]
     assert seeing.chart == ()
     assert torch.equal(values, same)
@@ -169,7 +169,7 @@ def test_what_nobody_has_thought_of_is_told_and_ends_nothing(
         raise KeyError("val")
 
     monkeypatch.setattr(import_module("lightning_zero.compile.budget_sweep.sweep"), "graph_peak", wrong)
-    seeing, *_ = compiled(0.5, charts=True)
+    seeing, *_ = compiled(0.5, sweeps_budgets=True)
     assert seeing.chart == ()
     [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "KeyError: 'val'" in line
