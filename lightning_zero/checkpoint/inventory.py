@@ -27,8 +27,8 @@ from torch import Tensor
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
-from lightning_zero.optim.support import check_state_dict, large_tensors
 from lightning_zero.optim.update_rules import StateNames, state_names
+from lightning_zero.optim.support import check_state_dict, large_tensors
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.unsupported import without_shard_dispatch

@@ -8,7 +8,7 @@ from lightning_zero.budget.facts import MemoryConfig
 from lightning_zero.budget.items import WEIGHTS
 from lightning_zero.budget.options import constraints_of
 from lightning_zero.budget.plan import MemoryPlan, choose_plan
-from lightning_zero.compile.known import EngineMemoryFacts, StepStats, measured
+from lightning_zero.compile.known import StepStats, EngineMemoryFacts, measured
 from lightning_zero.config import EngineConfig
 from lightning_zero.profiling.headroom import DeviceMemory, memory_limit
 
@@ -16,12 +16,7 @@ __all__ = ["after_failure"]
 
 
 def after_failure(
-    known: EngineMemoryFacts,
-    config: EngineConfig,
-    memory: DeviceMemory,
-    now: MemoryConfig,
-    stepped: bool,
-    requested: int,
+    known: EngineMemoryFacts, config: EngineConfig, memory: DeviceMemory, now: MemoryConfig, stepped: bool, requested: int
 ) -> MemoryPlan:
     """By one rank's numbers alone; where nothing fits in the limit that is set, within the device.
 
@@ -43,7 +38,5 @@ def after_failure(
     facts = measured(known, limit, StepStats(room=limit - peak, took=took), False, now)
     facts = replace(facts, source="estimated", weights=now.weights)
     within = choose_plan(facts, free, later)
-    beyond = (
-        within if within.fits else choose_plan(replace(facts, limit=memory_limit("auto", memory.total)), free, later)
-    )
+    beyond = within if within.fits else choose_plan(replace(facts, limit=memory_limit("auto", memory.total)), free, later)
     return beyond if beyond.fits else within

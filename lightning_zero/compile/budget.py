@@ -21,18 +21,18 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from lightning_zero.budget.facts import Constraints, MemoryConfig, PlannerInputs
+from lightning_zero.budget.facts import MemoryConfig, PlannerInputs, Constraints
 from lightning_zero.budget.items import ACTIVATIONS, WEIGHTS, with_measured_peak
-from lightning_zero.budget.options import constraints_of, memory_config
-from lightning_zero.budget.plan import MemoryPlan, choose_plan, with_offload_advice
+from lightning_zero.budget.options import memory_config, constraints_of
+from lightning_zero.budget.plan import MemoryPlan, with_offload_advice, choose_plan
 from lightning_zero.compile.after_failure import after_failure
 from lightning_zero.compile.cache import AllocatorCacheLimit
 from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.compile.first_step import FirstStep
 from lightning_zero.compile.known import (
     MASTERS,
-    EngineMemoryFacts,
     StepStats,
+    EngineMemoryFacts,
     after_first_step,
     before_training,
     measured,
@@ -84,12 +84,7 @@ class MemoryPlanner:
     """
 
     def __init__(
-        self,
-        progress: CompileProgress,
-        plans: PlanStore,
-        executor: Executor,
-        group: dist.ProcessGroup,
-        gauge: MemoryGauge,
+        self, progress: CompileProgress, plans: PlanStore, executor: Executor, group: dist.ProcessGroup, gauge: MemoryGauge
     ) -> None:
         self._telling = MemoryReporter(progress.report, group)
         self._plans = plans
@@ -352,9 +347,7 @@ class MemoryPlanner:
             facts, free = self._course.facts, constraints_of(config, self.known.may_leave)
             facts = with_measured_peak(facts, plan.chosen, plan.steady)
             self.plan = plan = with_offload_advice(plan, facts, free, self.known.before)
-        self._telling.warn(
-            f"{option(config)} is not held: {format_gib(-quiet.room)} GiB more are taken. {plan.instead()}"
-        )
+        self._telling.warn(f"{option(config)} is not held: {format_gib(-quiet.room)} GiB more are taken. {plan.instead()}")
         return None
 
     def _foresee(self, config: EngineConfig, quiet: StepStats) -> PlanUpdate | None:

@@ -124,9 +124,7 @@ class FirstStep:
         return self._saves(room, UNWATCHED_SHARE * room.free)
 
     def _saves(self, room: _Room, unwatched: float = 0.0) -> SavedTensorOffload:
-        saves: SavedTensorOffload = SavedTensorOffload(
-            self._gauge.device, lambda: room.excess(saves.largest), unwatched=unwatched
-        )
+        saves: SavedTensorOffload = SavedTensorOffload(self._gauge.device, lambda: room.excess(saves.largest), unwatched=unwatched)
         return saves
 
     def backward_begins(self) -> None:

@@ -121,7 +121,7 @@ class StepProfiler:
         """Must come with each step of an optimizer; harmless when repeated."""
         if not self.stepped:
             self.stepped = True
-            self._clock.end(within_capture=self._gauge.captures)
+            self._clock.end(within_capture=self._gauge.is_capturing)
 
     def pass_begins(self) -> bool:
         """Whether an optimizer has stepped since the last one."""

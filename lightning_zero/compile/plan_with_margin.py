@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from lightning_zero.budget.facts import Constraints, PlannerInputs
-from lightning_zero.budget.plan import MemoryPlan, choose_plan, with_offload_advice
+from lightning_zero.budget.facts import PlannerInputs, Constraints
+from lightning_zero.budget.plan import MemoryPlan, with_offload_advice, choose_plan
 from lightning_zero.compile.known import EAGER_SAVED
 
 __all__ = ["cautious", "unless_it_may_fit"]

@@ -263,7 +263,7 @@ class CompileSession:
         decided = self.budget.decided(self.config)
         if decided is not None:
             self.apply_update(decided)
-        self._compiler.charts = self.budget.charts(self.config)
+        self._compiler.sweeps_budgets = self.budget.charts(self.config)
         return self.budget.until_step(self.config.compiled)
 
     def apply_update(self, decided: PlanUpdate) -> None:
@@ -281,9 +281,7 @@ class CompileSession:
     def is_discovering(self) -> bool:
         """Whether the next step runs eagerly and shows what to compile."""
         assert self.compiled_modules is not None
-        return self.config.compiled.enabled and not (
-            self.compiled_modules.modules or self.compiled_modules.eager_reasons
-        )
+        return self.config.compiled.enabled and not (self.compiled_modules.modules or self.compiled_modules.eager_reasons)
 
     def step(self) -> AbstractContextManager[None]:
         """Surrounds the forward of each training step."""

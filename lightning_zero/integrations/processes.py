@@ -17,8 +17,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
 from lightning_zero.compat.lightning_private import init_process_group, reduce_value
-from lightning_zero.integrations.process_group import check_backend, check_rank, check_world_size
 from lightning_zero.mesh import all_max, all_min
+from lightning_zero.integrations.process_group import check_backend, check_rank, check_world_size
 from lightning_zero.native.startup import StartupWatch
 
 __all__ = ["ProcessGroupMixin", "without_nccl_abort", "reduce_in_place"]
@@ -110,12 +110,7 @@ class ProcessGroupMixin:
             first = self.node_rank * self.num_processes
             neighbours = range(first, first + self.num_processes)
             self._startup = StartupWatch(
-                cluster.main_address,
-                cluster.main_port,
-                self.global_rank,
-                self.world_size,
-                neighbours,
-                self._stall_report_s,
+                cluster.main_address, cluster.main_port, self.global_rank, self.world_size, neighbours, self._stall_report_s
             )
         self.accelerator.setup_device(self.root_device)
         backend = self._process_group_backend or torch.distributed.get_default_backend_for_device(self.root_device)

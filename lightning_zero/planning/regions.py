@@ -12,7 +12,7 @@ from torch.fx import traceback
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
+from lightning_zero.compat.graphs import RECOMPUTE, AC_GRAPH_ID
 from lightning_zero.compat.modules import CHECKPOINT_REGIONS
 from lightning_zero.compat.patches import swap_attribute
 

@@ -56,9 +56,7 @@ def cut(module: nn.Module, world_size: int, dtype: torch.dtype | None = None) ->
     return found
 
 
-def persistent_bytes(
-    cuts: Sequence[ParamShard], config: EngineConfig, hosts: int = 1, accumulate: int = 1
-) -> dict[str, int]:
+def persistent_bytes(cuts: Sequence[ParamShard], config: EngineConfig, hosts: int = 1, accumulate: int = 1) -> dict[str, int]:
     """Bytes of a rank, by the names under which an engine reports them; what the optimizer keeps is not among them.
 
     Args:
@@ -124,9 +122,7 @@ def _resident(cuts: Sequence[ParamShard], config: EngineConfig) -> int:
     small_bytes = 0 if isinf(left) else small_weight_bytes(config.compiled)
     total = 0
     for c in cuts:
-        used = (
-            c.dtype if c.stays_full_precision else c.compute_dtype_of(config.compute_dtype if config.compile else None)
-        )
+        used = c.dtype if c.stays_full_precision else c.compute_dtype_of(config.compute_dtype if config.compile else None)
         whole = replace(c.layout, world_size=1).shard_numel * c.layout.world_size * used.itemsize
         if c.layout.numel * used.itemsize > small_bytes and whole <= left:
             left -= whole

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.context import PassContext
 from lightning_zero.planning.as_on_gpu import as_on_gpu
-from lightning_zero.planning.compiled import FakeCompiler, GraphTotals
+from lightning_zero.planning.compiled import GraphTotals, FakeCompiler
 from lightning_zero.planning.faked import faked, faked_batch
 from lightning_zero.planning.ledger import MemoryCounter
 from lightning_zero.planning.regions import marked_regions

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lightning_zero.budget.facts import MemoryConfig, PlannerInputs, StepTimes
-from lightning_zero.budget.options import apply_memory_config, constraints_of, memory_config
+from lightning_zero.budget.options import apply_memory_config, memory_config, constraints_of
 from lightning_zero.budget.plan import choose_plan
 from lightning_zero.compile.known import EngineMemoryFacts
 from lightning_zero.config import EngineConfig
@@ -71,9 +71,7 @@ def _besides(chosen: MemoryConfig, known: EngineMemoryFacts) -> float:
     return chosen.weights + known.gradients.whole * chosen.reduce_once
 
 
-def with_first_step_peak(
-    found: TrainingPlan, held: Callable[[], StepEstimate | None], over: float = 0.0
-) -> TrainingPlan:
+def with_first_step_peak(found: TrainingPlan, held: Callable[[], StepEstimate | None], over: float = 0.0) -> TrainingPlan:
     """What becomes of the first step, which runs eagerly, before optimizers have made state: as much of what it saves
     as has to is on the host until its backward, within a limit or where the device would be full.
 
@@ -106,9 +104,7 @@ def _same(chosen: MemoryConfig, now: MemoryConfig) -> bool:
     )
 
 
-def _facts(
-    found: TrainingPlan, config: EngineConfig, known: EngineMemoryFacts, passes: int, now: MemoryConfig
-) -> PlannerInputs:
+def _facts(found: TrainingPlan, config: EngineConfig, known: EngineMemoryFacts, passes: int, now: MemoryConfig) -> PlannerInputs:
     step = found.passes.compiled or found.passes.eager
     facts = known.facts(
         "estimated", memory_limit(config.memory, found.device.memory), found.peak + found.device.context, now

@@ -33,11 +33,11 @@ from lightning_zero.profiling.tensors import (
     called_op,
     is_view,
     nbytes,
-    nodes_where,
     read_bytes,
     size_hint,
     storages,
     tensors_of,
+    nodes_where,
     view_base,
 )
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.compat.fakes import fake_like
-from lightning_zero.compat.tensors import FakeTensor, no_dispatch_modes, no_python_dispatcher
+from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, no_dispatch_modes
 
 __all__ = ["FakeBuffer"]
 

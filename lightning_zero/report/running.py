@@ -43,11 +43,7 @@ def _compiled(engine: Engine) -> str:
     compiled_modules = engine.session.compiled_modules
     if compiled_modules is None or not engine.config.compiled.enabled:
         return "nothing compiled: compile=False"
-    names = [
-        repr(name) if name else "the whole module"
-        for name in compiled_modules.modules
-        if name not in compiled_modules.limit_reasons
-    ]
+    names = [repr(name) if name else "the whole module" for name in compiled_modules.modules if name not in compiled_modules.limit_reasons]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     reasons = compiled_modules.eager_reasons | compiled_modules.limit_reasons
     eager_reasons = [f"{name or 'the whole module'!r} runs eagerly: {why}" for name, why in reasons.items()]

@@ -25,8 +25,8 @@ from lightning_zero.sharding.layout import inverse
 from lightning_zero.sharding.weight_reader import WeightReader
 
 __all__ = [
-    "ORDERS",
     "UNSHARDED_CACHE",
+    "ORDERS",
     "SHAPES",
     "ClassCache",
     "engine_of_class",

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from lightning_zero.budget.facts import GradientBytes, MemoryConfig
+from lightning_zero.budget.facts import MemoryConfig, GradientBytes
 from lightning_zero.budget.options import apply_memory_config, memory_config
 from lightning_zero.budget.plan import MemoryPlan
 from lightning_zero.compile.known import MASTERS, EngineMemoryFacts
@@ -145,7 +145,9 @@ class MemoryController:
     def _look_again(self, config: EngineConfig) -> None:
         """Shards have moved, and weights may travel another way, since that was made."""
         budget = self._session.budget
-        budget.known = replace(budget.known, fixed=self._fixed(config, self.gradients.aliased), gather_s=self._gather_s)
+        budget.known = replace(
+            budget.known, fixed=self._fixed(config, self.gradients.aliased), gather_s=self._gather_s
+        )
 
     @property
     def _gather_s(self) -> float:

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagingRing
+from lightning_zero.offload.staging_ring import StagedChunk, RingPass, StagingRing
 from tests.helpers.lion import Lion
 from tests.helpers.models import build
 from tests.helpers.optimizer_steps import (
@@ -214,9 +214,7 @@ def configure_twice() -> list[tuple[str, ...]]:
         engine.optimizers.arrange([optimizer])
         engine.optimizers.stepper(optimizer)
         away = replace(engine.config, offload=("optimizer",))
-        full = patch(
-            "lightning_zero.step.optimizer_steps.move_state_to_host", side_effect=MemoryError("the host is full")
-        )
+        full = patch("lightning_zero.step.optimizer_steps.move_state_to_host", side_effect=MemoryError("the host is full"))
         with full, pytest.raises(MemoryError):
             engine.configure(away)
         engine.configure(away)

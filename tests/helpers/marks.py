@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-__all__ = ["how_seldom", "mark_variants", "matching"]
+__all__ = ["how_seldom", "matching", "mark_variants"]
 
 
 def how_seldom(

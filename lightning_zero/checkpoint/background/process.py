@@ -10,10 +10,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO
 
+from lightning_zero.subprocess_main import program_without_lightning
 from lightning_zero.checkpoint.background.writer import Order, Wrote
 from lightning_zero.checkpoint.sharded.writing import RankFiles
 from lightning_zero.errors import CheckpointError
-from lightning_zero.subprocess_main import program_without_lightning
 
 __all__ = ["WriterProcess"]
 

@@ -9,18 +9,18 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import (
     cast_dtype,
-    is_view_or_cast,
     nodes_in_role,
+    is_view_or_cast,
     ops,
     output_node,
     reduces,
     weight_name,
 )
 from lightning_zero.compile.passes.grouping import split_into_groups
-from lightning_zero.native.ops import Role, reduce_op, register_op
+from lightning_zero.native.ops import Role, register_op, reduce_op
 from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["zero_copy_gradients", "group_reduces", "enqueue_gradients"]
+__all__ = ["group_reduces", "enqueue_gradients", "zero_copy_gradients"]
 
 register_op(reduce_op("reduce_group", Role.REDUCE))
 register_op(reduce_op("reduce_zero_copy", Role.REDUCE))

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compile.subgraphs.signatures import NodeSignatures, signature
 from lightning_zero.native.ops import find_op
-from lightning_zero.profiling.tensors import is_view, nodes_where, tensors_of
+from lightning_zero.profiling.tensors import is_view, tensors_of, nodes_where
 
 __all__ = ["StrideMismatch", "check_strides", "fix_strides"]
 

@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.budget.facts import GIB, Constraints, GradientBytes, MemoryConfig, PlannerInputs, StepTimes
+from lightning_zero.budget.facts import GIB, MemoryConfig, PlannerInputs, Constraints, GradientBytes, StepTimes
 from lightning_zero.budget.items import with_measured_peak
-from lightning_zero.budget.options import apply_memory_config, constraints_of, memory_config
-from lightning_zero.budget.plan import MemoryPlan, choose_plan, with_offload_advice
+from lightning_zero.budget.options import apply_memory_config, memory_config, constraints_of
+from lightning_zero.budget.plan import MemoryPlan, with_offload_advice, choose_plan
 from lightning_zero.config.engine import check_changes
 from lightning_zero.config.tuning import Tuning
 from lightning_zero.errors import UnsupportedError

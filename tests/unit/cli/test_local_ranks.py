@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.cli.local_ranks import run_ranks
 from lightning_zero.subprocess_main import program_without_lightning
+from lightning_zero.cli.local_ranks import run_ranks
 from tests.helpers.command import python_path
 
 
@@ -96,9 +96,7 @@ time.sleep(600)
     parent = f"from lightning_zero.cli.local_ranks import run_ranks; run_ranks(['-c', {rank!r}], 2, 500.0)"
     files = [tmp_path / f"rank{number}" for number in range(2)]
     job = subprocess.Popen(
-        [sys.executable, "-c", program_without_lightning(parent)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": python_path()},
+        [sys.executable, "-c", program_without_lightning(parent)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()}
     )
     try:
         deadline = time.monotonic() + 90

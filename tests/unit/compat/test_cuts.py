@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from lightning_zero.compat import cuts
 from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
-from lightning_zero.compat.cuts import cache_minimum_cuts, fast_minimum_cut
+from lightning_zero.compat.cuts import fast_minimum_cut, cache_minimum_cuts
 
 BUDGETS = (0.2, 0.4, 0.6, 1.0)
 

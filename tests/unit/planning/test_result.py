@@ -24,9 +24,7 @@ def test_a_plan_prints_as_tables() -> None:
         "  fits                   yes",
         "Not all could be traced: ValueError: no",
     ]
-    timed = TrainingPlan(
-        plan.device, 2, 1, roles, PassEstimates(None, None, "", 0), 0, False, StepSeconds(0.1, 0.02, 0.003)
-    )
+    timed = TrainingPlan(plan.device, 2, 1, roles, PassEstimates(None, None, "", 0), 0, False, StepSeconds(0.1, 0.02, 0.003))
     assert str(timed).splitlines()[-5:] == [
         "ms of a step:",
         "  compute    100.0",

@@ -17,14 +17,12 @@ from lightning_zero.planning.result import PassEstimates, TrainingPlan
 from lightning_zero.planning.states import OptimizerMemory
 from lightning_zero.planning.static import cut
 from lightning_zero.planning.training import StepEstimate
-from lightning_zero.planning.within import plan_within_limit, with_first_step_peak
+from lightning_zero.planning.within import with_first_step_peak, plan_within_limit
 from lightning_zero.profiling.devices import Device, find_device
 from lightning_zero.profiling.headroom import memory_limit
 
 GIB = 2**30
-KNOWN = EngineMemoryFacts(
-    states=8 * GIB, masters=4 * GIB, whole=2 * GIB, ring=GIB // 4, may_leave=("optimizer",), gather_s=3e-12
-)
+KNOWN = EngineMemoryFacts(states=8 * GIB, masters=4 * GIB, whole=2 * GIB, ring=GIB // 4, may_leave=("optimizer",), gather_s=3e-12)
 CARD = replace(find_device("H100"), context=0.0)
 
 

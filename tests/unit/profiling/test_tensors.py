@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_zero.profiling.tensors import is_view, nbytes, nodes_where, read_bytes, size_hint, storages, view_base
+from lightning_zero.profiling.tensors import is_view, nbytes, read_bytes, size_hint, storages, nodes_where, view_base
 from tests.helpers.tracing import traced
 
 aten = torch.ops.aten

@@ -12,9 +12,7 @@ class Training:
         self.now = 100.0
         self.spent: defaultdict[str, float] = defaultdict(float, graphs=3.0, compiling=50.0)  # by another training
         self.torch: defaultdict[str, float] = defaultdict(float, {"aot_trace_joint_graph": 7.0})
-        self.clock = StartupTimer(
-            lambda: self.spent, "Inductor", lambda: self.runs, lambda: self.now, lambda: self.torch
-        )
+        self.clock = StartupTimer(lambda: self.spent, "Inductor", lambda: self.runs, lambda: self.now, lambda: self.torch)
         self.runs = ""
 
     def passes(self, seconds: float) -> None:

@@ -114,8 +114,6 @@ def test_beside_weights_that_stay_until_the_step_places_follow_the_order_of_use_
         return b.done(x)
 
     config = CompileConfig(unsharded_cache_mb=1, unsharded_cache_until="step")
-    few, many = (
-        order(run_passes(mixed(rows), default_passes(PassContext(config, 2, NOMINAL_COSTS)))) for rows in (2, 2**20)
-    )
+    few, many = (order(run_passes(mixed(rows), default_passes(PassContext(config, 2, NOMINAL_COSTS)))) for rows in (2, 2**20))
     assert few == many
     assert few.startswith("check_plan(a) gather_group(a) ")
