@@ -87,7 +87,7 @@ class Engine(PickledAsNone):
         chosen = config or EngineConfig()
         tuning = chosen.tuning
         hosts = tuning.ranks_per_host, tuning.replicate_over == "hosts"
-        self.mesh = mesh = mesh or Mesh.of(device, chosen.timeout, *hosts)
+        self.mesh = mesh = mesh or Mesh.from_world(device, chosen.timeout, *hosts)
         self.config = chosen.over(mesh.host_count, mesh.intra_host.size)
         assert mesh.device == device, f"a mesh on {mesh.device} for an engine on {device}"
         away = host_master_policy(self.config, mesh)

@@ -1,8 +1,8 @@
 """Ranks that share one model, their process groups and their hosts.
 
-Every process of the world makes its mesh at the same point of its program, by :meth:`Mesh.of` (all ranks) or
-:meth:`Mesh.over` (several models on disjoint ranks). All other modules get ranks and groups from the mesh and do not
-query ``torch.distributed``. A mesh is immutable: other ranks need a new one.
+Every process of the world makes its mesh at the same point of its program, by :meth:`Mesh.from_world` (all ranks) or
+:meth:`Mesh.from_parts` (several models on disjoint ranks). All other modules get ranks and groups from the mesh and do
+not query ``torch.distributed``. A mesh is immutable: other ranks need a new one.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Mesh:
     timeout_s: float
 
     @classmethod
-    def of(
+    def from_world(
         cls,
         device: torch.device,
         timeout: timedelta | None = None,
@@ -106,10 +106,10 @@ class Mesh:
             UnsupportedError: Hosts have different numbers of ranks.
         """
         _check_initialized()
-        return cls.over([range(dist.get_world_size())], device, timeout, ranks_per_host, replicate)
+        return cls.from_parts([range(dist.get_world_size())], device, timeout, ranks_per_host, replicate)
 
     @classmethod
-    def over(
+    def from_parts(
         cls,
         parts: Iterable[Sequence[int]],
         device: torch.device,

@@ -228,7 +228,7 @@ def _compile(compiler: list[str], version: str, library: Path, report: Report) -
             [*compiler, "-shared", *map(str, objects), *loaded_runtime()]
             + [f"-L{libraries}", f"-Wl,-rpath,{libraries}", *LIBRARIES, "-o", str(linked)],
         )
-        linked.chmod(0o755)  # whatever the umask: check_owner rejects a library that others can write
+        linked.chmod(0o755)  # for any umask: check_owner rejects a library that others can write
         (temporary / "built-by").write_text(f"{shlex.join(compiler)}\n{version}")
         os.replace(temporary / "built-by", library.parent / "built-by")
         os.replace(linked, library)

@@ -101,7 +101,7 @@ def make_private_folder(folder: Path) -> None:
     try:
         for parent in reversed(cache.parents):
             if not parent.exists():
-                parent.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: others must not replace the contents
+                parent.mkdir(mode=0o755, exist_ok=True)  # for any umask: others must not replace the contents
         cache.mkdir(mode=stat.S_IRWXU, exist_ok=True)
         check_parents(cache)
         check_owner(cache)

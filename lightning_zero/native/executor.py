@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from lightning_zero.native.executor_stubs import Gradients, Graphs, Parameters, 
 from lightning_zero.native.load import load
 from lightning_zero.native.watchdog import SequenceId, Watchdog
 
-__all__ = ["Executor", "KeepsActivations", "Transport"]
+__all__ = ["Executor", "Transport"]
 
 
 class Transport:
@@ -137,18 +137,6 @@ class Transport:
         return compile_cuda(kernel_source(source), capability, [f"-D{n}={value}" for n, value in macros.items()])
 
 
-class KeepsActivations(Protocol):
-    """The operations of offloaded activations that compiled graphs call, see ``offload/activations.py``."""
-
-    def leave(self, value: Tensor) -> Tensor: ...
-
-    def left(self, value: Tensor, host: Tensor) -> None: ...
-
-    def come(self, host: Tensor) -> Tensor: ...
-
-    def came(self, value: Tensor, host: Tensor) -> None: ...
-
-
 class Executor:
     """Gathers weights and reduces gradients for one engine.
 
@@ -247,8 +235,8 @@ class Executor:
         """Call ``callback`` before user writes of gathered weights change shards."""
         self._native.before_user_writes(self._define("before_user_writes", "()", callback))
 
-    def keep_activations(self, where: KeepsActivations) -> None:
-        """Let compiled graphs offload activations through ``where`` and reload them."""
+    def keep_activations(self, where: Any) -> None:
+        """Let compiled graphs offload activations through ``where``, see ``offload/activations.py``, and reload them."""
         self.activations = where
         one, two = "(Tensor value)", "(Tensor value, Tensor host)"
         self._native.keep_activations(
@@ -286,8 +274,8 @@ class Executor:
 
         Weights: ``gathers``, ``gather_bytes`` (of unsharded weights), and of these ``eager_gathers``,
         ``resident_gathers`` (into the cache of unsharded weights), ``copied_weights`` (without a collective);
-        ``gather_groups``, and of these ``prefetched_groups`` (started at the beginning of the step); ``compute_shard_writes``
-        (one by one).
+        ``gather_groups``, and of these ``prefetched_groups`` (started at the beginning of the step);
+        ``compute_shard_writes`` (one by one).
 
         Several hosts: ``gather_bytes_across`` and ``reduce_bytes_across`` (of all ranks with one local rank together;
         an all-reduce counts twice), ``host_shard_refreshes``, ``exchanged_parts`` (of these), and on CPUs

@@ -139,8 +139,8 @@ class StartupWatch:
                     lost_since = lost_since or now
                     if now - lost_since > STORE_GONE_S and not self._over.is_set():
                         self._end(
-                            "The key-value store through which ranks find each other is closed: the process that serves "
-                            "it, rank 0's or the launcher, has ended. Look for its error first."
+                            "The key-value store through which ranks find each other is closed: the process that "
+                            "serves it, rank 0's or the launcher, has ended. Look for its error first."
                         )
             if self._failure is None:
                 store.post("left")
@@ -184,8 +184,8 @@ class StartupWatch:
             # A rank that has left is not missing, and one that failed has reported it, both perhaps just now.
             if store.read("left", rank) is None and store.read("failed", rank) is None:
                 self._end(
-                    f"The process of rank {rank} (number {process['pid']}) has ended without an error message, while ranks were "
-                    "setting up. It was killed (SIGKILL, out of host memory), it crashed, or it called exit()."
+                    f"The process of rank {rank} (number {process['pid']}) has ended without an error message, while "
+                    "ranks were setting up. It was killed (SIGKILL, out of host memory), it crashed, or it called exit()."
                 )
         self._report(store)
 

@@ -49,7 +49,7 @@ class Failures:
     """Shows an exception that several ranks share once, with the list of these ranks.
 
     A failing rank posts a digest of its exception in the ranks' key-value store and waits briefly for the posts of the
-    others. Of the ranks with one digest, the first that claims it prints the traceback. A process that ends by an
+    others. The first rank that claims a digest prints the traceback for all ranks with it. A process that ends by an
     exception that was shown only names it. Exit codes and exceptions do not change.
 
     Args:

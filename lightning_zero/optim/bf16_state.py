@@ -84,8 +84,8 @@ def check_bf16_state(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[
         )
     if any(param.dtype is torch.float64 for group in groups for param in group["params"]):
         raise UnsupportedError(
-            f"state_dtype='bf16' keeps the state of {name} in bfloat16, but its parameters are float64. Leave it out, or "
-            "train in float32."
+            f"state_dtype='bf16' keeps the state of {name} in bfloat16, but its parameters are float64. Leave it out, "
+            "or train in float32."
         )
 
 
@@ -110,7 +110,7 @@ class ElementPositions:
     begin: Tensor
 
     @classmethod
-    def of(cls, members: Sequence[ShardedParameter], device: torch.device) -> ElementPositions:
+    def from_members(cls, members: Sequence[ShardedParameter], device: torch.device) -> ElementPositions:
         """Return the positions in a run of these parameters."""
         numels = [record.layout.shard_numel for record in members]
         kind = torch.int16 if len(members) <= torch.iinfo(torch.int16).max else torch.int32

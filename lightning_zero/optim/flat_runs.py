@@ -328,7 +328,7 @@ class Chunk:
     begin: int
     end: int
 
-    def of(self, flat: Tensor) -> Tensor:
+    def view_of(self, flat: Tensor) -> Tensor:
         """Return this chunk's part of a tensor with the run's elements, as a 1-D view."""
         return flat.detach().view(-1)[self.begin : self.end]
 
@@ -337,8 +337,8 @@ class Chunk:
 
         Master shards are first: their place in the staging buffer then does not depend on the state.
         """
-        master = {} if self.run.on_host is None else {MASTER_SHARD: self.of(self.run.on_host)}
-        return master | {name: self.of(self.run.state[name]) for name in names}
+        master = {} if self.run.on_host is None else {MASTER_SHARD: self.view_of(self.run.on_host)}
+        return master | {name: self.view_of(self.run.state[name]) for name in names}
 
     def positions(self, whole: Mapping[int, ElementPositions]) -> ElementPositions | None:
         """Return the positions of this chunk's elements; None if its run has none."""
@@ -427,7 +427,7 @@ class ChunkedState:
             itemsizes = chunk_itemsizes(run, [run.state[name].itemsize for name in names(run)])
             numel = ring.elements(itemsizes) if ring and itemsizes else run.param.numel()
             self._parts += split_into_chunks(run, min(numel, most) if run.bf16_state and most else numel)
-        self.positions = {id(s): ElementPositions.of(s.members, s.param.device) for s in runs if s.bf16_state}
+        self.positions = {id(s): ElementPositions.from_members(s.members, s.param.device) for s in runs if s.bf16_state}
         self._positions = [part.positions(self.positions) for part in self._parts]
         self._loads = StagedChunks(part.load(names(part.run)) for part in self._parts)
         self._ahead: RingPass | None = None
@@ -462,8 +462,8 @@ class ChunkedState:
         through = InPlacePass(self._loads) if self._ring is None else RingPass(self._ring, self._loads)
         for number, part in enumerate(self._parts):
             state, run = through.open(number), part.run
-            param = state.pop(MASTER_SHARD) if run.on_host is not None else part.of(run.param)
-            copy = None if run.copy is None else part.of(run.copy)
+            param = state.pop(MASTER_SHARD) if run.on_host is not None else part.view_of(run.param)
+            copy = None if run.copy is None else part.view_of(run.copy)
             yield LoadedChunk(part, param, copy, state, self._positions[number])
             through.close(number)
         through.rejoin()

@@ -185,7 +185,7 @@ class StepKernel:
         return self._run_compiled(key, compute, arguments) | ({"skip": self._skip} if skip else {})
 
     def _apply(self, rule: Rule, part: LoadedChunk, numbers: dict[str, Tensor]) -> None:
-        param, grad = map(_reals, (part.param, part.chunk.of(part.chunk.run.grad)))
+        param, grad = map(_reals, (part.param, part.chunk.view_of(part.chunk.run.grad)))
         positions, state = part.positions, map(_reals, part.state.values())
         names, keys = list(part.state), list(numbers)
         where: tuple[Tensor, ...] = () if positions is None else (positions.owners, positions.shifts, positions.begin)

@@ -1,4 +1,4 @@
-"""Which optimizers can step shards.
+"""Checks of optimizers: can they step shards, and be captured or offloaded?
 
 An optimizer sees a flat part of each parameter. That is enough for an elementwise rule. A rule that needs a parameter's
 shape, or a norm over it, would silently compute a different result, so such optimizers are rejected by name.
@@ -136,9 +136,9 @@ def check_offload(optimizer: torch.optim.Optimizer) -> None:
     """Raise :class:`UnsupportedError` if the optimizer's state cannot be offloaded."""
     if not has_rules(optimizer, optimizer.param_groups):
         raise UnsupportedError(
-            f"offload=('optimizer',) steps parameters in chunks, and it is unknown if {type(optimizer).__name__} supports "
-            "that: its update rule is not known (only elementwise optimizers of torch.optim, no subclasses). Register it "
-            "with lightning_zero.register_rule, or leave 'optimizer' out of offload."
+            f"offload=('optimizer',) steps parameters in chunks, and it is unknown if {type(optimizer).__name__} "
+            "supports that: its update rule is not known (only elementwise optimizers of torch.optim, no subclasses). "
+            "Register it with lightning_zero.register_rule, or leave 'optimizer' out of offload."
         )
 
 

@@ -2,8 +2,8 @@
 
 An optimizer's own step reads learning rate and betas as floats, which a captured graph would freeze. A :class:`Rule`
 reads tensors and has two parts. ``scalars`` turns a group's settings and the step count into a few numbers, in float64
-because float32 loses ``1 - beta``. ``apply`` updates elements in float32, whatever the dtype of the weights, as the
-fused kernels of ``torch.optim`` do. Choices by a device value use ``torch.where``: a graph has no branches.
+because float32 loses ``1 - beta``. ``apply`` updates elements in float32, for weights of any dtype, as the fused
+kernels of ``torch.optim`` do. Choices by a device value use ``torch.where``: a graph has no branches.
 
 To add an optimizer of ``torch.optim``, write its rule next to similar ones and add a line to ``_RULES``. For other
 optimizers use :func:`register_rule`.

@@ -186,9 +186,9 @@ class _ChunkSequence:
         """Write the compute shard from a master shard that was stepped in a buffer."""
         part, param = self._parts[number], self.params[number]
         if part.run.copy is not None:
-            part.of(part.run.copy).copy_(param.data.view(-1))
+            part.view_of(part.run.copy).copy_(param.data.view(-1))
             self._copied.add(number)
-        param.data = part.of(part.run.param).view(param.shape)
+        param.data = part.view_of(part.run.param).view(param.shape)
 
     def _round_state(self, part: Chunk, large: StagedChunk) -> dict[str, Tensor]:
         """Return the chunk's bfloat16 state, stochastically rounded."""
@@ -200,7 +200,7 @@ class _ChunkSequence:
         if not isinstance(step, Tensor):
             step = self._state[ROUNDING_COUNT] = self._state.get(ROUNDING_COUNT, torch.zeros(())) + 1
         if id(run) not in self._positions:
-            self._positions[id(run)] = ElementPositions.of(run.members, device)
+            self._positions[id(run)] = ElementPositions.from_members(run.members, device)
         at = self._positions[id(run)].part(part.begin, part.end)
         noise = rounding_noise(at.owners, at.shifts, at.begin, noise_keys(at.salts, step.to(device)))
         return {
@@ -231,8 +231,8 @@ class _LazyState(defaultdict[Any, dict[str, Any]]):
 
 
 def _chunk_parameter(part: Chunk) -> nn.Parameter:
-    flat = part.of(part.run.param)
+    flat = part.view_of(part.run.param)
     shape = (1,) * (part.run.param.dim() - 1) + (flat.numel(),)
     param = nn.Parameter(flat.view(shape))
-    param.grad = part.of(part.run.grad).view(shape).to(param.dtype)
+    param.grad = part.view_of(part.run.grad).view(shape).to(param.dtype)
     return param

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,15 +17,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.optim.flat_runs import FlatRun
 from lightning_zero.optim.support import INSTEAD, is_torch_optimizer
 from lightning_zero.optim.update_rules import has_rules
+from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.reductions import BY_NAME, is_of_two
 from lightning_zero.sharding.rules import measure, words
 from lightning_zero.step.step_layouts import StepLayout
-
-if TYPE_CHECKING:
-    from lightning_zero.optim.flat_runs import FlatRun
-    from lightning_zero.sharding.layout import ShardLayout
 
 __all__ = ["CHECKED_STEPS", "ElementwiseCheck", "needs_elementwise_check"]
 

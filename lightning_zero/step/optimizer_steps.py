@@ -208,10 +208,10 @@ class OptimizerSteps:
 
     def _host(self) -> StateOnHost | None:
         if self.on_host and self._on_host is None:
-            device, told = self._sharder.executor.device, self._sharder.executor.weights.told
-            stamp = told if self._masters_on_host else lambda: None  # for master shards only
-            ring = StagingRing(device, self.config.offload_buffer_bytes, stamp=stamp)
-            self._on_host = StateOnHost(HostMemory(device), ring)
+            executor = self._sharder.executor
+            stamp = executor.weights.told if self._masters_on_host else lambda: None  # for master shards only
+            ring = StagingRing(executor.device, self.config.offload_buffer_bytes, stamp=stamp)
+            self._on_host = StateOnHost(HostMemory(executor.device), ring)
         return self._on_host
 
     def begin(self, optimizer: torch.optim.Optimizer, skip: Tensor | None = None, in_closure: bool = True) -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from lightning_zero.budget.facts import MemoryConfig, GradientBytes
+from lightning_zero.budget.facts import GradientBytes, MemoryConfig
 from lightning_zero.budget.options import apply_memory_config, memory_config
 from lightning_zero.budget.plan import MemoryPlan
 from lightning_zero.compile.known import MASTERS, EngineMemoryFacts

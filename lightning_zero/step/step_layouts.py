@@ -146,7 +146,7 @@ class StepLayouts:
         self._host = host
         self._bf16_state = bf16_state
         self._optimizer = optimizer
-        self._sharder = sharder
+        self._sharder, self._gradients = sharder, sharder.executor.gradients
         self.last: StepLayout | None = None
         self._by_pattern: dict[Any, StepLayout] = {}
         self._made_for: Any = None  # settings, state and groups for which the layouts were made
@@ -163,7 +163,7 @@ class StepLayouts:
     def current(self, own: OwnParams) -> StepLayout:
         """Return the layout of the present gradients."""
         why = self._rebuild_reason(own)
-        key = self._sharder.executor.gradients.key()
+        key = self._gradients.key()
         if why is None and self.last is not None and key == self._key:
             return self.last
         if why is not None:
@@ -177,7 +177,7 @@ class StepLayouts:
             self._by_pattern[pattern] = layout
             if len(self._by_pattern) > _PATTERNS:
                 del self._by_pattern[next(iter(self._by_pattern))]
-        self.last, self._key = layout, self._sharder.executor.gradients.key()
+        self.last, self._key = layout, self._gradients.key()
         self.remember_state(own.state)
         return layout
 
@@ -224,7 +224,7 @@ class StepLayouts:
         record = self._sharder.find(param)
         assert record is not None
         home = record.gradient
-        if home is None or not self._sharder.executor.gradients.may_write_gradient(record.index):
+        if home is None or not self._gradients.may_write_gradient(record.index):
             return grad.data_ptr()
         if grad.data_ptr() != home.data_ptr():
             home.copy_(grad.reshape(-1))

@@ -145,7 +145,7 @@ class OptimizerStepper:
         bf16_state: bool = False,
     ) -> None:
         device = sharder.executor.device
-        self._sharder = sharder
+        self._sharder, self._weights = sharder, sharder.executor.weights
         self._may_be_on_host = host is not None  # master shards are offloaded only with state
         self._swap = ParamSwap(optimizer)
         self._optimizer = optimizer
@@ -305,9 +305,9 @@ class OptimizerStepper:
         if not self._may_be_on_host or self.layout is None:
             torch.autograd.graph.increment_version(params)
             return True
-        others = self._sharder.executor.weights.written()  # not written by this step
+        others = self._weights.written()  # not written by this step
         torch.autograd.graph.increment_version(params)
-        self._sharder.executor.weights.mark_compute_shards_written(others, True)
+        self._weights.mark_compute_shards_written(others, True)
         self._mark_written(self.layout, True)
         return True
 
@@ -319,7 +319,7 @@ class OptimizerStepper:
             if run.copy is not None and (run.copied or not written):
                 indices += [record.index for record in run.members]
         if indices:
-            self._sharder.executor.weights.mark_compute_shards_written(indices, written)
+            self._weights.mark_compute_shards_written(indices, written)
 
     @without_shard_dispatch
     def may_skip(self) -> bool:

@@ -542,7 +542,7 @@ class Sequence:
 
 def run_sequences(seeds: range) -> tuple[list[str], dict[str, int]]:
     """Complaints, and the counters of all sequences together."""
-    mesh = Mesh.of(torch.device("cpu"))
+    mesh = Mesh.from_world(torch.device("cpu"))
     complaints: list[str] = []
     totals: dict[str, int] = {}
     torch.use_deterministic_algorithms(True)  # memory that nobody wrote to holds NaN

@@ -27,7 +27,7 @@ def run(away: bool) -> FlatRun:
 
 def step(part: LoadedChunk) -> None:
     part.state["average"].add_(part.param)
-    part.param.mul_(2).add_(part.chunk.of(part.chunk.run.grad))
+    part.param.mul_(2).add_(part.chunk.view_of(part.chunk.run.grad))
     if part.copy is not None:
         part.copy.copy_(part.param)
 

@@ -43,7 +43,7 @@ def test_what_bfloat16_holds_stays_as_it_is(number: int) -> None:
 
 def noise(bench: OneRank, step: float = 7.0) -> Tensor:
     records: Any = bench.live
-    at = ElementPositions.of(records, CPU)
+    at = ElementPositions.from_members(records, CPU)
     return rounding_noise(at.owners, at.shifts, at.begin, noise_keys(at.salts, torch.tensor(step)))
 
 
@@ -64,7 +64,7 @@ def test_noise_is_the_same_on_any_number_of_ranks() -> None:
 
 def test_a_part_has_the_noise_that_it_has_in_the_whole() -> None:
     bench: Any = OneRank(SHAPES)
-    at = ElementPositions.of(bench.live, CPU).part(64, 864)
+    at = ElementPositions.from_members(bench.live, CPU).part(64, 864)
     found = rounding_noise(at.owners, at.shifts, at.begin, noise_keys(at.salts, torch.tensor(7.0)))
     assert torch.equal(found, noise(bench)[64:864])
 
@@ -113,7 +113,7 @@ def test_adams_steps_are_off_by_a_few_percent_where_rounding_to_the_nearest_is_o
     torch.manual_seed(0)
     steps, betas = 2000, (0.9, 0.999)
     records: Any = OneRank([LARGE]).live
-    at = ElementPositions.of(records, CPU)
+    at = ElementPositions.from_members(records, CPU)
     exact, narrow, nearest = (torch.zeros(2, math.prod(LARGE)) for _ in range(3))
     for step in range(steps):
         new = gradient(step / steps)
