@@ -1,6 +1,6 @@
 """Types and docstrings of the C++ executor's parts. The objects themselves are in C++.
 
-``csrc/bindings/`` names their methods and arguments; ``tests/native/test_facets.py`` compares.
+``csrc/bindings/`` names their methods and arguments; ``tests/native/test_executor_stubs.py`` compares.
 """
 
 from __future__ import annotations

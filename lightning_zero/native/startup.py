@@ -184,7 +184,7 @@ class StartupWatch:
             # A rank that has left is not missing, and one that failed has reported it, both perhaps just now.
             if store.read("left", rank) is None and store.read("failed", rank) is None:
                 self._end(
-                    f"The process of rank {rank} (number {process['pid']}) has ended without an error message, while "
+                    f"The process of rank {rank} (pid {process['pid']}) has ended without an error message, while "
                     "ranks were setting up. It was killed (SIGKILL, out of host memory), it crashed, or it called exit()."
                 )
         self._report(store)

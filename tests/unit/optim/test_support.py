@@ -106,7 +106,7 @@ class InTwoParts(Elementwise):
     [
         (Lookahead, "by another optimizer that it holds .SGD.*Return the SGD itself"),
         (NotInitialized, r"has not called .*Call super\(\).__init__"),
-        (InTwoParts, r"is \{'fast', 'slow'\}, and not 'state'"),
+        (InTwoParts, r"is \{'fast', 'slow'\}, not 'state'"),
     ],
 )
 def test_an_optimizer_that_no_checkpoint_could_hold_is_refused_before_training(cls: Any, words: str) -> None:
