@@ -24,5 +24,5 @@ def test_memory_that_moved_is_noticed() -> None:
     sequence = GraphedSequence(lambda: None, CPU, watch=[torch.zeros(2), total])
     sequence()
     total.set_(torch.zeros(3))
-    with pytest.raises(AssertionError, match=r"the tensors \[1\] that a captured graph uses have moved"):
+    with pytest.raises(AssertionError, match=r"the tensors \[1\] of a captured graph have moved"):
         sequence()
