@@ -84,13 +84,13 @@ class Engine(PickledAsNone):
         observe: GraphObserver | None = None,
         report: Callable[[str], None] | None = None,
     ) -> None:
-        chosen = config or EngineConfig()
-        tuning = chosen.tuning
+        options = config or EngineConfig()
+        tuning = options.tuning
         hosts = tuning.ranks_per_host, tuning.replicate_over == "hosts"
-        self.mesh = mesh = mesh or Mesh.from_world(device, chosen.timeout, *hosts)
-        self.config = chosen.over(mesh.host_count, mesh.intra_host.size)
+        self.mesh = mesh = mesh or Mesh.from_world(device, options.timeout, *hosts)
+        self.config = options.over(mesh.host_count, mesh.intra_host.size)
         assert mesh.device == device, f"a mesh on {mesh.device} for an engine on {device}"
-        away = host_master_policy(self.config, mesh)
+        host_policy = host_master_policy(self.config, mesh)
         self.watchdog = Watchdog(mesh, self.config.tuning.report_stall_after_s)
         self.executor = Executor(mesh, self.config, self._on_backward_end, self._on_new_plan, self.watchdog)
         self.transports = PeerTransports.of(self.config, mesh)
@@ -106,7 +106,9 @@ class Engine(PickledAsNone):
             self.executor, device, self.config, ready, self._static_tensors, report, impossible
         )
         self.session.begin(self.replays)
-        self.sharder = Sharder(self.executor, mesh, self.transports, away, self.config.over_copies(mesh.host_count))
+        self.sharder = Sharder(
+            self.executor, mesh, self.transports, host_policy, self.config.over_copies(mesh.host_count)
+        )
         self.sharder.view.bind_engine(self)
         self._copies = ModuleCopier(self.sharder)
         self.module: nn.Module | None = None

@@ -140,13 +140,13 @@ class Mesh:
         parts = [sorted(part) for part in parts]
         _check_parts(parts, dist.get_world_size())
         backend, me, mine = dist.get_backend(), dist.get_rank(), 0
-        made: list[tuple[dist.ProcessGroup, ...]] = []
+        groups: list[tuple[dist.ProcessGroup, ...]] = []
         for number, part in enumerate(parts):
-            made.append(
+            groups.append(
                 (*_new_group_pair(part, backend, timeout), dist.new_group(part, backend="gloo", timeout=timeout))
             )
             mine = number if me in part else mine
-        gather_group, reduce_group, control_group = made[mine]
+        gather_group, reduce_group, control_group = groups[mine]
         everyone = control_group if len(parts) == 1 else dist.new_group(backend="gloo", timeout=timeout)
         names: list[Any] = [None] * everyone.size()
         dist.all_gather_object(names, host_name(), group=everyone)
@@ -163,8 +163,8 @@ class Mesh:
         timeout_s = (timeout or dist.constants.default_pg_timeout).total_seconds()
         world = dist.group.WORLD
         assert world is not None
-        places = hosts, physical_hosts, intra_host, inter_host, replicate and inter_host is not None
-        return cls(device, rank, size, *places, gather_group, reduce_group, control_group, world, timeout_s)
+        fields = hosts, physical_hosts, intra_host, inter_host, replicate and inter_host is not None
+        return cls(device, rank, size, *fields, gather_group, reduce_group, control_group, world, timeout_s)
 
     @property
     def device_groups(self) -> tuple[dist.ProcessGroup, ...]:

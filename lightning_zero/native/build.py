@@ -322,7 +322,7 @@ def _compile_unit(compilers: _Compilers, lean: Sequence[str], command: list[str]
         _run(compilers, command)
     except NativeBuildError as error:
         log.debug("With torch's own headers: %s", error)
-        _run(compilers, [part for part in command if part not in lean])
+        _run(compilers, [flag for flag in command if flag not in lean])
 
 
 def _units(sources: Path, directory: Path) -> dict[Path, list[Path]]:
@@ -333,15 +333,15 @@ def _units(sources: Path, directory: Path) -> dict[Path, list[Path]]:
     this order.
     """
     paths = sorted(sources.rglob("*.cpp"), key=lambda path: (-path.stat().st_size, path))
-    alone = [path for path in paths if path.parent.name == "bindings" or SLOW_HEADERS in path.read_text()]
-    alone.sort(key=lambda path: (path.name == "ops.cpp", path.parent.name == "bindings"))
-    parts = [[path] for path in alone]
-    parts += _split([path for path in paths if path not in alone], max(1, 2 * MAX_UNITS - len(alone)))
+    separate = [path for path in paths if path.parent.name == "bindings" or SLOW_HEADERS in path.read_text()]
+    separate.sort(key=lambda path: (path.name == "ops.cpp", path.parent.name == "bindings"))
+    groups = [[path] for path in separate]
+    groups += _split([path for path in paths if path not in separate], max(1, 2 * MAX_UNITS - len(separate)))
     if (os.cpu_count() or 1) < 2 * MAX_UNITS:
-        parts = [sum(parts[at : at + 2], []) for at in range(0, len(parts), 2)]
-    units = {directory / f"unit{number}.cpp": part for number, part in enumerate(filter(None, parts))}
-    for unit, part in units.items():
-        unit.write_text("".join(f'#include "{path}"\n' for path in part))
+        groups = [sum(groups[at : at + 2], []) for at in range(0, len(groups), 2)]
+    units = {directory / f"unit{number}.cpp": group for number, group in enumerate(filter(None, groups))}
+    for unit, group in units.items():
+        unit.write_text("".join(f'#include "{path}"\n' for path in group))
     return units
 
 
@@ -351,10 +351,10 @@ def _optimization_flags(sources: Sequence[Path]) -> list[str]:
 
 def _split(paths: Sequence[Path], count: int) -> list[list[Path]]:
     """Distribute the paths, largest first, over ``count`` lists of equal size."""
-    parts: list[list[Path]] = [[] for _ in range(count)]
+    groups: list[list[Path]] = [[] for _ in range(count)]
     for path in paths:
-        min(parts, key=_bytes).append(path)
-    return parts
+        min(groups, key=_bytes).append(path)
+    return groups
 
 
 def _bytes(paths: Sequence[Path]) -> int:
@@ -373,10 +373,10 @@ def _run(compilers: _Compilers, command: list[str]) -> None:
         )
     made = command[command.index("-o") + 1] if "-o" in command else None
     if made is not None and not Path(made).is_file():
-        said = "\n".join((result.stdout + result.stderr).splitlines()[-20:])
+        output = "\n".join((result.stdout + result.stderr).splitlines()[-20:])
         raise NativeBuildError(
             "Building lightning_zero's C++ executor failed: the compiler ended without an error, and made no "
-            f"{Path(made).name}. It printed:\n{said or '(nothing)'}\nSet CXX to a C++20 compiler (g++ 10 or newer), "
+            f"{Path(made).name}. It printed:\n{output or '(nothing)'}\nSet CXX to a C++20 compiler (g++ 10 or newer), "
             f"or unset it. The command was:\n{shlex.join(command)}"
         )
 
@@ -389,8 +389,8 @@ def compile_cuda(source: Path, capability: tuple[int, int], options: Sequence[st
     """
     nvrtc = _library()
     architecture = "--gpu-architecture=sm_{}{}".format(*capability)
-    beside = f"--include-path={source.parent}"
-    flags = [option.encode() for option in (architecture, "--std=c++17", beside, *options)]
+    include_path = f"--include-path={source.parent}"
+    flags = [option.encode() for option in (architecture, "--std=c++17", include_path, *options)]
     program = ctypes.c_void_p()
     made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None)
     _check(nvrtc, made)
@@ -408,8 +408,8 @@ def _library() -> ctypes.CDLL:
         raise RuntimeError("torch was built without CUDA and ships no NVRTC")
     name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
     # Wheels put it next to torch, where the loader may not look.
-    places = (Path(torch.__file__).parent.parent / "nvidia").glob(f"*/lib/{name}")
-    for path in (name, *map(str, places)):
+    candidates = (Path(torch.__file__).parent.parent / "nvidia").glob(f"*/lib/{name}")
+    for path in (name, *map(str, candidates)):
         try:
             return ctypes.CDLL(path)
         except OSError:

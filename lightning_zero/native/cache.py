@@ -118,20 +118,20 @@ def check_owner(path: Path) -> None:
         NativeBuildError: The path is a link, belongs to neither root nor this user, or others can write it.
         FileNotFoundError: The path does not exist.
     """
-    found = _status(path)
-    if stat.S_ISLNK(found.st_mode):
+    status = _status(path)
+    if stat.S_ISLNK(status.st_mode):
         raise NativeBuildError(
             f"{path} of the build cache is a symbolic link, by which code from outside the cache would be loaded. "
             "Delete it, and the library is built again. To keep the cache elsewhere, set LIGHTNING_ZERO_CACHE."
         )
-    if found.st_uid not in (0, os.geteuid()):
+    if status.st_uid not in (0, os.geteuid()):
         raise NativeBuildError(
-            f"{path} of the build cache belongs to another user (number {found.st_uid}; this process runs as "
+            f"{path} of the build cache belongs to another user (number {status.st_uid}; this process runs as "
             f"{os.geteuid()}), whose code would be loaded. {INSTEAD}"
         )
-    if found.st_mode & OTHERS_WRITE:
+    if status.st_mode & OTHERS_WRITE:
         raise NativeBuildError(
-            f"{path} of the build cache can be written by others ({stat.filemode(found.st_mode)}), whose code could be "
+            f"{path} of the build cache can be written by others ({stat.filemode(status.st_mode)}), whose code could be "
             f"loaded. Delete it, or run `chmod -R go-w {path}` if you trust what it holds; or set LIGHTNING_ZERO_CACHE "
             "to a directory of your own."
         )
@@ -149,17 +149,17 @@ def check_parents(cache: Path) -> None:
         FileNotFoundError: A parent does not exist.
     """
     for parent in cache.parents:
-        found = _status(parent)
-        if found.st_uid not in (0, os.geteuid(), _unmapped_user()):
+        status = _status(parent)
+        if status.st_uid not in (0, os.geteuid(), _unmapped_user()):
             raise NativeBuildError(
-                f"The build cache is in {parent}, which belongs to another user (number {found.st_uid}; this process "
+                f"The build cache is in {parent}, which belongs to another user (number {status.st_uid}; this process "
                 f"runs as {os.geteuid()}), who could put other code there. {INSTEAD}"
             )
-        open_to_all = found.st_mode & stat.S_IWOTH
-        open_to_group = found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)
-        if (open_to_all or open_to_group) and not found.st_mode & stat.S_ISVTX:
+        open_to_all = status.st_mode & stat.S_IWOTH
+        open_to_group = status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid)
+        if (open_to_all or open_to_group) and not status.st_mode & stat.S_ISVTX:
             raise NativeBuildError(
-                f"The build cache is in {parent}, which others can write ({stat.filemode(found.st_mode)}), who could "
+                f"The build cache is in {parent}, which others can write ({stat.filemode(status.st_mode)}), who could "
                 f"put other code there. Run `chmod go-w {parent}`; or set LIGHTNING_ZERO_CACHE to a directory that "
                 "others can write neither itself nor above it."
             )
@@ -175,10 +175,10 @@ def _status(path: Path) -> os.stat_result:
 def _is_private(group: int) -> bool:
     """Return True for a group of this user alone, as distributions make one for each user."""
     try:
-        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        user, status = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return group == user.pw_gid and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+    return group == user.pw_gid and status.gr_name == user.pw_name and set(status.gr_mem) <= {user.pw_name}
 
 
 def _unmapped_user() -> int:

@@ -134,7 +134,7 @@ class GraphedSequence:
     ) -> None:
         self._fn = fn
         self._device = device
-        self._left = warmups
+        self._warmups_left = warmups
         self._pool: Any = pool
         self._watch = watch
         self._addresses = [tensor.data_ptr() for tensor in watch]
@@ -153,8 +153,8 @@ class GraphedSequence:
     def __call__(self) -> None:
         moved = [n for n, t in enumerate(self._watch) if t.data_ptr() != self._addresses[n]]
         assert not moved, f"the tensors {moved} of a captured graph have moved"
-        if self._device.type != "cuda" or self._left > 0:
-            self._left -= 1
+        if self._device.type != "cuda" or self._warmups_left > 0:
+            self._warmups_left -= 1
             self._fn()
             return
         if self._graph is None:

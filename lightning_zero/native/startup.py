@@ -51,31 +51,31 @@ class _StartupStore:
         self._store = PrefixStore(f"lightning_zero/startup/{attempt}", store)
         self._rank, self._process, self._of_launcher = rank, process, of_launcher
 
-    def post(self, what: str, text: str = "") -> None:
-        self._store.set(f"{what}/{self._rank}", json.dumps(self._process | {"text": text}))
-        if what == "failed":
+    def post(self, kind: str, text: str = "") -> None:
+        self._store.set(f"{kind}/{self._rank}", json.dumps(self._process | {"text": text}))
+        if kind == "failed":
             self._store.add("failures", 1)
 
     def any_failed(self) -> bool:
         return self._store.add("failures", 0) > 0
 
-    def has(self, what: str, rank: int) -> bool:
-        return self._store.check([f"{what}/{rank}"])
+    def has(self, kind: str, rank: int) -> bool:
+        return self._store.check([f"{kind}/{rank}"])
 
-    def read(self, what: str, rank: int) -> dict[str, Any] | None:
+    def read(self, kind: str, rank: int) -> dict[str, Any] | None:
         """Return a rank's message; None if there is none.
 
         A launcher's store outlives its ranks. So only messages of ranks count that it started together with this one,
         on the same host.
         """
-        if not self.has(what, rank):
+        if not self.has(kind, rank):
             return None
-        told = json.loads(self._store.get(f"{what}/{rank}"))
+        message = json.loads(self._store.get(f"{kind}/{rank}"))
         if not self._of_launcher:
-            return told
+            return message
         own = self._process
-        together = told["host"] == own["host"] and int(told["started"]) > int(own["started"]) - EARLIER_TICKS
-        return told if together else None
+        together = message["host"] == own["host"] and int(message["started"]) > int(own["started"]) - EARLIER_TICKS
+        return message if together else None
 
 
 class StartupWatch:
@@ -95,17 +95,17 @@ class StartupWatch:
         self._served_at = (address, port)
         self._neighbours = set(neighbours) - {rank}
         self._rank, self._world_size, self._report_s = rank, world_size, report_s
-        self._over, self._here, self._told = threading.Event(), threading.Event(), threading.Event()
+        self._stopped, self._announced, self._reported = threading.Event(), threading.Event(), threading.Event()
         self._failure: str | None = None
         self._joined = False
         self._of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._began = time.monotonic()
         self._seen: dict[int, dict[str, Any]] = {}
-        self._gone: set[int] = set()
+        self._ended: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="lightning_zero-startup", daemon=True)
         self._thread.start()
         if rank != 0 or self._of_launcher:  # otherwise this rank serves the store later
-            self._here.wait(TO_COME_S)
+            self._announced.wait(TO_COME_S)
 
     def joined(self) -> None:
         """Note that this rank is in the process group."""
@@ -119,8 +119,8 @@ class StartupWatch:
 
     def close(self) -> None:
         """Stop: the watchdog takes over."""
-        self._over.set()
-        self._told.wait(TO_TELL_S)
+        self._stopped.set()
+        self._reported.wait(TO_TELL_S)
 
     def _run(self) -> None:
         try:
@@ -128,16 +128,16 @@ class StartupWatch:
             if store is None:
                 return
             store.post("here")
-            self._here.set()
+            self._announced.set()
             lost_since = None
-            while not self._over.wait(TICK_S):
+            while not self._stopped.wait(TICK_S):
                 try:
                     self._check_ranks(store)
                     lost_since = None
                 except RuntimeError:  # raised by a store whose server is gone
                     now = time.monotonic()
                     lost_since = lost_since or now
-                    if now - lost_since > STORE_GONE_S and not self._over.is_set():
+                    if now - lost_since > STORE_GONE_S and not self._stopped.is_set():
                         self._end(
                             "The key-value store through which ranks find each other is closed: the process that "
                             "serves it, rank 0's or the launcher, has ended. Look for its error first."
@@ -149,15 +149,15 @@ class StartupWatch:
         except RuntimeError:
             pass  # no rank is left
         finally:
-            self._here.set()
-            self._told.set()
+            self._announced.set()
+            self._reported.set()
 
     def _connect(self) -> _StartupStore | None:
         while True:
             # Test the port first: the store's own client would print warnings until it is served.
             with suppress(OSError), socket.create_connection(self._served_at, timeout=CONNECTION_S):
                 break
-            if self._over.wait(TICK_S):
+            if self._stopped.wait(TICK_S):
                 return None
             self._report(None)
         patience = timedelta(seconds=CONNECTION_S)
@@ -170,17 +170,17 @@ class StartupWatch:
                 failed = store.read("failed", rank)
                 if failed is None or rank == self._rank:
                     continue
-                if not self._over.wait(TO_FAIL_S):
+                if not self._stopped.wait(TO_FAIL_S):
                     self._end(f"Rank {rank} failed: {failed['text']}")
                 return
-        for rank in self._neighbours - self._gone:
+        for rank in self._neighbours - self._ended:
             process = self._seen.get(rank) or store.read("here", rank)
             if process is None:
                 continue
             self._seen[rank] = process
             if not has_ended(process):
                 continue
-            self._gone.add(rank)
+            self._ended.add(rank)
             # A rank that has left is not missing, and one that failed has reported it, both perhaps just now.
             if store.read("left", rank) is None and store.read("failed", rank) is None:
                 self._end(
@@ -194,18 +194,18 @@ class StartupWatch:
         if self._joined or waited < self._report_s:
             return
         self._report_s *= 10
-        who = "The store there does not answer: rank 0, or the launcher, which serves it, has not started."
+        detail = "The store there does not answer: rank 0, or the launcher, which serves it, has not started."
         if store is not None:
-            missing = [rank for rank in range(self._world_size) if not self._has_come(store, rank)]
+            missing = [rank for rank in range(self._world_size) if not self._has_announced(store, rank)]
             if not missing:
                 return
-            who = f"Not there yet: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}."
+            detail = f"Not there yet: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}."
         self._say(
             f"No progress. This is rank {self._rank}, which has waited for {waited:.0f} s for {self._world_size} ranks "
-            f"to join the process group at {':'.join(map(str, self._served_at))}. {who}"
+            f"to join the process group at {':'.join(map(str, self._served_at))}. {detail}"
         )
 
-    def _has_come(self, store: _StartupStore, rank: int) -> bool:
+    def _has_announced(self, store: _StartupStore, rank: int) -> bool:
         return store.has("here", rank) if rank not in self._neighbours else store.read("here", rank) is not None
 
     def _say(self, text: str) -> None:

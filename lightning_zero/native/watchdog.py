@@ -94,11 +94,11 @@ class Failures:
 
         For the process that serves the store, before it ends: the others would only find the store closed.
         """
-        deadline, left = time.monotonic() + TO_HEAR_S, set(self._ranks) - {self._rank}
+        deadline, missing = time.monotonic() + TO_HEAR_S, set(self._ranks) - {self._rank}
         with suppress(RuntimeError):
-            while left and time.monotonic() < deadline:
-                left = {rank for rank in left if not (self._has("hears", rank) or self._has("of", rank))}
-                time.sleep(POLL_S if left else 0)
+            while missing and time.monotonic() < deadline:
+                missing = {rank for rank in missing if not (self._has("hears", rank) or self._has("of", rank))}
+                time.sleep(POLL_S if missing else 0)
 
     def _share(self, digest: str) -> tuple[int, list[int]]:
         """Return the rank that prints the traceback, and the ranks for which it does."""
@@ -164,9 +164,9 @@ def mark_shown(error: BaseException, where: str) -> None:
 def _digest(error: BaseException) -> str:
     """Return a text that is equal on all ranks with the same exception: type, message and line."""
     frames = traceback.extract_tb(error.__traceback__)
-    place = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    location = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
     kind, text = type(error), OWN.sub(r"\1", str(error))
-    return hashlib.blake2s(f"{kind.__module__}.{kind.__qualname__}\0{text}\0{place}".encode()).hexdigest()
+    return hashlib.blake2s(f"{kind.__module__}.{kind.__qualname__}\0{text}\0{location}".encode()).hexdigest()
 
 
 def _first_line(error: BaseException) -> str:

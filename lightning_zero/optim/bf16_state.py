@@ -52,15 +52,15 @@ def bf16_state_names(
     find: Callable[[Tensor], ShardedParameter | None],
 ) -> dict[int, tuple[str, ...]]:
     """Return the names of each parameter's bfloat16 state, by parameter index."""
-    found = {}
+    names_by_index = {}
     for group in groups:
         rule = rule_for(optimizer, group)
         names = rule.state if rule is not None else ()
         for param in group["params"]:
             record = find(param)
             if names and record is not None and keeps_bf16_state(record.layout.numel, param.dtype):
-                found[record.index] = names
-    return found
+                names_by_index[record.index] = names
+    return names_by_index
 
 
 def restore_state_dtype(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], ShardedParameter | None]) -> None:
@@ -142,9 +142,9 @@ def noise_keys(salts: Tensor, step: Tensor) -> Tensor:
 def rounding_noise(owners: Tensor, shifts: Tensor, begin: Tensor, keys: Tensor) -> Tensor:
     """Return a hash word for each element, from its :class:`ElementPositions` and keys."""
     # 1-D from here on: Inductor must see one shape to fuse this with the update.
-    whose = owners.long().view(-1, 1).expand(-1, BLOCK).reshape(-1)
-    numbers = (torch.arange(len(whose), device=owners.device) + begin + shifts[whose]) & WORD
-    return _hash_words(numbers ^ keys[whose])
+    owner = owners.long().view(-1, 1).expand(-1, BLOCK).reshape(-1)
+    numbers = (torch.arange(len(owner), device=owners.device) + begin + shifts[owner]) & WORD
+    return _hash_words(numbers ^ keys[owner])
 
 
 def stochastic_round(value: Tensor, noise: Tensor, number: int) -> Tensor:

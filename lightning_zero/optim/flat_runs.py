@@ -69,7 +69,7 @@ class FlatRun:
     on_host: Tensor | None = None
     copy: Tensor | None = None
     copied: bool = False
-    _shown: dict[str, Any] = field(default_factory=dict)
+    _exported: dict[str, Any] = field(default_factory=dict)
 
     @property
     def over_copies(self) -> bool:
@@ -123,7 +123,7 @@ class FlatRun:
                 self.state[key] = flat.view(self.param.shape)
             moved = moved or joined is None
             del values
-            self._show(key, state)  # one at a time, so that at most one of them exists twice
+            self._export(key, state)  # one at a time, so that at most one of them exists twice
         return moved
 
     def move_counts(self, device: torch.device) -> bool:
@@ -142,17 +142,17 @@ class FlatRun:
     def export_state(self, state: State) -> None:
         """Publish this run's state as the members' state, as far as it is new."""
         for key, value in self.state.items():
-            if key in self._shown and self._shown[key] is value:
+            if key in self._exported and self._exported[key] is value:
                 continue
             if isinstance(value, Tensor) and self._is_count(value):
                 counts = self.counts.get(key)
                 if counts is None or counts.data_ptr() != value.data_ptr():
                     self.counts[key] = counts = value.detach().reshape(1).repeat(len(self.members))
                     self.state[key] = counts[0]
-            self._show(key, state)
+            self._export(key, state)
 
-    def _show(self, key: str, state: State) -> None:
-        value = self._shown[key] = self.state[key]
+    def _export(self, key: str, state: State) -> None:
+        value = self._exported[key] = self.state[key]
         begin = 0
         for position, record in enumerate(self.members):
             end = begin + record.layout.shard_numel
@@ -160,8 +160,8 @@ class FlatRun:
                 state[record.param][key] = self.counts[key][position]
             elif isinstance(value, Tensor):
                 self.check(key, value, self.param.shape)
-                part = value.view(-1)[begin:end].view(record.layout.visible_shape)
-                state[record.param][key] = record.spec.wrap(part)  # reductions by users then return the full value's
+                chunk = value.view(-1)[begin:end].view(record.layout.visible_shape)
+                state[record.param][key] = record.spec.wrap(chunk)  # reductions by users then return the full value's
             else:
                 self._check_number(key, value)
                 state[record.param][key] = value
@@ -238,8 +238,10 @@ def make_flat_runs(
     for number, records in enumerate(groups):
         members: list[ShardedParameter] = []
         for record in sorted(records, key=lambda record: record.shard.data_ptr()):
-            alike = members and names.get(members[-1].index) == names.get(record.index)
-            if members and (one_per_parameter or not alike or not _joins(members[-1], record, kinds, mix_dimensions)):
+            same_state = members and names.get(members[-1].index) == names.get(record.index)
+            if members and (
+                one_per_parameter or not same_state or not _joins(members[-1], record, kinds, mix_dimensions)
+            ):
                 runs.append(_make_run(number, members, names))
                 members = []
             members.append(record)
@@ -275,12 +277,12 @@ def _rank_part(record: ShardedParameter, value: Any) -> Any:
     return value
 
 
-def _contiguous_view(pieces: Sequence[Tensor]) -> Tensor | None:
+def _contiguous_view(tensors: Sequence[Tensor]) -> Tensor | None:
     """Return one 1-D view of tensors that are adjacent in memory; None if they are not."""
-    first = pieces[0]
-    if not all(p.is_contiguous() for p in pieces) or not all(map(_adjacent, pieces, pieces[1:])):
+    first = tensors[0]
+    if not all(p.is_contiguous() for p in tensors) or not all(map(_adjacent, tensors, tensors[1:])):
         return None
-    return first.detach().as_strided((sum(p.numel() for p in pieces),), (1,), first.storage_offset())
+    return first.detach().as_strided((sum(p.numel() for p in tensors),), (1,), first.storage_offset())
 
 
 def _make_run(group: int, members: list[ShardedParameter], bf16_state: Mapping[int, tuple[str, ...]]) -> FlatRun:
@@ -291,16 +293,16 @@ def _make_run(group: int, members: list[ShardedParameter], bf16_state: Mapping[i
     dims = {record.param.dim() for record in members}
     shape = (1,) * (dims.pop() - 1) + (flat.numel(),) if len(dims) == 1 else (flat.numel(),)
     param = nn.Parameter(flat.view(shape))
-    found = FlatRun(group, members, param, grad.view(shape), bf16_state=bf16_state.get(members[0].index, ()))
-    if not found.over_copies:
-        found.set_param_grad()
+    run = FlatRun(group, members, param, grad.view(shape), bf16_state=bf16_state.get(members[0].index, ()))
+    if not run.over_copies:
+        run.set_param_grad()
     on_host = [record.on_host for record in members if record.on_host is not None]
     if len(on_host) == len(members):
-        found.on_host = _contiguous_view(on_host)
-        assert found.on_host is not None
+        run.on_host = _contiguous_view(on_host)
+        assert run.on_host is not None
         copies = [record.memory[Role.COMPUTE_SHARD] for record in members if Role.COMPUTE_SHARD in record.memory]
-        found.copy = _contiguous_view(copies) if len(copies) == len(members) else None
-    return found
+        run.copy = _contiguous_view(copies) if len(copies) == len(members) else None
+    return run
 
 
 MAX_CHUNK_NUMEL = 1 << 22  # elements that are float32 at a time; bounds the memory of a step that is not compiled
@@ -369,10 +371,10 @@ def chunk_itemsizes(run: FlatRun, state: Sequence[int]) -> list[int]:
     return [*state, *([] if run.on_host is None else [run.on_host.itemsize])]
 
 
-def split_into_chunks(run: FlatRun, most: int) -> list[Chunk]:
-    """Split a run into chunks of at most ``most`` elements."""
+def split_into_chunks(run: FlatRun, max_numel: int) -> list[Chunk]:
+    """Split a run into chunks of at most ``max_numel`` elements."""
     numel = run.param.numel()
-    return [Chunk(run, begin, min(begin + most, numel)) for begin in range(0, numel, most)]
+    return [Chunk(run, begin, min(begin + max_numel, numel)) for begin in range(0, numel, max_numel)]
 
 
 class InPlacePass:
@@ -418,52 +420,52 @@ class ChunkedState:
         runs: Sequence[FlatRun],
         names: Callable[[FlatRun], Sequence[str]],
         ring: StagingRing | None,
-        most: int | None = None,
+        max_numel: int | None = None,
     ) -> None:
         self._ring = ring
         self._masters = any(run.on_host is not None for run in runs)
-        self._parts: list[Chunk] = []
+        self._chunks: list[Chunk] = []
         for run in runs:
             itemsizes = chunk_itemsizes(run, [run.state[name].itemsize for name in names(run)])
             numel = ring.elements(itemsizes) if ring and itemsizes else run.param.numel()
-            self._parts += split_into_chunks(run, min(numel, most) if run.bf16_state and most else numel)
+            self._chunks += split_into_chunks(run, min(numel, max_numel) if run.bf16_state and max_numel else numel)
         self.positions = {id(s): ElementPositions.from_members(s.members, s.param.device) for s in runs if s.bf16_state}
-        self._positions = [part.positions(self.positions) for part in self._parts]
-        self._loads = StagedChunks(part.load(names(part.run)) for part in self._parts)
-        self._ahead: RingPass | None = None
+        self._positions = [chunk.positions(self.positions) for chunk in self._chunks]
+        self._loads = StagedChunks(chunk.load(names(chunk.run)) for chunk in self._chunks)
+        self._prefetched: RingPass | None = None
 
     def prefetch_from_host(self) -> None:
         """Start to copy state for the next step, as far as the ring has space.
 
         Idempotent; the step need not follow.
         """
-        if self._ring is not None and (self._ahead is None or not self._ahead.is_valid):
-            self._ahead = RingPass(self._ring, self._loads)
-            self._ahead.ahead()
+        if self._ring is not None and (self._prefetched is None or not self._prefetched.is_valid):
+            self._prefetched = RingPass(self._ring, self._loads)
+            self._prefetched.ahead()
 
     @contextmanager
     def stream_state(self) -> Iterator[None]:
         """Surround :meth:`iter_chunks`, or the replay of a graph that captured it."""
         self.prefetch_from_host()
-        through, self._ahead = self._ahead, None
-        if through is not None:
-            through.join()
+        ring_pass, self._prefetched = self._prefetched, None
+        if ring_pass is not None:
+            ring_pass.join()
         yield
-        if through is not None:
-            through.leave(range(len(self._loads)))
+        if ring_pass is not None:
+            ring_pass.leave(range(len(self._loads)))
             if self._masters:  # the compute stream may read them from here on
-                through.rejoin()
+                ring_pass.rejoin()
 
     def iter_chunks(self) -> Iterator[LoadedChunk]:
         """Yield each chunk with its state on the device.
 
         Writes to state and parameter are copied back before the next chunk is yielded.
         """
-        through = InPlacePass(self._loads) if self._ring is None else RingPass(self._ring, self._loads)
-        for number, part in enumerate(self._parts):
-            state, run = through.open(number), part.run
-            param = state.pop(MASTER_SHARD) if run.on_host is not None else part.view_of(run.param)
-            copy = None if run.copy is None else part.view_of(run.copy)
-            yield LoadedChunk(part, param, copy, state, self._positions[number])
-            through.close(number)
-        through.rejoin()
+        ring_pass = InPlacePass(self._loads) if self._ring is None else RingPass(self._ring, self._loads)
+        for number, chunk in enumerate(self._chunks):
+            state, run = ring_pass.open(number), chunk.run
+            param = state.pop(MASTER_SHARD) if run.on_host is not None else chunk.view_of(run.param)
+            copy = None if run.copy is None else chunk.view_of(run.copy)
+            yield LoadedChunk(chunk, param, copy, state, self._positions[number])
+            ring_pass.close(number)
+        ring_pass.rejoin()

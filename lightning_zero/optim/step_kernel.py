@@ -65,9 +65,9 @@ class StepKernel:
             {name: torch.zeros((), dtype=torch.float64, device=device) for name in rule.settings} if rule else {}
             for rule in self._rules
         ]
-        most = None if self._compile else MAX_CHUNK_NUMEL  # each op materializes its result
+        max_numel = None if self._compile else MAX_CHUNK_NUMEL  # each op materializes its result
         rules = self._rules  # do not bind self, see below
-        self._parts = ChunkedState(runs, lambda run: _rule_of(rules, run).state, ring, most)
+        self._state = ChunkedState(runs, lambda run: _rule_of(rules, run).state, ring, max_numel)
         self._squared = torch.zeros((), device=device)
         self._max_norm = torch.ones((), device=device)
         self._skip = torch.zeros((), device=device)
@@ -131,12 +131,12 @@ class StepKernel:
                     tensor.fill_(value)
                     floats[name] = value
         if variant not in self._sequences:
-            lasting = (t for s in self._runs for t in (s.param, s.grad, s.copy, *s.state.values()))
-            used = [tensor for tensor in lasting if isinstance(tensor, Tensor)]
+            static_tensors = (t for s in self._runs for t in (s.param, s.grad, s.copy, *s.state.values()))
+            used = [tensor for tensor in static_tensors if isinstance(tensor, Tensor)]
             warmups = 1 if self._capture else math.inf
             update = partial(StepKernel._update, proxy(self))  # a reference cycle would keep moved state alive
             self._sequences[variant] = GraphedSequence(update, self._device, warmups, watch=used)
-        with self._parts.stream_state():
+        with self._state.stream_state():
             self._sequences[variant]()
         for run in self._runs:
             run.copied = run.copy is not None
@@ -144,13 +144,13 @@ class StepKernel:
 
     def prefetch_from_host(self) -> None:
         """Start to copy offloaded state to the device for the next step."""
-        self._parts.prefetch_from_host()
+        self._state.prefetch_from_host()
 
     def _update(self) -> None:
         numbers = {id(run): self._numbers(self._rule(run), run) for run in self._runs}
-        for part in self._parts.iter_chunks():
-            run = part.chunk.run
-            self._apply(self._rule(run), part, numbers[id(run)])
+        for loaded in self._state.iter_chunks():
+            run = loaded.chunk.run
+            self._apply(self._rule(run), loaded, numbers[id(run)])
 
     def _rule(self, run: FlatRun) -> Rule:
         return _rule_of(self._rules, run)
@@ -178,18 +178,18 @@ class StepKernel:
                 numbers["keys"] = noise_keys(rest[-1], step)
             return numbers
 
-        salts = (self._parts.positions[id(run)].salts,) if run.bf16_state else ()
+        salts = (self._state.positions[id(run)].salts,) if run.bf16_state else ()
         arguments = (self._squared, self._max_norm, self._skip, *settings.values(), *run.counts.values(), *salts)
         shapes = tuple((name, tuple(c.shape)) for name, c in run.counts.items())
         key = (rule, self._variant, shapes, len(run.members) if salts else None)
         return self._run_compiled(key, compute, arguments) | ({"skip": self._skip} if skip else {})
 
-    def _apply(self, rule: Rule, part: LoadedChunk, numbers: dict[str, Tensor]) -> None:
-        param, grad = map(_reals, (part.param, part.chunk.view_of(part.chunk.run.grad)))
-        positions, state = part.positions, map(_reals, part.state.values())
-        names, keys = list(part.state), list(numbers)
+    def _apply(self, rule: Rule, loaded: LoadedChunk, numbers: dict[str, Tensor]) -> None:
+        param, grad = map(_reals, (loaded.param, loaded.chunk.view_of(loaded.chunk.run.grad)))
+        positions, state = loaded.positions, map(_reals, loaded.state.values())
+        names, keys = list(loaded.state), list(numbers)
         where: tuple[Tensor, ...] = () if positions is None else (positions.owners, positions.shifts, positions.begin)
-        copies = () if part.copy is None else (part.copy,)
+        copies = () if loaded.copy is None else (loaded.copy,)
 
         def change(param: Tensor, grad: Tensor, *rest: Tensor) -> dict[str, Tensor]:
             old = dict(zip(names, rest, strict=False))

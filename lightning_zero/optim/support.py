@@ -110,11 +110,11 @@ def check_state_dict(optimizer: torch.optim.Optimizer, packed: Any) -> None:
             f"cannot be assembled from the shards of all ranks. {INSTEAD}"
         )
     numbers = range(sum(len(group["params"]) for group in optimizer.param_groups))
-    others: dict[Any, Any] = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
-    others |= {key: value for key, value in packed["state"].items() if key not in numbers}
+    extra: dict[Any, Any] = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    extra |= {key: value for key, value in packed["state"].items() if key not in numbers}
     for group in packed["param_groups"]:
-        others |= {key: value for key, value in group.items() if key != "params"}
-    for key, value in others.items():
+        extra |= {key: value for key, value in group.items() if key != "params"}
+    for key, value in extra.items():
         if large := large_tensors(value):
             raise UnsupportedError(
                 f"The state_dict() of {name} holds {key!r} with a tensor of shape {tuple(large[0].shape)} that belongs "
@@ -144,11 +144,11 @@ def check_offload(optimizer: torch.optim.Optimizer) -> None:
 
 def speed_up_zero_grad(optimizer: torch.optim.Optimizer) -> None:
     """Make ``optimizer.zero_grad()`` bypass the shards' dispatch, for speed. Idempotent."""
-    of = weakref.ref(optimizer)
+    reference = weakref.ref(optimizer)
 
     @without_shard_dispatch
     def zero_grad(set_to_none: bool = True) -> None:
-        own = of()
+        own = reference()
         assert own is not None
         type(own).zero_grad(own, set_to_none)
 

@@ -97,9 +97,9 @@ class ElementwiseCheck(TorchFunctionMode):
             for tensor in (run.param, run.grad, *run.state.values())
             if isinstance(tensor, Tensor)
         }
-        self._made: Any = WeakTensorKeyDictionary()  # runs from which results were computed elementwise
+        self._derived: Any = WeakTensorKeyDictionary()  # runs from which results were computed elementwise
         self._sizes = {run.param.numel() for run in layout.runs}
-        self._least = min(self._sizes, default=0)
+        self._min_numel = min(self._sizes, default=0)
         self.reads_shapes = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -120,8 +120,8 @@ class ElementwiseCheck(TorchFunctionMode):
             ):
                 self._raise_unsupported("takes a row, or a part of one, of a parameter, a gradient or state")
         # foreach ops, too
-        together = name.rpartition("foreach_")[2] in _CROSS_ELEMENT_OPS or name.startswith("linalg_")
-        if together and not is_of_two(name, args, kwargs) and any(map(self._is_shard, tree_leaves((args, kwargs)))):
+        combines = name.rpartition("foreach_")[2] in _CROSS_ELEMENT_OPS or name.startswith("linalg_")
+        if combines and not is_of_two(name, args, kwargs) and any(map(self._is_shard, tree_leaves((args, kwargs)))):
             self._raise_unsupported(f"takes {name} of a parameter, a gradient or state")
         try:
             result = func(*args, **kwargs)
@@ -138,15 +138,15 @@ class ElementwiseCheck(TorchFunctionMode):
     def _note(self, result: Any, args: Any) -> None:
         """Remember the run of each result: that of the first argument, or of the same position in its list."""
         pairs = zip(result, args[0], strict=False) if isinstance(result, list | tuple) else [(result, *args[:1])]
-        for made, *of in pairs if args else ():
-            run = self._run_of(of[0]) if of else None
-            if run is not None and isinstance(made, Tensor) and made.numel() == run.param.numel():
-                self._made[made] = run
+        for derived, *sources in pairs if args else ():
+            run = self._run_of(sources[0]) if sources else None
+            if run is not None and isinstance(derived, Tensor) and derived.numel() == run.param.numel():
+                self._derived[derived] = run
 
     def _run_of(self, value: Any) -> FlatRun | None:
         if not isinstance(value, Tensor) or "_zero_spec" in value.__dict__:
             return None
-        return self._by_address.get(value.data_ptr()) or self._made.get(value)
+        return self._by_address.get(value.data_ptr()) or self._derived.get(value)
 
     def _shape(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if args[0].numel() not in self._sizes:  # a tensor of the optimizer's own
@@ -156,30 +156,30 @@ class ElementwiseCheck(TorchFunctionMode):
             return ShardShape(func(*args, **kwargs), lambda: self._full_shape(args[0]))
         return self._full_shape(args[0])[dim]
 
-    def _full_shape(self, piece: Tensor) -> torch.Size:
-        return self._layout(piece, "the shape").shape
+    def _full_shape(self, shard: Tensor) -> torch.Size:
+        return self._layout(shard, "the shape").shape
 
     def _measured(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        piece = args[0]
-        run = self._run_of(piece)
-        alone = run is not None and len(run.members) == 1
+        shard = args[0]
+        run = self._run_of(shard)
+        is_single = run is not None and len(run.members) == 1
         # Parameters that are stepped together have the same number of dimensions.
-        if piece.numel() not in self._sizes or (name in _DIMENSIONS and not alone):
+        if shard.numel() not in self._sizes or (name in _DIMENSIONS and not is_single):
             return func(*args, **kwargs)
-        return measure(name, self._layout(piece, f"the {name}"), args, kwargs)
+        return measure(name, self._layout(shard, f"the {name}"), args, kwargs)
 
-    def _layout(self, piece: Tensor, what: str) -> ShardLayout:
-        run = self._run_of(piece)
+    def _layout(self, shard: Tensor, description: str) -> ShardLayout:
+        run = self._run_of(shard)
         self.reads_shapes = True
         if run is None or len(run.members) > 1:
-            self._raise_unsupported(f"asks for {what} of a parameter, a gradient or state")
+            self._raise_unsupported(f"asks for {description} of a parameter, a gradient or state")
         return run.members[0].layout
 
     def _is_shard(self, value: Any) -> bool:
         # All ranks compute norms of the module's own parameters together.
         if not isinstance(value, Tensor) or "_zero_spec" in value.__dict__:
             return False
-        return value.numel() >= self._least
+        return value.numel() >= self._min_numel
 
     def _raise_unsupported(self, does: str) -> NoReturn:
         raise UnsupportedError(

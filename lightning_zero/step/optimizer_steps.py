@@ -87,8 +87,8 @@ class OptimizerSteps:
             if self.on_host:
                 check_offload(optimizer)
                 optimizer.register_state_dict_pre_hook(lambda _: self.settle())
-            where = self._host(), self.bf16_state
-            stepper = OptimizerStepper(optimizer, self._sharder, *_capture_options(self.config), *where)
+            options = self._host(), self.bf16_state
+            stepper = OptimizerStepper(optimizer, self._sharder, *_capture_options(self.config), *options)
             self._steppers[optimizer] = stepper
         return stepper
 
@@ -144,14 +144,14 @@ class OptimizerSteps:
     def _make_placer(self, optimizer: torch.optim.Optimizer) -> StatePlacer:
         names = bf16_state_names(optimizer, optimizer.param_groups, self._sharder.find) if self.bf16_state else {}
 
-        def place(param: Tensor, key: str, value: Tensor) -> Tensor:
+        def place_state(param: Tensor, key: str, value: Tensor) -> Tensor:
             record = self._sharder.find(param)
-            kept = param.dtype if param.is_floating_point() else value.dtype  # as torch does
+            dtype = param.dtype if param.is_floating_point() else value.dtype  # as torch does
             if record is not None and value.is_floating_point() and key in names.get(record.index, ()):
-                kept = STATE_DTYPE
-            return value.to(value.device if self.on_host else param.device, kept)
+                dtype = STATE_DTYPE
+            return value.to(value.device if self.on_host else param.device, dtype)
 
-        return place
+        return place_state
 
     def empty_state(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return new 1-D memory for state with one element per element of a shard.
@@ -303,9 +303,9 @@ class OptimizerSteps:
         """
         self.before_arranging(optimizers)
         # A stepper holds its optimizer and its state: drop those of earlier trainings.
-        for earlier, stepper in [*self._steppers.items()]:
-            if earlier not in optimizers and not stepper.in_progress:
-                del self._steppers[earlier]
+        for previous, stepper in [*self._steppers.items()]:
+            if previous not in optimizers and not stepper.in_progress:
+                del self._steppers[previous]
         groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
         simple = all(rule_for(optimizer, group) is not None for optimizer, group in groups)
 

@@ -101,10 +101,10 @@ class StepLayout:
             run.broadcast_counts()
             run.export_state(state)
 
-    def clip_value(self, most: float) -> None:
+    def clip_value(self, limit: float) -> None:
         """Clamp the gradients to [-most, most]."""
         for run in self.runs:
-            run.grad.clamp_(-most, most)
+            run.grad.clamp_(-limit, limit)
 
     def flat_groups(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Return parameter groups with the settings of ``groups`` and the flat parameters, with gradients."""
@@ -251,13 +251,13 @@ class StepLayouts:
 
     def _split_kinds(self, stepped: set[int], state: State) -> None:
         """Give a new kind to parameters whose step counts differ from others of their kind."""
-        fresh = not self._kinds
+        is_new = not self._kinds
 
         def counted(record: ShardedParameter) -> Any:
             # Reading the device takes time, but the step count of loaded state is only there.
             values = state.get(record.param, {}).items()
             return [
-                (k, float(v) if not isinstance(v, Tensor) or (fresh and v.numel() == 1) else None)
+                (k, float(v) if not isinstance(v, Tensor) or (is_new and v.numel() == 1) else None)
                 for k, v in values
                 if isinstance(v, int | float | Tensor)
             ]

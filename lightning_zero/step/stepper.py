@@ -54,7 +54,7 @@ class ParamSwap:
         self._around: AbstractContextManager[Any] | None = None
 
     @property
-    def shown(self) -> bool:
+    def swapped(self) -> bool:
         """True while the optimizer sees flat parameters: its ``step`` is next or in progress."""
         return self._own is not None
 
@@ -63,18 +63,21 @@ class ParamSwap:
         return self._own or OwnParams(self._optimizer.param_groups, self._optimizer.state)
 
     def swap_in(
-        self, shown: FlatParams, after: Callable[[OwnParams], None], around: AbstractContextManager[Any] | None = None
+        self,
+        flat_params: FlatParams,
+        after: Callable[[OwnParams], None],
+        around: AbstractContextManager[Any] | None = None,
     ) -> None:
         """Show flat parameters until the optimizer's next ``step`` ends, or until :meth:`end`.
 
         Args:
-            shown: Parameters and state to show.
+            flat_params: Parameters and state to show.
             after: Called with the own ones after they are restored.
             around: Context in which the optimizer steps.
         """
-        self._own, self._flat_params, self._after = self.own, shown, after
-        self._before = [dict(group) for group in shown.groups]
-        self._optimizer.param_groups, self._optimizer.state = shown.groups, shown.state
+        self._own, self._flat_params, self._after = self.own, flat_params, after
+        self._before = [dict(group) for group in flat_params.groups]
+        self._optimizer.param_groups, self._optimizer.state = flat_params.groups, flat_params.state
         self.stepped = False
         self._hook = self._optimizer.register_step_post_hook(lambda *_: self._restore(stepped=True))
         # Users' hooks run after this one.
@@ -160,8 +163,8 @@ class OptimizerStepper:
         compile_kernels, ring = device.type == "cuda", host.ring if host else None
         self._captured = CapturedRunner(optimizer, self._layouts, device, compile_kernels, ring, self._graphs)
         # The first runner that can step a layout is used.
-        apart = host is not None or bf16_state
-        own: StepRunner = ChunkedRunner(optimizer, self._layouts, host) if apart else EagerRunner(self._layouts)
+        in_chunks = host is not None or bf16_state
+        own: StepRunner = ChunkedRunner(optimizer, self._layouts, host) if in_chunks else EagerRunner(self._layouts)
         self._runners: Sequence[StepRunner] = (self._captured, own) if self._graphs or bf16_state else (own,)
         self.runner: StepRunner | None = None
         self._clip: tuple[StepLayout, float] | None = None  # clipping left to the step
@@ -181,7 +184,7 @@ class OptimizerStepper:
     @property
     def in_progress(self) -> bool:
         """True from :meth:`begin` until the optimizer's own ``step`` has ended."""
-        return self._swap.shown or self._begins_in_step
+        return self._swap.swapped or self._begins_in_step
 
     @without_shard_dispatch
     def clip_norm(self, max_norm: float, later: bool = False) -> Tensor:
@@ -210,9 +213,9 @@ class OptimizerStepper:
         return norm
 
     @without_shard_dispatch
-    def clip_value(self, most: float) -> None:
+    def clip_value(self, limit: float) -> None:
         """Clamp gradients to [-most, most]."""
-        self._layouts.current(self._swap.own).clip_value(most)
+        self._layouts.current(self._swap.own).clip_value(limit)
 
     def prefetch_from_host(self) -> None:
         """Start to copy offloaded state to the device for a step like the last one."""
@@ -269,12 +272,14 @@ class OptimizerStepper:
         layout, max_norm = clip or (self._layouts.current(own), None)
         runner = self.runner = self._choose_runner(layout, own)
         self._mark_written(layout, False)
-        shown = runner.begin(layout, own, max_norm, skip)
-        self._swap.swap_in(shown, lambda own: runner.end(layout, own), self._elementwise_check(layout, shown))
+        flat_params = runner.begin(layout, own, max_norm, skip)
+        self._swap.swap_in(
+            flat_params, lambda own: runner.end(layout, own), self._elementwise_check(layout, flat_params)
+        )
 
-    def _elementwise_check(self, layout: StepLayout, shown: FlatParams) -> ElementwiseCheck | None:
+    def _elementwise_check(self, layout: StepLayout, flat_params: FlatParams) -> ElementwiseCheck | None:
         """Return a checking mode if the optimizer is not known to be elementwise."""
-        if not shown.groups or not needs_elementwise_check(self._optimizer):
+        if not flat_params.groups or not needs_elementwise_check(self._optimizer):
             return None
         self._checked_steps += 1
         self._check = ElementwiseCheck(self._optimizer, layout)
@@ -305,9 +310,9 @@ class OptimizerStepper:
         if not self._may_be_on_host or self.layout is None:
             torch.autograd.graph.increment_version(params)
             return True
-        others = self._weights.written()  # not written by this step
+        still_valid = self._weights.written()  # not written by this step
         torch.autograd.graph.increment_version(params)
-        self._weights.mark_compute_shards_written(others, True)
+        self._weights.mark_compute_shards_written(still_valid, True)
         self._mark_written(self.layout, True)
         return True
 
