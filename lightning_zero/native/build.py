@@ -7,6 +7,8 @@ without one can use a library that was built elsewhere; ``built-by`` in the entr
 
 torch.utils.cpp_extension.load is not used: it needs ninja, a killed build leaves a stale lock on which other ranks wait
 forever, and it loads libraries from folders that other users may write.
+
+:func:`compile_cuda` compiles CUDA kernels at run time with NVRTC, which torch ships.
 """
 
 from __future__ import annotations

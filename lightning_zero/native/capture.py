@@ -120,7 +120,6 @@ class GraphedSequence:
         fn: Launches the kernels; must not synchronize or allocate memory that outlives the call.
         device: Device of the kernels.
         warmups: Eager calls before the capture, to load libraries and compile kernels; inf: always eager.
-        pool: Memory pool to share with a sequence that never runs concurrently.
         watch: Tensors whose addresses must not change; checked at each call.
     """
 
@@ -129,13 +128,11 @@ class GraphedSequence:
         fn: Callable[[], None],
         device: torch.device,
         warmups: float = 1,
-        pool: tuple[int, int] | None = None,
         watch: Sequence[Tensor] = (),
     ) -> None:
         self._fn = fn
         self._device = device
         self._warmups_left = warmups
-        self._pool: Any = pool
         self._watch = watch
         self._addresses = [tensor.data_ptr() for tensor in watch]
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -144,11 +141,6 @@ class GraphedSequence:
     @property
     def captured(self) -> bool:
         return self._graph is not None
-
-    @property
-    def pool(self) -> tuple[int, int] | None:
-        """Memory pool for other sequences; None before the capture."""
-        return self._pool
 
     def __call__(self) -> None:
         moved = [n for n, t in enumerate(self._watch) if t.data_ptr() != self._addresses[n]]
@@ -166,10 +158,8 @@ class GraphedSequence:
         graph = torch.cuda.CUDAGraph()
         stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
-        pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
-        with torch.cuda.stream(stream), capture_graph(graph, pool):
+        with torch.cuda.stream(stream), capture_graph(graph, torch.cuda.graph_pool_handle()):
             self._fn()
-        self._pool = pool  # a pool whose capture failed cannot be used again
         current.wait_stream(stream)
         return graph
 

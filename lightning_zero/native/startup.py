@@ -185,7 +185,7 @@ class StartupWatch:
             if store.read("left", rank) is None and store.read("failed", rank) is None:
                 self._end(
                     f"The process of rank {rank} (pid {process['pid']}) has ended without an error message, while "
-                    "ranks were setting up. It was killed (SIGKILL, out of host memory), it crashed, or it called exit()."
+                    "ranks were setting up. It was killed (SIGKILL, out of host memory), crashed or called exit()."
                 )
         self._report(store)
 
