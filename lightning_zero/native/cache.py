@@ -132,7 +132,7 @@ def check_owner(path: Path) -> None:
     if status.st_mode & OTHERS_WRITE:
         raise NativeBuildError(
             f"{path} of the build cache can be written by others ({stat.filemode(status.st_mode)}), whose code could "
-            f"be loaded. Delete it, or run `chmod -R go-w {path}` if you trust what it holds; or set LIGHTNING_ZERO_CACHE "
+            f"be loaded. Delete it, or run `chmod -R go-w {path}` if you trust it; or set LIGHTNING_ZERO_CACHE "
             "to a directory of your own."
         )
 

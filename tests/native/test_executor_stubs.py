@@ -1,4 +1,4 @@
-"""What is said of the C++ executor's parts for type checkers is what they are."""
+"""Test that the type stubs of the C++ executor's parts match the objects."""
 
 import inspect
 

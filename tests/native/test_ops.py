@@ -1,4 +1,4 @@
-"""The two tables of our ops, in C++ and in Python, tell of the same ones."""
+"""Test that the tables of our ops in C++ and in Python match."""
 
 import inspect
 

@@ -1,4 +1,4 @@
-"""The ranks that share a model: who they are, and that parts of the world do not hear each other."""
+"""Test the ranks that share a model, and that parts of the world do not communicate with each other."""
 
 import re
 from dataclasses import FrozenInstanceError
@@ -55,9 +55,9 @@ def groups_of_a_world_for_one_device() -> list[tuple[str, torch.device | None]]:
 
 
 def test_groups_for_gradients_connect_when_they_are_used(ranks: Ranks) -> None:
-    """Each of NCCL's communicators takes half a GiB, and copies between GPUs need none for gradients."""
+    """A NCCL communicator takes about 0.5 GiB, and copies between GPUs need none for gradients."""
     at_once, later = ("gloo", GPU), ("gloo", None)
-    # Of all ranks, that on the CPU, of each host, and of their one place.
+    # Those of all ranks, on the CPU, of each host, and of each local rank.
     for made in ranks.run(2, groups_of_a_world_for_one_device):
         assert made == [at_once, later, at_once, *[at_once, later] * 3]
 
@@ -104,7 +104,7 @@ def on_hosts(names: list[str], ranks_per_host: int | None) -> tuple[Any, ...]:
             total = torch.tensor([1 << mesh.rank])
             dist.all_reduce(total, group=group)
             assert int(total) == sum(1 << rank for rank in side.ranks), "others were heard"
-    # Of shards that are called by their numbers.
+    # Shards are named by their indices.
     assert mesh.all_gather_shard(torch.tensor([mesh.shard_index])).tolist() == list(range(mesh.world_size))
     return mesh.hosts, mesh.physical_hosts, tuple(side.ranks for side in sides), mesh.shard_index
 

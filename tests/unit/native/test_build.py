@@ -1,4 +1,4 @@
-"""Building the C++ executor, with stand-ins for the compiler: a real build takes most of a minute."""
+"""Test the build of the C++ executor with a stand-in compiler: a real build takes most of a minute."""
 
 import errno
 import fcntl
@@ -62,7 +62,7 @@ def test_every_source_is_compiled_and_linked_once_and_then_never_again(
     assert sorted(compiler.included()) == sources
     assert len(compiler.calls()) == units + 1
     caplog.clear()
-    # Another process may hold the lock for ever: what is there can be used at once.
+    # Another process may hold the lock: a built library is used without it.
     with open(library.parent / "lock", "w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         assert build(tmp_path / "cache", compiler.path, deadline_s=0) == library
@@ -139,7 +139,7 @@ def test_the_c_plus_plus_library_of_the_process_is_used_where_a_compiler_would_t
     (tmp_path / "one.cpp").write_text(
         "#include <sstream>\nvoid print(std::ostream& to, long number) { to << number; }\n"
     )
-    printing = "_M_insertIlE"  # of std::ostream, which a static library would bring along
+    printing = "_M_insertIlE"  # of std::ostream, which a static library would contain
 
     def defined(*libraries: str) -> bool:
         target = str(tmp_path / "one.so")

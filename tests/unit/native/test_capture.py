@@ -1,4 +1,4 @@
-"""On a device without graphs a sequence runs each time; that memory stays where it is, is checked everywhere."""
+"""Test that a sequence runs eagerly on a device without graphs, and that moved memory is detected on all devices."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Whether GPUs can wait for each other in memory; the driver and its management library are stand-ins."""
+"""Test the check of atomic operations between GPUs; the driver and NVML are stand-ins."""
 
 import ctypes
 from typing import Any
@@ -12,7 +12,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Driver:
-    """Of GPUs a and b, which this process sees, and c."""
+    """A driver with GPUs a and b, which this process sees, and c."""
 
     def __init__(self, able: bool = True, fails: str = "") -> None:
         self.able, self.fails = able, fails

@@ -1,4 +1,4 @@
-"""A process that ends leaves no compilers running, even if a thread of it is about to start one."""
+"""Test that a process that ends leaves no compilers running, even if a thread is about to start one."""
 
 import subprocess
 import sys

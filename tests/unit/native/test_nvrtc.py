@@ -1,4 +1,4 @@
-"""CUDA code is compiled without a toolkit, and without a device, by what torch brings along."""
+"""Test that CUDA code is compiled without a toolkit and without a device."""
 
 from pathlib import Path
 

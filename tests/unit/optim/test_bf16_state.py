@@ -1,5 +1,4 @@
-"""Stochastic rounding loses nothing on average, changes nothing that bfloat16 holds, and is the same wherever an element
-lies."""
+"""Test stochastic rounding: unbiased, exact for bfloat16 values, and independent of the sharding."""
 
 import math
 from collections.abc import Callable
@@ -48,7 +47,7 @@ def noise(bench: OneRank, step: float = 7.0) -> Tensor:
 
 
 def whole(world_size: int) -> list[Tensor]:
-    """Of each parameter, from what each of so many ranks has of it."""
+    """Return each full parameter from the parts of ``world`` ranks."""
     ranks = [OneRank(SHAPES, rank=rank, world_size=world_size) for rank in range(world_size)]
     numels = [record.layout.shard_numel for record in ranks[0].live]
     parts = [noise(rank).split(numels) for rank in ranks]
@@ -101,7 +100,7 @@ def equally_large(share: float) -> Tensor:
 
 
 def falling(share: float) -> Tensor:
-    """To a tenth, over the training; sizes differ from element to element by up to a thousand."""
+    """Gradients that fall to a tenth; their sizes differ by up to a thousand between elements."""
     return torch.randn(LARGE).flatten() * torch.logspace(-3, 0, math.prod(LARGE)) * 10**-share
 
 
@@ -126,7 +125,7 @@ def test_adams_steps_are_off_by_a_few_percent_where_rounding_to_the_nearest_is_o
         nearest.copy_(nearest.bfloat16())
 
     def off(kept: Tensor) -> float:
-        """The root of the mean square of what steps are off by, beside that of steps."""
+        """Return the root mean square of the steps' error relative to that of the steps."""
         moved, expected = (first / second.sqrt() for first, second in (kept, exact))
         return ((moved - expected).square().mean() / expected.square().mean()).sqrt().item()
 

@@ -1,4 +1,4 @@
-"""Users' optimizers step by captured graphs once their rules are registered."""
+"""Test that users' optimizers step by captured graphs once their rules are registered."""
 
 from typing import Any
 

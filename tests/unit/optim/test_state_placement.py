@@ -1,4 +1,4 @@
-"""State that is loaded stays where it is, in the dtype that torch gives it, and hooks see tensors."""
+"""Test that loaded state keeps its placement and dtype, and that hooks see tensors."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ def test_only_what_has_one_element_goes_to_the_parameters_device(dtype: torch.dt
     made.grad = torch.randn(40)
     first.step()
     saved = first.state_dict()
-    # As a device that is not the host: torch would move all but the step count there.
+    # Like a device other than the host: torch would move all but the step count there.
     param = torch.nn.Parameter(torch.empty(40, dtype=dtype, device="meta"))
     optimizer = torch.optim.NAdam([param])
     seen: list[Any] = []
@@ -51,7 +51,7 @@ def test_a_count_of_ours_is_as_wide_as_it_was() -> None:
 
 
 class OnDevice:
-    """Stands for a tensor of a device that this machine has not."""
+    """Stands for a tensor on a device that this machine does not have."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape

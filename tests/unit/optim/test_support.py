@@ -1,4 +1,4 @@
-"""Optimizers that need whole parameters are refused by name; those that treat elements one by one are not."""
+"""Test that optimizers that need full parameters are rejected by name, and elementwise ones are not."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +23,7 @@ class Elementwise(Optimizer):
 
 
 def named(name: str, base: type = Elementwise) -> Optimizer:
-    """Stands for an optimizer of a library that is not installed."""
+    """Return a stand-in for an optimizer of a library that is not installed."""
     return type(name, (base,), {})([nn.Parameter(torch.zeros(3, 3))])
 
 
@@ -69,7 +69,7 @@ def test_a_subclass_of_a_refused_one_is_refused_by_its_own_name() -> None:
 
 
 class Lion(Elementwise):
-    """Named like many others that treat elements one by one."""
+    """Named like many elementwise optimizers."""
 
 
 ACCEPTED: list[Callable[..., Optimizer]] = [
@@ -84,7 +84,7 @@ def test_an_optimizer_that_treats_elements_one_by_one_is_accepted(make: Callable
 
 
 class Lookahead(Elementwise):
-    """Steps by another optimizer, as many wrappers do."""
+    """Steps by an inner optimizer, as many wrappers do."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
