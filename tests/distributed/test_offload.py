@@ -238,7 +238,7 @@ def refuse() -> str:
 def test_an_optimizer_whose_rule_is_not_known_is_refused_by_name(ranks: Ranks) -> None:
     (message,) = ranks.run(1, refuse)
     assert "whether Lion can do that is not known" in message
-    assert "lightning_zero.register_rule makes it known" in message
+    assert "Register it with lightning_zero.register_rule" in message
 
 
 def copy_out(optimizer: torch.optim.Optimizer, find: Any) -> None:

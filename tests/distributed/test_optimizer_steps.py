@@ -142,7 +142,7 @@ def gradients_by_hand(emulate: bool) -> tuple[list[list[Tensor]], list[list[Tens
             theirs.step()
             found.append([param.to_local().view(1, -1) for param in model.parameters()])
             expected.append([param.detach().clone() for param in plain])
-            flat_runs.append(len(engine.optimizers.stepper(optimizer).layout.flat_runs))
+            flat_runs.append(len(engine.optimizers.stepper(optimizer).layout.runs))
     return found, expected, flat_runs
 
 
@@ -241,7 +241,7 @@ def by_shape(begin: int) -> Any:
             theirs.zero_grad()
             layout = engine.optimizers.stepper(ours).layout
             assert layout is not None
-            flat_runs.append(len(layout.flat_runs))
+            flat_runs.append(len(layout.runs))
         return whole_params(engine, model), dict(plain.named_parameters()), flat_runs
 
 
