@@ -237,7 +237,7 @@ def refuse() -> str:
 
 def test_an_optimizer_whose_rule_is_not_known_is_refused_by_name(ranks: Ranks) -> None:
     (message,) = ranks.run(1, refuse)
-    assert "whether Lion can do that is not known" in message
+    assert "it is unknown if Lion supports that" in message
     assert "Register it with lightning_zero.register_rule" in message
 
 
