@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.behind import ThreadedWriter, lasting
-from lightning_zero.checkpoint.claim import PATIENCE_S, concurrent_save_error, claim, release, unclaimed
-from lightning_zero.checkpoint.damaged import wrap_read_errors
-from lightning_zero.checkpoint.places import (
+from lightning_zero.checkpoint.file_writers import ThreadedWriter, lasting
+from lightning_zero.checkpoint.atomic import PATIENCE_S, concurrent_save_error, claim, release, unclaimed
+from lightning_zero.checkpoint.integrity import wrap_read_errors
+from lightning_zero.checkpoint.atomic import (
     INCOMPLETE,
     beside,
     restore_replaced,
@@ -26,7 +26,7 @@ from lightning_zero.checkpoint.places import (
     remove,
     remove_leftover,
 )
-from lightning_zero.checkpoint.replaceable import check_replaceable_folder
+from lightning_zero.checkpoint.atomic import check_replaceable_folder
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["verify_archive", "verify_open_archive", "write_checkpoint_file"]

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import numpy
 from torch import Tensor
 
-from lightning_zero.checkpoint.disk import Disk, in_blocks, write_all
+from lightning_zero.checkpoint.file_writers import Disk, in_blocks, write_all
 from lightning_zero.sharding.layout import is_strided
 
 __all__ = ["ThreadedWriter", "lasting"]

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.background.saver import AsyncSaver
-from lightning_zero.checkpoint.full import Room, model_state, optimizer_state, shard_optimizer_state
-from lightning_zero.checkpoint.halfway import Halfway
-from lightning_zero.checkpoint.lateness import shows
-from lightning_zero.checkpoint.opening import open_checkpoint
-from lightning_zero.checkpoint.sharded.again import SavedState, fingerprint, relink_target, relink_save
-from lightning_zero.checkpoint.sharded.contents import bytes_to_write
-from lightning_zero.checkpoint.sharded.opened import CheckpointReader, refreshed_kind, checkpoint_kind
-from lightning_zero.checkpoint.sharded.optimizers import state_by_name, state_by_number, has_parameter_names
-from lightning_zero.checkpoint.sharded.plans import Plans
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.sharded.values import CheckpointShard
-from lightning_zero.checkpoint.sharded.writing import packed
-from lightning_zero.checkpoint.telling import Show, Telling, TellingFor, untold
-from lightning_zero.checkpoint.together import Together
+from lightning_zero.checkpoint.async_save.saver import AsyncSaver
+from lightning_zero.checkpoint.full_checkpoint import Room, model_state, optimizer_state, shard_optimizer_state
+from lightning_zero.checkpoint.manager import Halfway
+from lightning_zero.checkpoint.atomic import shows
+from lightning_zero.checkpoint.sharded.reader import open_checkpoint
+from lightning_zero.checkpoint.sharded.commit import SavedState, fingerprint, relink_target, relink_save
+from lightning_zero.checkpoint.sharded.planner import bytes_to_write
+from lightning_zero.checkpoint.sharded.reader import CheckpointReader, refreshed_kind, checkpoint_kind
+from lightning_zero.checkpoint.optimizer_state import state_by_name, state_by_number, has_parameter_names
+from lightning_zero.checkpoint.sharded.commit import Plans
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
+from lightning_zero.checkpoint.sharded.writer import packed
+from lightning_zero.checkpoint.progress_reporter import Show, Telling, TellingFor, untold
+from lightning_zero.checkpoint.rank_tasks import Together
 from lightning_zero.checkpoint.unseen import Unseen
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import CheckpointError
@@ -169,7 +169,7 @@ class Checkpoints:
         mark: Hashable = None,
         again: bool = False,
     ) -> None:
-        """Writes a sharded checkpoint, see :func:`~lightning_zero.checkpoint.sharded.saving.save_sharded`; with
+        """Writes a sharded checkpoint, see :func:`~lightning_zero.checkpoint.sharded.commit.save_sharded`; with
         ``background``, beside what comes next, until :attr:`saver` finishes it or saves again. Collective.
 
         Args:

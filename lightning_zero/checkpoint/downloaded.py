@@ -8,7 +8,7 @@ from urllib.parse import urlparse
 
 import torch
 
-from lightning_zero.checkpoint.together import Together
+from lightning_zero.checkpoint.rank_tasks import Together
 
 __all__ = ["downloaded"]
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.exactly import move_file, remove_tree, remove_within
-from lightning_zero.checkpoint.locating import located
-from lightning_zero.checkpoint.places import INCOMPLETE
-from lightning_zero.checkpoint.replaceable import check_replaceable
+from lightning_zero.checkpoint.remote_files import move_file, remove_tree, remove_within
+from lightning_zero.checkpoint.remote_files import located
+from lightning_zero.checkpoint.atomic import INCOMPLETE
+from lightning_zero.checkpoint.atomic import check_replaceable
 from lightning_zero.checkpoint.sharded.folder import settle
-from lightning_zero.checkpoint.sharded.hashed import ChecksumWriter
+from lightning_zero.checkpoint.file_writers import ChecksumWriter
 from lightning_zero.checkpoint.unseen import Unseen
 
 __all__ = ["write_remote_file"]

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsspec.spec import AbstractFileSystem
 
-from lightning_zero.checkpoint.places import REPLACED
+from lightning_zero.checkpoint.atomic import REPLACED
 
 __all__ = ["copy_file", "move_file", "remove_tree", "remove_within"]
 

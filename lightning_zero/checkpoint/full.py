@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.inventory import Entry, OptimizerStateEntries, gather_value, nested
-from lightning_zero.checkpoint.sharded.values import CheckpointTensor
-from lightning_zero.checkpoint.telling import Telling, untold
+from lightning_zero.checkpoint.optimizer_state import Entry, OptimizerStateEntries, gather_value, nested
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
+from lightning_zero.checkpoint.progress_reporter import Telling, untold
 from lightning_zero.compat.tensors import tree_map_only
 from lightning_zero.sharding.host_memory import copy_to_host
 from lightning_zero.sharding.mapped import mapped

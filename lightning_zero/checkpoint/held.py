@@ -7,7 +7,7 @@ import os
 import weakref
 from pathlib import Path
 
-from lightning_zero.checkpoint.claim import claim, release
+from lightning_zero.checkpoint.atomic import claim, release
 
 __all__ = ["PinnedDirectory"]
 
@@ -36,7 +36,7 @@ class PinnedDirectory:
             self.path = known
 
     def claim(self, patience_s: float = 0.0) -> bool:
-        """Lock the folder, see :func:`~lightning_zero.checkpoint.claim.claim`."""
+        """Lock the folder, see :func:`~lightning_zero.checkpoint.atomic.claim`."""
         return self._number is None or claim(self._number, patience_s)
 
     def release(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_zero.checkpoint.sharded.folder import readable_location
 from lightning_zero.checkpoint.sharded.metadata import METADATA
-from lightning_zero.checkpoint.sharded.opened import CheckpointReader
+from lightning_zero.checkpoint.sharded.reader import CheckpointReader
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["open_checkpoint"]

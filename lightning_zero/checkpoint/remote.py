@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.archive import verify_open_archive
-from lightning_zero.checkpoint.ranges import Placed
+from lightning_zero.checkpoint.integrity import verify_open_archive
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import Placed
 from lightning_zero.checkpoint.remote_ranges import AT_ONCE, RemoteRanges
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.raw import HEADER, header_length
-from lightning_zero.checkpoint.sharded.values import CheckpointTensor
+from lightning_zero.checkpoint.sharded.reader import HEADER, header_length
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.layout import is_strided
 from lightning_zero.sharding.mapped import SMALL, copy_small_values
@@ -55,7 +55,7 @@ class RemoteFile:
         verify_open_archive(self.ranges.opened(), self._url, part, parts, read, AT_ONCE)
 
     def content(self, weights_only: bool | None) -> Any:
-        """What was saved, with :class:`~lightning_zero.checkpoint.sharded.values.CheckpointTensor` for large tensors; None
+        """What was saved, with :class:`~lightning_zero.checkpoint.sharded.checkpoint_tensors.CheckpointTensor` for large tensors; None
         where all of it must be read: it is no archive, or holds what may hide tensors, as anything may that
         ``weights_only=False`` unpickles.
 

@@ -6,7 +6,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_zero.checkpoint.locating import located
+from lightning_zero.checkpoint.remote_files import located
 from lightning_zero.checkpoint.window import Window
 from lightning_zero.errors import CheckpointError
 

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lightning_zero.cli.command import Command
-from lightning_zero.cli.show import print_progress
+from lightning_zero.cli.terminal import print_progress
 from lightning_zero.native.build import LOCK_DEADLINE_S, build, is_built
 
 __all__ = ["BUILD"]

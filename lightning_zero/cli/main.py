@@ -8,8 +8,8 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from lightning_zero.cli.build import BUILD
-from lightning_zero.cli.checkpoint.command import CHECKPOINT
+from lightning_zero.cli.main import BUILD
+from lightning_zero.cli.checkpoint import CHECKPOINT
 from lightning_zero.cli.command import Command
 from lightning_zero.cli.doctor import DOCTOR
 from lightning_zero.cli.plan import PLAN

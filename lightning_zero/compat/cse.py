@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.lookup import module
-from lightning_zero.compat.ops import OpOverload
+from lightning_zero.compat.tensors import OpOverload
 from lightning_zero.compat.patches import Patch, swap_attribute
 
 compile_utils = module("torch._functorch.compile_utils")

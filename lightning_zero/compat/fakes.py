@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import DimDynamic
 
-from lightning_zero.compat.autograd import inside_functorch
+from lightning_zero.compat.tensors import inside_functorch
 from lightning_zero.compat.lookup import module
-from lightning_zero.compat.ops import OpOverload
+from lightning_zero.compat.tensors import OpOverload
 from lightning_zero.compat.patches import Patch, swap_attribute
 from lightning_zero.compat.tensors import (
     DisableTorchFunctionSubclass,

@@ -15,7 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 from lightning_zero.compat.lookup import module
 from lightning_zero.compat.patches import Patch, swap_attribute
 from lightning_zero.compat.reachability import does_more_in_a_copy, needed
-from lightning_zero.compat.skipped_text import With
+from lightning_zero.compat.compiler import With
 
 partitioners = module("torch._functorch.partitioners")
 

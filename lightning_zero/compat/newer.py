@@ -6,7 +6,7 @@ import re
 
 import torch
 
-import lightning_zero.compat.autograd
+import lightning_zero.compat.tensors
 import lightning_zero.compat.compiler
 import lightning_zero.compat.dynamo  # noqa: F401  all of them have looked for their names then
 from lightning_zero.compat.lookup import missing

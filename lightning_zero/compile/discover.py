@@ -24,18 +24,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.compat.attributes import ChangingInts
-from lightning_zero.compat.autograd import graph_task_id, inside_functorch, retains_graph
+from lightning_zero.compat.dynamo import ChangingInts
+from lightning_zero.compat.tensors import graph_task_id, inside_functorch, retains_graph
 from lightning_zero.compat.compiler import dynamo_config
-from lightning_zero.compat.fakes import fake_weights_from_sizes
+from lightning_zero.compat.tensors import fake_weights_from_sizes
 from lightning_zero.compat.guards import values_read_once
-from lightning_zero.compat.limits import LimitHit, watch_recompile_limits
-from lightning_zero.compat.newer import failure_of_newer_torch
-from lightning_zero.compat.skipped_text import written_when_called
+from lightning_zero.compat.dynamo import LimitHit, watch_recompile_limits
+from lightning_zero.compat.patches import failure_of_newer_torch
+from lightning_zero.compat.compiler import written_when_called
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compile import requires_grad_hooks
 from lightning_zero.compile.dynamo_layer_reuse import layers_traced_once
-from lightning_zero.compile.garbage import only_young_searched
+from lightning_zero.compile.fast_compile import only_young_searched
 from lightning_zero.compile.grad_leaves import ignore_grad_leaves
 from lightning_zero.compile.hooks import ModuleHooks, guard_hooks, needs_hook_guards
 from lightning_zero.compile.pending_compiles import PendingCompiles

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 from lightning_zero.compat.backwards import skip_backward_copies
-from lightning_zero.compat.fakes import skip_gradient_fakes
-from lightning_zero.compat.skipped_text import unwritten
-from lightning_zero.compile.garbage import only_young_searched
+from lightning_zero.compat.tensors import skip_gradient_fakes
+from lightning_zero.compat.compiler import unwritten
+from lightning_zero.compile.fast_compile import only_young_searched
 from lightning_zero.compile.layer_dedup import fast_layer_call_fakes
 
 __all__ = ["sparing"]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from lightning_zero.compat.ops import OpOverload, OpOverloadPacket
+from lightning_zero.compat.tensors import OpOverload, OpOverloadPacket
 from lightning_zero.compile.frontend import checkpoint_body
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native.ops import NAMESPACE

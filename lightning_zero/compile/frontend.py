@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE, GRAPH_ARG
-from lightning_zero.compat.ops import CHECKPOINTS
+from lightning_zero.compat.tensors import CHECKPOINTS
 from lightning_zero.compile.graph import WEIGHT
 from lightning_zero.errors import UnsupportedError
 

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import CUSTOM, TANGENTS
-from lightning_zero.compat.ops import OpOverload, to_copy, unsafe_view
+from lightning_zero.compat.tensors import OpOverload, to_copy, unsafe_view
 from lightning_zero.native.ops import OPS, Op, Role, graph_overloads, find_op
 
 __all__ = [

@@ -11,7 +11,7 @@ from threading import RLock
 from time import monotonic
 from typing import Any
 
-from lightning_zero.compat.cache_saves import defer_cache_saves
+from lightning_zero.compat.compiler import defer_cache_saves
 from lightning_zero.compat.compiler import functorch_config
 from lightning_zero.compile.subgraphs import DeferredKernels
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.ops import OpOverload
+from lightning_zero.compat.tensors import OpOverload
 
 __all__ = ["is_numbered", "format_nodes", "readable"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_zero.compat.compiler import FRAMES_ONCE, output_graph
 from lightning_zero.compat.patches import swap_attribute
-from lightning_zero.compat.skipped_text import paths_shortened_once
+from lightning_zero.compat.compiler import paths_shortened_once
 
 __all__ = ["frames_written_once"]
 

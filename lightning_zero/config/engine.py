@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.config.option import OnChange, option_fields, options
+from lightning_zero.config.schema import OnChange, option_fields, options
 from lightning_zero.config.options import Options, RecomputePolicy, Tuning
 from lightning_zero.errors import UnsupportedError
 

@@ -12,7 +12,7 @@ from enum import Enum
 from types import UnionType
 from typing import Any, TypeVar, dataclass_transform, get_args, get_origin
 
-from lightning_zero.config.foreign import FOREIGN
+from lightning_zero.config.migration_hints import FOREIGN
 
 __all__ = ["OnChange", "Option", "option", "option_fields", "options"]
 

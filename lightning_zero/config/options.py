@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_zero.config.option import (
+from lightning_zero.config.schema import (
     OnChange,
     check_options,
     check_memory,
@@ -21,7 +21,7 @@ from lightning_zero.config.option import (
     check_fraction,
 )
 from lightning_zero.config.text import document_options
-from lightning_zero.config.tuning import GROUPS, RecomputePolicy, Transport, Tuning, CaptureMode
+from lightning_zero.config.options import GROUPS, RecomputePolicy, Transport, Tuning, CaptureMode
 
 __all__ = ["GROUPS", "Options", "RecomputePolicy", "Transport", "Tuning"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING
 from typing import Any, TypeVar
 
-from lightning_zero.config.option import option_fields
+from lightning_zero.config.schema import option_fields
 
 __all__ = ["arguments", "document_options", "format_gib", "format_table", "options_table"]
 

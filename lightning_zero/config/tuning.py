@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import ClassVar, Literal
 
-from lightning_zero.config.option import (
+from lightning_zero.config.schema import (
     OnChange,
     check_count,
     check_mib,

@@ -12,7 +12,7 @@ from typing import Any, Concatenate, ParamSpec
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_zero.config import EngineConfig, Options
-from lightning_zero.config.option import option_fields
+from lightning_zero.config.schema import option_fields
 from lightning_zero.config.text import arguments
 from lightning_zero.errors import UnsupportedError
 
@@ -34,7 +34,7 @@ def engine_config(options: Options) -> EngineConfig:
 
 
 def options_init(made: Callable[P, Any]) -> Callable[[Callable[[Any, Any], None]], Callable[Concatenate[Any, P], None]]:
-    """Decorates an ``__init__(self, arguments)`` with a class of :func:`~lightning_zero.config.option.options`: callers
+    """Decorates an ``__init__(self, arguments)`` with a class of :func:`~lightning_zero.config.schema.options`: callers
     pass the arguments of ``made``, which the signature shows, to type checkers, to ``help()`` and to the command line
     of LightningCLI."""
 

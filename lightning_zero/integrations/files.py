@@ -18,20 +18,20 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.checkpoint.archive import verify_archive, write_checkpoint_file
-from lightning_zero.checkpoint.downloaded import downloaded
-from lightning_zero.checkpoint.elsewhere import write_remote_file
-from lightning_zero.checkpoint.locating import located
-from lightning_zero.checkpoint.places import standing
+from lightning_zero.checkpoint.integrity import verify_archive, write_checkpoint_file
+from lightning_zero.checkpoint.remote_files import downloaded
+from lightning_zero.checkpoint.full_checkpoint import write_remote_file
+from lightning_zero.checkpoint.remote_files import located
+from lightning_zero.checkpoint.atomic import standing
 from lightning_zero.checkpoint.remote import RemoteFile
 from lightning_zero.checkpoint.remote_ranges import exists
-from lightning_zero.checkpoint.sharded.contents import bytes_to_write
+from lightning_zero.checkpoint.sharded.planner import bytes_to_write
 from lightning_zero.checkpoint.sharded.folder import full_path, remove_checkpoint_at
-from lightning_zero.checkpoint.sharded.opened import DOWNLOADED
-from lightning_zero.checkpoint.sharded.values import CheckpointTensor
-from lightning_zero.checkpoint.storages import verify_storages
-from lightning_zero.checkpoint.telling import Telling
-from lightning_zero.checkpoint.together import Alone, Together
+from lightning_zero.checkpoint.sharded.reader import DOWNLOADED
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
+from lightning_zero.checkpoint.integrity import verify_storages
+from lightning_zero.checkpoint.progress_reporter import Telling
+from lightning_zero.checkpoint.rank_tasks import Alone, Together
 from lightning_zero.compat.lightning_private import WrappingCheckpointIO
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.mapped import copy_small_values

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.checkpoint.checkpoints import Checkpoints
-from lightning_zero.checkpoint.opening import open_checkpoint
-from lightning_zero.checkpoint.sharded.optimizers import has_parameter_names
-from lightning_zero.checkpoint.sharded.values import CheckpointShard
+from lightning_zero.checkpoint.manager import Checkpoints
+from lightning_zero.checkpoint.sharded.reader import open_checkpoint
+from lightning_zero.checkpoint.optimizer_state import has_parameter_names
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 
 __all__ = ["to_trainer_keys", "parted", "read_on_all_ranks", "read_folder"]
 

@@ -12,8 +12,8 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_zero.compat.lightning_private import FabricScriptLauncher, SubprocessScriptLauncher, bound_threads
-from lightning_zero.integrations.children import ChildWatch, terminate_after_grace
-from lightning_zero.integrations.process_group import check_world_size
+from lightning_zero.integrations.child_processes import ChildWatch, terminate_after_grace
+from lightning_zero.integrations.processes import check_world_size
 
 __all__ = ["FabricLauncher", "TrainerLauncher", "check_interactive"]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_zero.compat.lightning_private import init_process_group, reduce_value
 from lightning_zero.mesh import all_max, all_min
-from lightning_zero.integrations.process_group import check_backend, check_rank, check_world_size
+from lightning_zero.integrations.processes import check_backend, check_rank, check_world_size
 from lightning_zero.native.startup import StartupWatch
 
 __all__ = ["ProcessGroupMixin", "without_nccl_abort", "reduce_in_place"]

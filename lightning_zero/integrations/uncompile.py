@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_zero.compat.compiler import OptimizedModule
-from lightning_zero.integrations.compiled_functions import uncompile_functions
+from lightning_zero.integrations.uncompile import uncompile_functions
 
 __all__ = ["UncompiledModule", "save_compiled_names", "uncompiled_name", "accept_compiled_names", "uncompile_modules"]
 

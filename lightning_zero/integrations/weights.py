@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.weights.exporting import Weight, export, to_cpu
-from lightning_zero.checkpoint.weights.files import parse_size, plan_files
-from lightning_zero.checkpoint.weights.loading import Incompatible, load_safetensors_into
+from lightning_zero.checkpoint.safetensors import Weight, export, to_cpu
+from lightning_zero.checkpoint.safetensors import parse_size, plan_files
+from lightning_zero.checkpoint.safetensors import Incompatible, load_safetensors_into
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.full import gather_full

@@ -83,7 +83,7 @@ def source_directory() -> Path:
 
 
 def kernel_source(name: str) -> Path:
-    """Return the source file of this name, such as ``"barrier.cu"``, in any folder of the sources.
+    """Return the source file of this name, such as ``"kernels.cu"``, in any folder of the sources.
 
     Raises:
         NativeBuildError: There is no such file, or there are no sources.

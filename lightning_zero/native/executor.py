@@ -22,7 +22,7 @@ __all__ = ["Executor", "Transport"]
 
 
 class Transport:
-    """Peer memory and kernels of one executor, see ``csrc/transport/transports.h``.
+    """Peer memory and kernels of one executor, see ``csrc/transport/transport.h``.
 
     Args:
         native: The C++ object.
@@ -62,8 +62,8 @@ class Transport:
         Raises:
             RuntimeError: The kernel cannot be compiled or loaded.
         """
-        code = self._kernels("barrier.cu", RANKS=self._ranks, LANES=2)
-        words = torch.zeros(16, dtype=torch.int32, pin_memory=True)  # see device_words.h
+        code = self._kernels("signal_kernels.cu", RANKS=self._ranks)
+        words = torch.zeros(16, dtype=torch.int32, pin_memory=True)  # see csrc/sync/signal_pads.h
         self._native.set_barrier(code, rows, words)
 
     def compile_means(self) -> None:
@@ -72,7 +72,7 @@ class Transport:
         Raises:
             RuntimeError: The kernel cannot be compiled or loaded.
         """
-        self._native.set_mean_kernels(self._kernels("row_means.cu", ROWS=self._ranks))
+        self._native.set_mean_kernels(self._kernels("kernels.cu", ROWS=self._ranks))
 
     def limit_cross_host_bandwidth(self, gbs: float | None) -> None:
         """Limit the bandwidth across hosts to ``gbs`` GB/s per rank, for debugging; None removes the limit.
@@ -83,7 +83,7 @@ class Transport:
         if gbs == self._limit:
             return
         on_device = gbs is not None and self._several_hosts and self._device.type == "cuda"
-        code = self._kernels("slow_link.cu") if on_device else None
+        code = self._kernels("kernels.cu") if on_device else None
         self._native.limit_cross_host_bandwidth(code, 1e9 * (gbs or 0.0))
         self._limit = gbs
 
@@ -113,7 +113,7 @@ class Transport:
         if self._device.type == "cpu":
             self._native.set_epoch_lock(numbers)
         else:
-            self._native.set_device_epoch_lock(self._kernels("turns.cu", RANKS=self._ranks), numbers)
+            self._native.set_device_epoch_lock(self._kernels("signal_kernels.cu", RANKS=self._ranks), numbers)
 
     def set_remote_signals(self, numbers: list[Tensor]) -> None:
         """Let ranks of this host signal which parts of inter-host exchanges have arrived.
@@ -130,7 +130,7 @@ class Transport:
         if self._device.type == "cpu":
             self._native.set_remote_signals(numbers)
         else:
-            self._native.set_device_remote_signals(self._kernels("arrivals.cu", RANKS=len(numbers)), numbers)
+            self._native.set_device_remote_signals(self._kernels("signal_kernels.cu", RANKS=len(numbers)), numbers)
 
     def _kernels(self, source: str, **macros: int) -> Tensor:
         capability = torch.cuda.get_device_capability(self._device)
@@ -220,7 +220,7 @@ class Executor:
             tuning.reduce_double_buffer,
             tuning.free_reduce_buckets,
             tuning.sync_collectives,
-            tuning.poison,
+            tuning.nan_fill,
             config.wire_dtype,
             int(tuning.gather_group_mb * 2**20),
         )
@@ -239,7 +239,7 @@ class Executor:
         """Let compiled graphs offload and reload activations through ``where``, see ``offload/activations.py``."""
         self.activations = where
         one, two = "(Tensor value)", "(Tensor value, Tensor host)"
-        self._native.keep_activations(
+        self._native.set_activation_ops(
             self._define("on_leave", one, where.leave, "Tensor"),
             self._define("on_left", two, where.left),
             self._define("on_come", "(Tensor host)", where.come, "Tensor"),

@@ -1,6 +1,6 @@
 """Types and docstrings of the C++ executor's parts. The objects themselves are in C++.
 
-``csrc/bindings/`` names their methods and arguments; ``tests/native/test_executor_stubs.py`` compares.
+``csrc/bindings/`` names their methods and arguments; ``tests/native/test_bindings.py`` compares.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ class Parameters(Protocol):
     def set_resident(self, index: int, memory: Tensor | None) -> None:
         """Set 1-D padded memory to cache the unsharded parameter until the step; None removes it."""
 
-    def set_deferred_gradient(self, index: int, memory: Tensor | None, whole: bool) -> None:
+    def set_deferred_gradient(self, index: int, memory: Tensor | None, full: bool) -> None:
         """Set 1-D memory for deferred gradients, in float32 or wider; None removes it.
 
-        It is of the size of the host shard, or of the full parameter if ``whole``. See :meth:`Gradients.defer`.
+        It is of the size of the host shard, or of the full parameter if ``full``. See :meth:`Gradients.defer`.
         """
 
     def set_compute_shard(self, index: int, copy: Tensor) -> None:
@@ -130,14 +130,14 @@ class Weights(Protocol):
         """
         ...
 
-    def told(self) -> int:
+    def user_write_count(self) -> int:
         """Return a number that changes whenever a writer other than an optimizer reports a change of shards."""
         ...
 
-    def epoch(self) -> int:
+    def shard_version(self) -> int:
         """Return a number that changes whenever shards may have changed."""
 
-    def written(self) -> list[int]:
+    def valid_compute_shards(self) -> list[int]:
         """Return the indices of the offloaded parameters whose compute shard is valid."""
         ...
 
@@ -166,10 +166,10 @@ class Weights(Protocol):
 class Gradients(Protocol):
     """Gradients of backward passes."""
 
-    def attached(self) -> list[int]:
+    def last_attached(self) -> list[int]:
         """Return the indices of the parameters that got a gradient in the last backward."""
 
-    def key(self) -> int:
+    def attachment_key(self) -> int:
         """Return a number that changes whenever a gradient appears, disappears or moves."""
 
     def has_gradients(self) -> bool:
@@ -209,8 +209,8 @@ class Gradients(Protocol):
     def take_consensus_flag(self) -> bool:
         """Return True if some rank has sent the flag since the last call; equal on every rank."""
 
-    def defer(self, on: bool, whole: bool = False) -> None:
-        """Accumulate gradients without reducing them: per host with several hosts, or per rank if ``whole``.
+    def defer(self, on: bool, full: bool = False) -> None:
+        """Accumulate gradients without reducing them: per host with several hosts, or per rank if ``full``.
 
         The next backward without deferral reduces them. Do not call in a backward; call alike on every rank. Trained
         parameters need memory for it, see :meth:`Parameters.set_deferred_gradient`. Do nothing with one host, or one

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.ops import OpOverload
+from lightning_zero.compat.tensors import OpOverload
 
 __all__ = [
     "FAKE_NAMESPACE",

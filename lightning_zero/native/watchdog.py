@@ -1,6 +1,6 @@
 """Handle of the C++ watchdog, and failure reports of ranks.
 
-:class:`Watchdog` reports this rank's phase and waits to ``csrc/runtime/watchdog.h``, which ends the rank if others
+:class:`Watchdog` reports this rank's phase and waits to ``csrc/watchdog/watchdog.h``, which ends the rank if others
 cannot continue. :class:`Failures` prints an exception that several ranks share once.
 """
 
@@ -298,7 +298,7 @@ class Watchdog:
         self.failed = False
         if self._failures is not None:
             self._failures.begin()
-        self.native.begin()
+        self.native.begin_stage()
 
     def fail(self, error: BaseException) -> None:
         """Report to the other ranks that an exception ends this one, and show it once for all that share it.
@@ -349,7 +349,7 @@ class Watchdog:
         serves = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if self._failures is not None and serves and self.failed and not self.native.abort_reason():
             self._failures.wait_until_acknowledged()
-        self.native.leave()
+        self.native.limit_exit_time()
 
 
 def _raise(kind: str, text: str) -> None:

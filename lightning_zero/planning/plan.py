@@ -14,8 +14,8 @@ from lightning_zero.budget.facts import GradientBytes
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.known import EngineMemoryFacts
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.nominal import HOST_BYTES_PER_S
-from lightning_zero.config.option import OFFLOAD_CHOICES
+from lightning_zero.config.engine_config import HOST_BYTES_PER_S
+from lightning_zero.config.schema import OFFLOAD_CHOICES
 from lightning_zero.offload.masters import check_host_masters
 from lightning_zero.planning.buckets import reduce_bucket_bytes
 from lightning_zero.planning.result import PassEstimates, TrainingPlan

@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_zero.compile.graph import graph_kind
 from lightning_zero.compile.passes.pass_trace import PassTrace
 from lightning_zero.compile.readable import readable
-from lightning_zero.integrations.trainer.lookup import zero_strategy
+from lightning_zero.integrations.trainer.pass_schedule import zero_strategy
 from lightning_zero.report.passes import write_passes
 
 __all__ = ["PlanReport"]

@@ -168,7 +168,7 @@ class StepCycle:
         """Finish a backward. The executor calls this at the end of each one, announced or not."""
         self._expects_backward = False
         self._sharder.view.end_forward()  # users' hooks run next
-        self._hooks.run_post_hooks(self._executor.gradients.attached())
+        self._hooks.run_post_hooks(self._executor.gradients.last_attached())
 
     def after_backward(self) -> None:
         """Propagate user writes of gathered weights. Call after each backward.

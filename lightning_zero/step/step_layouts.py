@@ -163,7 +163,7 @@ class StepLayouts:
     def current(self, own: OwnParams) -> StepLayout:
         """Return the layout of the present gradients."""
         why = self._rebuild_reason(own)
-        key = self._gradients.key()
+        key = self._gradients.attachment_key()
         if why is None and self.last is not None and key == self._key:
             return self.last
         if why is not None:
@@ -177,7 +177,7 @@ class StepLayouts:
             self._by_pattern[pattern] = layout
             if len(self._by_pattern) > _PATTERNS:
                 del self._by_pattern[next(iter(self._by_pattern))]
-        self.last, self._key = layout, self._gradients.key()
+        self.last, self._key = layout, self._gradients.attachment_key()
         self.remember_state(own.state)
         return layout
 

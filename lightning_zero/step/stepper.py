@@ -310,7 +310,7 @@ class OptimizerStepper:
         if not self._may_be_on_host or self.layout is None:
             torch.autograd.graph.increment_version(params)
             return True
-        still_valid = self._weights.written()  # not written by this step
+        still_valid = self._weights.valid_compute_shards()  # not written by this step
         torch.autograd.graph.increment_version(params)
         self._weights.mark_compute_shards_written(still_valid, True)
         self._mark_written(self.layout, True)

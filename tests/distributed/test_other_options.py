@@ -9,7 +9,7 @@ import torch
 
 from lightning_zero import Tuning
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.option import OnChange, option_fields
+from lightning_zero.config.schema import OnChange, option_fields
 from lightning_zero.config.options import Options
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError

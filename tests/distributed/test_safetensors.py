@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import lightning_zero
-from lightning_zero.checkpoint.weights import exporting
+from lightning_zero.checkpoint import safetensors as exporting
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations import weights
+from lightning_zero.integrations import hf_weights as weights
 from tests.helpers.sharded import EAGER, engine_for
 from tests.ranks.pool import Ranks
 

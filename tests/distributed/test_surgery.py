@@ -20,7 +20,7 @@ from lightning_zero import unshard
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.integrations.oom_hint import explain
+from lightning_zero.integrations.strategy_base import explain
 from lightning_zero.sharding.unsupported import no_shard_dispatch
 from tests.ranks.pool import Ranks
 

@@ -210,7 +210,7 @@ def unsharding_a_plain_module() -> None:
     r"MisconfigurationException: .*sharded by an earlier Trainer over 2 ranks on cpu.*on 2 ranks on meta.*lightning_zero\.unshard"
 )
 def another_device_without_unsharding() -> None:
-    from lightning_zero.integrations.trainer.checks import check_sharded_module
+    from lightning_zero.integrations.trainer.strategy import check_sharded_module
 
     module = mlp()
     engine = sharded(module)

@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.sharded.values import CheckpointShard
-from lightning_zero.checkpoint.together import Alone
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
+from lightning_zero.checkpoint.rank_tasks import Alone
 from lightning_zero.sharding.layout import ShardLayout
 
 

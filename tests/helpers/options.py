@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from lightning_zero.config import EngineConfig, Tuning
-from lightning_zero.config.engine import DTYPES
-from lightning_zero.config.option import option_fields
+from lightning_zero.config.engine_config import DTYPES
+from lightning_zero.config.schema import option_fields
 
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
 

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import lightning_zero.checkpoint.archive as archive
-import lightning_zero.checkpoint.background.outcome as outcome
-import lightning_zero.checkpoint.background.process as process
-import lightning_zero.checkpoint.background.snapshot as snapshot
-import lightning_zero.checkpoint.behind as behind
-import lightning_zero.checkpoint.places as places
+import lightning_zero.checkpoint.integrity as archive
+import lightning_zero.checkpoint.async_save.saver as outcome
+import lightning_zero.checkpoint.async_save.writer_process as process
+import lightning_zero.checkpoint.async_save.snapshot as snapshot
+import lightning_zero.checkpoint.file_writers as behind
+import lightning_zero.checkpoint.atomic as places
 import lightning_zero.checkpoint.sharded.folder as folder
-import lightning_zero.checkpoint.sharded.hashed as hashed
+import lightning_zero.checkpoint.file_writers as hashed
 
 __all__ = ["killed_everywhere", "observed"]
 

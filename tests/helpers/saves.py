@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.archive import write_checkpoint_file
-from lightning_zero.checkpoint.sharded.opened import checkpoint_kind
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.integrations.files import FileIO, load_file
-from lightning_zero.integrations.folders import read_folder
+from lightning_zero.checkpoint.integrity import write_checkpoint_file
+from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.integrations.checkpoint_files import FileIO, load_file
+from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.threaded import on_ranks, sharded_state, values_of
 
 __all__ = ["save", "save_file", "seed_of"]

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_zero.checkpoint.checkpoints import Checkpoints
-from lightning_zero.checkpoint.sharded.values import CheckpointShard
-from lightning_zero.checkpoint.together import Together
+from lightning_zero.checkpoint.manager import Checkpoints
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
+from lightning_zero.checkpoint.rank_tasks import Together
 from lightning_zero.sharding.layout import ShardLayout
 
 __all__ = ["checkpoints_of", "on_ranks", "sharded_state", "values_of"]

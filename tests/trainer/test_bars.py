@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from lightning_zero.integrations.trainer import bars
+from lightning_zero.integrations.trainer import trainer_checkpoints as bars
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.ranks.pool import Ranks
 

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.integrations.files import BackgroundFileIO, FileIO
+from lightning_zero.integrations.checkpoint_files import BackgroundFileIO, FileIO
 from tests.helpers.saved import Scheduled
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.ranks.pool import Ranks

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.checkpoint.opening import open_checkpoint
+from lightning_zero.checkpoint.sharded.reader import open_checkpoint
 from lightning_zero.errors import CheckpointError
 from tests.helpers import deepspeed
 from tests.helpers.oracle import assert_close_relative

@@ -10,8 +10,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_zero.checkpoint.background import saver
-from lightning_zero.checkpoint.background.process import WriterProcess
+from lightning_zero.checkpoint.async_save import saver
+from lightning_zero.checkpoint.async_save.writer_process import WriterProcess
 from tests.helpers.noted_saves import NotedSaves
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.helpers.writers import forked_writers

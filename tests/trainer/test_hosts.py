@@ -104,7 +104,7 @@ def test_training_on_hosts_equals_ddps(
 
 
 def written(kind: str, home: str, saved: str, options: dict[str, Any]) -> list[float]:
-    with patch("lightning_zero.checkpoint.sharded.values.SHARED_BYTES", 0):  # as if there were more
+    with patch("lightning_zero.checkpoint.sharded.checkpoint_tensors.SHARED_BYTES", 0):  # as if there were more
         return fit(kind, home, state_dict_type=saved, **options)[0]
 
 

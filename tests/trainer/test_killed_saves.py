@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from lightning_zero.integrations.folders import read_folder
+from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.marks import how_seldom
 from tests.helpers.save_points import observed
 from tests.helpers.saved import Scheduled

@@ -20,8 +20,8 @@ import lightning_zero
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import archive, full, telling
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
-from lightning_zero.checkpoint.weights import exporting
-from lightning_zero.integrations.folders import read_folder
+from lightning_zero.checkpoint import safetensors as exporting
+from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.beside import ranks_beside
 from tests.helpers.callbacks import SavesAfter
 from tests.helpers.fabric import closing, make_fabric, network, set_up, train

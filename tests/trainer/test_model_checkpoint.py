@@ -19,11 +19,11 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_zero import full_parameters
-from lightning_zero.checkpoint import together
-from lightning_zero.checkpoint.sharded.values import CheckpointTensor
+from lightning_zero.checkpoint import rank_tasks as together
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
 from lightning_zero.engine import engine_of
-from lightning_zero.integrations.folders import read_folder
-from lightning_zero.integrations.trainer import saving
+from lightning_zero.integrations.checkpoint_files import read_folder
+from lightning_zero.integrations.trainer import trainer_checkpoints as saving
 from tests.helpers.damage import flip
 from tests.helpers.saved import Scheduled
 from tests.helpers.trainer import close, make_loader, make_trainer, whole_state

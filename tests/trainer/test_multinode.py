@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST
+from lightning_zero.checkpoint.sharded.folder import MANIFEST
 from tests.helpers.command import python_path
 from tests.helpers.ports import free_port
 from tests.ranks.pool import REPO

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_zero.cli.checkpoint.consolidating import consolidate
+from lightning_zero.cli.checkpoint import consolidate
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import INPUTS, RTOL, Regression, close, global_losses, make_trainer, seeded, whole_state
 from tests.helpers.writers import forked_writers

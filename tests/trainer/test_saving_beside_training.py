@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_zero import CheckpointError, ZeroStrategy
-from lightning_zero.checkpoint.background.process import WriterProcess
-from lightning_zero.integrations.files import BackgroundFileIO, FileIO
+from lightning_zero.checkpoint.async_save.writer_process import WriterProcess
+from lightning_zero.integrations.checkpoint_files import BackgroundFileIO, FileIO
 from tests.helpers.callbacks import SavesAfter
 from tests.helpers.noted_saves import NotedSaves
 from tests.helpers.oracle import assert_close_relative

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.background.process import WriterProcess
-from lightning_zero.integrations.folders import read_folder
+from lightning_zero.checkpoint.async_save.writer_process import WriterProcess
+from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import (
     INPUTS,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, model_checkpoint
 from torch import Tensor
 
-from lightning_zero.integrations.folders import read_folder
+from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.saved import Scheduled
 from tests.helpers.trainer import close, make_loader, make_trainer
 from tests.helpers.writers import forked_writers

@@ -14,12 +14,12 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 
 from lightning_zero import FabricZeroStrategy, Tuning, ZeroStrategy
 from lightning_zero.config import CompileConfig, EngineConfig, Options
-from lightning_zero.config.engine import changed_options
-from lightning_zero.config.foreign import FOREIGN
-from lightning_zero.config.option import OnChange, option_fields
+from lightning_zero.config.engine_config import changed_options
+from lightning_zero.config.migration_hints import FOREIGN
+from lightning_zero.config.schema import OnChange, option_fields
 from lightning_zero.config.options import GROUPS
-from lightning_zero.integrations.fabric.arguments import Arguments as FabricArguments
-from lightning_zero.integrations.trainer.arguments import Arguments
+from lightning_zero.integrations.fabric.strategy import Arguments as FabricArguments
+from lightning_zero.integrations.trainer.strategy import Arguments
 from tests.helpers.options import OTHERS, arguments
 from tests.helpers.readme import written
 

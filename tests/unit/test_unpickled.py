@@ -20,13 +20,13 @@ TRUSTED = {
     ("mesh.py", "all_gather_object"): RANKS,
     ("sharding/construct.py", "broadcast_object_list"): RANKS,
     ("integrations/processes.py", "broadcast_object_list"): RANKS,
-    ("checkpoint/background/process.py", "pickle.load"): PIPE,
-    ("checkpoint/background/writer.py", "pickle.load"): PIPE,
-    ("checkpoint/sharded/raw.py", "torch.load"): NOTHING,
+    ("checkpoint/async_save/writer_process.py", "pickle.load"): PIPE,
+    ("checkpoint/async_save/writer_process.py", "pickle.load"): PIPE,
+    ("checkpoint/sharded/reader.py", "torch.load"): NOTHING,
     ("checkpoint/remote.py", "torch.load"): NOTHING,
-    ("checkpoint/sharded/opened.py", "torch.load"): USER,
-    ("cli/checkpoint/found.py", "torch.load"): USER,
-    ("integrations/files.py", "torch.load"): LIGHTNING,
+    ("checkpoint/sharded/reader.py", "torch.load"): USER,
+    ("cli/checkpoint.py", "torch.load"): USER,
+    ("integrations/checkpoint_files.py", "torch.load"): LIGHTNING,
 }
 MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle")
 READS = ("load", "loads", "open")

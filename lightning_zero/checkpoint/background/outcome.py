@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
-from lightning_zero.checkpoint.sharded.plans import Brief
-from lightning_zero.checkpoint.sharded.saving import Save, discard
+from lightning_zero.checkpoint.sharded.commit import Brief
+from lightning_zero.checkpoint.sharded.commit import Save, discard
 from lightning_zero.checkpoint.unseen import Unseen
 from lightning_zero.errors import CheckpointError
 from lightning_zero.mesh import Mesh

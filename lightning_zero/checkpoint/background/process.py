@@ -11,13 +11,13 @@ from contextlib import suppress
 from typing import IO
 
 from lightning_zero.subprocess_main import program_without_lightning
-from lightning_zero.checkpoint.background.writer import Order, Wrote
-from lightning_zero.checkpoint.sharded.writing import RankFiles
+from lightning_zero.checkpoint.async_save.writer_process import Order, Wrote
+from lightning_zero.checkpoint.sharded.writer import RankFiles
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["WriterProcess"]
 
-PROGRAM = program_without_lightning("from lightning_zero.checkpoint.background.writer import main\nmain()")
+PROGRAM = program_without_lightning("from lightning_zero.checkpoint.async_save.writer_process import main\nmain()")
 
 
 class WriterProcess:

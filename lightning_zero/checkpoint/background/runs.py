@@ -27,7 +27,7 @@ class Run:
     Attributes:
         memory: 1-D, uint8; a view of theirs.
         offset: in bytes, where it belongs in what it is copied to.
-        guarded: as all its values are, see :class:`~lightning_zero.checkpoint.sharded.writing.Piece`.
+        guarded: as all its values are, see :class:`~lightning_zero.checkpoint.sharded.writer.Piece`.
     """
 
     memory: Tensor

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_zero.checkpoint.background.outcome import Outcome
-from lightning_zero.checkpoint.background.process import WriterProcess
-from lightning_zero.checkpoint.background.snapshot import Kept, Snapshot
-from lightning_zero.checkpoint.background.writer import Order, settings
-from lightning_zero.checkpoint.sharded.contents import flattened, plan_items
-from lightning_zero.checkpoint.sharded.plans import Brief, Plans
-from lightning_zero.checkpoint.sharded.saving import begin_save, finish_save, paths_of
-from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles, packed
-from lightning_zero.checkpoint.together import Together
+from lightning_zero.checkpoint.async_save.saver import Outcome
+from lightning_zero.checkpoint.async_save.writer_process import WriterProcess
+from lightning_zero.checkpoint.async_save.snapshot import Kept, Snapshot
+from lightning_zero.checkpoint.async_save.writer_process import Order, settings
+from lightning_zero.checkpoint.sharded.planner import flattened, plan_items
+from lightning_zero.checkpoint.sharded.commit import Brief, Plans
+from lightning_zero.checkpoint.sharded.commit import begin_save, finish_save, paths_of
+from lightning_zero.checkpoint.sharded.writer import Blob, RankFiles, packed
+from lightning_zero.checkpoint.rank_tasks import Together
 from lightning_zero.errors import CheckpointError
 from lightning_zero.mesh import Mesh
 
@@ -86,7 +86,7 @@ class AsyncSaver:
             log.info("No memory for a copy of what is to be saved yet: %s", error)
 
     def save(self, path: str | Path, state: Mapping[str, Any], rest: Any) -> str:
-        """Begins a save, see :func:`~lightning_zero.checkpoint.sharded.saving.save_sharded`; waits for the one before.
+        """Begins a save, see :func:`~lightning_zero.checkpoint.sharded.commit.save_sharded`; waits for the one before.
         Collective.
 
         Returns:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.background.runs import Run, dense_copy, layout_runs
+from lightning_zero.checkpoint.async_save.snapshot import Run, dense_copy, layout_runs
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.writing import Blob, Piece
+from lightning_zero.checkpoint.sharded.writer import Blob, Piece
 from lightning_zero.sharding.host_memory import copy_waiter
 from lightning_zero.sharding.shared_memory import Claim, mapped
 
@@ -44,7 +44,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Kept:
-    """A piece of a tensor, in the snapshot's memory, see :class:`~lightning_zero.checkpoint.sharded.writing.Piece`."""
+    """A piece of a tensor, in the snapshot's memory, see :class:`~lightning_zero.checkpoint.sharded.writer.Piece`."""
 
     keys: tuple[str, ...]
     shape: torch.Size

@@ -21,9 +21,9 @@ from typing import Any, BinaryIO
 import torch
 from fsspec.config import conf
 
-from lightning_zero.checkpoint.background.snapshot import Kept, Memory
+from lightning_zero.checkpoint.async_save.snapshot import Kept, Memory
 from lightning_zero.checkpoint.sharded.folder import save_folder_at
-from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles, write_items
+from lightning_zero.checkpoint.sharded.writer import Blob, RankFiles, write_items
 from lightning_zero.checkpoint.unseen import Unseen
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.shared_memory import mapped
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def serve(orders: BinaryIO, replies: BinaryIO) -> None:
-    """Answers each order with a :class:`~lightning_zero.checkpoint.sharded.writing.RankFiles`, or with words; before
+    """Answers each order with a :class:`~lightning_zero.checkpoint.sharded.writer.RankFiles`, or with words; before
     that, with :class:`Wrote` as long as bytes move."""
     known: tuple[Memory, torch.Tensor] | None = None
     while True:

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from lightning_zero.checkpoint.sharded.contents import flattened, plan_items
+from lightning_zero.checkpoint.sharded.planner import flattened, plan_items
 from lightning_zero.checkpoint.sharded.folder import LocalFolder, save_folder_at, full_path
-from lightning_zero.checkpoint.sharded.hashed import digest_of
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
+from lightning_zero.checkpoint.file_writers import digest_of
+from lightning_zero.checkpoint.sharded.folder import MANIFEST, Manifest
 from lightning_zero.checkpoint.sharded.metadata import METADATA
-from lightning_zero.checkpoint.sharded.opened import CheckpointReader
-from lightning_zero.checkpoint.sharded.saving import REST, SAVE_ID_PREFIX, discard, write_file
-from lightning_zero.checkpoint.sharded.writing import Blob, packed
+from lightning_zero.checkpoint.sharded.reader import CheckpointReader
+from lightning_zero.checkpoint.sharded.commit import REST, SAVE_ID_PREFIX, discard, write_file
+from lightning_zero.checkpoint.sharded.writer import Blob, packed
 
 __all__ = ["SavedState", "fingerprint", "relink_target", "relink_save"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.sharded.boxes import Box, boxes
-from lightning_zero.checkpoint.sharded.paths import MOST_LEVELS, Keys
-from lightning_zero.checkpoint.sharded.values import CheckpointShard
-from lightning_zero.checkpoint.sharded.writing import Blob, Piece, packed
+from lightning_zero.checkpoint.sharded.planner import MOST_LEVELS, Keys
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
+from lightning_zero.checkpoint.sharded.writer import Blob, Piece, packed
 from lightning_zero.sharding.layout import is_strided
 
 __all__ = ["bytes_to_write", "flattened", "plan_items"]

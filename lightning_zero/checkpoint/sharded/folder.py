@@ -17,12 +17,12 @@ from typing import Any, BinaryIO, Protocol
 
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_zero.checkpoint.claim import PATIENCE_S, concurrent_save_error, unclaimed
-from lightning_zero.checkpoint.exactly import copy_file, remove_tree
-from lightning_zero.checkpoint.held import PinnedDirectory
-from lightning_zero.checkpoint.lateness import refresh_listing
-from lightning_zero.checkpoint.locating import located
-from lightning_zero.checkpoint.places import (
+from lightning_zero.checkpoint.atomic import PATIENCE_S, concurrent_save_error, unclaimed
+from lightning_zero.checkpoint.remote_files import copy_file, remove_tree
+from lightning_zero.checkpoint.atomic import PinnedDirectory
+from lightning_zero.checkpoint.atomic import refresh_listing
+from lightning_zero.checkpoint.remote_files import located
+from lightning_zero.checkpoint.atomic import (
     INCOMPLETE,
     beside,
     restore_replaced,
@@ -33,8 +33,8 @@ from lightning_zero.checkpoint.places import (
     standing,
     sync_folder,
 )
-from lightning_zero.checkpoint.replaceable import check_replaceable_folder, check_replaceable
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
+from lightning_zero.checkpoint.atomic import check_replaceable_folder, check_replaceable
+from lightning_zero.checkpoint.sharded.folder import MANIFEST, Manifest
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["Folder", "save_folder_at", "full_path", "is_complete", "readable_location", "remove_checkpoint_at", "settle"]

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from lightning_zero.checkpoint.disk import Disk, in_blocks, write_all
+from lightning_zero.checkpoint.file_writers import Disk, in_blocks, write_all
 
 __all__ = ["FileChecksum", "ChecksumWriter", "digest_of", "checksum_of"]
 

@@ -12,8 +12,8 @@ from pathlib import PurePosixPath
 
 import torch
 
-from lightning_zero.checkpoint.damaged import parse_json
-from lightning_zero.checkpoint.sharded.hashed import FileChecksum, digest_of
+from lightning_zero.checkpoint.integrity import parse_json
+from lightning_zero.checkpoint.file_writers import FileChecksum, digest_of
 from lightning_zero.errors import CheckpointError
 from lightning_zero.version import __version__
 

@@ -26,10 +26,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.covering import uncovered
-from lightning_zero.checkpoint.sharded.paths import Keys, is_path, nested
-from lightning_zero.checkpoint.sharded.unpickling import Known, unpickled
-from lightning_zero.checkpoint.sharded.writing import Written
+from lightning_zero.checkpoint.sharded.boxes import uncovered
+from lightning_zero.checkpoint.sharded.planner import Keys, is_path, nested
+from lightning_zero.checkpoint.sharded.metadata import Known, unpickled
+from lightning_zero.checkpoint.sharded.writer import Written
 from lightning_zero.compat.distributed import MemoryFormat, StorageInfo, get_layout
 from lightning_zero.errors import CheckpointError
 

@@ -17,24 +17,24 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from lightning_zero.checkpoint.archive import verify_open_archive
-from lightning_zero.checkpoint.damaged import wrap_read_errors
-from lightning_zero.checkpoint.held import PinnedDirectory
-from lightning_zero.checkpoint.lateness import refresh_listing
-from lightning_zero.checkpoint.locating import located
-from lightning_zero.checkpoint.ranges import RangeReader, Placed
+from lightning_zero.checkpoint.integrity import verify_open_archive
+from lightning_zero.checkpoint.integrity import wrap_read_errors
+from lightning_zero.checkpoint.atomic import PinnedDirectory
+from lightning_zero.checkpoint.atomic import refresh_listing
+from lightning_zero.checkpoint.remote_files import located
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import RangeReader, Placed
 from lightning_zero.checkpoint.remote_ranges import RemoteRanges
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.folder import readable_location
-from lightning_zero.checkpoint.sharded.hashed import checksum_of
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
+from lightning_zero.checkpoint.file_writers import checksum_of
+from lightning_zero.checkpoint.sharded.folder import MANIFEST, Manifest
 from lightning_zero.checkpoint.sharded.metadata import METADATA, read_metadata
-from lightning_zero.checkpoint.sharded.paths import Keys, nested
+from lightning_zero.checkpoint.sharded.planner import Keys, nested
 from lightning_zero.checkpoint.sharded.piece import PieceElsewhere
-from lightning_zero.checkpoint.sharded.raw import lies_plainly, start_of
-from lightning_zero.checkpoint.sharded.saving import REST, SAVE_ID_PREFIX
-from lightning_zero.checkpoint.sharded.values import CheckpointTensor
-from lightning_zero.checkpoint.storages import verify_storages
+from lightning_zero.checkpoint.sharded.reader import lies_plainly, start_of
+from lightning_zero.checkpoint.sharded.commit import REST, SAVE_ID_PREFIX
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
+from lightning_zero.checkpoint.integrity import verify_storages
 from lightning_zero.checkpoint.window import Window
 from lightning_zero.errors import CheckpointError
 
@@ -236,7 +236,7 @@ class CheckpointReader:
 
     def content(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the checkpoint as one dict. A sharded tensor is a
-        :class:`~lightning_zero.checkpoint.sharded.values.CheckpointTensor`.
+        :class:`~lightning_zero.checkpoint.sharded.checkpoint_tensors.CheckpointTensor`.
 
         Args:
             weights_only: False: trust the files, and unpickle anything in them.
@@ -277,7 +277,7 @@ class CheckpointReader:
                 raise CheckpointError(f"{self._named(REST)} cannot be read: {type(error).__name__}: {error}") from error
 
     def state(self, within: str = "", weights_only: bool | None = None) -> dict[str, Any]:
-        """The nested state: :class:`~lightning_zero.checkpoint.sharded.values.CheckpointTensor` for each tensor, and other
+        """The nested state: :class:`~lightning_zero.checkpoint.sharded.checkpoint_tensors.CheckpointTensor` for each tensor, and other
         things as they are.
 
         Args:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero.checkpoint.inventory import Entry, OptimizerStateEntries, nested
-from lightning_zero.checkpoint.sharded.values import CheckpointShard
+from lightning_zero.checkpoint.optimizer_state import Entry, OptimizerStateEntries, nested
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.unsupported import without_shard_dispatch
 

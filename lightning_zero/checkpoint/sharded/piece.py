@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.ranges import Placed, Ranges
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import Placed, Ranges
 
 __all__ = ["PieceElsewhere"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.writing import Written
+from lightning_zero.checkpoint.sharded.writer import Written
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["encode_plan", "decode_plan"]

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from lightning_zero.checkpoint.sharded.hashed import FileChecksum, digest_of
+from lightning_zero.checkpoint.file_writers import FileChecksum, digest_of
 from lightning_zero.checkpoint.sharded.metadata import build_metadata
-from lightning_zero.checkpoint.sharded.paths import Keys
-from lightning_zero.checkpoint.sharded.plan_text import encode_plan, decode_plan
-from lightning_zero.checkpoint.sharded.writing import RankFiles
+from lightning_zero.checkpoint.sharded.planner import Keys
+from lightning_zero.checkpoint.sharded.commit import encode_plan, decode_plan
+from lightning_zero.checkpoint.sharded.writer import RankFiles
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["Brief", "Plans"]

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.checkpoint.lateness import shows
-from lightning_zero.checkpoint.sharded.contents import flattened, plan_items
+from lightning_zero.checkpoint.atomic import shows
+from lightning_zero.checkpoint.sharded.planner import flattened, plan_items
 from lightning_zero.checkpoint.sharded.folder import Folder, save_folder_at, full_path
-from lightning_zero.checkpoint.sharded.hashed import FileChecksum, ChecksumWriter
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
+from lightning_zero.checkpoint.file_writers import FileChecksum, ChecksumWriter
+from lightning_zero.checkpoint.sharded.folder import MANIFEST, Manifest
 from lightning_zero.checkpoint.sharded.metadata import METADATA
-from lightning_zero.checkpoint.sharded.paths import Keys
-from lightning_zero.checkpoint.sharded.plans import Brief, Plans
-from lightning_zero.checkpoint.sharded.writing import packed, write_items
-from lightning_zero.checkpoint.together import Together
+from lightning_zero.checkpoint.sharded.planner import Keys
+from lightning_zero.checkpoint.sharded.commit import Brief, Plans
+from lightning_zero.checkpoint.sharded.writer import packed, write_items
+from lightning_zero.checkpoint.rank_tasks import Together
 from lightning_zero.errors import CheckpointError
 
 __all__ = [
@@ -107,7 +107,7 @@ def save_sharded(
 
     Args:
         path: of the folder, or its URL; rank 0's counts.
-        state: nested dicts of tensors, of :class:`~lightning_zero.checkpoint.sharded.values.CheckpointShard` and of
+        state: nested dicts of tensors, of :class:`~lightning_zero.checkpoint.sharded.checkpoint_tensors.CheckpointShard` and of
             other things, with the same keys on every rank. Rank 0 writes what is not sharded.
         rest: is saved as one object, by rank 0.
         together: the ranks.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.ranges import Placed
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import Placed
 from lightning_zero.checkpoint.sharded.boxes import Box, boxes, overlap
 from lightning_zero.compat.tensors import disabled_torch_function, make_wrapper_subclass, tree_map_only
 from lightning_zero.errors import UnsupportedError

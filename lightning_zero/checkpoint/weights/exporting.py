@@ -15,13 +15,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_zero.checkpoint.claim import concurrent_save_error
-from lightning_zero.checkpoint.disk import AT_ONCE, Disk
-from lightning_zero.checkpoint.held import PinnedDirectory
-from lightning_zero.checkpoint.places import INCOMPLETE, beside, make_folders, remove, sync_folder
-from lightning_zero.checkpoint.together import Together
+from lightning_zero.checkpoint.atomic import concurrent_save_error
+from lightning_zero.checkpoint.file_writers import AT_ONCE, Disk
+from lightning_zero.checkpoint.atomic import PinnedDirectory
+from lightning_zero.checkpoint.atomic import INCOMPLETE, beside, make_folders, remove, sync_folder
+from lightning_zero.checkpoint.rank_tasks import Together
 from lightning_zero.checkpoint.unseen import Unseen
-from lightning_zero.checkpoint.weights.files import INDEX, Part, plan_files
+from lightning_zero.checkpoint.safetensors import INDEX, Part, plan_files
 
 __all__ = ["Weight", "export", "to_cpu"]
 

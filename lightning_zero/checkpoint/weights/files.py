@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lightning_zero.checkpoint.damaged import wrap_read_errors, parse_json
-from lightning_zero.checkpoint.ranges import RangeReader, Placed
+from lightning_zero.checkpoint.integrity import wrap_read_errors, parse_json
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import RangeReader, Placed
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.values import CheckpointTensor
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["INDEX", "Part", "parse_size", "plan_files", "open_safetensors"]

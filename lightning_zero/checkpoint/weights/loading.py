@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.sharded.values import CheckpointTensor
-from lightning_zero.checkpoint.weights.files import open_safetensors
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
+from lightning_zero.checkpoint.safetensors import open_safetensors
 from lightning_zero.compat.modules import extra_state_suffix
 from lightning_zero.sharding.module_patching import SHAPES
 

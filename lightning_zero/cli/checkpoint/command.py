@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from argparse import SUPPRESS, ArgumentParser, Namespace
 
-from lightning_zero.cli.checkpoint.consolidating import consolidate
-from lightning_zero.cli.checkpoint.exporting import DTYPES, export_weights
-from lightning_zero.cli.checkpoint.inspecting import inspect
-from lightning_zero.cli.checkpoint.verifying import verify
+from lightning_zero.cli.checkpoint import consolidate
+from lightning_zero.cli.checkpoint import DTYPES, export_weights
+from lightning_zero.cli.checkpoint import inspect
+from lightning_zero.cli.checkpoint import verify
 from lightning_zero.cli.command import Command
 
 __all__ = ["CHECKPOINT"]

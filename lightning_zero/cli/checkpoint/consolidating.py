@@ -9,13 +9,13 @@ from typing import Any
 
 from lightning.fabric.utilities.apply_func import apply_to_collection
 
-from lightning_zero.checkpoint.archive import write_checkpoint_file
-from lightning_zero.checkpoint.sharded.optimizers import has_parameter_names, numbered
-from lightning_zero.checkpoint.sharded.values import CheckpointTensor
-from lightning_zero.cli.checkpoint.found import Found
-from lightning_zero.cli.progress import progress_bar
+from lightning_zero.checkpoint.integrity import write_checkpoint_file
+from lightning_zero.checkpoint.optimizer_state import has_parameter_names, numbered
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
+from lightning_zero.cli.checkpoint import Found
+from lightning_zero.cli.terminal import progress_bar
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import to_trainer_keys
+from lightning_zero.integrations.checkpoint_files import to_trainer_keys
 
 __all__ = ["consolidate"]
 

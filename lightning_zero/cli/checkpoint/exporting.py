@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.sharded.values import CheckpointTensor
-from lightning_zero.checkpoint.together import Alone
-from lightning_zero.checkpoint.weights.exporting import Weight, export, to_cpu
-from lightning_zero.checkpoint.weights.files import parse_size
-from lightning_zero.cli.checkpoint.found import Found
-from lightning_zero.cli.progress import progress_bar
-from lightning_zero.cli.show import print_progress
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
+from lightning_zero.checkpoint.rank_tasks import Alone
+from lightning_zero.checkpoint.safetensors import Weight, export, to_cpu
+from lightning_zero.checkpoint.safetensors import parse_size
+from lightning_zero.cli.checkpoint import Found
+from lightning_zero.cli.terminal import progress_bar
+from lightning_zero.cli.terminal import print_progress
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import to_trainer_keys
+from lightning_zero.integrations.checkpoint_files import to_trainer_keys
 from lightning_zero.sharding.mapped import copy_mapped
 
 __all__ = ["DTYPES", "export_weights"]

@@ -10,11 +10,11 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.archive import verify_archive
-from lightning_zero.checkpoint.opening import open_checkpoint
+from lightning_zero.checkpoint.integrity import verify_archive
+from lightning_zero.checkpoint.sharded.reader import open_checkpoint
 from lightning_zero.checkpoint.sharded.metadata import METADATA
-from lightning_zero.checkpoint.sharded.opened import checkpoint_kind
-from lightning_zero.checkpoint.storages import verify_storages
+from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
+from lightning_zero.checkpoint.integrity import verify_storages
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["Found", "checkpoints_in"]

@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_zero.cli.checkpoint.found import Found, checkpoints_in
-from lightning_zero.cli.show import show_section, show_table
-from lightning_zero.integrations.folders import to_trainer_keys
+from lightning_zero.cli.checkpoint import Found, checkpoints_in
+from lightning_zero.cli.terminal import show_section, show_table
+from lightning_zero.integrations.checkpoint_files import to_trainer_keys
 
 __all__ = ["inspect"]
 

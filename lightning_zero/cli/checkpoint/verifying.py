@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 
-from lightning_zero.cli.checkpoint.found import Found, checkpoints_in
-from lightning_zero.cli.progress import progress_bar
-from lightning_zero.cli.show import show_table
+from lightning_zero.cli.checkpoint import Found, checkpoints_in
+from lightning_zero.cli.terminal import progress_bar
+from lightning_zero.cli.terminal import show_table
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["verify"]

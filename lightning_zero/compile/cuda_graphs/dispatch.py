@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.autograd import graph_task_id, retains_graph
+from lightning_zero.compat.tensors import graph_task_id, retains_graph
 from lightning_zero.compile.cuda_graphs.pairs import CaptureSpec, GraphPair
 from lightning_zero.compile.cuda_graphs.variant import GraphReplay, PendingBackward, CapturedCall, unsupported_input
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.utils.weak import TensorWeakRef
 
 from lightning_zero.compat.dynamo import Guard, Source, VariableBuilder, guard_name
-from lightning_zero.compat.graph_inputs import has_changed_before, input_like
+from lightning_zero.compat.dynamo import has_changed_before, input_like
 from lightning_zero.compat.graphs import EXAMPLE_VALUE, NN_MODULE_STACK, GRAPH_ARG, STACK_TRACE
 from lightning_zero.compile.dynamo_layer_reuse.call_signature import form_of
 from lightning_zero.compile.dynamo_layer_reuse.node_names import Names

@@ -19,9 +19,9 @@ from lightning_zero.compat.dynamo import (
     TupleVariable,
     wrap_proxy,
 )
-from lightning_zero.compat.fakes import fake_like
+from lightning_zero.compat.tensors import fake_like
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE, GRAPH_ARG, SOURCE_FN_STACK
-from lightning_zero.compat.ops import unsafe_view
+from lightning_zero.compat.tensors import unsafe_view
 from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, no_dispatch_modes
 from lightning_zero.compile.dynamo_layer_reuse.call_signature import Given, form_of
 from lightning_zero.compile.dynamo_layer_reuse.layer_inputs import look_at_numbers, taken_in

@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.ops import CHECKPOINTS
+from lightning_zero.compat.tensors import CHECKPOINTS
 from lightning_zero.compile.layer_dedup.hop_bodies import expand_regions
 from lightning_zero.compile.layer_dedup.matching import find_undescribed
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
-from lightning_zero.compat.fakes import fake_like
+from lightning_zero.compat.tensors import fake_like
 from lightning_zero.compat.graphs import MUST_BE_IN_BACKWARD, CUSTOM, AC_GRAPH_ID, PARTITIONER_TAG
 from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.compile.frontend import storage_key

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.fakes import Form, fake_from_specs
-from lightning_zero.compat.ops import OpOverload
+from lightning_zero.compat.tensors import Form, fake_from_specs
+from lightning_zero.compat.tensors import OpOverload
 
 __all__ = [
     "BACKWARD",

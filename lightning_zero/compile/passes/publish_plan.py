@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.ops import wait_tensor
+from lightning_zero.compat.tensors import wait_tensor
 from lightning_zero.compile.graph import first_call, nodes_in_role, graph_kind, ops, output_node, weight_name
 from lightning_zero.compile.passes.grouping import dtype_name
 from lightning_zero.compile.plan import CHART, Gather, GraphPlan, Reduce

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch.fx import Graph
 
 from lightning_zero.compat.graphs import RECOMPUTE
-from lightning_zero.compat.ops import wait_tensor
+from lightning_zero.compat.tensors import wait_tensor
 from lightning_zero.compile.graph import gathers, ops
 from lightning_zero.compile.successors import NodeReplacer
 

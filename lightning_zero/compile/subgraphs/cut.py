@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.ops import wait_tensor
+from lightning_zero.compat.tensors import wait_tensor
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.subgraphs.cut_points import choose_cut_points
 from lightning_zero.compile.subgraphs.node_kinds import NodeKind, is_kernel, classify_nodes, reads

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from lightning_zero.compat.cache_saves import DEFERRED_KERNELS
+from lightning_zero.compat.compiler import DEFERRED_KERNELS
 from lightning_zero.compat.compiler import AsyncCompile, TritonBundler
 from lightning_zero.compat.patches import swap_attribute
 

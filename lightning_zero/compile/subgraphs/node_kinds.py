@@ -18,7 +18,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
-from lightning_zero.compat.ops import OpOverload, inductor_seeds, wait_tensor
+from lightning_zero.compat.tensors import OpOverload, inductor_seeds, wait_tensor
 from lightning_zero.compile.graph import is_start
 from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.tensors import called_op, is_view, aliased_argument, tensors_of, is_view_op

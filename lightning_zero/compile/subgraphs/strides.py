@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.ops import OpOverload
+from lightning_zero.compat.tensors import OpOverload
 from lightning_zero.compile.subgraphs.signatures import NodeSignatures, signature
 from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.tensors import is_view, tensors_of, nodes_where

@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from lightning_zero.compat.compiler import BypassCache, OutputCode
-from lightning_zero.compat.ops import OpOverload, draw_seeds
+from lightning_zero.compat.tensors import OpOverload, draw_seeds
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.subgraphs.inductor_calls import pack_subgraph, report_strides, unpack_subgraph
 from lightning_zero.compile.subgraphs.subgraph import Subgraph

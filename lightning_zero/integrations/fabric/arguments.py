@@ -9,7 +9,7 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment, Precision
 
 from lightning_zero.config import Options
-from lightning_zero.config.option import options
+from lightning_zero.config.schema import options
 
 __all__ = ["Arguments"]
 

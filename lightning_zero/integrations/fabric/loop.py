@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.integrations.oom_hint import explain
+from lightning_zero.integrations.strategy_base import explain
 from lightning_zero.report.running import running
 from lightning_zero.report.start import StartupTimer
 

@@ -15,7 +15,7 @@ from lightning.fabric.utilities.types import ReduceOp
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.integrations.launchers import FabricLauncher, check_interactive
+from lightning_zero.integrations.processes import FabricLauncher, check_interactive
 from lightning_zero.integrations.processes import ProcessGroupMixin, reduce_in_place
 from lightning_zero.native.watchdog import ShownErrorHook
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_zero.checkpoint.checkpoints import Checkpoints
-from lightning_zero.checkpoint.sharded.opened import checkpoint_kind
-from lightning_zero.checkpoint.sharded.owned import materialize_extra_state
+from lightning_zero.checkpoint.manager import Checkpoints
+from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import materialize_extra_state
 from lightning_zero.compat.lightning_private import convert_state
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.integrations.fabric.module import unwrap_module
-from lightning_zero.integrations.files import (
+from lightning_zero.integrations.fabric.loop import unwrap_module
+from lightning_zero.integrations.checkpoint_files import (
     BackgroundFileIO,
     FileIO,
     check_storage_options,
@@ -30,7 +30,7 @@ from lightning_zero.integrations.files import (
     report_progress_of,
     report_user_io,
 )
-from lightning_zero.integrations.folders import parted, read_on_all_ranks, read_folder
+from lightning_zero.integrations.checkpoint_files import parted, read_on_all_ranks, read_folder
 
 __all__ = ["FabricCheckpointing"]
 

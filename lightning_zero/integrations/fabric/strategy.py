@@ -20,15 +20,15 @@ from lightning_zero.compat.lightning_private import BackwardSyncControl, EmptyIn
 from lightning_zero.compile.listener import GraphObserver, PassObserver
 from lightning_zero.compile.workers import start_compile_workers
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.integrations.arguments import engine_config, options_init
-from lightning_zero.integrations.fabric.arguments import Arguments
+from lightning_zero.integrations.strategy_base import engine_config, options_init
+from lightning_zero.integrations.fabric.strategy import Arguments
 from lightning_zero.integrations.fabric.loop import LoopTracker
-from lightning_zero.integrations.fabric.module import ShardedModule
-from lightning_zero.integrations.fabric.optimizers import find_loop, prepare_optimizer
+from lightning_zero.integrations.fabric.loop import ShardedModule
+from lightning_zero.integrations.fabric.optimizer_setup import find_loop, prepare_optimizer
 from lightning_zero.integrations.fabric.precision import zero_precision
-from lightning_zero.integrations.fabric.processes import FabricProcessStrategy
-from lightning_zero.integrations.fabric.saving import FabricCheckpointing
-from lightning_zero.integrations.inspection import Inspection
+from lightning_zero.integrations.fabric.strategy import FabricProcessStrategy
+from lightning_zero.integrations.fabric.fabric_checkpoints import FabricCheckpointing
+from lightning_zero.integrations.introspection import Inspection
 from lightning_zero.integrations.precision import with_precision
 from lightning_zero.integrations.processes import without_nccl_abort
 from lightning_zero.integrations.uncompile import save_compiled_names, accept_compiled_names, uncompile_modules

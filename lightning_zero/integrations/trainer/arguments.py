@@ -8,7 +8,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.pytorch.plugins.precision import Precision
 
 from lightning_zero.config import Options
-from lightning_zero.config.option import options
+from lightning_zero.config.schema import options
 
 __all__ = ["Arguments"]
 

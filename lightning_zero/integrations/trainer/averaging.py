@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.inventory import gather_value
-from lightning_zero.checkpoint.sharded.values import CheckpointShard
+from lightning_zero.checkpoint.optimizer_state import gather_value
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.uncompile import (
     save_compiled_names,

@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import TQDMProgressBar
 from tqdm import tqdm
 
-from lightning_zero.checkpoint.telling import Bar, Show
+from lightning_zero.checkpoint.progress_reporter import Bar, Show
 
 __all__ = ["progress_bar_for"]
 

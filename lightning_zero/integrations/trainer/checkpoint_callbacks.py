@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero.checkpoint.sharded.folder import full_path
-from lightning_zero.integrations.trainer.interrupted import synchronize_exception_saves
+from lightning_zero.integrations.trainer.callbacks import synchronize_exception_saves
 
 __all__ = ["patch_checkpoint_callbacks"]
 

@@ -21,16 +21,16 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.core import saving
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_zero.checkpoint.locating import located
-from lightning_zero.checkpoint.places import INCOMPLETE
+from lightning_zero.checkpoint.remote_files import located
+from lightning_zero.checkpoint.atomic import INCOMPLETE
 from lightning_zero.checkpoint.sharded.folder import is_complete
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST
+from lightning_zero.checkpoint.sharded.folder import MANIFEST
 from lightning_zero.checkpoint.sharded.metadata import METADATA
-from lightning_zero.checkpoint.sharded.opened import checkpoint_kind
-from lightning_zero.checkpoint.sharded.values import CheckpointTensor
+from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
 from lightning_zero.compat.lightning_private import CheckpointConnector
-from lightning_zero.integrations.files import named, naming
-from lightning_zero.integrations.folders import to_trainer_keys, read_folder
+from lightning_zero.integrations.checkpoint_files import named, naming
+from lightning_zero.integrations.checkpoint_files import to_trainer_keys, read_folder
 
 __all__ = ["install_checkpoint_lookup", "asked_by_keyword", "other_checkpoints"]
 

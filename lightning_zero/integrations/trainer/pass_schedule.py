@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.schedule import Schedule
-from lightning_zero.integrations.trainer.lookup import zero_strategy
+from lightning_zero.integrations.trainer.pass_schedule import zero_strategy
 
 __all__ = ["PassSchedule"]
 

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from lightning_zero.engine import Engine
 from lightning_zero.integrations.precision import CHOICES, check_complex, to_flat_scaler, convert_unsharded, true_dtype
-from lightning_zero.integrations.trainer.norms import GlobalNormPrecision
+from lightning_zero.integrations.trainer.grad_norm import GlobalNormPrecision
 from lightning_zero.sharding.module_patching import is_sharded
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
-from lightning_zero.integrations.launchers import TrainerLauncher, check_interactive
+from lightning_zero.integrations.processes import TrainerLauncher, check_interactive
 from lightning_zero.integrations.processes import ProcessGroupMixin, reduce_in_place
 
 __all__ = ["ProcessStrategy"]

@@ -21,12 +21,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint.sharded.folder import full_path
-from lightning_zero.checkpoint.sharded.owned import materialize_extra_state, materialize_values
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import materialize_extra_state, materialize_values
 from lightning_zero.compat.lightning_private import WrappingCheckpointIO, optimizer_to_device
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.files import (
+from lightning_zero.integrations.checkpoint_files import (
     BackgroundFileIO,
     FileIO,
     check_storage_options,
@@ -34,9 +34,9 @@ from lightning_zero.integrations.files import (
     report_progress_of,
     report_user_io,
 )
-from lightning_zero.integrations.folders import to_trainer_keys, parted, read_on_all_ranks
-from lightning_zero.integrations.trainer.bars import progress_bar_for
-from lightning_zero.integrations.trainer.finding import asked_by_keyword, other_checkpoints
+from lightning_zero.integrations.checkpoint_files import to_trainer_keys, parted, read_on_all_ranks
+from lightning_zero.integrations.trainer.trainer_checkpoints import progress_bar_for
+from lightning_zero.integrations.trainer.checkpoint_lookup import asked_by_keyword, other_checkpoints
 from lightning_zero.integrations.trainer.precision import unwrap_optimizer
 
 __all__ = ["TrainerCheckpointing"]

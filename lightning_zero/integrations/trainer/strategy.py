@@ -28,23 +28,23 @@ from lightning_zero.compile.workers import start_compile_workers
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.integrations.arguments import engine_config, options_init
-from lightning_zero.integrations.inspection import Inspection
-from lightning_zero.integrations.oom_hint import explain
+from lightning_zero.integrations.strategy_base import engine_config, options_init
+from lightning_zero.integrations.introspection import Inspection
+from lightning_zero.integrations.strategy_base import explain
 from lightning_zero.integrations.precision import with_precision
 from lightning_zero.integrations.processes import without_nccl_abort
-from lightning_zero.integrations.trainer.arguments import Arguments
-from lightning_zero.integrations.trainer.averaging import average_shards
-from lightning_zero.integrations.trainer.checkpoint_callbacks import patch_checkpoint_callbacks
-from lightning_zero.integrations.trainer.checks import check_sharded_module, check_trainable, check_callbacks
-from lightning_zero.integrations.trainer.evaluation_stop import EvaluationStop
-from lightning_zero.integrations.trainer.finetuning import compare_shards_by_identity
-from lightning_zero.integrations.trainer.micro_batches import one_micro_batch
+from lightning_zero.integrations.trainer.strategy import Arguments
+from lightning_zero.integrations.trainer.callbacks import average_shards
+from lightning_zero.integrations.trainer.callbacks import patch_checkpoint_callbacks
+from lightning_zero.integrations.trainer.strategy import check_sharded_module, check_trainable, check_callbacks
+from lightning_zero.integrations.trainer.signals import EvaluationStop
+from lightning_zero.integrations.trainer.callbacks import compare_shards_by_identity
+from lightning_zero.integrations.trainer.strategy import one_micro_batch
 from lightning_zero.integrations.trainer.precision import zero_precision
-from lightning_zero.integrations.trainer.processes import ProcessStrategy
-from lightning_zero.integrations.trainer.saving import TrainerCheckpointing
-from lightning_zero.integrations.trainer.sigterm import Start, check_stop_now, check_stop_on_cpu, has_deferred_sigterm, defer_sigterm, expose_sigterm
-from lightning_zero.integrations.trainer.stage_end import wait_for_stage_end
+from lightning_zero.integrations.trainer.strategy import ProcessStrategy
+from lightning_zero.integrations.trainer.trainer_checkpoints import TrainerCheckpointing
+from lightning_zero.integrations.trainer.signals import Start, check_stop_now, check_stop_on_cpu, has_deferred_sigterm, defer_sigterm, expose_sigterm
+from lightning_zero.integrations.trainer.signals import wait_for_stage_end
 from lightning_zero.integrations.uncompile import save_compiled_names, accept_compiled_names, uncompile_modules
 from lightning_zero.native import load
 from lightning_zero.native.build import is_built

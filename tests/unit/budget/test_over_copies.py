@@ -10,8 +10,8 @@ from lightning_zero.budget.facts import GIB, MemoryConfig, PlannerInputs, Constr
 from lightning_zero.budget.items import with_measured_peak
 from lightning_zero.budget.options import apply_memory_config, memory_config, constraints_of
 from lightning_zero.budget.plan import MemoryPlan, with_offload_advice, choose_plan
-from lightning_zero.config.engine import check_changes
-from lightning_zero.config.tuning import Tuning
+from lightning_zero.config.engine_config import check_changes
+from lightning_zero.config.options import Tuning
 from lightning_zero.errors import UnsupportedError
 from tests.helpers.options import config
 

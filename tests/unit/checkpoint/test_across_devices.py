@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_zero.checkpoint import places
+from lightning_zero.checkpoint import atomic as places
 from tests.helpers.saves import save, save_file, seed_of
 
 KINDS: dict[str, Callable[[Path, float], Any]] = {"sharded": save, "full": save_file}

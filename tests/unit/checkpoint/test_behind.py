@@ -13,10 +13,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from lightning_zero.checkpoint import disk
-from lightning_zero.checkpoint.archive import write_checkpoint_file
-from lightning_zero.checkpoint.behind import SMALL, ThreadedWriter, lasting
-from lightning_zero.checkpoint.disk import AT_ONCE, Disk
+from lightning_zero.checkpoint import file_writers as disk
+from lightning_zero.checkpoint.integrity import write_checkpoint_file
+from lightning_zero.checkpoint.file_writers import SMALL, ThreadedWriter, lasting
+from lightning_zero.checkpoint.file_writers import AT_ONCE, Disk
 
 
 def test_all_kinds_of_memory_come_in_their_order(tmp_path: Path) -> None:

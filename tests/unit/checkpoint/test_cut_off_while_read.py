@@ -14,13 +14,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_zero.checkpoint.archive import write_checkpoint_file
-from lightning_zero.checkpoint.opening import open_checkpoint
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.together import Alone
-from lightning_zero.checkpoint.weights.files import open_safetensors
+from lightning_zero.checkpoint.integrity import write_checkpoint_file
+from lightning_zero.checkpoint.sharded.reader import open_checkpoint
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.rank_tasks import Alone
+from lightning_zero.checkpoint.safetensors import open_safetensors
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.files import FileIO, load_file
+from lightning_zero.integrations.checkpoint_files import FileIO, load_file
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.mapped import mapped
 from tests.helpers.folders import sharded

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.integrations.files import BackgroundFileIO
+from lightning_zero.integrations.checkpoint_files import BackgroundFileIO
 from tests.helpers.saves import save_file
 
 

@@ -7,7 +7,7 @@ import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_zero.checkpoint.exactly import move_file
+from lightning_zero.checkpoint.remote_files import move_file
 
 
 class Renames(DirFileSystem):

@@ -13,12 +13,12 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST
-from lightning_zero.checkpoint.sharded.opened import checkpoint_kind
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.together import Alone
+from lightning_zero.checkpoint.sharded.folder import MANIFEST
+from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.rank_tasks import Alone
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.files import FileIO, load_file
+from lightning_zero.integrations.checkpoint_files import FileIO, load_file
 from tests.helpers.elsewhere import mount
 from tests.helpers.store import Store, storing
 

@@ -21,10 +21,10 @@ from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from lightning_zero.checkpoint.sharded.boxes import Box  # noqa: E402
-from lightning_zero.checkpoint.sharded.covering import uncovered  # noqa: E402
+from lightning_zero.checkpoint.sharded.boxes import uncovered  # noqa: E402
 from lightning_zero.checkpoint.sharded.metadata import KNOWN  # noqa: E402
-from lightning_zero.checkpoint.sharded.paths import nested  # noqa: E402
-from lightning_zero.checkpoint.sharded.unpickling import OPCODES, unpickled  # noqa: E402
+from lightning_zero.checkpoint.sharded.planner import nested  # noqa: E402
+from lightning_zero.checkpoint.sharded.metadata import OPCODES, unpickled  # noqa: E402
 from lightning_zero.errors import CheckpointError  # noqa: E402
 from tests.helpers.damaged_inputs import FORMATS, copied, read, values_in, write  # noqa: E402
 

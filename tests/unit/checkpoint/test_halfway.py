@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.checkpoint.halfway import Halfway
+from lightning_zero.checkpoint.manager import Halfway
 
 
 class Broken(Exception):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.full import shard_optimizer_state
-from lightning_zero.checkpoint.inventory import Entry, OptimizerStateEntries, gather_value
+from lightning_zero.checkpoint.full_checkpoint import shard_optimizer_state
+from lightning_zero.checkpoint.optimizer_state import Entry, OptimizerStateEntries, gather_value
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.update_rules import state_names
 from lightning_zero.sharding.layout import ShardLayout

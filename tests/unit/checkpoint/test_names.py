@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_zero.checkpoint import places
+from lightning_zero.checkpoint import atomic as places
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.files import FileIO
-from lightning_zero.integrations.trainer.finding import other_checkpoints
+from lightning_zero.integrations.checkpoint_files import FileIO
+from lightning_zero.integrations.trainer.checkpoint_lookup import other_checkpoints
 from tests.helpers.saves import save, seed_of
 from tests.helpers.threaded import values_of
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.checkpoint import ranges
-from lightning_zero.checkpoint.ranges import RangeReader, Placed, bytes_of_memory
+from lightning_zero.checkpoint.sharded import checkpoint_tensors as ranges
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import RangeReader, Placed, bytes_of_memory
 from lightning_zero.errors import CheckpointError
 
 START = 24

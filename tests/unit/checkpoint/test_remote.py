@@ -19,9 +19,9 @@ import torch
 
 from lightning_zero.checkpoint.remote import RemoteFile
 from lightning_zero.checkpoint.remote_ranges import BUFFER
-from lightning_zero.checkpoint.sharded.values import CheckpointTensor
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.files import FileIO, load_file
+from lightning_zero.integrations.checkpoint_files import FileIO, load_file
 from lightning_zero.sharding.layout import ShardLayout, memory_order
 from tests.helpers.elsewhere import Counted, counting
 from tests.helpers.threaded import on_ranks

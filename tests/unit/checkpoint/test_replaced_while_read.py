@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_zero.checkpoint.sharded.opened import CheckpointReader
+from lightning_zero.checkpoint.sharded.reader import CheckpointReader
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations import files
-from lightning_zero.integrations.files import FileIO, load_file
+from lightning_zero.integrations import checkpoint_files as files
+from lightning_zero.integrations.checkpoint_files import FileIO, load_file
 from tests.helpers.saves import save, save_file
 from tests.helpers.threaded import on_ranks, values_of
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_zero.checkpoint import telling
-from lightning_zero.checkpoint.telling import Telling
+from lightning_zero.checkpoint import progress_reporter as telling
+from lightning_zero.checkpoint.progress_reporter import Telling
 
 
 def test_only_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from lightning_zero.checkpoint import together
-from lightning_zero.checkpoint.together import Alone, Together
+from lightning_zero.checkpoint import rank_tasks as together
+from lightning_zero.checkpoint.rank_tasks import Alone, Together
 from tests.helpers.threaded import on_ranks
 
 

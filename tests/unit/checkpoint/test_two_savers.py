@@ -15,14 +15,14 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_zero.checkpoint.held import PinnedDirectory
-from lightning_zero.checkpoint.places import INCOMPLETE, beside, remove
+from lightning_zero.checkpoint.atomic import PinnedDirectory
+from lightning_zero.checkpoint.atomic import INCOMPLETE, beside, remove
 from lightning_zero.checkpoint.sharded.folder import RemoteFolder, save_folder_at
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.together import Alone
-from lightning_zero.checkpoint.weights.exporting import Weight, export
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.rank_tasks import Alone
+from lightning_zero.checkpoint.safetensors import Weight, export
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import read_folder
+from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.elsewhere import stored
 from tests.helpers.save_points import observed
 from tests.helpers.saves import save_file, seed_of

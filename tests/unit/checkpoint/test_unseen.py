@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zero.checkpoint import unseen
-from lightning_zero.checkpoint.telling import Telling, TellingFor
+from lightning_zero.checkpoint.progress_reporter import Telling, TellingFor
 from lightning_zero.checkpoint.unseen import LEAST, Unseen
 
 MUCH = 4 << 20

@@ -55,7 +55,7 @@ def test_build_prints_the_path(
         asked.append((cache, deadline_s))
         return tmp_path / "lightning_zero.so"
 
-    monkeypatch.setattr("lightning_zero.cli.build.build", build)
+    monkeypatch.setattr("lightning_zero.cli.main.build", build)
     assert main(["build", "--cache", str(tmp_path), "--deadline", "7"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'lightning_zero.so'}\n"
     assert main(["build", "--cache", str(tmp_path), "--json"]) == 0

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from lightning_zero.cli.show import format_value, show_section
+from lightning_zero.cli.terminal import format_value, show_section
 from lightning_zero.config.text import format_table
 
 

@@ -1,4 +1,4 @@
-"""What ``compat/autograd.py`` takes from torch still means the same."""
+"""What ``compat/tensors.py`` takes from torch still means the same."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.autograd import (
+from lightning_zero.compat.tensors import (
     functorch_unwrapped,
     graph_task_id,
     inside_functorch,

@@ -1,4 +1,4 @@
-"""What ``compat/fakes.py`` takes from torch still means the same."""
+"""What ``compat/tensors.py`` takes from torch still means the same."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from lightning_zero.compat.compiler import aot_autograd
-from lightning_zero.compat.fakes import fake_like, fake_weights_from_sizes, skip_gradient_fakes
+from lightning_zero.compat.tensors import fake_like, fake_weights_from_sizes, skip_gradient_fakes
 from lightning_zero.compat.tensors import FakeTensor, FakeTensorMode, no_python_dispatcher, no_dispatch_modes
 
 

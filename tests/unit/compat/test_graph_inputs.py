@@ -1,4 +1,4 @@
-"""Inputs that ``compat/graph_inputs.py`` puts into a graph are those that Dynamo would, in all that it notes of them."""
+"""Inputs that ``compat/dynamo.py`` puts into a graph are those that Dynamo would, in all that it notes of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.compat.dynamo import ModuleVariable, VariableBuilder, guard_name
-from lightning_zero.compat.graph_inputs import MARK, has_changed_before, input_like
+from lightning_zero.compat.dynamo import MARK, has_changed_before, input_like
 from lightning_zero.compat.graphs import EXAMPLE_VALUE, NN_MODULE_STACK, GRAPH_ARG, STACK_TRACE
 from lightning_zero.compile.dynamo_layer_reuse.sources import Moved
 

@@ -1,11 +1,11 @@
-"""What ``compat/ops.py`` takes from torch still means the same."""
+"""What ``compat/tensors.py`` takes from torch still means the same."""
 
 import torch
 import torch.distributed._functional_collectives  # registers them
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import flop_registry
 
-from lightning_zero.compat import ops
+from lightning_zero.compat import tensors as ops
 
 
 def test_ops_are_overloads_of_packets() -> None:

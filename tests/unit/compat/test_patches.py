@@ -13,7 +13,7 @@ import torch
 
 from lightning_zero.compat import patches
 from lightning_zero.compat.lookup import ABSENT, Absent, find, private
-from lightning_zero.compat.newer import failure_of_newer_torch
+from lightning_zero.compat.patches import failure_of_newer_torch
 from lightning_zero.compat.patches import PATCHES, Patch, counted, parameters, swap_attribute
 from lightning_zero.errors import UnsupportedError
 

@@ -1,4 +1,4 @@
-"""Check that the functions of torch which ``compat/skipped_text.py`` replaces keep their meaning."""
+"""Check that the functions of torch which ``compat/compiler.py`` replaces keep their meaning."""
 
 import logging
 import operator
@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import _traceback
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
-from lightning_zero.compat.skipped_text import paths_shortened_once, unwritten, written_when_called
+from lightning_zero.compat.compiler import paths_shortened_once, unwritten, written_when_called
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch) -> tuple[int, Tensor]:

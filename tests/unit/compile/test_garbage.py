@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.compile.garbage import only_young_searched
+from lightning_zero.compile.fast_compile import only_young_searched
 
 
 class Ring:

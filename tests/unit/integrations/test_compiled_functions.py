@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zero.compat.compiler import compiled_from
-from lightning_zero.integrations.compiled_functions import uncompile_functions
+from lightning_zero.integrations.uncompile import uncompile_functions
 
 
 def loudly(function: Any) -> Any:

@@ -14,7 +14,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.integrations.process_group import check_backend, check_rank, check_world_size
+from lightning_zero.integrations.processes import check_backend, check_rank, check_world_size
 
 CPU = torch.device("cpu")
 

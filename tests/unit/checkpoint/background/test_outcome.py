@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from lightning_zero.checkpoint import unseen
-from lightning_zero.checkpoint.background import outcome
-from lightning_zero.checkpoint.background.outcome import Outcome
-from lightning_zero.checkpoint.sharded.hashed import FileChecksum
-from lightning_zero.checkpoint.sharded.plans import Brief
+from lightning_zero.checkpoint.async_save import saver as outcome
+from lightning_zero.checkpoint.async_save.saver import Outcome
+from lightning_zero.checkpoint.file_writers import FileChecksum
+from lightning_zero.checkpoint.sharded.commit import Brief
 
 TIMEOUT_S = 0.4
 BRIEF = Brief({"__0_0.distcp": FileChecksum(3, "ab")}, "of the plan", b"plan")

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.background import snapshot
-from lightning_zero.checkpoint.background.runs import ALIGNMENT, Run, dense_copy, layout_runs
-from lightning_zero.checkpoint.background.snapshot import Kept, Snapshot
+from lightning_zero.checkpoint.async_save import snapshot
+from lightning_zero.checkpoint.async_save.snapshot import ALIGNMENT, Run, dense_copy, layout_runs
+from lightning_zero.checkpoint.async_save.snapshot import Kept, Snapshot
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.writing import Blob, Piece
+from lightning_zero.checkpoint.sharded.writer import Blob, Piece
 
 
 def _arena() -> Tensor:

@@ -12,10 +12,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_zero.checkpoint.sharded.again import fingerprint, relink_target, relink_save
+from lightning_zero.checkpoint.sharded.commit import fingerprint, relink_target, relink_save
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
-from lightning_zero.checkpoint.sharded.values import CheckpointShard
-from lightning_zero.checkpoint.sharded.writing import packed
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
+from lightning_zero.checkpoint.sharded.writer import packed
 from lightning_zero.errors import CheckpointError
 from tests.helpers.damage import cut
 from tests.helpers.save_points import killed_everywhere

@@ -12,13 +12,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from lightning_zero.checkpoint.sharded.contents import flattened
-from lightning_zero.checkpoint.sharded.paths import nested
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.telling import Telling
-from lightning_zero.checkpoint.together import Alone
-from lightning_zero.integrations.files import FileIO
-from lightning_zero.integrations.folders import read_folder
+from lightning_zero.checkpoint.sharded.planner import flattened
+from lightning_zero.checkpoint.sharded.planner import nested
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.progress_reporter import Telling
+from lightning_zero.checkpoint.rank_tasks import Alone
+from lightning_zero.integrations.checkpoint_files import FileIO
+from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.folders import sharded
 
 EXTRA = OrderedDict({1: "one", 2.5: [3, None], (0, "a"): {True: torch.arange(3)}, "text": {4: 5}})

@@ -14,13 +14,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST
+from lightning_zero.checkpoint.sharded.folder import MANIFEST
 from lightning_zero.checkpoint.sharded.metadata import METADATA
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.sharded.values import CheckpointTensor
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.files import FileIO, load_file
-from lightning_zero.integrations.folders import read_on_all_ranks, read_folder
+from lightning_zero.integrations.checkpoint_files import FileIO, load_file
+from lightning_zero.integrations.checkpoint_files import read_on_all_ranks, read_folder
 from tests.helpers.damage import RanCode, of_file, of_folder
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
 

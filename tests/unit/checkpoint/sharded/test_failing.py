@@ -18,12 +18,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_zero.checkpoint import lateness, places
-from lightning_zero.checkpoint.archive import write_checkpoint_file
+from lightning_zero.checkpoint.integrity import write_checkpoint_file
 from lightning_zero.checkpoint.sharded import folder, opened, saving
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
-from lightning_zero.checkpoint.sharded.saving import save_sharded
+from lightning_zero.checkpoint.sharded.commit import save_sharded
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import read_on_all_ranks
+from lightning_zero.integrations.checkpoint_files import read_on_all_ranks
 from tests.helpers.saves import save, save_file, seed_of
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lightning_zero.checkpoint.sharded.hashed import FileChecksum, digest_of
-from lightning_zero.checkpoint.sharded.manifest import FORMAT, Manifest, _canonical
+from lightning_zero.checkpoint.file_writers import FileChecksum, digest_of
+from lightning_zero.checkpoint.sharded.folder import FORMAT, Manifest, _canonical
 from lightning_zero.errors import CheckpointError
 
 WHERE = "run/x.ckpt/manifest.json"

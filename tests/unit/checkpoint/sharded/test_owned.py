@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.opened import CheckpointReader
-from lightning_zero.checkpoint.sharded.owned import materialize_extra_state, materialize_values
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.sharded.values import CheckpointTensor
-from lightning_zero.checkpoint.together import Alone
+from lightning_zero.checkpoint.sharded.reader import CheckpointReader
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import materialize_extra_state, materialize_values
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
+from lightning_zero.checkpoint.rank_tasks import Alone
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.trainer.finding import _read_folders
+from lightning_zero.integrations.trainer.checkpoint_lookup import _read_folders
 
 WHOLE = torch.arange(35.0).view(7, 5)
 

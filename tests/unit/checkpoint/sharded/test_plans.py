@@ -11,13 +11,13 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_zero.checkpoint.sharded import saving
-from lightning_zero.checkpoint.sharded.contents import flattened, plan_items
+from lightning_zero.checkpoint.sharded import commit as saving
+from lightning_zero.checkpoint.sharded.planner import flattened, plan_items
 from lightning_zero.checkpoint.sharded.metadata import build_metadata, read_metadata
-from lightning_zero.checkpoint.sharded.plan_text import encode_plan, decode_plan
-from lightning_zero.checkpoint.sharded.plans import Plans
-from lightning_zero.checkpoint.sharded.saving import paths_of, save_sharded
-from lightning_zero.checkpoint.sharded.writing import RankFiles, write_items
+from lightning_zero.checkpoint.sharded.commit import encode_plan, decode_plan
+from lightning_zero.checkpoint.sharded.commit import Plans
+from lightning_zero.checkpoint.sharded.commit import paths_of, save_sharded
+from lightning_zero.checkpoint.sharded.writer import RankFiles, write_items
 from lightning_zero.errors import CheckpointError
 from tests.helpers.saves import seed_of
 from tests.helpers.threaded import on_ranks, sharded_state
@@ -129,7 +129,7 @@ def test_many_saves_of_one_training(tmp_path: Path) -> None:
         return on_ranks(WORLD, attempt)
 
     real = build_metadata
-    with patch("lightning_zero.checkpoint.sharded.plans.build_metadata", lambda *args: built.append(1) or real(*args)):
+    with patch("lightning_zero.checkpoint.sharded.commit.build_metadata", lambda *args: built.append(1) or real(*args)):
         for seed, only_weights, building in [(1.0, False, 1), (2.0, False, 1), (3.0, True, 2), (4.0, False, 3)]:
             assert save(seed, only_weights) == [None] * WORLD
             assert seed_of(path) == seed

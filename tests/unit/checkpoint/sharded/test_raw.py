@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.checkpoint.sharded.opened import CheckpointReader
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.together import Alone
+from lightning_zero.checkpoint.sharded.reader import CheckpointReader
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.rank_tasks import Alone
 from tests.helpers.folders import sharded, write_folder
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.bool]

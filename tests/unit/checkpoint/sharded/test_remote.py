@@ -16,13 +16,13 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_zero.checkpoint.sharded.folder import INCOMPLETE, RemoteFolder
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST
-from lightning_zero.checkpoint.sharded.opened import CheckpointReader, checkpoint_kind
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.sharded.values import CheckpointShard
+from lightning_zero.checkpoint.sharded.folder import MANIFEST
+from lightning_zero.checkpoint.sharded.reader import CheckpointReader, checkpoint_kind
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import read_on_all_ranks, read_folder
-from lightning_zero.integrations.trainer.finding import _replace_broken_last, other_checkpoints
+from lightning_zero.integrations.checkpoint_files import read_on_all_ranks, read_folder
+from lightning_zero.integrations.trainer.checkpoint_lookup import _replace_broken_last, other_checkpoints
 from lightning_zero.sharding.layout import ShardLayout
 from tests.helpers.elsewhere import Counted, Mounted, counting, mount, stored
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
@@ -90,7 +90,7 @@ def test_of_a_large_piece_a_rank_reads_what_is_its_own(
     path, value = large
     if theirs:
         Counted().rm_file(f"{fsspec.core.url_to_fs(path)[1]}/{MANIFEST}")
-    with patch("lightning_zero.checkpoint.sharded.opened.SAVE_ID_PREFIX", "another") if theirs else nullcontext():
+    with patch("lightning_zero.checkpoint.sharded.reader.SAVE_ID_PREFIX", "another") if theirs else nullcontext():
         saved = CheckpointReader(path).state()["state_dict"]["w"]
     layout = ShardLayout.of(value.shape, value.dtype, world_size)
     for rank in range(world_size):

@@ -9,8 +9,8 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_zero.checkpoint import places
-from lightning_zero.checkpoint.archive import verify_archive
+from lightning_zero.checkpoint import atomic as places
+from lightning_zero.checkpoint.integrity import verify_archive
 from lightning_zero.errors import CheckpointError
 from tests.helpers.save_points import killed_everywhere
 from tests.helpers.saves import save, save_file, seed_of

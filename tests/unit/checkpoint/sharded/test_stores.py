@@ -16,18 +16,18 @@ import fsspec
 import pytest
 from fsspec.config import conf
 
-from lightning_zero.checkpoint.background.snapshot import Memory
-from lightning_zero.checkpoint.background.writer import Order, serve, settings
-from lightning_zero.checkpoint.locating import located
+from lightning_zero.checkpoint.async_save.snapshot import Memory
+from lightning_zero.checkpoint.async_save.writer_process import Order, serve, settings
+from lightning_zero.checkpoint.remote_files import located
 from lightning_zero.checkpoint.sharded.folder import RemoteFolder, remove_checkpoint_at
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST
-from lightning_zero.checkpoint.sharded.opened import CheckpointReader
-from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles
-from lightning_zero.checkpoint.together import Alone
+from lightning_zero.checkpoint.sharded.folder import MANIFEST
+from lightning_zero.checkpoint.sharded.reader import CheckpointReader
+from lightning_zero.checkpoint.sharded.writer import Blob, RankFiles
+from lightning_zero.checkpoint.rank_tasks import Alone
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import read_folder
-from lightning_zero.integrations.trainer.finding import other_checkpoints
-from lightning_zero.integrations.trainer.saving import TrainerCheckpointing
+from lightning_zero.integrations.checkpoint_files import read_folder
+from lightning_zero.integrations.trainer.checkpoint_lookup import other_checkpoints
+from lightning_zero.integrations.trainer.trainer_checkpoints import TrainerCheckpointing
 from lightning_zero.sharding.shared_memory import Claim
 from tests.helpers.saves import save, seed_of
 from tests.helpers.store import Store, storing

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightning_zero.checkpoint.together import Alone
-from lightning_zero.checkpoint.weights.exporting import Weight, export
+from lightning_zero.checkpoint.rank_tasks import Alone
+from lightning_zero.checkpoint.safetensors import Weight, export
 from lightning_zero.errors import CheckpointError
 
 DTYPES = (
@@ -51,7 +51,7 @@ def test_an_unknown_dtype_is_named_and_leaves_no_file(tmp_path: Path) -> None:
 def test_an_error_of_the_library_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from safetensors import SafetensorError
 
-    from lightning_zero.checkpoint.weights import exporting
+    from lightning_zero.checkpoint import safetensors as exporting
 
     def fail(*args: object) -> None:
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")

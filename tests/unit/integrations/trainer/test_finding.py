@@ -9,7 +9,7 @@ import pytest
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.integrations.trainer import finding
+from lightning_zero.integrations.trainer import checkpoint_lookup as finding
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
 
-from lightning_zero.integrations.trainer.micro_batches import one_micro_batch
+from lightning_zero.integrations.trainer.strategy import one_micro_batch
 
 
 class Manual(pl.LightningModule):
