@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lightning_zero.compat.cuts import HAS_ITS_OWN
 from lightning_zero.compat.patches import PATCHES
 
 __all__ = ["OPTIMIZATION_COUNTS", "OptimizationCounts", "left_out"]
@@ -20,9 +19,8 @@ class OptimizationCounts(Counter[str]):
     def text(self) -> str:
         """Return one line for the log."""
         counts = ", ".join(f"{what} {number}" for what, number in sorted(self.items()) if number)
-        cut = "torch's" if HAS_ITS_OWN else "ours"
         out = "; ".join(left_out())
-        return f"{counts or 'nothing yet'}; smallest cuts: {cut}; left out: {out or 'nothing'}"
+        return f"{counts or 'nothing yet'}; left out: {out or 'nothing'}"
 
 
 OPTIMIZATION_COUNTS = OptimizationCounts()

@@ -35,16 +35,15 @@ from lightning_zero.compat.compiler import (
     lookup_backend,
 )
 from lightning_zero.compat.graphs import USER_VISIBLE_OUTPUTS
-from lightning_zero.compat.inductor_heuristics import choose_by_hints
 from lightning_zero.compile.active import OPTIMIZATION_COUNTS
 from lightning_zero.compile.budget_sweep import chart
 from lightning_zero.compile.causal_mask import drop_causal_masks
 from lightning_zero.compile.compile_timer import CompileTimer
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.discover import CallInfo
-from lightning_zero.compile.fast_compile import sparing
+from lightning_zero.compile.fast_compile import speed_up_lowering
 from lightning_zero.compile.foreach_checks import check_foreach_on_shards
-from lightning_zero.compile.frontend import has_collectives, last_read, tag_weight_names, check_weight_edits
+from lightning_zero.compile.frontend import check_weight_edits, has_collectives, last_read, tag_weight_names
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.joint import JointPasses
 from lightning_zero.compile.layer_dedup import DedupFailed, LayerDedup, dedup_layers, joint_tracer
@@ -58,7 +57,15 @@ from lightning_zero.compile.plan_book import PlanStore
 from lightning_zero.compile.recompile_reason import find_recompile_reason
 from lightning_zero.compile.recompute_policy import partitioner_settings
 from lightning_zero.compile.selection import PassSelection
-from lightning_zero.compile.subgraphs import StrideMismatch, DeferredKernels, SubgraphCache, cut, lower, repeats, fix_strides
+from lightning_zero.compile.subgraphs import (
+    DeferredKernels,
+    StrideMismatch,
+    SubgraphCache,
+    cut,
+    fix_strides,
+    lower,
+    repeats,
+)
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.config import CompileConfig
 from lightning_zero.sharding.unsupported import no_shard_dispatch
@@ -169,7 +176,7 @@ class Compiler:
                 settings["force_non_lazy_backward_lowering"] = True
             rest = PendingCompile(timer.kernels, settings)
             try:
-                with functorch_config.patch(settings), sparing(not self.call_info.retains_graph), rest:
+                with functorch_config.patch(settings), speed_up_lowering(), rest:
                     compiled = self._compile_with_layer_dedup(partial(inner, last, timer), module, inputs, **kwargs)
             except BaseException:
                 timer.end(monotonic() - begun)
@@ -267,7 +274,7 @@ class Compiler:
         options["custom_partitioner_fn"] = _Partitioner(partial(self._partition, limits), own)
         compile_fx: Any = lookup_backend("inductor")
         lower = partial(self._lower, timer)
-        with joint, choose_by_hints():
+        with joint:
             return compile_fx(module, inputs, config_patches=options, inner_compile=lower, **kwargs)
 
     def _lower(self, timer: CompileTimer, module: GraphModule, inputs: Any, **settings: Any) -> Any:

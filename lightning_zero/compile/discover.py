@@ -24,23 +24,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.compat.dynamo import ChangingInts
-from lightning_zero.compat.tensors import graph_task_id, inside_functorch, retains_graph
 from lightning_zero.compat.compiler import dynamo_config
-from lightning_zero.compat.tensors import fake_weights_from_sizes
-from lightning_zero.compat.guards import values_read_once
-from lightning_zero.compat.dynamo import LimitHit, watch_recompile_limits
+from lightning_zero.compat.dynamo import ChangingInts, LimitHit, watch_recompile_limits
 from lightning_zero.compat.patches import failure_of_newer_torch
-from lightning_zero.compat.compiler import written_when_called
-from lightning_zero.compat.tensors import tree_leaves
+from lightning_zero.compat.tensors import (
+    fake_weights_from_sizes,
+    graph_task_id,
+    inside_functorch,
+    retains_graph,
+    tree_leaves,
+)
 from lightning_zero.compile import requires_grad_hooks
-from lightning_zero.compile.dynamo_layer_reuse import layers_traced_once
-from lightning_zero.compile.fast_compile import only_young_searched
+from lightning_zero.compile.dynamo_layer_reuse import reuse_layer_traces
+from lightning_zero.compile.fast_compile import collect_young_only
 from lightning_zero.compile.grad_leaves import ignore_grad_leaves
 from lightning_zero.compile.hooks import ModuleHooks, guard_hooks, needs_hook_guards
 from lightning_zero.compile.pending_compiles import PendingCompiles
 from lightning_zero.compile.recompile_reason import format_first_guard
-from lightning_zero.compile.stacks import frames_written_once
 from lightning_zero.compile.user_compiled import explain_unsupported
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.amount import OffloadQuota
@@ -295,11 +295,11 @@ class CompiledModules:
             at_once, ints = fake_weights_from_sizes(ShardParameter), self._ints.mark_as_inputs()
             noticing = nullcontext() if torch.compiler.is_compiling() else watch_recompile_limits(give_up)
             try:
-                with guarding, leaving_out, ignore_grad_leaves(), layers_traced_once(), at_once, ints, noticing:
+                with guarding, leaving_out, ignore_grad_leaves(), reuse_layer_traces(), at_once, ints, noticing:
                     if not first:
                         return run(*args, **kwargs)
                     first = False
-                    with only_young_searched(), frames_written_once(), written_when_called(), values_read_once():
+                    with collect_young_only():
                         return run(*args, **kwargs)
             except Exception as error:
                 if (instead := failure_of_newer_torch(error)) is None:

@@ -9,9 +9,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from lightning_zero.compat.compiler import min_cut_partition
-from lightning_zero.compat.cse import cse_in_place
-from lightning_zero.compat.cuts import fast_minimum_cut
-from lightning_zero.compat.graph_extract import skip_graph_copies
+from lightning_zero.compat.partitioner import fast_partitioner
 from lightning_zero.compile.passes.mutated_buffers import save_mutated_buffers
 from lightning_zero.compile.passes.residual_sums import save_residual_sums
 from lightning_zero.compile.recompute_policy import save_random_ops
@@ -36,8 +34,7 @@ def partition_joint_graph(
     """
     # Here: Inductor's passes over joint graphs have seeds drawn, which no node before them does.
     save_random_ops(module.graph, budget)
-    with fast_minimum_cut(), skip_graph_copies(), cse_in_place():
-        forward, backward = by(module, inputs, num_fwd_outputs=outputs, **settings)
+    forward, backward = fast_partitioner(by)(module, inputs, num_fwd_outputs=outputs, **settings)
     changed = [forward] if save_mutated_buffers(forward.graph, outputs) else []
     if budget < 1 and save_residual_sums(forward.graph, backward.graph, outputs):
         changed = [forward, backward]

@@ -86,11 +86,11 @@ def plan(
     kind = Precision.of(precision)
     hosts = ceil(world_size / how.ranks_per_host)
     inside = ceil(world_size / hosts)
-    config = _config(kind, options).over(hosts, inside)
+    config = _config(kind, options).for_hosts(hosts, inside)
     replicas = config.tuning.replicate_over is not None
     holders = inside if replicas else world_size
     check_host_masters(config, hosts)
-    config.over_copies(hosts)  # raises
+    config.uses_grad_aliasing(hosts)  # raises
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
         cuts = cut(module, holders, kind.own)

@@ -71,9 +71,7 @@ class GradientPlacement:
         """A step has several from now on, whatever was certain. What nobody has asked for is undone, unless gradients
         are wanted that lie where weights are needed: that is refused."""
         with no_shard_dispatch():
-            wanted = self.aliased and any(
-                r.param.grad is not None for r in self._trained if r.grad_aliases_compute_shard
-            )
+            wanted = self.aliased and any(r.param.grad is not None for r in self._trained if r.grad_aliases_compute_shard)
         if not wanted:
             self.stop_aliasing()
 

@@ -145,7 +145,9 @@ class MemoryController:
     def _look_again(self, config: EngineConfig) -> None:
         """Shards have moved, and weights may travel another way, since that was made."""
         budget = self._session.budget
-        budget.known = replace(budget.known, fixed=self._fixed(config, self.gradients.aliased), gather_s=self._gather_s)
+        budget.known = replace(
+            budget.known, fixed=self._fixed(config, self.gradients.aliased), gather_s=self._gather_s
+        )
 
     @property
     def _gather_s(self) -> float:

@@ -305,7 +305,7 @@ _ALL = (
     Point(
         "log",
         "averages what was logged",
-        ("lightning_zero.integrations.trainer.strategy:ProcessStrategy.reduce",),
+        ("lightning_zero.integrations.trainer.strategy:ZeroStrategy.reduce",),
         skipped=lambda strategy, value, *args, **kwargs: value,
     ),
     Point("validation_end", "ends a validation", (f"{LOOP}.on_run_end",)),
@@ -317,7 +317,7 @@ _ALL = (
     Point(
         "checkpoint_optimizer",
         "gathers the optimizer's state for a checkpoint",
-        ("lightning_zero.checkpoint.full_checkpoint:gather_value",),
+        ("lightning_zero.checkpoint.optimizer_state:gather_value",),
     ),
     Point(
         "checkpoint_write",
@@ -328,12 +328,12 @@ _ALL = (
     Point(
         "checkpoint_outcome",
         "is about to hear how a checkpoint was written",
-        ("lightning_zero.checkpoint.rank_tasks:Together.first",),
+        ("lightning_zero.checkpoint.rank_tasks:RankTasks.run_on_rank0",),
     ),
     Point(
         "barrier",
         "waits until all have come",
-        ("lightning_zero.integrations.trainer.strategy:ProcessStrategy.barrier",),
+        ("lightning_zero.integrations.trainer.strategy:ZeroStrategy.barrier",),
         3,
     ),
     Point("teardown", "cleans up after the training", (f"{STRATEGY}.teardown",)),

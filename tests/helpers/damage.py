@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.file_writers import digest_of
+from lightning_zero.checkpoint.integrity import digest_of
 from lightning_zero.checkpoint.sharded.folder import FORMAT, MANIFEST, _canonical
 
 __all__ = ["RanCode", "of_file", "of_folder"]

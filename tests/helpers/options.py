@@ -73,7 +73,7 @@ OTHERS: dict[str, Any] = {
     "compile_whole_graphs": True,
     "report_stall_after_s": 7.0,
     "sync_collectives": True,
-    "poison": True,
+    "nan_fill": True,
     "emulate_cross_host_gb_per_s": 1000.0,
     "emulate_cuda_graph_step": True,
     "emulate_cuda_graph_model": True,

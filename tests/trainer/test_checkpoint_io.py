@@ -1,4 +1,4 @@
-"""A CheckpointIO is called as by any strategy of Lightning: with its options, its inner one, and ``torch.save``."""
+"""Call a CheckpointIO as Lightning's strategies do: options, its inner IO, and ``torch.save``."""
 
 from __future__ import annotations
 

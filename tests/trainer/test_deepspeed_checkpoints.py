@@ -1,4 +1,4 @@
-"""Convert DeepSpeed's checkpoints: values are equal, damages are named, and training resumes on other ranks."""
+"""Convert DeepSpeed's checkpoints: compare values, name damages, and resume on other numbers of ranks."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class GraphDispatcher:
             self._runs.clear()
             self.drop()
             return self._compiled(*args)
-        epoch, backwards = manager.executor.weights.epoch(), manager.executor.gradients.completed_backwards()
+        epoch, backwards = manager.executor.weights.shard_version(), manager.executor.gradients.completed_backwards()
         first, self._epoch = epoch != self._epoch, epoch
         self._backwards_before, self._backwards = self._backwards, backwards
         key = CaptureKey(

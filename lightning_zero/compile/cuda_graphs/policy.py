@@ -8,7 +8,7 @@ and else replays. :meth:`CUDAGraphManager.drop` gives the graphs' memory back; t
 A replay writes to the memory that the one before it wrote to. So a forward is replayed only once the backward of the
 one before has run, or nobody can run it any more; of a graph that is called twice before, each call has captures of its
 own. Outputs are copies; and inputs other than parameters and buffers are copied in. Each graph's gradients leave with
-its replay: see [Note: segments of a backward] in csrc/gradients/segments.h.
+its replay: see [Note: segments of a backward] in csrc/gradients/layout.h.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class CUDAGraphManager:
     def unsupported_reason(self, config: EngineConfig) -> str:
         """Why nothing is ever replayed here with these options, in words; empty where it may be."""
         tuning = config.tuning
-        debugged = [name for name in ("sync_collectives", "poison") if getattr(tuning, name)]
+        debugged = [name for name in ("sync_collectives", "nan_fill") if getattr(tuning, name)]
         return self._unsupported_here or (f"{' and '.join(debugged)} looks at each collective" if debugged else "")
 
     def configure(self, config: EngineConfig, unsupported_here: str | None = None) -> None:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.tensors import Form, fake_from_specs
 from lightning_zero.compat.tensors import OpOverload
 
 __all__ = [
@@ -26,7 +24,6 @@ __all__ = [
     "describe",
     "end",
     "forward",
-    "fast_layer_call_fakes",
 ]
 
 _NAMESPACE = "lightning_zero_outline"
@@ -58,22 +55,23 @@ def describe(values: Sequence[Tensor | None]) -> str:
     )
 
 
+class _Layout(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
 @cache
-def _forms(described: str) -> list[Form]:
+def _forms(described: str) -> list[_Layout]:
     return [
-        Form(tuple(shape), tuple(stride), getattr(torch, dtype), torch.device(device))
+        _Layout(tuple(shape), tuple(stride), getattr(torch, dtype), torch.device(device))
         for dtype, shape, stride, device in filter(None, json.loads(described))
     ]
 
 
 def _made(described: str) -> list[Tensor]:
     return [torch.empty_strided(*form[:2], dtype=form.dtype, device=form.device) for form in _forms(described)]
-
-
-def fast_layer_call_fakes() -> AbstractContextManager[None]:
-    """Inside, fakes of what standins return are made of the forms that these name. Torch would look for an equal call,
-    of which there is none, in all that it is given, for each layer three times."""
-    return fake_from_specs({op: lambda args: _forms(args[2]) for op in (forward(), backward())})
 
 
 def _forward(layer: str, number: int, results: str, grads: str, given: Sequence[Tensor]) -> list[Tensor]:

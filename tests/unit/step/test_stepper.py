@@ -1,4 +1,4 @@
-"""Test the choice of runners and layouts, and that steps are invisible to the optimizer's users."""
+"""Who carries out a step, over which layout; and that the optimizer's users notice nothing."""
 
 import copy
 import gc
@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.step.cycle import StepEvents
+from lightning_zero.step.runners import CapturedRunner
+from lightning_zero.step.runners import EagerRunner
+from lightning_zero.step.step_layouts import StepLayout
 from lightning_zero.step.optimizer_steps import OptimizerSteps
-from lightning_zero.step.runners import CapturedRunner, EagerRunner
-from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout
 from lightning_zero.step.stepper import OptimizerStepper
+from lightning_zero.step.step_layouts import OwnParams, FlatParams
 from tests.helpers.one_rank import OneRank
 from tests.helpers.options import config
 
@@ -32,7 +33,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 class Bench:
-    """An optimizer over shards, and the same one over a copy of their values."""
+    """An optimizer over shards beside the same one over a copy of these."""
 
     def __init__(self, make: Make = adamw, capture: bool = False) -> None:
         self.sharder: Any = OneRank(SHAPES)
@@ -73,6 +74,9 @@ class Bench:
         self.stepper.end()
 
 
+# -- runners
+
+
 def test_the_optimizer_makes_the_first_step_and_replays_the_others() -> None:
     bench, runners = Bench(capture=True), []
     for step in range(4):
@@ -86,7 +90,7 @@ def test_without_capture_the_optimizer_makes_all_of_them() -> None:
     for _ in range(3):
         bench.step(clip=CLIP)
         assert type(bench.stepper.runner) is EagerRunner
-    assert bench.stepper.eager_reason == "capture is switched off"
+    assert bench.stepper.eager_reason == "it is not to be captured"
 
 
 @pytest.mark.parametrize(("capture", "deferred"), [(True, True), (False, False)])
@@ -119,7 +123,7 @@ def test_the_device_skips_a_step_only_by_replay() -> None:
 
 
 class Doubling:
-    """A runner with a behavior of its own."""
+    """A runner of its own kind, which does what no other does."""
 
     can_clip = can_skip = False
 
@@ -150,9 +154,12 @@ def test_another_runner_only_has_to_come_first() -> None:
     assert doubling.log == ["begin", "end"]
     for param, old in zip(bench.sharder.params, before, strict=True):
         torch.testing.assert_close(param.detach(), 2 * old)
-    bench.bring(without=[1])  # two runs: the next runner in order steps them
+    bench.bring(without=[1])  # two segments: the next in order takes them
     bench.stepper.begin()
     assert type(bench.stepper.runner) is EagerRunner
+
+
+# -- layouts
 
 
 def test_each_pattern_of_gradients_has_a_layout_that_is_kept() -> None:
@@ -204,6 +211,9 @@ def test_a_parameter_of_another_model_is_refused() -> None:
         bench.stepper.begin()
 
 
+# -- what users see
+
+
 @pytest.mark.parametrize("capture", [False, True])
 def test_hooks_of_users_see_the_optimizers_own(capture: bool) -> None:
     bench, seen = Bench(capture=capture), []
@@ -220,7 +230,7 @@ def test_hooks_of_users_see_the_optimizers_own(capture: bool) -> None:
 
 
 def quarter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Change all gradients and the settings of one group, as users do in a pre-hook."""
+    """What users do ahead of a step, in a hook: of all gradients, and of the settings of one group."""
     optimizer.param_groups[0]["lr"] = 0.5 * 0.02
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -300,10 +310,12 @@ def test_inside_flat_there_are_a_few_parameters_with_their_gradients() -> None:
     assert len(bench.optimizer.param_groups[0]["params"]) == len(SHAPES)
 
 
+# -- the protocol
+
+
 class Cycle(SimpleNamespace):
     def __init__(self, log: list[Any]) -> None:
         super().__init__(
-            events=StepEvents(),
             before_step=lambda stepping: log.append("before"),
             end_backward=lambda: None,
             finalize_gradients=lambda: log.append("final"),
@@ -331,7 +343,7 @@ def test_stepping_surrounds_a_plain_step() -> None:
 
 
 def test_optimizers_of_an_earlier_training_are_gone_with_their_state() -> None:
-    """They must not count as optimizers that may step next."""
+    """And do not count as others of which one might step next."""
     bench: Any = Bench()
     bench.sharder.memory, bench.stepper = SimpleNamespace(arrange=lambda *_: None), None
     optimizers = steps(bench, [])
@@ -349,7 +361,7 @@ def test_optimizers_of_an_earlier_training_are_gone_with_their_state() -> None:
 
 
 def test_a_step_that_fails_is_ended() -> None:
-    """No runner must have stepped anything."""
+    """And nothing was stepped, however it would have been."""
     bench, log = Bench(), []
     optimizers = steps(bench, log)
     for _ in range(3):
@@ -366,7 +378,7 @@ def test_a_step_that_fails_is_ended() -> None:
         bench.check()
         log.clear()
         for mine, theirs in zip(bench.sharder.params, bench.copies, strict=True):
-            theirs.data.copy_(mine)  # the two may differ by rounding
+            theirs.data.copy_(mine)  # they may be a rounding apart
 
 
 def test_a_closure_that_is_called_twice_sees_the_optimizers_own_each_time() -> None:

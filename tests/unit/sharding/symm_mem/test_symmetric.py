@@ -171,9 +171,9 @@ def test_shards_take_turns_once_ranks_can_meet(monkeypatch: pytest.MonkeyPatch) 
     ("config", "several_hosts", "meet"),
     [
         (COPY, False, []),
-        (WEIGHTS_ONLY, False, ["intra_host"]),
-        (COPY, True, ["inter_host"]),
-        (NOTHING, True, ["inter_host", "intra_host"]),
+        (WEIGHTS_ONLY, False, ["inside"]),
+        (COPY, True, ["across"]),
+        (NOTHING, True, ["across", "inside"]),
     ],
     ids=["copies", "collectives", "copies inside hosts", "collectives everywhere"],
 )
@@ -187,7 +187,7 @@ def test_groups_connect_once_where_gradients_are_reduced_in_them(
     monkeypatch.setattr(module.WeightTransport, "allocate_compute_shards", MagicMock())
     started = MagicMock()
     monkeypatch.setattr(module, "_meet", started)
-    sides = {"intra_host": MagicMock(), "inter_host": MagicMock() if several_hosts else None}
+    sides = {"inside": MagicMock(), "across": MagicMock() if several_hosts else None}
     peers = PeerTransports.of(config, MagicMock(world_size=2, rank=0, device=GPU, inter_host_shard_group=None, **sides))
     memory = MagicMock(**{"executor.device": GPU})
     memory.executor.collective.side_effect = lambda what, lane, start: start(True)
