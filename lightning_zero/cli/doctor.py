@@ -33,7 +33,7 @@ from lightning_zero.compat.versions import tested
 from lightning_zero.compile.active import left_out
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import build, is_built
-from lightning_zero.native.links import gpu_uuid, no_atomics_reason
+from lightning_zero.native.gpu_atomics import gpu_uuid, no_atomics_reason
 
 __all__ = ["DOCTOR", "gather_facts", "notes", "to_fix", "versions"]
 

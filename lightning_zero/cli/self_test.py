@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.alone import program_without_lightning
+from lightning_zero.subprocess_main import program_without_lightning
 from lightning_zero.cli.local_ranks import run_ranks
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine

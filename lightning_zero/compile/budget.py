@@ -48,7 +48,7 @@ from lightning_zero.compile.shares import another_fits, saved_share
 from lightning_zero.compile.uncaptured_memory import Outside
 from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.config.text import format_gib
-from lightning_zero.extrema import all_min
+from lightning_zero.mesh import all_min
 from lightning_zero.native import Executor
 from lightning_zero.profiling.headroom import MemoryGauge, memory_limit
 

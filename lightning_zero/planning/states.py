@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
-from lightning_zero.optim.chunks import MAX_CHUNK_NUMEL
-from lightning_zero.optim.rules import rule_for
+from lightning_zero.optim.flat_runs import MAX_CHUNK_NUMEL
+from lightning_zero.optim.update_rules import rule_for
 from lightning_zero.planning.ledger import MemoryCounter
 from lightning_zero.planning.static import ParamShard
 

@@ -26,12 +26,12 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.offload.pinned_memory import free_bytes, host_master_policy
 from lightning_zero.offload.staging_ring import measure_host_bandwidth
 from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
-from lightning_zero.optim.rules import rule_for
+from lightning_zero.optim.update_rules import rule_for
 from lightning_zero.sharding.flat_memory import can_be_on_host
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from lightning_zero.step.gradients import GradientPlacement, has_copy
-from lightning_zero.step.optimizers import OptimizerSteps
+from lightning_zero.step.optimizer_steps import OptimizerSteps
 
 __all__ = ["MemoryController"]
 

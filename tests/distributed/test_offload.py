@@ -94,7 +94,7 @@ def train_both_ways(cases: list[tuple[str, Event]], emulate: bool) -> list[str]:
         Counted.most = 0
         with (
             patch("lightning_zero.step.chunked_step.RingPass", Counted),
-            patch("lightning_zero.optim.chunks.RingPass", Counted),
+            patch("lightning_zero.optim.flat_runs.RingPass", Counted),
         ):
             found = train_sharded_steps(name, event, emulate, **ON_HOST)
         try:
@@ -214,7 +214,7 @@ def configure_twice() -> list[tuple[str, ...]]:
         engine.optimizers.arrange([optimizer])
         engine.optimizers.stepper(optimizer)
         away = replace(engine.config, offload=("optimizer",))
-        full = patch("lightning_zero.step.optimizers.move_state_to_host", side_effect=MemoryError("the host is full"))
+        full = patch("lightning_zero.step.optimizer_steps.move_state_to_host", side_effect=MemoryError("the host is full"))
         with full, pytest.raises(MemoryError):
             engine.configure(away)
         engine.configure(away)
@@ -237,8 +237,8 @@ def refuse() -> str:
 
 def test_an_optimizer_whose_rule_is_not_known_is_refused_by_name(ranks: Ranks) -> None:
     (message,) = ranks.run(1, refuse)
-    assert "whether Lion can do that is not known" in message
-    assert "lightning_zero.register_rule makes it known" in message
+    assert "it is unknown if Lion supports that" in message
+    assert "Register it with lightning_zero.register_rule" in message
 
 
 def copy_out(optimizer: torch.optim.Optimizer, find: Any) -> None:
@@ -270,7 +270,7 @@ def left_behind(**options: Any) -> int:
         gc.collect()
         gc.disable()
         try:
-            with patch("lightning_zero.step.optimizers.move_state_to_host", copy_out):
+            with patch("lightning_zero.step.optimizer_steps.move_state_to_host", copy_out):
                 engine.configure(replace(engine.config, offload=("optimizer",)))
             return sum(not one.expired() for one in held)
         finally:

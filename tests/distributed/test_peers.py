@@ -36,7 +36,7 @@ autocast = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
 
 
 def memory() -> SymmetricMemory:
-    return SymmetricMemory(Mesh.of(torch.device("cpu")))
+    return SymmetricMemory(Mesh.from_world(torch.device("cpu")))
 
 
 def in_shared_memory() -> set[str]:
@@ -234,7 +234,7 @@ def test_a_barrier_that_does_not_wait_is_not_relied_on(ranks: Ranks) -> None:
 def objections(backend: str, atomics: str) -> str | None:
     """Of GPUs, of which rank 1's is not as the others."""
     mine = dist.get_rank() == 1
-    own = SymmetricMemory(Mesh.of(torch.device("cuda", 0)))
+    own = SymmetricMemory(Mesh.from_world(torch.device("cuda", 0)))
     with (
         patch("torch.distributed._symmetric_memory.get_backend", lambda device: backend if mine else "CUDA"),
         patch.object(peer_memory, "gpu_uuid", lambda device: f"gpu {dist.get_rank()}"),

@@ -322,7 +322,7 @@ def optimizer_of_somebody_elses_parameters() -> None:
 
 
 @wrong(
-    r"MisconfigurationException: Muon orthogonalises whole matrices.*each rank holds only a flat piece.*Use an optimizer that"
+    r"MisconfigurationException: Muon orthogonalizes full matrices.*each rank holds only a flat piece.*Use an optimizer that"
 )
 def optimizer_of_whole_matrices() -> None:
     class Muon(torch.optim.SGD):

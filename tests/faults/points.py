@@ -122,9 +122,8 @@ def _in_worker(point: Point, injector: Injector) -> None:
 
 
 def _first_to_build(point: Point, injector: Injector) -> None:
-    """One rank builds, the others wait for it; so these come later, and nobody builds ahead."""
+    """One rank builds, the others wait for it, so these begin later."""
     build, compile = point.targets
-    wrap("lightning_zero.native.ahead:is_built", lambda original: lambda: True)
     wrap(compile, injector.around(point.name, point.step, False, point.skipped))
 
     def make(original: Calls) -> Calls:
@@ -274,7 +273,7 @@ _ALL = (
     Point(
         "in_step",
         "steps the optimizer",
-        ("torch.optim.adam:adam", "lightning_zero.optim.kernel:StepKernel.run"),
+        ("torch.optim.adam:adam", "lightning_zero.optim.step_kernel:StepKernel.run"),
     ),
     Point("after_step", "has stepped the optimizer", (f"{STRATEGY}.optimizer_step",), after=True),
     Point("batch_end", "is between two batches", (f"{MODEL}:Trained.on_train_batch_end",)),

@@ -91,7 +91,7 @@ def test_a_limit_is_held_from_the_first_step_on(ranks: Ranks) -> None:
 
 
 def host() -> float | None:
-    return measure_host_bandwidth(Mesh.of(torch.device("cuda", torch.cuda.current_device())))
+    return measure_host_bandwidth(Mesh.from_world(torch.device("cuda", torch.cuda.current_device())))
 
 
 def test_the_host_is_measured_in_both_directions(ranks: Ranks) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_zero.report.readings import memory_by_role
-from lightning_zero.step.captured import CapturedRunner
+from lightning_zero.step.runners import CapturedRunner
 from tests.helpers.optimizer_steps import (
     OPTIMIZERS,
     Event,

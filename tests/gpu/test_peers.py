@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 def memory() -> tuple[SymmetricMemory | None, str]:
-    return SymmetricMemory.of(Mesh.of(torch.device("cuda", torch.cuda.current_device())))
+    return SymmetricMemory.of(Mesh.from_world(torch.device("cuda", torch.cuda.current_device())))
 
 
 def why_not(stub: bool) -> str:

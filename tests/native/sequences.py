@@ -542,7 +542,7 @@ class Sequence:
 
 def run_sequences(seeds: range) -> tuple[list[str], dict[str, int]]:
     """Return failures, and the counters summed over all sequences."""
-    mesh = Mesh.of(torch.device("cpu"))
+    mesh = Mesh.from_world(torch.device("cpu"))
     complaints: list[str] = []
     totals: dict[str, int] = {}
     torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN

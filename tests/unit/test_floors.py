@@ -9,11 +9,10 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 PACKAGE = "lightning_zero"
 FLOORS = {
-    "alone": 0,
+    "subprocess_main": 0,
     "compat": 0,
     "config": 0,
     "errors": 0,
-    "extrema": 0,
     "mesh": 0,
     "version": 0,
     "native": 1,

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 import torch
 from fsspec.config import conf
 
-from lightning_zero.alone import program_without_lightning
+from lightning_zero.subprocess_main import program_without_lightning
 from lightning_zero.checkpoint.async_save.snapshot import SnapshotChunk, SnapshotMemory
 from lightning_zero.checkpoint.rank_tasks import error_text
 from lightning_zero.checkpoint.sharded.folder import save_folder_at

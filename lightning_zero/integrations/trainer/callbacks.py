@@ -37,7 +37,7 @@ from lightning_zero.integrations.uncompile import (
     uncompile_modules,
     uncompiled_name,
 )
-from lightning_zero.native.collector import pause_gc
+from lightning_zero.native.capture import pause_gc
 from lightning_zero.sharding.full_params import PickledAsNone
 from lightning_zero.sharding.host_memory import as_mapped, copy_to_host
 

@@ -14,7 +14,7 @@ from lightning_zero.checkpoint.optimizer_state import (
     shard_optimizer_state,
 )
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.rules import state_names
+from lightning_zero.optim.update_rules import state_names
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.param_record import Records, Role, ShardedParameter
 from tests.helpers.lion import Lion

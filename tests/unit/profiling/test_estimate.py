@@ -41,7 +41,7 @@ def test_larger_gathers_take_longer_and_reach_more_bandwidth() -> None:
 
 
 def _measured() -> tuple[bool, str]:
-    mesh = Mesh.of(torch.device("cpu"))
+    mesh = Mesh.from_world(torch.device("cpu"))
     group, rank = mesh.control_group, mesh.rank
     gathers = _gathers(group, torch.device("cpu"), (1 << 10, 1 << 12))
     mine = DeviceSpeed({torch.float32: 10.0 - rank, torch.bfloat16: 20.0 + rank}, 4.0 + rank, 0.5 * (1 + rank))

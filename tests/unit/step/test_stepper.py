@@ -10,18 +10,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.helpers.one_rank import OneRank
+from tests.helpers.options import config
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.step.captured import CapturedRunner
-from lightning_zero.step.eager import EagerRunner
-from lightning_zero.step.layout import StepLayout
-from lightning_zero.step.optimizers import OptimizerSteps
+from lightning_zero.step.optimizer_steps import OptimizerSteps
+from lightning_zero.step.runners import CapturedRunner, EagerRunner
+from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout
 from lightning_zero.step.stepper import OptimizerStepper
-from lightning_zero.step.substitute import FlatParams, OwnParams
-from tests.helpers.one_rank import OneRank
-from tests.helpers.options import config
 
 SHAPES = [(19, 7), (7,), (23, 3), (5,)]
 CLIP = 0.4
@@ -406,7 +404,7 @@ def test_a_closure_that_is_called_twice_sees_the_optimizers_own_each_time() -> N
 def test_a_layout_is_laid_out_only_once_per_change() -> None:
     bench = Bench()
     bench.step()
-    with patch("lightning_zero.step.layouts.make_flat_runs", side_effect=AssertionError("laid out again")):
+    with patch("lightning_zero.step.step_layouts.make_flat_runs", side_effect=AssertionError("laid out again")):
         for _ in range(3):
             bench.step(clip=CLIP)
 

@@ -1,5 +1,4 @@
-"""Stochastic rounding loses nothing on average, changes nothing that bfloat16 holds, and is the same wherever an element
-lies."""
+"""Test stochastic rounding: unbiased, exact for bfloat16 values, and independent of the sharding."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.optim.rounding import ElementPositions, noise_keys, rounding_noise, stochastic_round
+from lightning_zero.optim.bf16_state import ElementPositions, noise_keys, rounding_noise, stochastic_round
 from tests.helpers.one_rank import OneRank
 
 CPU = torch.device("cpu")
@@ -43,12 +42,12 @@ def test_what_bfloat16_holds_stays_as_it_is(number: int) -> None:
 
 def noise(bench: OneRank, step: float = 7.0) -> Tensor:
     records: Any = bench.live
-    at = ElementPositions.of(records, CPU)
+    at = ElementPositions.from_members(records, CPU)
     return rounding_noise(at.owners, at.shifts, at.begin, noise_keys(at.salts, torch.tensor(step)))
 
 
 def whole(world_size: int) -> list[Tensor]:
-    """Of each parameter, from what each of so many ranks has of it."""
+    """Return each full parameter from the parts of ``world`` ranks."""
     ranks = [OneRank(SHAPES, rank=rank, world_size=world_size) for rank in range(world_size)]
     numels = [record.layout.shard_numel for record in ranks[0].live]
     parts = [noise(rank).split(numels) for rank in ranks]
@@ -64,7 +63,7 @@ def test_noise_is_the_same_on_any_number_of_ranks() -> None:
 
 def test_a_part_has_the_noise_that_it_has_in_the_whole() -> None:
     bench: Any = OneRank(SHAPES)
-    at = ElementPositions.of(bench.live, CPU).part(64, 864)
+    at = ElementPositions.from_members(bench.live, CPU).part(64, 864)
     found = rounding_noise(at.owners, at.shifts, at.begin, noise_keys(at.salts, torch.tensor(7.0)))
     assert torch.equal(found, noise(bench)[64:864])
 
@@ -101,7 +100,7 @@ def equally_large(share: float) -> Tensor:
 
 
 def falling(share: float) -> Tensor:
-    """To a tenth, over the training; sizes differ from element to element by up to a thousand."""
+    """Gradients that fall to a tenth; their sizes differ by up to a thousand between elements."""
     return torch.randn(LARGE).flatten() * torch.logspace(-3, 0, math.prod(LARGE)) * 10**-share
 
 
@@ -113,7 +112,7 @@ def test_adams_steps_are_off_by_a_few_percent_where_rounding_to_the_nearest_is_o
     torch.manual_seed(0)
     steps, betas = 2000, (0.9, 0.999)
     records: Any = OneRank([LARGE]).live
-    at = ElementPositions.of(records, CPU)
+    at = ElementPositions.from_members(records, CPU)
     exact, narrow, nearest = (torch.zeros(2, math.prod(LARGE)) for _ in range(3))
     for step in range(steps):
         new = gradient(step / steps)
@@ -126,7 +125,7 @@ def test_adams_steps_are_off_by_a_few_percent_where_rounding_to_the_nearest_is_o
         nearest.copy_(nearest.bfloat16())
 
     def off(kept: Tensor) -> float:
-        """The root of the mean square of what steps are off by, beside that of steps."""
+        """Return the root mean square of the steps' error relative to that of the steps."""
         moved, expected = (first / second.sqrt() for first, second in (kept, exact))
         return ((moved - expected).square().mean() / expected.square().mean()).sqrt().item()
 

@@ -1,4 +1,4 @@
-"""Whether GPUs can wait for each other in memory; the driver and its management library are stand-ins."""
+"""Test the check of atomic operations between GPUs; the driver and NVML are stand-ins."""
 
 import ctypes
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.native import links
+from lightning_zero.native import gpu_atomics as links
 
 GPU = torch.device("cuda", 0)
 
 
 class Driver:
-    """Of GPUs a and b, which this process sees, and c."""
+    """A driver with GPUs a and b, which this process sees, and c."""
 
     def __init__(self, able: bool = True, fails: str = "") -> None:
         self.able, self.fails = able, fails
@@ -89,5 +89,5 @@ def test_about_a_gpu_that_is_not_seen_the_management_library_is_asked(
 def test_what_cannot_be_told_counts_as_no(monkeypatch: pytest.MonkeyPatch, driver: Any, other: str) -> None:
     use(monkeypatch, driver)
     reason = links.no_atomics_reason(GPU, ["a", other])
-    assert "it cannot be told whether rank 0's GPU can use atomic operations on the memory of rank 1's" in reason
+    assert "it is unknown if rank 0's GPU can use atomic operations on the memory of rank 1's" in reason
     assert "101" in reason or "cannot open" in reason

@@ -1,6 +1,6 @@
-"""The captured optimizer step: clip factor, update and, with a loss scaler, the skipped step, over segments.
+"""The captured optimizer step: clipping, update and the loss scaler's skipped step, over flat runs.
 
-Settings reach the graph as 0-dim tensors which are filled when the floats in ``param_groups`` change.
+Settings are 0-dim tensors, which are filled when the floats in ``param_groups`` change.
 """
 
 from __future__ import annotations
@@ -18,33 +18,31 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_zero.compat.compiler import inductor_compile
 from lightning_zero.compat.tensors import FakeTensorMode
+from lightning_zero.native.capture import GraphedSequence
 from lightning_zero.offload.staging_ring import StagingRing
-from lightning_zero.optim.bf16_state import STATE_DTYPE, ROUNDING_COUNT
-from lightning_zero.optim.chunks import MAX_CHUNK_NUMEL, LoadedChunk, ChunkedState
-from lightning_zero.optim.clip import clip_factor
-from lightning_zero.optim.flat_runs import FlatRun
-from lightning_zero.optim.graphed import GraphedSequence
-from lightning_zero.optim.rounding import noise_keys, rounding_noise, stochastic_round
-from lightning_zero.optim.rules import Rule, rule_for
+from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE, noise_keys, rounding_noise, stochastic_round
+from lightning_zero.optim.flat_runs import MAX_CHUNK_NUMEL, ChunkedState, FlatRun, LoadedChunk
+from lightning_zero.optim.grad_norms import clip_factor
 from lightning_zero.optim.support import is_torch_optimizer
+from lightning_zero.optim.update_rules import Rule, rule_for
 from lightning_zero.sharding.layout import as_real
 
 __all__ = ["StepKernel"]
 
-MAX_COMPILED_RUNS = 16  # compiled: a kernel each
+MAX_COMPILED_RUNS = 16  # limits compilation, which makes one kernel per run
 
 
 class StepKernel:
-    """Steps segments as ``torch.optim`` would, all of it on the device.
+    """Steps flat runs as ``torch.optim`` would, entirely on the device.
 
     Args:
-        optimizer: whose rule; must be covered.
-        groups: its parameter groups.
-        segments: what is stepped; their state must exist, and their counts be on the device.
-        device: of all tensors.
-        compile: turn each segment's update into one kernel with inductor.
-        ring: through which passes what lies on the host; None: all lies on the device.
-        capture: replay, on devices that can; otherwise kernels are launched one by one, each time.
+        optimizer: Optimizer that :meth:`supports` accepts.
+        groups: Its parameter groups.
+        runs: Flat runs with complete state and counts on the device.
+        device: Device of all tensors.
+        compile: Compile each run's update into one kernel with Inductor.
+        ring: Staging ring for state on the host; None if all state is on the device.
+        capture: Capture and replay if the device can; otherwise launch kernels at each step.
     """
 
     def __init__(
@@ -67,28 +65,27 @@ class StepKernel:
             {name: torch.zeros((), dtype=torch.float64, device=device) for name in rule.settings} if rule else {}
             for rule in self._rules
         ]
-        most = None if self._compile else MAX_CHUNK_NUMEL  # op by op, each op has a result
-        rules = self._rules  # and not this, for the same reason as below
-        self._parts = ChunkedState(runs, lambda run: _rule_of(rules, run).state, ring, most)
+        max_numel = None if self._compile else MAX_CHUNK_NUMEL  # each op materializes its result
+        rules = self._rules  # do not bind self, see below
+        self._state = ChunkedState(runs, lambda run: _rule_of(rules, run).state, ring, max_numel)
         self._squared = torch.zeros((), device=device)
         self._max_norm = torch.ones((), device=device)
         self._skip = torch.zeros((), device=device)
         self._last_max: float | None = None
         self._variant: tuple[bool, bool] | None = None
         self._compiled: dict[Any, Callable[..., dict[str, Tensor]]] = {}
-        self._sequences: dict[tuple[bool, bool], GraphedSequence] = {}  # with or without clipping and skipping
+        self._sequences: dict[tuple[bool, bool], GraphedSequence] = {}  # keys: (clips, may skip)
 
     @staticmethod
     def supports(
         optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], runs: Sequence[FlatRun] = ()
     ) -> bool:
-        """Whether we know the optimizer's rule for all of its groups, in at most float32, and these segments have the
-        state it needs."""
+        """Return True if all groups have a known rule, in at most float32, and the runs its state."""
         rules = [rule_for(optimizer, group) for group in groups]
         known = [rule for rule in rules if rule is not None]
         dtypes = {param.dtype for group in groups for param in group["params"]}
         wide = torch.float64 in dtypes or torch.complex128 in dtypes
-        # torch.optim treats real and imaginary parts as elements; a rule of the user's may not.
+        # torch.optim treats real and imaginary parts as elements; a registered rule may not.
         as_pairs = is_torch_optimizer(optimizer) or not any(dtype.is_complex for dtype in dtypes)
         return (
             len(known) == len(rules)
@@ -109,13 +106,13 @@ class StepKernel:
         max_norm: float | None = None,
         skip: Tensor | None = None,
     ) -> bool:
-        """One step; returns whether it was a replay.
+        """Make one step; return True if it was a replay.
 
         Args:
-            groups: with the settings of this step.
-            squared_norm: of the gradients, 0-dim; the same tensor each time.
-            max_norm: to which gradients are clipped; None: they are not.
-            skip: 0-dim; where it is not zero, nothing changes.
+            groups: Parameter groups with this step's settings.
+            squared_norm: Squared norm of the gradients, 0-dim; the same tensor at each call.
+            max_norm: Clip gradients to this norm; None: do not clip.
+            skip: 0-dim; if not zero, nothing changes.
         """
         variant = max_norm is not None, skip is not None
         self._variant = variant
@@ -134,32 +131,32 @@ class StepKernel:
                     tensor.fill_(value)
                     floats[name] = value
         if variant not in self._sequences:
-            lasting = (t for s in self._runs for t in (s.param, s.grad, s.copy, *s.state.values()))
-            used = [tensor for tensor in lasting if isinstance(tensor, Tensor)]
+            static_tensors = (t for s in self._runs for t in (s.param, s.grad, s.copy, *s.state.values()))
+            used = [tensor for tensor in static_tensors if isinstance(tensor, Tensor)]
             warmups = 1 if self._capture else math.inf
-            update = partial(StepKernel._update, proxy(self))  # a cycle would hold state that has moved
+            update = partial(StepKernel._update, proxy(self))  # a reference cycle would keep moved state alive
             self._sequences[variant] = GraphedSequence(update, self._device, warmups, watch=used)
-        with self._parts.stream_state():
+        with self._state.stream_state():
             self._sequences[variant]()
         for run in self._runs:
             run.copied = run.copy is not None
         return self._sequences[variant].captured
 
     def prefetch_from_host(self) -> None:
-        """State that lies on the host begins to come for the next step."""
-        self._parts.prefetch_from_host()
+        """Start to copy offloaded state to the device for the next step."""
+        self._state.prefetch_from_host()
 
     def _update(self) -> None:
         numbers = {id(run): self._numbers(self._rule(run), run) for run in self._runs}
-        for part in self._parts.iter_chunks():
-            run = part.chunk.run
-            self._apply(self._rule(run), part, numbers[id(run)])
+        for loaded in self._state.iter_chunks():
+            run = loaded.chunk.run
+            self._apply(self._rule(run), loaded, numbers[id(run)])
 
     def _rule(self, run: FlatRun) -> Rule:
         return _rule_of(self._rules, run)
 
     def _numbers(self, rule: Rule, run: FlatRun) -> dict[str, Tensor]:
-        """What the update of all elements has in common, 0-dim float32; counts the step."""
+        """Return the scalars that the update of all elements shares, 0-dim float32, and count the step."""
         assert self._variant is not None
         clip, skip = self._variant
         settings = self._settings[run.group]
@@ -181,18 +178,18 @@ class StepKernel:
                 numbers["keys"] = noise_keys(rest[-1], step)
             return numbers
 
-        salts = (self._parts.positions[id(run)].salts,) if run.bf16_state else ()
+        salts = (self._state.positions[id(run)].salts,) if run.bf16_state else ()
         arguments = (self._squared, self._max_norm, self._skip, *settings.values(), *run.counts.values(), *salts)
         shapes = tuple((name, tuple(c.shape)) for name, c in run.counts.items())
         key = (rule, self._variant, shapes, len(run.members) if salts else None)
         return self._run_compiled(key, compute, arguments) | ({"skip": self._skip} if skip else {})
 
-    def _apply(self, rule: Rule, part: LoadedChunk, numbers: dict[str, Tensor]) -> None:
-        param, grad = map(_reals, (part.param, part.chunk.of(part.chunk.run.grad)))
-        positions, state = part.positions, map(_reals, part.state.values())
-        names, keys = list(part.state), list(numbers)
+    def _apply(self, rule: Rule, loaded: LoadedChunk, numbers: dict[str, Tensor]) -> None:
+        param, grad = map(_reals, (loaded.param, loaded.chunk.view_of(loaded.chunk.run.grad)))
+        positions, state = loaded.positions, map(_reals, loaded.state.values())
+        names, keys = list(loaded.state), list(numbers)
         where: tuple[Tensor, ...] = () if positions is None else (positions.owners, positions.shifts, positions.begin)
-        copies = () if part.copy is None else (part.copy,)
+        copies = () if loaded.copy is None else (loaded.copy,)
 
         def change(param: Tensor, grad: Tensor, *rest: Tensor) -> dict[str, Tensor]:
             old = dict(zip(names, rest, strict=False))
@@ -213,7 +210,10 @@ class StepKernel:
             if positions is not None:
                 owners, shifts, begin = rest[len(names) + len(keys) :][: len(where)]
                 noise = rounding_noise(owners, shifts, begin, scalar["keys"])
-                new = {k: stochastic_round(v, noise, names.index(k)) if old[k].dtype is STATE_DTYPE else v for k, v in new.items()}
+                new = {
+                    k: stochastic_round(v, noise, names.index(k)) if old[k].dtype is STATE_DTYPE else v
+                    for k, v in new.items()
+                }
             for k, v in new.items():
                 old[k].copy_(v)
             return {}
@@ -225,10 +225,10 @@ class StepKernel:
     def _run_compiled(
         self, key: Any, fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
     ) -> dict[str, Tensor]:
-        """What ``fn`` returns for these arguments; it is compiled once for each key."""
+        """Return ``fn(*arguments)``, compiled once per key."""
         if not self._compile:
             return fn(*arguments)
-        # Without Dynamo: the graph depends on nothing but these tensors' sizes, and its caches are for users' code.
+        # Without Dynamo: the graph depends only on the tensors' sizes, and Dynamo's cache limits are for user code.
         if key not in self._compiled:
             self._compiled[key] = _compile(fn, arguments)
         return self._compiled[key](*arguments)
@@ -245,12 +245,12 @@ def _rule_of(rules: Sequence[Rule | None], run: FlatRun) -> Rule:
 
 
 def _steps(counts: Mapping[str, Tensor]) -> Tensor | None:
-    """That which counts steps, of what an optimizer counts."""
+    """Return the tensor that counts steps."""
     return next((counts[name] for name in ("step", ROUNDING_COUNT) if name in counts), None)
 
 
 def _compile(fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]) -> Callable[..., dict[str, Tensor]]:
-    names: list[str] = []  # of the results, which a graph returns without
+    names: list[str] = []  # names of the results, which the graph returns as a tuple
 
     def traced(*inputs: Tensor) -> tuple[Tensor, ...]:
         results = fn(*inputs)
@@ -258,12 +258,11 @@ def _compile(fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
         return tuple(results.values())
 
     graph = make_fx(traced, tracing_mode="fake")(*arguments)
-    # Inductor would time two ways to launch the kernel, on clones of everything that it writes: of all this rank's
-    # weights and moments, or, where there is no room, by way of the host, which takes minutes.
-    # By the second option no multiplication is fused with an addition: which ones are would depend on the kernel, and
-    # stretches of other sizes, or of other members, would round otherwise than the whole segment.
+    # autotune_pointwise would benchmark on clones of all weights and state of this rank; without free memory these
+    # clones pass through the host, which takes minutes. emulate_precision_casts prevents fused multiply-adds: which
+    # ones are fused depends on the kernel, so chunks of other sizes would round differently from the full run.
     options = {"triton.autotune_pointwise": False, "emulate_precision_casts": True}
-    # Inductor's caches know a graph again where sizes might be symbols; here they are numbers.
+    # Inductor's caches need a ShapeEnv to find a graph again, although all sizes are static here.
     mode = FakeTensorMode(shape_env=ShapeEnv())
     compiled: Any = inductor_compile(
         graph, [mode.from_tensor(a, static_shapes=True) for a in arguments], options=options

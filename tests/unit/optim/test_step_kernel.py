@@ -1,4 +1,4 @@
-"""The kernel keeps an optimizer's state as that optimizer would: all of it, as it was typed, and not in a skipped step."""
+"""Test that the kernel keeps an optimizer's state as that optimizer would: complete, typed, unchanged by skipped steps."""
 
 import copy
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from lightning_zero.optim.flat_runs import FlatRun
-from lightning_zero.optim.kernel import StepKernel
+from lightning_zero.optim.step_kernel import StepKernel
 
 CPU = torch.device("cpu")
 MAKES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
@@ -31,7 +31,7 @@ MORE: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 
 
 class Pair:
-    """A plain optimizer after its first step, and a kernel that goes on from there for two members at once."""
+    """A plain optimizer after its first step, and a kernel that continues for two members at once."""
 
     def __init__(self, name: str, compile: bool = False, dtype: torch.dtype = torch.float32) -> None:
         torch.manual_seed(5)
@@ -95,7 +95,7 @@ def test_complex_state_is_the_plain_optimizers(name: str) -> None:
 
 @pytest.mark.parametrize("name", MAKES)
 def test_gradients_are_clipped_as_they_are_used(name: str) -> None:
-    """Below the norm, above it, at another one, and not at all; the gradient itself is what a hook would see."""
+    """Clip below and above the norm, at another one, and not at all. Hooks see the clipped gradient."""
     pair = Pair(name)
     norms = [grad.norm().item() for grad in pair.grads]
     limits = [0.1, 0.1, norms[2] * 2, 0.4, None, 0.4, norms[6] / 2]

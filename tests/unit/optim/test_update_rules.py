@@ -1,4 +1,4 @@
-"""Our update rules against the optimizers whose rules they are."""
+"""Test our update rules against the optimizers that they copy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.optim.rules import Rule, rule_for
+from lightning_zero.optim.update_rules import Rule, rule_for
 from tests.helpers.lion import Lion
 
 STEPS = 20
@@ -61,7 +61,7 @@ def setting(group: dict[str, Any], key: str) -> Tensor:
 
 
 def gradients(size: int) -> list[Tensor]:
-    """Of all sizes, with zeros; signs stay for some steps."""
+    """Return gradients of all sizes, with zeros; signs stay for some steps."""
     torch.manual_seed(3)
     sizes = [10 ** torch.randint(-4, 2, (size,)).float() * (torch.rand(size) > 0.05) for _ in range(STEPS)]
     signs = [torch.randn(size) + 1.5 * torch.sin(torch.arange(size) + step / 3) for step in range(STEPS)]
@@ -78,7 +78,7 @@ def test_rules_follow_their_optimizers(name: str, precision: torch.dtype) -> Non
     rule = rule_for(optimizer, group)
     assert rule is not None
 
-    # The stepper, too, leaves the first step to the optimizer, which makes its state.
+    # The optimizer makes the first step and the state, as with the stepper.
     theirs.grad = grads[0].to(precision)
     optimizer.step()
     assert_described(rule, state, theirs)
@@ -101,13 +101,13 @@ def test_rules_follow_their_optimizers(name: str, precision: torch.dtype) -> Non
 
 
 def assert_same(ours: Tensor, theirs: Tensor) -> None:
-    """Up to a few roundings: of the element, or of what it is the sum of."""
+    """Compare up to a few roundings of the element or of its summands."""
     atol = 2e-7 * float(theirs.abs().max())
     torch.testing.assert_close(ours.double(), theirs.double(), rtol=1e-6, atol=atol)
 
 
 def assert_described(rule: Rule, state: dict[str, Any], param: Tensor) -> None:
-    """The rule knows all that the optimizer keeps: nothing would stand still in a captured step."""
+    """Check that the rule names all state: unnamed state would not change in a captured step."""
     shapes = dict.fromkeys(rule.state, param.shape) | dict.fromkeys(rule.counts, ())
     assert {key: value.shape for key, value in state.items() if key != "step"} == shapes
 

@@ -1,5 +1,7 @@
-"""Programs that need a part of this package, and not Lightning: importing that, as the package's ``__init__`` does,
-takes seconds of each process, and memory on every rank."""
+"""Python programs that import parts of this package without Lightning.
+
+Importing Lightning, as the package's ``__init__`` does, takes seconds per process and memory on every rank.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ PACKAGE = Path(__file__).resolve().parent
 
 
 def program_without_lightning(program: str) -> str:
-    """For ``python -c``: ``program``, which finds all modules of this package that do not import Lightning."""
+    """Return ``program`` for ``python -c``.
+
+    It can import all modules of this package that do not import Lightning.
+    """
     return f"""
 import sys, types
 package = sys.modules["lightning_zero"] = types.ModuleType("lightning_zero")

@@ -1,4 +1,4 @@
-"""What ranks print when they fail: each exception once, with the ranks that share it."""
+"""Test that ranks that fail print each exception once, with the ranks that share it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_zero.native import failures
-from lightning_zero.native.failures import Failures, ShownErrorHook
+from lightning_zero.native import watchdog as failures
+from lightning_zero.native.watchdog import Failures, ShownErrorHook
 
 TRACE = "Traceback (most recent call last)"
 
@@ -30,7 +30,7 @@ def _hook(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shown(errors: dict[int, Exception], world: int, capsys: Any, late: tuple[int, ...] = ()) -> str:
-    """What ranks print that fail so, at once but for those that are late."""
+    """Return the output of ranks that fail, at once except for late ones."""
     store = dist.HashStore()
     ranks = [Failures(store, rank, world) for rank in range(world)]
 

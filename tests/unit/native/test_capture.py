@@ -1,9 +1,9 @@
-"""On a device without graphs a sequence runs each time; that memory stays where it is, is checked everywhere."""
+"""Test that a sequence runs eagerly on a device without graphs, and that moved memory is detected on all devices."""
 
 import pytest
 import torch
 
-from lightning_zero.optim.graphed import GraphedSequence
+from lightning_zero.native.capture import GraphedSequence
 
 CPU = torch.device("cpu")
 
@@ -24,5 +24,5 @@ def test_memory_that_moved_is_noticed() -> None:
     sequence = GraphedSequence(lambda: None, CPU, watch=[torch.zeros(2), total])
     sequence()
     total.set_(torch.zeros(3))
-    with pytest.raises(AssertionError, match=r"the tensors \[1\] that a captured graph uses lie elsewhere"):
+    with pytest.raises(AssertionError, match=r"the tensors \[1\] of a captured graph have moved"):
         sequence()

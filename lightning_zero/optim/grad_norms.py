@@ -1,9 +1,9 @@
-"""The norm of each sharded gradient. One collective for all of them; nothing is read on the host."""
+"""Norms of sharded gradients and the clip factor, without host synchronization."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,24 +11,34 @@ from torch import Tensor
 
 from lightning_zero.compat.distributed import all_gather_into
 from lightning_zero.compat.tensors import foreach_norm
-from lightning_zero.extrema import RunCollective, all_max, run_synchronously
-from lightning_zero.mesh import Mesh
-from lightning_zero.optim.clip import norm_dtype
+from lightning_zero.mesh import Mesh, RunCollective, all_max, run_synchronously
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 
-__all__ = ["all_reduce_sum", "parameter_norms"]
+__all__ = ["all_reduce_sum", "clip_factor", "norm_dtype", "parameter_norms"]
+
+
+def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Return the dtype of sums over these tensors: float64 if one has it, else float32."""
+    return torch.float64 if any(tensor.dtype.to_real() is torch.float64 for tensor in tensors) else torch.float32
+
+
+def clip_factor(squared_norm: Tensor, max_norm: float | Tensor) -> Tensor:
+    """Return ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``."""
+    return (max_norm / (squared_norm.sqrt() + 1e-6)).clamp(max=1.0)
 
 
 def all_reduce_sum(values: Tensor, mesh: Mesh, collective: RunCollective) -> None:
-    """Adds up, in place, what the ranks have that hold the model together. Collective.
+    """Sum values in place over the ranks that hold the model together. Collective.
 
-    Where each host holds a replica, the sums are the same on all of them to the bit, or what goes by them would drift
-    apart: an all-reduce may add in another order on another host.
+    With replicas on several hosts, the sums must be bitwise equal on all hosts, or the replicas diverge. An all-reduce
+    may add in another order on another host, so each rank gathers and sums.
 
     Args:
-        collective: starts one and waits for it, see :meth:`Executor.collective`.
+        values: Numbers of this rank.
+        mesh: Mesh of the ranks.
+        collective: Starts the collective and waits for it, see :meth:`Executor.collective`.
     """
-    group = mesh.shard_group.gather_group  # see Mesh.reduce_group
+    group = mesh.shard_group.gather_group  # Mesh.reduce_group must stay unused with peer copies
     if not mesh.replicated:
         collective(lambda later: dist.all_reduce(values, group=group, async_op=later))
         return
@@ -41,13 +51,13 @@ def all_reduce_sum(values: Tensor, mesh: Mesh, collective: RunCollective) -> Non
 def parameter_norms(
     shards: Sequence[Tensor | None], norm_type: float, mesh: Mesh, device: torch.device, dtypes: Sequence[torch.dtype]
 ) -> list[Tensor]:
-    """The p-norm of each of these gradients over all ranks' shards together: scalars on ``device``, the same on every
-    rank, in these dtypes. Zero where a rank has None; all ranks pass as many. Collective.
+    """Return the p-norm of each gradient over all ranks' shards. Collective.
 
-    Padding is zero and adds nothing.
+    Norms are scalars on ``device`` in these dtypes, equal on every rank. Zero if no rank has the gradient. All ranks
+    pass the same number of shards; padding is zero and adds nothing.
     """
     present = [(number, shard.detach()) for number, shard in enumerate(shards) if shard is not None]
-    # Powers of float32 numbers soon leave float32's range.
+    # Powers of float32 numbers soon exceed float32's range.
     powers = torch.zeros(len(shards), dtype=torch.float64, device=device)
     if present:
         numbers, grads = zip(*present, strict=True)

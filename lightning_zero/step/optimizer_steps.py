@@ -1,26 +1,14 @@
-"""All optimizers of an engine, and the protocol of their steps.
+"""All optimizers of an engine, and the order of calls around a step.
 
-An optimizer steps shards in this order, whoever drives it:
+    ``begin``              gradients are final; user writes reach the shards; readers finish; the runner does its part
+    ``optimizer.step``     the optimizer steps flat parameters; none if the captured step has already run
+    our post-hook          runs before users' hooks and restores the optimizer's own parameters and state
+    ``end``                other ranks may read; copies of shards are invalid
 
-    ``begin``                 gradients are final: edits reach the shards, readers are waited for, and the runner does
-                              its part; a captured one has made the whole step when this returns
-    ``optimizer.step``        the optimizer's own, on flat parameters in place of its own ones, or on none
-    a post-hook of ours       before those of users: the optimizer has its own parameters and state again
-    ``end``                   other ranks may read; copies that were made of shards are void
-
-:meth:`OptimizerSteps.stepping` does all of it around a plain ``optimizer.step()``.
-
-Lightning runs forward and backward inside ``optimizer.step(closure)``, after the user's pre-hooks, and an optimizer may
-call its closure several times. :meth:`OptimizerSteps.with_closure` surrounds that:
-
-    ``optimizer.step``        calls the closure
-        ``end``               of what an earlier call has begun: the closure sees the optimizer's own parameters
-        closure               forward and backward
-        ``before_step``       what hooks write to shards from here on wins over weights that were read
-        clipping, hooks       Lightning's, at the end of its closure
-        ``begin``             its last act
-    ...                       the optimizer steps
-    ``end``                   whatever happened
+:meth:`OptimizerSteps.stepping` makes these calls around a plain ``optimizer.step()``. Lightning runs forward and
+backward in ``optimizer.step(closure)``, and an optimizer may call the closure several times;
+:meth:`OptimizerSteps.with_closure` calls ``end`` before each closure and ``before_step`` after it. Lightning then
+clips, and calls ``begin`` last.
 """
 
 from __future__ import annotations
@@ -44,11 +32,9 @@ from lightning_zero.optim.bf16_state import (
     keeps_bf16_state,
     restore_state_dtype,
 )
-from lightning_zero.optim.chunks import StateOnHost
-from lightning_zero.optim.move_to_host import move_state_to_host
-from lightning_zero.optim.norms import parameter_norms
-from lightning_zero.optim.rules import rule_for
-from lightning_zero.optim.state_placement import MakePlacer, StatePlacer, place_loaded_state
+from lightning_zero.optim.flat_runs import StateOnHost
+from lightning_zero.optim.grad_norms import parameter_norms
+from lightning_zero.optim.state_placement import MakePlacer, StatePlacer, move_state_to_host, place_loaded_state
 from lightning_zero.optim.support import (
     check_capture,
     check_members,
@@ -57,11 +43,12 @@ from lightning_zero.optim.support import (
     is_torch_optimizer,
     speed_up_zero_grad,
 )
+from lightning_zero.optim.update_rules import rule_for
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
-from lightning_zero.step.captured import reason_not_captured
 from lightning_zero.step.cycle import StepCycle
+from lightning_zero.step.runners import reason_not_captured
 from lightning_zero.step.stepper import OptimizerStepper
 
 __all__ = ["OptimizerSteps"]
@@ -73,12 +60,12 @@ class OptimizerSteps:
     """Steps optimizers over one engine's shards.
 
     Args:
-        sharder: knows the shards.
-        cycle: hears of each step.
-        config: options.
+        sharder: Sharder of the parameters.
+        cycle: Notified of each step.
+        config: Options.
 
     Attributes:
-        before_arranging: is told the optimizers before shards are laid out for them.
+        before_arranging: Called with the optimizers before their shards are arranged.
     """
 
     def __init__(self, sharder: Sharder, cycle: StepCycle, config: EngineConfig) -> None:
@@ -86,12 +73,13 @@ class OptimizerSteps:
         self._sharder = sharder
         self._cycle = cycle
         self.before_arranging: Callable[[Sequence[torch.optim.Optimizer]], None] = lambda optimizers: None
-        self._on_host: StateOnHost | None = None  # once some state is
-        cycle.on_forward_begin, cycle.on_backward_begin = self._before_forward, self._prefetch_state
+        self._on_host: StateOnHost | None = None  # set once some state is offloaded
+        cycle.events.forward_begin.append(self._before_forward)
+        cycle.events.backward_begin.append(self._prefetch_state)
         self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerStepper] = weakref.WeakKeyDictionary()
 
     def stepper(self, optimizer: torch.optim.Optimizer) -> OptimizerStepper:
-        """What steps this optimizer over the arenas."""
+        """Return the stepper of this optimizer."""
         stepper = self._steppers.get(optimizer)
         if stepper is None:
             if self.bf16_state:
@@ -99,14 +87,17 @@ class OptimizerSteps:
             if self.on_host:
                 check_offload(optimizer)
                 optimizer.register_state_dict_pre_hook(lambda _: self.settle())
-            where = self._host(), self.bf16_state
-            stepper = OptimizerStepper(optimizer, self._sharder, *_capture_options(self.config), *where)
+            options = self._host(), self.bf16_state
+            stepper = OptimizerStepper(optimizer, self._sharder, *_capture_options(self.config), *options)
             self._steppers[optimizer] = stepper
         return stepper
 
     def configure(self, config: EngineConfig) -> None:
-        """Other options. Where they capture steps otherwise, or have state or gradients lie elsewhere, each optimizer's
-        next step is laid out anew; other buffers are for state that stays where it is."""
+        """Apply other options.
+
+        If they change capture or the memory of state or gradients, each optimizer's next step gets a new layout. If
+        only the buffer size changes, captures are dropped and state stays.
+        """
         if (_capture_options(config), _memory_options(config)) != (
             _capture_options(self.config),
             _memory_options(self.config),
@@ -126,7 +117,7 @@ class OptimizerSteps:
 
     def _resize_buffers(self, config: EngineConfig) -> None:
         if self._on_host is not None:
-            self.settle()  # a step that failed may have left copies that nobody waits for
+            self.settle()  # a failed step may have left copies in flight
             self._on_host.ring.resize(config.offload_buffer_bytes)
             for stepper in self._steppers.values():
                 stepper.drop_captures()
@@ -137,37 +128,36 @@ class OptimizerSteps:
 
     @property
     def on_host(self) -> bool:
-        """Whether optimizers' state lies on the host, where nobody else need put it."""
+        """True if optimizer state is offloaded to the host."""
         return "optimizer" in self.config.offload
 
     @property
     def bf16_state(self) -> bool:
-        """Whether state of parameters that are not small is kept in bfloat16."""
+        """True if state of large parameters is kept in bfloat16."""
         return self.config.tuning.state_dtype is not None
 
     @property
     def make_placer(self) -> MakePlacer | None:
-        """What puts an optimizer's state in its place when it is loaded, where torch would put it elsewhere, or make
-        it wider, on the way."""
+        """Return a factory of functions that place loaded state; None if torch places it right."""
         return self._make_placer if self.on_host or self.bf16_state else None
 
     def _make_placer(self, optimizer: torch.optim.Optimizer) -> StatePlacer:
         names = bf16_state_names(optimizer, optimizer.param_groups, self._sharder.find) if self.bf16_state else {}
 
-        def place(param: Tensor, key: str, value: Tensor) -> Tensor:
+        def place_state(param: Tensor, key: str, value: Tensor) -> Tensor:
             record = self._sharder.find(param)
-            kept = param.dtype if param.is_floating_point() else value.dtype  # as torch has it
+            dtype = param.dtype if param.is_floating_point() else value.dtype  # as torch does
             if record is not None and value.is_floating_point() and key in names.get(record.index, ()):
-                kept = STATE_DTYPE
-            return value.to(value.device if self.on_host else param.device, kept)
+                dtype = STATE_DTYPE
+            return value.to(value.device if self.on_host else param.device, dtype)
 
-        return place
+        return place_state
 
     def empty_state(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """New memory, 1-D, where state lies that has one element for each of a shard's.
+        """Return new 1-D memory for state with one element per element of a shard.
 
         Raises:
-            HostMemoryError: that is the host, which has not so much.
+            HostMemoryError: The state is offloaded, and the host has too little memory.
         """
         host = self._host()
         if host is None:
@@ -175,20 +165,20 @@ class OptimizerSteps:
         return host.memory.empty(numel, dtype)
 
     def settle(self) -> None:
-        """The host may read state that lies there: what copies there are on their way have arrived."""
+        """Wait for copies of state to the host, so that the host may read it."""
         if self._on_host is not None:
             self._on_host.memory.settle()
 
     def load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Has the optimizer load a state dict of shards.
+        """Load a state dict of shards into the optimizer.
 
         Raises:
-            ValueError: another optimizer's.
+            ValueError: The state is of another optimizer class.
         """
         settings = [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
         with nullcontext() if self.make_placer is None else place_loaded_state(optimizer, self.make_placer):
             optimizer.load_state_dict(state)
-        # Settings come with the state. What older versions did not know torch's own optimizers add by themselves.
+        # Settings are loaded with the state. torch's optimizers add the ones that older versions did not have.
         lacking = sorted(set().union(*settings) - set().union(*optimizer.param_groups)) if settings else []
         if lacking and is_torch_optimizer(optimizer):
             raise ValueError(
@@ -198,47 +188,54 @@ class OptimizerSteps:
             )
 
     def captures(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether its steps are captured, as far as it tells before it has made one."""
+        """Return True if the optimizer's steps are captured, as far as known before the first one."""
         return reason_not_captured(optimizer, self._sharder.executor.device, *_capture_options(self.config)) is None
 
     def _before_forward(self) -> None:
-        """Not behind the step before: between steps users may write to state in ways that no version shows, and until
-        backward to master shards."""
+        """Prefetch at forward, not after the step.
+
+        Users may write to state between steps without a version change.
+
+        Master shards may be written until backward, so they are not prefetched here.
+        """
         if not self._masters_on_host:
             self._prefetch_state()
 
     def _prefetch_state(self) -> None:
-        if self._on_host is not None and len(self._steppers) == 1:  # of several nobody knows which one steps next
+        if self._on_host is not None and len(self._steppers) == 1:  # of several it is unknown which steps next
             for stepper in self._steppers.values():
                 stepper.prefetch_from_host()
 
     def _host(self) -> StateOnHost | None:
         if self.on_host and self._on_host is None:
-            device, told = self._sharder.executor.device, self._sharder.executor.weights.user_write_count
-            stamp = told if self._masters_on_host else lambda: None  # of master shards alone
-            ring = StagingRing(device, self.config.offload_buffer_bytes, stamp=stamp)
-            self._on_host = StateOnHost(HostMemory(device), ring)
+            executor = self._sharder.executor
+            stamp = (
+                executor.weights.user_write_count if self._masters_on_host else lambda: None
+            )  # for master shards only
+            ring = StagingRing(executor.device, self.config.offload_buffer_bytes, stamp=stamp)
+            self._on_host = StateOnHost(HostMemory(executor.device), ring)
         return self._on_host
 
     def begin(self, optimizer: torch.optim.Optimizer, skip: Tensor | None = None, in_closure: bool = True) -> None:
-        """Gradients are final, and the optimizer's own ``step`` is next; :meth:`end` must come after it. Inside its
-        ``step(closure)``, the closure's last act.
+        """Make gradients final: the optimizer's own ``step`` is next, and :meth:`end` must follow it.
 
-        skip, inside: see :meth:`OptimizerStepper.begin`
+        Args:
+            optimizer: Optimizer of shards.
+            skip, in_closure: See :meth:`OptimizerStepper.begin`.
 
         Raises:
-            RuntimeError: another optimizer's step is not over.
-            UnsupportedError: the optimizer holds what is no shard, or keeps state for more than single elements.
+            RuntimeError: Another optimizer's step is in progress.
+            UnsupportedError: The optimizer holds a parameter that is no shard, or state that is not elementwise.
         """
         stepper = self.stepper(optimizer)
         self._cycle.begin_step(stepper)
-        # Of a step that is under way the state is in the buffers that there are.
+        # A step in progress has its state in the present buffers.
         if self._on_host is not None and self._on_host.ring.can_grow and not stepper.in_progress:
             self._resize_buffers(self.config)
         stepper.begin(skip, in_closure)
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
-        """After the optimizer's ``step``, whether it succeeded or not, and before a closure is run again."""
+        """Finish the optimizer's ``step``, successful or not. Call it also before a closure runs again."""
         stepper = self.stepper(optimizer)
         self._cycle.end_step(stepper, changed=stepper.end())
 
@@ -246,13 +243,12 @@ class OptimizerSteps:
     def stepping(
         self, optimizer: torch.optim.Optimizer, clip: float | None = None, skip: Tensor | None = None
     ) -> Iterator[Tensor | None]:
-        """Surrounds ``optimizer.step()``, once gradients are final. Collective with ``clip``.
+        """Surround ``optimizer.step()`` after gradients are final. Collective with ``clip``.
 
         Args:
-            optimizer: of shards.
-            clip: gradients are scaled to a global 2-norm of at most this; the norm before is given, 0-dim on the
-                device.
-            skip: see :meth:`OptimizerStepper.begin`.
+            optimizer: Optimizer of shards.
+            clip: Scale gradients to a global 2-norm of at most this. Yields the norm before, 0-dim on the device.
+            skip: See :meth:`OptimizerStepper.begin`.
         """
         norm = None
         if clip is not None:
@@ -266,8 +262,10 @@ class OptimizerSteps:
 
     @contextmanager
     def with_closure(self, optimizer: torch.optim.Optimizer) -> Iterator[Callable[[Closure], Closure]]:
-        """Surrounds ``optimizer.step(wrap(closure))``, where ``wrap`` is what this gives. After the closure gradients
-        may still change; then comes :meth:`begin`."""
+        """Surround ``optimizer.step(wrap(closure))``, where ``wrap`` is the yielded function.
+
+        Gradients may still change after the closure; then call :meth:`begin`.
+        """
 
         def wrap(closure: Closure) -> Closure:
             def announced() -> Any:
@@ -285,8 +283,7 @@ class OptimizerSteps:
             self.end(optimizer)
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises :class:`UnsupportedError` when the optimizer needs whole parameters, or holds parameters that are no
-        shards."""
+        """Raise :class:`UnsupportedError` if the optimizer cannot step this engine's shards."""
         check_optimizer(optimizer)
         if self.bf16_state:
             check_bf16_state(optimizer, optimizer.param_groups)
@@ -300,13 +297,17 @@ class OptimizerSteps:
         speed_up_zero_grad(optimizer)
 
     def arrange(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Lays the shards out for these optimizers, so that each steps its groups as few tensors. Best called before
-        training; without it everything works in smaller pieces. Collective."""
+        """Arrange the shards so that each optimizer steps its groups as few tensors.
+
+        Call before training. Collective.
+
+        Without it, steps use more and smaller tensors.
+        """
         self.before_arranging(optimizers)
-        # What steps an optimizer holds it, and its state: one of an earlier training would be there for good.
-        for earlier, stepper in [*self._steppers.items()]:
-            if earlier not in optimizers and not stepper.in_progress:
-                del self._steppers[earlier]
+        # A stepper holds its optimizer and its state: drop those of earlier trainings.
+        for previous, stepper in [*self._steppers.items()]:
+            if previous not in optimizers and not stepper.in_progress:
+                del self._steppers[previous]
         groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
         simple = all(rule_for(optimizer, group) is not None for optimizer, group in groups)
 
@@ -317,8 +318,10 @@ class OptimizerSteps:
         self._sharder.memory.group_shards([group["params"] for _, group in groups], kind)
 
     def grad_norms(self, norm_type: float) -> dict[int, Tensor]:
-        """The p-norm of each parameter's gradient over all ranks' shards, by the parameter's index: scalars on the
-        device, zero where there is no gradient. Collective."""
+        """Return the p-norm of each parameter's full gradient by parameter index. Collective.
+
+        Norms are scalars on the device, and zero for parameters without a gradient.
+        """
         self._cycle.finalize_gradients()
         live = self._sharder.live
         executor = self._sharder.executor

@@ -1,5 +1,7 @@
-"""Whether GPUs can use atomic operations on each other's memory: barriers between them are made of these. Over NVLink
-they can; over PCI Express usually not, where such a barrier would wait for ever, or not at all."""
+"""Support of atomic operations between GPUs, which device barriers need.
+
+GPUs with NVLink have them. Over PCI Express they are usually missing: a barrier would then hang or not synchronize.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,12 @@ NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, and NVML_
 
 
 def gpu_uuid(device: torch.device | int) -> str:
-    """By which processes that see other GPUs, or number them otherwise, know this one."""
+    """Return the GPU's UUID, which is equal in processes with other device numbers."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def no_atomics_reason(device: torch.device, uuids: Sequence[str]) -> str:
-    """Why this GPU and those of all ranks, by rank, should not wait for each other in memory; empty where they can."""
+    """Return why these GPUs (UUIDs by rank) cannot use device barriers; empty if they can."""
     own = gpu_uuid(device)
     seen = {gpu_uuid(number): number for number in range(torch.cuda.device_count())}
     for rank, uuid in enumerate(uuids):
@@ -30,7 +32,7 @@ def no_atomics_reason(device: torch.device, uuids: Sequence[str]) -> str:
             able = _ask_driver(seen[own], seen[uuid]) if uuid in seen else _ask_management(own, uuid)
         except (OSError, AttributeError, RuntimeError) as error:
             return (
-                f"it cannot be told whether rank {uuids.index(own)}'s GPU can use atomic operations on the memory of "
+                f"it is unknown if rank {uuids.index(own)}'s GPU can use atomic operations on the memory of "
                 f"rank {rank}'s ({error})"
             )
         if not able:
@@ -56,7 +58,7 @@ def _ask_driver(one: int, other: int) -> bool:
 
 
 def _ask_management(one: str, other: str) -> bool:
-    """About GPUs that this process does not see, as where CUDA_VISIBLE_DEVICES leaves each its own."""
+    """Query GPUs that this process does not see, as if CUDA_VISIBLE_DEVICES gives each process its own."""
     nvml = ctypes.CDLL(MANAGEMENT)
     _check("nvmlInit", nvml.nvmlInit_v2())
     try:

@@ -1,14 +1,14 @@
-"""Notices a hand-written optimizer that looks at more than single elements.
+"""Detect a custom optimizer whose step is not elementwise.
 
-Its state's shapes do not always tell: a norm leaves nothing behind, and a mean over rows, of which a flat piece has
-one, leaves a single number as a step count does.
+State shapes do not always show it: a norm leaves no state, and a mean over the rows of a flat shard leaves a single
+number, as a step count does. :class:`ElementwiseCheck` therefore intercepts torch calls during the step.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,23 +17,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.rules import has_rules
+from lightning_zero.optim.flat_runs import FlatRun
 from lightning_zero.optim.support import INSTEAD, is_torch_optimizer
+from lightning_zero.optim.update_rules import has_rules
+from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.shard_reductions import REDUCTIONS, is_elementwise_pair
 from lightning_zero.sharding.shard_rules import query_full_shape, words
-from lightning_zero.step.layout import StepLayout
-
-if TYPE_CHECKING:
-    from lightning_zero.optim.flat_runs import FlatRun
-    from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.step.step_layouts import StepLayout
 
 __all__ = ["CHECKED_STEPS", "ElementwiseCheck", "needs_elementwise_check"]
 
-# Steps in which each parameter is stepped by itself, as code may ask for its shape. After that, neighbours are stepped
-# together, unless it has asked. Some optimizers begin to look at shapes only after a warm-up of a few steps.
+# Number of first steps that step each parameter by itself, because the optimizer's code may read shapes. Later,
+# neighbors are joined unless it has. Some optimizers begin to read shapes only after a warmup of a few steps.
 CHECKED_STEPS = 16
 
-# Whether all is finite, or the same, is asked by many, and decides nothing in a training that is well.
+# Many optimizers check if all values are finite or equal; the result decides nothing in a healthy training.
 _HARMLESS_REDUCTIONS = words("all any equal allclose item __float__ __int__ __bool__ is_nonzero")
 _CROSS_ELEMENT_OPS = (REDUCTIONS.keys() - _HARMLESS_REDUCTIONS) | words(
     "median nanmedian quantile nanquantile sort argsort topk kthvalue argmax argmin cumsum cumprod logsumexp "
@@ -43,7 +41,7 @@ _CROSS_ELEMENT_OPS = (REDUCTIONS.keys() - _HARMLESS_REDUCTIONS) | words(
 
 
 def needs_elementwise_check(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether nobody knows that this optimizer treats elements one by one: it is neither torch's nor has a rule."""
+    """Return True if the optimizer is neither torch's nor has a registered rule."""
     return not is_torch_optimizer(optimizer) and not has_rules(optimizer, optimizer.param_groups)
 
 
@@ -52,16 +50,16 @@ _DIMENSIONS = words("dim ndim ndimension")
 
 
 def _selects_elements(index: Any) -> bool:
-    """Return True if an index takes some of a dimension by their places, as no mask does."""
+    """Return True if an index selects elements by position, as no mask does."""
     return isinstance(index, int | slice) and index != slice(None)
 
 
 class ShardShape(tuple[int, ...]):
-    """The shape of a piece: torch allocates by the piece's sizes, and Python code reads the full parameter's.
+    """Shape of a flat shard: torch sees the shard's sizes, and Python code the full parameter's.
 
     Args:
-        sizes: of the piece.
-        full: returns the full parameter's shape, or raises an error that names the optimizer.
+        sizes: Sizes of the shard.
+        full: Returns the full parameter's shape, or raises an error that names the optimizer.
     """
 
     def __new__(cls, sizes: torch.Size, full: Callable[[], torch.Size]) -> ShardShape:
@@ -77,17 +75,17 @@ class ShardShape(tuple[int, ...]):
         return iter(self._full())
 
     def numel(self) -> int:
-        """Return the number of the full parameter's elements."""
+        """Return the number of elements of the full parameter."""
         return self._full().numel()
 
 
 class ElementwiseCheck(TorchFunctionMode):
-    """Inside, shapes are those of full parameters, and what takes elements of a parameter together is refused.
+    """Shows full parameters' shapes in this mode, and raises for ops that combine elements of a parameter.
 
-    Each call of torch takes some microseconds longer.
+    Each torch call takes some microseconds longer.
 
     Attributes:
-        reads_shapes: the step has asked a parameter, a gradient or state for its shape.
+        reads_shapes: The step has read a parameter's, a gradient's or state's shape.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, layout: StepLayout) -> None:
@@ -99,14 +97,14 @@ class ElementwiseCheck(TorchFunctionMode):
             for tensor in (run.param, run.grad, *run.state.values())
             if isinstance(tensor, Tensor)
         }
-        self._made: Any = WeakTensorKeyDictionary()  # the segments that results were computed of, elementwise
+        self._derived: Any = WeakTensorKeyDictionary()  # runs from which results were computed elementwise
         self._sizes = {run.param.numel() for run in layout.runs}
-        self._least = min(self._sizes, default=0)
+        self._min_numel = min(self._sizes, default=0)
         self.reads_shapes = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # Dynamo follows this function, too
+        if torch.compiler.is_compiling():  # Dynamo traces this function, too
             return func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "__get__":
@@ -121,12 +119,9 @@ class ElementwiseCheck(TorchFunctionMode):
                 map(_selects_elements, args[1] if isinstance(args[1], tuple) else args[1:])
             ):
                 self._raise_unsupported("takes a row, or a part of one, of a parameter, a gradient or state")
-        together = name.rpartition("foreach_")[2] in _CROSS_ELEMENT_OPS or name.startswith("linalg_")  # of lists, too
-        if (
-            together
-            and not is_elementwise_pair(name, args, kwargs)
-            and any(map(self._is_shard, tree_leaves((args, kwargs))))
-        ):
+        # foreach ops, too
+        combines = name.rpartition("foreach_")[2] in _CROSS_ELEMENT_OPS or name.startswith("linalg_")
+        if combines and not is_elementwise_pair(name, args, kwargs) and any(map(self._is_shard, tree_leaves((args, kwargs)))):
             self._raise_unsupported(f"takes {name} of a parameter, a gradient or state")
         try:
             result = func(*args, **kwargs)
@@ -141,55 +136,55 @@ class ElementwiseCheck(TorchFunctionMode):
             raise
 
     def _note(self, result: Any, args: Any) -> None:
-        """Remember of which segments results are, by the first argument, or by position in its list."""
+        """Remember the run of each result: that of the first argument, or of the same position in its list."""
         pairs = zip(result, args[0], strict=False) if isinstance(result, list | tuple) else [(result, *args[:1])]
-        for made, *of in pairs if args else ():
-            run = self._run_of(of[0]) if of else None
-            if run is not None and isinstance(made, Tensor) and made.numel() == run.param.numel():
-                self._made[made] = run
+        for derived, *sources in pairs if args else ():
+            run = self._run_of(sources[0]) if sources else None
+            if run is not None and isinstance(derived, Tensor) and derived.numel() == run.param.numel():
+                self._derived[derived] = run
 
     def _run_of(self, value: Any) -> FlatRun | None:
         if not isinstance(value, Tensor) or "_zero_spec" in value.__dict__:
             return None
-        return self._by_address.get(value.data_ptr()) or self._made.get(value)
+        return self._by_address.get(value.data_ptr()) or self._derived.get(value)
 
     def _shape(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if args[0].numel() not in self._sizes:  # of the optimizer's own
+        if args[0].numel() not in self._sizes:  # a tensor of the optimizer's own
             return func(*args, **kwargs)
         dim = args[1] if func is Tensor.size and len(args) > 1 else kwargs.get("dim")
         if dim is None:
             return ShardShape(func(*args, **kwargs), lambda: self._full_shape(args[0]))
         return self._full_shape(args[0])[dim]
 
-    def _full_shape(self, piece: Tensor) -> torch.Size:
-        return self._layout(piece, "the shape").shape
+    def _full_shape(self, shard: Tensor) -> torch.Size:
+        return self._layout(shard, "the shape").shape
 
     def _measured(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        piece = args[0]
-        run = self._run_of(piece)
-        alone = run is not None and len(run.members) == 1
-        # Parameters that are stepped together have as many dimensions.
-        if piece.numel() not in self._sizes or (name in _DIMENSIONS and not alone):
+        shard = args[0]
+        run = self._run_of(shard)
+        is_single = run is not None and len(run.members) == 1
+        # Parameters that are stepped together have the same number of dimensions.
+        if shard.numel() not in self._sizes or (name in _DIMENSIONS and not is_single):
             return func(*args, **kwargs)
-        return query_full_shape(name, self._layout(piece, f"the {name}"), args, kwargs)
+        return query_full_shape(name, self._layout(shard, f"the {name}"), args, kwargs)
 
-    def _layout(self, piece: Tensor, what: str) -> ShardLayout:
-        run = self._run_of(piece)
+    def _layout(self, shard: Tensor, description: str) -> ShardLayout:
+        run = self._run_of(shard)
         self.reads_shapes = True
         if run is None or len(run.members) > 1:
-            self._raise_unsupported(f"asks for {what} of a parameter, a gradient or state")
+            self._raise_unsupported(f"asks for {description} of a parameter, a gradient or state")
         return run.members[0].layout
 
     def _is_shard(self, value: Any) -> bool:
-        # Of the module's own parameters, which are in sight, all ranks take norms together.
+        # All ranks compute norms of the module's own parameters together.
         if not isinstance(value, Tensor) or "_zero_spec" in value.__dict__:
             return False
-        return value.numel() >= self._least
+        return value.numel() >= self._min_numel
 
     def _raise_unsupported(self, does: str) -> NoReturn:
         raise UnsupportedError(
             f"The step() of {self._optimizer} {does}. Each rank holds only a "
-            f"flat piece of every parameter, and sees several of them as one, so it would train wrongly. {INSTEAD} A "
+            f"flat piece of every parameter, and steps several of them as one, so it would train wrongly. {INSTEAD} A "
             "number that is only reported belongs in on_before_optimizer_step (in a loop of your own: before step()), "
-            "where p.grad.norm() is of the whole gradient."
+            "where p.grad.norm() is that of the full gradient."
         )
