@@ -35,8 +35,8 @@ from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
 from lightning_zero.integrations.weights import export_safetensors, load_safetensors
 from lightning_zero.optim.rules import Rule, register_rule
-from lightning_zero.planning.plan import Training, plan
-from lightning_zero.planning.result import TrainingPlan
+from lightning_zero.planning.estimate_training import Training, plan
+from lightning_zero.planning.training_plan import TrainingPlan
 from lightning_zero.profiling.devices import Device
 from lightning_zero.report.comm_monitor import CommMonitor
 from lightning_zero.report.plan_report import PlanReport

@@ -33,8 +33,8 @@ from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.symm_mem import Peers
 from lightning_zero.sharding.unshard import make_plain
 from lightning_zero.step.cycle import StepCycle
+from lightning_zero.step.memory_controller import MemoryController
 from lightning_zero.step.optimizers import OptimizerSteps
-from lightning_zero.step.planned import PlannedMemory
 
 __all__ = ["Engine", "engine_of"]
 
@@ -92,7 +92,7 @@ class Engine(NotCopied):
         self.session = CompileSession(self.config, mesh, self.executor, self.watchdog, self.peers, skip_modules, report)
         if observe is not None:
             self.session.progress.observe(observe)
-        ready, report = self.session.budget.may_capture, self.session.progress.report
+        ready, report = self.session.planner.is_settled, self.session.progress.report
         fit_for_capture(device)
         impossible = self.peers.why_not_replayed(self.executor)
         self.replays = Replays(self.executor, device, self.config, ready, self._lasting, report, impossible)
@@ -107,9 +107,8 @@ class Engine(NotCopied):
         compiled = CompiledSteps(self.session, self.replays, self.sharder, self.peers)
         self.cycle = cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)
-        self.memory = PlannedMemory(compiled, self.optimizers)
-        self.session.budget.accumulates = lambda: cycle.accumulates
-        cycle.before_accumulating = self.memory.gradients.several_micro_batches
+        self.memory = MemoryController(compiled, self.optimizers, lambda: cycle.accumulates)
+        cycle.before_accumulating = self.memory.gradients.on_accumulation
 
     @property
     def device(self) -> torch.device:
@@ -131,8 +130,12 @@ class Engine(NotCopied):
                 :class:`~lightning_zero.config.option.Change`; or replays are demanded where there can be none.
             ValueError: passes that are switched off are needed with these options.
         """
-        config = self.memory.settled(config.over(self.mesh.host_count, self.mesh.inside.size))
-        if config == (before := self.memory.settled(self.config)) == self.memory.settled(self.session.config):
+        config = self.memory.with_moved_masters(config.over(self.mesh.host_count, self.mesh.inside.size))
+        if (
+            config
+            == (before := self.memory.with_moved_masters(self.config))
+            == self.memory.with_moved_masters(self.session.config)
+        ):
             return
         refuse_changes(before, config)
         for part in (self.peers, self.replays, self.session):

@@ -12,7 +12,7 @@ from lightning_zero.cli.build import BUILD
 from lightning_zero.cli.checkpoint.command import CHECKPOINT
 from lightning_zero.cli.command import Command
 from lightning_zero.cli.doctor import DOCTOR
-from lightning_zero.cli.plan import PLAN
+from lightning_zero.cli.plan_command import PLAN
 from lightning_zero.errors import CheckpointError, NativeBuildError, UnsupportedError
 
 __all__ = ["COMMANDS", "main", "parser_of", "run_command"]

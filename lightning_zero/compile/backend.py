@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from lightning_zero.budget.curve import Point
 from lightning_zero.compat.compiler import (
     BoxedCodeGen,
     CustomGraphPass,
@@ -37,7 +36,6 @@ from lightning_zero.compat.compiler import (
 from lightning_zero.compat.graphs import SEEN_BY_USERS
 from lightning_zero.compat.inductor_heuristics import choices_by_hints
 from lightning_zero.compile.active import ACTIVE
-from lightning_zero.compile.budget_sweep import chart
 from lightning_zero.compile.causal_mask import drop_causal_masks
 from lightning_zero.compile.compile_timer import Lowered
 from lightning_zero.compile.context import PassContext
@@ -53,7 +51,6 @@ from lightning_zero.compile.partition import halves
 from lightning_zero.compile.passes import PassSpec, default_passes, leaving, run_passes, saved_for_backward
 from lightning_zero.compile.passes.activation_offload import LeavingLimits, leave
 from lightning_zero.compile.pending_compiles import Rest, Unfinished
-from lightning_zero.compile.plan import CHART
 from lightning_zero.compile.plan_book import PlanBook
 from lightning_zero.compile.recompile_reason import why_again
 from lightning_zero.compile.recompute_policy import saved_within
@@ -85,7 +82,6 @@ class Compiler:
     Attributes:
         last_weight: the shard that a step's forward reads last: backward follows on the graph that ends with it.
         notes: on the calls that are compiled.
-        charts: graphs for training say what they would take under other budgets of activations, too.
     """
 
     def __init__(
@@ -105,7 +101,6 @@ class Compiler:
         self._turn_plans()
         self.last_weight: Tensor | None = None
         self.notes = CallNotes()
-        self.charts = False
 
     def arguments(self, saved_share: float | None = None) -> dict[str, Any]:
         """Keyword arguments for ``torch.compile``; with others for each module, alike ones would not share graphs.
@@ -220,10 +215,8 @@ class Compiler:
         self, limits: LeavingLimits | None, module: GraphModule, inputs: Any, *, num_fwd_outputs: int, **settings: Any
     ) -> Any:
         """A joint graph into forward and backward, between which activations may leave for the host."""
-        points = self._charted(module, inputs, num_fwd_outputs, settings) if self.charts else ()
         budget = self._config.activation_memory_budget
         forward, backward, changed = halves(module, inputs, num_fwd_outputs, budget, **settings)
-        output_node(forward.graph).meta[CHART] = points
         if limits is not None:
             nbytes = leave(forward.graph, backward.graph, num_fwd_outputs, limits)
             log.info("%.1f MiB of what this graph saves for backward leave for the host", nbytes / 2**20)
@@ -231,12 +224,6 @@ class Compiler:
         for part in changed:
             part.recompile()
         return forward, backward
-
-    def _charted(self, module: GraphModule, inputs: Any, outputs: int, settings: dict[str, Any]) -> tuple[Point, ...]:
-        begun = monotonic()
-        points = chart(module, inputs, outputs, self._context, **settings)
-        self._listener.spend("chart", monotonic() - begun)
-        return points
 
     def _rewrite(self, graph: Graph) -> Graph:
         begun = monotonic()
@@ -263,7 +250,7 @@ class Compiler:
             "reorder_for_peak_memory": False,
         }
         limits = self._leaving()
-        own = uuid and f"{uuid} {limits and limits.budget_bytes} {self.charts}"
+        own = uuid and f"{uuid} {limits and limits.budget_bytes}"
         options["custom_partitioner_fn"] = _Partitioner(partial(self._partition, limits), own)
         compile_fx: Any = lookup_backend("inductor")
         lower = partial(self._lower, lowered)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.config import CompileConfig
-from lightning_zero.profiling.estimate import NOMINAL, Costs
+from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
 
 __all__ = ["ACTIVATIONS_UNDER_WAY", "GROUPS_PER_GRAPH", "PassContext", "small_weight_bytes"]
 
@@ -41,7 +41,7 @@ class PassContext:
 
     config: CompileConfig
     world_size: int
-    costs: Costs = NOMINAL
+    costs: CostModel = NOMINAL_COSTS
     agreed: tuple[GraphPlan, ...] = ()
     borrow_gradients: bool = False
     saved_share: float = 0.0

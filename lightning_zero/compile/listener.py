@@ -61,7 +61,7 @@ class Progress:
 
     Attributes:
         compiled: how often a graph began to be compiled, or has been.
-        spent: seconds of "compiling", and of the "passes" and the "chart" of budgets therein; the number of "graphs";
+        spent: seconds of "compiling", and of the "passes" therein; the number of "graphs";
             of "pieces" that these were cut into, and of "pieces compiled".
     """
 

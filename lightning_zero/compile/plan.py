@@ -14,11 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.budget.curve import Point
+__all__ = ["Gather", "GraphPlan", "Plan", "Reduce"]
 
-__all__ = ["CHART", "Gather", "GraphPlan", "Plan", "Reduce"]
-
-CHART = "lightning_zero.chart"  # key in the meta of a forward graph's output, where its plan finds its chart
 FORMAT = 1
 
 
@@ -70,16 +67,13 @@ class Reduce:
 class GraphPlan:
     """The plan of one graph: ``kind`` is ``"forward"`` or ``"backward"``; ``nodes``, how many nodes the graph has;
     ``compute_s``, estimated seconds of its compute. Seconds are 0 where nothing was measured to estimate them by (on
-    CPUs, on one rank, without ``prefetch``); a graph out of a cache has those of the run that compiled it. ``chart``:
-    what a forward and its backward would take under some budgets of activations, the smallest first; empty where nobody
-    asked."""
+    CPUs, on one rank, without ``prefetch``); a graph out of a cache has those of the run that compiled it."""
 
     kind: str
     nodes: int
     gathers: tuple[Gather, ...]
     reduces: tuple[Reduce, ...]
     compute_s: float = 0.0
-    chart: tuple[Point, ...] = ()
 
     def collectives(self) -> tuple[str, ...]:
         """A line for each collective, in order: what must be the same on every rank."""
@@ -109,8 +103,7 @@ class GraphPlan:
             return tuple(kind(**{**entry, "weights": tuple(entry["weights"])}) for entry in entries)
 
         gathers, reduces = made(Gather, data["gathers"]), made(Reduce, data["reduces"])
-        chart = tuple(Point(**point) for point in data.get("chart", ()))
-        return cls(data["kind"], data["nodes"], gathers, reduces, data.get("compute_s", 0.0), chart)
+        return cls(data["kind"], data["nodes"], gathers, reduces, data.get("compute_s", 0.0))
 
     def __str__(self) -> str:
         gathered, reduced = (sum(entry.bytes for entry in entries) for entries in (self.gathers, self.reduces))

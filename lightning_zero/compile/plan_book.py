@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from lightning_zero.budget.curve import Point
 from lightning_zero.compile.plan import GraphPlan, Plan
 
 __all__ = ["PlanBook"]
@@ -33,12 +32,27 @@ class PlanBook:
         """Of the graphs that have run since :meth:`forget` under the current key; later ones follow them."""
         return tuple(self._agreed.get(self._key, ()))
 
-    @property
-    def charts(self) -> list[tuple[Point, ...]]:
-        """What graphs that run under the current key say of other budgets of activations. Where these were announced
-        before, as those of an earlier training are, nobody hears of them again, and what was said then holds."""
-        now = [plan.chart for plan in self.agreed if plan.chart]
-        return now or [plan.chart for plan in self._all if plan.chart]
+    def forward_seconds(self) -> float:
+        """Return the estimated compute seconds of the forward graphs under the current key; 0 if unknown."""
+        return sum(plan.compute_s for plan in self.agreed if plan.kind == "forward")
+
+    def keeps_more(self, share: float, budget: float, small_bytes: int) -> bool:
+        """Return True if a weight would be kept that is gathered again now.
+
+        Plans know the bytes of groups; the smallest weight of a group is at most as large as their mean.
+
+        Args:
+            share: of the bytes that each backward gathers.
+            budget: bytes of weights that are kept until the optimizer steps.
+            small_bytes: size up to which weights do not count in ``budget``.
+        """
+        for plan in self.agreed:
+            room = share * sum(gather.bytes for gather in plan.gathers) if plan.kind == "backward" else 0.0
+            for gather in plan.gathers:
+                mean = gather.bytes / len(gather.weights)
+                if mean <= room or small_bytes < mean <= budget:
+                    return True
+        return False
 
     def turn_to(self, key: Hashable) -> None:
         """Graphs are now rewritten as ``key`` says, and follow plans of the same key: other passes, or another share of

@@ -27,8 +27,8 @@ from torch.fx import Graph, Node
 from lightning_zero.compat.compiler import CustomKnapsackSolver, functorch_config, knapsack
 from lightning_zero.compile.draws import draws
 from lightning_zero.compile.tagging import tag_drawn
-from lightning_zero.profiling import cost
-from lightning_zero.profiling.tensors import nbytes
+from lightning_zero.profiling import node_costs as cost
+from lightning_zero.profiling.graph_tensors import nbytes
 
 __all__ = ["SavedEvenly", "evenly", "save_drawn", "saved_within"]
 

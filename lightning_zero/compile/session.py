@@ -3,43 +3,41 @@ and when all of it is compiled again.
 
 Protocol: ``session = CompileSession(...)``; ``session.begin(replays)``; ``session.attach(module)`` once the module is
 sharded. In each training step, ``session.next_pass()`` comes before anything that depends on what is compiled, and
-``with session.step():`` surrounds the forward. ``session.budget.optimizer_steps()`` comes with each step of an
+``with session.step():`` surrounds the forward. ``session.planner.optimizer_steps()`` comes with each step of an
 optimizer.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_zero.budget.options import applied, as_set
 from lightning_zero.compat.newer import require_compiler
 from lightning_zero.compile.backend import Compiler
-from lightning_zero.compile.budget import MeasuredBudget
 from lightning_zero.compile.consensus import Agreement
-from lightning_zero.compile.context import PassContext
+from lightning_zero.compile.context import PassContext, small_weight_bytes
 from lightning_zero.compile.cuda_graphs import Replays
 from lightning_zero.compile.discover import CompiledCalls
 from lightning_zero.compile.listener import Progress
 from lightning_zero.compile.passes import PassSpec, default_passes
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.compile.plan_book import PlanBook
-from lightning_zero.compile.planner_state import Decided
 from lightning_zero.compile.selection import PassSelection
 from lightning_zero.config import CompileConfig, EngineConfig
+from lightning_zero.memory_planner.inputs import apply_memory_config, memory_config
+from lightning_zero.memory_planner.planner import CompilerAccess, MemoryPlanner, PlanUpdate
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.offload.activations import HostActivations
 from lightning_zero.offload.bandwidth import BESIDE_COMPUTE, measure_host
-from lightning_zero.profiling.estimate import NOMINAL, Costs, measure_costs
-from lightning_zero.profiling.headroom import MemoryGauge
+from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel, measure_costs
+from lightning_zero.profiling.device_gauges import MemoryGauge
 from lightning_zero.sharding.symm_mem import Peers
 
 __all__ = ["CompileSession"]
@@ -61,7 +59,7 @@ class CompileSession:
         config: the options in force.
         progress: has observers, and shows lines to the user.
         plans: of the graphs that have run.
-        budget: of weights that stay, where it is measured.
+        planner: decides how memory is spent.
         calls: the modules that are compiled; None before :meth:`attach`.
     """
 
@@ -92,14 +90,24 @@ class CompileSession:
         self._agreement.needed = lambda: (held := weak()) is None or not held.weights.takes_turns()
         self._selection = PassSelection()
         self._replays: Replays | None = None
-        self._costs: Costs | None = None
+        self._costs: CostModel | None = None
         activations = HostActivations(mesh.device)
         executor.keep_activations(activations)
         self.progress = Progress(self._agreement.compiling, watchdog.native.busy, report)
         report = self.progress.report
         self._calls_of = partial(CompiledCalls, skip=skip_modules, report=report, amount=activations.amount)
         self.plans = PlanBook()
-        self.budget = MeasuredBudget(self.progress, self.plans, executor, mesh.control_group, MemoryGauge(mesh.device))
+        access = CompilerAccess(
+            compiled=lambda: self.compiled,
+            gathered=lambda: executor.counters().get("gather_bytes", 0),
+            forward_s=self.plans.forward_seconds,
+            keeps_more=lambda share, budget: self.plans.keeps_more(
+                share, budget, small_weight_bytes(self.config.compiled)
+            ),
+            captures=lambda: self._replays is not None and self._replays.enabled,
+            disable_captures=lambda reason: self._replays is not None and self._replays.decline(reason),
+        )
+        self.planner = MemoryPlanner(report, access, mesh.control_group, MemoryGauge(mesh.device))
         self.calls: CompiledCalls | None = None
 
     @property
@@ -111,7 +119,6 @@ class CompileSession:
         """Makes the compiler, whose graphs ``replays`` wraps. Measures transfers, on all ranks together, where the
         options need that."""
         self._replays = replays
-        self.budget.replays = replays
         self._new_compiler(self.config.compiled)
 
     def check(self, config: EngineConfig) -> None:
@@ -133,24 +140,24 @@ class CompileSession:
     def _changed(self, before: EngineConfig, config: EngineConfig) -> None:
         self._agreement.patience_s = config.tuning.agreement_timeout_s
         if config.memory != before.memory or _staying(config) != _staying(before):
-            self.budget.reset(forget=True)
+            self.planner.reset(forget=True)
         planned = config.memory is not None and _planned_away(config) != _planned_away(before)
         if config.compiled != before.compiled or config.memory != before.memory or planned:
             self._anew()
         if config.memory is not None:
-            self.hold(Decided(self.budget.now(config)))
+            self.hold(PlanUpdate(self.planner.current(config)))
         else:
-            self.budget.apply(config, as_set(config))
+            self.planner.apply(config, memory_config(config))
 
     def links_changed(self) -> None:
         """Weights or gradients travel another way than was thought. Measures again, and everything begins anew; what
         was decided before training holds, since what it has put on the host is there."""
         self._costs = None
-        self._anew(reset=self.budget.has_begun)
+        self._anew(reset=self.planner.has_begun)
 
     def _anew(self, reset: bool = True) -> None:
         if reset:
-            self.budget.reset()
+            self.planner.reset()
         self._new_compiler(self.config.compiled)
         if self.calls is not None:
             self.calls = self.calls.anew(self._arguments)
@@ -161,7 +168,7 @@ class CompileSession:
             require_compiler()
         if self._costs is None and compile.enabled and compile.prefetch:
             self._costs = measure_costs(self._mesh, self._peers.for_weights is not None)
-        costs, nominal = self._costs or NOMINAL, NOMINAL.host_bytes_per_s
+        costs, nominal = self._costs or NOMINAL_COSTS, NOMINAL_COSTS.host_bytes_per_s
         if compile.offload_activations and costs.host_bytes_per_s == nominal:
             measured = measure_host(self._mesh)
             self._costs = replace(costs, host_bytes_per_s=BESIDE_COMPUTE * measured if measured else nominal)
@@ -169,16 +176,7 @@ class CompileSession:
         self._selection.check(default_passes(context))
         assert self._replays is not None
         self.plans.forget()
-        wrap, outside, replays = self._replays.wrap, self.budget.outside, weakref.ref(self._replays)
-
-        def lasting() -> Iterable[Tensor]:
-            return () if (held := replays()) is None else held.lasting()
-
-        def called(compiled: Callable[..., Any]) -> Callable[..., Any]:
-            watched = outside.watched(compiled, lasting)
-            return wrap(watched, watched.takes)
-
-        self._compiler = Compiler(context, self._selection, self.plans, self.progress, called)
+        self._compiler = Compiler(context, self._selection, self.plans, self.progress, self._replays.wrap)
         self._arguments = self._compiler.arguments()
 
     def _context(self, config: CompileConfig) -> PassContext:
@@ -194,20 +192,20 @@ class CompileSession:
         captured of graphs that were made otherwise gives its memory back first."""
         assert self._replays is not None
         self._replays.drop()
-        self.budget.give_back()  # nothing but a graph could use it
+        self.planner.empty_cache()  # nothing but a graph could use it
         self._arguments = self._compiler.arguments(saved_share)
         if self.calls is not None:
             self.calls.compile_again(self._arguments)
 
     @property
-    def costs(self) -> Costs | None:
+    def costs(self) -> CostModel | None:
         """What was measured of the device and the links, the same on every rank; None where nothing was."""
         return None if self._costs is None or self._costs.are_nominal else self._costs
 
     @property
-    def costs_or_nominal(self) -> Costs:
+    def costs_or_nominal(self) -> CostModel:
         """What passes go by."""
-        return self._costs or NOMINAL
+        return self._costs or NOMINAL_COSTS
 
     # -- passes
 
@@ -260,22 +258,21 @@ class CompileSession:
         Returns:
             Bytes of weights that stay until the optimizer steps.
         """
-        decided = self.budget.decided(self.config)
-        if decided is not None:
-            self.hold(decided)
-        self._compiler.charts = self.budget.charts(self.config)
-        return self.budget.until_step(self.config.compiled)
+        update = self.planner.update(self.config)
+        if update is not None:
+            self.hold(update)
+        return self.planner.step_resident_bytes(self.config.compiled)
 
-    def hold(self, decided: Decided) -> None:
+    def hold(self, update: PlanUpdate) -> None:
         """What a plan has chosen holds from now on."""
-        config, before = applied(self.config, decided.chosen), self._compiler
-        self.budget.apply(config, decided.chosen)
+        config, before = apply_memory_config(self.config, update.chosen), self._compiler
+        self.planner.apply(config, update.chosen)
         if config.compiled != before.context().config:
             self._new_compiler(config.compiled)
             self._compiler.last_weight, self._compiler.notes = before.last_weight, before.notes
-            self._compile_again(decided.share)
-        elif decided.share is not None:
-            self._compile_again(decided.share)
+            self._compile_again(update.share)
+        elif update.share is not None:
+            self._compile_again(update.share)
 
     @property
     def discovers(self) -> bool:

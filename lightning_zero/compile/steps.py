@@ -67,12 +67,12 @@ class CompiledSteps:
         kept = self.session.next_pass()
         self.sharder.memory.keep_resident(used, small_weight_bytes(config.compiled), kept)
         if not self._first_pass:
-            self.session.budget.cache.forward_begins(self.session.config.memory, self.session.compiled)
+            self.session.planner.cache.forward_begins(self.session.config.memory, self.session.compiled)
 
     @property
     def _first_pass(self) -> bool:
         """Whether it is under way, which looks after what is cached by itself."""
-        return self.session.budget.first_step.saves is not None
+        return self.session.planner.first_step.saves is not None
 
     def _look_at_what_left(self, megabytes: float | None) -> None:
         """Whether the last pass kept to the amount; see ``offload/amount.py`` for what nobody knows beforehand."""
@@ -113,8 +113,8 @@ class CompiledSteps:
 
     def _first_saves(self) -> SavedOnHost | None:
         """Packs what an eager forward saves that shows what to compile."""
-        first = self.session.budget.first_step
-        return first.saves if self._first_pass else first.unmeasured(self.session.config.memory)
+        first = self.session.planner.first_step
+        return first.saves if self._first_pass else first.unmeasured_saves(self.session.config.memory)
 
     def _tell_what_left(self, saves: SavedOnHost | None) -> None:
         """Of what an eager forward saved; but not of one that a budget looks at, which tells itself."""
@@ -126,9 +126,9 @@ class CompiledSteps:
 
     def stepped(self) -> None:
         """An optimizer steps now. Harmless when repeated."""
-        self.session.budget.optimizer_steps()
+        self.session.planner.optimizer_steps()
         if not self._first_pass:
-            self.session.budget.cache.optimizer_steps(self.session.config.memory, self.session.compiled)
+            self.session.planner.cache.optimizer_steps(self.session.config.memory, self.session.compiled)
 
     def hooks_found(self, hooked: Collection[ShardedParameter], forward_ran: bool) -> None:
         """Run what computes these parameters' gradients instead of replaying it. Parameters that get their first hook
@@ -147,15 +147,15 @@ class CompiledSteps:
 
     def backward_begins(self) -> None:
         """A forward is over, and its backward comes."""
-        self.session.budget.backward_begins()
+        self.session.planner.backward_begins()
         if not self._first_pass:
-            self.session.budget.cache.phase_begins(self.session.config.memory, self.session.compiled)
+            self.session.planner.cache.phase_begins(self.session.config.memory, self.session.compiled)
 
     def make_room(self) -> None:
         """Something runs that is not a training step. Memory of CUDA graphs of forward and backward is given back where
         little is left."""
         self._replays.make_room()
-        self.session.budget.cache.evaluates(self.session.config.memory, self.session.compiled)
+        self.session.planner.cache.evaluates(self.session.config.memory, self.session.compiled)
 
     def reset(self) -> None:
         """Likewise, and what was half done is forgotten."""

@@ -22,7 +22,7 @@ from lightning_zero.compile.graph import is_op, reduces, shard_of, weight_nodes
 from lightning_zero.compile.passes.saved_weights import NOTHING_SAVED, SavedLimits, after_tangents, choose_saved
 from lightning_zero.compile.regions import save_boundaries
 from lightning_zero.config import RecomputePolicy
-from lightning_zero.profiling.tensors import is_view, nbytes
+from lightning_zero.profiling.graph_tensors import is_view, nbytes
 
 __all__ = ["tag_activations", "tag_drawn", "tag_gathers"]
 

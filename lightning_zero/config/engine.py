@@ -15,7 +15,7 @@ from lightning_zero.errors import UnsupportedError
 
 __all__ = ["CAN_LEAVE", "CompileConfig", "EngineConfig", "changed", "refuse_changes"]
 
-# Of what ``offload`` has names for: plans choose of these, see MeasuredBudget. Master weights can leave before anything
+# Of what ``offload`` has names for: plans choose of these, see MemoryPlanner. Master weights can leave before anything
 # is trained, when optimizers are known and activations are not; later plans say where that would have helped.
 CAN_LEAVE: tuple[str, ...] = ("optimizer", "activations", "parameters")
 DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}

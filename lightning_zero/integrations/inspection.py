@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_zero.budget.plan import MemoryPlan
 from lightning_zero.compile.listener import GraphObserver, PassObserver
 from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.plan import Plan
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.profiling.estimate import Costs
+from lightning_zero.memory_planner.memory_plan import MemoryPlan
+from lightning_zero.profiling.cost_model import CostModel
 
 __all__ = ["Inspection"]
 
@@ -95,7 +95,7 @@ class Inspection:
         """Memory of this rank that peers read, which ``torch.cuda.max_memory_allocated()`` leaves out."""
         return self._require_engine().peers.nbytes
 
-    def costs(self) -> Costs | None:
+    def costs(self) -> CostModel | None:
         """What was measured of the device and the links; None where nothing was. Call it on every rank."""
         module = self.lightning_module  # which an earlier Trainer may have sharded
         return (self._engine or (module is not None and engine_of(module)) or self._require_engine()).session.costs

@@ -1,1 +1,1 @@
-"""Estimates and measurements of what graphs cost: time per node, memory, transfers, overlap."""
+"""Costs of graphs and devices: seconds and memory of nodes, bandwidth of links, device memory and timers."""

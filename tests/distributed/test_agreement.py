@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from lightning_zero.errors import RankMismatchError
-from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.estimate import Costs
+from lightning_zero.profiling.cost_model import CostModel
+from lightning_zero.profiling.node_costs import DeviceSpeed
 from tests.helpers.forks import Forks, run_forks
 from tests.helpers.models import NextToken, build, make_batches
 from tests.helpers.oracle import assert_close_relative
@@ -21,7 +21,7 @@ STEPS = 12
 LENGTHS = [[8, 3, 8, 8, 5, 6], [8, 8, 8, 6, 8, 4], [4, 8, 7, 8, 8, 8]]  # [rank][step]
 
 # Compute hides about as much as there is to transfer, so that the length of a batch matters for where gathers start.
-BALANCED = Costs(((1, 1e-9),), DeviceSpeed({torch.float32: 1e10}, 1e12, 1e-9))
+BALANCED = CostModel(((1, 1e-9),), DeviceSpeed({torch.float32: 1e10}, 1e12, 1e-9))
 
 
 class Residual(NextToken):

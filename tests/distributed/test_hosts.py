@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.planning.static import cut, memory_that_stays
-from lightning_zero.report.readings import memory_by_role
-from lightning_zero.report.running import running
+from lightning_zero.planning.persistent_memory import cut, persistent_bytes
+from lightning_zero.report.engine_report import memory_by_role, running
 from tests.helpers.models import Batch, Case, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch, train_reference
 from tests.helpers.sharded import (
@@ -91,7 +90,7 @@ def train(
             before_batch=reset,
         )
         nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.mesh.holders.size
-        planned = memory_that_stays(cut(build(Wide), engine.mesh.holders.size), engine.config, engine.mesh.host_count)
+        planned = persistent_bytes(cut(build(Wide), engine.mesh.holders.size), engine.config, engine.mesh.host_count)
         held = memory_by_role(engine, [])
         assert accumulate > 1 or planned == {role: held[role] for role in planned}
         return out, engine.executor.counters(), nbytes

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Graph
 
-from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
+from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge
 from tests.helpers.measured import AGAIN, Blocks, same
 from tests.helpers.models import build, make_batches
 from tests.helpers.oracle import Batch
@@ -24,7 +24,7 @@ SIZE = 1536  # of a weight, with padding
 class Gauge(MemoryGauge):
     """A device on which each rank has so many bytes left."""
 
-    exists = True
+    reports_memory = True
     spare: list[int]
 
     def start(self, anew: bool = False) -> None:

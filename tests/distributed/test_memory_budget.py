@@ -16,7 +16,7 @@ from lightning_zero.budget.curve import Curve, nested
 from lightning_zero.compile.budget_sweep import chart
 from lightning_zero.compile.plan_with_margin import CAUTION
 from lightning_zero.offload.saved import SavedOnHost
-from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
+from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge
 from tests.helpers.measured import AGAIN, Blocks, same
 from tests.helpers.models import build, make_batches
 from tests.helpers.options import config
@@ -40,7 +40,7 @@ class Device:
 class Gauge(MemoryGauge):
     """Of that device."""
 
-    exists = True
+    reports_memory = True
     simulated: Device
     engine: Any = None
     laps = 0
@@ -86,7 +86,7 @@ def train(
     gauge = patch("lightning_zero.compile.session.MemoryGauge", Gauge if device is not None else MemoryGauge)
     with (
         gauge,
-        patch("lightning_zero.step.planned.CAN_LEAVE", (device or Device()).may_leave),
+        patch("lightning_zero.step.memory_controller.CAN_LEAVE", (device or Device()).may_leave),
         patch.object(Gauge, "simulated", device, create=True),
         patch("lightning_zero.compile.backend.chart", charting),
         engine_for(model, "aot_eager", observe=count, gather_group_mb=0.001, **options) as engine,
@@ -215,7 +215,7 @@ def with_charts(limit: int, backend: str = "aot_eager") -> dict[str, Any]:
     Gauge.engine = None
     with (
         patch("lightning_zero.compile.session.MemoryGauge", Charted),
-        patch("lightning_zero.step.planned.CAN_LEAVE", ()),
+        patch("lightning_zero.step.memory_controller.CAN_LEAVE", ()),
         patch.object(Gauge, "simulated", Device(fuller=100), create=True),
         patch("lightning_zero.compile.plan_with_margin.DOUBT", 0.0),
         engine_for(model, backend, gather_group_mb=0.001, memory=limit / GIB) as engine,
@@ -296,8 +296,8 @@ def train_with_few_buffers(device: Device | None, steps: int, **options: Any) ->
     """Nobody has chosen how large they are, and they are small."""
     mb = options["offload_buffer_mb"]
     with (
-        patch("lightning_zero.budget.options.BUFFER_MB", mb),
-        patch("lightning_zero.budget.items.LEAST_RING", 1),
+        patch("lightning_zero.memory_planner.inputs.BUFFER_MB", mb),
+        patch("lightning_zero.memory_planner.choices.LEAST_RING", 1),
         patch("lightning_zero.offload.staging_ring.MOST_BYTES", 1024),
     ):
         return train(device, steps, emulate_cuda_graph_step=True, **options)
@@ -356,7 +356,7 @@ def held() -> tuple[Any, Any]:
     memory = (HELD - 1) / GIB  # nothing is free when the first step begins
     with (
         warnings.catch_warnings(),
-        patch("lightning_zero.compile.first_step.SavedOnHost", partial(SavedOnHost, least_bytes=1)),
+        patch("lightning_zero.memory_planner.first_step_memory.SavedOnHost", partial(SavedOnHost, least_bytes=1)),
     ):
         warnings.simplefilter("ignore")  # that it cannot be held
         return train(Device(), 3, memory=memory), train(None, 3, activation_memory_budget=0.2)
@@ -370,7 +370,7 @@ def test_what_a_first_step_saves_is_on_the_host_until_its_backward(ranks: Ranks)
 
 
 def held_without_a_limit() -> tuple[dict[str, Any], dict[str, Any]]:
-    with patch("lightning_zero.compile.first_step.SavedOnHost", partial(SavedOnHost, least_bytes=1)):
+    with patch("lightning_zero.memory_planner.first_step_memory.SavedOnHost", partial(SavedOnHost, least_bytes=1)):
         return train(Device(fuller=TOTAL - HELD), 3), train(None, 3)
 
 
@@ -397,7 +397,7 @@ def test_gradients_of_micro_batches_are_reduced_once_where_that_costs_less(ranks
 
 
 def once(device: Device | None, **options: Any) -> dict[str, Any]:
-    with patch("lightning_zero.budget.items.WORTH", 0.0):  # as if links were slow
+    with patch("lightning_zero.memory_planner.choices.WORTH", 0.0):  # as if links were slow
         return train(device, 7, accumulate=3, **options)
 
 
@@ -451,7 +451,7 @@ def test_one_step_is_watched_where_graphs_will_keep_their_memory(ranks: Ranks) -
 class Caching(MemoryGauge):
     """A device whose allocator has let go of 5 GiB whenever it is looked at, but for the look behind giving back."""
 
-    exists = True
+    reports_memory = True
     given_back = 0
     empty_now = False
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.estimate import NOMINAL, Costs
+from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
+from lightning_zero.profiling.node_costs import DeviceSpeed
 from tests.helpers.models import Case, OneLayer, OneMLP, TiedLayer, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits
 from tests.helpers.sharded import engine_for, sgd, train_case, train_sharded
@@ -22,7 +22,7 @@ ON: dict[str, Any] = {"gather_group_mb": 0.02, "reduce_group_mb": 0.02}
 PERSISTENT: dict[str, Any] = ON | {"resident_mb": float("inf")}
 # All weights at once; and each as late as a device that computes slowly lets it.
 EARLY: dict[str, Any] = ON | {"prefetch_mb": 64}
-LATE: dict[str, Any] = ON | {"costs": Costs(NOMINAL.gathers, DeviceSpeed({torch.float32: 1e9}, 1e9, 1e-5))}
+LATE: dict[str, Any] = ON | {"costs": CostModel(NOMINAL_COSTS.gathers, DeviceSpeed({torch.float32: 1e9}, 1e9, 1e-5))}
 WAYS = (OFF, ON, PERSISTENT, EARLY, LATE)
 # Weights gathered by collectives; and copied out of peers' memory, as CPUs do by themselves.
 COLLECTED: dict[str, Any] = ON | {"gather_transport": "collective"}

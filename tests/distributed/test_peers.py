@@ -19,7 +19,7 @@ from torch import nn
 from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
-from lightning_zero.profiling.estimate import NOMINAL
+from lightning_zero.profiling.cost_model import NOMINAL_COSTS
 from lightning_zero.sharding.shared_memory import mapped
 from lightning_zero.sharding.symm_mem import PeerMemory, gradients, weights
 from lightning_zero.sharding.symm_mem import memory as peer_memory
@@ -141,7 +141,7 @@ def trained(nth: int, choices: dict[str, str]) -> tuple[list[float], dict[str, i
     the links were measured since the engine was made, whether by copies."""
     torch._dynamo.reset()
     model = build(OneLayer)
-    links = MagicMock(return_value=NOMINAL)
+    links = MagicMock(return_value=NOMINAL_COSTS)
     with (
         copying_by_itself(),
         memory_fails(nth),

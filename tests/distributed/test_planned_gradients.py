@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_zero.budget.facts import Chosen
 from lightning_zero.engine import Engine
-from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
-from lightning_zero.report.readings import memory_by_role
+from lightning_zero.memory_planner.inputs import MemoryConfig
+from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge
+from lightning_zero.report.engine_report import memory_by_role
 from tests.helpers.measured import AGAIN
 from tests.helpers.models import OneLayer, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative
@@ -30,7 +30,7 @@ REPLAYED = {"emulate_cuda_graph_model": True, "emulate_cuda_graph_step": True, "
 class Gauge(MemoryGauge):
     """Of a device that takes what stays, without gradients where these lie over copies, and activations."""
 
-    exists = True
+    reports_memory = True
     engine: Engine | None = None
     eager = SAVED
 
@@ -73,12 +73,12 @@ def train(limit: int | None, rounded: int = STEPS + LATER, options: Any = None, 
 
     with (
         patch("lightning_zero.compile.session.MemoryGauge", Gauge),
-        patch("lightning_zero.step.planned.CAN_LEAVE", ("optimizer", "activations")),
+        patch("lightning_zero.step.memory_controller.CAN_LEAVE", ("optimizer", "activations")),
         patch("lightning_zero.compile.uncaptured_memory.Outside.end", return_value=0),  # of graphs' own memory
         engine_for(model, **chosen) as engine,
     ):
         Gauge.engine, engine.session.progress._report = engine, said.append
-        engine.memory.gradients.one_micro_batch = True
+        engine.memory.gradients.single_micro_batch = True
         memory = engine.sharder.memory
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(look)
@@ -126,7 +126,7 @@ def test_from_the_plan_on_a_training_is_what_it_is_with_rounded_gradients(
         )
         assert dtypes[:STEPS] == [{torch.float32}] * begin + [{BF16}] * (STEPS - begin)
         assert (held, gone) == (0, True), "what gradients took is given back"
-        assert plan.chosen == Chosen(weights=plan.chosen.weights, over_copies=True), "\n".join(said)
+        assert plan.chosen == MemoryConfig(weights=plan.chosen.weights, over_copies=True), "\n".join(said)
         table = next(line for line in said if "Memory plan" in line)
         [row] = [line for line in table.splitlines() if "gradients" in line]
         assert row.split()[1:7] == ["over", "copies", "of", "weights,", "in", "bfloat16"]

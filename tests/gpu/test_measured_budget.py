@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_zero.engine import Engine
-from lightning_zero.profiling.headroom import MARGIN, MemoryGauge, limit_of
+from lightning_zero.profiling.device_gauges import MARGIN, MemoryGauge, memory_limit
 from tests.helpers.options import config
 from tests.ranks.pool import Ranks
 
@@ -25,7 +25,7 @@ def gauge_a_device() -> None:
     assert after.resident == before.resident
     assert abs(after.others - before.others) < 64 * MIB
     assert after.cached >= 256 * MIB
-    assert limit_of(None, after.total) == pytest.approx(after.total * (1 - MARGIN))
+    assert memory_limit(None, after.total) == pytest.approx(after.total * (1 - MARGIN))
     gauge.start(anew=True)
     assert gauge.read().reserved < after.reserved
     assert gauge.read().cached < after.cached

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_zero.mesh import Mesh
 from lightning_zero.offload.bandwidth import measure_host
-from lightning_zero.profiling.headroom import MemoryGauge
+from lightning_zero.profiling.device_gauges import MemoryGauge
 from tests.helpers.sharded import adamw, engine_for
 from tests.ranks.pool import Ranks
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.report.readings import memory_by_role
+from lightning_zero.report.engine_report import memory_by_role
 from lightning_zero.step.captured import CapturedRunner
 from tests.helpers.optimizer_steps import (
     OPTIMIZERS,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.report.readings import memory_by_role
+from lightning_zero.report.engine_report import memory_by_role
 from lightning_zero.sharding.record import Role
 from lightning_zero.step.captured import CapturedRunner
 from tests.helpers.options import config

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.compile.listener import GraphObserver
 from lightning_zero.engine import Engine
-from lightning_zero.profiling.estimate import NOMINAL, Costs
+from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
 from lightning_zero.sharding.unsupported import on_plain_tensors
 from tests.helpers.models import Case, build, make_batches
 from tests.helpers.options import config
@@ -45,7 +45,7 @@ def engine_for(
     observe: GraphObserver | None = None,
     small_bytes: int = 256,
     device: str = "cpu",
-    costs: Costs = NOMINAL,
+    costs: CostModel = NOMINAL_COSTS,
     **options: Any,
 ) -> Iterator[Engine]:
     """An engine that is closed at the end, with buckets so small that there are several.

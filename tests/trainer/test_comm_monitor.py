@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_zero import CommMonitor
 from lightning_zero.compile import session
-from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.estimate import Costs
+from lightning_zero.profiling.cost_model import CostModel
+from lightning_zero.profiling.node_costs import DeviceSpeed
 from tests.helpers.callbacks import Lines
 from tests.helpers.trainer import (
     HIDDEN,
@@ -80,7 +80,7 @@ def test_accumulated_batches_count_for_one_step(ranks: Ranks) -> None:
 
 def _logged_with_links_and_replays() -> Logged:
     # A transfer takes a second and a node next to nothing: all is exposed.
-    costs = Costs(((1, 1.0), (1 << 30, 1.0)), DeviceSpeed({torch.float32: 1e15}, 1e15, 1e-9), beside=1.0)
+    costs = CostModel(((1, 1.0), (1 << 30, 1.0)), DeviceSpeed({torch.float32: 1e15}, 1e15, 1e-9), beside=1.0)
     with patch.object(session, "measure_costs", lambda *_: costs):
         return _logged("compiled", strategy=make_strategy("compiled", emulate_cuda_graph_model=True))
 

@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
-from lightning_zero.budget.facts import Chosen
+from lightning_zero.memory_planner.inputs import MemoryConfig
 from lightning_zero.sharding.record import Role
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import Regression, close, make_loader, make_strategy, make_trainer, whole_state
@@ -84,7 +84,7 @@ def test_a_training_is_what_it_is_with_rounded_gradients(ranks: Ranks, kind: str
     ):
         if by_plan:
             assert plan.fits
-            assert plan.chosen == Chosen(over_copies=True)
+            assert plan.chosen == MemoryConfig(over_copies=True)
         assert_close_relative(over, plain, 1e-6, what="weights")
         for what, one, other in zip(("losses", "norms", "evaluations"), found, expected, strict=True):
             assert len(one) >= 8

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lightning_zero import PlanReport
-from lightning_zero.compile.known import Known
-from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
-from lightning_zero.step.planned import PlannedMemory
+from lightning_zero.memory_planner.step_profiler import EngineMemoryFacts
+from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge
+from lightning_zero.step.memory_controller import MemoryController
 from tests.helpers.fabric import closing, make_fabric, network, set_up
 from tests.helpers.trainer import Regression, close, fitted, make_loader, make_strategy, make_trainer
 from tests.ranks.pool import Ranks
@@ -25,7 +25,7 @@ TOTAL = 100 * GIB
 class Full(MemoryGauge):
     """A device that is full of activations."""
 
-    exists = True
+    reports_memory = True
 
     def start(self, anew: bool = False) -> None:
         pass
@@ -73,7 +73,7 @@ class FullOfState(MemoryGauge):
     """A device that fills up in the second step, with 8 GiB of an optimizer's state, 8 of master weights, and with what
     nobody has a choice about."""
 
-    exists = True
+    reports_memory = True
     full = False
     state = 8 * GIB
 
@@ -92,14 +92,14 @@ class Filling(Greedy):
 
 
 def notes_of_state(memory: Any, state: int = 8) -> list[str]:
-    known, FullOfState.full, FullOfState.state = PlannedMemory._known, False, state * GIB
+    known, FullOfState.full, FullOfState.state = MemoryController._known, False, state * GIB
 
-    def and_more(self: PlannedMemory, *args: Any) -> Known:
+    def and_more(self: MemoryController, *args: Any) -> EngineMemoryFacts:
         return replace(known(self, *args), states=state * GIB, to_come=0, masters=8 * GIB, ring=GIB // 4, host=1e12)
 
     with (
         patch("lightning_zero.compile.session.MemoryGauge", FullOfState),
-        patch.object(PlannedMemory, "_known", and_more),
+        patch.object(MemoryController, "_known", and_more),
         pytest.raises(torch.OutOfMemoryError) as caught,
         warnings.catch_warnings(),
     ):

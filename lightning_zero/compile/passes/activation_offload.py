@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from lightning_zero.compile.graph import gathers, ops, output_node, readers, reduces, results, shard_of, weight_nodes
 from lightning_zero.compile.passes.offload import OFFLOAD, RELOAD, FindOp, HostCosts
 from lightning_zero.compile.passes.prefetch_schedule import node_seconds
-from lightning_zero.profiling.tensors import Storage, size_hint, storages, viewed
+from lightning_zero.profiling.graph_tensors import Storage, size_hint, storages, view_base
 from lightning_zero.sharding.tensor_extent import reach
 
 __all__ = ["LeavingLimits", "leave"]
@@ -145,8 +145,8 @@ def _copied(storage: Storage, saved: Sequence[Node]) -> tuple[Node, dict[Node, l
 def _views(node: Node) -> list[Node]:
     """From what made the memory to ``node``, which is a view of it, or itself."""
     chain = [node]
-    while (source := viewed(chain[-1])) is not None:
-        if chain[-1].target is operator.getitem and viewed(source) is None:
+    while (source := view_base(chain[-1])) is not None:
+        if chain[-1].target is operator.getitem and view_base(source) is None:
             break  # one of several results
         chain.append(source)
     return chain[::-1]

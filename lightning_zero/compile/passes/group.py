@@ -27,8 +27,8 @@ from lightning_zero.compile.passes.prefetch_schedule import PrefetchBudget, pref
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.compile.successors import Successors
 from lightning_zero.native.ops import Op, Role, declare
-from lightning_zero.profiling.estimate import Costs
-from lightning_zero.profiling.parts import Memory
+from lightning_zero.profiling.cost_model import CostModel
+from lightning_zero.profiling.graph_tensors import FakeBuffer
 
 __all__ = ["group_gathers"]
 
@@ -51,7 +51,7 @@ def group_gathers(
     limits: GroupLimits,
     ahead: int = 1,
     agreed: Sequence[GraphPlan] = (),
-    costs: Costs | None = None,
+    costs: CostModel | None = None,
     window_bytes: float | None = None,
 ) -> Graph:
     """Replaces gathers by groups, in place.
@@ -97,11 +97,11 @@ def _by_dtype(nodes: list[Node]) -> list[Group]:
     return list(groups.values())
 
 
-def _memory(group: Group, world_size: int) -> Memory:
-    return Memory(group[0].meta["val"], sum(_padded(node, world_size) for node in group))
+def _memory(group: Group, world_size: int) -> FakeBuffer:
+    return FakeBuffer(group[0].meta["val"], sum(_padded(node, world_size) for node in group))
 
 
-def _start(graph: Graph, group: Group, memory: Memory, before: Node) -> Node:
+def _start(graph: Graph, group: Group, memory: FakeBuffer, before: Node) -> Node:
     with graph.inserting_before(before):
         start = graph.call_function(
             ops("gather_group"), ([shard_of(node) for node in group], dtype_of(group[0]), memory.numel)
@@ -113,7 +113,7 @@ def _start(graph: Graph, group: Group, memory: Memory, before: Node) -> Node:
 
 
 def _use(
-    graph: Graph, views: Successors, group: Group, memory: Memory, start: Node, before: Node, world_size: int
+    graph: Graph, views: Successors, group: Group, memory: FakeBuffer, start: Node, before: Node, world_size: int
 ) -> None:
     """Waits for a group before its first use, and makes each weight a view of it."""
     with graph.inserting_before(before):

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import kind_of, weight_name
 from lightning_zero.compile.plan import GraphPlan
-from lightning_zero.profiling.tensors import nbytes
+from lightning_zero.profiling.graph_tensors import nbytes
 
 __all__ = ["GroupLimits", "consecutive", "dtype_name", "dtype_of", "follow", "most_bytes", "size_of"]
 

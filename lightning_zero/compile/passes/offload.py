@@ -25,8 +25,8 @@ from lightning_zero.compile.graph import calls, first_call, ops, readers
 from lightning_zero.compile.passes.prefetch_schedule import node_seconds
 from lightning_zero.compile.passes.sink import sink
 from lightning_zero.native.ops import Op, declare, nothing
-from lightning_zero.profiling.estimate import Costs
-from lightning_zero.profiling.tensors import nbytes
+from lightning_zero.profiling.cost_model import CostModel
+from lightning_zero.profiling.graph_tensors import nbytes
 
 __all__ = ["OFFLOAD", "RELOAD", "FindOp", "HostCosts", "place_offloads"]
 
@@ -63,7 +63,7 @@ class HostCosts:
         window_bytes: at most so many are on their way where compute waits for copies.
     """
 
-    costs: Costs
+    costs: CostModel
     window_bytes: float = float("inf")
 
     def seconds(self, size: int) -> float:

@@ -21,7 +21,7 @@ from itertools import accumulate
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import first_call, readers
-from lightning_zero.profiling.estimate import Costs
+from lightning_zero.profiling.cost_model import CostModel
 
 __all__ = ["PrefetchBudget", "node_seconds", "prefetch_schedule"]
 
@@ -39,7 +39,7 @@ class PrefetchBudget:
             groups are in flight or in use.
     """
 
-    costs: Costs
+    costs: CostModel
     sizes: Sequence[int]
     window_bytes: float
 
@@ -73,7 +73,7 @@ def prefetch_schedule(
     return [anchors[start] for start in starts], [anchors[wait] for wait in waits]
 
 
-def node_seconds(graph: Graph, costs: Costs) -> list[float]:
+def node_seconds(graph: Graph, costs: CostModel) -> list[float]:
     """Of each node of a graph; all zero where the estimate fails."""
     try:
         return costs.node_seconds(graph)

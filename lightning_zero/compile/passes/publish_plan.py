@@ -16,12 +16,12 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import wait_tensor
-from lightning_zero.compile.graph import first_call, in_role, kind_of, ops, output_node, weight_name
+from lightning_zero.compile.graph import first_call, in_role, kind_of, ops, weight_name
 from lightning_zero.compile.passes.grouping import dtype_name
-from lightning_zero.compile.plan import CHART, Gather, GraphPlan, Reduce
+from lightning_zero.compile.plan import Gather, GraphPlan, Reduce
 from lightning_zero.native.ops import Op, Role, declare, nothing, op_of
-from lightning_zero.profiling.estimate import Costs
-from lightning_zero.profiling.tensors import nbytes
+from lightning_zero.profiling.cost_model import CostModel
+from lightning_zero.profiling.graph_tensors import nbytes
 
 __all__ = ["announce_plan", "read_plan"]
 
@@ -32,7 +32,7 @@ declare(Op("check_plan", shards=0, fake=nothing, has_effect=True))
 _PARTS = (wait_tensor, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default)  # how a weight is cut out of its group
 
 
-def announce_plan(graph: Graph, costs: Costs | None = None) -> Graph:
+def announce_plan(graph: Graph, costs: CostModel | None = None) -> Graph:
     """Puts ``check_plan(shard, digest, plan)`` in front of the first collective, in place. ``costs``: what was
     measured, by which the plan is given its seconds."""
     plan = read_plan(graph)
@@ -60,8 +60,7 @@ def read_plan(graph: Graph) -> GraphPlan:
     before, waits = _users_behind(nodes, ours), _resident_waits(graph)
     gathers = tuple(_gather(node, position, before, waits, ours) for node in starts)
     reduces = tuple(_reduce(node, position) for node in in_role(graph, Role.REDUCE))
-    chart = output_node(graph).meta.get(CHART, ())
-    return GraphPlan(kind_of(graph), len(nodes), gathers, reduces, chart=chart)
+    return GraphPlan(kind_of(graph), len(nodes), gathers, reduces)
 
 
 def _parts(graph: Graph) -> list[Node]:
@@ -102,7 +101,7 @@ def _counted(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op not in apart and node.target is not check]
 
 
-def _timed(plan: GraphPlan, graph: Graph, costs: Costs) -> GraphPlan:
+def _timed(plan: GraphPlan, graph: Graph, costs: CostModel) -> GraphPlan:
     """With its seconds. Gradients travel in buckets: each has its share of one large transfer."""
     try:
         seconds = dict(zip(graph.nodes, costs.node_seconds(graph), strict=True))

@@ -18,7 +18,7 @@ from lightning_zero.compile.graph import (
 )
 from lightning_zero.compile.passes.grouping import consecutive
 from lightning_zero.native.ops import Role, declare, reducing
-from lightning_zero.profiling.tensors import nbytes
+from lightning_zero.profiling.graph_tensors import nbytes
 
 __all__ = ["group_reduces", "hand_over_gradients", "borrow_gradients"]
 

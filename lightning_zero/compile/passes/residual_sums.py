@@ -24,8 +24,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_zero.compat.graphs import DESCRIBED, RECOMPUTE, UNCHECKED
 from lightning_zero.compile.graph import output_node, results, weight_nodes
 from lightning_zero.compile.passes.saved_weights import after_tangents
-from lightning_zero.profiling.cost import fused_runs
-from lightning_zero.profiling.tensors import Storage, nbytes, storages, viewed
+from lightning_zero.profiling.graph_tensors import Storage, nbytes, storages, view_base
+from lightning_zero.profiling.node_costs import fusion_groups
 
 __all__ = ["save_chains"]
 
@@ -88,7 +88,7 @@ def _long(graph: Graph, spans: dict[Node, _Span], count: int) -> list[Node]:
         for node, span in spans.items()
         if node.op == "call_function"
         and node not in weights
-        and viewed(node) is None
+        and view_base(node) is None
         and isinstance(node.meta.get("val"), Tensor)
         and node.meta.get(RECOMPUTE) is not CheckpointPolicy.MUST_RECOMPUTE
         and span.first <= BEGINNING * count
@@ -99,7 +99,7 @@ def _long(graph: Graph, spans: dict[Node, _Span], count: int) -> list[Node]:
 def _taken(graph: Graph, gradients: AbstractSet[Node], until: float) -> tuple[int, int]:
     """Bytes that gradients take, of those that are computed until so many have been: at once at most, and then. What
     code generators fuse is out of memory."""
-    runs, held = fused_runs(graph), storages(graph)
+    runs, held = fusion_groups(graph), storages(graph)
     when = {node: number for number, node in enumerate(graph.nodes)}
     last = {run: when[node] for node, run in runs.items()}
     when |= {node: last[run] for node, run in runs.items()}  # those of one kernel run at once
@@ -135,7 +135,7 @@ def _reading(user: Node, clock: dict[Node, int], spans: dict[Node, _Span]) -> _S
     if user in clock:
         return _Span(clock[user], clock[user])
     span = spans.get(user)
-    return span if span is None or viewed(user) is not None else _Span(span.first, span.first)
+    return span if span is None or view_base(user) is not None else _Span(span.first, span.first)
 
 
 def _is_same(made: Node | None, again: Node) -> bool:

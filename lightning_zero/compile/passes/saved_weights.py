@@ -24,7 +24,7 @@ from lightning_zero.compat.graphs import TANGENTS
 from lightning_zero.compile.graph import cast_dtype, gathers, is_view_or_cast, readers, shard_of
 from lightning_zero.compile.passes.grouping import most_bytes
 from lightning_zero.compile.passes.waits import Waits
-from lightning_zero.profiling.tensors import nbytes
+from lightning_zero.profiling.graph_tensors import nbytes
 
 __all__ = ["NOTHING_SAVED", "SavedLimits", "after_tangents", "choose_saved"]
 

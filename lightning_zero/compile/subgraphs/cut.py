@@ -22,7 +22,7 @@ from lightning_zero.compile.subgraphs.node_order import Order, graph_work
 from lightning_zero.compile.subgraphs.repeats import Run, find_runs
 from lightning_zero.compile.subgraphs.signatures import Signatures
 from lightning_zero.compile.subgraphs.subgraph import Piece, make_piece, symbol_inputs
-from lightning_zero.profiling.tensors import those
+from lightning_zero.profiling.graph_tensors import nodes_where
 
 __all__ = ["PARTS", "cut", "repeats"]
 
@@ -65,7 +65,7 @@ def cut(graph: Graph, parts: int = PARTS) -> list[Piece | Node] | None:
 
 def _runs(work: Sequence[Node], signatures: Signatures) -> list[Run]:
     runs = find_runs([signatures[node] for node in work], SHORTEST)
-    return [run for run in runs if those(work[run.start : run.start + run.period], is_kernel)]
+    return [run for run in runs if nodes_where(work[run.start : run.start + run.period], is_kernel)]
 
 
 def _assemble(

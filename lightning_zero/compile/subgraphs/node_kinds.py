@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from lightning_zero.compat.ops import OpOverload, inductor_seeds, wait_tensor
 from lightning_zero.compile.graph import is_start
 from lightning_zero.native.ops import op_of
-from lightning_zero.profiling.tensors import called, is_view, shared, tensors_of, views
+from lightning_zero.profiling.graph_tensors import aliased_argument, called_op, is_view, is_view_op, tensors_of
 
 __all__ = ["Kind", "all_read", "is_kernel", "is_pointwise", "is_random", "kinds_of", "readers", "reads"]
 
@@ -75,9 +75,9 @@ def _usual(target: Any) -> _Usual | None:
         return _Usual.PART
     if target is wait_tensor or not isinstance(target, OpOverload):
         return None
-    if not views(target):
+    if not is_view_op(target):
         return _Usual.WORK
-    return (_Usual.CUT if target in _CUTS_OUT else _Usual.VIEW) if shared(target) == 0 else None
+    return (_Usual.CUT if target in _CUTS_OUT else _Usual.VIEW) if aliased_argument(target) == 0 else None
 
 
 def _by_rule(node: Node, usual: _Usual | None, kinds: dict[Node, Kind]) -> Kind | None:
@@ -157,7 +157,7 @@ def is_kernel(node: Node) -> bool:
     if node.target is operator.getitem:
         read = node.args[0]
         return isinstance(read, Node) and is_kernel(read)
-    op, _ = called(node)
+    op, _ = called_op(node)
     return isinstance(op, OpOverload) and op.overloadpacket in flop_registry
 
 
@@ -168,5 +168,5 @@ def is_pointwise(node: Node) -> bool:
 
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers."""
-    op, _ = called(node)
+    op, _ = called_op(node)
     return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags

@@ -10,8 +10,8 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compile.subgraphs.node_kinds import Kind, all_read, is_kernel, is_pointwise, is_random, readers
 from lightning_zero.compile.subgraphs.signatures import Signatures
-from lightning_zero.profiling.cost import Flops
-from lightning_zero.profiling.tensors import nbytes, those
+from lightning_zero.profiling.graph_tensors import nbytes, nodes_where
+from lightning_zero.profiling.node_costs import FlopCache
 
 __all__ = ["Order", "graph_work"]
 
@@ -42,8 +42,8 @@ class Order:
         self._readers = readers(graph, kinds)
         self._bytes = _Bytes()
         before = graph_work(graph, kinds)
-        self._kernels = those(before, is_kernel)
-        self._pointwise = those(before, is_pointwise)
+        self._kernels = nodes_where(before, is_kernel)
+        self._pointwise = nodes_where(before, is_pointwise)
         self._end = _first_impure(before)  # what is written in place must not be read later than before, or earlier
         self._moved: set[Node] = set()
         self.work: Sequence[Node] = self._raised(self._sunk(before))
@@ -62,7 +62,7 @@ class Order:
 
     def effort(self) -> list[int]:
         """Of each node, for comparison: floating-point operations of kernels, nothing for others."""
-        flops, known = Flops(), {}
+        flops, known = FlopCache(), {}
         for node in self.work:
             if node in self._kernels and self._signatures[node] not in known:
                 known[self._signatures[node]] = flops.of(node)
@@ -200,7 +200,7 @@ class _Bytes(dict[Node, int]):
 
 def _first_impure(nodes: Sequence[Node]) -> int:
     """Place of the first that does more than it returns, random numbers aside."""
-    impure = those(nodes, lambda node: node.is_impure(impure_random=False))
+    impure = nodes_where(nodes, lambda node: node.is_impure(impure_random=False))
     for number, node in enumerate(nodes):
         if node in impure:
             return number

@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compile.subgraphs.signatures import Signatures, signature
 from lightning_zero.native.ops import op_of
-from lightning_zero.profiling.tensors import is_view, tensors_of, those
+from lightning_zero.profiling.graph_tensors import is_view, nodes_where, tensors_of
 
 __all__ = ["DifferentStrides", "check_strides", "settle_strides"]
 
@@ -31,7 +31,7 @@ def settle_strides(graph: Graph, inputs: Sequence[Any]) -> None:
     """
     changed: set[Node] = set()
     right: set[Hashable] = set()  # views as they are noted; equal layers have equal ones
-    seen, views = Signatures(), those(graph.nodes, is_view)
+    seen, views = Signatures(), nodes_where(graph.nodes, is_view)
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         _note(node, value, changed)
     for node in graph.nodes:

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 
 from lightning_zero.compile.subgraphs.node_kinds import Kind
 from lightning_zero.compile.subgraphs.signatures import Signatures
-from lightning_zero.profiling.tensors import tensors_of
+from lightning_zero.profiling.graph_tensors import tensors_of
 
 __all__ = ["Piece", "make_piece", "symbol_inputs"]
 

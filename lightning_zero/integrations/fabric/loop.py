@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.oom_hint import explain
-from lightning_zero.report.running import running
-from lightning_zero.report.start import StartClock
+from lightning_zero.report.engine_report import running
+from lightning_zero.report.startup_timer import StartupTimer
 
 __all__ = ["Loop"]
 
@@ -39,7 +39,7 @@ class Loop:
         self.begun = False
         self._optimizers: list[weakref.ref[Optimizer]] = []
         steppers = self._optimizers  # a clock that held this loop would keep the model after its last user
-        self._start = StartClock(lambda: engine.session.progress.spent, compiler, lambda: _running(engine, steppers))
+        self._start = StartupTimer(lambda: engine.session.progress.spent, compiler, lambda: _running(engine, steppers))
         self._show = show
         self._inside = False  # of a forward
         self._awaited = False  # a backward

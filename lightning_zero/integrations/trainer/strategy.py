@@ -48,8 +48,8 @@ from lightning_zero.integrations.trainer.stage_end import meet_at_end
 from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
 from lightning_zero.native.ahead import BuildAhead
 from lightning_zero.native.watchdog import Lane
-from lightning_zero.report.running import running
-from lightning_zero.report.start import StartClock
+from lightning_zero.report.engine_report import running
+from lightning_zero.report.startup_timer import StartupTimer
 
 __all__ = ["ZeroStrategy"]
 
@@ -90,7 +90,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             report_stall_after_s=arguments.tuning.report_stall_after_s,
         )
         self._build = BuildAhead(self)
-        self._start = StartClock(self._spent)
+        self._start = StartupTimer(self._spent)
 
     # -- what the Trainer asks before anything runs
 
@@ -209,7 +209,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         self._prepared = False
-        self._start = StartClock(self._spent, self._options.compile_backend, self._running)
+        self._start = StartupTimer(self._spent, self._options.compile_backend, self._running)
         super().connect(model)
 
     def _spent(self) -> Mapping[str, float]:
@@ -292,7 +292,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
                 engine.optimizers.check(optimizer)
             except UnsupportedError as error:
                 raise MisconfigurationException(str(error)) from error
-        engine.memory.gradients.one_micro_batch = one_micro_batch(trainer)
+        engine.memory.gradients.single_micro_batch = one_micro_batch(trainer)
         engine.optimizers.arrange(self.optimizers)
 
     # -- steps

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from lightning_zero.budget.knapsack import Item, Variant, frontier, pick
+from lightning_zero.memory_planner.choices import Item, Variant, frontier, pick
 
 
 def some_items(seed: int) -> list[Item]:

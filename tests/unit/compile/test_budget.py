@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.compile.budget import MEASURED_STEPS, MOST_STEPS, MeasuredBudget
 from lightning_zero.compile.plan import Gather, GraphPlan
 from lightning_zero.compile.shares import another_fits, saved_share
 from lightning_zero.config import CompileConfig, EngineConfig
-from lightning_zero.profiling.headroom import DeviceMemory
+from lightning_zero.memory_planner.planner import MEASURED_STEPS, MOST_STEPS, MemoryPlanner
+from lightning_zero.profiling.device_gauges import DeviceMemory
 from tests.helpers.options import config as options
 
 CPU = torch.device("cpu")
@@ -57,7 +57,7 @@ def test_where_nothing_is_gathered_nothing_fits() -> None:
     assert not another_fits([plan("backward")], 1.0, 1e9, 0)
 
 
-class Alone(MeasuredBudget):
+class Alone(MemoryPlanner):
     """Of a single rank, whose device has 2000 bytes and gives half of them; a pass gathers 800."""
 
     def __init__(self, exists: bool = True) -> None:
@@ -68,7 +68,7 @@ class Alone(MeasuredBudget):
         self.executor: Any = SimpleNamespace(counters=lambda: {"gather_bytes": self.bytes})
         self.bytes = 0
         gauge: Any = SimpleNamespace(
-            exists=exists, captures=False, start=self._begin, read=self._read, empty=lambda: None, device=CPU
+            reports_memory=exists, captures=False, start=self._begin, read=self._read, empty=lambda: None, device=CPU
         )
         super().__init__(self.progress, self.plans, self.executor, None, gauge)  # type: ignore[arg-type]
 
@@ -125,7 +125,7 @@ def test_other_options_are_measured_anew() -> None:
 
 
 def test_a_device_that_does_not_tell_keeps_nothing_and_says_so_once() -> None:
-    budget = Alone(exists=False)
+    budget = Alone(reports_memory=False)
     assert [budget.batch(True) for _ in range(9)] == [None] * 9
     assert budget.said == [
         "reshard_after_forward='auto' keeps no parameters: this device does not tell how much memory it has."

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.compile.cache import PATIENCE, TOLD, CacheLimit, in_the_way
-from lightning_zero.profiling.headroom import DeviceMemory
+from lightning_zero.memory_planner.allocator_cache import PATIENCE, TOLD, AllocatorCacheLimit, exceeds_limit
+from lightning_zero.profiling.device_gauges import DeviceMemory
 
 MIB, TOTAL = 2**20, 80 * 2**30
 LIMIT = 6.0  # GiB
@@ -29,15 +29,15 @@ def memory(cached: int, others: int = OTHERS) -> DeviceMemory:
     ],
 )
 def test_what_could_pass_the_limit_is_in_the_way(cached: int, most: float, useless: int, expected: bool) -> None:
-    assert in_the_way(memory(cached), LIMIT * 2**30, most * MIB, useless * MIB) == expected
+    assert exceeds_limit(memory(cached), LIMIT * 2**30, most * MIB, useless * MIB) == expected
 
 
 @dataclass
 class Device:
     """Caches whatever is let go of, and serves nothing else from it: the worst that an allocator may do."""
 
-    exists: bool = True
-    captures: bool = False
+    reports_memory: bool = True
+    is_capturing: bool = False
     stuck: int = 0  # MiB that cannot be given back, of graphs
     resident: int = STAYS
     cached: int = 0
@@ -69,7 +69,7 @@ class Device:
 class Training:
     def __init__(self, limit: Any = LIMIT, **device: Any) -> None:
         self.device, self.limit, self.compiled = Device(**device), limit, 1
-        self.cache = CacheLimit(self.device, self.device.said.append)  # type: ignore[arg-type]
+        self.cache = AllocatorCacheLimit(self.device, self.device.said.append)  # type: ignore[arg-type]
 
     def step(self, replayed: bool = False) -> None:
         device, told = self.device, (self.limit, self.compiled)

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.compile.first_step import SAVED_SHARE, UNWATCHED_SHARE, FirstStep
+from lightning_zero.memory_planner.first_step_memory import SAVED_SHARE, UNWATCHED_SHARE, FirstStep
 from lightning_zero.offload.mutation_check import Unchanged
 from lightning_zero.offload.saved import SavedOnHost
-from lightning_zero.profiling.headroom import DeviceMemory, limit_of
+from lightning_zero.profiling.device_gauges import DeviceMemory, memory_limit
 
 MIB = 2**20
 TOTAL, STAYS = 1000 * MIB, 500 * MIB
-ROOM = limit_of(None, TOTAL) - STAYS
+ROOM = memory_limit(None, TOTAL) - STAYS
 
 
 class Saving:
@@ -24,15 +24,15 @@ class Saving:
         self.stays = stays
         self.saves: SavedOnHost | None = None
         gauge: Any = SimpleNamespace(
-            exists=exists,
-            captures=False,
+            reports_memory=exists,
+            is_capturing=False,
             device=torch.device("cpu"),
             read=self._read,
             empty=lambda: None,
             start=lambda anew: None,
         )
         self.step = FirstStep(gauge)
-        self.saves = self.step.unmeasured(memory)
+        self.saves = self.step.unmeasured_saves(memory)
 
     def _read(self) -> DeviceMemory:
         self.reads += 1
@@ -83,7 +83,7 @@ def test_a_limit_that_was_set_holds_for_a_later_eager_step_too() -> None:
 
 
 def test_a_cpu_has_no_room_to_look_after() -> None:
-    assert Saving(exists=False).saves is None
+    assert Saving(reports_memory=False).saves is None
 
 
 def test_state_that_comes_back_from_the_host_finds_room_as_state_that_is_made() -> None:
@@ -92,7 +92,7 @@ def test_state_that_comes_back_from_the_host_finds_room_as_state_that_is_made() 
     for _ in range(2):
         saving.step.optimizer_steps()
     assert len(given_back) == 1
-    saving.step.state_comes_back()
+    saving.step.expect_state_from_host()
     for _ in range(2):
         saving.step.optimizer_steps()
     assert len(given_back) == 2

@@ -15,7 +15,7 @@ from lightning_zero.compile.graph import (
     weight_nodes,
 )
 from lightning_zero.native.ops import OPS, Role, in_graphs
-from lightning_zero.planning.weights import on_paper
+from lightning_zero.planning.fake_compiler import fake_op
 from tests.unit.compile.graphs import Builder, aten
 from tests.unit.compile.subgraphs.graphs import layers
 
@@ -25,7 +25,7 @@ def test_gathers_are_found_in_order_those_on_paper_among_them() -> None:
     shards = [b.shard(name) for name in "abc"]
     first, last = b.gather(shards[0], 4, 4), b.gather(shards[2], 4, 4)
     with b.graph.inserting_before(last):
-        paper = b.graph.call_function(on_paper("gather"), (shards[1], [4, 4], torch.float32))
+        paper = b.graph.call_function(fake_op("gather"), (shards[1], [4, 4], torch.float32))
     paper.meta["val"] = first.meta["val"]
     graph = b.done(b.call(aten.addmm.default, first, paper, last))
     assert gathers(graph) == [first, paper, last]
@@ -47,7 +47,7 @@ def test_ops_are_found_by_what_they_do() -> None:
 def test_an_op_without_a_form_on_paper_has_its_own_alone() -> None:
     Builder()  # loads them
     assert in_graphs(OPS["gather_group"]) == [OPS["gather_group"].overload]
-    assert in_graphs(OPS[GATHER]) == [OPS[GATHER].overload, on_paper("gather")]
+    assert in_graphs(OPS[GATHER]) == [OPS[GATHER].overload, fake_op("gather")]
 
 
 def test_weights_are_gathers_and_what_has_their_values_in_any_form() -> None:

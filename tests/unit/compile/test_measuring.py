@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.compile.measuring import Measuring
-from lightning_zero.profiling.headroom import DeviceMemory
+from lightning_zero.memory_planner.step_profiler import StepProfiler
+from lightning_zero.profiling.device_gauges import DeviceMemory
 
 
 class Behind:
@@ -20,16 +20,16 @@ class Behind:
     def now(self) -> float:
         return self.made
 
-    def is_over(self, moment: float) -> bool:
+    def is_done(self, moment: float) -> bool:
         return moment <= self.reached
 
     def between(self, begun: float, ended: float) -> float:
-        self.waits += not self.is_over(ended)
+        self.waits += not self.is_done(ended)
         self.reached = max(self.reached, ended)
         return ended - begun
 
 
-def measuring(captures: bool = False) -> tuple[Measuring, Behind]:
+def measuring(captures: bool = False) -> tuple[StepProfiler, Behind]:
     gauge: Any = SimpleNamespace(
         device=torch.device("cpu"),
         captures=captures,
@@ -38,12 +38,12 @@ def measuring(captures: bool = False) -> tuple[Measuring, Behind]:
         empty=lambda: None,
     )
     some: Any = SimpleNamespace(compiled=1, count=0, counters=dict)
-    found, clock = Measuring(some, some, some, gauge), Behind()
+    found, clock = StepProfiler(some, some, some, gauge), Behind()
     found._clock._moments = clock  # type: ignore[assignment]
     return found, clock
 
 
-def train(measuring: Measuring, clock: Behind, steps: list[float], passes: int = 1, copies: float = 7.0) -> None:
+def train(measuring: StepProfiler, clock: Behind, steps: list[float], passes: int = 1, copies: float = 7.0) -> None:
     """Steps of which each pass takes so long on the device, and the optimizer's copies behind them."""
     for seconds in steps:
         for _ in range(passes):

@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from lightning_zero.budget.curve import Curve, Point
-from lightning_zero.budget.facts import GIB, Chosen, Gradients
-from lightning_zero.compile.budget import WATCHED_STEPS, MeasuredBudget
-from lightning_zero.compile.known import Known
 from lightning_zero.config import EngineConfig
-from lightning_zero.profiling.headroom import DeviceMemory
+from lightning_zero.memory_planner.inputs import GIB, GradientBytes, MemoryConfig
+from lightning_zero.memory_planner.planner import WATCHED_STEPS, MemoryPlanner
+from lightning_zero.memory_planner.step_profiler import EngineMemoryFacts
+from lightning_zero.profiling.device_gauges import DeviceMemory
 
 HELD, SAVED, STATES = 10.0, 8.0, 4.0  # GiB: what stays, activations where none is computed again, optimizers' state
 
 
-class Simulated(MeasuredBudget):
+class Simulated(MemoryPlanner):
     """A training of one rank.
 
     Args:
@@ -53,7 +53,7 @@ class Simulated(MeasuredBudget):
         self.book: Any = SimpleNamespace(count=0, agreed=(), charts=[] if curve is None else [curve.points])
         executor: Any = SimpleNamespace(counters=dict)
         gauge: Any = SimpleNamespace(
-            exists=True,
+            reports_memory=True,
             captures=False,
             start=self._begin,
             read=self._read,
@@ -62,7 +62,7 @@ class Simulated(MeasuredBudget):
         )
         super().__init__(progress, self.book, executor, None, gauge)  # type: ignore[arg-type]
         self._telling.warn = self.warned.append  # type: ignore[method-assign]
-        self.known = Known(states=int(STATES * GIB), to_come=int(STATES * GIB))
+        self.known = EngineMemoryFacts(states=int(STATES * GIB), to_come=int(STATES * GIB))
 
     def _begin(self, anew: bool = True) -> None:
         self.given_back += anew
@@ -84,7 +84,7 @@ class Simulated(MeasuredBudget):
     def _least(self, *values: float) -> list[float]:
         return list(values)
 
-    def step(self) -> Chosen | None:
+    def step(self) -> MemoryConfig | None:
         """What was decided before it."""
         found = self.decided(self.config)
         if found is not None:
@@ -387,7 +387,7 @@ class Rounding(Simulated):
         super().__init__(limit, eager=eager)
         self.config = replace(self.config, compute_dtype=torch.bfloat16)
         self.gradients = gradients
-        self.known = replace(self.known, gradients=Gradients(over=gradients * GIB))
+        self.known = replace(self.known, gradients=GradientBytes(over=gradients * GIB))
 
     def rounded(self) -> list[tuple[int, bool, float]]:
         """In which steps something was decided: whether gradients are rounded, and activations that are saved."""

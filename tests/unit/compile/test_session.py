@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
-from lightning_zero.budget.facts import Chosen
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec
 from lightning_zero.compile.plan import Gather, GraphPlan
-from lightning_zero.compile.planner_state import Decided
 from lightning_zero.compile.session import CompileSession
 from lightning_zero.errors import RankMismatchError
+from lightning_zero.memory_planner.inputs import MemoryConfig
+from lightning_zero.memory_planner.planner import PlanUpdate
 from lightning_zero.native import load
-from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.estimate import NOMINAL, Costs
+from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
+from lightning_zero.profiling.node_costs import DeviceSpeed
 from tests.helpers.options import config
 
 MINIMAL = [spec.name for spec in MINIMAL_PASSES]
@@ -162,7 +162,7 @@ def test_without_compilation_every_step_is_eager() -> None:
 
 def test_links_are_measured_once_where_passes_need_it_and_again_when_they_change() -> None:
     speed = DeviceSpeed({torch.float32: 1e9}, 1e9, 1e-6)
-    measured = Costs(((1, 1.0),), speed)
+    measured = CostModel(((1, 1.0),), speed)
     with patch("lightning_zero.compile.session.measure_costs", return_value=measured) as measure:
         assert Alone(dict(EXACT, prefetch=False)).costs is None
         assert Alone(dict(EXACT, compile=False)).costs is None
@@ -174,7 +174,7 @@ def test_links_are_measured_once_where_passes_need_it_and_again_when_they_change
         session.peers.for_weights = object()
         session.links_changed()
         assert [call.args[1] for call in measure.mock_calls] == [False, True]
-    with patch("lightning_zero.compile.session.measure_costs", return_value=NOMINAL):
+    with patch("lightning_zero.compile.session.measure_costs", return_value=NOMINAL_COSTS):
         assert Alone().costs is None, "nothing was measured"
 
 
@@ -271,7 +271,7 @@ def test_a_budget_that_is_measured_compiles_again_with_a_share_to_keep() -> None
     model = attached(session)
     session.train(model, 2)
     session.plans.add(PLAN)
-    with patch.object(session.budget, "decided", side_effect=[Decided(Chosen(), 0.25), None]):
+    with patch.object(session.budget, "decided", side_effect=[PlanUpdate(MemoryConfig(), 0.25), None]):
         assert session.next_pass() == 0.0
         assert session._compiler.context().saved_share == 0.25
         assert session.plans.agreed == (), "graphs that keep other weights follow other plans"
@@ -284,8 +284,8 @@ def test_gradients_that_a_plan_has_laid_over_copies_lie_apart_once_a_later_train
     session, applied = Alone(planned), []
     attached(session)
     session.budget.apply = lambda config, chosen: applied.append(config.tuning.gradients_over_copies)
-    session.hold(Decided(Chosen(over_copies=True)))
-    session.budget._now = Chosen(over_copies=True)
+    session.hold(PlanUpdate(MemoryConfig(over_copies=True)))
+    session.budget._now = MemoryConfig(over_copies=True)
     session.configure(config(**planned, agreement_timeout_s=3.0))
     session.configure(config(**planned, agreement_timeout_s=3.0, gradients_over_copies=False))
     assert applied == [True, True, False]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.compile.uncaptured_memory import LOOKS, Outside, Watched
-from lightning_zero.profiling.headroom import DeviceMemory
+from lightning_zero.profiling.device_gauges import DeviceMemory
 
 BEFORE, BYTES = 1000, 8  # in tensors between steps; of an input, of an output, and of its gradient
 

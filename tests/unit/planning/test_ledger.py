@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_zero.compat.tensors import FakeTensorMode
-from lightning_zero.planning.ledger import Ledger
+from lightning_zero.planning.memory_counter import MemoryCounter
 
 MODES = pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode], ids=["real", "fake"])
 
@@ -16,7 +16,7 @@ MODES = pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode], ids=["rea
 def test_what_is_alive_is_counted_once_and_until_nobody_has_it(mode: Any) -> None:
     with mode():
         given = torch.empty(10)
-        with Ledger() as ledger:
+        with MemoryCounter() as ledger:
             made = given + 1
             view = made[2:]
             assert ledger.alive == 40
@@ -33,7 +33,7 @@ def test_what_backward_needs_is_alive_until_it_has_run(mode: Any) -> None:
     with mode():
         weight = torch.empty(10, 10, requires_grad=True)
         given = torch.empty(5, 10)
-        with Ledger([weight]) as ledger:
+        with MemoryCounter([weight]) as ledger:
             loss = torch.tanh(given @ weight).sum()
             assert ledger.alive == 5 * 10 * 4 + 4  # tanh saves its result, and the product needs its own no more
             loss.backward()
@@ -45,7 +45,7 @@ def test_what_backward_needs_is_alive_until_it_has_run(mode: Any) -> None:
 def test_casts_of_weights_do_not_count(mode: Any) -> None:
     with mode():
         weight = torch.empty(10, 10, requires_grad=True)
-        with Ledger([weight]) as ledger:
+        with MemoryCounter([weight]) as ledger:
             narrow = weight.to(torch.bfloat16)
             assert ledger.peak == 0
             product = narrow @ narrow
@@ -57,7 +57,7 @@ def test_only_what_reads_or_writes_moves_bytes(mode: Any) -> None:
     with mode():
         weight = torch.empty(10, 10, requires_grad=True)
         given = torch.empty(5, 10)
-        with Ledger([weight], count=lambda *_: 0) as ledger:
+        with MemoryCounter([weight], count=lambda *_: 0) as ledger:
             torch.empty(100)
             torch.empty_like(given)
             given.detach().view(2, 25).expand(3, 2, 25)
@@ -71,7 +71,7 @@ def test_only_what_reads_or_writes_moves_bytes(mode: Any) -> None:
 
 
 def test_laps_have_peaks_of_their_own() -> None:
-    with Ledger() as ledger:
+    with MemoryCounter() as ledger:
         made = torch.ones(10)
         ledger.spike(100)
         assert (ledger.lap().allocated, ledger.lap().allocated) == (140, 40)

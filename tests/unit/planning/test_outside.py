@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.budget.facts import GAPS
-from lightning_zero.planning.plan import Training, plan
-from lightning_zero.planning.training import StepOnPaper
+from lightning_zero.memory_planner.inputs import CAPTURE_GAP_SHARE
+from lightning_zero.planning.estimate_training import Training, plan
+from lightning_zero.planning.fake_step import StepEstimate
 
 WIDTH, SAMPLES = 64, 1024
 BYTES = SAMPLES * WIDTH * 4  # of what comes in, of each layer's result, and of the last one's gradient
@@ -23,7 +23,7 @@ class Chain(nn.Module):
         return found.square().mean() if self.with_loss else found
 
 
-def step(with_loss: bool, **options: Any) -> tuple[StepOnPaper, int]:
+def step(with_loss: bool, **options: Any) -> tuple[StepEstimate, int]:
     """Of a chain, and what a steady step takes besides what stays."""
     with torch.device("meta"):
         module, x = Chain(with_loss), torch.empty(SAMPLES, WIDTH)
@@ -41,7 +41,7 @@ def step(with_loss: bool, **options: Any) -> tuple[StepOnPaper, int]:
 def test_a_loss_outside_lies_beside_the_graphs_memory() -> None:
     (inside, replayed), (outside, _) = step(True), step(False)
     assert inside.outside == BYTES + 2 * 4, "a copy of what comes in, and of the loss and its gradient"
-    assert replayed == int(inside.peak * (1 + GAPS) + inside.outside)
+    assert replayed == int(inside.peak * (1 + CAPTURE_GAP_SHARE) + inside.outside)
     # Copies of what comes in, what goes out and its gradient; and the square, its gradient and the result's, of which
     # the graphs could have used a part.
     assert 3 * BYTES + 1 * BYTES <= outside.outside <= 3 * BYTES + 3 * BYTES

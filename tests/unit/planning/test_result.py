@@ -1,16 +1,16 @@
 """What a plan prints."""
 
-from lightning_zero.planning.result import Passes, TrainingPlan
-from lightning_zero.planning.seconds import Seconds
-from lightning_zero.profiling.devices import device_called
+from lightning_zero.planning.step_seconds import StepSeconds
+from lightning_zero.planning.training_plan import PassEstimates, TrainingPlan
+from lightning_zero.profiling.devices import find_device
 
 GIB = 2**30
 
 
 def test_a_plan_prints_as_tables() -> None:
     roles = {"master_shard": GIB, "gradient": GIB // 2, "resident_weight": 0}
-    passes = Passes(None, None, "ValueError: no", 0)
-    plan = TrainingPlan(device_called("H100"), 2, 1234567, roles, passes, 0, graphs=False)
+    passes = PassEstimates(None, None, "ValueError: no", 0)
+    plan = TrainingPlan(find_device("H100"), 2, 1234567, roles, passes, 0, graphs=False)
     assert str(plan).splitlines() == [
         "Estimated, for each of 2 x H100:",
         "  parameters             1,234,567",
@@ -24,7 +24,9 @@ def test_a_plan_prints_as_tables() -> None:
         "  fits                   yes",
         "Not all could be traced: ValueError: no",
     ]
-    timed = TrainingPlan(plan.device, 2, 1, roles, Passes(None, None, "", 0), 0, False, Seconds(0.1, 0.02, 0.003))
+    timed = TrainingPlan(
+        plan.device, 2, 1, roles, PassEstimates(None, None, "", 0), 0, False, StepSeconds(0.1, 0.02, 0.003)
+    )
     assert str(timed).splitlines()[-5:] == [
         "ms of a step:",
         "  compute    100.0",

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.planning.seconds import Seconds, step_seconds
-from lightning_zero.profiling.devices import LINKS, MEMORY, device_called
+from lightning_zero.planning.step_seconds import StepSeconds, step_seconds
+from lightning_zero.profiling.devices import LINKS, MEMORY, find_device
 
 PARAMETERS, LAYERS = 32 << 20, 2  # layers of 32 MiB in bfloat16
 
 
 def _estimate(
     ranks: int, ranks_per_host: int = 8, accumulate: int = 1, compute_s: float = 3e-6, **more: Any
-) -> Seconds:
+) -> StepSeconds:
     tuning = SimpleNamespace(gather_group_mb=32, replicate_over=more.pop("replicate_over", None))
     bf16 = torch.bfloat16
     given = {"stage": 3, "resident_until": "step", "resident_mb": 0, "compute_dtype": bf16, "wire_dtype": bf16}
@@ -22,11 +22,11 @@ def _estimate(
     cuts = [SimpleNamespace(layout=SimpleNamespace(numel=PARAMETERS))]
     step = SimpleNamespace(forward_s=compute_s / 3, backward_s=compute_s * 2 / 3)
     training = SimpleNamespace(ranks_per_host=ranks_per_host, accumulate=accumulate)
-    return step_seconds(step, cuts, config, (device_called("H200"), ranks, training))  # type: ignore[arg-type]
+    return step_seconds(step, cuts, config, (find_device("H200"), ranks, training))  # type: ignore[arg-type]
 
 
 def test_one_gpu_waits_for_nothing() -> None:
-    device = device_called("H200")
+    device = find_device("H200")
     found = _estimate(1, accumulate=4)
     assert found.compute == pytest.approx(4 * 3e-6)
     assert found.exposed == 0
@@ -34,7 +34,7 @@ def test_one_gpu_waits_for_nothing() -> None:
 
 
 def test_transfers_longer_than_compute_are_exposed() -> None:
-    device = device_called("H200")
+    device = find_device("H200")
     each = 14e-6 + 7 * 1.9e-6 + PARAMETERS / LAYERS * 2 * 7 / 8 / (device.inside * LINKS)
     found = _estimate(8)
     # Forward gathers each layer. Backward gathers and reduces each layer. Compute of one layer of each pass is exposed.

@@ -8,16 +8,15 @@ from torch import nn
 
 from lightning_zero import Tuning
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.planning.plan import Training, plan
-from lightning_zero.planning.states import kept_by
-from lightning_zero.planning.static import cut
+from lightning_zero.planning.estimate_training import Training, plan
+from lightning_zero.planning.persistent_memory import cut, measure_optimizer_memory
 from tests.helpers.optimizer_steps import Lion
 
 
 def kept(make: Any, narrow: bool) -> Any:
     module = nn.Linear(64, 64)
     params = list(module.parameters())
-    return kept_by([make(params)], params, cut(module, 2), narrow)
+    return measure_optimizer_memory([make(params)], params, cut(module, 2), narrow)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.planning.static import cut, memory_that_stays
+from lightning_zero.planning.persistent_memory import cut, persistent_bytes
 from tests.helpers.options import config
 
 
@@ -17,18 +17,18 @@ def model() -> nn.Module:
 def test_a_host_with_a_replica_holds_what_it_would_alone(stage: int, inside: int) -> None:
     options = {"stage": stage, "compute_dtype": torch.bfloat16}
     cuts = cut(model(), inside)
-    alone = memory_that_stays(cuts, config(**options))
-    one_of_three = memory_that_stays(cuts, config(replicate_over="hosts", **options), hosts=3)
+    alone = persistent_bytes(cuts, config(**options))
+    one_of_three = persistent_bytes(cuts, config(replicate_over="hosts", **options), hosts=3)
     assert one_of_three == alone
-    together = memory_that_stays(cut(model(), 3 * inside), config(**options), hosts=3)
+    together = persistent_bytes(cut(model(), 3 * inside), config(**options), hosts=3)
     assert together["master_shard"] < 0.5 * alone["master_shard"]
 
 
 def test_gradients_that_wait_for_the_last_micro_batch_are_a_hosts() -> None:
     cuts = cut(model(), 4)
-    once = memory_that_stays(cuts, config(replicate_over="hosts", reduce_across="step"), hosts=3, accumulate=2)
+    once = persistent_bytes(cuts, config(replicate_over="hosts", reduce_across="step"), hosts=3, accumulate=2)
     assert once["deferred_gradient"] == once["gradient"]
-    whole = memory_that_stays(cuts, config(replicate_over="hosts", stage=1), hosts=3, accumulate=2)
+    whole = persistent_bytes(cuts, config(replicate_over="hosts", stage=1), hosts=3, accumulate=2)
     assert whole["deferred_gradient"] == 4 * once["gradient"]
-    each = memory_that_stays(cuts, config(replicate_over="hosts"), hosts=3, accumulate=2)
+    each = persistent_bytes(cuts, config(replicate_over="hosts"), hosts=3, accumulate=2)
     assert each["deferred_gradient"] == 0

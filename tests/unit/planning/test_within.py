@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 from lightning_zero.cli.main import main
-from lightning_zero.compile.known import Known
 from lightning_zero.config import EngineConfig, Tuning
-from lightning_zero.planning.plan import Training, _known, plan
-from lightning_zero.planning.result import Passes, TrainingPlan
-from lightning_zero.planning.states import Kept
-from lightning_zero.planning.static import cut
-from lightning_zero.planning.training import StepOnPaper
-from lightning_zero.planning.within import with_first_step, within_budget
-from lightning_zero.profiling.devices import Device, device_called
-from lightning_zero.profiling.headroom import limit_of
+from lightning_zero.memory_planner.step_profiler import EngineMemoryFacts
+from lightning_zero.planning.estimate_training import Training, _known, plan, plan_within_limit, with_first_step_peak
+from lightning_zero.planning.fake_step import StepEstimate
+from lightning_zero.planning.persistent_memory import OptimizerMemory, cut
+from lightning_zero.planning.training_plan import PassEstimates, TrainingPlan
+from lightning_zero.profiling.device_gauges import memory_limit
+from lightning_zero.profiling.devices import Device, find_device
 
 GIB = 2**30
-KNOWN = Known(states=8 * GIB, masters=4 * GIB, whole=2 * GIB, ring=GIB // 4, may_leave=("optimizer",), gather_s=3e-12)
-CARD = replace(device_called("H100"), context=0.0)
+KNOWN = EngineMemoryFacts(
+    states=8 * GIB, masters=4 * GIB, whole=2 * GIB, ring=GIB // 4, may_leave=("optimizer",), gather_s=3e-12
+)
+CARD = replace(find_device("H100"), context=0.0)
 
 
 class Estimates:
@@ -39,10 +39,10 @@ class Estimates:
         assert config.memory is None
         budget = config.activation_memory_budget
         saved = int(self.saved(budget) * GIB)
-        step = StepOnPaper(saved=saved, peak=saved, forward_s=0.05, backward_s=0.1)
+        step = StepEstimate(saved=saved, peak=saved, forward_s=0.05, backward_s=0.1)
         state = GIB // 4 if "optimizer" in config.offload else 8 * GIB
         roles = {"master_shard": 4 * GIB, "optimizer_state": state}
-        return TrainingPlan(CARD, 2, 10**9, roles, Passes(step, None, "", 0), 0, graphs=False)
+        return TrainingPlan(CARD, 2, 10**9, roles, PassEstimates(step, None, "", 0), 0, graphs=False)
 
     def saved(self, budget: float) -> float:
         return 20 * budget + self.hidden * (budget < 1)
@@ -50,7 +50,7 @@ class Estimates:
 
 def within(memory: float, hidden: float = 0.0, **options: Any) -> tuple[TrainingPlan, Estimates]:
     estimates = Estimates(hidden)
-    return within_budget(EngineConfig(memory=memory, **options), estimates, KNOWN, 1), estimates
+    return plan_within_limit(EngineConfig(memory=memory, **options), estimates, KNOWN, 1), estimates
 
 
 def test_what_fits_is_estimated_once_and_the_rest_goes_to_weights() -> None:
@@ -80,7 +80,7 @@ class Coarse(Estimates):
 
 def test_what_was_estimated_not_to_fit_is_not_chosen_because_less_has_room_to_spare() -> None:
     estimates = Coarse()
-    found = within_budget(EngineConfig(memory=30), estimates, KNOWN, 1)
+    found = plan_within_limit(EngineConfig(memory=30), estimates, KNOWN, 1)
     assert [config.activation_memory_budget for config in estimates.asked] == [1.0, 0.8, 0.9]
     assert found.memory is not None
     assert found.memory.chosen.activation_memory_budget == 0.9
@@ -106,14 +106,14 @@ def test_what_is_said_to_fit_does(memory: float) -> None:
 def first_step(memory: float, eager: float, least: float) -> tuple[float, bool, int]:
     """GiB of the first step, whether all fits, and how often it was asked what an eager pass takes at least."""
     found, _ = within(memory)
-    passes = replace(found.passes, eager=StepOnPaper(peak=int(eager * GIB)))
+    passes = replace(found.passes, eager=StepEstimate(peak=int(eager * GIB)))
     asked: list[None] = []
 
-    def held() -> StepOnPaper:
+    def held() -> StepEstimate:
         asked.append(None)
-        return StepOnPaper(peak=int(least * GIB))
+        return StepEstimate(peak=int(least * GIB))
 
-    told = with_first_step(replace(found, passes=passes), held)
+    told = with_first_step_peak(replace(found, passes=passes), held)
     assert told.memory is not None
     assert told.memory.first_step is not None
     assert told.first_peak == told.memory.first_step
@@ -133,12 +133,12 @@ def test_what_a_first_step_saves_leaves_as_far_as_there_is_no_room() -> None:
 
 
 def test_without_a_limit_a_first_step_that_would_fill_the_device_leaves_as_far() -> None:
-    step = StepOnPaper(peak=20 * GIB)
-    found = TrainingPlan(CARD, 2, 10**9, {"master_shard": 40 * GIB}, Passes(step, None, "", 0), 0, graphs=False)
-    limit = int(limit_of(None, CARD.memory))
+    step = StepEstimate(peak=20 * GIB)
+    found = TrainingPlan(CARD, 2, 10**9, {"master_shard": 40 * GIB}, PassEstimates(step, None, "", 0), 0, graphs=False)
+    limit = int(memory_limit(None, CARD.memory))
     for eager, least, expected in ((20, 2, 60 * GIB), (38, 2, limit), (38, 35, 75 * GIB)):
-        passes = replace(found.passes, eager=StepOnPaper(peak=eager * GIB))
-        told = with_first_step(replace(found, passes=passes), lambda least=least: StepOnPaper(peak=least * GIB))  # type: ignore[misc]
+        passes = replace(found.passes, eager=StepEstimate(peak=eager * GIB))
+        told = with_first_step_peak(replace(found, passes=passes), lambda least=least: StepEstimate(peak=least * GIB))  # type: ignore[misc]
         assert (told.first_peak, told.memory) == (expected, None)
 
 
@@ -185,7 +185,7 @@ def test_master_weights_of_a_large_model_lie_on_the_host_where_it_does_not_fit_o
     assert found.memory is not None
     assert {"optimizer", "parameters"} <= set(found.memory.chosen.offload)
     assert found.roles["master_shard"] == whole.roles["master_shard"] - masters
-    cuts, kept = cut(net, 2), Kept(states=2 * masters, temporary=0, words="")
+    cuts, kept = cut(net, 2), OptimizerMemory(states=2 * masters, temporary=0, words="")
     config = EngineConfig(compute_dtype=torch.bfloat16)
     for hosts, may in ((1, True), (2, False)):
         assert ("parameters" in _known(cuts, kept, config, card, 2, hosts).may_leave) == may

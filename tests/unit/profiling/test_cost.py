@@ -7,7 +7,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.nn import functional as F
 
-from lightning_zero.profiling.cost import DeviceSpeed, Flops, NodeCost, fused_runs, graph_costs, node_flops
+from lightning_zero.profiling.node_costs import DeviceSpeed, FlopCache, NodeCost, fusion_groups, graph_costs, node_flops
 from tests.helpers.tracing import traced
 from tests.unit.compile.graphs import Builder
 
@@ -53,8 +53,8 @@ def test_what_is_found_once_for_equal_ops_is_what_each_has(monkeypatch: pytest.M
         return node_flops(node)
 
     graph = traced(work, torch.zeros(2, 2, 4, 4), torch.zeros(4, 4))
-    monkeypatch.setattr("lightning_zero.profiling.cost.node_flops", counted)
-    flops = Flops()
+    monkeypatch.setattr("lightning_zero.profiling.node_costs.node_flops", counted)
+    flops = FlopCache()
     assert [flops.of(node) for node in graph.nodes] == [node_flops(node) for node in graph.nodes]
     assert 0 < len(asked) < sum(node_flops(node) > 0 for node in graph.nodes)
 
@@ -122,8 +122,8 @@ def test_reading_at_places_of_its_own_does_not_end_a_fused_run() -> None:
     x, places = b.input("x", 64, 64), b.input("places", 64, 1, dtype=torch.int64)
     chosen = b.call(aten.gather.default, b.call(aten.exp.default, x), 1, places)
     graph = b.done(b.call(aten.neg.default, chosen))
-    assert {*fused_runs(graph).values()} == {0}
-    assert len(fused_runs(graph)) == 3
+    assert {*fusion_groups(graph).values()} == {0}
+    assert len(fusion_groups(graph)) == 3
 
 
 def test_parts_of_one_tensor_are_read_each_but_never_more_than_all_of_it() -> None:

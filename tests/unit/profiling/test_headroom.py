@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge, limit_of
+from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge, memory_limit
 
 
 def test_what_is_here_is_all_but_what_the_allocator_can_give_back() -> None:
@@ -13,7 +13,7 @@ def test_what_is_here_is_all_but_what_the_allocator_can_give_back() -> None:
 
 @pytest.mark.parametrize(("memory", "limit"), [(None, 90), ("auto", 90), (50 / 2**30, 50), (200 / 2**30, 100)])
 def test_a_limit_is_the_number_or_all_but_a_margin(memory: float | str | None, limit: float) -> None:
-    assert limit_of(memory, 100) == pytest.approx(limit)
+    assert memory_limit(memory, 100) == pytest.approx(limit)
 
 
 class Counted:
@@ -59,4 +59,4 @@ def test_laps_have_peaks_of_their_own_which_count_until_the_next_start(monkeypat
 
 
 def test_a_cpu_does_not_tell() -> None:
-    assert not MemoryGauge(torch.device("cpu")).exists
+    assert not MemoryGauge(torch.device("cpu")).reports_memory

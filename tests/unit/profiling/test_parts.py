@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.compat.tensors import FakeTensorMode
-from lightning_zero.profiling.parts import Memory
+from lightning_zero.profiling.graph_tensors import FakeBuffer
 
 fake = FakeTensorMode()
 
@@ -22,14 +22,14 @@ def test_a_part_is_a_view_of_a_slice(shape: list[int], like: str) -> None:
     value = torch.empty(2, dtype=torch.bfloat16, device="meta") if value is None else value
     numel = torch.Size(shape).numel()
     whole = value.new_empty(40)
-    memory = Memory(value, 40)
+    memory = FakeBuffer(value, 40)
     assert described(memory.part(5, shape)) == described(whole[5 : 5 + numel].view(shape))
 
 
 def test_parts_lie_in_one_memory_inside_a_mode_or_not() -> None:
     with fake:
         value = torch.empty(2)
-        memory = Memory(value, 40)
+        memory = FakeBuffer(value, 40)
         parts = [memory.part(0, [40]), memory.part(8, [4, 2])]
     parts.append(memory.part(16, [4]))
     assert len({part.untyped_storage()._cdata for part in parts}) == 1

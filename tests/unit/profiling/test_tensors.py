@@ -6,7 +6,15 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_zero.profiling.tensors import is_view, nbytes, read_bytes, size_hint, storages, those, viewed
+from lightning_zero.profiling.graph_tensors import (
+    is_view,
+    nbytes,
+    nodes_where,
+    read_bytes,
+    size_hint,
+    storages,
+    view_base,
+)
 from tests.helpers.tracing import traced
 
 aten = torch.ops.aten
@@ -52,7 +60,7 @@ def test_several_results_have_a_memory_each() -> None:
 def test_an_op_that_writes_in_place_shares_memory_but_is_no_view() -> None:
     graph = traced(lambda x, y: x.copy_(y), torch.zeros(4), torch.ones(4))
     written = node(graph, aten.copy_.default)
-    assert viewed(written) is next(iter(graph.nodes))
+    assert view_base(written) is next(iter(graph.nodes))
     assert not is_view(written)
 
 
@@ -105,5 +113,5 @@ def test_an_op_of_torch_is_asked_for_once_and_others_for_each_node() -> None:
         asked.append(node)
         return node is not parts[1]
 
-    assert those([x, *products, *parts], ask) == {*products, parts[0]}
+    assert nodes_where([x, *products, *parts], ask) == {*products, parts[0]}
     assert asked == [products[0], *parts]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce
-from lightning_zero.report.exposed import exposed_seconds, step_plans
+from lightning_zero.report.step_metrics import exposed_seconds, pass_plans
 
 
 def gather(name: str, size: int, started_s: float, waited_s: float, transfer_s: float) -> Gather:
@@ -45,5 +45,5 @@ def test_seconds_travel_with_the_plan() -> None:
 
 def test_a_pass_runs_the_last_graphs_for_the_same_weights() -> None:
     newer = replace(FORWARD, compute_s=5.0)
-    assert step_plans(Plan((FORWARD, BACKWARD, newer)), 24) == [newer, BACKWARD]
-    assert step_plans(Plan((FORWARD, BACKWARD)), 48) is None, "each of them twice, or others"
+    assert pass_plans(Plan((FORWARD, BACKWARD, newer)), 24) == [newer, BACKWARD]
+    assert pass_plans(Plan((FORWARD, BACKWARD)), 48) is None, "each of them twice, or others"

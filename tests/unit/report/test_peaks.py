@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_zero.report.peaks import peak_of
+from lightning_zero.profiling.devices import find_peak_flops
 
 HALF, SINGLE = torch.bfloat16, torch.float32
 
@@ -26,7 +26,7 @@ HALF, SINGLE = torch.bfloat16, torch.float32
     ],
 )
 def test_the_peak_is_that_of_dense_products(name: str, dtype: torch.dtype, tf32: bool, teraflops: float) -> None:
-    peak = peak_of(name, dtype, tf32)
+    peak = find_peak_flops(name, dtype, tf32)
     assert peak is not None
     assert peak.flops == pytest.approx(teraflops * 1e12)
     assert name in peak.what
@@ -35,8 +35,8 @@ def test_the_peak_is_that_of_dense_products(name: str, dtype: torch.dtype, tf32:
 
 @pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA H1000", "Tesla T4", "NVIDIA GeForce RTX 4090", ""])
 def test_an_unknown_device_has_none(name: str) -> None:
-    assert peak_of(name, HALF, True) is None
+    assert find_peak_flops(name, HALF, True) is None
 
 
 def test_neither_has_an_unknown_dtype() -> None:
-    assert peak_of("NVIDIA H200", torch.float64, False) is None
+    assert find_peak_flops("NVIDIA H200", torch.float64, False) is None

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from lightning_zero.report.start import BATCHES, MOST_BATCHES, StartClock
+from lightning_zero.report.startup_timer import BATCHES, MOST_BATCHES, StartupTimer
 
 
 class Training:
@@ -12,7 +12,9 @@ class Training:
         self.now = 100.0
         self.spent: defaultdict[str, float] = defaultdict(float, graphs=3.0, compiling=50.0)  # by another training
         self.torch: defaultdict[str, float] = defaultdict(float, {"aot_trace_joint_graph": 7.0})
-        self.clock = StartClock(lambda: self.spent, "Inductor", lambda: self.runs, lambda: self.now, lambda: self.torch)
+        self.clock = StartupTimer(
+            lambda: self.spent, "Inductor", lambda: self.runs, lambda: self.now, lambda: self.torch
+        )
         self.runs = ""
 
     def passes(self, seconds: float) -> None:
@@ -117,6 +119,6 @@ def test_a_line_that_fails_ends_no_training() -> None:
     def fails() -> str:
         raise ValueError("no")
 
-    clock = StartClock(dict, "inductor", fails, lambda: 0.0, dict)
+    clock = StartupTimer(dict, "inductor", fails, lambda: 0.0, dict)
     clock.batch()
     assert clock.ends() == ["What runs cannot be said: ValueError: no."]

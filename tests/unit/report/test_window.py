@@ -4,30 +4,30 @@ import time
 
 import torch
 
-from lightning_zero.report.window import Counts, Window
+from lightning_zero.report.step_metrics import EngineCounters, StepWindow
 
 CPU = torch.device("cpu")
 
 
 class Engine:
     def __init__(self) -> None:
-        self.counted = Counts(100, 50, 7, 3, 2)
+        self.counted = EngineCounters(100, 50, 7, 3, 2)
 
-    def counts(self) -> Counts:
+    def counts(self) -> EngineCounters:
         return self.counted
 
 
 def test_counts_are_those_of_the_window() -> None:
     engine = Engine()
-    window = Window(CPU, engine.counts)
+    window = StepWindow(CPU, engine.counts)
     window.pass_begins()
-    engine.counted = Counts(164, 50, 8, 3, 2)
+    engine.counted = EngineCounters(164, 50, 8, 3, 2)
     window.pass_ends()
-    engine.counted = Counts(228, 80, 9, 4, 2)
+    engine.counted = EngineCounters(228, 80, 9, 4, 2)
     window.pass_begins()  # only the first is measured
     window.pass_ends()
     window.end()
-    assert window.during == Counts(128, 30, 2, 1, 0)
+    assert window.during == EngineCounters(128, 30, 2, 1, 0)
     assert window.pass_gathered == 64
     seconds = window.pass_seconds()
     assert seconds is not None
@@ -35,7 +35,7 @@ def test_counts_are_those_of_the_window() -> None:
 
 
 def test_a_pause_is_left_out() -> None:
-    window = Window(CPU, Engine().counts)
+    window = StepWindow(CPU, Engine().counts)
     window.resume()  # nothing was paused
     window.pause()
     time.sleep(0.05)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.budget.facts import Chosen
-from lightning_zero.step.planned import PlannedMemory
+from lightning_zero.memory_planner.inputs import MemoryConfig
+from lightning_zero.step.memory_controller import MemoryController
 from tests.helpers.options import config
 
 
@@ -16,17 +16,17 @@ def calls(before: Sequence[str], after: Sequence[str], over: bool = False, lies:
     """Of what is asked to make room, and when the state moves. ``over``, ``lies``: gradients lay over copies of weights,
     and do now."""
     found: list[str] = []
-    planned: Any = PlannedMemory.__new__(PlannedMemory)
-    first_step = SimpleNamespace(state_comes_back=lambda: found.append("comes back"))
+    planned: Any = MemoryController.__new__(MemoryController)
+    first_step = SimpleNamespace(expect_state_from_host=lambda: found.append("comes back"))
     budget = SimpleNamespace(first_step=first_step, give_back=lambda: found.append("give back"))
     planned._session = SimpleNamespace(budget=budget)
     planned._optimizers = SimpleNamespace(
         config=config(offload=before), on_host="optimizer" in before, configure=lambda _: found.append("configure")
     )
-    planned.gradients = SimpleNamespace(lie_over=over, lie=lambda to: found.append(f"over copies: {to}"))
+    planned.gradients = SimpleNamespace(aliased=over, lie=lambda to: found.append(f"over copies: {to}"))
     planned._sharder = SimpleNamespace(executor=SimpleNamespace())
     chosen = config(offload=after, gradients_over_copies=lies or None, compute_dtype=torch.bfloat16)
-    planned._apply(chosen, Chosen(offload=tuple(after), over_copies=lies))
+    planned._apply(chosen, MemoryConfig(offload=tuple(after), over_copies=lies))
     return found
 
 

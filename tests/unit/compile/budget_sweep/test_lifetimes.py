@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from lightning_zero.compile.budget_sweep.lifetimes import graph_peak
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, CompileConfig, PassContext
 from lightning_zero.compile.passes.reduce import hand_over_gradients
+from lightning_zero.planning.graph_memory import graph_peak
 from tests.unit.compile.graphs import Builder
 
 aten = torch.ops.aten

@@ -10,8 +10,8 @@ from torch.fx import Graph, GraphModule, Node
 from lightning_zero.compile.graph import results
 from lightning_zero.compile.passes.activation_offload import LeavingLimits, leave
 from lightning_zero.compile.passes.offload import HostCosts
-from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.estimate import NOMINAL, Costs
+from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
+from lightning_zero.profiling.node_costs import DeviceSpeed
 from tests.unit.compile.graphs import WEIGHT, Builder, order
 
 aten = torch.ops.aten
@@ -21,7 +21,7 @@ ALL = float("inf")
 def limits(budget: float | None = ALL, copy: float = 1.0, least: float = 1.0) -> LeavingLimits:
     """Sizes in tensors of 64 x 64, of which a product takes a second."""
     speed = DeviceSpeed({torch.float32: 2 * 64**3}, 1e18, 1e-18)
-    host = HostCosts(Costs(NOMINAL.gathers, speed, host_bytes_per_s=WEIGHT / copy))
+    host = HostCosts(CostModel(NOMINAL_COSTS.gathers, speed, host_bytes_per_s=WEIGHT / copy))
     return LeavingLimits(host, int(least * WEIGHT), None if budget is None else budget * WEIGHT)
 
 

@@ -4,8 +4,8 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.passes.offload import HostCosts, place_offloads
-from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.estimate import NOMINAL, Costs
+from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
+from lightning_zero.profiling.node_costs import DeviceSpeed
 from tests.unit.compile.graphs import WEIGHT, Builder, order
 
 aten = torch.ops.aten
@@ -15,7 +15,7 @@ offload, reload = "offload", "reload"
 def costs(copy: float, window: float = float("inf")) -> HostCosts:
     """Seconds for a copy of 64 x 64, where a product takes one, and nothing else takes any."""
     speed = DeviceSpeed({torch.float32: 2 * 64**3}, 1e18, 1e-18)
-    return HostCosts(Costs(NOMINAL.gathers, speed, host_bytes_per_s=WEIGHT / copy), window * WEIGHT)
+    return HostCosts(CostModel(NOMINAL_COSTS.gathers, speed, host_bytes_per_s=WEIGHT / copy), window * WEIGHT)
 
 
 class Passes(Builder):

@@ -10,18 +10,18 @@ from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.passes.grouping import GroupLimits
 from lightning_zero.compile.passes.publish_plan import read_plan
 from lightning_zero.config import CompileConfig
-from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.estimate import BESIDE_COMPUTE, NOMINAL, Costs
+from lightning_zero.profiling.cost_model import BESIDE_COMPUTE, NOMINAL_COSTS, CostModel
+from lightning_zero.profiling.node_costs import DeviceSpeed
 from tests.unit.compile.graphs import WEIGHT, Builder, order, products
 
 aten = torch.ops.aten
 FLOPS = 2 * 64**3  # of each product below
 
 
-def costs(transfer: float, product: float = 1.0) -> Costs:
+def costs(transfer: float, product: float = 1.0) -> CostModel:
     """Seconds for a weight beside compute, and for a product; nothing else takes time."""
     speed = DeviceSpeed({torch.float32: FLOPS / product}, 1e18, 1e-18)
-    return Costs(((1, transfer * BESIDE_COMPUTE / WEIGHT),), speed)
+    return CostModel(((1, transfer * BESIDE_COMPUTE / WEIGHT),), speed)
 
 
 def placed(graph: Graph, transfer: float, **options: float) -> str:
@@ -114,6 +114,8 @@ def test_beside_weights_that_stay_until_the_step_places_follow_the_order_of_use_
         return b.done(x)
 
     config = CompileConfig(resident_mb=1, resident_until="step")
-    few, many = (order(run_passes(mixed(rows), default_passes(PassContext(config, 2, NOMINAL)))) for rows in (2, 2**20))
+    few, many = (
+        order(run_passes(mixed(rows), default_passes(PassContext(config, 2, NOMINAL_COSTS)))) for rows in (2, 2**20)
+    )
     assert few == many
     assert few.startswith("check_plan(a) gather_group(a) ")
