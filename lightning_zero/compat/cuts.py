@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import networkx
 
-from lightning_zero.compat.graphs import RECOMPUTE
 from lightning_zero.compat.lookup import module
 from lightning_zero.compat.patches import Patch, swapped
 from lightning_zero.compat.smallest_cut import minimum_cut
 
 partitioners = module("torch._functorch.partitioners")
 
-__all__ = ["CannotCut", "cutting_fast", "cutting_often"]
-
-# What it raises where a graph cannot be cut.
-CannotCut = (AssertionError, RuntimeError, networkx.NetworkXException)
+__all__ = ["cutting_fast"]
 
 
 # Torch 2.15 has a fast one of its own, which the partitioner calls instead.
@@ -29,13 +24,6 @@ _CUT = Patch(
     # The partitioner asks networkx by this name. (torch 2.11+)
     {} if HAS_ITS_OWN else {"networkx.minimum_cut": "flowG, _s, _t, capacity, flow_func, backend, **kwargs"},
 )
-_CUTS = Patch(
-    "cuts that several memory budgets share are searched once",
-    {
-        # Chooses the saved nodes for one set of options, and the nodes that must be saved. (torch 2.11+)
-        "torch._functorch.partitioners.solve_min_cut": "joint_graph, node_info, min_cut_options, dont_ban",
-    },
-)
 
 
 @_CUT
@@ -44,24 +32,4 @@ def cutting_fast() -> Iterator[None]:
     """Inside, it looks for cuts in small parts of a graph, and in equal ones once, which for 96 layers of GPT-2 takes
     0.1 CPU s instead of 3.0. Whichever way finds it, there is one smallest cut next to backward."""
     with nullcontext() if HAS_ITS_OWN else swapped(networkx, "minimum_cut", minimum_cut):
-        yield
-
-
-@_CUTS
-@contextmanager
-def cutting_often() -> Iterator[None]:
-    """Inside, what it has found of one joint graph, as long as nodes and tags are the same, it does not look for again:
-    of the cuts that a budget goes by, all but the last are the same for all budgets."""
-    plain = partitioners.solve_min_cut
-    found: dict[Any, Any] = {}
-
-    def solve_min_cut(joint_graph: Any, node_info: Any, options: Any, dont_ban: Any = None) -> Any:
-        tags = tuple(node.meta.get(RECOMPUTE) for node in joint_graph.nodes)
-        key = joint_graph, repr(options), frozenset(dont_ban or ()), tags
-        if key not in found:
-            found[key] = plain(joint_graph, node_info, options, dont_ban)
-        saved, banned = found[key]
-        return list(saved), banned.copy()
-
-    with swapped(partitioners, "solve_min_cut", solve_min_cut):
         yield

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.planning.persistent_memory import cut, persistent_bytes
-from lightning_zero.report.engine_report import memory_by_role, running
+from lightning_zero.report.engine_report import memory_by_role, startup_summary
 from tests.helpers.models import Batch, Case, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch, train_reference
 from tests.helpers.sharded import (
@@ -227,7 +227,7 @@ def alone() -> tuple[list[float], dict[str, int], str]:
     model = build(Wide)
     with engine_for(model, EAGER, **REPLICAS) as engine:
         out = train_sharded(engine, model, make_batches(Wide, STEPS, SAMPLES)[:2], sgd(model), clip_norm=CLIP)
-        return out.losses, engine.executor.counters(), running(engine, [])
+        return out.losses, engine.executor.counters(), startup_summary(engine, [])
 
 
 def test_on_one_host_there_is_nothing_to_replicate_and_one_line_says_so(ranks: Ranks) -> None:

@@ -43,9 +43,6 @@ class Gauge(MemoryGauge):
         took = SAVED if engine is not None and engine.session.plans.count else Gauge.eager
         return DeviceMemory(TOTAL, 0, here + took, here + took, here)
 
-    def lap(self) -> DeviceMemory:
-        return self.read()
-
 
 class Course:
     """What is seen of one training."""
@@ -74,7 +71,6 @@ def train(limit: int | None, rounded: int = STEPS + LATER, options: Any = None, 
     with (
         patch("lightning_zero.compile.session.MemoryGauge", Gauge),
         patch("lightning_zero.step.memory_controller.CAN_LEAVE", ("optimizer", "activations")),
-        patch("lightning_zero.compile.uncaptured_memory.Outside.end", return_value=0),  # of graphs' own memory
         engine_for(model, **chosen) as engine,
     ):
         Gauge.engine, engine.session.progress._report = engine, said.append

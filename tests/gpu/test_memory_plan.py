@@ -62,7 +62,7 @@ def train(free_gib: float | None) -> dict[str, Any]:
             taken.append(now.taken)
             seen = {"taken": now.taken, "others": now.others, "live": now.allocated, "cached": now.cached}
             said.append({name: round(size / GIB, 2) for name, size in seen.items()})
-            said[-1]["given_back"] = engine.session.budget.cache.given_back
+            said[-1]["given_back"] = engine.session.planner.cache.given_back
             said[-1]["captured"] = round(engine.replays.nbytes / GIB, 2)
         plan = engine.memory.plan
         return {

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.oom_hint import explain
-from lightning_zero.report.engine_report import running
+from lightning_zero.report.engine_report import startup_summary
 from lightning_zero.report.startup_timer import StartupTimer
 
 __all__ = ["Loop"]
@@ -135,4 +135,4 @@ def _alive(references: list[weakref.ref[Optimizer]]) -> list[Optimizer]:
 
 
 def _running(engine: Engine, optimizers: list[weakref.ref[Optimizer]]) -> str:
-    return running(engine, _alive(optimizers))
+    return startup_summary(engine, _alive(optimizers))

@@ -48,7 +48,7 @@ from lightning_zero.integrations.trainer.stage_end import meet_at_end
 from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
 from lightning_zero.native.ahead import BuildAhead
 from lightning_zero.native.watchdog import Lane
-from lightning_zero.report.engine_report import running
+from lightning_zero.report.engine_report import startup_summary
 from lightning_zero.report.startup_timer import StartupTimer
 
 __all__ = ["ZeroStrategy"]
@@ -218,7 +218,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     def _running(self) -> str:
         if self._engine is None or self.lightning_module is None:
             return ""
-        return running(self._engine, self.optimizers)
+        return startup_summary(self._engine, self.optimizers)
 
     def _show_start(self, lines: Iterable[str]) -> None:
         for line in lines:

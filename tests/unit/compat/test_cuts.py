@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from lightning_zero.compat import cuts
 from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
-from lightning_zero.compat.cuts import cutting_fast, cutting_often
+from lightning_zero.compat.cuts import cutting_fast
 
 BUDGETS = (0.2, 0.4, 0.6, 1.0)
 
@@ -49,25 +49,6 @@ def halves(joint: tuple[GraphModule, dict[str, Any]], inside: AbstractContextMan
                 parts = min_cut_partition(copy, None, **settings)
             found.append("\n".join(str(part.graph) for part in parts))
     return found
-
-
-@pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
-def test_the_cuts_are_the_same_and_fewer_are_looked_for(
-    joint: tuple[GraphModule, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, counts = cuts.partitioners.solve_min_cut, [0]
-
-    def counted(*args: Any) -> Any:
-        counts[-1] += 1
-        return plain(*args)
-
-    monkeypatch.setattr(cuts.partitioners, "solve_min_cut", counted)
-    expected = halves(joint, nullcontext())
-    counts += [0]
-    assert halves(joint, cutting_often()) == expected
-    assert len({*expected}) > 2
-    assert 0 < counts[1] < counts[0]
-    assert cuts.partitioners.solve_min_cut is counted
 
 
 @pytest.mark.skipif(cuts.HAS_ITS_OWN, reason="torch 2.15 has a fast way of its own, which it calls")

@@ -1,18 +1,15 @@
 """What a graph announces of itself, and what can be done with it."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch.fx import Graph
 
-from lightning_zero.budget.curve import Point
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.passes import default_passes, run_passes
 from lightning_zero.compile.passes.publish_plan import announce_plan, read_plan
-from lightning_zero.compile.plan import CHART, Gather, GraphPlan, Plan, Reduce, first_difference
+from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce, first_difference
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder, named_products, order
 
@@ -56,18 +53,6 @@ def test_the_graph_announces_its_plan_before_its_first_collective() -> None:
     check = next(node for node in graph.nodes if "check_plan" in str(node.target))
     assert check.args[1] == read_plan(graph).digest
     assert GraphPlan.from_json(str(check.args[2])) == read_plan(graph)
-
-
-def test_what_a_graph_says_of_other_budgets_travels_with_its_plan_and_is_no_matter_between_ranks() -> None:
-    joint = named_products()
-    chart = (Point(0.5, 1.5, 3), Point(1.0, 2, 4))
-    output_node(joint).meta[CHART] = chart
-    graph = run_passes(joint, default_passes(PassContext(CompileConfig(), 2)))
-    [text] = [str(node.args[2]) for node in graph.nodes if "check_plan" in str(node.target)]
-    assert GraphPlan.from_json(text).chart == chart
-    assert read_plan(graph).digest == planned(named_products()).digest
-    older = {key: value for key, value in json.loads(text).items() if key != "chart"}
-    assert GraphPlan.from_json(json.dumps(older)).chart == ()
 
 
 def test_a_graph_without_collectives_announces_nothing() -> None:

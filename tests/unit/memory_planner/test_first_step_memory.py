@@ -1,4 +1,4 @@
-"""What an eager step saves, on a device that holds what the test says."""
+"""Tensors that an eager step saves, on a simulated device."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.memory_planner.first_step_memory import SAVED_SHARE, UNWATCHED_SHARE, FirstStep
+from lightning_zero.memory_planner.first_step_memory import SAVED_SHARE, UNCHECKED_SHARE, FirstStep
 from lightning_zero.offload.mutation_check import Unchanged
 from lightning_zero.offload.saved import SavedOnHost
 from lightning_zero.profiling.device_gauges import DeviceMemory, memory_limit
@@ -19,12 +19,12 @@ ROOM = memory_limit(None, TOTAL) - STAYS
 class Saving:
     """A forward that saves 8 MiB after another."""
 
-    def __init__(self, memory: float | None = None, exists: bool = True, stays: int = STAYS) -> None:
+    def __init__(self, memory: float | None = None, reports: bool = True, stays: int = STAYS) -> None:
         self.made = self.reads = 0
         self.stays = stays
         self.saves: SavedOnHost | None = None
         gauge: Any = SimpleNamespace(
-            reports_memory=exists,
+            reports_memory=reports,
             is_capturing=False,
             device=torch.device("cpu"),
             read=self._read,
@@ -50,7 +50,7 @@ class Saving:
 def test_nobody_reads_the_device_until_a_quarter_of_its_room_is_taken() -> None:
     saving = Saving()
     before = saving.reads
-    quarter = int(UNWATCHED_SHARE * ROOM / (8 * MIB))
+    quarter = int(UNCHECKED_SHARE * ROOM / (8 * MIB))
     assert all(isinstance(one, Unchanged) for one in saving.save(quarter))
     assert saving.reads == before
     assert saving.save(4)
@@ -83,7 +83,7 @@ def test_a_limit_that_was_set_holds_for_a_later_eager_step_too() -> None:
 
 
 def test_a_cpu_has_no_room_to_look_after() -> None:
-    assert Saving(reports_memory=False).saves is None
+    assert Saving(reports=False).saves is None
 
 
 def test_state_that_comes_back_from_the_host_finds_room_as_state_that_is_made() -> None:

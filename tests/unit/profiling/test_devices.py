@@ -1,4 +1,4 @@
-"""Peaks of devices by their names."""
+"""Peak FLOP/s of devices by name."""
 
 import pytest
 import torch

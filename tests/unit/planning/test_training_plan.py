@@ -1,4 +1,4 @@
-"""What a plan prints."""
+"""Text of a training plan."""
 
 from lightning_zero.planning.step_seconds import StepSeconds
 from lightning_zero.planning.training_plan import PassEstimates, TrainingPlan

@@ -1,4 +1,4 @@
-"""Gradients over copies of weights are the first thing that memory is saved by, and none where all fits as it is."""
+"""Plans in which gradients alias compute copies."""
 
 from dataclasses import replace
 from typing import Any
@@ -34,8 +34,8 @@ FACTS = PlannerInputs(
     weights=3 * GIB,
     states=10 * GIB,
     masters=6 * GIB,
-    gradients=GradientBytes(over=4 * GIB),
-    speed=SPEED,
+    gradients=GradientBytes(aliasable=4 * GIB),
+    times=SPEED,
 )
 ALL = Constraints(offload=("optimizer", "activations", "parameters"), ring=True, over_copies=True)
 LIMITS = [gib * GIB for gib in (1, 15, 20, 25, 30, 33, 36, 40, 45, 50, 53, 55, 56, 57, 58, 59, 60, 61, 63, 64, 100)]
@@ -98,7 +98,7 @@ def test_a_plan_that_was_carried_out_is_the_plan_again(limit: float) -> None:
 
 
 def test_what_turns_out_to_fit_has_its_gradients_back() -> None:
-    over = replace(FACTS, now=MemoryConfig(over_copies=True), limit=60 * GIB)
+    over = replace(FACTS, current=MemoryConfig(over_copies=True), limit=60 * GIB)
     assert choose_plan(replace(over, peak=56 * GIB), ALL).chosen == MemoryConfig()
     assert choose_plan(replace(over, peak=57 * GIB), ALL).chosen.over_copies
 
@@ -115,7 +115,7 @@ def test_where_they_cannot_or_may_not_lie_there_they_never_do() -> None:
     for limit in LIMITS:
         assert not choose_plan(replace(FACTS, limit=limit), replace(ALL, over_copies=False)).chosen.over_copies
         assert not choose_plan(replace(FACTS, limit=limit, gradients=GradientBytes()), ALL).chosen.over_copies
-        by_hand = replace(FACTS, limit=limit, gradients=GradientBytes(), now=MemoryConfig(over_copies=True))
+        by_hand = replace(FACTS, limit=limit, gradients=GradientBytes(), current=MemoryConfig(over_copies=True))
         assert choose_plan(by_hand, replace(ALL, over_copies=False)).chosen.over_copies, "as the user has it"
 
 

@@ -1,4 +1,4 @@
-"""Estimate a step's seconds from its compute and the bytes that travel."""
+"""Seconds of a step."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.planning.step_seconds import StepSeconds, step_seconds
+from lightning_zero.planning.step_seconds import Cluster, StepSeconds, step_seconds
 from lightning_zero.profiling.devices import LINKS, MEMORY, find_device
 
 PARAMETERS, LAYERS = 32 << 20, 2  # layers of 32 MiB in bfloat16
@@ -21,8 +21,7 @@ def _estimate(
     config = SimpleNamespace(tuning=tuning, **given | more)
     cuts = [SimpleNamespace(layout=SimpleNamespace(numel=PARAMETERS))]
     step = SimpleNamespace(forward_s=compute_s / 3, backward_s=compute_s * 2 / 3)
-    training = SimpleNamespace(ranks_per_host=ranks_per_host, accumulate=accumulate)
-    return step_seconds(step, cuts, config, (find_device("H200"), ranks, training))  # type: ignore[arg-type]
+    return step_seconds(step, cuts, config, Cluster(find_device("H200"), ranks, ranks_per_host), accumulate)  # type: ignore[arg-type]
 
 
 def test_one_gpu_waits_for_nothing() -> None:

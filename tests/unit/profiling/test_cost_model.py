@@ -1,4 +1,4 @@
-"""Seconds for gathers and nodes, the same on every rank."""
+"""The cost model of passes, measured and nominal."""
 
 import pytest
 import torch
@@ -60,4 +60,4 @@ def test_all_ranks_go_by_the_slowest_ones_numbers_and_on_a_cpu_by_fixed_ones(ran
     assert others == [(fixed, costs)]
     assert fixed
     assert "torch.float32: 9.0, torch.bfloat16: 20.0}, bytes_per_s=4.0, launch_s=1.0" in costs
-    assert costs.startswith("Costs(gathers=((1024, ")
+    assert costs.startswith("CostModel(gathers=((1024, ")

@@ -1,4 +1,4 @@
-"""What would be chosen on paper, by estimates of each choice, and of a real training."""
+"""Plans within a limit, from estimates instead of measurements."""
 
 import json
 from dataclasses import replace
@@ -11,17 +11,17 @@ from torch import nn
 
 from lightning_zero.cli.main import main
 from lightning_zero.config import EngineConfig, Tuning
-from lightning_zero.memory_planner.step_profiler import EngineMemoryFacts
-from lightning_zero.planning.estimate_training import Training, _known, plan, plan_within_limit, with_first_step_peak
+from lightning_zero.memory_planner.inputs import EngineMemoryFacts
+from lightning_zero.planning.estimate_training import Training, _facts, plan, plan_within_limit, with_first_step_peak
 from lightning_zero.planning.fake_step import StepEstimate
-from lightning_zero.planning.persistent_memory import OptimizerMemory, cut
+from lightning_zero.planning.persistent_memory import OptimizerMemory, shard_parameters
 from lightning_zero.planning.training_plan import PassEstimates, TrainingPlan
 from lightning_zero.profiling.device_gauges import memory_limit
 from lightning_zero.profiling.devices import Device, find_device
 
 GIB = 2**30
 KNOWN = EngineMemoryFacts(
-    states=8 * GIB, masters=4 * GIB, whole=2 * GIB, ring=GIB // 4, may_leave=("optimizer",), gather_s=3e-12
+    states=8 * GIB, masters=4 * GIB, full_weights=2 * GIB, ring=GIB // 4, offloadable=("optimizer",), gather_s=3e-12
 )
 CARD = replace(find_device("H100"), context=0.0)
 
@@ -185,10 +185,10 @@ def test_master_weights_of_a_large_model_lie_on_the_host_where_it_does_not_fit_o
     assert found.memory is not None
     assert {"optimizer", "parameters"} <= set(found.memory.chosen.offload)
     assert found.roles["master_shard"] == whole.roles["master_shard"] - masters
-    cuts, kept = cut(net, 2), OptimizerMemory(states=2 * masters, temporary=0, words="")
+    cuts, kept = shard_parameters(net, 2), OptimizerMemory(states=2 * masters, temporary=0, words="")
     config = EngineConfig(compute_dtype=torch.bfloat16)
     for hosts, may in ((1, True), (2, False)):
-        assert ("parameters" in _known(cuts, kept, config, card, 2, hosts).may_leave) == may
+        assert ("parameters" in _facts(cuts, kept, config, card, 2, hosts).offloadable) == may
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:

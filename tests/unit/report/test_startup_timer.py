@@ -1,4 +1,4 @@
-"""The line about a training's start."""
+"""One line about a training's start."""
 
 from collections import defaultdict
 
@@ -121,4 +121,4 @@ def test_a_line_that_fails_ends_no_training() -> None:
 
     clock = StartupTimer(dict, "inductor", fails, lambda: 0.0, dict)
     clock.batch()
-    assert clock.ends() == ["What runs cannot be said: ValueError: no."]
+    assert clock.ends() == ["The startup summary failed: ValueError: no."]

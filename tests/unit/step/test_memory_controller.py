@@ -18,12 +18,11 @@ def calls(before: Sequence[str], after: Sequence[str], over: bool = False, lies:
     found: list[str] = []
     planned: Any = MemoryController.__new__(MemoryController)
     first_step = SimpleNamespace(expect_state_from_host=lambda: found.append("comes back"))
-    budget = SimpleNamespace(first_step=first_step, give_back=lambda: found.append("give back"))
-    planned._session = SimpleNamespace(budget=budget)
+    planned._planner = SimpleNamespace(first_step=first_step, empty_cache=lambda: found.append("empty cache"))
     planned._optimizers = SimpleNamespace(
         config=config(offload=before), on_host="optimizer" in before, configure=lambda _: found.append("configure")
     )
-    planned.gradients = SimpleNamespace(aliased=over, lie=lambda to: found.append(f"over copies: {to}"))
+    planned.gradients = SimpleNamespace(aliased=over, set_aliasing=lambda to: found.append(f"over copies: {to}"))
     planned._sharder = SimpleNamespace(executor=SimpleNamespace())
     chosen = config(offload=after, gradients_over_copies=lies or None, compute_dtype=torch.bfloat16)
     planned._apply(chosen, MemoryConfig(offload=tuple(after), over_copies=lies))
@@ -34,9 +33,9 @@ def calls(before: Sequence[str], after: Sequence[str], over: bool = False, lies:
     ("before", "after", "asked"),
     [
         # What state leaves behind, a pass would take its own memory beside.
-        ((), ("optimizer",), ["configure", "give back"]),
+        ((), ("optimizer",), ["configure", "empty cache"]),
         # State that comes back, with the optimizer's next step, would come beside what a pass has left.
-        (("optimizer",), (), ["comes back", "configure", "give back"]),
+        (("optimizer",), (), ["comes back", "configure", "empty cache"]),
         (("optimizer",), ("optimizer",), ["configure"]),
         ((), (), ["configure"]),
     ],
@@ -46,6 +45,6 @@ def test_room_is_made_where_state_moves(before: tuple[str, ...], after: tuple[st
 
 
 def test_room_is_made_where_gradients_move_once_no_optimizer_looks_at_them() -> None:
-    assert calls((), (), False, True) == ["configure", "over copies: True", "give back"]
-    assert calls((), (), True, False) == ["configure", "over copies: False", "give back"]
+    assert calls((), (), False, True) == ["configure", "over copies: True", "empty cache"]
+    assert calls((), (), True, False) == ["configure", "over copies: False", "empty cache"]
     assert calls((), (), True, True) == ["configure"]

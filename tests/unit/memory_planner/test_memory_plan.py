@@ -1,4 +1,4 @@
-"""What is chosen for a training of some size, with what is set by hand left alone."""
+"""Plans within a limit: what is chosen, in which order, and the advice if nothing fits."""
 
 import json
 from collections.abc import Iterable
@@ -7,7 +7,6 @@ from itertools import product
 
 import pytest
 
-from lightning_zero.budget.curve import Curve, Point
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.tuning import Tuning
 from lightning_zero.memory_planner.choices import (
@@ -18,7 +17,6 @@ from lightning_zero.memory_planner.choices import (
     planner_items,
     recomputed_share,
     size_of,
-    with_measured_peak,
 )
 from lightning_zero.memory_planner.inputs import (
     GIB,
@@ -35,7 +33,7 @@ from lightning_zero.memory_planner.memory_plan import choose_plan, with_offload_
 SPEED = StepTimes(pass_s=0.1, gather_s=1 / 300e9, host_bytes_per_s=50e9, pass_known="measured")
 # 60 GiB with all saved and nothing kept; 10 of state.
 FACTS = PlannerInputs(
-    "measured", 100 * GIB, 60 * GIB, activations=30 * GIB, weights=3 * GIB, states=10 * GIB, speed=SPEED
+    "measured", 100 * GIB, 60 * GIB, activations=30 * GIB, weights=3 * GIB, states=10 * GIB, times=SPEED
 )
 ALL = Constraints(offload=("optimizer", "activations", "parameters"), ring=True)
 LIMITS = [gib * GIB for gib in (1, 15, 20, 25, 30, 33, 36, 40, 45, 50, 55, 58, 59, 60, 61, 62, 63, 64, 70, 100)]
@@ -68,7 +66,7 @@ def test_the_first_bytes_are_those_that_are_cheap_to_compute_again() -> None:
 
 def test_state_goes_to_the_host_where_many_passes_share_a_step() -> None:
     many = replace(SPEED, passes=64.0)
-    assert within(50, speed=many, now=MemoryConfig()).offload == ("optimizer",)
+    assert within(50, times=many, current=MemoryConfig()).offload == ("optimizer",)
     assert within(50).offload == ()
 
 
@@ -96,11 +94,11 @@ def test_buffers_stay_as_they_are_by_hand_while_nobody_knows_a_pass_and_for_mast
     assert choose_plan(replace(tight, limit=50.3 * GIB), ALL).chosen.ring == 0
     assert choose_plan(replace(tight, ring=0.0), ALL).chosen.ring == 4 * GIB
     assert choose_plan(tight, replace(ALL, ring=False)).chosen == MemoryConfig(offload=("optimizer",))
-    assert choose_plan(replace(tight, speed=replace(SPEED, pass_known="guessed from the first")), ALL).chosen.ring == 0
+    assert choose_plan(replace(tight, times=replace(SPEED, pass_known="guessed from the first")), ALL).chosen.ring == 0
     masters = choose_plan(replace(tight, masters=6 * GIB, limit=45 * GIB), ALL).chosen
     assert (masters.offload, masters.ring) == (("optimizer", "parameters"), 0)
     by_hand = choose_plan(
-        replace(tight, now=MemoryConfig(offload=("optimizer",)), peak=50.25 * GIB), replace(ALL, offload=None)
+        replace(tight, current=MemoryConfig(offload=("optimizer",)), peak=50.25 * GIB), replace(ALL, offload=None)
     )
     assert "optimizer state (by hand), 4.00 GiB of buffers  " in str(by_hand)
     chosen = choose_plan(tight, ALL).chosen
@@ -112,7 +110,7 @@ def test_buffers_stay_as_they_are_by_hand_while_nobody_knows_a_pass_and_for_mast
 
 def test_where_nothing_comes_ahead_no_memory_is_spent_on_it() -> None:
     """Of several optimizers nobody knows which one steps next, and what is not captured asks for state as it steps."""
-    facts = replace(LIGHT, limit=55 * GIB, ahead=False)
+    facts = replace(LIGHT, limit=55 * GIB, prefetches_state=False)
     plan = choose_plan(facts, ALL)
     assert plan.chosen == MemoryConfig(offload=("optimizer",))
     (line,) = (line for line in plan.lines if line.what == "on the host")
@@ -132,15 +130,15 @@ def test_only_what_may_leave_does() -> None:
     assert within(25, Constraints(offload=())).offload == ()
     assert "activations" not in within(25, Constraints(offload=("optimizer",))).offload
     assert not within(20, Constraints(offload=None)).offload
-    assert within(36, ALL, host=9 * GIB, activations=0.0, weights=0.0).offload == (), "the host has no room"
+    assert within(36, ALL, host_free=9 * GIB, activations=0.0, weights=0.0).offload == (), "the host has no room"
 
 
 def test_activations_leave_beside_what_a_forward_computes_however_slow_its_host_was() -> None:
     away = MemoryConfig(offload=("activations",))
     assert size_of(away, FACTS) == pytest.approx(30 * GIB - 0.1 / 3 * 50e9 + 10 * GIB)
-    known = replace(FACTS, speed=replace(SPEED, forward_s=0.01))
+    known = replace(FACTS, times=replace(SPEED, forward_s=0.01))
     assert size_of(away, known) == pytest.approx(30 * GIB - 0.01 * 50e9 + 10 * GIB)
-    slower = replace(FACTS, speed=replace(SPEED, forward_s=1.0))
+    slower = replace(FACTS, times=replace(SPEED, forward_s=1.0))
     assert size_of(away, slower) == size_of(away, FACTS)
 
 
@@ -151,7 +149,7 @@ def test_activations_leave_beside_what_a_forward_computes_however_slow_its_host_
     "free", [ALL, Constraints(offload=None), Constraints(activations=False, offload=("optimizer",))]
 )
 def test_less_memory_never_means_more_use_of_it(now: MemoryConfig, free: Constraints) -> None:
-    plans = [choose_plan(replace(FACTS, limit=limit, now=now), free) for limit in LIMITS]
+    plans = [choose_plan(replace(FACTS, limit=limit, current=now), free) for limit in LIMITS]
     assert [plan.peak for plan in plans] == sorted(plan.peak for plan in plans)
     assert all(plan.peak <= limit for plan, limit in zip(plans, LIMITS, strict=True) if plan.fits)
     assert {plan.missing for plan in plans if plan.fits} == {0}
@@ -161,7 +159,7 @@ def test_less_memory_never_means_more_use_of_it(now: MemoryConfig, free: Constra
 def test_what_is_set_by_hand_stays(limit: float) -> None:
     for budget, offload, weights in product((1.0, 0.7), ((), ("optimizer",)), (0.0, GIB)):
         now = MemoryConfig(budget, offload, weights)
-        facts = replace(FACTS, limit=limit, now=now)
+        facts = replace(FACTS, limit=limit, current=now)
         assert choose_plan(facts, Constraints(False, False, None)).chosen == now
         assert choose_plan(facts, Constraints(False, True, ALL.offload)).chosen.activation_memory_budget == budget
         assert choose_plan(facts, Constraints(True, False, ALL.offload)).chosen.weights == weights
@@ -171,66 +169,14 @@ def test_what_is_set_by_hand_stays(limit: float) -> None:
 @pytest.mark.parametrize("limit", LIMITS)
 def test_a_plan_that_was_carried_out_is_the_plan_again(limit: float) -> None:
     first = choose_plan(replace(FACTS, limit=limit), ALL)
-    again = choose_plan(replace(FACTS, limit=limit, peak=first.peak, now=first.chosen), ALL)
+    again = choose_plan(replace(FACTS, limit=limit, peak=first.peak, current=first.chosen), ALL)
     assert again.chosen == replace(first.chosen, weights=pytest.approx(first.chosen.weights, abs=2))
     assert again.peak == pytest.approx(first.peak, abs=2)
 
 
 def test_weights_stay_until_the_step_where_passes_share_one() -> None:
-    assert within(100, speed=replace(SPEED, passes=4.0)).until == "step"
+    assert within(100, times=replace(SPEED, passes=4.0)).until == "step"
     assert within(100).until == "backward"
-
-
-def bent(budget: float) -> Point:
-    """The first half that is computed again takes as much off the peak, the rest of it a third, and the last adds."""
-    peak = 30 * budget if budget >= 0.5 else 15 - 10 * (0.5 - budget) if budget > 0.2 else 16
-    return Point(budget, 30 * budget * GIB, peak * GIB)
-
-
-CHARTED = replace(FACTS, weights=0.0, curve=Curve(tuple(bent(budget) for budget in sorted(BUDGETS))))
-
-
-def test_what_graphs_say_of_a_budget_is_what_is_expected_of_it() -> None:
-    free = Constraints(offload=())
-    for budget in BUDGETS:
-        chosen = MemoryConfig(budget)
-        assert size_of(chosen, CHARTED) - size_of(MemoryConfig(), CHARTED) == pytest.approx(
-            bent(budget).peak - 30 * GIB
-        )
-        there = replace(CHARTED, now=chosen, peak=60 * GIB + bent(budget).peak - 30 * GIB)
-        assert choose_plan(replace(there, limit=61 * GIB), free).peak == pytest.approx(60 * GIB), "and the way back"
-    assert choose_plan(replace(CHARTED, limit=46 * GIB), free).chosen.activation_memory_budget == 0.5
-    assert choose_plan(replace(CHARTED, limit=44 * GIB), free).chosen.activation_memory_budget == 0.4
-    tight = choose_plan(replace(CHARTED, limit=10 * GIB), free)
-    assert (tight.chosen.activation_memory_budget, tight.peak) == (0.3, 43 * GIB), "no less is saved where that adds"
-
-
-@pytest.mark.parametrize("limit", LIMITS)
-def test_a_curve_changes_nothing_about_what_leaves_and_no_other_pick_is_faster(limit: float) -> None:
-    facts = replace(CHARTED, limit=limit)
-    assert_the_best(facts, product(*(item.variants for item in planner_items(facts, ALL))))
-    away, stay = MemoryConfig(0.5, ("activations",)), MemoryConfig(0.5)
-    gone = size_of(stay, facts) - size_of(away, facts)
-    assert gone == pytest.approx(size_of(stay, FACTS) - size_of(away, FACTS))
-
-
-@pytest.mark.parametrize("limit", LIMITS)
-def test_what_was_carried_out_with_a_curve_is_the_plan_again(limit: float) -> None:
-    first = choose_plan(replace(CHARTED, limit=limit), ALL)
-    again = choose_plan(with_measured_peak(replace(CHARTED, limit=limit), first.chosen, first.peak), ALL)
-    assert again.chosen == replace(first.chosen, weights=pytest.approx(first.chosen.weights, abs=2))
-    assert again.peak == pytest.approx(first.peak, abs=2)
-
-
-def test_once_activations_are_on_the_host_a_curve_is_of_those_that_stay() -> None:
-    away = MemoryConfig(0.5, ("activations",))
-    there = with_measured_peak(CHARTED, away, 40 * GIB)
-    assert there.curve is not None
-    for budget in (0.3, 0.4, 0.9):
-        less = MemoryConfig(budget, ("activations",))
-        before = size_of(less, CHARTED) - size_of(away, CHARTED)
-        assert size_of(less, there) - size_of(away, there) == pytest.approx(before)
-    assert there.curve.at(0.5).saved < CHARTED.curve.at(0.5).saved  # type: ignore[union-attr]
 
 
 # Nothing stays whole, so that what is chosen is one of the items' variants; and there are 6 GiB of master weights.
@@ -245,7 +191,7 @@ def test_no_other_pick_within_the_limit_is_faster(limit: float) -> None:
 
 def assert_the_best(facts: PlannerInputs, picks: Iterable[tuple[Variant, ...]]) -> None:
     """What is decided is the fastest of these within the limit, or the smallest where none is."""
-    base, items = facts.peak - size_of(facts.now, facts), planner_items(facts, ALL)
+    base, items = facts.peak - size_of(facts.current, facts), planner_items(facts, ALL)
     sizes = [
         (
             base + sum(one.nbytes for one in picked),
@@ -277,7 +223,7 @@ def test_master_weights_leave_where_nothing_else_would_do_and_nothing_hides_thei
     line = next(line for line in plan.lines if line.what == "on the host")
     assert line.choice == "optimizer state and master weights"
     assert line.seconds == pytest.approx(16 * GIB / 50e9)
-    assert not choose_plan(replace(HEAVY, limit=limit, host=15 * GIB), ALL).fits, "the host has no room for both"
+    assert not choose_plan(replace(HEAVY, limit=limit, host_free=15 * GIB), ALL).fits, "the host has no room for both"
 
 
 def test_where_masters_were_laid_out_already_the_plan_says_that_they_could_have_left() -> None:
@@ -287,7 +233,7 @@ def test_where_masters_were_laid_out_already_the_plan_says_that_they_could_have_
     assert not plan.fits
     found = with_offload_advice(plan, facts, without, ("parameters",))
     assert {"optimizer", "parameters"} <= {*found.before}
-    assert f"offload={found.before!r} is estimated to fit, and has to be passed before" in found.instead()
+    assert f"offload={found.before!r} is estimated to fit, and has to be passed before" in found.advice()
     assert found.chosen == plan.chosen
     for free, before in ((without, ()), (Constraints(offload=None), ("parameters",))):
         assert with_offload_advice(choose_plan(facts, free), facts, free, before).before == ()
@@ -297,13 +243,13 @@ def test_where_masters_were_laid_out_already_the_plan_says_that_they_could_have_
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("host", [5, 15, 18])
 def test_the_host_has_room_for_all_that_goes_there_together(limit: float, host: int) -> None:
-    facts = replace(HEAVY, limit=limit, host=host * GIB)
+    facts = replace(HEAVY, limit=limit, host_free=host * GIB)
     picks = product(*(item.variants for item in planner_items(facts, ALL)))
-    assert_the_best(facts, (picked for picked in picks if host_bytes(picked, facts) <= facts.host))
+    assert_the_best(facts, (picked for picked in picks if host_bytes(picked, facts) <= facts.host_free))
 
 
 def test_masters_that_have_left_stay_there_with_the_state_that_comes_with_them() -> None:
-    away = replace(HEAVY, now=MemoryConfig(offload=("optimizer", "parameters")), limit=1000 * GIB)
+    away = replace(HEAVY, current=MemoryConfig(offload=("optimizer", "parameters")), limit=1000 * GIB)
     for free in (Constraints(offload=("optimizer", "activations")), Constraints(offload=None)):
         assert choose_plan(away, free).chosen.offload == ("optimizer", "parameters")
     assert choose_plan(away, ALL).chosen.offload == (), "on paper they come back"
@@ -311,14 +257,14 @@ def test_masters_that_have_left_stay_there_with_the_state_that_comes_with_them()
 
 def test_how_sure_seconds_are_stands_below_the_table() -> None:
     known = replace(SPEED, pass_known="measured", host_known="nominal")
-    text = str(choose_plan(replace(FACTS, speed=known), ALL))
+    text = str(choose_plan(replace(FACTS, times=known), ALL))
     assert text.endswith(
         "seconds: of a pass measured (100 ms), of copies to and from the host nominal (50 GB/s each way)"
     )
 
 
 # 8 passes in a step, of which each has 12 GiB of gradients to reduce over links of 28 GB/s: 0.46 s, beside 0.07.
-MANY = replace(FACTS, gradients=GradientBytes(24 * GIB, 12 * GIB), speed=replace(SPEED, passes=8.0, gather_s=1 / 28e9))
+MANY = replace(FACTS, gradients=GradientBytes(24 * GIB, 12 * GIB), times=replace(SPEED, passes=8.0, gather_s=1 / 28e9))
 
 
 def test_gradients_of_micro_batches_are_reduced_once_where_that_is_faster_and_memory_allows() -> None:
@@ -328,17 +274,17 @@ def test_gradients_of_micro_batches_are_reduced_once_where_that_is_faster_and_me
     line = next(line for line in plan.lines if line.what == "gradients")
     assert (line.choice, line.seconds) == ("stay whole, reduced once a step", 0.0)
     assert size_of(plan.chosen, MANY) == pytest.approx(sum(line.nbytes for line in plan.lines), abs=8)
-    again = choose_plan(replace(MANY, limit=90 * GIB, peak=plan.peak, now=plan.chosen), ALL)
+    again = choose_plan(replace(MANY, limit=90 * GIB, peak=plan.peak, current=plan.chosen), ALL)
     assert again.chosen == plan.chosen
-    assert not choose_plan(replace(MANY, limit=40 * GIB, peak=plan.peak, now=plan.chosen), ALL).chosen.reduce_once
+    assert not choose_plan(replace(MANY, limit=40 * GIB, peak=plan.peak, current=plan.chosen), ALL).chosen.reduce_once
 
 
 @pytest.mark.parametrize(
     "facts",
     [
-        replace(MANY, speed=replace(MANY.speed, passes=1.0)),
-        replace(MANY, speed=replace(MANY.speed, gather_s=1 / 300e9)),  # hidden beside backward
-        replace(MANY, gradients=GradientBytes(wire=12 * GIB)),
+        replace(MANY, times=replace(MANY.times, passes=1.0)),
+        replace(MANY, times=replace(MANY.times, gather_s=1 / 300e9)),  # hidden beside backward
+        replace(MANY, gradients=GradientBytes(reduced=12 * GIB)),
         replace(MANY, limit=30 * GIB),
     ],
 )
@@ -377,11 +323,11 @@ def test_it_prints_and_says_what_to_do_where_nothing_fits() -> None:
     plan = choose_plan(replace(FACTS, limit=5 * GIB), Constraints(offload=("optimizer",)))
     assert plan.missing > 0
     assert f"{plan.missing / GIB:.2f} more than the 5.00 allowed" in str(plan)
-    assert "at its smallest" in plan.instead()
+    assert "at its smallest" in plan.advice()
     assert plan.options() == {"activation_memory_budget": 0.2, "offload": ("optimizer",)}
     by_hand = choose_plan(replace(FACTS, limit=5 * GIB), Constraints(False, False, None))
     assert "by hand" in str(by_hand)
-    assert "leave activation_memory_budget and reshard_after_forward and offload at the default" in by_hand.instead()
+    assert "leave activation_memory_budget and reshard_after_forward and offload at the default" in by_hand.advice()
     found = json.loads(json.dumps(plan.as_dict()))
     assert (found["missing"], found["fits"]) == (plan.missing, False)
     assert found["chosen"]["offload"] == ["optimizer"]

@@ -1,4 +1,4 @@
-"""Operations, bytes and seconds of nodes, against numbers computed by hand."""
+"""Costs of a graph's nodes."""
 
 import time
 

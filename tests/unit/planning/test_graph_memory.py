@@ -1,13 +1,17 @@
-"""Bytes that a graph takes at once, against sums by hand."""
+"""Peak memory of compiled graphs."""
+
+from __future__ import annotations
 
 from typing import Any
 
 import torch
 
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, CompileConfig, PassContext
+from lightning_zero.compile.passes import FIRST_GROUPS
 from lightning_zero.compile.passes.reduce import hand_over_gradients
-from lightning_zero.planning.graph_memory import graph_peak
-from tests.unit.compile.graphs import Builder
+from lightning_zero.planning.graph_memory import Span, graph_peak, host_activations, weight_spans
+from tests.unit.compile import graphs
+from tests.unit.compile.graphs import WEIGHT, Builder
 
 aten = torch.ops.aten
 GRADIENT = 64 * 64 * 4
@@ -81,3 +85,44 @@ def test_what_nobody_but_generated_code_reads_is_not_written_though_it_reads_at_
     total = b.call(aten.sum.dim_IntList, wide, [1], True)
     chosen = b.call(aten.gather.default, b.call(aten.log.default, wide), 1, places)
     assert peak(b.done(b.call(aten.sub.Tensor, chosen, total)), 0) == 64 * 4 / GRADIENT
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"[: 2 * GROUPS_PER_GRAPH]
+
+
+def context(**options: float) -> PassContext:
+    return PassContext(CompileConfig(**options), 2)  # type: ignore[arg-type]
+
+
+def test_small_weights_are_there_from_the_beginning() -> None:
+    graph = graphs.products("ab")
+    nodes = list(graph.nodes)
+    uses = [nodes.index(node) for node in nodes if node.target is aten.mm.default]
+    assert weight_spans(graph, context()) == [Span(WEIGHT, 0, use) for use in uses]
+
+
+def test_a_group_of_large_ones_comes_with_the_first_use_of_the_one_before() -> None:
+    graph = graphs.products(LETTERS)
+    nodes = list(graph.nodes)
+    uses = [nodes.index(node) for node in nodes if node.target is aten.mm.default]
+    found = weight_spans(graph, context(prefetch=False, gather_group_mb=WEIGHT / 2**20))
+    assert [stay.end for stay in found] == uses
+    assert {stay.nbytes for stay in found} == {WEIGHT}
+    begins = [stay.begin for stay in found]
+    assert begins == sorted(begins)
+    assert begins[0] == begins[1] == uses[0]  # the first group is started where it is used: nothing is before it
+    assert len(FIRST_GROUPS) > 0
+    assert all(begin in uses and begin <= use for begin, use in zip(begins, uses, strict=True))
+    assert all(begin < use for begin, use in zip(begins[1:], uses[1:], strict=True))
+
+
+def test_a_weight_that_is_returned_stays_to_the_end() -> None:
+    b = Builder()
+    shard, x = b.shard("a", 2048), b.input("x", 64, 64)
+    whole = b.gather(shard, 64, 64)
+    graph = b.done(b.call(aten.mm.default, x, whole), whole)
+    assert [stay.end for stay in weight_spans(graph, context())] == [len(graph.nodes) - 1]
+
+
+def test_nothing_lies_on_the_host_by_itself() -> None:
+    assert host_activations(graphs.products("ab")) == set()

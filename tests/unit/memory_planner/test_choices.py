@@ -1,4 +1,4 @@
-"""The fewest seconds within some bytes, compared with trying everything."""
+"""Pareto-optimal picks of a knapsack."""
 
 import random
 from itertools import product

@@ -1,11 +1,11 @@
-"""What the allocator caches is given back before it would pass a limit, on a device that takes what the test says."""
+"""The allocator's cache is emptied before it would pass a limit, on a simulated device."""
 
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
-from lightning_zero.memory_planner.allocator_cache import PATIENCE, TOLD, AllocatorCacheLimit, exceeds_limit
+from lightning_zero.memory_planner.allocator_cache import IDLE_STEPS, MANY_RELEASES, AllocatorCacheLimit, exceeds_limit
 from lightning_zero.profiling.device_gauges import DeviceMemory
 
 MIB, TOTAL = 2**20, 80 * 2**30
@@ -85,10 +85,10 @@ class Training:
 
     def run(self, steps: int, **how: Any) -> int:
         """How many times something was given back."""
-        before = self.cache.given_back
+        before = self.cache.releases
         for _ in range(steps):
             self.step(**how)
-        return self.cache.given_back - before
+        return self.cache.releases - before
 
 
 def test_no_step_passes_a_limit_that_what_is_in_tensors_leaves_room_in() -> None:
@@ -112,7 +112,7 @@ def test_without_a_number_no_device_is_read(limit: Any) -> None:
     training = Training(limit=limit)
     training.run(3)
     training.cache.evaluates(limit, 1)
-    assert (training.device.reads, training.cache.given_back) == (0, 0)
+    assert (training.device.reads, training.cache.releases) == (0, 0)
 
 
 def test_a_second_training_without_a_limit_is_left_alone() -> None:
@@ -122,7 +122,7 @@ def test_a_second_training_without_a_limit_is_left_alone() -> None:
     assert training.run(3) == 0
 
 
-@pytest.mark.parametrize("how", [{"exists": False}, {"captures": True}])
+@pytest.mark.parametrize("how", [{"reports_memory": False}, {"is_capturing": True}])
 def test_nothing_is_asked_where_nothing_can_be_given_back(how: dict[str, bool]) -> None:
     training = Training(**how)
     assert training.run(3) == 0
@@ -133,12 +133,12 @@ def test_memory_of_graphs_is_not_asked_for_again_and_again_and_then_seldom_looke
     training = Training()
     training.run(3)
     training.device.stuck, training.device.cached = 1800, 0
-    assert training.run(PATIENCE, replayed=True) == 1, "once, to learn that nothing comes free"
+    assert training.run(IDLE_STEPS, replayed=True) == 1, "once, to learn that nothing comes free"
     before = training.device.reads
-    training.run(PATIENCE, replayed=True)
+    training.run(IDLE_STEPS, replayed=True)
     assert training.device.reads - before == 3, "in the three phases of one step"
     training.device.cached = 1000
-    assert training.run(PATIENCE, replayed=True) == 1
+    assert training.run(IDLE_STEPS, replayed=True) == 1
 
 
 def test_what_training_leaves_goes_before_an_evaluation_and_what_its_batches_leave_stays() -> None:
@@ -147,9 +147,9 @@ def test_what_training_leaves_goes_before_an_evaluation_and_what_its_batches_lea
     given = []
     for _ in range(3):
         training.device.cached = 2000
-        before = training.cache.given_back
+        before = training.cache.releases
         training.cache.evaluates(LIMIT, 1)
-        given.append(training.cache.given_back - before)
+        given.append(training.cache.releases - before)
     assert given == [1, 0, 0]
     training.device.cached = 2000
     assert training.run(1) > 0
@@ -157,7 +157,7 @@ def test_what_training_leaves_goes_before_an_evaluation_and_what_its_batches_lea
 
 def test_that_the_device_is_waited_for_in_each_step_is_told_once() -> None:
     training = Training()
-    training.run(2 * TOLD)
+    training.run(2 * MANY_RELEASES)
     assert len(training.device.said) == 1
-    assert "memory=6.0 is held by giving back" in training.device.said[0]
+    assert "memory=6.0 is held by emptying" in training.device.said[0]
     assert "1.76 GiB" in training.device.said[0]

@@ -1,4 +1,4 @@
-"""Bytes that are alive, of real tensors and of fake ones."""
+"""Bytes of live tensors."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -16,16 +16,16 @@ MODES = pytest.mark.parametrize("mode", [nullcontext, FakeTensorMode], ids=["rea
 def test_what_is_alive_is_counted_once_and_until_nobody_has_it(mode: Any) -> None:
     with mode():
         given = torch.empty(10)
-        with MemoryCounter() as ledger:
+        with MemoryCounter() as counter:
             made = given + 1
             view = made[2:]
-            assert ledger.alive == 40
+            assert counter.alive == 40
             del made
-            assert ledger.alive == 40
+            assert counter.alive == 40
             del view
-            assert (ledger.alive, ledger.peak) == (0, 40)
+            assert (counter.alive, counter.peak) == (0, 40)
             given.t()
-            assert ledger.peak == 40, "what was there before does not count"
+            assert counter.peak == 40, "what was there before does not count"
 
 
 @MODES
@@ -33,23 +33,23 @@ def test_what_backward_needs_is_alive_until_it_has_run(mode: Any) -> None:
     with mode():
         weight = torch.empty(10, 10, requires_grad=True)
         given = torch.empty(5, 10)
-        with MemoryCounter([weight]) as ledger:
+        with MemoryCounter([weight]) as counter:
             loss = torch.tanh(given @ weight).sum()
-            assert ledger.alive == 5 * 10 * 4 + 4  # tanh saves its result, and the product needs its own no more
+            assert counter.alive == 5 * 10 * 4 + 4  # tanh saves its result, and the product needs its own no more
             loss.backward()
             weight.grad = None
-            assert ledger.alive == 4
+            assert counter.alive == 4
 
 
 @MODES
 def test_casts_of_weights_do_not_count(mode: Any) -> None:
     with mode():
         weight = torch.empty(10, 10, requires_grad=True)
-        with MemoryCounter([weight]) as ledger:
+        with MemoryCounter([weight]) as counter:
             narrow = weight.to(torch.bfloat16)
-            assert ledger.peak == 0
+            assert counter.peak == 0
             product = narrow @ narrow
-            assert ledger.peak == product.nbytes
+            assert counter.peak == product.nbytes
 
 
 @MODES
@@ -57,24 +57,23 @@ def test_only_what_reads_or_writes_moves_bytes(mode: Any) -> None:
     with mode():
         weight = torch.empty(10, 10, requires_grad=True)
         given = torch.empty(5, 10)
-        with MemoryCounter([weight], count=lambda *_: 0) as ledger:
+        with MemoryCounter([weight], count_flops=lambda *_: 0) as counter:
             torch.empty(100)
             torch.empty_like(given)
             given.detach().view(2, 25).expand(3, 2, 25)
-            assert ledger.moved == 0
+            assert counter.moved == 0
             made = given + 1
-            assert ledger.moved == 2 * 200
+            assert counter.moved == 2 * 200
             weight.backward(torch.empty(10, 10))  # autograd takes what it is given
-            assert ledger.moved == 2 * 200
+            assert counter.moved == 2 * 200
             made.clone()
-            assert ledger.moved == 4 * 200
+            assert counter.moved == 4 * 200
 
 
-def test_laps_have_peaks_of_their_own() -> None:
-    with MemoryCounter() as ledger:
+def test_temporary_bytes_count_at_the_peak_only() -> None:
+    with MemoryCounter() as counter:
         made = torch.ones(10)
-        ledger.spike(100)
-        assert (ledger.lap().allocated, ledger.lap().allocated) == (140, 40)
+        counter.add_temporary(100)
+        assert (counter.alive, counter.peak) == (40, 140)
         del made
-        now = ledger.lap()
-        assert (now.allocated, now.resident, ledger.lap().allocated, ledger.peak) == (40, 0, 0, 140)
+        assert (counter.alive, counter.peak) == (0, 140)

@@ -1,4 +1,4 @@
-"""What an optimizer will keep, in bytes, as it would keep it."""
+"""Bytes that persist between steps."""
 
 from typing import Any
 
@@ -9,14 +9,15 @@ from torch import nn
 from lightning_zero import Tuning
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.planning.estimate_training import Training, plan
-from lightning_zero.planning.persistent_memory import cut, measure_optimizer_memory
+from lightning_zero.planning.persistent_memory import measure_optimizer_memory, persistent_bytes, shard_parameters
 from tests.helpers.optimizer_steps import Lion
+from tests.helpers.options import config
 
 
 def kept(make: Any, narrow: bool) -> Any:
     module = nn.Linear(64, 64)
     params = list(module.parameters())
-    return measure_optimizer_memory([make(params)], params, cut(module, 2), narrow)
+    return measure_optimizer_memory([make(params)], params, shard_parameters(module, 2), narrow)
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,29 @@ def test_a_plan_counts_what_lies_on_the_host_by_the_option() -> None:
         plan(module, torch.zeros(2, 64), 2, precision="32-true", offload=("optimizer", "parameters"))
     with pytest.raises(UnsupportedError, match=r"over several hosts \(2 here\)"):
         plan(module, torch.zeros(2, 64), 16, training=training, offload=("optimizer", "parameters"))
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(300, 200), nn.LayerNorm(200), nn.Linear(200, 7))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("inside", [1, 4])
+def test_a_host_with_a_replica_holds_what_it_would_alone(stage: int, inside: int) -> None:
+    options = {"stage": stage, "compute_dtype": torch.bfloat16}
+    shards = shard_parameters(model(), inside)
+    alone = persistent_bytes(shards, config(**options))
+    one_of_three = persistent_bytes(shards, config(replicate_over="hosts", **options), hosts=3)
+    assert one_of_three == alone
+    together = persistent_bytes(shard_parameters(model(), 3 * inside), config(**options), hosts=3)
+    assert together["master_shard"] < 0.5 * alone["master_shard"]
+
+
+def test_gradients_that_wait_for_the_last_micro_batch_are_a_hosts() -> None:
+    shards = shard_parameters(model(), 4)
+    once = persistent_bytes(shards, config(replicate_over="hosts", reduce_across="step"), hosts=3, accumulate=2)
+    assert once["deferred_gradient"] == once["gradient"]
+    whole = persistent_bytes(shards, config(replicate_over="hosts", stage=1), hosts=3, accumulate=2)
+    assert whole["deferred_gradient"] == 4 * once["gradient"]
+    each = persistent_bytes(shards, config(replicate_over="hosts"), hosts=3, accumulate=2)
+    assert each["deferred_gradient"] == 0
