@@ -1,4 +1,4 @@
-"""``plan``: what a training would take of each GPU, and how long a step, on a machine without one."""
+"""Estimate a training's memory and step time per GPU: the command ``plan``."""
 
 from __future__ import annotations
 

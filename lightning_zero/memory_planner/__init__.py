@@ -1,4 +1,4 @@
-"""Spend one memory limit on activations, unsharded weights and optimizer state, at the least cost in time.
+"""Divide device memory among activations, unsharded weights and optimizer state.
 
 ``inputs.py`` holds the measured numbers, ``choices.py`` the alternatives with their bytes and seconds, and
 ``memory_plan.py`` picks among them. These are pure functions: equal numbers give equal plans on every rank.

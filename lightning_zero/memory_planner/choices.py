@@ -1,4 +1,4 @@
-"""Alternatives for a training's memory, with bytes at the peak and seconds lost per step, and a knapsack over them.
+"""Alternatives for a training's memory with bytes and seconds, and a knapsack over them.
 
 The seconds are estimates that put alternatives in order. :func:`planner_items` gives the items, :func:`pick` takes one
 variant of each. Assumptions:
@@ -97,7 +97,7 @@ class Pick:
 
 
 def frontier(items: Sequence[Item]) -> list[Pick]:
-    """Return all Pareto-optimal picks by growing bytes. A pick dominated in a subset of items stays dominated."""
+    """Return all Pareto-optimal picks by growing bytes."""
     found = [Pick((), 0, 0.0)]
     for item in items:
         found = _pareto(
@@ -176,7 +176,7 @@ def recomputed_share(budget: float) -> float:
 
 
 def gather_seconds(inputs: PlannerInputs, kept: float) -> float:
-    """Return the seconds lost to weights beyond ``kept`` bytes, which backward and later forwards gather again."""
+    """Return the seconds to gather weights again of which ``kept`` bytes are kept."""
     times, left = inputs.times, max(inputs.weights - kept, 0.0)
     if not inputs.weights:
         return 0.0
@@ -188,7 +188,7 @@ def gather_seconds(inputs: PlannerInputs, kept: float) -> float:
 
 
 def contention_seconds(values: tuple[Variant, ...], inputs: PlannerInputs) -> float:
-    """Return the seconds that optimizer state loses because offloaded activations use the link during passes."""
+    """Return the seconds that optimizer state waits because activations use the link."""
     activations, _, host, _ = values
     if "activations" not in activations.value[1]:
         return 0.0

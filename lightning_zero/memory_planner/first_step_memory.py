@@ -57,7 +57,7 @@ class _FreeMemory:
         return self.limit - self.before.here
 
     def excess(self, largest: int) -> float:
-        """Return the bytes by which saved tensors exceed their share; ``largest``: bytes of the largest of them."""
+        """Return the bytes of saved tensors beyond their share; ``largest``: of one tensor."""
         now = self._gauge.read()
         if now.here + now.cached > self.limit and now.cached > self._stuck + MIN_CACHED_SHARE * self.limit:
             self._gauge.empty()

@@ -132,7 +132,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class PlannerInputs:
-    """Bytes and seconds that a plan is made from, equal on every rank. Each is the value of the tightest rank.
+    """Bytes and seconds that a plan is made from: on every rank those of the tightest rank.
 
     Attributes:
         source: origin of the numbers, for the user.
@@ -262,7 +262,7 @@ def constraints_of(config: EngineConfig, offloadable: Iterable[str] = ()) -> Con
 
 
 def apply_memory_config(config: EngineConfig, chosen: MemoryConfig) -> EngineConfig:
-    """Return the options with ``chosen`` filled in. Kept weights are no option: the caller passes their bytes on."""
+    """Return the options with ``chosen`` filled in, except for kept weights, which are no option."""
     offload = config.offload if set(chosen.offload) == set(config.offload) else chosen.offload
     tuning = config.tuning
     if chosen.ring:

@@ -1,6 +1,6 @@
-"""Measure a training and decide how it spends memory, for ``memory=`` and ``reshard_after_forward="auto"``.
+"""Measure a training and decide how it spends memory.
 
-:class:`MemoryPlanner` decides in up to four places. Setup decides what must move before the model trains. The eager
+:class:`MemoryPlanner` serves ``memory=`` and ``reshard_after_forward="auto"``, and decides in up to four places. Setup decides what must move before the model trains. The eager
 first step is held within the limit, and what would not fit is planned before anything compiles. After a few steady
 steps the ranks agree on their measurements, and everything compiles once more if that changes the plan. Later the peak
 is checked once: if it exceeds the limit, the planner empties the cache, then plans once more, then disables CUDA
@@ -62,7 +62,7 @@ COMPILED_SHARE = 0.5
 
 @dataclass(frozen=True)
 class CompilerAccess:
-    """What the planner needs from the compiler.
+    """Functions of the compiler that the planner calls.
 
     Attributes:
         compiled: returns a count that grows whenever something is compiled.
@@ -221,7 +221,7 @@ class MemoryPlanner:
             self._profiler.backward_begins()
 
     def plan_before_training(self, config: EngineConfig, known: EngineMemoryFacts) -> PlanUpdate | None:
-        """Decide what cannot wait, once the optimizers are known. Collective if there is a limit; may be repeated."""
+        """Plan what must move before the model trains. Collective with a limit; may be repeated."""
         if config.memory is None:
             self.known = known.during_training()
             return None
@@ -245,7 +245,7 @@ class MemoryPlanner:
         return PlanUpdate(plan.chosen)
 
     def stop_grad_aliasing(self) -> PlanUpdate | None:
-        """Rule out aliased gradients for later plans; return the new configuration if the current one has them."""
+        """Rule out aliased gradients; return a new configuration if the current one has them."""
         self.known = known = self.known.without_grad_aliasing()
         if self._state.inputs is not None:
             self._state.inputs = replace(self._state.inputs, gradients=known.gradients)
@@ -293,7 +293,7 @@ class MemoryPlanner:
     # -- decisions
 
     def _after_first_step(self, config: EngineConfig) -> PlanUpdate | None:
-        """Begin the first step; before the second one, plan away what would not fit once it is compiled."""
+        """Begin the first step; before the second one, plan compiled steps within the limit."""
         if self.first_step.before is None:
             self.first_step.begin(config.memory)
             return None
@@ -449,7 +449,7 @@ class MemoryReporter:
         )
 
     def no_device(self, config: EngineConfig, auto: bool) -> None:
-        """Report that the device does not tell its memory. ``auto``: weights were to be kept as far as they fit."""
+        """Report that the device does not report its memory. ``auto``: weights should be kept."""
         why = "this device does not tell how much memory it has"
         if auto:
             self.report(f"reshard_after_forward='auto' keeps no parameters: {why}.")

@@ -115,7 +115,7 @@ class StepProfiler:
             self.stats.saved = max(self.stats.saved, self._gauge.read().resident - self._resident)
 
     def pass_seconds(self) -> float:
-        """Return the seconds of the fastest pass that the device has finished, without the optimizer; 0 without one.
+        """Return the seconds of the fastest finished pass without the optimizer; 0 without one.
 
         Waits for the first step at most.
         """
@@ -196,7 +196,7 @@ class StepStats:
 def setup_inputs(
     facts: EngineMemoryFacts, config: EngineConfig, memory: DeviceMemory | None, current: MemoryConfig
 ) -> PlannerInputs:
-    """Return inputs before the first step, without activations: what does not fit now never fits.
+    """Return inputs before the first step, without activations.
 
     Args:
         memory: of the device; None if it does not report any.

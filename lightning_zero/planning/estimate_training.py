@@ -50,7 +50,7 @@ MAX_ESTIMATES = 6
 
 @dataclass(frozen=True)
 class Training:
-    """What :func:`plan` cannot read from a LightningModule.
+    """Properties of a training that :func:`plan` cannot read from a LightningModule.
 
     Attributes:
         loss: returns the loss of a module and a batch; by default ``module.training_step(batch, 0)``.

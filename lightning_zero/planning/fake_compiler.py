@@ -224,7 +224,7 @@ def fake_op(name: str) -> OpOverload:
 
 
 def insert_gathers(graph: Graph, count: int) -> None:
-    """Gather the first ``count`` inputs of a joint graph, which are parameters, before their first use. In place."""
+    """Gather the first ``count`` inputs of a joint graph, its parameters, in place."""
     for shard in graph.find_nodes(op="placeholder")[:count]:
         value = shard.meta.get("val")
         if not isinstance(value, Tensor) or not shard.users:
@@ -249,7 +249,7 @@ def _bytes(node: Any) -> int:
 
 
 def _make_results(graph: Graph, args: Sequence[Any]) -> list[Any]:
-    """Return tensors like the graph's results: inputs are themselves, and views of one storage share memory."""
+    """Return tensors like the graph's results, with the same sharing of memory."""
     found = storages(graph)
     given = dict(zip(graph.find_nodes(op="placeholder"), args, strict=True))
     memory = {storage: arg for node, arg in given.items() for storage in found[node] if storage is not None}

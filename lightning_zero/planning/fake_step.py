@@ -184,7 +184,7 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Te
 @CHECKPOINTED
 @contextmanager
 def marked_regions() -> Iterator[None]:
-    """Within the context, ``torch.utils.checkpoint`` runs its function once and tags its nodes, as Dynamo does."""
+    """Let ``torch.utils.checkpoint`` run its function once and tag its nodes, as Dynamo does."""
     numbers = count(1)
 
     @contextmanager

@@ -89,7 +89,7 @@ def _dtype_position(op: Any) -> int:
 
 
 def _without_dropout(attention: Callable[..., Any]) -> Callable[..., Any]:
-    """Return attention without dropout: on a GPU it redraws its mask in backward and stores nothing for it."""
+    """Return attention without dropout, whose mask a GPU draws again instead of storing it."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if len(args) > DROPOUT:

@@ -40,7 +40,7 @@ Storages = Mapping[Node, Sequence[Storage | None]]
 
 @dataclass(frozen=True)
 class Span:
-    """Lifetime of a tensor; ``begin`` and ``end`` are positions of nodes. ``fused``: a generated kernel makes it."""
+    """Lifetime of a tensor between two positions of nodes; ``fused``: from a generated kernel."""
 
     nbytes: int
     begin: int
@@ -89,7 +89,7 @@ def fresh_bytes(graph: Graph) -> int:
 
 
 def leave_narrow(graph: Graph, gradients: int) -> None:
-    """Return gradients in the dtype in which they are computed: the executor casts while it copies. In place."""
+    """Return gradients in their computed dtype, in place: the executor casts while it copies."""
     returned = results(graph)
     output_node(graph).args = ((*map(_before_cast, returned[:gradients]), *returned[gradients:]),)
     graph.eliminate_dead_code()
@@ -103,9 +103,9 @@ def host_activations(graph: Graph) -> set[Node]:
 
 
 def weight_spans(graph: Graph, context: PassContext) -> list[Span]:
-    """Return the lifetimes of unsharded weights, in groups of which each is gathered at the first use of the last.
+    """Return the lifetimes of unsharded weights.
 
-    A weight that the graph returns for backward lives to the end.
+    A group is gathered at the first use of the one before. A weight that the graph returns for backward lives to the end.
     """
     position = {node: number for number, node in enumerate(graph.nodes)}
     uses = {form: _uses(form, position) for gather in gathers(graph) for form in _gathered_forms(gather)}

@@ -103,7 +103,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _moves_bytes(func: Any) -> bool:
-    """Return False for views, queries of a device and empty allocations, which autograd runs for each gradient."""
+    """Return False for views, empty allocations and queries of a device."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     views = any(alias is not None and not alias.is_write for alias in aliases)
     nothing = func is unsafe_view or func.overloadpacket in _ALLOCATIONS

@@ -1,4 +1,4 @@
-"""Bytes that a rank keeps between steps, by role: the arithmetic of ``sharding/memory.py`` without tensors."""
+"""Compute the bytes that a rank keeps between steps, as ``sharding/memory.py`` allocates them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class ParamShard:
 
 
 def shard_parameters(module: nn.Module, world_size: int, dtype: torch.dtype | None = None) -> list[ParamShard]:
-    """Return the layouts of a module's parameters, each once. ``dtype``: of a "true" precision, None for their own."""
+    """Return the layouts of a module's parameters, each once. ``dtype``: None for their own."""
     embedded = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     found = []
     for param in module.parameters():
@@ -193,7 +193,7 @@ def measure_optimizer_memory(
     shards: Sequence[ParamShard],
     narrow: bool = False,
 ) -> OptimizerMemory:
-    """Step the optimizers on small stand-ins and scale what they keep. Their groups hold stand-ins afterwards.
+    """Step the optimizers on small stand-ins, which replace their parameters, and scale their state.
 
     Args:
         params: parameters of the optimizers.

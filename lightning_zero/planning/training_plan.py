@@ -68,7 +68,7 @@ class TrainingPlan:
 
     @property
     def transient(self) -> int | None:
-        """Return the bytes of activations, gathered weights and temporary tensors at the peak; None if unknown."""
+        """Return the bytes at the peak that do not persist between steps; None if unknown."""
         step = self.passes.compiled or self.passes.eager
         if step is None:
             return None

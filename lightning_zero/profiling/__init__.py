@@ -1,1 +1,1 @@
-"""Costs of graphs and devices: seconds and memory of nodes, bandwidth of links, device memory and timers."""
+"""Costs of graphs and devices: nodes, links, device memory and timers."""

@@ -104,7 +104,7 @@ NOMINAL_COSTS = CostModel(
 
 
 def measure_costs(mesh: Mesh, copied: bool = False) -> CostModel:
-    """Measure the device and the all-gathers of a shard group, in less than a second after it connects. Collective.
+    """Measure the device and the all-gathers of a shard group in less than a second. Collective.
 
     Args:
         mesh: the ranks, which agree on the slowest one's numbers.

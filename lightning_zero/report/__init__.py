@@ -1,4 +1,4 @@
-"""Reports for the user: metrics for loggers, files about compiled graphs, and lines about a training's start."""
+"""Reports for the user: metrics, files about compiled graphs, and lines about a start."""
 
 from lightning_zero.report.comm_monitor import CommMonitor
 from lightning_zero.report.plan_report import PlanReport

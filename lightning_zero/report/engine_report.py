@@ -1,4 +1,4 @@
-"""Report the state of an engine: memory by role, reasons against CUDA graphs, and a line at the end of its start."""
+"""Report an engine's memory by role, reasons against CUDA graphs, and a startup line."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] =
 
 
 def replay_blockers(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] = ()) -> dict[str, str]:
-    """Return why "forward_backward" and "optimizer_step" are not CUDA graphs; empty without a known reason."""
+    """Return why "forward_backward" and "optimizer_step" are not CUDA graphs; "" if they may be."""
     compiled = engine.config.compiled.enabled
     steps = [engine.optimizers.stepper(optimizer).why_eager for optimizer in optimizers]
     return {
@@ -64,7 +64,7 @@ def replay_blockers(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] 
 
 
 def startup_summary(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """Return a line like ``ZeRO-3 over 2 x cuda, computing in bfloat16; compiled: 'net'; ... On each rank: ...``."""
+    """Return a line like ``Runs: ZeRO-3 over 2 x cuda; compiled: 'net'; ... On each rank: ...``."""
     parts = [_stage(engine), _compiled(engine), *_transports(engine), _replays(engine, optimizers)]
     return f"Runs: {'; '.join(parts)}. {_memory(engine, optimizers)}"
 

@@ -146,7 +146,7 @@ class PlanReport(Callback):
 
 
 def write_passes(folder: Path, stem: str, traces: Sequence[PassTrace]) -> None:
-    """Write ``STEM.txt``, a table with a row for each pass, and ``STEM_NUMBER_PASS.diff`` for each that did anything.
+    """Write ``STEM.txt``, a table of the passes, and ``STEM_NUMBER_PASS.diff`` for each change.
 
     Args:
         folder: made if it does not exist.

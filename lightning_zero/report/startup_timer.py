@@ -1,4 +1,4 @@
-"""Report in one line how the seconds until a training's steady steps were spent, and in another what runs then."""
+"""Report how the seconds until a training's steady steps were spent."""
 
 from __future__ import annotations
 

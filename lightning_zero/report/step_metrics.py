@@ -192,7 +192,7 @@ def exposed_seconds(graphs: Sequence[GraphPlan], pass_s: float | None = None) ->
 
 
 def _run(graphs: Sequence[GraphPlan], factor: float) -> tuple[float, float]:
-    """Return the seconds of all graphs, and the exposed ones, if compute takes ``factor`` times as long as planned.
+    """Return all and exposed seconds if compute takes ``factor`` times as long as planned.
 
     Gathers run one after another on a stream of their own, and so do reductions.
     """

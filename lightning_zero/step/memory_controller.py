@@ -1,4 +1,4 @@
-"""Apply memory plans to one engine: feed the planner, move optimizer state and masters, place gradients.
+"""Apply memory plans to one engine: move optimizer state and masters, and place gradients.
 
 :class:`MemoryController` connects an engine's shards and optimizers to
 :class:`~lightning_zero.memory_planner.planner.MemoryPlanner`.
@@ -107,7 +107,7 @@ class MemoryController:
     def _move_masters_to_host(self, config: EngineConfig) -> None:
         """Move master weights before training begins. Collective.
 
-        Of what depends on their place, only the transport of weights was chosen earlier.
+        Only the transport of weights was chosen before, and depends on their place.
         """
         away = masters_away(config, self._mesh)
         assert away is not None
