@@ -30,9 +30,9 @@ def _add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step (default %(default)s)")
     parser.add_argument("--ranks-per-host", type=int, default=8, help="(default %(default)s)")
     parser.add_argument("--batch", type=int, default=2, help="samples of a rank, of built-in models")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sample, likewise")
-    parser.add_argument("--memory", help="GiB of each GPU, or auto: what would be chosen to stay within that")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a sample, of built-in models")
+    parser.add_argument("--memory", help="GiB of each GPU, or auto: plan within that limit")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="option of ZeroStrategy")
 
 
 def _run(arguments: Namespace) -> int:
@@ -87,7 +87,7 @@ def _memory(text: str | None) -> dict[str, Any]:
 
 
 def _module(arguments: Namespace) -> pl.LightningModule:
-    """Without memory for its weights, where it can be built so."""
+    """Return the module, on the meta device if possible."""
     if arguments.model in SIZES:
         with torch.device("meta"):
             return DecoderModule(arguments.model, arguments.batch, arguments.length)
@@ -120,4 +120,4 @@ def _show(found: TrainingPlan) -> None:
         tell(f"Not all could be traced: {found.passes.why}")
 
 
-PLAN = Command("plan", "Estimates memory and time of a training, without a GPU.", _add_arguments, _run)
+PLAN = Command("plan", "Estimate memory and time of a training, without a GPU.", _add_arguments, _run)

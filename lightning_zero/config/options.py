@@ -67,10 +67,11 @@ class Options:
         change=Change.COMPILED,
     )
     memory: float | Literal["auto"] | None = option(
-        "so many GiB of each device may be taken at the peak, by whatever takes memory there; ``'auto'``: all but a "
-        "tenth. What is computed again, kept whole and put on the host is then planned, by seconds lost for bytes "
-        "saved: what cannot wait at setup, the rest from the first steps. What would not fit may have its gradients "
-        "rounded (``gradients_over_copies``). Options that are not as by default stay",
+        "limit of each device's memory in GiB, including other processes; ``'auto'``: 90 % of the device. Recomputation, "
+        "kept weights and offload are planned within it, the fastest first. A plan may round gradients "
+        "(``gradients_over_copies``) if nothing else fits as fast. Options that are not at their defaults stay. The "
+        "limit is held in the first step and from about the 20th on: CUDA graphs are measured once they are captured, "
+        "and planned for then. A warning says so if it cannot be held",
         default=None,
         check=gib,
         change=Change.APPLIED,

@@ -1,10 +1,10 @@
 """Measure a training and decide how it spends memory.
 
-:class:`MemoryPlanner` serves ``memory=`` and ``reshard_after_forward="auto"``, and decides in up to four places. Setup decides what must move before the model trains. The eager
-first step is held within the limit, and what would not fit is planned before anything compiles. After a few steady
-steps the ranks agree on their measurements, and everything compiles once more if that changes the plan. Later the peak
-is checked once: if it exceeds the limit, the planner empties the cache, then plans once more, then disables CUDA
-graphs, and warns if none of that is enough. From then on the limit is held.
+:class:`MemoryPlanner` serves ``memory=`` and ``reshard_after_forward="auto"``. Setup decides what must move before the
+model trains. The eager first step stays within the limit, and the planner prepares for what would not fit compiled.
+After a few steady steps the ranks agree on their measurements, and everything compiles once more if the plan changes.
+Later the planner checks the peak once. Above the limit it empties the cache, plans once more, disables CUDA graphs, and
+warns if none of that is enough. From then on the limit is held, or the user has been warned.
 
 Invariant: ranks communicate only before passes that follow an optimizer step, so all ranks have taken equally many.
 """

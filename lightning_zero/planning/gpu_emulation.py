@@ -27,11 +27,9 @@ _FLOAT32_OPS = (
     "poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss smooth_l1_loss "
     "huber_loss mse_loss margin_ranking_loss soft_margin_loss binary_cross_entropy_with_logits dist cdist renorm "
     "logsumexp"
-).split()
+)
 # Ops that autocast asks for a float32 result on CUDA, unless the caller passes a dtype.
-_FLOAT32_RESULTS = (
-    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList"
-).split()
+_FLOAT32_RESULTS = "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm sum sum.dim_IntList"
 _KEY = "AutocastCPU"
 DROPOUT = 4  # position of dropout_p among the arguments of attention
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -45,7 +43,7 @@ def emulate_gpu_ops() -> Iterator[None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that kernels are overridden
             for names, kernel in ((_FLOAT32_OPS, _float32_kernel), (_FLOAT32_RESULTS, _float32_result_kernel)):
-                for name in names:
+                for name in names.split():
                     if (op := _op(name)) is not None:
                         library.impl(name, kernel(op), _KEY, allow_override=True)
         attention = _without_dropout(F.scaled_dot_product_attention)

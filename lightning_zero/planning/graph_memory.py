@@ -105,7 +105,7 @@ def host_activations(graph: Graph) -> set[Node]:
 def weight_spans(graph: Graph, context: PassContext) -> list[Span]:
     """Return the lifetimes of unsharded weights.
 
-    A group is gathered at the first use of the one before. A weight that the graph returns for backward lives to the end.
+    A group is gathered at the first use of the one before. A weight that the graph returns lives to the end.
     """
     position = {node: number for number, node in enumerate(graph.nodes)}
     uses = {form: _uses(form, position) for gather in gathers(graph) for form in _gathered_forms(gather)}
