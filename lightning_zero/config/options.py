@@ -67,8 +67,8 @@ class Options:
         change=Change.COMPILED,
     )
     memory: float | Literal["auto"] | None = option(
-        "limit of each device's memory in GiB, with other processes; ``'auto'``: 90 % of the device. Recomputation, kept "
-        "weights and offload are planned within it, the fastest first. A plan may round gradients "
+        "limit of each device's memory in GiB, with other processes; ``'auto'``: 90 % of the device. Recomputation, "
+        "kept weights and offload are planned within it, the fastest first. A plan may round gradients "
         "(``gradients_over_copies``) if nothing else fits as fast. Options that are not at their defaults stay. The "
         "limit is held in the first step and from about the 20th on: CUDA graphs are measured once they are captured, "
         "and planned for then. A warning says so if it cannot be held",
