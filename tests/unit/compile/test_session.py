@@ -46,7 +46,7 @@ class Executor:
 class Replays:
     """Wraps nothing, and counts how often captures are given back."""
 
-    def __init__(self, wrap: Any = lambda compiled, takes: compiled) -> None:
+    def __init__(self, wrap: Any = lambda compiled: compiled) -> None:
         self.wrap, self.drops = wrap, 0
 
     def drop(self) -> None:
@@ -139,7 +139,7 @@ def test_the_first_step_is_eager_and_the_next_one_compiles_what_it_called() -> N
 def test_what_is_called_instead_of_compiled_code_is_what_the_engine_wraps() -> None:
     session, ran = Alone(begin=False), []
 
-    def wrap(compiled: Any, takes: Any) -> Any:
+    def wrap(compiled: Any) -> Any:
         def run(*args: Any) -> Any:
             ran.append("wrapped")
             return compiled(*args)
@@ -271,7 +271,7 @@ def test_a_budget_that_is_measured_compiles_again_with_a_share_to_keep() -> None
     model = attached(session)
     session.train(model, 2)
     session.plans.add(PLAN)
-    with patch.object(session.budget, "decided", side_effect=[PlanUpdate(MemoryConfig(), 0.25), None]):
+    with patch.object(session.planner, "update", side_effect=[PlanUpdate(MemoryConfig(), 0.25), None]):
         assert session.next_pass() == 0.0
         assert session._compiler.context().saved_share == 0.25
         assert session.plans.agreed == (), "graphs that keep other weights follow other plans"
@@ -283,9 +283,9 @@ def test_gradients_that_a_plan_has_laid_over_copies_lie_apart_once_a_later_train
     planned = EXACT | {"memory": 1.0, "compute_dtype": torch.bfloat16}
     session, applied = Alone(planned), []
     attached(session)
-    session.budget.apply = lambda config, chosen: applied.append(config.tuning.gradients_over_copies)
+    session.planner.connect(lambda config, chosen: applied.append(config.tuning.gradients_over_copies), lambda: False)
     session.hold(PlanUpdate(MemoryConfig(over_copies=True)))
-    session.budget._now = MemoryConfig(over_copies=True)
+    session.planner._current = MemoryConfig(over_copies=True)
     session.configure(config(**planned, agreement_timeout_s=3.0))
     session.configure(config(**planned, agreement_timeout_s=3.0, gradients_over_copies=False))
     assert applied == [True, True, False]
