@@ -83,17 +83,17 @@ void Executor::set_staging(std::vector<at::Tensor> staging, const std::string& g
   gradients_.pools().clear();
 }
 
-void Executor::take_turns(std::vector<at::Tensor> numbers) {
+void Executor::set_epoch_lock(std::vector<at::Tensor> numbers) {
   Lock lock(context_.mutex);
   weights_.access().take(transports_.make_turns(std::move(numbers)));
 }
 
-void Executor::take_device_turns(const at::Tensor& code, std::vector<at::Tensor> rows) {
+void Executor::set_device_epoch_lock(const at::Tensor& code, std::vector<at::Tensor> rows) {
   Lock lock(context_.mutex);
   weights_.access().take(transports_.make_device_turns(code, std::move(rows)));
 }
 
-void Executor::begin_epoch() {
+void Executor::begin_training_step() {
   Lock lock(context_.mutex);
   weights_.access().begin_step(transports_.next_step());
   weights_.log().begin_step();

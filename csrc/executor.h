@@ -51,15 +51,15 @@ class Executor : public c10::intrusive_ptr_target {
   void set_staging(std::vector<at::Tensor> staging, const std::string& group_name, int64_t timeout_ms);
   // Shards lie in memory that all ranks can read, from now on: each rank's number of its turn. On every rank,
   // with a barrier before the next gather. See [Note: turns].
-  void take_turns(std::vector<at::Tensor> numbers);
+  void set_epoch_lock(std::vector<at::Tensor> numbers);
   // The same on devices: the kernels of turns.cu, and of each rank a number for each rank. After
   // set_barrier().
-  void take_device_turns(const at::Tensor& code, std::vector<at::Tensor> rows);
+  void set_device_epoch_lock(const at::Tensor& code, std::vector<at::Tensor> rows);
 
   // See Transports.
   void begin_stage() { transports_.begin_stage(); }
   // A training step begins, on every rank: what ranks had missed of each other in an interrupted one is over.
-  void begin_epoch();
+  void begin_training_step();
   void abort_backward();  // drops what an interrupted backward left
 
   // What there is to count is said in native/executor.py.

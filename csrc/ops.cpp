@@ -64,11 +64,11 @@ void reduce_group(at::TensorList grads, at::TensorList shards) {
 }
 
 // Gradients whose memory is left alone until reduce_release, where `borrow` is not 0.
-void reduce_borrow(at::TensorList grads, at::TensorList shards, at::IntArrayRef borrow) {
-  auto& executor = executor_of(shards, "reduce_borrow", grads.size());
-  executor_of(shards, "reduce_borrow", borrow.size());
+void reduce_zero_copy(at::TensorList grads, at::TensorList shards, at::IntArrayRef borrow) {
+  auto& executor = executor_of(shards, "reduce_zero_copy", grads.size());
+  executor_of(shards, "reduce_zero_copy", borrow.size());
   for (size_t i = 0; i < grads.size(); ++i) {
-    executor.gradients().reduce(ShardTable::instance().find(shards[i], "reduce_borrow").index, grads[i],
+    executor.gradients().reduce(ShardTable::instance().find(shards[i], "reduce_zero_copy").index, grads[i],
                                 borrow[i] != 0);
   }
 }
@@ -144,7 +144,7 @@ TORCH_LIBRARY(lightning_zero, m) {
   m.def("reduce(Tensor grad, Tensor shard, int number=0) -> Tensor", any(reduce));
   m.def("reduce_add(Tensor grad, Tensor shard) -> ()", any(reduce_add));
   m.def("reduce_group(Tensor[] grads, Tensor[] shards) -> ()", any(reduce_group));
-  m.def("reduce_borrow(Tensor[] grads, Tensor[] shards, int[] borrow) -> ()", any(reduce_borrow));
+  m.def("reduce_zero_copy(Tensor[] grads, Tensor[] shards, int[] borrow) -> ()", any(reduce_zero_copy));
   m.def("reduce_release(Tensor[] grads, Tensor[] shards) -> ()", any(reduce_release));
   m.def("offload(Tensor value, Tensor shard) -> Tensor", any(offload));
   m.def("offload_start(Tensor value, Tensor shard) -> Tensor", any(offload_start));

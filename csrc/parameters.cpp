@@ -58,7 +58,7 @@ void Parameters::drop(int64_t index) {
   gradients_.layout().forget();
 }
 
-void Parameters::guard_gradient(int64_t index) {
+void Parameters::install_gradient_hooks(int64_t index) {
   Lock lock(context_.mutex);
   surround_hooks(context_.at(index));
 }
@@ -71,12 +71,12 @@ bool Parameters::is_of_whole_host(const std::vector<at::Tensor>& tensors, int64_
          });
 }
 
-void Parameters::add_compute_copy_memory(at::Tensor copies, at::Tensor shards) {
+void Parameters::add_compute_shard_memory(at::Tensor copies, at::Tensor shards) {
   Lock lock(context_.mutex);
   weights_.copies().add_memory(std::move(copies), std::move(shards));
 }
 
-void Parameters::set_peers(int64_t index, std::vector<at::Tensor> peers) {
+void Parameters::set_peer_compute_shards(int64_t index, std::vector<at::Tensor> peers) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
   TORCH_INTERNAL_ASSERT(is_of_whole_host(peers, record.host_shard_numel()), record.name);
@@ -85,7 +85,7 @@ void Parameters::set_peers(int64_t index, std::vector<at::Tensor> peers) {
   weights_.access().take_back();
 }
 
-void Parameters::set_full_precision_copy(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers) {
+void Parameters::set_full_precision_shard(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
   TORCH_INTERNAL_ASSERT((is_of_whole_host(peers, record.host_shard_numel()) ||
@@ -96,10 +96,10 @@ void Parameters::set_full_precision_copy(int64_t index, at::Tensor copy, std::ve
   weights_.access().take_back();
 }
 
-void Parameters::set_shards(int64_t index, std::vector<at::Tensor> shards) {
+void Parameters::set_peer_shards(int64_t index, std::vector<at::Tensor> shards) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
-  TORCH_INTERNAL_ASSERT(weights_.access().takes_turns() && is_of_whole_host(shards, record.shard_numel()),
+  TORCH_INTERNAL_ASSERT(weights_.access().uses_epoch_lock() && is_of_whole_host(shards, record.shard_numel()),
                         record.name);
   record.shards = std::move(shards);
 }

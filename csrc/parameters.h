@@ -30,7 +30,7 @@ class Parameters {
   // Puts hooks of ours around the user's, see [Note: hooks on gradients]: backward raises if autograd brings
   // this shard a gradient. Again after the first of the user's hooks, which torch puts in place of all
   // others.
-  void guard_gradient(int64_t index);
+  void install_gradient_hooks(int64_t index);
 
   // Without memory: it is to lie elsewhere, and nothing holds that where it lay. Between steps.
   void set_grad(int64_t index, std::optional<at::Tensor> grad) {
@@ -56,24 +56,24 @@ class Parameters {
     Lock lock(context_.mutex);
     context_.at(index).resident = {std::move(memory).value_or(at::Tensor())};
   }
-  void set_compute_copy(int64_t index, at::Tensor copy) {
+  void set_compute_shard(int64_t index, at::Tensor copy) {
     Lock lock(context_.mutex);
     context_.at(index).compute_copy.own = std::move(copy);
   }
   // Its shard lies in the host's memory, which the device reads over its link.
-  void lie_on_host(int64_t index) {
+  void mark_on_host(int64_t index) {
     Lock lock(context_.mutex);
     context_.at(index).compute_copy.by_steps = true;
   }
   // Compute copies in one tensor, of the shards in another: written in one kernel.
-  void add_compute_copy_memory(at::Tensor copies, at::Tensor shards);
+  void add_compute_shard_memory(at::Tensor copies, at::Tensor shards);
   // The parameter's compute copy on every rank, in memory that this process can read. See [Note: copies from
   // peers].
-  void set_peers(int64_t index, std::vector<at::Tensor> peers);
+  void set_peer_compute_shards(int64_t index, std::vector<at::Tensor> peers);
   // The same for a copy in the parameter's own dtype.
-  void set_full_precision_copy(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers);
+  void set_full_precision_shard(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers);
   // The parameter's shard on every rank. Only where ranks take turns.
-  void set_shards(int64_t index, std::vector<at::Tensor> shards);
+  void set_peer_shards(int64_t index, std::vector<at::Tensor> shards);
 
   // No shard is found any more.
   void unregister();

@@ -1,7 +1,7 @@
 """LightningCLI: module, data, Trainer and strategy from a YAML file.
 
 python examples/cli.py fit --config examples/cli.yaml
-python examples/cli.py fit --config examples/cli.yaml --trainer.strategy.init_args.tuning.resident_mb 100
+python examples/cli.py fit --config examples/cli.yaml --trainer.strategy.init_args.tuning.unsharded_cache_mb 100
 """
 
 from collections.abc import Sequence

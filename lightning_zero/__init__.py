@@ -29,7 +29,7 @@ from lightning_zero.errors import (
     UnsupportedError,
 )
 from lightning_zero.integrations.fabric.strategy import FabricZeroStrategy
-from lightning_zero.integrations.trainer.finding import install
+from lightning_zero.integrations.trainer.finding import install_checkpoint_lookup
 from lightning_zero.integrations.trainer.norms import grad_norm
 from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
@@ -114,5 +114,5 @@ for _name, _stage, _compile, _description in (
         if _name not in _registry:
             _registry.register(_name, _strategy, description=_description, stage=_stage, compile=_compile)
 
-install()
+install_checkpoint_lookup()
 warn_of_newer()

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["without_lightning"]
+__all__ = ["program_without_lightning"]
 
-HOME = Path(__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parent
 
 
-def without_lightning(program: str) -> str:
+def program_without_lightning(program: str) -> str:
     """For ``python -c``: ``program``, which finds all modules of this package that do not import Lightning."""
     return f"""
 import sys, types
 package = sys.modules["lightning_zero"] = types.ModuleType("lightning_zero")
-package.__path__ = [{str(HOME)!r}]
+package.__path__ = [{str(PACKAGE)!r}]
 {program}
 """

@@ -11,27 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.checkpoints import Checkpoints
-from lightning_zero.compile.cuda_graphs import Replays
+from lightning_zero.compile.cuda_graphs import CUDAGraphManager
 from lightning_zero.compile.listener import GraphObserver
 from lightning_zero.compile.session import CompileSession
-from lightning_zero.compile.steps import CompiledSteps
+from lightning_zero.compile.steps import CompiledStepHooks
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.engine import refuse_changes
+from lightning_zero.config.engine import check_changes
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.native.capture import fit_for_capture
+from lightning_zero.native.capture import configure_nccl_for_capture
 from lightning_zero.native.watchdog import Watchdog
-from lightning_zero.offload.masters import masters_away
+from lightning_zero.offload.masters import host_master_policy
 from lightning_zero.sharding.buffers import BufferBroadcast
 from lightning_zero.sharding.construct import sharded_construction
-from lightning_zero.sharding.copying import Copies, NotCopied
+from lightning_zero.sharding.copying import ModuleCopier, PickledAsNone
 from lightning_zero.sharding.full import full_parameters
 from lightning_zero.sharding.module_patching import engine_of_class, is_sharded
 from lightning_zero.sharding.record import Role
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.symm_mem import Peers
-from lightning_zero.sharding.unshard import make_plain
+from lightning_zero.sharding.symm_mem import PeerTransports
+from lightning_zero.sharding.unshard import unshard_module
 from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.memory_controller import MemoryController
 from lightning_zero.step.optimizers import OptimizerSteps
@@ -46,7 +46,7 @@ def engine_of(module: nn.Module) -> Engine | None:
     return module.__dict__.get(_ATTRIBUTE) or (engine_of_class(module) if is_sharded(module) else None)
 
 
-class Engine(NotCopied):
+class Engine(PickledAsNone):
     """Shards and trains one module over all ranks of a process group; for loops without Lightning. On every rank::
 
         engine = Engine(device, EngineConfig(compile=True))  # after torch.distributed.init_process_group()
@@ -83,32 +83,32 @@ class Engine(NotCopied):
         tuning = chosen.tuning
         hosts = tuning.ranks_per_host, tuning.replicate_over == "hosts"
         self.mesh = mesh = mesh or Mesh.of(device, chosen.timeout, *hosts)
-        self.config = chosen.over(mesh.host_count, mesh.inside.size)
+        self.config = chosen.over(mesh.host_count, mesh.intra_host.size)
         assert mesh.device == device, f"a mesh on {mesh.device} for an engine on {device}"
-        away = masters_away(self.config, mesh)
+        away = host_master_policy(self.config, mesh)
         self.watchdog = Watchdog(mesh, self.config.tuning.report_stall_after_s)
-        self.executor = Executor(mesh, self.config, self._gradients_came, self._new_plan, self.watchdog)
-        self.peers = Peers.of(self.config, mesh)
-        self.session = CompileSession(self.config, mesh, self.executor, self.watchdog, self.peers, skip_modules, report)
+        self.executor = Executor(mesh, self.config, self._on_backward_end, self._on_new_plan, self.watchdog)
+        self.transports = PeerTransports.of(self.config, mesh)
+        self.session = CompileSession(self.config, mesh, self.executor, self.watchdog, self.transports, skip_modules, report)
         if observe is not None:
             self.session.progress.observe(observe)
         ready, report = self.session.planner.is_settled, self.session.progress.report
-        fit_for_capture(device)
-        impossible = self.peers.why_not_replayed(self.executor)
-        self.replays = Replays(self.executor, device, self.config, ready, self._lasting, report, impossible)
+        configure_nccl_for_capture(device)
+        impossible = self.transports.no_capture_reason(self.executor)
+        self.replays = CUDAGraphManager(self.executor, device, self.config, ready, self._static_tensors, report, impossible)
         self.session.begin(self.replays)
-        self.sharder = Sharder(self.executor, mesh, self.peers, away, self.config.over_copies(mesh.host_count))
-        self.sharder.view.belongs_to(self)
-        self._copies = Copies(self.sharder)
+        self.sharder = Sharder(self.executor, mesh, self.transports, away, self.config.over_copies(mesh.host_count))
+        self.sharder.view.bind_engine(self)
+        self._copies = ModuleCopier(self.sharder)
         self.module: nn.Module | None = None
         self.buffers = BufferBroadcast(self.executor, mesh, skip_modules)
         self.buffers.configure(self.config)
         self.checkpoints = Checkpoints(self.sharder, self.watchdog, self._sharded_module, report)
-        compiled = CompiledSteps(self.session, self.replays, self.sharder, self.peers)
+        compiled = CompiledStepHooks(self.session, self.replays, self.sharder, self.transports)
         self.cycle = cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)
         self.memory = MemoryController(compiled, self.optimizers, lambda: cycle.accumulates)
-        cycle.before_accumulating = self.memory.gradients.on_accumulation
+        cycle.on_accumulation_begin = self.memory.gradients.on_accumulation
 
     @property
     def device(self) -> torch.device:
@@ -127,20 +127,20 @@ class Engine(NotCopied):
 
         Raises:
             UnsupportedError: an option that was settled when the model was sharded is to be another, see
-                :class:`~lightning_zero.config.option.Change`; or replays are demanded where there can be none.
+                :class:`~lightning_zero.config.option.OnChange`; or replays are demanded where there can be none.
             ValueError: passes that are switched off are needed with these options.
         """
-        config = self.memory.with_moved_masters(config.over(self.mesh.host_count, self.mesh.inside.size))
+        config = self.memory.with_moved_masters(config.over(self.mesh.host_count, self.mesh.intra_host.size))
         if (
             config
             == (before := self.memory.with_moved_masters(self.config))
             == self.memory.with_moved_masters(self.session.config)
         ):
             return
-        refuse_changes(before, config)
-        for part in (self.peers, self.replays, self.session):
+        check_changes(before, config)
+        for part in (self.transports, self.replays, self.session):
             part.check(config)
-        self.peers.configure(config)
+        self.transports.configure(config)
         self.cycle.end_accumulation()
         self.config = config
         self.watchdog.configure(config.tuning.report_stall_after_s)
@@ -149,12 +149,12 @@ class Engine(NotCopied):
         self.buffers.configure(config)
         self.session.configure(config)
 
-    def _lasting(self) -> Iterator[Tensor]:
+    def _static_tensors(self) -> Iterator[Tensor]:
         module = self._sharded_module()  # what compiled graphs read that stays where it is
-        return chain(module.parameters(), module.buffers(), self.sharder.memory.holds(Role.RESIDENT))
+        return chain(module.parameters(), module.buffers(), self.sharder.memory.holds(Role.UNSHARDED_CACHE))
 
-    def _new_plan(self, digest: str, text: str) -> None:
-        self.session.new_plan(digest, text)
+    def _on_new_plan(self, digest: str, text: str) -> None:
+        self.session.check_plan(digest, text)
 
     def construction(self) -> AbstractContextManager[None]:
         """Inside, modules are sharded as they are built; see :mod:`lightning_zero.sharding.construct`. Collective."""
@@ -184,11 +184,11 @@ class Engine(NotCopied):
         """Gives the module whole parameters and its own classes back, on this engine's device, and closes the engine.
         Collective."""
         module = self._sharded_module()
-        assert self.session.calls is not None
-        self.session.calls.restore()
+        assert self.session.compiled_modules is not None
+        self.session.compiled_modules.restore()
         self.checkpoints.hooks.remove()
         self._copies.release()
-        make_plain(self.sharder, module)
+        unshard_module(self.sharder, module)
         self.cycle.close()
         del module.__dict__[_ATTRIBUTE]
         self.close()
@@ -217,10 +217,10 @@ class Engine(NotCopied):
         """Must come before a forward outside of training: weights may have been exchanged since the last one."""
         self.cycle.eval_step()
 
-    def _gradients_came(self) -> None:
-        self.cycle.gradients_came()
+    def _on_backward_end(self) -> None:
+        self.cycle.on_backward_end()
 
-    def shards_in_sight(self) -> AbstractContextManager[None]:
+    def registered_parameters(self) -> AbstractContextManager[None]:
         """Inside, ``module.weight`` is the registered parameter: optimizers are made of these."""
         return self.sharder.view.shards()
 
@@ -234,7 +234,7 @@ class Engine(NotCopied):
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Loads this rank's part of a whole state dict."""
-        self.optimizers.load(optimizer, self.checkpoints.optimizer_part(optimizer, state, self.optimizers.room))
+        self.optimizers.load(optimizer, self.checkpoints.local_optimizer_state(optimizer, state, self.optimizers.empty_state))
 
     def close(self) -> None:
         """Frees what the executor holds. The module's weights cannot be read afterwards; see :meth:`unshard`."""
@@ -246,8 +246,8 @@ class Engine(NotCopied):
     def __repr__(self) -> str:
         live = self.sharder.live
         total = sum(record.layout.numel for record in live)
-        calls = self.session.calls
-        compiled = sorted(set(calls.modules) - set(calls.given_up)) if calls else []
+        compiled_modules = self.session.compiled_modules
+        compiled = sorted(set(compiled_modules.modules) - set(compiled_modules.limit_reasons)) if compiled_modules else []
         return (
             f"Engine(rank {self.rank} of {self.world_size} on {self.device}; {len(live)} parameters, {total:,} "
             f"elements; {self.sharder.memory.shards}; compiled: {compiled or 'nothing'})"

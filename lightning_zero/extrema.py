@@ -14,17 +14,17 @@ from torch import Tensor
 
 from lightning_zero.compat.distributed import all_gather_into
 
-__all__ = ["Collective", "all_max", "all_min", "at_once"]
+__all__ = ["RunCollective", "all_max", "all_min", "run_synchronously"]
 
-Collective = Callable[[Callable[[bool], dist.Work | None]], None]
+RunCollective = Callable[[Callable[[bool], dist.Work | None]], None]
 
 
-def at_once(start: Callable[[bool], dist.Work | None]) -> None:
+def run_synchronously(start: Callable[[bool], dist.Work | None]) -> None:
     """Run a collective and wait for it."""
     start(False)
 
 
-def all_max(values: Tensor, group: dist.ProcessGroup, collective: Collective = at_once) -> Tensor:
+def all_max(values: Tensor, group: dist.ProcessGroup, collective: RunCollective = run_synchronously) -> Tensor:
     """Return the largest of all ranks' values, element by element; NaN if any rank has one. Collective.
 
     Args:
@@ -32,15 +32,15 @@ def all_max(values: Tensor, group: dist.ProcessGroup, collective: Collective = a
         group: of the ranks that take part.
         collective: starts the collective and waits for it, see :meth:`Executor.collective`.
     """
-    return _of_all_ranks(values, group, collective).amax(0)
+    return _gather_from_ranks(values, group, collective).amax(0)
 
 
-def all_min(values: Tensor, group: dist.ProcessGroup, collective: Collective = at_once) -> Tensor:
+def all_min(values: Tensor, group: dist.ProcessGroup, collective: RunCollective = run_synchronously) -> Tensor:
     """Return the smallest of all ranks' values, element by element; NaN if any rank has one. Collective."""
-    return _of_all_ranks(values, group, collective).amin(0)
+    return _gather_from_ranks(values, group, collective).amin(0)
 
 
-def _of_all_ranks(values: Tensor, group: dist.ProcessGroup, collective: Collective) -> Tensor:
+def _gather_from_ranks(values: Tensor, group: dist.ProcessGroup, collective: RunCollective) -> Tensor:
     ranks = values.new_empty(group.size(), *values.shape)
     mine = values.detach().reshape(-1)
     collective(lambda later: all_gather_into()(ranks.view(-1), mine, group=group, async_op=later))

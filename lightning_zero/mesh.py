@@ -20,16 +20,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from lightning_zero.compat.distributed import all_gather_into, connected_when_used, default_store
+from lightning_zero.compat.distributed import all_gather_into, connect_lazily, default_store
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["Mesh", "Side", "boot_id", "host_name"]
+__all__ = ["Mesh", "RankGroup", "boot_id", "host_name"]
 
-FOR_EVER = timedelta(days=365)
+NO_TIMEOUT = timedelta(days=365)
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
+class RankGroup:
     """Some of a mesh's ranks that communicate among themselves: those of one host, or those at one place of all hosts.
 
     Attributes:
@@ -61,7 +61,7 @@ class Mesh:
         inside: the ranks of this rank's host.
         across: where there are several hosts, the ranks at this rank's place of each; None where there is one.
         replicated: whether each of several hosts holds all of the model; otherwise all hosts hold it together.
-        shard_group: of all ranks: in which rank 0's values are sent, and weights are all-gathered on one host.
+        gather_group: of all ranks: in which rank 0's values are sent, and weights are all-gathered on one host.
         reduce_group: likewise for gradients; another one, so that reductions do not queue behind gathers. Nothing else
             goes through it: one that is never used takes no memory of the device.
         control_group: on the CPU (gloo), in which ranks agree without touching the device.
@@ -73,11 +73,11 @@ class Mesh:
     rank: int
     world_size: int
     hosts: tuple[int, ...]
-    machines: tuple[int, ...]
-    inside: Side
-    across: Side | None
+    physical_hosts: tuple[int, ...]
+    intra_host: RankGroup
+    inter_host: RankGroup | None
     replicated: bool
-    shard_group: dist.ProcessGroup
+    gather_group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup
     control_group: dist.ProcessGroup
     world_group: dist.ProcessGroup
@@ -138,74 +138,74 @@ class Mesh:
         backend, me, mine = dist.get_backend(), dist.get_rank(), 0
         made: list[tuple[dist.ProcessGroup, ...]] = []
         for number, part in enumerate(parts):
-            made.append((*_new_pair(part, backend, timeout), dist.new_group(part, backend="gloo", timeout=timeout)))
+            made.append((*_new_group_pair(part, backend, timeout), dist.new_group(part, backend="gloo", timeout=timeout)))
             mine = number if me in part else mine
-        shard_group, reduce_group, control_group = made[mine]
+        gather_group, reduce_group, control_group = made[mine]
         everyone = control_group if len(parts) == 1 else dist.new_group(backend="gloo", timeout=timeout)
         names: list[Any] = [None] * everyone.size()
         dist.all_gather_object(names, host_name(), group=everyone)
         hosts: tuple[int, ...] = ()
-        machines: tuple[int, ...] = ()
+        physical_hosts: tuple[int, ...] = ()
         sides = None
         for number, part in enumerate(parts):
-            found = hosts_of([names[rank] for rank in part], ranks_per_host)
-            pairs = _new_sides(part, found, backend, timeout)
+            found = host_numbers([names[rank] for rank in part], ranks_per_host)
+            pairs = _new_host_groups(part, found, backend, timeout)
             if number == mine:
-                hosts, machines, sides = found, numbered([names[rank] for rank in part]), pairs
+                hosts, physical_hosts, sides = found, number_names([names[rank] for rank in part]), pairs
         rank, size = control_group.rank(), control_group.size()
-        inside, across = sides or (Side(tuple(range(size)), rank, shard_group, reduce_group), None)
+        intra_host, inter_host = sides or (RankGroup(tuple(range(size)), rank, gather_group, reduce_group), None)
         timeout_s = (timeout or dist.constants.default_pg_timeout).total_seconds()
         world = dist.group.WORLD
         assert world is not None
-        places = hosts, machines, inside, across, replicate and across is not None
-        return cls(device, rank, size, *places, shard_group, reduce_group, control_group, world, timeout_s)
+        places = hosts, physical_hosts, intra_host, inter_host, replicate and inter_host is not None
+        return cls(device, rank, size, *places, gather_group, reduce_group, control_group, world, timeout_s)
 
     @property
     def device_groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Those whose collectives run on the device, where an error may show long after the call."""
-        sides = () if self.across is None else (self.inside, self.across)
+        sides = () if self.inter_host is None else (self.intra_host, self.inter_host)
         parts = [group for side in sides for group in (side.gather_group, side.reduce_group)]
-        return self.world_group, self.shard_group, self.reduce_group, *parts
+        return self.world_group, self.gather_group, self.reduce_group, *parts
 
     @property
     def host_count(self) -> int:
-        return 1 if self.across is None else self.across.size
+        return 1 if self.inter_host is None else self.inter_host.size
 
     @property
-    def exchanging(self) -> Side | None:
+    def inter_host_shard_group(self) -> RankGroup | None:
         """Of the hosts that hold the model together, the ranks at this rank's place; None where each holds all of it,
         and where there is one."""
-        return None if self.replicated else self.across
+        return None if self.replicated else self.inter_host
 
     @property
-    def holders(self) -> Side:
+    def shard_group(self) -> RankGroup:
         """The ranks that hold the model together: all, or those of a host."""
-        if self.replicated or self.across is None:
-            return self.inside
-        return Side(tuple(range(self.world_size)), self.rank, self.shard_group, self.reduce_group)
+        if self.replicated or self.inter_host is None:
+            return self.intra_host
+        return RankGroup(tuple(range(self.world_size)), self.rank, self.gather_group, self.reduce_group)
 
     @property
-    def shard_hosts(self) -> int:
+    def shard_host_count(self) -> int:
         """Over so many hosts each parameter is cut."""
-        return 1 if self.exchanging is None else self.exchanging.size
+        return 1 if self.inter_host_shard_group is None else self.inter_host_shard_group.size
 
     @property
-    def shard_number(self) -> int:
+    def shard_index(self) -> int:
         """Which shard of each parameter lies on this rank. With several hosts, those at one place of all hosts hold
         neighbouring shards: together what a host gathers, or reduces, as one piece. Where each host holds the whole
         model, they hold the same one."""
-        return self.inside.rank * self.shard_hosts + (0 if self.exchanging is None else self.exchanging.rank)
+        return self.intra_host.rank * self.shard_host_count + (0 if self.inter_host_shard_group is None else self.inter_host_shard_group.rank)
 
     @property
     def replica(self) -> tuple[int, int]:
         """Which one of how many that hold this rank's shards it is: they share the work of writing them."""
-        return (self.across.rank, self.across.size) if self.replicated and self.across is not None else (0, 1)
+        return (self.inter_host.rank, self.inter_host.size) if self.replicated and self.inter_host is not None else (0, 1)
 
-    def all_shards(self, shard: Tensor) -> Tensor:
+    def all_gather_shard(self, shard: Tensor) -> Tensor:
         """Each rank's, 1-D and of one size and dtype, one behind the other in the order of their numbers, on the mesh's
         device. Collective."""
         shard = shard.to(self.device)
-        for side in (self.inside,) if self.exchanging is None else (self.exchanging, self.inside):
+        for side in (self.intra_host,) if self.inter_host_shard_group is None else (self.inter_host_shard_group, self.intra_host):
             parts = shard.new_empty(shard.numel() * side.size)
             all_gather_into()(parts, shard, group=side.gather_group)
             shard = parts
@@ -216,13 +216,13 @@ class Mesh:
         name = f"{prefix}/{self.control_group.group_name}"
         return dist.PrefixStore(name, default_store())
 
-    def meeting(self) -> dist.Work:
+    def barrier(self) -> dist.Work:
         """Begins one of all ranks, on the CPU, which lasts until all have come: no timeout ends it. Collective."""
         options = distributed_c10d.BarrierOptions()
-        options.timeout = FOR_EVER
+        options.timeout = NO_TIMEOUT
         return self.control_group.barrier(options)
 
-    def gathered(self, value: Any) -> list[Any]:
+    def all_gather_values(self, value: Any) -> list[Any]:
         """What each rank gives here, in their order: anything that can be pickled. Collective, on the CPU.
 
         Each rank unpickles what the others send, so other ranks are trusted, as in all collectives of objects.
@@ -231,14 +231,14 @@ class Mesh:
         dist.all_gather_object(values, value, group=self.control_group)
         return values
 
-    def first_error(self, error: str | None) -> tuple[int, str] | None:
+    def first_rank_error(self, error: str | None) -> tuple[int, str] | None:
         """The first that a rank reports, behind that rank's number; None if none does. Whoever may fail asks for it
         before going on, so that no rank waits for one that has failed. Collective, on the CPU."""
-        errors = self.gathered(error)
+        errors = self.all_gather_values(error)
         return next(((rank, text) for rank, text in enumerate(errors) if text is not None), None)
 
 
-def hosts_of(names: Sequence[str], ranks_per_host: int | None = None) -> tuple[int, ...]:
+def host_numbers(names: Sequence[str], ranks_per_host: int | None = None) -> tuple[int, ...]:
     """Of each rank the number of its host, given what it calls its host.
 
     Raises:
@@ -246,7 +246,7 @@ def hosts_of(names: Sequence[str], ranks_per_host: int | None = None) -> tuple[i
     """
     if ranks_per_host is not None:
         names = [str(rank // ranks_per_host) for rank in range(len(names))]
-    hosts = numbered(names)
+    hosts = number_names(names)
     sizes = [hosts.count(host) for host in range(max(hosts) + 1)]
     if len(set(sizes)) > 1:
         how = "by ranks_per_host=" + str(ranks_per_host) if ranks_per_host is not None else "as they were found"
@@ -259,9 +259,9 @@ def hosts_of(names: Sequence[str], ranks_per_host: int | None = None) -> tuple[i
     return hosts
 
 
-def _new_sides(
+def _new_host_groups(
     part: Sequence[int], hosts: Sequence[int], backend: str, timeout: timedelta | None
-) -> tuple[Side, Side] | None:
+) -> tuple[RankGroup, RankGroup] | None:
     """The ranks of this process's host, and those at its place of each, if it is in ``part`` and there are several
     hosts. Collective over all processes of the world."""
     count = max(hosts) + 1
@@ -269,26 +269,26 @@ def _new_sides(
         return None
     by_host = [[rank for rank in range(len(part)) if hosts[rank] == host] for host in range(count)]
     by_place = list(zip(*by_host, strict=True))
-    mine: list[Side] = []
+    mine: list[RankGroup] = []
     for ranks in (*by_host, *by_place):
         world = [part[rank] for rank in ranks]
-        groups = _new_pair(world, backend, timeout)
+        groups = _new_group_pair(world, backend, timeout)
         if dist.get_rank() in world:
-            mine.append(Side(tuple(ranks), world.index(dist.get_rank()), *groups))
+            mine.append(RankGroup(tuple(ranks), world.index(dist.get_rank()), *groups))
     return (mine[0], mine[1]) if mine else None
 
 
-def _new_pair(
+def _new_group_pair(
     ranks: Sequence[int], backend: str, timeout: timedelta | None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """For gathers and for reductions, among these ranks of the world. A communicator of NCCL's takes half a GiB of each
     device (measured on H100s), and where copies move gradients none is wanted for these. Collective over the world."""
     gathers = dist.new_group(ranks, backend=backend, timeout=timeout)
-    with connected_when_used():
+    with connect_lazily():
         return gathers, dist.new_group(ranks, backend=backend, timeout=timeout)
 
 
-def numbered(names: Sequence[str]) -> tuple[int, ...]:
+def number_names(names: Sequence[str]) -> tuple[int, ...]:
     """For each name a number, the same for equal ones, from 0 in the order in which they first come."""
     order = {name: number for number, name in enumerate(dict.fromkeys(names))}
     return tuple(order[name] for name in names)

@@ -22,30 +22,30 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
           }))
       .def("watch_replay",
            [](const Watched& self, const at::Tensor& ended, int64_t lane, int64_t number) {
-             self->whole->activity().watch_replay(ended, static_cast<Lane>(lane), number);
+             self->whole->activity().watch_replay(ended, static_cast<SequenceId>(lane), number);
            })
       .def("watch_device",
            [](const Watched& self, const at::Tensor& words) { self->whole->activity().watch_device(words); })
-      .def("tell_parts",
+      .def("set_exchange_parts",
            [](const Watched& self, int64_t first, std::vector<std::string> weights) {
-             self->whole->activity().tell_parts(first, std::move(weights));
+             self->whole->activity().set_exchange_parts(first, std::move(weights));
            })
-      .def("met", [](const Watched& self, int64_t lane) {
-        return self->whole->activity().status().met.at(static_cast<size_t>(lane));
+      .def("sequence_number", [](const Watched& self, int64_t lane) {
+        return self->whole->activity().status().sequence_number.at(static_cast<size_t>(lane));
       });
   dog("enter", &Watchdog::enter)               //
       ("busy", &Watchdog::busy)                //
       ("moved", &Watchdog::moved)              //
       ("begin_wait", &Watchdog::begin_wait)    //
       ("end_wait", &Watchdog::end_wait)        //
-      ("on_end", &Watchdog::on_end)            //
+      ("on_abort", &Watchdog::on_abort)            //
       ("begin", &Watchdog::begin)              //
       ("fail", &Watchdog::fail)                //
       ("watch_group", &Watchdog::watch_group)  //
-      ("set_report", &Watchdog::set_report)    //
-      ("hurry", &Watchdog::hurry)              //
+      ("set_report_interval", &Watchdog::set_report_interval)    //
+      ("skip_grace_period", &Watchdog::skip_grace_period)              //
       ("check", &Watchdog::check)              //
-      ("verdict", &Watchdog::verdict)          //
+      ("abort_reason", &Watchdog::abort_reason)          //
       ("leave", &Watchdog::leave)              //
       ("close", &Watchdog::close);
 
@@ -77,7 +77,7 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
             arg("poison"), arg("reduce_dtype"), arg("exchange_part_bytes")})
       .def("watch", [](const Made& self, const Watched& watchdog) { self->whole->watch(watchdog->whole); })
       .def("on_backward_end",
-           [](const Made& self, std::string op) { self->whole->gradients().on_end(std::move(op)); })
+           [](const Made& self, std::string op) { self->whole->gradients().on_abort(std::move(op)); })
       .def("keep_activations",
            [](const Made& self, std::string leave, std::string left, std::string come, std::string came) {
              self->whole->activations().keep(
@@ -86,7 +86,7 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
            "", {arg("leave"), arg("left"), arg("come"), arg("came")})
       .def("on_new_plan",
            [](const Made& self, std::string op) { self->whole->weights().on_new_plan(std::move(op)); })
-      .def("before_edits",
+      .def("before_user_writes",
            [](const Made& self, std::string op) {
              self->whole->weights().edits().before_change(std::move(op));
            })
@@ -97,7 +97,7 @@ TORCH_LIBRARY_FRAGMENT(lightning_zero, m) {
       });
   executor("reset_counters", &Executor::reset_counters)  //
       ("begin_stage", &Executor::begin_stage)            //
-      ("begin_epoch", &Executor::begin_epoch)            //
+      ("begin_training_step", &Executor::begin_training_step)            //
       ("size", &Executor::size)                          //
       ("rank", &Executor::rank)                          //
       ("close", &Executor::close);

@@ -50,31 +50,31 @@ void bind_parts(torch::Library& m) {
        {arg("name"), arg("param"), arg("shard"), arg("shape"), arg("order") = c10::IValue()})            //
       ("move", &Parameters::move, {arg("index"), arg("shard")})                                          //
       ("drop", &Parameters::drop, {arg("index")})                                                        //
-      ("guard_gradient", &Parameters::guard_gradient, {arg("index")})                                    //
+      ("install_gradient_hooks", &Parameters::install_gradient_hooks, {arg("index")})                                    //
       ("set_grad", &Parameters::set_grad, {arg("index"), arg("grad")})                                   //
       ("set_resident", &Parameters::set_resident, {arg("index"), arg("memory")})                         //
-      ("set_compute_copy", &Parameters::set_compute_copy, {arg("index"), arg("copy")})                   //
-      ("add_compute_copy_memory", &Parameters::add_compute_copy_memory, {arg("copies"), arg("shards")})  //
-      ("lie_on_host", &Parameters::lie_on_host, {arg("index")})                                          //
-      ("set_peers", &Parameters::set_peers, {arg("index"), arg("peers")})                                //
-      ("set_full_precision_copy", &Parameters::set_full_precision_copy,
+      ("set_compute_shard", &Parameters::set_compute_shard, {arg("index"), arg("copy")})                   //
+      ("add_compute_shard_memory", &Parameters::add_compute_shard_memory, {arg("copies"), arg("shards")})  //
+      ("mark_on_host", &Parameters::mark_on_host, {arg("index")})                                          //
+      ("set_peer_compute_shards", &Parameters::set_peer_compute_shards, {arg("index"), arg("peers")})                                //
+      ("set_full_precision_shard", &Parameters::set_full_precision_shard,
        {arg("index"), arg("copy"), arg("peers")})  //
       ("set_deferred_gradient", &Parameters::set_deferred_gradient,
        {arg("index"), arg("memory"), arg("whole")})  //
-      ("set_shards", &Parameters::set_shards, {arg("index"), arg("shards")});
+      ("set_peer_shards", &Parameters::set_peer_shards, {arg("index"), arg("shards")});
 
   Rows<Weights>(m, "Weights", weights)                                                          //
-      ("takes_turns", access, &Access::takes_turns)                                             //
+      ("uses_epoch_lock", access, &Access::uses_epoch_lock)                                             //
       ("begin_writing", &Weights::begin_writing, {arg("stepping") = false})                     //
       ("end_writing", &Weights::end_writing)                                                    //
-      ("expire_compute_copies", &Weights::expire_compute_copies)                                //
-      ("refresh_compute_copies", &Weights::refresh_compute_copies)                              //
-      ("sync_peers", &Weights::sync_peers, {arg("ahead") = false})                              //
+      ("expire_compute_shards", &Weights::expire_compute_shards)                                //
+      ("refresh_compute_shards", &Weights::refresh_compute_shards)                              //
+      ("sync_compute_shards", &Weights::sync_compute_shards, {arg("ahead") = false})                              //
       ("written", copies, &ComputeCopies::written)                                              //
-      ("mark_written", copies, &ComputeCopies::mark_written, {arg("indices"), arg("written")})  //
-      ("sync_edits", edits, &Edits::sync, {arg("forget") = false})                              //
+      ("mark_compute_shards_written", copies, &ComputeCopies::mark_compute_shards_written, {arg("indices"), arg("written")})  //
+      ("sync_user_writes", edits, &Edits::sync, {arg("forget") = false})                              //
       ("drop", edits, &Edits::drop)                                                             //
-      ("serve_resident", resident, &ResidentWeights::serve, {arg("on")})                        //
+      ("serve_eager_from_resident", resident, &ResidentWeights::serve, {arg("on")})                        //
       ("find_gathered", edits, &Edits::find_gathered, {arg("tensor")})                          //
       ("epoch", itself, &Executor::epoch)                                                       //
       ("told", copies, &ComputeCopies::told);
@@ -82,15 +82,15 @@ void bind_parts(torch::Library& m) {
   Rows<Reducer>(m, "Gradients", gradients)                                               //
       ("attached", attached, &AttachedGradients::of_last_backward)                       //
       ("key", attached, &AttachedGradients::key)                                         //
-      ("has_any", attached, &AttachedGradients::has_any)                                 //
-      ("lies_there", attached, &AttachedGradients::lies_there, {arg("index")})           //
-      ("is_whole_backward", &compat::is_whole_backward)                                  //
-      ("backwards", &Reducer::backwards)                                                 //
+      ("has_gradients", attached, &AttachedGradients::has_gradients)                                 //
+      ("may_write_gradient", attached, &AttachedGradients::may_write_gradient, {arg("index")})           //
+      ("is_full_backward", &compat::is_full_backward)                                  //
+      ("completed_backwards", &Reducer::completed_backwards)                                                 //
       ("mark", &Reducer::mark)                                                           //
       ("segment", &Reducer::segment)                                                     //
-      ("say_at_agreement", agreement, &Agreement::say, {arg("yes")})                     //
-      ("was_said", agreement, &Agreement::was_said)                                      //
-      ("end_without", &Reducer::end_without_gradients)                                   //
+      ("set_consensus_flag", agreement, &Agreement::say, {arg("yes")})                     //
+      ("take_consensus_flag", agreement, &Agreement::take_consensus_flag)                                      //
+      ("end_empty_backward", &Reducer::end_empty_backward)                                   //
       ("release_buffers", &Reducer::release_buffers)                                     //
       ("defer", deferred, &DeferredGradients::defer, {arg("on"), arg("whole") = false})  //
       ("defers", deferred, &DeferredGradients::is_on)                                    //
@@ -99,13 +99,13 @@ void bind_parts(torch::Library& m) {
       ("abort", itself, &Executor::abort_backward);
 
   Rows<Recorder>(m, "Graphs", graphs)                                                     //
-      ("why_not", &Recorder::why_not, {arg("segment") = -1})                              //
-      ("why_no_collectives", &Recorder::why_no_collectives)                               //
+      ("disabled_reason", &Recorder::disabled_reason, {arg("segment") = -1})                              //
+      ("no_collectives_reason", &Recorder::no_collectives_reason)                               //
       ("begin", &Recorder::begin, {arg("backward"), arg("adding"), arg("segment") = -1})  //
       ("end", &Recorder::end)                                                             //
       ("abort", &Recorder::abort)                                                         //
       ("fits", &Recorder::fits, {arg("forward"), arg("backward")})                        //
-      ("never_ran", &Recorder::never_ran, {arg("number")})                                //
+      ("mark_not_run", &Recorder::mark_not_run, {arg("number")})                                //
       ("drop", &Recorder::drop, {arg("number")})                                          //
       ("before_replay", &Recorder::before_replay, {arg("number")})                        //
       ("after_replay", &Recorder::after_replay, {arg("number")});
@@ -115,13 +115,13 @@ void bind_parts(torch::Library& m) {
       ("set_staging", itself, &Executor::set_staging,
        {arg("staging"), arg("group_name"), arg("timeout_ms")})                             //
       ("set_barrier", &Transports::set_barrier, {arg("code"), arg("rows"), arg("words")})  //
-      ("use_means", &Transports::use_means, {arg("code")})                                 //
-      ("limit_across", &Transports::limit_across, {arg("code"), arg("bytes_per_s")})       //
+      ("set_mean_kernels", &Transports::set_mean_kernels, {arg("code")})                                 //
+      ("limit_cross_host_bandwidth", &Transports::limit_cross_host_bandwidth, {arg("code"), arg("bytes_per_s")})       //
       ("mean_rows", &Transports::mean_rows, {arg("to"), arg("rows"), arg("add")})          //
-      ("take_turns", itself, &Executor::take_turns, {arg("numbers")})                      //
-      ("take_device_turns", itself, &Executor::take_device_turns, {arg("code"), arg("rows")})(
-          "take_arrivals", &Transports::take_arrivals, {arg("numbers")})(
-          "take_device_arrivals", &Transports::take_device_arrivals, {arg("code"), arg("rows")});
+      ("set_epoch_lock", itself, &Executor::set_epoch_lock, {arg("numbers")})                      //
+      ("set_device_epoch_lock", itself, &Executor::set_device_epoch_lock, {arg("code"), arg("rows")})(
+          "set_remote_signals", &Transports::set_remote_signals, {arg("numbers")})(
+          "set_device_remote_signals", &Transports::set_device_remote_signals, {arg("code"), arg("rows")});
 }
 
 }  // namespace lightning_zero

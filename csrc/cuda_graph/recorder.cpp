@@ -8,20 +8,20 @@
 
 namespace lightning_zero {
 
-std::string Recorder::why_not(int64_t segment) const {
+std::string Recorder::disabled_reason(int64_t segment) const {
   Lock lock(context_.mutex);
   if (context_.options.poison || context_.options.sync_collectives)
     return "collectives are being debugged";
   if (recording_)
     return "another graph is being recorded";
-  if (const auto reason = gradients_.why_not(segment); !reason.empty())
+  if (const auto reason = gradients_.disabled_reason(segment); !reason.empty())
     return reason;
-  return weights_.why_not();
+  return weights_.disabled_reason();
 }
 
 void Recorder::begin(bool backward, bool adding, int64_t segment) {
   Lock lock(context_.mutex);
-  const auto reason = why_not(segment);
+  const auto reason = disabled_reason(segment);
   TORCH_INTERNAL_ASSERT(reason.empty(), reason);
   gradients_.begin(backward, adding, segment);
   weights_.begin();
@@ -44,7 +44,7 @@ int64_t Recorder::end() {
   graph.meetings = communicators_.end_recording();
   recording_ = false;
   if (!reason.empty())
-    weights_.never_ran(graph.weights);
+    weights_.mark_not_run(graph.weights);
   TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), reason);
   graphs_.emplace(++made_, std::move(graph));
   return made_;
@@ -56,7 +56,7 @@ void Recorder::abort() {
     return;
   communicators_.join_whatever_happened();
   gradients_.abort();
-  weights_.never_ran(weights_.end());
+  weights_.mark_not_run(weights_.end());
   context_.counters = std::move(counters_);
   communicators_.end_recording();
   recording_ = false;
@@ -85,9 +85,9 @@ bool Recorder::fits(int64_t forward, int64_t backward) const {
   return true;
 }
 
-void Recorder::never_ran(int64_t graph) {
+void Recorder::mark_not_run(int64_t graph) {
   Lock lock(context_.mutex);
-  weights_.never_ran(recorded(graph).weights);
+  weights_.mark_not_run(recorded(graph).weights);
 }
 
 void Recorder::drop(int64_t graph) {

@@ -29,9 +29,9 @@ class Recorder {
         gradients_(context, transports, reducer) {}
 
   // Why nothing can be recorded now; empty when it can. `segment`: see begin().
-  std::string why_not(int64_t segment) const;
+  std::string disabled_reason(int64_t segment) const;
   // Why collectives, where weights or gradients travel by them, can never be recorded; empty when they can.
-  std::string why_no_collectives() const { return communicators_.why_not_captured(); }
+  std::string no_collectives_reason() const { return communicators_.why_not_captured(); }
   // What follows is recorded. `adding`: to the gradients that are there, rather than in their place.
   // `segment`: of a backward, that they are, as Reducer::mark() says where the same code runs; -1: the first.
   void begin(bool backward, bool adding, int64_t segment);
@@ -40,7 +40,7 @@ class Recorder {
 
   // Whether replays of these would do what runs would.
   bool fits(int64_t forward, int64_t backward) const;
-  void never_ran(int64_t graph);  // what it was to leave behind is not there
+  void mark_not_run(int64_t graph);  // what it was to leave behind is not there
   void drop(int64_t graph);
   void before_replay(int64_t graph);
   void after_replay(int64_t graph);

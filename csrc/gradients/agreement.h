@@ -28,7 +28,7 @@ class Agreement {
     Lock lock(context_.mutex);
     to_say_ = yes;
   }
-  bool was_said() {
+  bool take_consensus_flag() {
     Lock lock(context_.mutex);
     return std::exchange(said_, false);
   }

@@ -51,13 +51,13 @@ int64_t AttachedGradients::key() const {
   return static_cast<int64_t>(key);
 }
 
-bool AttachedGradients::lies_there(int64_t index) const {
+bool AttachedGradients::may_write_gradient(int64_t index) const {
   Lock lock(context_.mutex);
   const auto& record = context_.at(index);
   return !record.grad_over_copy() || record.compute_copy.holds != InCopy::WEIGHT;
 }
 
-bool AttachedGradients::has_any() const {
+bool AttachedGradients::has_gradients() const {
   Lock lock(context_.mutex);
   return std::any_of(layout_.order().begin(), layout_.order().end(),
                      [&](int64_t i) { return context_.at(i).param.grad().defined(); });

@@ -26,9 +26,9 @@ class AttachedGradients {
   // Changes whenever a parameter's gradient comes, goes or lies elsewhere.
   int64_t key() const;
   // Whether the memory of this parameter's gradient is not a compute copy now.
-  bool lies_there(int64_t index) const;
+  bool may_write_gradient(int64_t index) const;
   // Whether gradients are there, to which a backward that begins now would add.
-  bool has_any() const;
+  bool has_gradients() const;
   void close() { attached_.clear(); }
 
  private:

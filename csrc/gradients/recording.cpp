@@ -17,7 +17,7 @@ constexpr int kRecording = -1;
 
 }  // namespace
 
-std::string GradientRecording::why_not(int64_t segment) const {
+std::string GradientRecording::disabled_reason(int64_t segment) const {
   auto& layout = reducer_.layout();
   if (layout.size() == 0 || !layout.segments().is_learned() || layout.is_stale())
     return "no backward pass has shown in which order gradients come";
@@ -156,7 +156,7 @@ void GradientRecording::make_way(const Recorded& graph) {
 }
 
 void GradientRecording::before_replay(const Recorded& graph) {
-  TORCH_CHECK(compat::is_whole_backward(),
+  TORCH_CHECK(compat::is_full_backward(),
               "lightning_zero: backward(inputs=...) or torch.autograd.grad() asked for some gradients only, ",
               "of compiled code whose backward is replayed as a graph, with all of them. Pass "
               "cuda_graph_model=False in Tuning(...) to the strategy.");

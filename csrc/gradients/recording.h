@@ -29,7 +29,7 @@ class GradientRecording {
 
   // Why none can begin now; empty when it can.
   // `segment`: whose gradients are to be recorded, as Reducer::mark() said; -1: of the first one, or none.
-  std::string why_not(int64_t segment) const;
+  std::string disabled_reason(int64_t segment) const;
   void begin(bool backward, bool adding, int64_t segment);
   // Launches what is complete; why a replay would not do the same, empty when it would.
   std::string finish();

@@ -291,7 +291,7 @@ void Reducer::end_backward() {
     compat::call(end_op_);
 }
 
-void Reducer::end_without_gradients() {
+void Reducer::end_empty_backward() {
   TORCH_CHECK(!backward_.goes_on(), "lightning_zero: a backward pass goes on, and brings gradients.");
   end_backward();
 }

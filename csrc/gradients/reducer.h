@@ -62,9 +62,9 @@ class Reducer {
 
   void end_backward();
   // A backward has reached no weight on this rank, but may have on others: ends as theirs do.
-  void end_without_gradients();
+  void end_empty_backward();
   // Name of an op `() -> ()` that runs Python hooks on gradients after they are attached; "" for none.
-  void on_end(std::string op) { end_op_ = std::move(op); }
+  void on_abort(std::string op) { end_op_ = std::move(op); }
   // Called at the end of each backward: `brought`: gradients, on this rank. Before ranks agree.
   void before_end(std::function<void(bool brought)> callback) { before_end_ = std::move(callback); }
   void abort();            // drops what an interrupted backward left
@@ -72,7 +72,7 @@ class Reducer {
 
   DeferredGradients& deferred() { return deferred_; }
   AttachedGradients& attached() { return attached_; }
-  int64_t backwards() const {  // that have ended
+  int64_t completed_backwards() const {  // that have ended
     Lock lock(context_.mutex);
     return backwards_;
   }

@@ -54,7 +54,7 @@ class HostArrivals : public Arrivals {
  public:
   // `numbers`: see SharedNumbers.
   HostArrivals(std::vector<at::Tensor> numbers, int64_t rank)
-      : numbers_(std::move(numbers), rank, Lane::PART) {}
+      : numbers_(std::move(numbers), rank, SequenceId::PART) {}
   void watch(c10::intrusive_ptr<Watchdog> watchdog) override { numbers_.watch(std::move(watchdog)); }
   bool of_peers() const override { return true; }
   void announce(int64_t part) override;

@@ -21,13 +21,13 @@ int current_backward() {
   return torch::autograd::get_current_graph_task_id();
 }
 
-bool is_whole_backward() {
+bool is_full_backward() {
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
   return wanted == nullptr || wanted->empty();
 }
 
 Wanted wanted(const at::Tensor& leaf) {
-  if (is_whole_backward())
+  if (is_full_backward())
     return Wanted::TO_ACCUMULATE;
   const auto* wanted = torch::autograd::get_current_graph_task_exec_info();
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(leaf);

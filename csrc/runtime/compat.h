@@ -24,7 +24,7 @@ namespace lightning_zero::compat {
 // By which a backward pass that goes on in this thread is known; negative outside of one.
 int current_backward();
 // Whether it is for all gradients, and not for those of torch.autograd.grad() or backward(inputs=...).
-bool is_whole_backward();
+bool is_full_backward();
 enum class Wanted { NO, TO_ACCUMULATE, TO_RETURN };
 // Whether it is after the gradient of `leaf`.
 Wanted wanted(const at::Tensor& leaf);

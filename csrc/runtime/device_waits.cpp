@@ -23,7 +23,7 @@ void DeviceWaits::let_pass(bool all) const {
     words_.mutable_data_ptr<int>()[device_words::STOP] = all;
 }
 
-void DeviceWaits::add(RankStatus& status, Lane lane, Seen& seen, int64_t number, bool waits,
+void DeviceWaits::add(RankStatus& status, SequenceId lane, Seen& seen, int64_t number, bool waits,
                       const char* what) {
   if (!waits || number != seen.number)
     seen = {number, seconds_since_epoch()};
@@ -39,15 +39,15 @@ void DeviceWaits::add_to(RankStatus& status) {
   const volatile int* words = words_.const_data_ptr<int>();
   for (int lane = 0; lane < at_word::BARRIERS; ++lane) {
     const int64_t arrived = words[at_word::arrived(lane)];
-    const auto met = static_cast<Lane>(static_cast<int>(Lane::DEVICE_REDUCE) + lane);
-    status.met[static_cast<size_t>(met)] = arrived;
-    add(status, met, barriers_[lane], arrived, arrived != words[at_word::passed(lane)], kBarrierWaits[lane]);
+    const auto sequence_number = static_cast<SequenceId>(static_cast<int>(SequenceId::DEVICE_REDUCE) + lane);
+    status.sequence_number[static_cast<size_t>(sequence_number)] = arrived;
+    add(status, sequence_number, barriers_[lane], arrived, arrived != words[at_word::passed(lane)], kBarrierWaits[lane]);
   }
-  status.met[static_cast<size_t>(Lane::PART_SENT)] = words[at_word::SENT];
-  status.met[static_cast<size_t>(Lane::PART)] = words[at_word::COME];
+  status.sequence_number[static_cast<size_t>(SequenceId::PART_SENT)] = words[at_word::SENT];
+  status.sequence_number[static_cast<size_t>(SequenceId::PART)] = words[at_word::COME];
   for (int reader = 0; reader < at_word::READERS; ++reader) {
     const int64_t wanted = words[at_word::wanted(reader)];
-    add(status, Lane::PART, parts_[reader], wanted, wanted != words[at_word::got(reader)], kPartWait);
+    add(status, SequenceId::PART, parts_[reader], wanted, wanted != words[at_word::got(reader)], kPartWait);
   }
 }
 

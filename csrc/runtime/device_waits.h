@@ -25,7 +25,7 @@ class DeviceWaits {
     double since = 0;
   };
   // Kernels wait for `number` of that lane, or are past it.
-  void add(RankStatus& status, Lane lane, Seen& seen, int64_t number, bool waits, const char* what);
+  void add(RankStatus& status, SequenceId lane, Seen& seen, int64_t number, bool waits, const char* what);
 
   at::Tensor words_;
   std::array<Seen, device_words::BARRIERS> barriers_{};

@@ -49,12 +49,12 @@ void RankActivity::forget_names() {
   last_ = nullptr;
 }
 
-int64_t RankActivity::meet(Lane lane, int64_t meetings) {
+int64_t RankActivity::meet(SequenceId lane, int64_t meetings) {
   activity_.fetch_add(1, std::memory_order_relaxed);
   return met_[static_cast<size_t>(lane)].fetch_add(meetings, std::memory_order_relaxed) + meetings;
 }
 
-void RankActivity::reach(Lane lane, int64_t number) {
+void RankActivity::reach(SequenceId lane, int64_t number) {
   activity_.fetch_add(1, std::memory_order_relaxed);
   met_[static_cast<size_t>(lane)].store(number, std::memory_order_relaxed);
 }
@@ -71,7 +71,7 @@ void RankActivity::end_wait(int64_t id) {
   ++activity_;
 }
 
-void RankActivity::tell_parts(int64_t first, std::vector<std::string> weights) {
+void RankActivity::set_exchange_parts(int64_t first, std::vector<std::string> weights) {
   std::lock_guard lock(mutex_);
   first_part_ = first;
   parts_ = std::move(weights);
@@ -96,7 +96,7 @@ void RankActivity::let_devices_pass(bool all) const {
   devices_.let_pass(all);
 }
 
-void RankActivity::watch_replay(const at::Tensor& ended, Lane lane, int64_t number) {
+void RankActivity::watch_replay(const at::Tensor& ended, SequenceId lane, int64_t number) {
   std::lock_guard lock(mutex_);
   replays_.started(ended, lane, number);
 }
@@ -112,7 +112,7 @@ RankStatus RankActivity::status() {
   status.activity = activity_;
   if (const auto* last = last_.load(std::memory_order_acquire))
     status.last = *last;
-  for (size_t lane = 0; lane < LANES; ++lane) status.met[lane] = met_[lane];
+  for (size_t lane = 0; lane < LANES; ++lane) status.sequence_number[lane] = met_[lane];
   if (!waits_.empty()) {
     const auto& wait = waits_.front();
     const auto since =
@@ -122,7 +122,7 @@ RankStatus RankActivity::status() {
   }
   devices_.add_to(status);
   replays_.add_to(status);
-  if (status.waits() && status.wait.lane == static_cast<int>(Lane::PART))
+  if (status.waits() && status.wait.lane == static_cast<int>(SequenceId::PART))
     status.wait.what = part(status.wait.number);
   return status;
 }

@@ -35,9 +35,9 @@ class RankActivity {
   void forget_names();
 
   // This rank has begun, or will take part in, its next meetings of this lane; returns the last one's number.
-  int64_t meet(Lane lane, int64_t meetings = 1);
+  int64_t meet(SequenceId lane, int64_t meetings = 1);
   // The same for a lane whose numbers somebody else counts.
-  void reach(Lane lane, int64_t number);
+  void reach(SequenceId lane, int64_t number);
   // It waits for the others to come to that number; -1: in a lane whose meetings are not counted. Returns
   // what end_wait() is given.
   int64_t begin_wait(int lane, int64_t number, std::string what);
@@ -45,13 +45,13 @@ class RankActivity {
 
   // Hosts exchange weights next, in parts, of which the first has the number `first` + 1. `weights`: of each
   // part, which it holds.
-  void tell_parts(int64_t first, std::vector<std::string> weights);
+  void set_exchange_parts(int64_t first, std::vector<std::string> weights);
 
   // See DeviceWaits.
   void watch_device(const at::Tensor& words);
   void let_devices_pass(bool all) const;
   // See ReplayWaits.
-  void watch_replay(const at::Tensor& ended, Lane lane, int64_t number);
+  void watch_replay(const at::Tensor& ended, SequenceId lane, int64_t number);
   void forget_replays();
 
   RankStatus status();

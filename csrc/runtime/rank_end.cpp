@@ -6,7 +6,7 @@
 
 namespace lightning_zero {
 
-void RankEnd::on_end(std::string op) {
+void RankEnd::on_abort(std::string op) {
   std::lock_guard lock(mutex_);
   end_op_ = std::move(op);
 }
@@ -64,7 +64,7 @@ void RankEnd::raise(const std::string& kind, const std::string& text) const {
   TORCH_CHECK(false, text);
 }
 
-std::string RankEnd::verdict() const {
+std::string RankEnd::abort_reason() const {
   std::lock_guard lock(mutex_);
   return text_;
 }

@@ -19,7 +19,7 @@ class RankEnd {
   explicit RankEnd(RankActivity& activity) : activity_(activity) {}
 
   // Name of an op `(str kind, str text) -> ()` that raises. Without one a plain error is thrown.
-  void on_end(std::string op);
+  void on_abort(std::string op);
   // A stage begins: what failed before is over.
   void begin();
   // This rank has failed by itself. Returns whether the others are to be told.
@@ -27,13 +27,13 @@ class RankEnd {
   // It ends because of others, and must have come to its own end by `deadline`.
   void decide(const std::string& kind, const std::string& text, Clock::time_point deadline);
   // This rank need not be given time to fail by itself.
-  void hurry() { hurried_.store(true, std::memory_order_relaxed); }
+  void skip_grace_period() { hurried_.store(true, std::memory_order_relaxed); }
 
   // Throws once it must not go on.
   void check();
   // Throws, as check() does.
   [[noreturn]] void raise(const std::string& kind, const std::string& text) const;
-  std::string verdict() const;  // why; empty while nothing is wrong
+  std::string abort_reason() const;  // why; empty while nothing is wrong
 
   bool has_failed() const;
   bool is_ending() const { return ending_; }

@@ -82,7 +82,7 @@ std::string RankStatus::to_text() const {
   add(clean(wait.what));
   time(wait.since);
   whole(wait.on_device);
-  for (const auto count : met) whole(count);
+  for (const auto count : sequence_number) whole(count);
   return out;
 }
 
@@ -113,7 +113,7 @@ RankStatus RankStatus::from_text(int64_t rank, const std::string& text) {
   status.wait.what = *next++;
   status.wait.since = time();
   status.wait.on_device = whole() != 0;
-  for (auto& count : status.met) count = whole();
+  for (auto& count : status.sequence_number) count = whole();
   // Lanes are indices: what another version, or somebody else, has written must not be one that is not there.
   if (status.wait.lane < -1 || status.wait.lane >= LANES)
     status.wait = {};

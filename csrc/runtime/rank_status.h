@@ -12,7 +12,7 @@ namespace lightning_zero {
 // Kinds of meetings; within one, ranks meet in the same order. DEVICE lanes: barriers that run on a device.
 // Each is a process group, or what is like one, except for WORLD: Lightning's own meetings; and for the last
 // two, which count parts of what hosts exchange: those that have come to a rank, and those that it has sent.
-enum class Lane : int { CONTROL, WORLD, GATHER, REDUCE, TURN, DEVICE_REDUCE, DEVICE_GATHER, PART, PART_SENT };
+enum class SequenceId : int { CONTROL, WORLD, GATHER, REDUCE, TURN, DEVICE_REDUCE, DEVICE_GATHER, PART, PART_SENT };
 constexpr int LANES = 9;
 
 enum class Phase : int { OUTSIDE, SETUP, BETWEEN, FORWARD, BACKWARD, STEP, EVALUATION };
@@ -54,7 +54,7 @@ struct RankStatus {
   RankTask task;
   int64_t activity = 0;  // changes when it does anything that we see
   RankWait wait;
-  std::array<int64_t, LANES> met{};
+  std::array<int64_t, LANES> sequence_number{};
 
   // `hosts`: of each rank, the number of its host; empty where there is one.
   void stands(const std::vector<int64_t>& hosts);

@@ -8,20 +8,20 @@ namespace lightning_zero {
 namespace {
 
 // Devices count with 32 bits, over and over; what hosts exchange is counted there, too.
-bool is_behind(const RankStatus& status, Lane lane, int64_t number) {
-  const auto met = status.met[static_cast<size_t>(lane)];
-  if (!status.known || lane < Lane::DEVICE_REDUCE)
-    return !status.known || met < number;
-  return static_cast<int32_t>(static_cast<uint32_t>(met) - static_cast<uint32_t>(number)) < 0;
+bool is_behind(const RankStatus& status, SequenceId lane, int64_t number) {
+  const auto sequence_number = status.sequence_number[static_cast<size_t>(lane)];
+  if (!status.known || lane < SequenceId::DEVICE_REDUCE)
+    return !status.known || sequence_number < number;
+  return static_cast<int32_t>(static_cast<uint32_t>(sequence_number) - static_cast<uint32_t>(number)) < 0;
 }
 
 // Meetings of the ranks of one host.
-bool is_of_host(Lane lane) {
-  return lane == Lane::TURN || lane == Lane::DEVICE_REDUCE || lane == Lane::DEVICE_GATHER;
+bool is_of_host(SequenceId lane) {
+  return lane == SequenceId::TURN || lane == SequenceId::DEVICE_REDUCE || lane == SequenceId::DEVICE_GATHER;
 }
 
 bool waits_for_part(const RankStatus& status) {
-  return status.waits() && status.wait.lane == static_cast<int>(Lane::PART);
+  return status.waits() && status.wait.lane == static_cast<int>(SequenceId::PART);
 }
 
 // A part comes to each rank of a host from those at the same place of the others. Of whatever has not come
@@ -31,9 +31,9 @@ std::vector<int64_t> not_sent(const RankStatus& waiting, const std::vector<RankS
   for (const auto& other : all) {
     const bool awaited = std::any_of(all.begin(), all.end(), [&](const RankStatus& peer) {
       return peer.at.host == waiting.at.host && peer.at.place == other.at.place &&
-             is_behind(peer, Lane::PART, waiting.wait.number);
+             is_behind(peer, SequenceId::PART, waiting.wait.number);
     });
-    if (awaited && other.rank != waiting.rank && is_behind(other, Lane::PART_SENT, waiting.wait.number))
+    if (awaited && other.rank != waiting.rank && is_behind(other, SequenceId::PART_SENT, waiting.wait.number))
       missing.push_back(other.rank);
   }
   return missing;
@@ -43,7 +43,7 @@ std::vector<int64_t> not_sent(const RankStatus& waiting, const std::vector<RankS
 std::vector<int64_t> not_come(const RankStatus& waiting, const std::vector<RankStatus>& all) {
   std::vector<int64_t> ranks;
   for (const auto& other : all) {
-    if (other.at.host == waiting.at.host && is_behind(other, Lane::PART, waiting.wait.number))
+    if (other.at.host == waiting.at.host && is_behind(other, SequenceId::PART, waiting.wait.number))
       ranks.push_back(other.rank);
   }
   return ranks;
@@ -80,7 +80,7 @@ std::vector<int64_t> held_up_by(const RankStatus& waiting, const std::vector<Ran
     return missing;
   if (waits_for_part(waiting))
     return not_sent(waiting, all);
-  const auto lane = static_cast<Lane>(waiting.wait.lane);
+  const auto lane = static_cast<SequenceId>(waiting.wait.lane);
   for (const auto& other : all) {
     const bool comes = other.rank != waiting.rank && !(is_of_host(lane) && other.at.host != waiting.at.host);
     if (comes && is_behind(other, lane, waiting.wait.number))
@@ -123,13 +123,13 @@ std::vector<int64_t> left_behind(const std::vector<RankStatus>& all) {
                                  status.wait.number == first.wait.number;
                         });
   std::vector<int64_t> missing;
-  for (const auto lane : {static_cast<size_t>(Lane::GATHER), static_cast<size_t>(Lane::REDUCE)}) {
+  for (const auto lane : {static_cast<size_t>(SequenceId::GATHER), static_cast<size_t>(SequenceId::REDUCE)}) {
     if (!together || !missing.empty())
       break;
     int64_t most = 0;
-    for (const auto& status : all) most = std::max(most, status.met[lane]);
+    for (const auto& status : all) most = std::max(most, status.sequence_number[lane]);
     for (const auto& status : all) {
-      if (status.met[lane] < most)
+      if (status.sequence_number[lane] < most)
         missing.push_back(status.rank);
     }
   }

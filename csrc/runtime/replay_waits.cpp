@@ -10,7 +10,7 @@ constexpr double kLong = 1;  // seconds: replays that are over sooner compute, a
 
 }  // namespace
 
-void ReplayWaits::started(const at::Tensor& ended, Lane lane, int64_t number) {
+void ReplayWaits::started(const at::Tensor& ended, SequenceId lane, int64_t number) {
   TORCH_INTERNAL_ASSERT(ended.device().is_cpu() && ended.scalar_type() == at::kLong);
   if (!ended_.defined() || ended_.const_data_ptr() != ended.const_data_ptr()) {
     running_.clear();

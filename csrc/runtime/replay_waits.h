@@ -15,14 +15,14 @@ class ReplayWaits {
   // `ended`: in memory of the host, how many of all replays that were told of here have ended. The device
   // says so itself: a thread that asked it could be held up by whoever waits for it. `number`: of the last of
   // the replay's meetings in that lane.
-  void started(const at::Tensor& ended, Lane lane, int64_t number);
+  void started(const at::Tensor& ended, SequenceId lane, int64_t number);
   void forget();
   // The oldest that has not ended, once it takes long and the host waits for nothing.
   void add_to(RankStatus& status);
 
  private:
   struct Replay {
-    Lane lane;
+    SequenceId lane;
     int64_t number;
     double since;  // it began, or the one before it ended
   };

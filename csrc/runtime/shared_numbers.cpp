@@ -20,7 +20,7 @@ constexpr std::chrono::microseconds kFirstNap{50}, kLongestNap{2000};
 
 }  // namespace
 
-SharedNumbers::SharedNumbers(std::vector<at::Tensor> numbers, int64_t rank, Lane lane)
+SharedNumbers::SharedNumbers(std::vector<at::Tensor> numbers, int64_t rank, SequenceId lane)
     : numbers_(std::move(numbers)), rank_(rank), lane_(lane) {
   TORCH_INTERNAL_ASSERT(0 <= rank && static_cast<size_t>(rank) < numbers_.size());
   for (const auto& memory : numbers_) {

@@ -13,7 +13,7 @@ class SharedNumbers {
  public:
   // `numbers`: of each rank, one integer of 64 bits, zero, in memory that all can read.
   // `lane`: in which the watchdog counts them.
-  SharedNumbers(std::vector<at::Tensor> numbers, int64_t rank, Lane lane);
+  SharedNumbers(std::vector<at::Tensor> numbers, int64_t rank, SequenceId lane);
   void watch(c10::intrusive_ptr<Watchdog> watchdog) { watchdog_ = std::move(watchdog); }
 
   // This rank's, which never goes back: what it did before, others see once they see the number.
@@ -26,7 +26,7 @@ class SharedNumbers {
 
   std::vector<at::Tensor> numbers_;
   int64_t rank_;
-  Lane lane_;
+  SequenceId lane_;
   c10::intrusive_ptr<Watchdog> watchdog_;
 };
 

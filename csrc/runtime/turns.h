@@ -49,7 +49,7 @@ class Turns {
 class HostTurns : public Turns {
  public:
   // `numbers`: see SharedNumbers.
-  HostTurns(std::vector<at::Tensor> numbers, int64_t rank) : numbers_(std::move(numbers), rank, Lane::TURN) {}
+  HostTurns(std::vector<at::Tensor> numbers, int64_t rank) : numbers_(std::move(numbers), rank, SequenceId::TURN) {}
   void watch(c10::intrusive_ptr<Watchdog> watchdog) override { numbers_.watch(std::move(watchdog)); }
 
  private:

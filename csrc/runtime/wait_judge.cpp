@@ -20,7 +20,7 @@ constexpr double kReportAgain = 10;          // times the time until the first r
 
 }  // namespace
 
-void WaitJudge::set_report(double report_s) {
+void WaitJudge::set_report_interval(double report_s) {
   if (report_s == report_.count())
     return;
   report_ = duration<double>(report_s);

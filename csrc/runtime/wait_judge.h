@@ -18,7 +18,7 @@ class WaitJudge {
       : rank_(rank), size_(size), report_(report_s), timeout_(timeout_s) {}
 
   // From the next look on; what has been reported already is reported again after the new time.
-  void set_report(double report_s);
+  void set_report_interval(double report_s);
 
   struct Finding {
     std::string report;      // what to say; empty: nothing

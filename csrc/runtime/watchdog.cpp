@@ -52,11 +52,11 @@ Watchdog::~Watchdog() {
 
 // ---- what this rank does
 
-Watchdog::Waiting::Waiting(Watchdog& watchdog, Lane lane, int64_t number, std::string what)
+Watchdog::Waiting::Waiting(Watchdog& watchdog, SequenceId lane, int64_t number, std::string what)
     : activity_(watchdog.activity_),
       id_(activity_.begin_wait(static_cast<int>(lane), number, std::move(what))) {}
 
-void Watchdog::wait(c10d::Work& work, Lane lane, int64_t number, const char* what) {
+void Watchdog::wait(c10d::Work& work, SequenceId lane, int64_t number, const char* what) {
   if (size_ == 1) {
     work.wait();
     return;
@@ -73,7 +73,7 @@ void Watchdog::wait(c10d::Work& work, Lane lane, int64_t number, const char* wha
       if (!std::exchange(completed, work.isCompleted()))
         continue;
       // A connection broke. Who broke it is better to know than that it is broken.
-      hurry();
+      skip_grace_period();
       for (const auto begun = Clock::now(); Clock::now() - begun < kToHear;) {
         check();
         std::this_thread::sleep_for(milliseconds(50));
@@ -86,7 +86,7 @@ void Watchdog::wait(c10d::Work& work, Lane lane, int64_t number, const char* wha
 int64_t Watchdog::begin_wait(int64_t lane, std::string what) {
   TORCH_CHECK_VALUE(lane < LANES, "lightning_zero: there is no lane ", lane, " of collectives.");
   check();
-  const auto number = lane < 0 ? 0 : activity_.meet(static_cast<Lane>(lane));
+  const auto number = lane < 0 ? 0 : activity_.meet(static_cast<SequenceId>(lane));
   return activity_.begin_wait(static_cast<int>(lane), number, std::move(what));
 }
 
@@ -103,7 +103,7 @@ void Watchdog::watch_group(const std::string& group_name) {
   }
 }
 
-void Watchdog::set_report(double report_s) {
+void Watchdog::set_report_interval(double report_s) {
   std::lock_guard lock(mutex_);
   report_s_ = report_s;
 }

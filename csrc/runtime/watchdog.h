@@ -61,12 +61,12 @@ class Watchdog : public c10::intrusive_ptr_target {
   void busy(std::string what) { activity_.busy(std::move(what)); }
   void moved(std::string how_far) { activity_.moved(std::move(how_far)); }
   // Waits for `work`, which is the `number`-th meeting of that lane. Throws what has gone wrong, see
-  // on_end().
-  void wait(c10d::Work& work, Lane lane, int64_t number, const char* what);
+  // on_abort().
+  void wait(c10d::Work& work, SequenceId lane, int64_t number, const char* what);
   // Surrounds a wait for the others to come to that number.
   class Waiting {
    public:
-    Waiting(Watchdog& watchdog, Lane lane, int64_t number, std::string what);
+    Waiting(Watchdog& watchdog, SequenceId lane, int64_t number, std::string what);
     ~Waiting() { activity_.end_wait(id_); }
     Waiting(const Waiting&) = delete;
     Waiting& operator=(const Waiting&) = delete;
@@ -82,25 +82,25 @@ class Watchdog : public c10::intrusive_ptr_target {
   // Errors that the group's own watchdog finds, where it has one: NCCL's.
   void watch_group(const std::string& group_name);
   // Another time after which a wait is reported, also one that goes on now.
-  void set_report(double report_s);
+  void set_report_interval(double report_s);
 
   // -- how it ends
 
   // See RankEnd.
-  void on_end(std::string op) { end_.on_end(std::move(op)); }
+  void on_abort(std::string op) { end_.on_abort(std::move(op)); }
   // A stage begins that all ranks take part in: what failed before is over.
   void begin() { end_.begin(); }
   // An exception ends what this rank does. `text` tells the others which.
   void fail(const std::string& text);
   // A connection to another rank broke: if it is heard that one has failed, that is why, and this rank need
   // not be given time to fail by itself.
-  void hurry() { end_.hurry(); }
+  void skip_grace_period() { end_.skip_grace_period(); }
   // Throws when this rank must not go on.
   void check() { end_.check(); }
   // Throws what all ranks have found together, and need not tell each other.
   [[noreturn]] void refuse(const std::string& text) { end_.raise("mismatch", text); }
   // Why; empty while nothing is wrong.
-  std::string verdict() const { return end_.verdict(); }
+  std::string abort_reason() const { return end_.abort_reason(); }
   // The rank leaves, and is not missed.
   void close();
   // The process leaves. After a failure it may hang at its very end, for peers that are gone: it is not given

@@ -75,7 +75,7 @@ void Watchdog::run() {
 void Watchdog::end_where_the_device_is_left() {
   const auto mine = activity_.status();
   const bool left = end_.has_failed() && mine.wait.on_device &&
-                    mine.wait.lane < static_cast<int>(Lane::DEVICE_REDUCE) &&
+                    mine.wait.lane < static_cast<int>(SequenceId::DEVICE_REDUCE) &&
                     seconds_since_epoch() - mine.wait.since > duration<double>(kDeviceLeft).count();
   if (!left)
     since_.device_left = {};
@@ -98,7 +98,7 @@ void Watchdog::look() {
     return;
   {
     std::lock_guard lock(mutex_);
-    judge_.set_report(report_s_);
+    judge_.set_report_interval(report_s_);
   }
   const auto found = judge_.look(mine, [this] { return board_->statuses(activity_.status()); });
   if (!found.report.empty())

@@ -15,7 +15,7 @@
 
 namespace lightning_zero {
 
-Communicator::Communicator(const std::string& group_name, const c10::Device& device, Lane lane, Line& line)
+Communicator::Communicator(const std::string& group_name, const c10::Device& device, SequenceId lane, Line& line)
     : group_(compat::process_group(group_name)),
       device_(device),
       lane_(lane),

@@ -27,7 +27,7 @@ namespace lightning_zero {
 class Communicator {
  public:
   // `line`: in which its collectives stand while a graph is recorded, with those of others.
-  Communicator(const std::string& group_name, const c10::Device& device, Lane lane, Line& line);
+  Communicator(const std::string& group_name, const c10::Device& device, SequenceId lane, Line& line);
   ~Communicator();
 
   // Counts what ranks do together here, and watches over waits for it.
@@ -122,7 +122,7 @@ class Communicator {
 
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   c10::Device device_;
-  Lane lane_;
+  SequenceId lane_;
   c10::Stream stream_;
   Line& line_;
   c10::intrusive_ptr<Watchdog> watchdog_;

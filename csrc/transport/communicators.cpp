@@ -8,25 +8,25 @@ namespace lightning_zero {
 
 Communicators::Communicators(Context& context, const Names& names)
     : context_(context),
-      gathers_(names.gathers, context.device, Lane::GATHER, line_),
-      reduces_(names.reduces, context.device, Lane::REDUCE, line_) {
+      gathers_(names.gathers, context.device, SequenceId::GATHER, line_),
+      reduces_(names.reduces, context.device, SequenceId::REDUCE, line_) {
   context.inside = gathers_.ranks();
   context.rank = context.inside.rank;
   context.size = context.inside.size;
   if (!names.reduces_across.empty()) {
-    const auto across = [&](const std::string& name, Lane lane) {
+    const auto across = [&](const std::string& name, SequenceId lane) {
       return std::make_unique<Communicator>(name, context.device, lane, line_);
     };
     context.replicated = names.gathers_across.empty();
     if (!context.replicated)
-      gathers_across_ = across(names.gathers_across, Lane::GATHER);
-    reduces_across_ = across(names.reduces_across, Lane::REDUCE);
+      gathers_across_ = across(names.gathers_across, SequenceId::GATHER);
+    reduces_across_ = across(names.reduces_across, SequenceId::REDUCE);
     context.across = reduces_across_->ranks();
     context.size *= context.across.size;
   }
   if (context.size == 1)
     return;
-  control_.emplace(names.control, c10::Device(c10::kCPU), Lane::CONTROL, line_);
+  control_.emplace(names.control, c10::Device(c10::kCPU), SequenceId::CONTROL, line_);
   context.rank = control_->ranks().rank;
   TORCH_INTERNAL_ASSERT(control_->ranks().size == context.size, "hosts have other numbers of ranks");
 }
@@ -119,16 +119,16 @@ void Communicators::after_replay(const Meetings& graph) {
   if (!graph.any() || !context_.watchdog)
     return;
   auto& activity = context_.watchdog->activity();
-  const auto gathers = activity.meet(Lane::GATHER, graph.gathers);
-  const auto reduces = activity.meet(Lane::REDUCE, graph.reduces);
+  const auto gathers = activity.meet(SequenceId::GATHER, graph.gathers);
+  const auto reduces = activity.meet(SequenceId::REDUCE, graph.reduces);
   if (!replays_.defined())
     return;
   replays_.add_(1);
   replays_ended_.copy_(replays_, /*non_blocking=*/true);
   if (graph.reduces > 0)  // a backward, whose last meeting is a reduction
-    activity.watch_replay(replays_ended_, Lane::REDUCE, reduces);
+    activity.watch_replay(replays_ended_, SequenceId::REDUCE, reduces);
   else
-    activity.watch_replay(replays_ended_, Lane::GATHER, gathers);
+    activity.watch_replay(replays_ended_, SequenceId::GATHER, gathers);
 }
 
 std::string Communicators::why_not_captured() {

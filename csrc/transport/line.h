@@ -47,7 +47,7 @@ class Line {
     last_ = {};
     return std::exchange(meetings_, {});
   }
-  void add(Lane lane) { ++(lane == Lane::GATHER ? meetings_.gathers : meetings_.reduces); }
+  void add(SequenceId lane) { ++(lane == SequenceId::GATHER ? meetings_.gathers : meetings_.reduces); }
 
   // Around the launch of what waits for other ranks, on `stream`. Nothing where nothing is recorded.
   void enter(const c10::Stream& stream) const { last_.block(stream); }

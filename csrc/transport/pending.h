@@ -54,7 +54,7 @@ class Pending {
   std::function<void()> continuation_;
   // By which the watchdog counts what the works are.
   c10::intrusive_ptr<Watchdog> watchdog_;
-  Lane lane_ = Lane::GATHER;
+  SequenceId lane_ = SequenceId::GATHER;
   int64_t number_ = 0;
   const char* what_ = "";
   std::chrono::steady_clock::time_point arrives_{};  // no sooner, on a CPU: see SlowLink

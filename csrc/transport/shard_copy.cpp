@@ -33,7 +33,7 @@ class ShardCopyGather : public GatherTransport {
 
 bool ShardCopyGather::can_gather(const std::vector<ParamRecord*>& records, const std::vector<at::Tensor>&,
                                  bool) const {
-  return memory_.takes_turns() && std::none_of(records.begin(), records.end(), [](const ParamRecord* record) {
+  return memory_.uses_epoch_lock() && std::none_of(records.begin(), records.end(), [](const ParamRecord* record) {
            return record->shards.empty();
          });
 }

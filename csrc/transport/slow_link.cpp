@@ -30,7 +30,7 @@ uint64_t* SlowLink::time(int64_t which) const {
   return reinterpret_cast<uint64_t*>(times_.mutable_data_ptr<int64_t>()) + which;
 }
 
-void SlowLink::take(int64_t bytes, const c10::Stream& stream, Lane lane) const {
+void SlowLink::take(int64_t bytes, const c10::Stream& stream, SequenceId lane) const {
   auto* free_at = time(0);
   auto* arrives = time(1 + static_cast<int64_t>(lane));
   auto nanoseconds = static_cast<uint64_t>(1e9 * static_cast<double>(bytes) / bytes_per_s_);
@@ -38,7 +38,7 @@ void SlowLink::take(int64_t bytes, const c10::Stream& stream, Lane lane) const {
   CudaDriver::instance().launch(take_, 1, 1, stream, arguments.data());
 }
 
-void SlowLink::hold(const c10::Stream& stream, Lane lane) const {
+void SlowLink::hold(const c10::Stream& stream, SequenceId lane) const {
   auto* arrives = time(1 + static_cast<int64_t>(lane));
   std::array<void*, 1> arguments = {&arrives};
   CudaDriver::instance().launch(hold_, 1, 1, stream, arguments.data());

@@ -29,8 +29,8 @@ class SlowLink {
   Clock::time_point arrival(int64_t bytes);
   // On a device, around what sends `bytes`, where `stream` comes to it: what the stream is given behind
   // hold() begins when they have arrived. One `lane` after the other on a stream.
-  void take(int64_t bytes, const c10::Stream& stream, Lane lane) const;
-  void hold(const c10::Stream& stream, Lane lane) const;
+  void take(int64_t bytes, const c10::Stream& stream, SequenceId lane) const;
+  void hold(const c10::Stream& stream, SequenceId lane) const;
 
  private:
   uint64_t* time(int64_t which) const;

@@ -29,7 +29,7 @@ class WeightMemory {
   // Whether every rank's copies may be read, until the next point where they change.
   virtual bool is_published() const = 0;
   // Whether ranks take turns to write shards and to read them.
-  virtual bool takes_turns() const = 0;
+  virtual bool uses_epoch_lock() const = 0;
   // What this queues from here on may read them; after it has waited for whoever writes.
   virtual void begin_reading() = 0;
   // This rank's shard in `dtype`; undefined when a cast is needed.

@@ -66,13 +66,13 @@ void Transports::set_barrier(const at::Tensor& code, std::vector<at::Tensor> row
     context_.watchdog->activity().watch_device(barrier_->words());
 }
 
-void Transports::limit_across(const std::optional<at::Tensor>& code, double bytes_per_s) {
+void Transports::limit_cross_host_bandwidth(const std::optional<at::Tensor>& code, double bytes_per_s) {
   Lock lock(context_.mutex);
   communicators_.slow_down(bytes_per_s > 0 ? std::make_shared<SlowLink>(bytes_per_s, context_.device, code)
                                            : nullptr);
 }
 
-void Transports::use_means(const at::Tensor& code) {
+void Transports::set_mean_kernels(const at::Tensor& code) {
   Lock lock(context_.mutex);
   means_ = RowMeans(code, context_.inside.size);
 }
@@ -92,13 +92,13 @@ std::unique_ptr<Turns> Transports::make_device_turns(const at::Tensor& code, std
                                        std::move(readers));
 }
 
-void Transports::take_arrivals(std::vector<at::Tensor> numbers) {
+void Transports::set_remote_signals(std::vector<at::Tensor> numbers) {
   Lock lock(context_.mutex);
   TORCH_INTERNAL_ASSERT(static_cast<int64_t>(numbers.size()) == context_.inside.size);
   communicators_.take(std::make_unique<HostArrivals>(std::move(numbers), context_.inside.rank));
 }
 
-void Transports::take_device_arrivals(const at::Tensor& code, std::vector<at::Tensor> rows) {
+void Transports::set_device_remote_signals(const at::Tensor& code, std::vector<at::Tensor> rows) {
   Lock lock(context_.mutex);
   const bool alone = rows.size() == 1;
   TORCH_INTERNAL_ASSERT(alone || static_cast<int64_t>(rows.size()) == context_.inside.size);

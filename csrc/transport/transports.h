@@ -28,9 +28,9 @@ class Transports {
   // Barriers on devices, instead of torch's; see DeviceBarrier.
   void set_barrier(const at::Tensor& code, std::vector<at::Tensor> rows, at::Tensor words);
   // Debugging: see SlowLink, between hosts; 0: as fast as can be. `code`: of its kernel, on a device.
-  void limit_across(const std::optional<at::Tensor>& code, double bytes_per_s);
+  void limit_cross_host_bandwidth(const std::optional<at::Tensor>& code, double bytes_per_s);
   // Kernels that add up what ranks have sent; see RowMeans.
-  void use_means(const at::Tensor& code);
+  void set_mean_kernels(const at::Tensor& code);
   // Whether one of them has written, or added, the mean over the rows of `from` to `to`. For their tests:
   // nobody else can reach them alone.
   bool mean_rows(const at::Tensor& to, const at::Tensor& from, bool add) const {
@@ -45,8 +45,8 @@ class Transports {
   // With several hosts: what they exchange is announced to the ranks of this one that read it, see Arrivals;
   // on a CPU by numbers, on a device by kernels of arrivals.cu, after set_barrier() where that is called. Not
   // inside a graph.
-  void take_arrivals(std::vector<at::Tensor> numbers);
-  void take_device_arrivals(const at::Tensor& code, std::vector<at::Tensor> rows);
+  void set_remote_signals(std::vector<at::Tensor> numbers);
+  void set_device_remote_signals(const at::Tensor& code, std::vector<at::Tensor> rows);
 
   // A stage of training or evaluation begins, on every rank: steps are counted alike from now on, although an
   // exception may have ended the stage before at another step on each.

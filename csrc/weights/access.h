@@ -3,7 +3,7 @@
 // [Note: copies from peers] Where all ranks can read each other's compute copies, compiled graphs fetch
 // weights by plain copies: a copy engine does them, no multiprocessor, and no rank waits for another. What
 // makes it safe is that a compute copy changes only at points which every rank passes: before the forward of
-// a training step (Weights::refresh_compute_copies) and where a compiled graph begins (Weights::check_plan).
+// a training step (Weights::refresh_compute_shards) and where a compiled graph begins (Weights::check_plan).
 // There, all ranks have read what they wanted (first barrier), stale copies are written, and all ranks have
 // written theirs (second barrier). Eager code, which may find a stale copy anywhere, casts the shard instead
 // and gathers through the process group.
@@ -56,7 +56,7 @@ class Access : public WeightMemory {
   bool is_shared() const { return shared_ || turns_ || (host_shards_ != nullptr && host_shards_->any()); }
 
   bool is_published() const override { return published_; }
-  bool takes_turns() const override { return turns_ != nullptr; }
+  bool uses_epoch_lock() const override { return turns_ != nullptr; }
   at::Tensor source_in(ParamRecord& record, at::ScalarType dtype) override;
   void await_copy(ParamRecord& record, at::ScalarType dtype, bool of_peers) override;
 

@@ -55,7 +55,7 @@ void ComputeCopies::write(ParamRecord& record) {
   at::NoGradGuard no_grad;
   record.compute_copy.own.copy_(record.shard);
   is_written(record);
-  context_.count("compute_copy_writes");
+  context_.count("compute_shard_writes");
 }
 
 void ComputeCopies::write_all() {
@@ -84,7 +84,7 @@ std::vector<int64_t> ComputeCopies::written() const {
   return found;
 }
 
-void ComputeCopies::mark_written(std::vector<int64_t> indices, bool written) {
+void ComputeCopies::mark_compute_shards_written(std::vector<int64_t> indices, bool written) {
   Lock lock(context_.mutex);
   for (const auto index : indices) {
     auto& record = context_.at(index);

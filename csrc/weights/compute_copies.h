@@ -37,7 +37,7 @@ class ComputeCopies {
   // Indices of those whose copies are as they should be.
   std::vector<int64_t> written() const;
   // An optimizer is about to write these copies, and has.
-  void mark_written(std::vector<int64_t> indices, bool written);
+  void mark_compute_shards_written(std::vector<int64_t> indices, bool written);
   // Changes when somebody who is no optimizer says that shards change.
   int64_t told() const {
     Lock lock(context_.mutex);

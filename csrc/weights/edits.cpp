@@ -169,13 +169,13 @@ void Edits::sync(bool forget) {
   Lock lock(context_.mutex);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   refuse_late();
-  if (access_.takes_turns())
+  if (access_.uses_epoch_lock())
     take();
   for (auto it = tracked_.begin(); it != tracked_.end();) {
     auto& record = context_.at(it->index);
     // A newer parameter (an optimizer step, a loaded state) wins over a copy taken before it.
     const bool current = record.param._version() == it->version;
-    if (current && !access_.takes_turns()) {
+    if (current && !access_.uses_epoch_lock()) {
       take_assigned(*it);
       if (!compat::is_marked(it->flat))
         change();

@@ -49,7 +49,7 @@ void Exchange::begin(const std::vector<ShardCopy*>& copies, int64_t first) {
   if (auto* arrivals = comms_.arrivals())
     arrivals->begin(first);
   if (context_.watchdog)
-    context_.watchdog->activity().tell_parts(first, names_of(parts));
+    context_.watchdog->activity().set_exchange_parts(first, names_of(parts));
   tell_sending();
   for (const auto& part : parts) {
     std::vector<at::Tensor> whole, own;
@@ -70,7 +70,7 @@ void Exchange::tell_sending() {
   if (auto* arrivals = comms_.arrivals(); arrivals != nullptr && has_streams(context_.device))
     comms_.gathers_across()->run([&] { arrivals->send(planned_ - 1); });
   else if (context_.watchdog)
-    context_.watchdog->activity().reach(Lane::PART_SENT, last());
+    context_.watchdog->activity().reach(SequenceId::PART_SENT, last());
 }
 
 void Exchange::send(std::vector<at::Tensor> whole, std::vector<at::Tensor> own) {
@@ -96,11 +96,11 @@ void Exchange::come(int64_t part) {
     auto& pending = parts_[static_cast<size_t>(come_)];
     std::optional<Watchdog::Waiting> waiting;
     if (context_.watchdog && !pending.ready())
-      waiting.emplace(*context_.watchdog, Lane::PART, number_of(come_), "weights of other hosts");
+      waiting.emplace(*context_.watchdog, SequenceId::PART, number_of(come_), "weights of other hosts");
     pending.wait(context_.device);
     waiting.reset();
     if (context_.watchdog)
-      context_.watchdog->activity().reach(Lane::PART, number_of(come_));
+      context_.watchdog->activity().reach(SequenceId::PART, number_of(come_));
     if (auto* arrivals = comms_.arrivals())
       arrivals->announce(come_);
     context_.count("awaited_parts");

@@ -60,7 +60,7 @@ at::Tensor FirstGroups::take(const std::vector<ParamRecord*>& records, at::Scala
   }
   auto found = std::move(ahead_.front());
   ahead_.pop_front();
-  context_.count("groups_ahead");
+  context_.count("prefetched_groups");
   register_pending(found.buffer, std::move(found.pending), {}, context_.device);
   return found.buffer;
 }

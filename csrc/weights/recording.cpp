@@ -4,7 +4,7 @@
 
 namespace lightning_zero {
 
-std::string WeightRecording::why_not() const {
+std::string WeightRecording::disabled_reason() const {
   if (weights_.resident().any_arriving())
     return "weights that stay resident over a step are still on their way";
   if (weights_.edits().watched() > 0)
@@ -46,7 +46,7 @@ bool WeightRecording::fits(const Recorded& graph, std::set<int64_t>& gathered) c
 }
 
 void WeightRecording::before_replay(const Recorded& graph) {
-  weights_.sync_peers();
+  weights_.sync_compute_shards();
   weights_.log().append(graph.gathers);
   for (const auto index : graph.read) over_copies::check(context_.at(index));
   if (auto* exchange = weights_.exchange())

@@ -23,7 +23,7 @@ class WeightRecording {
   };
 
   // Why none can begin now; empty when it can.
-  std::string why_not() const;
+  std::string disabled_reason() const;
   void begin();
   // Why a replay would not do the same, empty when it would.
   std::string finish() const;
@@ -33,7 +33,7 @@ class WeightRecording {
   // added to that.
   bool fits(const Recorded& graph, std::set<int64_t>& gathered) const;
   // What the graph was to leave behind is not there.
-  void never_ran(const Recorded& graph) { weights_.resident().never_ran(graph.resident); }
+  void mark_not_run(const Recorded& graph) { weights_.resident().mark_not_run(graph.resident); }
   // Does what must be done each time: peers agree that what is read is new, and may be read.
   void before_replay(const Recorded& graph);
   void after_replay(const Recorded& graph) { weights_.resident().after_replay(graph.resident); }

@@ -109,7 +109,7 @@ ResidentWeights::Recorded ResidentWeights::end_recording() {
   return std::exchange(recording_, {}).value();
 }
 
-void ResidentWeights::never_ran(const Recorded& graph) {
+void ResidentWeights::mark_not_run(const Recorded& graph) {
   for (const auto i : graph.gathered) context_.at(i).resident.filled = {};
 }
 

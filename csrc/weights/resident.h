@@ -39,7 +39,7 @@ class ResidentWeights {
   void begin_recording() { recording_.emplace(); }
   // What was recorded has only been captured: what it was to leave behind is not there.
   Recorded end_recording();
-  void never_ran(const Recorded& graph);
+  void mark_not_run(const Recorded& graph);
   // Whether a replay finds what it needs, where `gathered` has been gathered before; its own is added to
   // that.
   bool finds_all(const Recorded& graph, std::set<int64_t>& gathered) const;

@@ -39,7 +39,7 @@ at::Tensor Weights::gather(int64_t index, at::IntArrayRef shape, at::ScalarType 
     std::vector<at::Tensor> sources;
     if (!resident_.read(record, dtype, flat)) {
       note(tracked ? GatherLog::Kind::EAGER : GatherLog::Kind::SINGLE, dtype, {&record});
-      if (tracked && !access_.takes_turns())
+      if (tracked && !access_.uses_epoch_lock())
         context_.note_read(index);
       gatherer_.gather(record, dtype, flat, sources).wait(context_.device);
     }
@@ -88,7 +88,7 @@ at::Tensor Weights::gather_group(at::TensorList shards, at::ScalarType dtype, in
 void Weights::resident_start(at::TensorList resident, at::TensorList shards) {
   Lock lock(context_.mutex);
   sync_edits_if_any();
-  if (!access_.takes_turns()) {
+  if (!access_.uses_epoch_lock()) {
     std::vector<ParamRecord*> records;
     for (const auto& shard : shards)
       records.push_back(&context_.at(ShardTable::instance().find(shard, "resident_start").index));
@@ -121,7 +121,7 @@ void Weights::begin_writing(bool stepping) {
   Lock lock(context_.mutex);
   if (!stepping)
     ++context_.told;
-  if (!access_.takes_turns())
+  if (!access_.uses_epoch_lock())
     return access_.expire();
   if (!access_.is_writing())
     edits_.take();
@@ -133,12 +133,12 @@ void Weights::end_writing() {
   access_.end_writing();
 }
 
-void Weights::expire_compute_copies() {
+void Weights::expire_compute_shards() {
   Lock lock(context_.mutex);
   access_.expire_unless_told();
 }
 
-void Weights::refresh_compute_copies() {
+void Weights::refresh_compute_shards() {
   Lock lock(context_.mutex);
   first_.drop();
   if (!copies_.has_memory() && !access_.is_shared())
@@ -149,9 +149,9 @@ void Weights::refresh_compute_copies() {
   first_.begin_step(/*noting=*/access_.is_published());
 }
 
-bool Weights::sync_peers(bool ahead) {
+bool Weights::sync_compute_shards(bool ahead) {
   Lock lock(context_.mutex);
-  if (ahead && !(access_.is_shared() && (access_.takes_turns() || context_.exchanges_weights())))
+  if (ahead && !(access_.is_shared() && (access_.uses_epoch_lock() || context_.exchanges_weights())))
     return false;
   sync_edits_if_any();
   first_.drop();
@@ -166,7 +166,7 @@ bool Weights::sync_peers(bool ahead) {
 
 void Weights::note(GatherLog::Kind kind, at::ScalarType dtype, const std::vector<ParamRecord*>& records,
                    int64_t numel) {
-  if (access_.takes_turns() || context_.size == 1)
+  if (access_.uses_epoch_lock() || context_.size == 1)
     return;  // a gather needs no other rank
   GatherLog::Entry entry{kind, dtype, {}, numel};
   for (const auto* record : records) entry.indices.push_back(record->index);

@@ -46,15 +46,15 @@ class Weights {
   void end_writing();
   // Shards may have changed in ways that leave no trace (a replayed graph): write compute copies again before
   // use. Nothing where ranks take turns, or are those of several hosts: there begin_writing() is what counts.
-  void expire_compute_copies();
+  void expire_compute_shards();
   // A training step of compiled code begins: refreshes all compute copies, if there are any, and starts to
   // fetch what the last step's graph fetched first.
-  void refresh_compute_copies();
+  void refresh_compute_shards();
   // Ranks come to a barrier where they read each other's copies: these are brought up to date, and may be
   // read by what is queued on the current stream.
   // `ahead`: a graph is about to be captured; done only where what is captured depends on it, and then not
   // once more before its replay, see Access::let_read_ahead(). Whether it was done.
-  bool sync_peers(bool ahead = false);
+  bool sync_compute_shards(bool ahead = false);
 
   // A backward ends that has brought no gradient on this rank: gathers what its peers gather, see
   // [Note: a rank without gradients].

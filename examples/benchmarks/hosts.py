@@ -5,7 +5,7 @@ a JSON line for each, and a table.
     python examples/benchmarks/hosts.py --devices 2 --ranks-per-host 1 --across 50 12.5 -- --batch 2 --length 2048
 
 What stands behind `--` goes to `step_time.py`. A network is emulated: what crosses hosts arrives no sooner than at so
-many GB/s for each GPU (`Tuning(emulate_bandwidth_across_gbs=...)`).
+many GB/s for each GPU (`Tuning(emulate_cross_host_gb_per_s=...)`).
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main() -> None:
     for limit in (None, *arguments.across):
         cells = []
         for copies in arguments.copies:
-            chosen = {"shard_compute_copy": copies, "emulate_bandwidth_across_gbs": limit}
+            chosen = {"compute_shard_group": copies, "emulate_cross_host_gb_per_s": limit}
             cells.append(cell(measured(rest, arguments.devices, ranks_per_host=arguments.ranks_per_host, **chosen)))
         rows.append((f"{limit:g} GB/s" if limit else "as it is", *cells))
     rows.insert(1, ("---",) * len(rows[0]))

@@ -59,14 +59,14 @@ def ours(size: str, capture: bool | str) -> tuple[Callable[[], None], int]:
     optimizer = adamw(list(model.parameters()), fused=True)
     engine.optimizers.arrange([optimizer])
     engine.sharder.memory.allocate_gradients()
-    engine.sharder.memory.allocate_compute_copies(torch.bfloat16)
+    engine.sharder.memory.allocate_compute_shards(torch.bfloat16)
     for param in model.parameters():
         param.grad = engine.sharder.find(param).gradient.normal_().view(param.shape)
 
     def step() -> None:
         with engine.optimizers.stepping(optimizer, clip=MAX_NORM):
             optimizer.step()
-        engine.executor.weights.refresh_compute_copies()
+        engine.executor.weights.refresh_compute_shards()
 
     step.engine = engine  # keeps it
     step.model = model

@@ -14,27 +14,27 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.behind import WrittenBehind, lasting
-from lightning_zero.checkpoint.claim import PATIENCE_S, begun_at_once, claim, release, unclaimed
-from lightning_zero.checkpoint.damaged import named_damage
+from lightning_zero.checkpoint.behind import ThreadedWriter, lasting
+from lightning_zero.checkpoint.claim import PATIENCE_S, concurrent_save_error, claim, release, unclaimed
+from lightning_zero.checkpoint.damaged import wrap_read_errors
 from lightning_zero.checkpoint.places import (
     INCOMPLETE,
     beside,
-    bring_back,
+    restore_replaced,
     make_folders,
-    put_in_place,
+    replace_atomically,
     remove,
-    set_aside,
+    remove_leftover,
 )
-from lightning_zero.checkpoint.replaceable import refuse_other_folders
+from lightning_zero.checkpoint.replaceable import check_replaceable_folder
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["check_archive", "check_opened", "write_archive"]
+__all__ = ["verify_archive", "verify_open_archive", "write_checkpoint_file"]
 
 BLOCK = 4 << 20  # bytes
 
 
-def write_archive(value: Any, path: Path, wrote: Callable[[int], None] = lambda count: None) -> None:
+def write_checkpoint_file(value: Any, path: Path, wrote: Callable[[int], None] = lambda count: None) -> None:
     """Saves ``value`` at ``path``, in place of what stands there: a file, a link or a folder.
 
     Args:
@@ -47,27 +47,27 @@ def write_archive(value: Any, path: Path, wrote: Callable[[int], None] = lambda 
     """
     work = beside(path, INCOMPLETE)
     with unclaimed(work, path):
-        bring_back(path)
-        refuse_other_folders(path)
+        restore_replaced(path)
+        check_replaceable_folder(path)
         make_folders(path.parent)
-        set_aside(path, INCOMPLETE)
+        remove_leftover(path, INCOMPLETE)
     try:
         file = open(work, "xb", buffering=0)  # noqa: SIM115 - closed by what writes it
     except FileExistsError:
-        raise begun_at_once(path) from None
+        raise concurrent_save_error(path) from None
     if not claim(file.fileno(), PATIENCE_S) or not _is_still(work, file.fileno()):
         file.close()
-        raise begun_at_once(path)
+        raise concurrent_save_error(path)
     held = os.dup(file.fileno())  # nothing else is known by its number meanwhile
     try:
-        with WrittenBehind(file, lasting(value), wrote) as behind:
+        with ThreadedWriter(file, lasting(value), wrote) as behind:
             torch.save(value, behind)  # type: ignore[arg-type]
         if not _is_still(work, held):
             raise CheckpointError(
                 f"another save to {path} has begun meanwhile, and removed what was written. What stood there is still "
                 "there. Let each training save to a place of its own."
             )
-        put_in_place(work, path)
+        replace_atomically(work, path)
     except BaseException:
         with suppress(OSError):  # the error that made it useless says more
             if _is_still(work, held):
@@ -85,7 +85,7 @@ def _is_still(work: Path, held: int) -> bool:
         return False
 
 
-def check_archive(path: Path, part: int = 0, parts: int = 1, read: Callable[[int], None] = lambda count: None) -> None:
+def verify_archive(path: Path, part: int = 0, parts: int = 1, read: Callable[[int], None] = lambda count: None) -> None:
     """Compares one of ``parts`` about equal parts of a file with its checksums, and tells ``read`` how many bytes more
     were. A file that has none passes: in torch's older format, or saved after
     ``torch.serialization.set_crc32_options(False)``.
@@ -93,11 +93,11 @@ def check_archive(path: Path, part: int = 0, parts: int = 1, read: Callable[[int
     Raises:
         CheckpointError: the file is damaged; says where.
     """
-    with named_damage(path), open(path, "rb") as file:
-        check_opened(file, str(path), part, parts, read)
+    with wrap_read_errors(path), open(path, "rb") as file:
+        verify_open_archive(file, str(path), part, parts, read)
 
 
-def check_opened(file: Any, name: str, part: int, parts: int, read: Callable[[int], None], block: int = BLOCK) -> None:
+def verify_open_archive(file: Any, name: str, part: int, parts: int, read: Callable[[int], None], block: int = BLOCK) -> None:
     """The same of a file that is open for reading, wherever it is, by reads of so many bytes at most."""
     if not file.seek(0, 2):
         raise CheckpointError(f"{name} is empty. Use another checkpoint.")

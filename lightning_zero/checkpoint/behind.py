@@ -13,10 +13,10 @@ from typing import Any, BinaryIO
 import numpy
 from torch import Tensor
 
-from lightning_zero.checkpoint.disk import Disk, in_blocks, write_whole
+from lightning_zero.checkpoint.disk import Disk, in_blocks, write_all
 from lightning_zero.sharding.layout import is_strided
 
-__all__ = ["WrittenBehind", "lasting"]
+__all__ = ["ThreadedWriter", "lasting"]
 
 SMALL = 1 << 16  # bytes that are copied
 WAITING = 1024  # pieces that are not written yet
@@ -43,7 +43,7 @@ def _collect(value: Any, found: dict[int, int]) -> None:
             _collect(inner, found)
 
 
-class WrittenBehind(RawIOBase):
+class ThreadedWriter(RawIOBase):
     """Written from its beginning to its end. When it is closed without an error, its bytes are on the disk, and not
     only in the system's memory.
 
@@ -102,11 +102,11 @@ class WrittenBehind(RawIOBase):
         for block in in_blocks(view):
             if self._failed is not None:
                 return
-            write_whole(self._file, block)
+            write_all(self._file, block)
             self._disk.follow(len(block))
             self._wrote(len(block))
 
-    def __enter__(self) -> WrittenBehind:
+    def __enter__(self) -> ThreadedWriter:
         return self
 
     def __exit__(

@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.background.saver import BackgroundSaver
+from lightning_zero.checkpoint.background.saver import AsyncSaver
 from lightning_zero.checkpoint.full import Room, model_state, optimizer_state, shard_optimizer_state
 from lightning_zero.checkpoint.halfway import Halfway
 from lightning_zero.checkpoint.lateness import shows
-from lightning_zero.checkpoint.opening import open_folder
-from lightning_zero.checkpoint.sharded.again import SavedState, fingerprint, place_of_again, save_again
-from lightning_zero.checkpoint.sharded.contents import bytes_of
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder, kind_anew, kind_of
-from lightning_zero.checkpoint.sharded.optimizers import by_name, by_number, is_by_name
+from lightning_zero.checkpoint.opening import open_checkpoint
+from lightning_zero.checkpoint.sharded.again import SavedState, fingerprint, relink_target, relink_save
+from lightning_zero.checkpoint.sharded.contents import bytes_to_write
+from lightning_zero.checkpoint.sharded.opened import CheckpointReader, refreshed_kind, checkpoint_kind
+from lightning_zero.checkpoint.sharded.optimizers import state_by_name, state_by_number, has_parameter_names
 from lightning_zero.checkpoint.sharded.plans import Plans
 from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointShard
 from lightning_zero.checkpoint.sharded.writing import packed
 from lightning_zero.checkpoint.telling import Show, Telling, TellingFor, untold
 from lightning_zero.checkpoint.together import Together
@@ -33,7 +33,7 @@ from lightning_zero.errors import CheckpointError
 from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.state import StateDictHooks, nobody
+from lightning_zero.sharding.state import StateDictHooks, ignore_bytes
 
 __all__ = ["Checkpoints"]
 
@@ -71,11 +71,11 @@ class Checkpoints:
         self.hooks = StateDictHooks(sharder)
         self.halfway = Halfway(self.hooks)
         self._plans = Plans()
-        self.saver = BackgroundSaver(sharder.mesh, self.together, self._plans)
+        self.saver = AsyncSaver(sharder.mesh, self.together, self._plans)
         self._last: SavedState | None = None
         self._writes = 0
-        sharder.access.beside = self._before_writing
-        sharder.executor.before_edits(self._before_writing)
+        sharder.sync.on_before_write = self._before_writing
+        sharder.executor.before_user_writes(self._before_writing)
 
     def _before_writing(self) -> None:
         self._writes += 1
@@ -95,17 +95,17 @@ class Checkpoints:
 
         def show(record: ShardedParameter) -> Tensor:
             if record.index not in parts:
-                parts[record.index] = ShardedValue(record.layout, record.shard, mesh.shard_number, mesh.replica)
+                parts[record.index] = CheckpointShard(record.layout, record.shard, mesh.shard_index, mesh.replica)
             return parts[record.index]
 
-        with self.hooks.showing(show):
+        with self.hooks.overriding_values(show):
             return self._module().state_dict()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer, sharded: bool = False) -> dict[str, Any]:
         """The optimizer's state dict: whole values on rank 0's CPU, in torch's own form, and empty elsewhere; or,
         ``sharded``, on every rank its part, with parameters by name. Collective."""
         if sharded:
-            return by_name(optimizer, self._module(), self._sharder)
+            return state_by_name(optimizer, self._module(), self._sharder)
         what = f"the state of {type(optimizer).__name__}"
         return optimizer_state(optimizer, self._sharder, partial(self._gathering, what))
 
@@ -117,15 +117,15 @@ class Checkpoints:
 
     # -- what was saved
 
-    def optimizer_part(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], room: Room) -> dict[str, Any]:
+    def local_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], room: Room) -> dict[str, Any]:
         """This rank's part of a state dict of either form, as the optimizer of shards takes it, in memory that ``room``
         gives. Not collective.
 
         Raises:
             ValueError: it was saved for other parameters.
         """
-        if is_by_name(state):
-            state = by_number(state, optimizer, self._module())
+        if has_parameter_names(state):
+            state = state_by_number(state, optimizer, self._module())
         what = f"Loading the state of {type(optimizer).__name__}"
         telling = partial(self.telling, what, "read")
         return shard_optimizer_state(dict(state), optimizer, self._sharder, room, telling)
@@ -136,11 +136,11 @@ class Checkpoints:
         told."""
         total = sum(record.shard.nbytes for record in self._sharder.live)
         with self.halfway.weights(path), self.telling(f"Loading weights of {path}", "read", total) as read:
-            self.hooks.on_replaced = read
+            self.hooks.on_loaded_bytes = read
             try:
                 yield
             finally:
-                self.hooks.on_replaced = nobody
+                self.hooks.on_loaded_bytes = ignore_bytes
 
     def telling(self, what: str, done: str, total: int) -> Telling:
         """Tells the user how far of ``total`` bytes it is, see there."""
@@ -185,7 +185,7 @@ class Checkpoints:
             CheckpointError: on every rank, when it, or the one before, could not be written; what stood there is still
                 there.
         """
-        self._sharder.access.before_reading()
+        self._sharder.sync.before_reading()
         last, self._last = self._last, None
         if again and last is not None and last.mark == mark and self._save_again(last, path, state, rest):
             return
@@ -193,7 +193,7 @@ class Checkpoints:
             place = self.saver.save(path, state, rest)
         else:
             self.saver.finish()
-            with self._telling_of_save(path, bytes_of(state, self.together.rank)) as wrote:
+            with self._telling_of_save(path, bytes_to_write(state, self.together.rank)) as wrote:
                 place = save_sharded(path, state, rest, self.together, wrote, self._plans)
         if mark is not None and not again:
             self._last = SavedState(mark, place, fingerprint(state, self.together.rank), self._writes)
@@ -211,10 +211,10 @@ class Checkpoints:
         same = self.together.each(what, lambda: self._writes == last.writes and fingerprint(state, rank) == last.print)
         if not all(same):
             return False
-        second = self.together.first(what, lambda: place_of_again(path, last.path))
+        second = self.together.first(what, lambda: relink_target(path, last.path))
         if second is None:
             return False
-        later = partial(save_again, last.path, second)
+        later = partial(relink_save, last.path, second)
         if not self.together.first(what, lambda: self.saver.at_end(partial(later, packed(rest), may_copy=True))):
             self.saver.finish()
             return self.together.first(what, lambda: _tried(partial(later, packed(rest))))
@@ -227,10 +227,10 @@ class Checkpoints:
             CheckpointError: on every rank, when they see different things there.
         """
         what = f"look at {path}"
-        seen = self.together.each(what, lambda: kind_of(path))
+        seen = self.together.each(what, lambda: checkpoint_kind(path))
         if len(set(seen)) > 1:
             first = seen[0]
-            seen = self.together.each(what, lambda: first if shows(lambda: kind_anew(path) == first) else kind_of(path))
+            seen = self.together.each(what, lambda: first if shows(lambda: refreshed_kind(path) == first) else checkpoint_kind(path))
         if len(set(seen)) > 1:
             other = next(rank for rank, kind in enumerate(seen) if kind != seen[0])
             raise CheckpointError(
@@ -249,7 +249,7 @@ class Checkpoints:
         held += [value for value in kept if isinstance(value, Tensor)]
         self.saver.prepare(sum(value.nbytes for value in held) + ROOM)
 
-    def open(self, path: str | Path) -> OpenedFolder:
+    def open(self, path: str | Path) -> CheckpointReader:
         """Opens a sharded checkpoint. Its files are compared with their checksums first, by all ranks together.
         Collective.
 
@@ -257,8 +257,8 @@ class Checkpoints:
             CheckpointError: on every rank: it is no checkpoint, incomplete or damaged.
         """
         what = f"open the checkpoint {path}"
-        opened: list[OpenedFolder] = []
-        self.together.each(what, lambda: opened.append(open_folder(str(path))))
+        opened: list[CheckpointReader] = []
+        self.together.each(what, lambda: opened.append(open_checkpoint(str(path))))
         [folder] = opened
         saves = self.together.each(what, lambda: folder.save_id)
         if len(set(saves)) > 1:

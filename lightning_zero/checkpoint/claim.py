@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["PATIENCE_S", "begun_at_once", "claim", "release", "unclaimed"]
+__all__ = ["PATIENCE_S", "concurrent_save_error", "claim", "release", "unclaimed"]
 
 PATIENCE_S = 5.0  # to claim what this save has just made; the other's look takes microseconds on an idle host
 POLL_S = 0.005
@@ -59,14 +59,14 @@ def unclaimed(work: Path, path: object) -> Iterator[None]:
         number = os.open(work, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
     try:
         if number is not None and not claim(number):
-            raise begun_at_once(path)
+            raise concurrent_save_error(path)
         yield
     finally:
         if number is not None:
             os.close(number)
 
 
-def begun_at_once(path: object) -> CheckpointError:
+def concurrent_save_error(path: object) -> CheckpointError:
     """Return the error of a save that finds another one to ``path`` going on."""
     return CheckpointError(
         f"another save to {path} goes on at the same time, and this one has written nothing. Wait until the other has "

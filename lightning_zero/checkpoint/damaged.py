@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["named_damage", "parsed_json"]
+__all__ = ["wrap_read_errors", "parse_json"]
 
 # Raised by code that meets a value of another type or size than it was written for. RuntimeError: torch's own errors,
 # and Python's of recursion. OSError: also a folder in the place of a file.
@@ -28,7 +28,7 @@ BY_DAMAGE = (
 
 
 @contextmanager
-def named_damage(where: object) -> Iterator[None]:
+def wrap_read_errors(where: object) -> Iterator[None]:
     """Turn errors of reading the file or folder ``where`` into :class:`CheckpointError` with its name."""
     try:
         yield
@@ -41,7 +41,7 @@ def named_damage(where: object) -> Iterator[None]:
         ) from error
 
 
-def parsed_json(text: str | bytes) -> Any:
+def parse_json(text: str | bytes) -> Any:
     """Return what a JSON text holds.
 
     Raises:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, BinaryIO
 
-__all__ = ["Disk", "in_blocks", "write_whole"]
+__all__ = ["Disk", "in_blocks", "write_all"]
 
 AT_ONCE = 16 << 20  # bytes that are written, so that those who wait hear of it now and then
 WINDOW = 256 << 20  # bytes that may be on their way
@@ -26,7 +26,7 @@ def in_blocks(data: memoryview) -> Iterator[memoryview]:
         yield data[begin : begin + AT_ONCE]
 
 
-def write_whole(file: BinaryIO, data: memoryview) -> None:
+def write_all(file: BinaryIO, data: memoryview) -> None:
     """All of these bytes, however few a file takes at a time.
 
     Raises:

@@ -16,18 +16,18 @@ import torch
 from lightning_zero.checkpoint.exactly import move_file, remove_tree, remove_within
 from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.places import INCOMPLETE
-from lightning_zero.checkpoint.replaceable import refuse_others
+from lightning_zero.checkpoint.replaceable import check_replaceable
 from lightning_zero.checkpoint.sharded.folder import settle
-from lightning_zero.checkpoint.sharded.hashed import HashedFile
+from lightning_zero.checkpoint.sharded.hashed import ChecksumWriter
 from lightning_zero.checkpoint.unseen import Unseen
 
-__all__ = ["write_elsewhere"]
+__all__ = ["write_remote_file"]
 
 # Of stores without a rename, which would copy all of it once more.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "obs", "tos"}
 
 
-def write_elsewhere(value: Any, url: str, wrote: Callable[[int], None] = lambda count: None) -> None:
+def write_remote_file(value: Any, url: str, wrote: Callable[[int], None] = lambda count: None) -> None:
     """Saves ``value`` there, in place of what stands there. Where this fails, that stays.
 
     Args:
@@ -49,13 +49,13 @@ def _write(value: Any, url: str, wrote: Callable[[int], None]) -> None:
     stores = not OBJECT_STORES.isdisjoint([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
     work = place if stores else f"{place}{INCOMPLETE}"
     if fs.isdir(place):
-        refuse_others(url, [entry.rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(place, detail=False)])
+        check_replaceable(url, [entry.rstrip("/").rsplit("/", 1)[-1] for entry in fs.ls(place, detail=False)])
     settle(fs, place)  # of a sharded save, which readers would go on taking for what is there
     before = fs.isdir(place)
     if parent := place.rpartition("/")[0]:
         fs.makedirs(parent, exist_ok=True)
     try:
-        with fs.transaction if stores else nullcontext(), HashedFile(fs.open(work, "wb"), wrote) as file:
+        with fs.transaction if stores else nullcontext(), ChecksumWriter(fs.open(work, "wb"), wrote) as file:
             torch.save(value, file)  # type: ignore[arg-type]
         if before and stores:
             remove_within(fs, place)  # the new one stands beside it, under the same name

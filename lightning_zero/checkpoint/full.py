@@ -9,23 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, gather_value, nested
-from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.inventory import Entry, OptimizerStateEntries, gather_value, nested
+from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.checkpoint.telling import Telling, untold
 from lightning_zero.compat.tensors import tree_map_only
-from lightning_zero.sharding.host_memory import on_host
+from lightning_zero.sharding.host_memory import copy_to_host
 from lightning_zero.sharding.mapped import mapped
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.state import StateDictHooks, nobody, whole_on_cpu
-from lightning_zero.sharding.unsupported import on_plain_tensors
+from lightning_zero.sharding.state import StateDictHooks, ignore_bytes, full_on_cpu
+from lightning_zero.sharding.unsupported import without_shard_dispatch
 
 __all__ = ["Room", "model_state", "optimizer_state", "shard_optimizer_state"]
 
 Room = Callable[[int, torch.dtype], Tensor]  # new memory for so many elements, 1-D
 
 
-def model_state(module: nn.Module, hooks: StateDictHooks, gathered: Callable[[int], object] = nobody) -> dict[str, Any]:
+def model_state(module: nn.Module, hooks: StateDictHooks, gathered: Callable[[int], object] = ignore_bytes) -> dict[str, Any]:
     """The module's state dict with whole values on the CPU of rank 0; empty on other ranks. Collective.
 
     gathered: is told of bytes
@@ -38,25 +38,25 @@ def model_state(module: nn.Module, hooks: StateDictHooks, gathered: Callable[[in
         if record.index in tied:
             value = tied[record.index]
         else:
-            value = whole_on_cpu(record, here)
+            value = full_on_cpu(record, here)
             gathered(record.layout.numel * record.param.itemsize)
         if len(record.owners) > 1:
             tied[record.index] = value
         whole.add(id(value))  # which the state dict keeps
         return value
 
-    with hooks.showing(show):
+    with hooks.overriding_values(show):
         state = module.state_dict()
     if not here:
         return {}
     copies: dict[int, Tensor] = {}  # of buffers, too: a file may be written while they change
     for key, value in state.items():
         if isinstance(value, Tensor) and id(value) not in whole:
-            state[key] = copies.setdefault(id(value), on_host(value))
+            state[key] = copies.setdefault(id(value), copy_to_host(value))
     return state
 
 
-@on_plain_tensors
+@without_shard_dispatch
 def optimizer_state(
     optimizer: torch.optim.Optimizer, sharder: Sharder, telling: Callable[[int], Telling] | None = None
 ) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def optimizer_state(
         return {}  # Lightning's stand-in for no optimizer
     rank = sharder.mesh.rank
     state: dict[int, dict[str, Any]] = {}
-    found = OptimizerInventory(optimizer, sharder).held(packed)
+    found = OptimizerStateEntries(optimizer, sharder).held(packed)
     with (telling or untold)(sum(map(_whole_bytes, chain.from_iterable(found.values())))) as gathered:
         for number, entries in found.items():
             kept: list[Any] = []
@@ -77,7 +77,7 @@ def optimizer_state(
                 whole = gather_value(entry.value, entry.record, sharder.mesh)  # one at a time
                 if rank == 0:
                     # A copy: a file would hold the padding, too, and training may go on before it is written.
-                    kept.append(on_host(whole) if isinstance(whole, Tensor) else whole)
+                    kept.append(copy_to_host(whole) if isinstance(whole, Tensor) else whole)
                 del whole
                 gathered(_whole_bytes(entry))
             if rank == 0:
@@ -85,7 +85,7 @@ def optimizer_state(
     if rank:
         return {}
     rest = {key: value for key, value in packed["state"].items() if key not in state}  # of no parameter
-    return {**packed, "state": state | tree_map_only(Tensor, on_host, rest)}
+    return {**packed, "state": state | tree_map_only(Tensor, copy_to_host, rest)}
 
 
 def shard_optimizer_state(
@@ -123,12 +123,12 @@ def shard_optimizer_state(
             "load_from_checkpoint()."
         )
     sharded: dict[Any, Any] = dict(state["state"])
-    found = OptimizerInventory(optimizer, sharder).saved(state)
+    found = OptimizerStateEntries(optimizer, sharder).saved(state)
     parts = _parts(found, room or _on_host, telling or untold)
     for number, entries in found.items():
         values = [_whole(e.value) if e.record is None else parts[number, e.path] for e in entries]
         sharded[number] = nested(entries, values)
-    return tree_map_only(SavedValue, _whole, {**state, "state": sharded})
+    return tree_map_only(CheckpointTensor, _whole, {**state, "state": sharded})
 
 
 def _parts(
@@ -148,7 +148,7 @@ def _parts(
             values.sort(key=lambda one: one[1].shard.data_ptr())
             sizes = [record.layout.shard_numel for _, record, _ in values]
             for piece, (number, record, value) in zip(room(sum(sizes), dtype).split(sizes), values, strict=True):
-                record.write_part(mapped(value), piece)
+                record.write_local_part(mapped(value), piece)
                 parts[number, path] = piece.view(record.layout.visible_shape)
                 read(piece.nbytes)
     return parts
@@ -168,4 +168,4 @@ def _sizes(groups: list[dict[str, Any]]) -> str:
 
 def _whole(value: Any) -> Any:
     """What is the same on every rank, in memory of its own where it still lies in a checkpoint."""
-    return value.whole() if isinstance(value, SavedValue) else value
+    return value.whole() if isinstance(value, CheckpointTensor) else value

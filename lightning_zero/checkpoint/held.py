@@ -9,10 +9,10 @@ from pathlib import Path
 
 from lightning_zero.checkpoint.claim import claim, release
 
-__all__ = ["HeldFolder"]
+__all__ = ["PinnedDirectory"]
 
 
-class HeldFolder:
+class PinnedDirectory:
     """On a file system of this host.
 
     Args:

@@ -31,9 +31,9 @@ from lightning_zero.optim.rules import StateNames, state_names
 from lightning_zero.optim.support import check_state_dict, large_tensors
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import on_plain_tensors
+from lightning_zero.sharding.unsupported import without_shard_dispatch
 
-__all__ = ["Entry", "OptimizerInventory", "gather_value", "nested"]
+__all__ = ["Entry", "OptimizerStateEntries", "gather_value", "nested"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Entry:
         return (*self.inside, self.key)
 
 
-class OptimizerInventory:
+class OptimizerStateEntries:
     """Of one optimizer of shards. Parameters have the numbers that they have in torch's state dicts."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, sharder: Sharder) -> None:
@@ -155,7 +155,7 @@ def _leaves(entries: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Iterato
 
 
 def _is_part(key: str, value: Any, record: ShardedParameter | None, names: StateNames) -> bool:
-    return record is not None and names.elementwise(key) is not False and record.is_like_shard(value)
+    return record is not None and names.elementwise(key) is not False and record.has_shard_shape(value)
 
 
 def _is_whole(key: str, value: Any, record: ShardedParameter, names: StateNames, counters: set[str]) -> bool:
@@ -171,10 +171,10 @@ def _is_whole(key: str, value: Any, record: ShardedParameter, names: StateNames,
     )
 
 
-@on_plain_tensors
+@without_shard_dispatch
 def gather_value(value: Any, record: ShardedParameter | None, mesh: Mesh) -> Any:
     """The whole of what is cut like a parameter, in that parameter's shape and the value's dtype, on the mesh's device;
     its memory holds padding, too. Without a record, the value itself. Collective."""
     if record is None:
         return value
-    return record.layout.whole(mesh.all_shards(value.reshape(-1)))
+    return record.layout.full_view(mesh.all_gather_shard(value.reshape(-1)))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["ask_again", "shows"]
+__all__ = ["refresh_listing", "shows"]
 
 LATE_S = 10.0
 FIRST_S, LONGEST_S = 0.01, 0.5  # between two looks
@@ -27,7 +27,7 @@ def shows(look: Callable[[], bool]) -> bool:
     return True
 
 
-def ask_again(folder: Path) -> None:
+def refresh_listing(folder: Path) -> None:
     """Lists it, for which an NFS client asks the server whether it has changed, and forgets what was not there."""
     with suppress(OSError):
         os.listdir(folder)

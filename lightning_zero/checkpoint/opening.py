@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_zero.checkpoint.sharded.folder import read_at
+from lightning_zero.checkpoint.sharded.folder import readable_location
 from lightning_zero.checkpoint.sharded.metadata import METADATA
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder
+from lightning_zero.checkpoint.sharded.opened import CheckpointReader
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["open_folder"]
+__all__ = ["open_checkpoint"]
 
 
-def open_folder(path: str) -> OpenedFolder:
+def open_checkpoint(path: str) -> CheckpointReader:
     """Return the sharded checkpoint at ``path``, which may be a URL.
 
     Raises:
@@ -22,12 +22,12 @@ def open_folder(path: str) -> OpenedFolder:
             f"{path} is a checkpoint of DeepSpeed. Convert it to a full one, once, with the script in this project's "
             f"repository, and load that: python examples/convert_deepspeed_checkpoint.py {path} {new}"
         )
-    return OpenedFolder(path)
+    return CheckpointReader(path)
 
 
 def _is_deepspeed(path: str) -> bool:
     """Return True if DeepSpeed seems to have written the folder at ``path``, or one in it."""
-    fs, place = read_at(path)
+    fs, place = readable_location(path)
     if not fs.isdir(place) or fs.exists(f"{place}/{METADATA}"):
         return False
     homes = [home for home in (place, f"{place}/checkpoint") if fs.isdir(home)]

@@ -17,12 +17,12 @@ __all__ = [
     "REMOVED",
     "REPLACED",
     "beside",
-    "bring_back",
+    "restore_replaced",
     "exchange",
     "make_folders",
-    "put_in_place",
+    "replace_atomically",
     "remove",
-    "set_aside",
+    "remove_leftover",
     "standing",
     "sync_folder",
 ]
@@ -44,7 +44,7 @@ def beside(path: Path, ending: str) -> Path:
     return path.with_name(name)
 
 
-def put_in_place(work: Path, path: Path) -> None:
+def replace_atomically(work: Path, path: Path) -> None:
     """Puts the finished file or folder ``work`` at ``path``, and removes what stood there afterwards, whatever it was.
     Its contents must be on the disk already; its name is when this returns. Where this fails, all is as before."""
     if not os.path.lexists(path):
@@ -68,8 +68,8 @@ def put_in_place(work: Path, path: Path) -> None:
         _remove_at_last(old)
 
 
-def bring_back(path: Path) -> None:
-    """Where somebody died in :func:`put_in_place`: between its two renames, what stood at ``path`` stands there again;
+def restore_replaced(path: Path) -> None:
+    """Where somebody died in :func:`replace_atomically`: between its two renames, what stood at ``path`` stands there again;
     after them, what was replaced is removed."""
     old = beside(path, REPLACED)
     if standing(path) == old:
@@ -187,7 +187,7 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def set_aside(path: Path, ending: str) -> None:
+def remove_leftover(path: Path, ending: str) -> None:
     """Remove what stands next to ``path`` under its name with ``ending``. A folder is renamed first, at once: a save
     that goes on in it finds that it is no longer there, and not that some of its files are missing."""
     work, aside = beside(path, ending), beside(path, REMOVED)

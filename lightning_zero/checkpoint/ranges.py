@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import CheckpointError
-from lightning_zero.sharding.chunked_io import in_blocks
-from lightning_zero.sharding.tensor_extent import is_worth_its_gaps, reach
+from lightning_zero.sharding.chunked_io import read_in_chunks
+from lightning_zero.sharding.tensor_extent import should_read_gaps, extent
 
-__all__ = ["BLOCK", "LocalRanges", "Placed", "Ranges", "bytes_of_memory"]
+__all__ = ["BLOCK", "RangeReader", "Placed", "Ranges", "bytes_of_memory"]
 
 BLOCK = 4 << 20  # bytes of one read
 THREADS = 4
@@ -39,7 +39,7 @@ class Ranges(Protocol):
         """
 
 
-class LocalRanges:
+class RangeReader:
     """Of a file on a file system of this host: the one that was opened, whatever takes its place.
 
     Raises:
@@ -51,7 +51,7 @@ class LocalRanges:
         weakref.finalize(self, os.close, self._number)
 
     def read(self, begin: int, into: memoryview) -> None:
-        in_blocks(len(into), BLOCK, THREADS, lambda at, end: self._read_block(begin + at, into[at:end]))
+        read_in_chunks(len(into), BLOCK, THREADS, lambda at, end: self._read_block(begin + at, into[at:end]))
 
     def _read_block(self, begin: int, into: memoryview) -> None:
         done = 0
@@ -119,8 +119,8 @@ class Placed:
 
     def _copy_spread(self, about: Tensor, into: Tensor) -> None:
         """With what lies between its elements, unless that is much."""
-        span = reach(about.shape, about.stride())
-        if is_worth_its_gaps(about, BLOCK):
+        span = extent(about.shape, about.stride())
+        if should_read_gaps(about, BLOCK):
             flat = torch.empty(span, dtype=self.dtype)
             self._ranges.read(self._start + int(about.storage_offset()) * about.itemsize, bytes_of_memory(flat))
             into.copy_(flat.as_strided(about.shape, about.stride()))

@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.archive import check_opened
+from lightning_zero.checkpoint.archive import verify_open_archive
 from lightning_zero.checkpoint.ranges import Placed
 from lightning_zero.checkpoint.remote_ranges import AT_ONCE, RemoteRanges
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.raw import HEADER, header_length
-from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.layout import is_strided
-from lightning_zero.sharding.mapped import SMALL, take_small
+from lightning_zero.sharding.mapped import SMALL, copy_small_values
 
 __all__ = ["RemoteFile"]
 
@@ -52,10 +52,10 @@ class RemoteFile:
         Raises:
             CheckpointError: the file is damaged.
         """
-        check_opened(self.ranges.opened(), self._url, part, parts, read, AT_ONCE)
+        verify_open_archive(self.ranges.opened(), self._url, part, parts, read, AT_ONCE)
 
     def content(self, weights_only: bool | None) -> Any:
-        """What was saved, with :class:`~lightning_zero.checkpoint.sharded.values.SavedValue` for large tensors; None
+        """What was saved, with :class:`~lightning_zero.checkpoint.sharded.values.CheckpointTensor` for large tensors; None
         where all of it must be read: it is no archive, or holds what may hide tensors, as anything may that
         ``weights_only=False`` unpickles.
 
@@ -86,7 +86,7 @@ class RemoteFile:
             os.close(number)  # mapped memory goes on
         small: list[Tensor] = []
         _replace(content, "", partial(self._saved, holes, {}, small))
-        take_small(small)
+        copy_small_values(small)
         return content[0]
 
     def _fill(self, number: int, entries: Sequence[zipfile.ZipInfo], directory: int) -> dict[int, int]:
@@ -110,7 +110,7 @@ class RemoteFile:
         return holes
 
     def _saved(
-        self, holes: dict[int, int], known: dict[Any, SavedValue], small: list[Tensor], value: Tensor, key: str
+        self, holes: dict[int, int], known: dict[Any, CheckpointTensor], small: list[Tensor], value: Tensor, key: str
     ) -> Tensor:
         plain = type(value) in (Tensor, torch.nn.Parameter) and is_strided(value) and not value.__dict__
         if not plain or value.is_conj() or value.is_neg():
@@ -128,7 +128,7 @@ class RemoteFile:
             begin = start + int(value.storage_offset()) * value.itemsize
             placed = Placed(self.ranges, begin, value.dtype, value.shape, value.stride())
             whole = Box((0,) * value.dim(), tuple(value.shape))
-            known[about] = SavedValue(key, value.shape, value.dtype, [(whole, lambda: placed)])
+            known[about] = CheckpointTensor(key, value.shape, value.dtype, [(whole, lambda: placed)])
         return known[about]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["refuse_other_folders", "refuse_others"]
+__all__ = ["check_replaceable_folder", "check_replaceable"]
 
 # One of these stands in every folder that is a checkpoint, or what is left of one: torch's, Lightning's, DeepSpeed's,
 # and our own, also of a save that was killed.
@@ -19,16 +19,16 @@ OF_CHECKPOINTS = (".metadata", "meta.pt", "*.distcp", ".save_id", "*_model_state
 DEEPSPEEDS = {"latest", "checkpoint", "zero_to_fp32.py"}
 
 
-def refuse_other_folders(path: Path) -> None:
+def check_replaceable_folder(path: Path) -> None:
     """
     Raises:
         CheckpointError: a folder stands at ``path``, in which there is something, but no checkpoint.
     """
     if path.is_dir() and not path.is_symlink():
-        refuse_others(str(path), os.listdir(path))
+        check_replaceable(str(path), os.listdir(path))
 
 
-def refuse_others(path: str, names: Iterable[str]) -> None:
+def check_replaceable(path: str, names: Iterable[str]) -> None:
     """The same of a folder with these entries, wherever it is."""
     found = sorted(names)
     known = any(fnmatch(name, known) for name in found for known in OF_CHECKPOINTS)

@@ -16,10 +16,10 @@ from torch import Tensor
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.layout import is_strided
 
-__all__ = ["check_storages", "tensors_in"]
+__all__ = ["verify_storages", "tensors_in"]
 
 
-def check_storages(value: Any, file: Any, name: str) -> None:
+def verify_storages(value: Any, file: Any, name: str) -> None:
     """Raise if a tensor in ``value`` has a storage of another size than the parts of the archive.
 
     Args:

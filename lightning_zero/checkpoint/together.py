@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from lightning_zero.errors import CheckpointError
 from lightning_zero.mesh import Mesh
-from lightning_zero.native.watchdog import Lane, Watchdog
+from lightning_zero.native.watchdog import SequenceId, Watchdog
 
 __all__ = ["Alone", "Together"]
 
@@ -60,7 +60,7 @@ class Together:
         store.set(f"{self.rank}", word)
         deadline, ranks = time.monotonic() + TO_COME_S, range(self.world_size)
         others = [f"{rank}" for rank in ranks]
-        while not (late := time.monotonic() > deadline or bool(self._watchdog.native.verdict())):
+        while not (late := time.monotonic() > deadline or bool(self._watchdog.native.abort_reason())):
             if store.check(others):
                 break
             time.sleep(POLL_S)
@@ -94,8 +94,8 @@ class Together:
         told = None if error is None else _text(error)
         # An attempt may take longer than any collective, as long as it goes on.
         awaited = f"the others' attempts to {what}"
-        self._watchdog.collective(awaited, Lane.UNCOUNTED, lambda _: self._mesh.meeting(), waits=True)
-        ends = self._mesh.gathered((mine, told))
+        self._watchdog.collective(awaited, SequenceId.UNCOUNTED, lambda _: self._mesh.barrier(), waits=True)
+        ends = self._mesh.all_gather_values((mine, told))
         failed = {rank: text for rank, (_, text) in enumerate(ends) if text is not None}
         if failed:
             raise CheckpointError(_said(what, failed, self._mesh)) from error

@@ -8,7 +8,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from lightning_zero.cli.command import Command
-from lightning_zero.cli.show import tell
+from lightning_zero.cli.show import print_progress
 from lightning_zero.native.build import LOCK_DEADLINE_S, build, is_built
 
 __all__ = ["BUILD"]
@@ -28,7 +28,7 @@ def _add_arguments(parser: ArgumentParser) -> None:
 
 def _run(arguments: Namespace) -> int:
     begun, was_there = time.monotonic(), arguments.cache is None and is_built()
-    path = build(arguments.cache, deadline_s=arguments.deadline, say=tell)
+    path = build(arguments.cache, deadline_s=arguments.deadline, report=print_progress)
     seconds = round(time.monotonic() - begun, 1)
     if arguments.json:
         print(json.dumps({"path": str(path), "seconds": seconds, "was_built_before": was_there}))

@@ -1,6 +1,6 @@
 """``doctor``: show what this machine has, train a tiny model on all devices, and name what must be mended first.
 
-:func:`gather_facts` starts nothing. :func:`to_mend` and :func:`notes` are pure functions of the facts.
+:func:`gather_facts` starts nothing. :func:`to_fix` and :func:`notes` are pure functions of the facts.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ import torch
 from lightning_zero.cli.command import Command
 from lightning_zero.cli.hosts import Job, compare_hosts, network, summarize
 from lightning_zero.cli.self_test import self_test
-from lightning_zero.cli.show import show_section, tell
+from lightning_zero.cli.show import show_section, print_progress
 from lightning_zero.compat.lookup import missing
 from lightning_zero.compat.patches import PATCHES, required_but_absent
 from lightning_zero.compat.versions import tested
 from lightning_zero.compile.active import left_out
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import build, is_built
-from lightning_zero.native.links import uuid_of, why_no_atomics
+from lightning_zero.native.links import gpu_uuid, no_atomics_reason
 
-__all__ = ["DOCTOR", "gather_facts", "notes", "to_mend", "versions"]
+__all__ = ["DOCTOR", "gather_facts", "notes", "to_fix", "versions"]
 
 PACKAGES = ("lightning-zero", "lightning", "torchmetrics", "triton", "transformers", "deepspeed", "rich", "matplotlib")
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_SYMMMEM")  # variables of communication
 NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-IN_JSON_ONLY = {"losses", "failed", "missing", "to_mend", "notes"}
+IN_JSON_ONLY = {"losses", "failed", "missing", "to_fix", "notes"}
 GATHER_S = 60.0  # for the summaries of all ranks: hosts may start at different times
-FEWEST_FILES = 1024
-LEAST_SHARED_GIB = 0.25  # Docker's 64 MiB are too few for NCCL and the workers of data loaders
+MIN_OPEN_FILES = 1024
+MIN_SHM_GIB = 0.25  # Docker's 64 MiB are too few for NCCL and the workers of data loaders
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
@@ -56,21 +56,21 @@ def _run(arguments: Namespace) -> int:
     """Rank 0 of several hosts reports on all; the first rank of each other host only on its own self-test."""
     facts, job, host = gather_facts(), Job.from_environment(os.environ), socket.gethostname()
     if job is not None:
-        summaries = job.gather(summarize(facts, host, to_mend(facts)), GATHER_S)
+        summaries = job.gather(summarize(facts, host, to_fix(facts)), GATHER_S)
         if job.rank == 0:
             facts["hosts"] = compare_hosts(job.world_size, summaries)
         elif job.local_rank != 0:
             return 0
-    if not arguments.no_self_test and not to_mend(facts):
+    if not arguments.no_self_test and not to_fix(facts):
         try:
-            build(say=tell)  # before the time limit begins
-            tell("A tiny model is trained on all devices.")
+            build(report=print_progress)  # before the time limit begins
+            print_progress("A tiny model is trained on all devices.")
             facts |= {"self_test": self_test(arguments.limit), "executor": {"built": is_built()}}
         except NativeBuildError as error:
             facts["build_error"] = str(error)
-    facts |= {"to_mend": to_mend(facts), "notes": notes(facts)}
-    facts["ok"] = not facts["to_mend"]
-    verdict = "ok" if facts["ok"] else f"to mend: {facts['to_mend'][0]}"
+    facts |= {"to_fix": to_fix(facts), "notes": notes(facts)}
+    facts["ok"] = not facts["to_fix"]
+    verdict = "ok" if facts["ok"] else f"to mend: {facts['to_fix'][0]}"
     if job is not None and job.rank != 0:
         print(f"{host}: {verdict}", file=sys.stderr)
     elif arguments.json:
@@ -98,7 +98,7 @@ def gather_facts() -> dict[str, Any]:
         if not torch.cuda.can_device_access_peer(one, other):
             apart.append(pair)
         # Ranks cannot wait for each other in memory on which they have no atomic operations.
-        if reason := why_no_atomics(torch.device("cuda", one), [uuid_of(one), uuid_of(other)]):
+        if reason := no_atomics_reason(torch.device("cuda", one), [gpu_uuid(one), gpu_uuid(other)]):
             no_atomics.append(f"{pair}: {reason}")
     shared, (soft, hard) = Path("/dev/shm"), resource.getrlimit(resource.RLIMIT_NOFILE)
     left = left_out()
@@ -141,14 +141,14 @@ def versions() -> dict[str, Any]:
     return found
 
 
-def to_mend(facts: Mapping[str, Any]) -> list[str]:
+def to_fix(facts: Mapping[str, Any]) -> list[str]:
     """Return problems and their solutions, the worst first. A training runs if there are none."""
     system, network = facts["system"], facts["network"]
     found = [facts["build_error"]] if facts.get("build_error") else []
-    if system["open_files"] < FEWEST_FILES:
+    if system["open_files"] < MIN_OPEN_FILES:
         found.append(
             f"A process may open {system['open_files']} files, which sockets of many ranks and data loaders exceed. "
-            f"Run `ulimit -n {max(FEWEST_FILES, min(system['open_files_at_most'], 65536))}` before training."
+            f"Run `ulimit -n {max(MIN_OPEN_FILES, min(system['open_files_at_most'], 65536))}` before training."
         )
     found += [missing(name) for name in facts["compilation"]["missing"][:1]]
     interfaces = f"network interfaces with an address: {', '.join(network['interfaces']) or 'none'}"
@@ -158,7 +158,7 @@ def to_mend(facts: Mapping[str, Any]) -> list[str]:
         found.append(
             f"{variable} names {value}, which this host does not have ({there}). Unset it, or name one of these."
         )
-    found += [line for line in facts.get("hosts", {}).get("to_mend", []) if line not in found]
+    found += [line for line in facts.get("hosts", {}).get("to_fix", []) if line not in found]
     if failed := facts.get("self_test", {}).get("failed"):
         found.append(f"The self-test failed: {failed}")
     return found
@@ -173,7 +173,7 @@ def notes(facts: Mapping[str, Any]) -> list[str]:
             f"left out with it: {'; '.join(compilation['left_out'])}."
         )
     shared = facts["system"]["shared_memory_gib"]
-    if shared is not None and shared < LEAST_SHARED_GIB:
+    if shared is not None and shared < MIN_SHM_GIB:
         found.append(
             f"/dev/shm holds {shared:g} GiB, which NCCL and data loaders' workers share. In a container give it more: "
             "`docker run --shm-size=8g`, or --ipc=host."

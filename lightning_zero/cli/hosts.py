@@ -146,11 +146,11 @@ class Job(NamedTuple):
         return found
 
 
-def summarize(facts: Mapping[str, Any], host: str, to_mend: list[str]) -> dict[str, Any]:
+def summarize(facts: Mapping[str, Any], host: str, to_fix: list[str]) -> dict[str, Any]:
     """Return the facts of a rank that are compared."""
     variables = {name: value for name, value in facts["variables"].items() if name.startswith(("NCCL_", "GLOO_"))}
     versions = {name: facts["versions"].get(name) for name in MUST_BE_EQUAL}
-    return {"host": host, "versions": versions, "variables": variables, "to_mend": to_mend}
+    return {"host": host, "versions": versions, "variables": variables, "to_fix": to_fix}
 
 
 def compare_hosts(world_size: int, summaries: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
@@ -158,20 +158,20 @@ def compare_hosts(world_size: int, summaries: Mapping[int, Mapping[str, Any]]) -
     hosts = defaultdict(list)
     for rank, one in summaries.items():
         hosts[one["host"]].append(rank)
-    to_mend = []
+    to_fix = []
     if silent := [rank for rank in range(world_size) if rank not in summaries]:
-        to_mend.append(
+        to_fix.append(
             f"Of {world_size} ranks {_ranks(silent)} said nothing. Look at what they print; those that were heard "
             f"are on {', '.join(hosts)}."
         )
     for name in MUST_BE_EQUAL:
         if values := _differences(summaries, "versions", name):
-            to_mend.append(f"{name} is not the same everywhere: {values}. Install the same version on all hosts.")
-    to_mend += dict.fromkeys(f"{one['host']}: {line}" for one in summaries.values() for line in one["to_mend"])
+            to_fix.append(f"{name} is not the same everywhere: {values}. Install the same version on all hosts.")
+    to_fix += dict.fromkeys(f"{one['host']}: {line}" for one in summaries.values() for line in one["to_fix"])
     names = sorted({name for one in summaries.values() for name in one["variables"]})
     values_of = {name: _differences(summaries, "variables", name) for name in names}
     notes = [f"{name} is not the same everywhere: {values}." for name, values in values_of.items() if values]
-    return {"heard": {host: _ranks(ranks) for host, ranks in hosts.items()}, "to_mend": to_mend, "notes": notes}
+    return {"heard": {host: _ranks(ranks) for host, ranks in hosts.items()}, "to_fix": to_fix, "notes": notes}
 
 
 def _differences(summaries: Mapping[int, Mapping[str, Any]], section: str, name: str) -> str:

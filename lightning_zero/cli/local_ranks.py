@@ -20,9 +20,9 @@ from typing import IO
 
 from torch.distributed import TCPStore
 
-__all__ = ["JobEnd", "run_ranks"]
+__all__ = ["JobResult", "run_ranks"]
 
-OTHERS_END_S = 10.0  # after a rank has failed, for the others' own messages
+EXIT_GRACE_S = 10.0  # after a rank has failed, for the others' own messages
 POLL_S = 0.05
 LAST_LINES = 12
 # Prefixes of variables that are removed: a rank must not think that it belongs to the job of this process.
@@ -30,7 +30,7 @@ LAUNCHER_PREFIXES = ("SLURM_", "TORCHELASTIC_", "OMPI_", "PMI_", "LSB_")
 
 
 @dataclass(frozen=True)
-class JobEnd:
+class JobResult:
     """The end of a job.
 
     Attributes:
@@ -65,7 +65,7 @@ class JobEnd:
 
 def run_ranks(
     arguments: Sequence[str], world_size: int, limit_s: float, environment: Mapping[str, str] | None = None
-) -> JobEnd:
+) -> JobResult:
     """Run ``python ARGUMENTS`` once for each rank.
 
     Args:
@@ -88,7 +88,7 @@ def run_ranks(
             running.callback(_stop_reaper, _start_reaper(processes))
             status = _wait(processes, begun + limit_s)
         outputs = tuple(_read(file) for file in files)
-    return JobEnd(status, outputs, time.monotonic() - begun, limit_s)
+    return JobResult(status, outputs, time.monotonic() - begun, limit_s)
 
 
 def _start(arguments: Sequence[str], environment: dict[str, str], file: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -148,7 +148,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], deadline: float) -> tupl
         if all(code is not None for code in status) or time.monotonic() > deadline:
             return status
         if any(status):  # one has failed
-            deadline = min(deadline, time.monotonic() + OTHERS_END_S)
+            deadline = min(deadline, time.monotonic() + EXIT_GRACE_S)
         time.sleep(POLL_S)
 
 

@@ -15,12 +15,12 @@ from lightning_zero.cli.doctor import DOCTOR
 from lightning_zero.cli.plan_command import PLAN
 from lightning_zero.errors import CheckpointError, NativeBuildError, UnsupportedError
 
-__all__ = ["COMMANDS", "main", "parser_of", "run_command"]
+__all__ = ["COMMANDS", "main", "build_parser", "run_command"]
 
 COMMANDS: tuple[Command, ...] = (DOCTOR, BUILD, PLAN, CHECKPOINT)
 
 
-def parser_of(commands: Sequence[Command]) -> ArgumentParser:
+def build_parser(commands: Sequence[Command]) -> ArgumentParser:
     """Of the whole command line."""
     parser = ArgumentParser(prog="python -m lightning_zero", description="Looks after trainings with ZeRO-3.")
     choices = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -34,7 +34,7 @@ def parser_of(commands: Sequence[Command]) -> ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = COMMANDS) -> int:
     """Run a command, and return the exit status: 0 if all is well, 1 if not, 2 for a wrong command line."""
-    chosen = parser_of(commands).parse_args(arguments)
+    chosen = build_parser(commands).parse_args(arguments)
     return run_command(chosen.run, chosen)
 
 

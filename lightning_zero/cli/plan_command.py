@@ -12,7 +12,7 @@ import torch
 
 from lightning_zero.cli.command import Command
 from lightning_zero.cli.models import SIZES, DecoderModule, model_class
-from lightning_zero.cli.show import show_section, tell
+from lightning_zero.cli.show import show_section, print_progress
 from lightning_zero.config import Tuning
 from lightning_zero.planning.estimate_training import Training, plan
 from lightning_zero.planning.training_plan import TrainingPlan
@@ -96,7 +96,7 @@ def _module(arguments: Namespace) -> pl.LightningModule:
         with torch.device("meta"):
             return cls()
     except Exception as error:
-        tell(f"{cls.__name__} is built with memory for its weights: without, {type(error).__name__}: {error}")
+        print_progress(f"{cls.__name__} is built with memory for its weights: without, {type(error).__name__}: {error}")
     return cls()
 
 
@@ -117,7 +117,7 @@ def _show(found: TrainingPlan) -> None:
         show_section("ms of a step", found.milliseconds())
     show_section("How sure that is", found.known())
     if found.passes.why:
-        tell(f"Not all could be traced: {found.passes.why}")
+        print_progress(f"Not all could be traced: {found.passes.why}")
 
 
 PLAN = Command("plan", "Estimate memory and time of a training, without a GPU.", _add_arguments, _run)

@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.alone import without_lightning
+from lightning_zero.alone import program_without_lightning
 from lightning_zero.cli.local_ranks import run_ranks
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine
 from lightning_zero.native.load import load
 
-__all__ = ["RANK", "main", "self_test", "train_and_compare"]
+__all__ = ["RANK_COMMAND", "main", "self_test", "train_and_compare"]
 
-RANK = ("-c", without_lightning("from lightning_zero.cli.self_test import main\nmain()"))
+RANK_COMMAND = ("-c", program_without_lightning("from lightning_zero.cli.self_test import main\nmain()"))
 STEPS = 8  # enough for replays in the last ones
 SAMPLES, WIDTH, LAYERS = 8, 61, 3  # samples per rank; no world size divides a weight, so shards are padded
 CLIP = 0.5  # the largest norm of gradients
@@ -35,10 +35,10 @@ TOLERANCE = 1e-4  # relative, in float32: ranks sum in another order
 TIMEOUT = timedelta(seconds=60)  # of collectives
 
 
-def self_test(limit_s: float, rank: Sequence[str] = RANK) -> dict[str, Any]:
+def self_test(limit_s: float, rank: Sequence[str] = RANK_COMMAND) -> dict[str, Any]:
     """Return the results of rank 0 and ``failed``, the reason if the test fails. The C++ executor must be built.
 
-    There is one rank of ``python RANK FILE`` for each GPU, or two on the CPU, where they share the cores.
+    There is one rank of ``python RANK_COMMAND FILE`` for each GPU, or two on the CPU, where they share the cores.
     """
     gpus = torch.cuda.is_available()
     world_size, environment = (torch.cuda.device_count(), {}) if gpus else (2, {"OMP_NUM_THREADS": "1"})
@@ -85,17 +85,17 @@ def train_and_compare(device: torch.device) -> dict[str, Any]:
     losses, weights, optimizer = _train(device, engine)
     pairs = [(torch.tensor(losses), torch.tensor(plain_losses)), *zip(weights, plain_weights, strict=True)]
     difference = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
-    stepper, objection = engine.optimizers.stepper(optimizer), engine.replays.objection(config)
+    stepper, objection = engine.optimizers.stepper(optimizer), engine.replays.unsupported_reason(config)
     found = {
         "ranks": engine.world_size,
         "backend": dist.get_backend(),
         "losses": losses,
         "largest_difference": difference,
         "equal": difference <= TOLERANCE,  # false for NaN
-        "transports": engine.peers.describe(),
+        "transports": engine.transports.describe(),
         "forward_and_backward_replayed": f"no: {objection}" if objection else "yes",
         "graphs_replayed": engine.executor.counters().get("replayed_graphs", 0),
-        "optimizer_step_replayed": f"no: {stepper.why_eager}" if stepper.why_eager else "yes",
+        "optimizer_step_replayed": f"no: {stepper.eager_reason}" if stepper.eager_reason else "yes",
         "steps_replayed": stepper.replays,
     }
     engine.close()
@@ -110,7 +110,7 @@ def _train(device: torch.device, engine: Engine | None) -> tuple[list[float], li
     model, losses = nn.Sequential(*layers).to(device), []
     if engine is not None:
         engine.shard(model)
-    with nullcontext() if engine is None else engine.shards_in_sight():
+    with nullcontext() if engine is None else engine.registered_parameters():
         # With the usual eps, a gradient that is only rounding noise would make a full step.
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     world_size, numbers = dist.get_world_size(), torch.Generator().manual_seed(1)

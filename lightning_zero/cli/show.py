@@ -6,19 +6,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_zero.config.text import plain_table
+from lightning_zero.config.text import format_table
 
-__all__ = ["in_words", "show_section", "show_table", "tell"]
+__all__ = ["format_value", "show_section", "show_table", "print_progress"]
 
 
-def tell(line: str, *values: object) -> None:
+def print_progress(line: str, *values: object) -> None:
     """Progress, beside what a command prints; as a logger's methods, a format and what belongs into it."""
     print(line % values if values else line, file=sys.stderr, flush=True)
 
 
 def show_section(title: str, facts: Mapping[str, Any]) -> None:
     """Names and what they are."""
-    show_table(title, ("", ""), [(name.replace("_", " "), in_words(value)) for name, value in facts.items()])
+    show_table(title, ("", ""), [(name.replace("_", " "), format_value(value)) for name, value in facts.items()])
 
 
 def show_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -29,7 +29,7 @@ def show_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) 
         from rich.table import Table
         from rich.text import Text
     except ImportError:
-        print("\n".join(["", title, *plain_table(heads, rows)]), flush=True)
+        print("\n".join(["", title, *format_table(heads, rows)]), flush=True)
         return
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, show_header=any(heads))
     for number, head in enumerate(heads):
@@ -39,7 +39,7 @@ def show_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) 
     Console().print(table)
 
 
-def in_words(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Of what JSON can hold."""
     if value is None:
         return "-"
@@ -48,7 +48,7 @@ def in_words(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.0f}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name.replace('_', ' ')}: {in_words(held)}" for name, held in value.items()) or "none"
+        return ", ".join(f"{name.replace('_', ' ')}: {format_value(held)}" for name, held in value.items()) or "none"
     if isinstance(value, (list, tuple)):
-        return "\n".join(map(in_words, value)) or "none"
+        return "\n".join(map(format_value, value)) or "none"
     return str(value)

@@ -18,7 +18,7 @@ from lightning_zero.compat.patches import Patch
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compat.versions import minor
 
-__all__ = ["BROADCAST", "TENSOR", "look_first"]
+__all__ = ["BROADCAST", "TENSOR", "check_tensor_arguments"]
 
 Look = Callable[[str, tuple[Any, ...]], tuple[Any, ...]]
 
@@ -67,7 +67,7 @@ _COLLECTIVES = (
 _SHOWN = {"torch.distributed._broadcast_coalesced": BROADCAST, f"{_EAGER}._wrap_tensor_for_grad": "torch.func.grad"}
 
 
-def look_first(look: Look) -> None:
+def check_tensor_arguments(look: Look) -> None:
     """Have ``look`` called with each call's function name and positional arguments, of which it returns those to use.
 
     Compiled code is not affected. The second and later calls of this function do nothing.

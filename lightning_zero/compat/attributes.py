@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_zero.compat.dynamo import value_at
 from lightning_zero.compat.lookup import module, private
-from lightning_zero.compat.patches import Patch, swapped
+from lightning_zero.compat.patches import Patch, swap_attribute
 
 # A function's trace by Dynamo, which finds values by their paths. (torch 2.11+)
 InstructionTranslator = private("torch._dynamo.symbolic_convert.InstructionTranslator")
@@ -45,14 +45,14 @@ class ChangingInts:
 
     @_INTS
     @contextmanager
-    def are_inputs(self) -> Iterator[None]:
+    def mark_as_inputs(self) -> Iterator[None]:
         """Inside, Dynamo compiles so."""
         plain = builder.is_int_specialization_case
 
         def is_constant(value: Any, source: Any) -> bool:
             return plain(value, source) and not self._has_changed(value, source)
 
-        with swapped(builder, "is_int_specialization_case", is_constant):
+        with swap_attribute(builder, "is_int_specialization_case", is_constant):
             yield
 
     def _has_changed(self, value: Any, source: Any) -> bool:

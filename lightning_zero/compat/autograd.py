@@ -7,7 +7,7 @@ graph_task_id = private("torch._C._current_graph_task_id")
 
 # Whether the backward that runs leaves its graph for another one (retain_graph=True), for which compiled code has to
 # keep what it saved. (torch 2.11+)
-keeps_graph = private("torch._C._autograd._get_current_graph_task_keep_graph")
+retains_graph = private("torch._C._autograd._get_current_graph_task_keep_graph")
 
 # Whether a user's hooks for saved tensors lie on top of ours, which then must stay where they are. (torch 2.11+)
 top_saved_tensors_hooks = private("torch._C._autograd._top_saved_tensors_default_hooks")

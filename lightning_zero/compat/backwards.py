@@ -11,7 +11,7 @@ import torch
 from torch.fx import GraphModule
 
 from lightning_zero.compat.lookup import module
-from lightning_zero.compat.patches import Patch, swapped
+from lightning_zero.compat.patches import Patch, swap_attribute
 
 graph_compile = module("torch._functorch._aot_autograd.graph_compile")
 
@@ -33,7 +33,7 @@ _COPIES = Patch(
 
 @_COPIES
 @contextmanager
-def not_kept_twice() -> Iterator[None]:
+def skip_backward_copies() -> Iterator[None]:
     """Inside, backwards that are compiled at once are not copied before, and the cache gets the compiled one only.
     Compiled autograd, turned on later, finds nothing to trace, and says so; while it is on, all is kept."""
     # Whether it is on. (torch 2.11+)
@@ -42,9 +42,9 @@ def not_kept_twice() -> Iterator[None]:
         return
     backwards = _Backwards()
     with (
-        swapped(graph_compile, "copy", SimpleNamespace(copy=copy.copy, deepcopy=backwards.copied)),
-        swapped(graph_compile, "AutogradLazyBackwardCompileInfo", backwards.kept),
-        swapped(graph_compile, "serialize_graph_module", lambda module: None),
+        swap_attribute(graph_compile, "copy", SimpleNamespace(copy=copy.copy, deepcopy=backwards.copied)),
+        swap_attribute(graph_compile, "AutogradLazyBackwardCompileInfo", backwards.kept),
+        swap_attribute(graph_compile, "serialize_graph_module", lambda module: None),
     ):
         yield
 

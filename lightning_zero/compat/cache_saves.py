@@ -6,14 +6,14 @@ from functools import partial
 from typing import Any
 
 from lightning_zero.compat.lookup import private
-from lightning_zero.compat.patches import Patch, swapped
+from lightning_zero.compat.patches import Patch, swap_attribute
 
 # AOTAutograd's cache of compiled graphs. (torch 2.11+)
 AOTAutogradCache = private("torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache")
 
-__all__ = ["KERNELS_LATER", "saved_later"]
+__all__ = ["DEFERRED_KERNELS", "defer_cache_saves"]
 
-KERNELS_LATER = Patch(
+DEFERRED_KERNELS = Patch(
     "kernels are compiled while the next graphs are lowered",
     {
         # Generated code waits for its kernels. (torch 2.11+)
@@ -24,9 +24,9 @@ KERNELS_LATER = Patch(
 )
 
 
-@KERNELS_LATER
+@DEFERRED_KERNELS
 @contextmanager
-def saved_later(saves: list[Callable[[], Any]]) -> Iterator[None]:
+def defer_cache_saves(saves: list[Callable[[], Any]]) -> Iterator[None]:
     """Inside, nothing is written into its cache; what would do so is put into the list. What it keeps are compiled
     kernels, for which whoever writes has to wait.
 
@@ -38,5 +38,5 @@ def saved_later(saves: list[Callable[[], Any]]) -> Iterator[None]:
     def later(*entry: Any, **named: Any) -> None:
         saves.append(partial(plain, *entry, **named))
 
-    with swapped(AOTAutogradCache, "save", later):
+    with swap_attribute(AOTAutogradCache, "save", later):
         yield

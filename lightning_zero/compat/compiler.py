@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lightning_zero.compat.lookup import module, private
-from lightning_zero.compat.patches import Patch, swapped
+from lightning_zero.compat.patches import Patch, swap_attribute
 
 graph_compile = module("torch._functorch._aot_autograd.graph_compile")
 
@@ -80,7 +80,7 @@ TensorVariable = private("torch._dynamo.variables.TensorVariable")
 TENSOR_GETATTR = "tp_getattro_impl" if hasattr(TensorVariable, "tp_getattro_impl") else "var_getattr"
 
 # Has Dynamo trace a function from its beginning. (torch 2.11+)
-TraceAgain = private("torch._dynamo.exc.SpeculationRestartAnalysis")
+RestartAnalysis = private("torch._dynamo.exc.SpeculationRestartAnalysis")
 
 # Inductor as a function of a graph, which takes settings for one graph (config_patches); torch.compile takes them for
 # all graphs of a module. (torch 2.11+)
@@ -209,7 +209,7 @@ UNUSED_GRADIENTS = Patch(
 
 
 @contextmanager
-def as_compiled() -> Iterator[None]:
+def report_compiling() -> Iterator[None]:
     """Inside, ``torch.compiler.is_compiling()`` is true, as Dynamo has it: a plan traces without Dynamo, and what code
     does only where it is not compiled (transformers reads values of masks) would end that."""
     before = torch.compiler._is_compiling_flag
@@ -231,9 +231,9 @@ _NUMBERS = Patch(
 
 @_NUMBERS
 @contextmanager
-def numbers_stay_numbers() -> Iterator[None]:
+def keep_python_scalars() -> Iterator[None]:
     """Inside, what AOTAutograd traces keeps the numbers that it is given, where it makes tensors of them otherwise and
     ends with an error if they are inputs of a larger graph. The setting of Dynamo's that would say so is read once in
     a process, and is Dynamo's, too."""
-    with swapped(graph_compile, "_apply_tensorify_python_scalars", lambda module: None):
+    with swap_attribute(graph_compile, "_apply_tensorify_python_scalars", lambda module: None):
         yield

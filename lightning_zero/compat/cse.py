@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.lookup import module
 from lightning_zero.compat.ops import OpOverload
-from lightning_zero.compat.patches import Patch, swapped
+from lightning_zero.compat.patches import Patch, swap_attribute
 
 compile_utils = module("torch._functorch.compile_utils")
 partitioners = module("torch._functorch.partitioners")
@@ -21,7 +21,7 @@ auto_functionalize = module("torch._higher_order_ops.auto_functionalize")
 triton_kernel_wrap = module("torch._higher_order_ops.triton_kernel_wrap")
 pattern_matcher = module("torch._inductor.pattern_matcher")
 
-__all__ = ["merging_in_place"]
+__all__ = ["cse_in_place"]
 
 _MERGE = Patch(
     "equal nodes of a joint graph are merged without a copy of it",
@@ -44,10 +44,10 @@ _MERGE = Patch(
 
 @_MERGE
 @contextmanager
-def merging_in_place() -> Iterator[None]:
+def cse_in_place() -> Iterator[None]:
     """Inside, the partitioner takes the second of two equal nodes out of a graph. By itself it copies the graph without
     it, and nearly all other nodes of a layer are no other's equal."""
-    with swapped(partitioners, "fx_graph_cse", _merged):
+    with swap_attribute(partitioners, "fx_graph_cse", _merged):
         yield
 
 

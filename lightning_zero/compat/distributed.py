@@ -22,7 +22,7 @@ get_layout = private("torch.serialization._get_layout")
 
 
 @contextmanager
-def connected_when_used() -> Iterator[None]:
+def connect_lazily() -> Iterator[None]:
     """Process groups made inside connect with their first collective. Otherwise each takes memory of the device at once
     if the world's group was made for that device: it splits that one's communicator. (torch 2.11+)"""
     world = dist.group.WORLD

@@ -11,12 +11,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic
 from lightning_zero.compat.autograd import inside_functorch
 from lightning_zero.compat.lookup import module
 from lightning_zero.compat.ops import OpOverload
-from lightning_zero.compat.patches import Patch, swapped
+from lightning_zero.compat.patches import Patch, swap_attribute
 from lightning_zero.compat.tensors import (
     DisableTorchFunctionSubclass,
     FakeTensor,
     no_python_dispatcher,
-    without_modes,
+    no_dispatch_modes,
 )
 
 fake_tensor = module("torch._subclasses.fake_tensor")
@@ -49,16 +49,16 @@ _RESULTS = Patch(
 
 @_GRADIENTS
 @contextmanager
-def without_gradients() -> Iterator[None]:
+def skip_gradient_fakes() -> Iterator[None]:
     """Inside, fakes have no gradients. In a forward parameters still have those of the step before; Dynamo gives those
     that code reads to a graph as inputs of their own, so for AOTAutograd each would be made in vain."""
-    with swapped(meta_utils, "safe_grad", lambda tensor: None):
+    with swap_attribute(meta_utils, "safe_grad", lambda tensor: None):
         yield
 
 
 @_WEIGHTS
 @contextmanager
-def weights_made_at_once(*kinds: type[nn.Parameter]) -> Iterator[None]:
+def fake_weights_from_sizes(*kinds: type[nn.Parameter]) -> Iterator[None]:
     """Inside, the fake of a parameter of one of these classes, whose sizes are numbers, is made of these alone, and has
     memory of its own, and no gradient: Dynamo looks for that at the parameter itself. Torch makes fakes of the gradient
     and of what both are views of, too, and asks for each size whether it is a symbol; for each weight of a model once
@@ -79,7 +79,7 @@ def weights_made_at_once(*kinds: type[nn.Parameter]) -> Iterator[None]:
                 return fake
         return plain(self, mode, tensor, make_constant, shape_env, **how)
 
-    with swapped(converter, "from_real_tensor", from_real_tensor):
+    with swap_attribute(converter, "from_real_tensor", from_real_tensor):
         yield
 
 
@@ -94,7 +94,7 @@ class Form(NamedTuple):
 
 @_RESULTS
 @contextmanager
-def made_of_forms(ops: Mapping[OpOverload, Callable[[Sequence[Any]], Sequence[Form]]]) -> Iterator[None]:
+def fake_from_specs(ops: Mapping[OpOverload, Callable[[Sequence[Any]], Sequence[Form]]]) -> Iterator[None]:
     """Inside, fakes of what these ops return are made of the forms that their arguments say."""
     plain = fake_tensor.FakeTensorMode._cached_dispatch_impl
 
@@ -104,7 +104,7 @@ def made_of_forms(ops: Mapping[OpOverload, Callable[[Sequence[Any]], Sequence[Fo
         with no_python_dispatcher():
             return [FakeTensor(self, _on_meta(form), form.device) for form in ops[func](args)]
 
-    with swapped(fake_tensor.FakeTensorMode, "_cached_dispatch_impl", made):
+    with swap_attribute(fake_tensor.FakeTensorMode, "_cached_dispatch_impl", made):
         yield
 
 
@@ -145,6 +145,6 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _of_sizes(mode: Any, tensor: Tensor) -> Any:
-    with without_modes(), no_python_dispatcher():
+    with no_dispatch_modes(), no_python_dispatcher():
         memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         return FakeTensor(mode, memory, tensor.device).requires_grad_(tensor.requires_grad)

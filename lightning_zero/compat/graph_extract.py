@@ -13,13 +13,13 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.lookup import module
-from lightning_zero.compat.patches import Patch, swapped
+from lightning_zero.compat.patches import Patch, swap_attribute
 from lightning_zero.compat.reachability import does_more_in_a_copy, needed
 from lightning_zero.compat.skipped_text import With
 
 partitioners = module("torch._functorch.partitioners")
 
-__all__ = ["copying_less"]
+__all__ = ["skip_graph_copies"]
 
 _PARTITION = "torch._functorch.partitioners"
 _COPIES = Patch(
@@ -59,7 +59,7 @@ Extract = Callable[..., Graph]
 
 @_COPIES
 @contextmanager
-def copying_less() -> Iterator[None]:
+def skip_graph_copies() -> Iterator[None]:
     """Inside, the partitioner makes none to see which nodes a forward has, none but that which becomes the backward to
     see what a backward reads, and none to bring that into another order."""
     plain: Extract = partitioners._extract_graph_with_inputs_outputs
@@ -69,15 +69,15 @@ def copying_less() -> Iterator[None]:
     asked = {name: getattr(partitioners.config, name) for name in names}
 
     def classified(*args: Any, **kwargs: Any) -> Any:
-        with swapped(partitioners, "_extract_graph_with_inputs_outputs", partial(_named, plain)):
+        with swap_attribute(partitioners, "_extract_graph_with_inputs_outputs", partial(_named, plain)):
             return classify(*args, **kwargs)
 
     with (
-        swapped(partitioners, "_extract_graph_with_inputs_outputs", _Backwards(_Extract(plain))),
-        swapped(partitioners, "classify_nodes", classified),
-        swapped(partitioners, "reordering_to_mimic_autograd_engine", _in_place(reorder)),
-        swapped(partitioners, "config", With(partitioners.config, **asked)),
-        swapped(Graph, "lint", lambda graph: None),
+        swap_attribute(partitioners, "_extract_graph_with_inputs_outputs", _Backwards(_Extract(plain))),
+        swap_attribute(partitioners, "classify_nodes", classified),
+        swap_attribute(partitioners, "reordering_to_mimic_autograd_engine", _in_place(reorder)),
+        swap_attribute(partitioners, "config", With(partitioners.config, **asked)),
+        swap_attribute(Graph, "lint", lambda graph: None),
     ):
         yield
 
@@ -120,8 +120,8 @@ class _Extract:
 def _copied_as_they_are() -> Iterator[None]:
     """Inside, torch does not look for nodes to leave out."""
     with (
-        swapped(partitioners, "pytree", With(partitioners.pytree, arg_tree_leaves=lambda *a, **k: ())),
-        swapped(Graph, "eliminate_dead_code", lambda graph: False),
+        swap_attribute(partitioners, "pytree", With(partitioners.pytree, arg_tree_leaves=lambda *a, **k: ())),
+        swap_attribute(Graph, "eliminate_dead_code", lambda graph: False),
     ):
         yield
 

@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from lightning_zero.compat.compiler import TensorVariable, dynamo_config
 from lightning_zero.compat.dynamo import SubclassVariable
-from lightning_zero.compat.graphs import EXAMPLE, MODULES, ORIGIN, STACK
+from lightning_zero.compat.graphs import EXAMPLE_VALUE, NN_MODULE_STACK, GRAPH_ARG, STACK_TRACE
 from lightning_zero.compat.lookup import module
 
 pgo = module("torch._dynamo.pgo")
@@ -23,7 +23,7 @@ __all__ = ["has_changed_before", "input_like"]
 MARKS, MARK = "_dynamo_", "_dynamo_static_input_type"
 
 # What is noted at an input of a graph; where there is more, nobody knows of what. (torch 2.11+)
-KEYS = {"creation_timestamp", "tensor_dict", EXAMPLE, MODULES, ORIGIN, STACK}
+KEYS = {"creation_timestamp", "tensor_dict", EXAMPLE_VALUE, NN_MODULE_STACK, GRAPH_ARG, STACK_TRACE}
 
 
 def has_changed_before(tx: Any, path: Any, number: float) -> bool:
@@ -45,7 +45,7 @@ def input_like(tx: Any, path: Any, value: Tensor, like: Node) -> Node | None:
     Returns:
         None where something is not alike, or the tensor is known already: a VariableBuilder tells what it is then.
     """
-    output, origin = tx.output, like.meta[ORIGIN]
+    output, origin = tx.output, like.meta[GRAPH_ARG]
     twin = output.input_source_to_var.get(origin.source)
     if not _is_alike(output, path, value, like, twin):
         return None
@@ -55,10 +55,10 @@ def input_like(tx: Any, path: Any, value: Tensor, like: Node) -> Node | None:
     # With all that is noted of it: its sizes for guards, and its fake one. (torch 2.11+)
     fake = builder.wrap_to_fake_tensor_and_record(value, tx=output.root_tx, source=path, is_tensor=True)
     proxy = _placeholder(output.root_tracer, path, type(value), fake)
-    proxy.node.meta[ORIGIN] = type(origin)(path, value, False, fake)
+    proxy.node.meta[GRAPH_ARG] = type(origin)(path, value, False, fake)
     # What else is noted at a tensor for later stages. (torch 2.11+)
     proxy.node.meta["tensor_dict"] = utils._extract_tensor_dict(value)
-    if _form(fake) == _form(like.meta[EXAMPLE]):
+    if _form(fake) == _form(like.meta[EXAMPLE_VALUE]):
         variable = twin.clone(proxy=proxy, source=path, mutation_type=None)
     else:  # sizes that have changed before are symbols
         kind = builder.infer_subclass_type(value)
@@ -77,7 +77,7 @@ def _is_alike(output: Any, path: Any, value: Tensor, like: Node, twin: Any) -> b
     known = path in output.variable_tracker_cache or path in output.input_source_to_var
     if known or id(value) in output.side_effects.id_to_variable or getattr(dynamo_config, "_shapes_spec", None):
         return False
-    old = like.meta[ORIGIN].example
+    old = like.meta[GRAPH_ARG].example
     if type(value) is not type(old) or not value.is_leaf or value._is_view() or old._is_view():
         return False
     if value.grad is not None and value.grad.dtype is not value.dtype:  # torch does not compile this

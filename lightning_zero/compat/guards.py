@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_zero.compat.dynamo import Source, value_at
 from lightning_zero.compat.lookup import module
-from lightning_zero.compat.patches import Patch, swapped
+from lightning_zero.compat.patches import Patch, swap_attribute
 from lightning_zero.compat.settings import ReadOnce
 
 guards = module("torch._dynamo.guards")
@@ -59,10 +59,10 @@ def values_read_once() -> Iterator[None]:
     made = manager.__init__
 
     def make(self: Any, *args: Any, **named: Any) -> None:
-        with swapped(guards, "config", ReadOnce(guards.config)):
+        with swap_attribute(guards, "config", ReadOnce(guards.config)):
             made(self, *args, **named)
 
-    with swapped(builder, "get", get), swapped(manager, "__init__", make):
+    with swap_attribute(builder, "get", get), swap_attribute(manager, "__init__", make):
         yield
 
 

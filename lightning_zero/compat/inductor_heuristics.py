@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from lightning_zero.compat.lookup import module, private
-from lightning_zero.compat.patches import Patch, swapped
+from lightning_zero.compat.patches import Patch, swap_attribute
 
 scheduler = module("torch._inductor.scheduler")
 pad_mm = module("torch._inductor.fx_passes.pad_mm")
 # Inductor's state while it compiles a graph. (torch 2.11+)
 V = private("torch._inductor.virtualized.V")
 
-__all__ = ["choices_by_hints"]
+__all__ = ["choose_by_hints"]
 
 _CHOICES = Patch(
     "Inductor's choices of kernels do not cause recompilations for other sizes",
@@ -37,7 +37,7 @@ _CHOICES = Patch(
 
 @_CHOICES
 @contextmanager
-def choices_by_hints() -> Iterator[None]:
+def choose_by_hints() -> Iterator[None]:
     """Inside, Inductor makes these choices by the sizes that it sees, for all sizes."""
     bound = pad_mm.is_mm_compute_bound
     fusible = scheduler.MixOrderReduction.can_fuse
@@ -54,7 +54,7 @@ def choices_by_hints() -> Iterator[None]:
             return fusible(one, other)
 
     with (
-        swapped(pad_mm, "is_mm_compute_bound", is_mm_compute_bound),
-        swapped(scheduler.MixOrderReduction, "can_fuse", staticmethod(can_fuse)),
+        swap_attribute(pad_mm, "is_mm_compute_bound", is_mm_compute_bound),
+        swap_attribute(scheduler.MixOrderReduction, "can_fuse", staticmethod(can_fuse)),
     ):
         yield

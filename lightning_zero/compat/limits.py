@@ -11,7 +11,7 @@ from lightning_zero.compat.lookup import module
 
 convert_frame = module("torch._dynamo.convert_frame")
 
-__all__ = ["LimitHit", "limits_noticed"]
+__all__ = ["LimitHit", "watch_recompile_limits"]
 
 # The message that Dynamo logs then holds "hit config.". (torch 2.11+)
 
@@ -33,7 +33,7 @@ class LimitHit(NamedTuple):
 
 
 @contextmanager
-def limits_noticed(notice: Callable[[LimitHit], None]) -> Iterator[None]:
+def watch_recompile_limits(notice: Callable[[LimitHit], None]) -> Iterator[None]:
     """Inside, ``notice`` is called when Dynamo gives code up, in place of Dynamo's own warning."""
 
     def filtered(record: logging.LogRecord) -> bool:

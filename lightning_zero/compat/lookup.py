@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lightning_zero.compat.versions import install_tested, tested
+from lightning_zero.compat.versions import install_command, tested
 from lightning_zero.errors import UnsupportedError
 
 __all__ = ["ABSENT", "Absent", "find", "module", "private"]
@@ -62,7 +62,7 @@ def missing(name: str) -> str:
     """Return the error message about a private name that is missing."""
     return (
         f"torch {torch.__version__} has no {name}, which lightning_zero needs. It was tested with torch "
-        f"{tested('torch')}. Install one of these ({install_tested()}), or use "
+        f"{tested('torch')}. Install one of these ({install_command()}), or use "
         "strategy='zero3', which compiles nothing and needs few private names."
     )
 

@@ -22,7 +22,7 @@ STATE_DICT_HOOKS = {
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"
 }  # fmt: skip
 
-CHECKPOINTED = Patch(
+CHECKPOINT_REGIONS = Patch(
     "a plan knows which regions torch.utils.checkpoint computes again",
     {
         # Runs before and after a region that is not reentrant. (torch 2.11+)

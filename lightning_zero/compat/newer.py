@@ -11,7 +11,7 @@ import lightning_zero.compat.compiler
 import lightning_zero.compat.dynamo  # noqa: F401  all of them have looked for their names then
 from lightning_zero.compat.lookup import missing
 from lightning_zero.compat.patches import required_but_absent
-from lightning_zero.compat.versions import install_tested, is_newer, tested
+from lightning_zero.compat.versions import install_command, is_newer, tested
 from lightning_zero.errors import UnsupportedError
 
 __all__ = ["failure_of_newer_torch", "require_compiler"]
@@ -48,5 +48,5 @@ def failure_of_newer_torch(error: Exception) -> UnsupportedError | None:
     return UnsupportedError(
         f"Compilation failed with torch {installed}, and lightning_zero was tested with torch {tested('torch')}: "
         f"{type(error).__name__}: {error}\nUse strategy='zero3', which compiles nothing, or install a tested version: "
-        f"{install_tested()}."
+        f"{install_command()}."
     )

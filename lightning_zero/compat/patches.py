@@ -20,7 +20,7 @@ import torch
 from lightning_zero.compat.lookup import ABSENT, find
 from lightning_zero.compat.versions import is_newer
 
-__all__ = ["PATCHES", "Patch", "counted", "required_but_absent", "swapped"]
+__all__ = ["PATCHES", "Patch", "counted", "required_but_absent", "swap_attribute"]
 
 log = logging.getLogger("lightning_zero.compat")
 
@@ -28,7 +28,7 @@ P = ParamSpec("P")
 _NEWER = is_newer(str(torch.__version__))
 
 
-class swapped:
+class swap_attribute:
     """Set an attribute of an object, and set it back on exit. A tenth of the time of ``unittest.mock.patch.object``.
 
     The owner must be a module or a class, or an object that has the attribute itself.
@@ -94,7 +94,7 @@ class Patch:
 
         return enter
 
-    def leave_out(self, reason: str) -> None:
+    def disable(self, reason: str) -> None:
         """Leave the feature out from now on."""
         self.reason = reason
         self.say()
@@ -148,7 +148,7 @@ class _Tried:
         try:
             value = self._manager.__enter__()
         except (AttributeError, ImportError, LookupError, TypeError, ValueError) as error:
-            self._patch.leave_out(f"{type(error).__name__}: {error}")
+            self._patch.disable(f"{type(error).__name__}: {error}")
             return None
         self._entered = True
         return value

@@ -13,7 +13,7 @@ from torch.fx import graph as fx_graph
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from lightning_zero.compat.lookup import module, private
-from lightning_zero.compat.patches import Patch, swapped
+from lightning_zero.compat.patches import Patch, swap_attribute
 
 guards = module("torch._dynamo.guards")
 output_graph = module("torch._dynamo.output_graph")
@@ -101,9 +101,9 @@ def _without_text() -> Iterator[None]:
     lines = _where_heard(codecache.FxGraphCachePickler.debug_lines, [], *both, level=logging.DEBUG)
 
     with (
-        swapped(graph_compile, "_log_fw_bw_graphs", halves),
-        swapped(graph_compile, "_log_joint_graph", joint),
-        swapped(codecache.FxGraphCachePickler, "debug_lines", lines),
+        swap_attribute(graph_compile, "_log_fw_bw_graphs", halves),
+        swap_attribute(graph_compile, "_log_joint_graph", joint),
+        swap_attribute(codecache.FxGraphCachePickler, "debug_lines", lines),
     ):
         yield
 
@@ -112,8 +112,8 @@ def _without_text() -> Iterator[None]:
 @contextmanager
 def _nodes_made_fast() -> Iterator[None]:
     with (
-        swapped(fx_graph, "pytree", With(fx_graph.pytree, tree_iter=leaves_of)),
-        swapped(library, "is_impure", _by_op(library.is_impure)),
+        swap_attribute(fx_graph, "pytree", With(fx_graph.pytree, tree_iter=leaves_of)),
+        swap_attribute(library, "is_impure", _by_op(library.is_impure)),
     ):
         yield
 
@@ -123,7 +123,7 @@ def _nodes_made_fast() -> Iterator[None]:
 def written_when_called() -> Iterator[None]:
     """Inside, the module that Dynamo puts around a graph while it looks for assertions of sizes becomes code when it is
     called, which nobody does; what it hands to a compiler does so by itself."""
-    with swapped(output_graph, "fx", With(torch.fx, GraphModule=_Lazy)):
+    with swap_attribute(output_graph, "fx", With(torch.fx, GraphModule=_Lazy)):
         yield
 
 
@@ -139,8 +139,8 @@ def paths_shortened_once() -> Iterator[None]:
         return hint(source) if source is not None and "cell_contents" in source.name else None
 
     with (
-        swapped(_traceback, "shorten_filename", lru_cache(None)(_traceback.shorten_filename)),
-        swapped(guards, "_get_closure_var_hint", closure_hint),
+        swap_attribute(_traceback, "shorten_filename", lru_cache(None)(_traceback.shorten_filename)),
+        swap_attribute(guards, "_get_closure_var_hint", closure_hint),
     ):
         yield
 

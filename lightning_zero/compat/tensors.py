@@ -9,7 +9,7 @@ FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor")
 FakeTensorMode = private("torch._subclasses.fake_tensor.FakeTensorMode")
 
 # Inside, no mode sees what is done: those that count, fake and trace lie one on the other. (torch 2.11+)
-without_modes = private("torch.utils._python_dispatch._disable_current_modes")
+no_dispatch_modes = private("torch.utils._python_dispatch._disable_current_modes")
 
 # The same, while AOTAutograd traces: it wraps the fake ones. (torch 2.11+)
 FunctionalTensor = private("torch._subclasses.functional_tensor.FunctionalTensor")

@@ -7,7 +7,7 @@ import re
 import warnings
 from importlib.metadata import version
 
-__all__ = ["SUPPORTED", "install_tested", "is_newer", "minor", "tested", "warn_of_newer"]
+__all__ = ["SUPPORTED", "install_command", "is_newer", "minor", "tested", "warn_of_newer"]
 
 # Minor versions, oldest first, with which all test suites pass.
 SUPPORTED = {"torch": ("2.11", "2.13", "2.14", "2.15"), "lightning": ("2.6",)}
@@ -19,7 +19,7 @@ def tested(library: str) -> str:
     return f"{', '.join(most)} and {last}" if most else last
 
 
-def install_tested() -> str:
+def install_command() -> str:
     """Return the command that installs the newest tested torch."""
     return f"pip install 'torch=={SUPPORTED['torch'][-1]}.*'"
 

@@ -7,10 +7,10 @@ from collections import Counter
 from lightning_zero.compat.cuts import HAS_ITS_OWN
 from lightning_zero.compat.patches import PATCHES
 
-__all__ = ["ACTIVE", "Active", "left_out"]
+__all__ = ["OPTIMIZATION_COUNTS", "OptimizationCounts", "left_out"]
 
 
-class Active(Counter[str]):
+class OptimizationCounts(Counter[str]):
     """Counts in one process, as torch shares what it has compiled between engines.
 
     "layers stamped" and "layers traced" by Dynamo; "layers" in joint graphs and the "layers differentiated" for them;
@@ -25,7 +25,7 @@ class Active(Counter[str]):
         return f"{counts or 'nothing yet'}; smallest cuts: {cut}; left out: {out or 'nothing'}"
 
 
-ACTIVE = Active()
+OPTIMIZATION_COUNTS = OptimizationCounts()
 
 
 def left_out() -> list[str]:

@@ -33,38 +33,38 @@ from lightning_zero.compat.compiler import (
     inductor_config,
     lookup_backend,
 )
-from lightning_zero.compat.graphs import SEEN_BY_USERS
-from lightning_zero.compat.inductor_heuristics import choices_by_hints
-from lightning_zero.compile.active import ACTIVE
+from lightning_zero.compat.graphs import USER_VISIBLE_OUTPUTS
+from lightning_zero.compat.inductor_heuristics import choose_by_hints
+from lightning_zero.compile.active import OPTIMIZATION_COUNTS
 from lightning_zero.compile.causal_mask import drop_causal_masks
-from lightning_zero.compile.compile_timer import Lowered
+from lightning_zero.compile.compile_timer import CompileTimer
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.discover import CallNotes
+from lightning_zero.compile.discover import CallInfo
 from lightning_zero.compile.fast_compile import sparing
-from lightning_zero.compile.foreach_checks import refuse_out_of_sight
-from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
+from lightning_zero.compile.foreach_checks import check_foreach_on_shards
+from lightning_zero.compile.frontend import has_collectives, last_read, tag_weight_names, check_weight_edits
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.joint import JointPasses
-from lightning_zero.compile.layer_dedup import NotOutlined, Outline, outline, tracer
+from lightning_zero.compile.layer_dedup import DedupFailed, LayerDedup, dedup_layers, joint_tracer
 from lightning_zero.compile.listener import CompileListener
-from lightning_zero.compile.partition import halves
-from lightning_zero.compile.passes import PassSpec, default_passes, leaving, run_passes, saved_for_backward
-from lightning_zero.compile.passes.activation_offload import LeavingLimits, leave
-from lightning_zero.compile.pending_compiles import Rest, Unfinished
-from lightning_zero.compile.plan_book import PlanBook
-from lightning_zero.compile.recompile_reason import why_again
-from lightning_zero.compile.recompute_policy import saved_within
+from lightning_zero.compile.partition import partition_joint_graph
+from lightning_zero.compile.passes import PassSpec, default_passes, offload_limits, run_passes, saved_limits
+from lightning_zero.compile.passes.activation_offload import OffloadLimits, insert_offloads
+from lightning_zero.compile.pending_compiles import PendingCompile, PendingCompiles
+from lightning_zero.compile.plan_book import PlanStore
+from lightning_zero.compile.recompile_reason import find_recompile_reason
+from lightning_zero.compile.recompute_policy import partitioner_settings
 from lightning_zero.compile.selection import PassSelection
-from lightning_zero.compile.subgraphs import DifferentStrides, Kernels, PieceCache, cut, lower, repeats, settle_strides
+from lightning_zero.compile.subgraphs import StrideMismatch, DeferredKernels, SubgraphCache, cut, lower, repeats, fix_strides
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.config import CompileConfig
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 
 __all__ = ["Compiler"]
 
 log = logging.getLogger(__name__)
 
-DECIDING = ("compat", "compile", "native", "profiling")  # rooms of the package whose code decides what a graph becomes
+GRAPH_PACKAGES = ("compat", "compile", "native", "profiling")  # rooms of the package whose code decides what a graph becomes
 
 
 class Compiler:
@@ -88,7 +88,7 @@ class Compiler:
         self,
         context: PassContext,
         selection: PassSelection,
-        plans: PlanBook,
+        plans: PlanStore,
         listener: CompileListener,
         wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda compiled: compiled,
     ) -> None:
@@ -97,10 +97,10 @@ class Compiler:
         self._plans = plans
         self._listener = listener
         self._wrap = wrap
-        self._pieces = PieceCache()
-        self._turn_plans()
+        self._subgraphs = SubgraphCache()
+        self._select_plans()
         self.last_weight: Tensor | None = None
-        self.notes = CallNotes()
+        self.call_info = CallInfo()
 
     def arguments(self, saved_share: float | None = None) -> dict[str, Any]:
         """Keyword arguments for ``torch.compile``; with others for each module, alike ones would not share graphs.
@@ -111,17 +111,17 @@ class Compiler:
         """
         if saved_share is not None:
             self._context = replace(self._context, saved_share=saved_share)
-        self._turn_plans()
+        self._select_plans()
         return {"fullgraph": False, "dynamic": self._config.dynamic, "backend": self._backend()}
 
-    def _turn_plans(self) -> None:
+    def _select_plans(self) -> None:
         """Other passes, and another share of weights that is kept, or of activations, make other groups: plans before
         are not followed."""
-        self._plans.turn_to((self._selection.key, self._context.saved_share, self._config.activation_memory_budget))
+        self._plans.select((self._selection.key, self._context.saved_share, self._config.activation_memory_budget))
 
     def context(self, backward_follows: bool = False) -> PassContext:
         """Of the next graph."""
-        return replace(self._context, agreed=self._plans.agreed, backward_follows=backward_follows)
+        return replace(self._context, agreed_plans=self._plans.agreed_plans, backward_follows=backward_follows)
 
     def passes(self) -> Sequence[PassSpec]:
         """The passes that the next graph goes through."""
@@ -139,86 +139,86 @@ class Compiler:
         inner = self._aot_eager if self._config.backend == "aot_eager" else self._inductor
 
         def compile_graph(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
-            names = name_weights(module)
-            refuse_edits(module)
-            refuse_out_of_sight(module, inputs)
+            names = tag_weight_names(module)
+            check_weight_edits(module)
+            check_foreach_on_shards(module, inputs)
             if dropped := drop_causal_masks(module):
                 log.info("%d masks of attention say no more than is_causal=True, which is faster.", dropped)
             communicates = has_collectives(module)
             last = self.last_weight is not None and last_read(module, inputs) is self.last_weight
-            unfinished = self.notes.unfinished
-            unfinished.finish()  # of one that Dynamo threw away
+            pending_compiles = self.call_info.pending_compiles
+            pending_compiles.finish()  # of one that Dynamo threw away
             begun = monotonic()
-            lowered = Lowered(self.notes.called or "a module", self._listener)
+            timer = CompileTimer(self.call_info.called or "a module", self._listener)
             self._listener.compiling(self._describe(names), True, 0.0)
-            if (why := why_again()) is not None:
+            if (why := find_recompile_reason()) is not None:
                 self._listener.report(f"What was compiled before is for other calls: {why}")
-            settings: dict[str, Any] = saved_within(self._config.activation_memory_budget) | {
+            settings: dict[str, Any] = partitioner_settings(self._config.activation_memory_budget) | {
                 "bundled_autograd_cache": not self._config.whole_graphs,  # or it would not keep programs of pieces
             }
-            if self.notes.keeps_graphs:
+            if self.call_info.retains_graph:
                 settings["donated_buffer"] = False
             else:
                 # Here, where ranks are told that this one compiles, and these settings hold: not in the first
                 # backward. One that keeps its graph has to be compiled as that, and only a backward shows it.
                 settings["force_non_lazy_backward_lowering"] = True
-            rest = Rest(lowered.kernels, settings)
+            rest = PendingCompile(timer.kernels, settings)
             try:
-                with functorch_config.patch(settings), sparing(not self.notes.keeps_graphs), rest:
-                    compiled = self._outlined(partial(inner, last, lowered), module, inputs, **kwargs)
+                with functorch_config.patch(settings), sparing(not self.call_info.retains_graph), rest:
+                    compiled = self._compile_with_layer_dedup(partial(inner, last, timer), module, inputs, **kwargs)
             except BaseException:
-                lowered.end(monotonic() - begun)
+                timer.end(monotonic() - begun)
                 raise
-            unfinished.add(rest, monotonic() - begun, lowered.end)
-            return _plain(compiled if communicates else self._wrap(compiled), unfinished)
+            pending_compiles.add(rest, monotonic() - begun, timer.end)
+            return _without_shard_dispatch(compiled if communicates else self._wrap(compiled), pending_compiles)
 
         compile_graph.__name__ = "lightning_zero"  # what error messages call it
         return compile_graph
 
-    def _outlined(self, inner: Callable[..., Any], module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+    def _compile_with_layer_dedup(self, inner: Callable[..., Any], module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
         """Compiles a graph, of which equal layers are differentiated once where that can be."""
-        layers = None if self._config.whole_graphs else outline(module, tracer(self._config.backend))
+        layers = None if self._config.whole_graphs else dedup_layers(module, joint_tracer(self._config.backend))
         while layers is not None:
             try:
                 return inner(layers, module, inputs, **kwargs)
-            except NotOutlined as error:
+            except DedupFailed as error:
                 log.info("The layers are traced once more: %s", error)
                 layers = layers.without(error)
         return inner(None, module, inputs, **kwargs)
 
     def _describe(self, weights: Sequence[str]) -> str:
-        training = "training, forward" if self.notes.keeps_graphs else "training, forward and backward"
+        training = "training, forward" if self.call_info.retains_graph else "training, forward and backward"
         purpose = training if torch.is_grad_enabled() else "evaluation"
         read = "no weights"
         if weights:
             read = (
                 f"{len(weights)} weights, {weights[0]!r} to {weights[-1]!r}" if weights[1:] else f"{weights[0]!r} only"
             )
-        return f"{self.notes.called or 'a module'} for {purpose} (a graph of {read})"
+        return f"{self.call_info.called or 'a module'} for {purpose} (a graph of {read})"
 
-    def _tag(self, last: bool, layers: Outline | None, graph: Graph) -> Graph:
+    def _tag(self, last: bool, layers: LayerDedup | None, graph: Graph) -> Graph:
         """``last``: backward follows right after this graph's forward. ``layers``: that were taken out of it."""
         if layers is not None:
             layers.inline(graph)
         self._listener.graph("joint", graph)
-        graph, recompute = tag_gathers(graph, saved_for_backward(self.context(last))), self._config.recompute
+        graph, recompute = tag_gathers(graph, saved_limits(self.context(last))), self._config.recompute
         return graph if recompute is None else tag_activations(graph, recompute)
 
-    def _leaving(self) -> LeavingLimits | None:
+    def _offload_limits(self) -> OffloadLimits | None:
         """Of a graph that is compiled now: where an amount is named for a pass, what is left of that."""
-        limits = leaving(self._context)
+        limits = offload_limits(self._context)
         if limits is None or limits.budget_bytes is None:
             return limits
-        return replace(limits, budget_bytes=self.notes.amount.left(limits.budget_bytes))
+        return replace(limits, budget_bytes=self.call_info.amount.left(limits.budget_bytes))
 
     def _partition(
-        self, limits: LeavingLimits | None, module: GraphModule, inputs: Any, *, num_fwd_outputs: int, **settings: Any
+        self, limits: OffloadLimits | None, module: GraphModule, inputs: Any, *, num_fwd_outputs: int, **settings: Any
     ) -> Any:
         """A joint graph into forward and backward, between which activations may leave for the host."""
         budget = self._config.activation_memory_budget
-        forward, backward, changed = halves(module, inputs, num_fwd_outputs, budget, **settings)
+        forward, backward, changed = partition_joint_graph(module, inputs, num_fwd_outputs, budget, **settings)
         if limits is not None:
-            nbytes = leave(forward.graph, backward.graph, num_fwd_outputs, limits)
+            nbytes = insert_offloads(forward.graph, backward.graph, num_fwd_outputs, limits)
             log.info("%.1f MiB of what this graph saves for backward leave for the host", nbytes / 2**20)
             changed = [forward, backward]
         for part in changed:
@@ -232,11 +232,11 @@ class Compiler:
         # Ours are checked one by one in tests; users' passes, and whatever somebody debugs, here.
         graph = run_passes(graph, self.passes(), watch, check_each=watch is not None or self._selection.has_own)
         self._listener.graph("after", graph)
-        self._listener.spend("passes", monotonic() - begun)
+        self._listener.add_metric("passes", monotonic() - begun)
         return graph
 
     def _inductor(
-        self, last: bool, lowered: Lowered, layers: Outline | None, module: GraphModule, inputs: Any, **kwargs: Any
+        self, last: bool, timer: CompileTimer, layers: LayerDedup | None, module: GraphModule, inputs: Any, **kwargs: Any
     ) -> Any:
         # Observers must see every graph, so they keep graphs out of the cache.
         wanted = self._listener.wants_graphs or self._listener.wants_passes
@@ -249,46 +249,46 @@ class Compiler:
             # Inductor's reordering would sink every gather that was started early back to its use.
             "reorder_for_peak_memory": False,
         }
-        limits = self._leaving()
+        limits = self._offload_limits()
         own = uuid and f"{uuid} {limits and limits.budget_bytes}"
         options["custom_partitioner_fn"] = _Partitioner(partial(self._partition, limits), own)
         compile_fx: Any = lookup_backend("inductor")
-        lower = partial(self._lower, lowered)
-        with joint, choices_by_hints():
+        lower = partial(self._lower, timer)
+        with joint, choose_by_hints():
             return compile_fx(module, inputs, config_patches=options, inner_compile=lower, **kwargs)
 
-    def _lower(self, lowered: Lowered, module: GraphModule, inputs: Any, **settings: Any) -> Any:
-        with lowered.of(module.graph):
-            compiled = self._by_pieces(lowered.kernels, module, inputs, **settings)
-            if lowered.over:
-                lowered.kernels.finish()  # nobody else would, and AOTAutograd's cache keeps them next
+    def _lower(self, timer: CompileTimer, module: GraphModule, inputs: Any, **settings: Any) -> Any:
+        with timer.measure(module.graph):
+            compiled = self._compile_subgraphs(timer.kernels, module, inputs, **settings)
+            if timer.over:
+                timer.kernels.finish()  # nobody else would, and AOTAutograd's cache keeps them next
         return compiled
 
-    def _by_pieces(self, kernels: Kernels, module: GraphModule, inputs: Any, **settings: Any) -> Any:
+    def _compile_subgraphs(self, kernels: DeferredKernels, module: GraphModule, inputs: Any, **settings: Any) -> Any:
         """A forward or backward graph, which goes through the passes on its way."""
         if self._config.whole_graphs or not repeats(module.graph):
             return compile_fx_inner(module, inputs, **settings)
-        settle_strides(module.graph, inputs)  # first: our passes are right about the many views that they make
+        fix_strides(module.graph, inputs)  # first: our passes are right about the many views that they make
         self._rewrite(module.graph)
         steps = cut(module.graph)
-        begun, known = monotonic(), self._pieces.compiled
+        begun, known = monotonic(), self._subgraphs.compiled
         try:
-            program = None if steps is None else lower(module, self._pieces, kernels, steps, **settings)
-        except DifferentStrides as error:
+            program = None if steps is None else lower(module, self._subgraphs, kernels, steps, **settings)
+        except StrideMismatch as error:
             log.info("A graph is compiled whole: %s", error)
             program = None
         if program is None:
             with inductor_config.patch(post_grad_custom_post_pass=None):
                 return compile_fx_inner(module, inputs, **settings)
-        self._listener.spend("pieces", program.calls)
-        self._listener.spend("pieces compiled", self._pieces.compiled - known)
-        ACTIVE["pieces"] += program.calls
-        ACTIVE["pieces compiled"] += self._pieces.compiled - known
+        self._listener.add_metric("pieces", program.calls)
+        self._listener.add_metric("pieces compiled", self._subgraphs.compiled - known)
+        OPTIMIZATION_COUNTS["pieces"] += program.calls
+        OPTIMIZATION_COUNTS["pieces compiled"] += self._subgraphs.compiled - known
         log.info(
             "%d nodes run in %d pieces, of which %d were compiled in %.1f s",
             len(module.graph.nodes),
             program.calls,
-            self._pieces.compiled - known,
+            self._subgraphs.compiled - known,
             monotonic() - begun,
         )
         return program
@@ -298,23 +298,23 @@ class Compiler:
         earlier run placed is as right as any."""
         names = [(spec.name, spec.version) for spec in self.passes()]
         context = self.context()
-        agreed = [plan.collectives() for plan in context.agreed]
-        decides = (names, context.config, context.saved_share, context.world_size, agreed)
+        agreed_plans = [plan.collectives() for plan in context.agreed_plans]
+        decides = (names, context.config, context.saved_share, context.world_size, agreed_plans)
         digest = hashlib.sha256(repr(decides).encode())
-        for room in DECIDING:
+        for room in GRAPH_PACKAGES:
             for path in sorted(Path(__file__).parent.parent.joinpath(room).rglob("*.py")):
                 digest.update(path.read_bytes())
         return digest.hexdigest()
 
     def _aot_eager(
-        self, last: bool, lowered: Lowered, layers: Outline | None, module: GraphModule, inputs: Any, **kwargs: Any
+        self, last: bool, timer: CompileTimer, layers: LayerDedup | None, module: GraphModule, inputs: Any, **kwargs: Any
     ) -> Any:
         def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
             self._tag(last, layers, module.graph)
-            return self._partition(self._leaving(), module, inputs, **kwargs)
+            return self._partition(self._offload_limits(), module, inputs, **kwargs)
 
         def compiler(module: GraphModule, inputs: Any) -> Any:
-            with lowered.of(module.graph):
+            with timer.measure(module.graph):
                 self._rewrite(module.graph)
                 return _boxed(module)
 
@@ -330,12 +330,12 @@ class Compiler:
         return compile_fx(module, inputs, **kwargs)
 
 
-def _plain(compiled: Callable[..., Any], unfinished: Unfinished) -> Callable[..., Any]:
+def _without_shard_dispatch(compiled: Callable[..., Any], pending_compiles: PendingCompiles) -> Callable[..., Any]:
     """Graphs read shards by our own ops alone; what users may do to these need not be asked at each of them."""
 
     def run(*args: Any) -> Any:
-        unfinished.finish()
-        with plainly():
+        pending_compiles.finish()
+        with no_shard_dispatch():
             return compiled(*args)
 
     return run
@@ -365,9 +365,9 @@ class _Pass(CustomGraphPass):
         self._function(graph)
         # Inductor noted before our passes which outputs users see; torch 2.11 stumbles over one that has become None.
         output = output_node(graph)
-        seen = output.meta.get(SEEN_BY_USERS)
+        seen = output.meta.get(USER_VISIBLE_OUTPUTS)
         if seen is not None and isinstance(output.args[0], tuple | list):
-            output.meta[SEEN_BY_USERS] = [i for i in seen if output.args[0][i] is not None]
+            output.meta[USER_VISIBLE_OUTPUTS] = [i for i in seen if output.args[0][i] is not None]
 
     def uuid(self) -> str | None:
         return self._uuid

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
-from lightning_zero.compat.graphs import EXAMPLE
-from lightning_zero.compile.draws import NothingDrawn
-from lightning_zero.compile.frontend import body_of, storage_of, with_bodies, written_by
+from lightning_zero.compat.graphs import EXAMPLE_VALUE
+from lightning_zero.compile.draws import ForbidRandomOps
+from lightning_zero.compile.frontend import checkpoint_body, node_storage, walk_nodes, mutated_inputs
 
 __all__ = ["drop_causal_masks"]
 
@@ -38,7 +38,7 @@ def drop_causal_masks(module: GraphModule) -> int:
     Masks of bool, and additive ones, are recognised by their values: those of queries and keys of one length, where
     each query sees the keys up to its own place.
     """
-    edited = {storage_of(value) for node in with_bodies(module) for value in written_by(node)}
+    edited = {node_storage(value) for node in walk_nodes(module) for value in mutated_inputs(node)}
     known: dict[Node, bool] = {}
     dropped = 0
     for owner, call, mask in _masked(module, {}):
@@ -64,7 +64,7 @@ def _masked(module: GraphModule, outside: Mapping[Node, Node]) -> Iterator[tuple
             mask = arguments.get("attn_mask")
             if isinstance(mask, Node) and not arguments.get("is_causal") and _is_square(arguments):
                 yield module, node, outside.get(mask, mask)
-        elif (body := body_of(module, node)) is not None and called[node.args[0].target] == 1:
+        elif (body := checkpoint_body(module, node)) is not None and called[node.args[0].target] == 1:
             own = body.graph.find_nodes(op="placeholder")
             given = [outside.get(value, value) if isinstance(value, Node) else value for value in node.args[1:]]
             inside = {name: value for name, value in zip(own, given, strict=False) if isinstance(value, Node)}
@@ -79,7 +79,7 @@ def _is_square(arguments: Mapping[str, Any]) -> bool:
 
 
 def _sizes(node: Any) -> tuple[Any, ...]:
-    value = node.meta.get(EXAMPLE) if isinstance(node, Node) else None
+    value = node.meta.get(EXAMPLE_VALUE) if isinstance(node, Node) else None
     return tuple(value.shape) if isinstance(value, Tensor) and value.dim() > 1 else ()
 
 
@@ -107,7 +107,7 @@ def _value(mask: Node, edited: set[int | None]) -> Tensor:
         Drawn: random numbers are among it.
     """
     values: dict[Node, Any] = {}
-    with NothingDrawn():
+    with ForbidRandomOps():
         for node in _made_of(mask, edited):
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             if node.op == "call_method":
@@ -132,10 +132,10 @@ def _made_of(mask: Node, edited: set[int | None]) -> list[Node]:
         node = pending.pop()
         if node in found:
             continue
-        value = node.meta.get(EXAMPLE)
+        value = node.meta.get(EXAMPLE_VALUE)
         if node.op not in ("call_function", "call_method"):
             raise _Unknown
-        if isinstance(value, Tensor) and (storage_of(node) in edited or not _is_small(value)):
+        if isinstance(value, Tensor) and (node_storage(node) in edited or not _is_small(value)):
             raise _Unknown
         found.add(node)
         pending += node.all_input_nodes

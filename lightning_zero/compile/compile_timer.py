@@ -8,14 +8,14 @@ from time import monotonic
 
 from torch.fx import Graph
 
-from lightning_zero.compile.graph import kind_of
+from lightning_zero.compile.graph import graph_kind
 from lightning_zero.compile.listener import CompileListener
-from lightning_zero.compile.subgraphs import Kernels
+from lightning_zero.compile.subgraphs import DeferredKernels
 
-__all__ = ["Lowered"]
+__all__ = ["CompileTimer"]
 
 
-class Lowered:
+class CompileTimer:
     """Of one call of the backend, and of the backward that torch compiles later, where trainings keep graphs.
 
     Args:
@@ -31,13 +31,13 @@ class Lowered:
         self._called = called
         self._listener = listener
         self._seconds: dict[str, float] = {}
-        self.kernels = Kernels()
+        self.kernels = DeferredKernels()
         self.over = False
 
     @contextmanager
-    def of(self, graph: Graph) -> Iterator[None]:
+    def measure(self, graph: Graph) -> Iterator[None]:
         """Surrounds what is done to a graph after partitioning."""
-        kind, begun = kind_of(graph), monotonic()
+        kind, begun = graph_kind(graph), monotonic()
         if self.over:  # nobody else says that this takes long
             self._listener.compiling(f"the {kind} of {self._called} for training", True, 0.0)
         try:

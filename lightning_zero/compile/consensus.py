@@ -18,12 +18,12 @@ from typing import Any
 from lightning_zero.compile.plan import first_difference
 from lightning_zero.errors import RankMismatchError
 
-__all__ = ["Agreement"]
+__all__ = ["RankConsensus"]
 
 POLL_S = 0.02
 
 
-class Agreement:
+class RankConsensus:
     """What one rank knows of the others' plans.
 
     Args:
@@ -80,12 +80,12 @@ class Agreement:
                 wants = self._get(f"wants/{rank}")
                 # The other may have had this plan, and have come to its next one, since we looked.
                 if wants and wants not in self._agreed and not self._has(f"plan/{digest}/{rank}"):
-                    self._differs(rank, wants, lines)
+                    self._raise_different(rank, wants, lines)
             now = self._clock()
             if any(self._get(f"busy/{rank}") == "1" for rank in missing):
                 last_busy = now
             if now - last_busy > self.patience_s or now - begun > self._limit_s:
-                self._absent(missing, now - begun, lines)
+                self._raise_absent(missing, now - begun, lines)
             self._check()
             time.sleep(POLL_S)
 
@@ -95,7 +95,7 @@ class Agreement:
     def _get(self, key: str) -> str:
         return self._store.get(key).decode() if self._has(key) else ""
 
-    def _differs(self, rank: int, wants: str, lines: list[str]) -> None:
+    def _raise_different(self, rank: int, wants: str, lines: list[str]) -> None:
         theirs = self._get(f"plan/{wants}/{rank}").split("\n")
         at, mine, other = first_difference(lines, theirs)
         raise RankMismatchError(
@@ -105,11 +105,11 @@ class Agreement:
             "rank."
         )
 
-    def _absent(self, missing: list[int], waited: float, lines: list[str]) -> None:
+    def _raise_absent(self, missing: list[int], waited: float, lines: list[str]) -> None:
         ranks = ", ".join(map(str, missing))
         raise RankMismatchError(
             f"Rank {self._rank} is about to run a newly compiled graph that gathers other weights than before (first "
             f"{lines[0]!r}), but rank {ranks} did not come to the same point within {waited:.0f} s. Every rank must "
             "call the same modules and use the same parameters in each step; look for branches that depend on the data "
-            "or on the rank. If a rank is only slow (data loading, writing a file), raise agreement_timeout_s."
+            "or on the rank. If a rank is only slow (data loading, writing a file), raise consensus_timeout_s."
         )

@@ -12,16 +12,16 @@ from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.config import CompileConfig
 from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
 
-__all__ = ["ACTIVATIONS_UNDER_WAY", "GROUPS_PER_GRAPH", "PassContext", "small_weight_bytes"]
+__all__ = ["MAX_OFFLOAD_BYTES_IN_FLIGHT", "GROUPS_PER_GRAPH", "PassContext", "small_weight_bytes"]
 
 # Enough groups that a graph of little weight still overlaps transfers with compute.
 GROUPS_PER_GRAPH = 12
 # Biases and norms: a transfer of their own is not worth its launch, and keeping them costs next to nothing.
 SMALL_BYTES = 64 * 1024
 # Smaller activations stay where they are: their copies would cost more launches than they spare memory.
-LEAST_ACTIVATION_BYTES = 1 << 20
+MIN_OFFLOAD_BYTES = 1 << 20
 # Activations on their way to the host, or back, where compute has to wait for copies.
-ACTIVATIONS_UNDER_WAY = 256 << 20
+MAX_OFFLOAD_BYTES_IN_FLIGHT = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PassContext:
         world_size: number of shards that make a weight.
         costs: estimates by which gathers are placed; the same on every rank.
         agreed: plans of graphs that have run, which graphs of the same weights must follow.
-        borrow_gradients: the executor sends gradients from where they lie, so graphs must leave them there for a while.
+        zero_copy_gradients: the executor sends gradients from where they lie, so graphs must leave them there for a while.
         saved_share: of the bytes of weights that the graph gathers twice, from 0 to 1: how much it keeps for backward
             besides what ``config`` says.
         backward_follows: backward comes right after this graph's forward, with no other graph in between.
@@ -42,8 +42,8 @@ class PassContext:
     config: CompileConfig
     world_size: int
     costs: CostModel = NOMINAL_COSTS
-    agreed: tuple[GraphPlan, ...] = ()
-    borrow_gradients: bool = False
+    agreed_plans: tuple[GraphPlan, ...] = ()
+    zero_copy_gradients: bool = False
     saved_share: float = 0.0
     backward_follows: bool = False
 
@@ -53,9 +53,9 @@ class PassContext:
         return small_weight_bytes(self.config)
 
     @property
-    def least_activation_bytes(self) -> int:
+    def min_offload_bytes(self) -> int:
         """Smaller ones do not leave."""
-        return LEAST_ACTIVATION_BYTES
+        return MIN_OFFLOAD_BYTES
 
     @property
     def group_bytes(self) -> int:

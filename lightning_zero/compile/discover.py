@@ -25,48 +25,48 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.compat.attributes import ChangingInts
-from lightning_zero.compat.autograd import graph_task_id, inside_functorch, keeps_graph
+from lightning_zero.compat.autograd import graph_task_id, inside_functorch, retains_graph
 from lightning_zero.compat.compiler import dynamo_config
-from lightning_zero.compat.fakes import weights_made_at_once
+from lightning_zero.compat.fakes import fake_weights_from_sizes
 from lightning_zero.compat.guards import values_read_once
-from lightning_zero.compat.limits import LimitHit, limits_noticed
+from lightning_zero.compat.limits import LimitHit, watch_recompile_limits
 from lightning_zero.compat.newer import failure_of_newer_torch
 from lightning_zero.compat.skipped_text import written_when_called
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compile import requires_grad_hooks
 from lightning_zero.compile.dynamo_layer_reuse import layers_traced_once
 from lightning_zero.compile.garbage import only_young_searched
-from lightning_zero.compile.grad_leaves import leaves_of_nobody
-from lightning_zero.compile.hooks import Hooks, guarding_hooks, told_apart_by_hooks
-from lightning_zero.compile.pending_compiles import Unfinished
-from lightning_zero.compile.recompile_reason import first_guard
+from lightning_zero.compile.grad_leaves import ignore_grad_leaves
+from lightning_zero.compile.hooks import ModuleHooks, guard_hooks, needs_hook_guards
+from lightning_zero.compile.pending_compiles import PendingCompiles
+from lightning_zero.compile.recompile_reason import format_first_guard
 from lightning_zero.compile.stacks import frames_written_once
-from lightning_zero.compile.user_compiled import refusal_of
+from lightning_zero.compile.user_compiled import explain_unsupported
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.amount import PassAmount
-from lightning_zero.sharding.module_patching import read_given
+from lightning_zero.offload.amount import OffloadQuota
+from lightning_zero.sharding.module_patching import pop_functional_call_read
 from lightning_zero.sharding.shard_tensor import ShardParameter
 
-__all__ = ["CallNotes", "CompiledCalls"]
+__all__ = ["CallInfo", "CompiledModules"]
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
-class CallNotes:
+class CallInfo:
     """What a compiler should know of the calls that it compiles.
 
     Attributes:
         called: the module that is being called, or was last, in words.
-        keeps_graphs: a backward of the first step left its graph as it was, for another (``retain_graph=True``).
+        retains_graph: a backward of the first step left its graph as it was, for another (``retain_graph=True``).
         amount: of what calls save for backward, that leaves for the host.
         unfinished: graphs that were compiled for calls, and have not been called.
     """
 
     called: str = ""
-    keeps_graphs: bool = False
-    amount: PassAmount = field(default_factory=PassAmount)
-    unfinished: Unfinished = field(default_factory=Unfinished)
+    retains_graph: bool = False
+    amount: OffloadQuota = field(default_factory=OffloadQuota)
+    pending_compiles: PendingCompiles = field(default_factory=PendingCompiles)
 
     def begin(self, called: str) -> None:
         """A call of a compiled module."""
@@ -74,7 +74,7 @@ class CallNotes:
         self.amount.begin_call(called)
 
 
-class CompiledCalls:
+class CompiledModules:
     """The modules compiled for one engine.
 
     Args:
@@ -87,7 +87,7 @@ class CompiledCalls:
     Attributes:
         modules: those that are compiled, by name.
         eager: why others are not, that would be.
-        given_up: those of ``modules`` that torch does not compile any more, and why; calls run eagerly, unless they
+        limit_reasons: those of ``modules`` that torch does not compile any more, and why; calls run eagerly, unless they
             are like one that was compiled.
     """
 
@@ -97,7 +97,7 @@ class CompiledCalls:
         arguments: dict[str, Any],
         skip: tuple[type, ...] = (),
         report: Callable[[str], None] = log.info,
-        amount: PassAmount | None = None,
+        amount: OffloadQuota | None = None,
     ) -> None:
         self._inside = {id(module): name for name, module in root.named_modules()}
         self._root = root
@@ -109,16 +109,16 @@ class CompiledCalls:
         self._see_input_gradients: set[str] = set()
         self._ints = ChangingInts()
         self.modules: dict[str, nn.Module] = {}
-        self.eager: dict[str, str] = {}
-        self.given_up: dict[str, str] = {}
-        self.notes = CallNotes(amount=amount or PassAmount())
+        self.eager_reasons: dict[str, str] = {}
+        self.limit_reasons: dict[str, str] = {}
+        self.call_info = CallInfo(amount=amount or OffloadQuota())
         # Since some module has got a hook, or lost one, after it was compiled; or since there are some from the start.
         self._guards_hooks = False
 
     @contextmanager
     def step(self, first: bool) -> Iterator[None]:
         """Surrounds each training step; the first one runs eagerly, to be watched."""
-        with self.discover() if first else self.calling(), self.explaining():
+        with self.discover() if first else self.dynamo_settings(), self.explain_errors():
             yield
 
     @contextmanager
@@ -152,7 +152,7 @@ class CompiledCalls:
             nonlocal depth
             if id(module) in self._inside:
                 depth -= 1
-                if self._outermost in found and read_given(module):
+                if self._outermost in found and pop_functional_call_read(module):
                     why = "it is called with other weights (torch.func.functional_call)"
                     self._leave_eager(self._outermost, found[self._outermost], why)
                 if self._outermost in found and not inside_functorch():
@@ -171,38 +171,38 @@ class CompiledCalls:
             for handle in handles:
                 handle.remove()
         for name, module in found.items():
-            if name not in self.eager:
+            if name not in self.eager_reasons:
                 self.compile(name, module)
-        self.notes.amount.calls = max(sum(calls[name] for name in self.modules), 1)
+        self.call_info.amount.calls = max(sum(calls[name] for name in self.modules), 1)
 
     def _watch_backward(self, name: str, module: nn.Module, output: Any) -> None:
         def backward(grads: tuple[Tensor, ...]) -> None:
             if torch.is_grad_enabled():  # only with create_graph=True
                 self._leave_eager(name, module, "it is differentiated twice (create_graph=True)")
-            elif keeps_graph():
-                self.notes.keeps_graphs = True
+            elif retains_graph():
+                self.call_info.retains_graph = True
 
         for value in tree_leaves(output):
             if isinstance(value, Tensor) and value.grad_fn is not None:
                 value.grad_fn.register_prehook(backward)
 
     def _watch_input_gradients(self, name: str, module: nn.Module, output: Any) -> None:
-        if requires_grad_hooks.asking(Hooks(module).all) and requires_grad_hooks.seen_in(output):
+        if requires_grad_hooks.asking(ModuleHooks(module).all) and requires_grad_hooks.output_needs_hooks(output):
             self._see_input_gradients.add(name)
 
     def _leave_eager(self, name: str, module: nn.Module, why: str) -> None:
-        if name in self.eager:
+        if name in self.eager_reasons:
             return
-        self.eager[name] = why
+        self.eager_reasons[name] = why
         if self.modules.pop(name, None) is not None:
             module._compiled_call_impl = None
         self._report(f"Not compiling {self._show(name, module)}: {why}, which compiled code does not support.")
 
-    def _give_up(self, name: str, module: nn.Module, code: CodeType, hit: LimitHit) -> None:
-        if name in self.given_up:
+    def _on_recompile_limit(self, name: str, module: nn.Module, code: CodeType, hit: LimitHit) -> None:
+        if name in self.limit_reasons:
             return
-        guard = first_guard(hit.guard)
-        self.given_up[name] = f"torch compiled it {hit.value} times, and no more ({guard})"
+        guard = format_first_guard(hit.guard)
+        self.limit_reasons[name] = f"torch compiled it {hit.value} times, and no more ({guard})"
         part = "" if hit.code.startswith(f"{code.co_name!r} ") else f", as far as it is the code of {hit.code},"
         if not dist.is_initialized() or dist.get_rank() == 0:
             log.warning(
@@ -219,7 +219,7 @@ class CompiledCalls:
         return f"{name!r} ({type(module).__name__})" if name else f"the whole {type(module).__name__}"
 
     @contextmanager
-    def explaining(self) -> Iterator[None]:
+    def explain_errors(self) -> Iterator[None]:
         """Around what may run a backward: says what to do where compiled code is asked for more than it can.
 
         Raises:
@@ -232,7 +232,7 @@ class CompiledCalls:
                 raise instead from error
             if not isinstance(error, RuntimeError):
                 raise
-            if (refusal := refusal_of(error)) is not None:
+            if (refusal := explain_unsupported(error)) is not None:
                 raise refusal from error
             if not any(words in str(error) for words in ("support double backward", "non-empty donated")):
                 raise
@@ -245,7 +245,7 @@ class CompiledCalls:
             ) from error
 
     @contextmanager
-    def calling(self) -> Iterator[None]:
+    def dynamo_settings(self) -> Iterator[None]:
         """Surrounds a later step."""
         # Or torch 2.11 would take a parameter for unchanged as long as its module holds the same one, and would run
         # code in which weights that were unfrozen since get no gradient. (``config.patch`` takes milliseconds.)
@@ -253,7 +253,7 @@ class CompiledCalls:
         before = config.skip_tensor_guards_with_matching_dict_tags
         config.skip_tensor_guards_with_matching_dict_tags = False
         ignored = dynamo_config.ignore_logging_functions
-        dynamo_config.ignore_logging_functions = cast(Any, _SaidOnce(ignored))
+        dynamo_config.ignore_logging_functions = cast(Any, _LogOnceMethods(ignored))
         failure: BaseException | None = None
         try:
             yield
@@ -263,22 +263,22 @@ class CompiledCalls:
         finally:
             config.skip_tensor_guards_with_matching_dict_tags = before
             dynamo_config.ignore_logging_functions = ignored
-            self.notes.unfinished.finish_behind(failure)
+            self.call_info.pending_compiles.finish_after(failure)
             del failure  # which knows this frame
 
     def compile(self, name: str, module: nn.Module) -> None:
         """Compiles calls of ``module`` from now on. The module object, its class and its state dict keys stay as they
         are."""
-        self.given_up.pop(name, None)
+        self.limit_reasons.pop(name, None)
         plain = self._plain_call(module)
         compiled = torch.compile(plain, **self._arguments)
-        give_up = partial(self._give_up, name, module, plain.__code__)
-        notes, shown, first = self.notes, self._show(name, module), True
-        hooks = Hooks(module)
+        give_up = partial(self._on_recompile_limit, name, module, plain.__code__)
+        notes, shown, first = self.call_info, self._show(name, module), True
+        hooks = ModuleHooks(module)
         asking = [] if name in self._see_input_gradients else requires_grad_hooks.asking(hooks.all)
         # Where one module goes without such hooks, and another of its class with them, they do differ.
         left_out = () if self._see_input_gradients else asking
-        self._guards_hooks = self._guards_hooks or told_apart_by_hooks(self._root, left_out)
+        self._guards_hooks = self._guards_hooks or needs_hook_guards(self._root, left_out)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
@@ -286,16 +286,16 @@ class CompiledCalls:
                 notes.begin(shown)
             # Compiled code cannot run inside a transform.
             run = module._call_impl if inside_functorch() else compiled
-            if not self._guards_hooks and hooks.have_changed():
+            if not self._guards_hooks and hooks.changed():
                 self._guards_hooks = True
                 torch.compiler.reset()  # what was compiled so far has no such guards
             leave_out = asking and not torch.compiler.is_compiling()
             leaving_out = requires_grad_hooks.left_out(asking) if leave_out else nullcontext()
-            guarding = guarding_hooks() if self._guards_hooks else nullcontext()
-            at_once, ints = weights_made_at_once(ShardParameter), self._ints.are_inputs()
-            noticing = nullcontext() if torch.compiler.is_compiling() else limits_noticed(give_up)
+            guarding = guard_hooks() if self._guards_hooks else nullcontext()
+            at_once, ints = fake_weights_from_sizes(ShardParameter), self._ints.mark_as_inputs()
+            noticing = nullcontext() if torch.compiler.is_compiling() else watch_recompile_limits(give_up)
             try:
-                with guarding, leaving_out, leaves_of_nobody(), layers_traced_once(), at_once, ints, noticing:
+                with guarding, leaving_out, ignore_grad_leaves(), layers_traced_once(), at_once, ints, noticing:
                     if not first:
                         return run(*args, **kwargs)
                     first = False
@@ -316,18 +316,18 @@ class CompiledCalls:
         for name, module in self.modules.items():
             self.compile(name, module)
 
-    def anew(self, arguments: dict[str, Any]) -> CompiledCalls:
+    def restart(self, arguments: dict[str, Any]) -> CompiledModules:
         """For another beginning with other arguments; nothing is compiled until then."""
         self.restore()
-        return CompiledCalls(self._root, arguments, self._skip, self._report, self.notes.amount)
+        return CompiledModules(self._root, arguments, self._skip, self._report, self.call_info.amount)
 
     def restore(self) -> None:
         """Makes the calls plain again."""
         for module in self.modules.values():
             module._compiled_call_impl = None
         self.modules.clear()
-        self.eager.clear()
-        self.given_up.clear()
+        self.eager_reasons.clear()
+        self.limit_reasons.clear()
 
     def _plain_call(self, module: nn.Module) -> Any:
         # An outer frame of ours: Dynamo does not compile the frames of torch.nn's own modules when they come first.
@@ -342,7 +342,7 @@ class CompiledCalls:
         return call
 
 
-class _SaidOnce(list[Any]):
+class _LogOnceMethods(list[Any]):
     """What Dynamo leaves out: what the user wants it to, and methods that somebody gave to loggers, that say each thing
     once (transformers' ``warning_once``): they have said it in the first step, which runs eagerly, and would break each
     graph in two. No set, whose members torch 2.11 would write down as JSON after each compilation, and cannot."""
@@ -352,8 +352,8 @@ class _SaidOnce(list[Any]):
         self._wanted = wanted
 
     def __contains__(self, function: object) -> bool:
-        return function in self._wanted or (hasattr(function, "cache_info") and _is_a_loggers(function))
+        return function in self._wanted or (hasattr(function, "cache_info") and _is_logger_method(function))
 
 
-def _is_a_loggers(function: object) -> bool:
+def _is_logger_method(function: object) -> bool:
     return any(function is method for method in vars(logging.Logger).values())

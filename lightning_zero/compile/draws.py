@@ -9,19 +9,19 @@ from torch.fx import Node
 
 from lightning_zero.compat.tensors import TorchDispatchMode
 
-__all__ = ["Drawn", "NothingDrawn", "draws"]
+__all__ = ["RandomOpFound", "ForbidRandomOps", "draws"]
 
 
-class Drawn(Exception):
+class RandomOpFound(Exception):
     """A random number would have been drawn."""
 
 
-class NothingDrawn(TorchDispatchMode):
-    """A context in which no random number is drawn: an op that would raises :class:`Drawn`."""
+class ForbidRandomOps(TorchDispatchMode):
+    """A context in which no random number is drawn: an op that would raises :class:`RandomOpFound`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
-            raise Drawn(func)
+            raise RandomOpFound(func)
         return func(*args, **(kwargs or {}))
 
 

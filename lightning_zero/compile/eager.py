@@ -15,13 +15,13 @@ from torch import Tensor
 
 from lightning_zero.compat.autograd import top_saved_tensors_hooks
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.mutation_check import Unchanged
-from lightning_zero.offload.saved import SavedOnHost, SavedTensor
+from lightning_zero.offload.mutation_check import VersionedTensor
+from lightning_zero.offload.saved import SavedTensorOffload, SavedTensor
 from lightning_zero.sharding.full import gather_full
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.tensor_extent import reach
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.tensor_extent import extent
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 
 __all__ = ["regather_saved_weights"]
 
@@ -36,32 +36,32 @@ class _Note(NamedTuple):
     conjugated: bool
 
 
-def regather_saved_weights(sharder: Sharder, rest: SavedOnHost | None = None) -> AbstractContextManager[Any]:
+def regather_saved_weights(sharder: Sharder, rest: SavedTensorOffload | None = None) -> AbstractContextManager[Any]:
     """Within the context autograd saves no gathered weight; ``rest`` packs what else it saves, of which an error says
     when it was changed before backward, as torch says it without hooks."""
     find = sharder.executor.weights.find_gathered
 
     # Dynamo runs code that it cannot trace, as recurrent modules, and would compile what is called from there.
     @torch.compiler.disable
-    def pack(tensor: Tensor) -> Tensor | _Note | Unchanged | SavedTensor:
-        with plainly():  # what was compiled by hand saves shards
+    def pack(tensor: Tensor) -> Tensor | _Note | VersionedTensor | SavedTensor:
+        with no_shard_dispatch():  # what was compiled by hand saves shards
             index = find(tensor)
         record = sharder.records[index] if index >= 0 else _record_of_cast(tensor, sharder)
         if record is None:
-            return Unchanged.of(tensor) if rest is None else rest.pack(tensor)
+            return VersionedTensor.of(tensor) if rest is None else rest.pack(tensor)
         if not _covers(tensor, record):
             return tensor.detach()  # or it would keep itself alive, where it is saved by what has made it
         view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        with plainly():
+        with no_shard_dispatch():
             return _Note(record, record.param._version, tensor.dtype, *view, tensor.is_conj())
 
     @torch.compiler.disable
-    def unpack(saved: Tensor | _Note | Unchanged | SavedTensor) -> Tensor:
+    def unpack(saved: Tensor | _Note | VersionedTensor | SavedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         if not isinstance(saved, _Note):
             return saved.unpack()
-        with plainly():
+        with no_shard_dispatch():
             version = saved.record.param._version
         if version != saved.version:
             raise UnsupportedError(
@@ -125,7 +125,7 @@ def _covers(tensor: Tensor, record: ShardedParameter) -> bool:
     otherwise."""
     if tensor.is_complex() != record.param.is_complex() or tensor.is_neg():
         return False  # real and imaginary parts
-    last = tensor.storage_offset() + reach(tensor.size(), tensor.stride()) - 1
+    last = tensor.storage_offset() + extent(tensor.size(), tensor.stride()) - 1
     base = tensor._base if tensor._base is not None else tensor
-    whole = base.shape == record.layout.shape and record.layout.stored(base).is_contiguous()
+    whole = base.shape == record.layout.shape and record.layout.permute_to_memory(base).is_contiguous()
     return tensor.numel() > 0 and last < record.layout.numel and (tensor.dtype == record.param.dtype or whole)

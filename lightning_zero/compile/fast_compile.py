@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
-from lightning_zero.compat.backwards import not_kept_twice
-from lightning_zero.compat.fakes import without_gradients
+from lightning_zero.compat.backwards import skip_backward_copies
+from lightning_zero.compat.fakes import skip_gradient_fakes
 from lightning_zero.compat.skipped_text import unwritten
 from lightning_zero.compile.garbage import only_young_searched
-from lightning_zero.compile.layer_dedup import standins_made_at_once
+from lightning_zero.compile.layer_dedup import fast_layer_call_fakes
 
 __all__ = ["sparing"]
 
@@ -19,6 +19,6 @@ def sparing(backward_at_once: bool) -> Iterator[None]:
     Args:
         backward_at_once: a backward is compiled with its forward, or nothing is. Otherwise torch goes back to the copy.
     """
-    kept = not_kept_twice() if backward_at_once else nullcontext()
-    with only_young_searched(), unwritten(), without_gradients(), standins_made_at_once(), kept:
+    kept = skip_backward_copies() if backward_at_once else nullcontext()
+    with only_young_searched(), unwritten(), skip_gradient_fakes(), fast_layer_call_fakes(), kept:
         yield

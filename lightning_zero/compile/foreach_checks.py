@@ -13,41 +13,41 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from lightning_zero.compat.ops import OpOverload, OpOverloadPacket
-from lightning_zero.compile.frontend import body_of
+from lightning_zero.compile.frontend import checkpoint_body
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native.ops import NAMESPACE
-from lightning_zero.sharding.shard_tensor import Sight
+from lightning_zero.sharding.shard_tensor import ShardSpec
 
-__all__ = ["refuse_out_of_sight"]
+__all__ = ["check_foreach_on_shards"]
 
 
-def refuse_out_of_sight(module: GraphModule, inputs: Sequence[Any]) -> None:
+def check_foreach_on_shards(module: GraphModule, inputs: Sequence[Any]) -> None:
     """Raises :class:`UnsupportedError`, naming operation and weight, where an input is a shard that is not gathered.
 
     inputs: of the graph, the tensors themselves
     """
     given = zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False)
-    for user, sight in _uses(module, {node: s for node, value in given if (s := _sight(value)) is not None}):
+    for user, spec in _uses(module, {node: s for node, value in given if (s := _sight(value)) is not None}):
         raise UnsupportedError(
-            f"{getattr(user.target, '__name__', user.target)} was given this rank's shard of {sight.name!r}, as "
+            f"{getattr(user.target, '__name__', user.target)} was given this rank's shard of {spec.name!r}, as "
             "module.parameters() has it, in a list inside compiled code, where nothing tells it from a whole weight. "
             "Decorate the method that does so with torch.compiler.disable, or call it between steps (in "
             "on_train_batch_end, say)."
         )
 
 
-def _sight(value: Any) -> Sight | None:
-    return getattr(value, "__dict__", {}).get("_zero_sight")
+def _sight(value: Any) -> ShardSpec | None:
+    return getattr(value, "__dict__", {}).get("_zero_spec")
 
 
-def _uses(module: GraphModule, shards: Mapping[Node, Sight]) -> Iterator[tuple[Node, Sight]]:
-    for node, sight in shards.items():
+def _uses(module: GraphModule, shards: Mapping[Node, ShardSpec]) -> Iterator[tuple[Node, ShardSpec]]:
+    for node, spec in shards.items():
         for user in node.users:
-            if (body := body_of(module, user)) is not None:
+            if (body := checkpoint_body(module, user)) is not None:
                 own = zip(body.graph.find_nodes(op="placeholder"), user.args[1:], strict=False)
-                yield from _uses(body, {inner: sight for inner, outer in own if outer is node})
+                yield from _uses(body, {inner: spec for inner, outer in own if outer is node})
             elif user.op != "output" and not _ours(user.target):
-                yield user, sight
+                yield user, spec
 
 
 def _ours(target: Any) -> bool:

@@ -19,21 +19,21 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, ORIGIN
+from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE, GRAPH_ARG
 from lightning_zero.compat.ops import CHECKPOINTS
 from lightning_zero.compile.graph import WEIGHT
 from lightning_zero.errors import UnsupportedError
 
 __all__ = [
-    "body_of",
+    "checkpoint_body",
     "has_collectives",
     "last_read",
-    "memory_of",
-    "name_weights",
-    "refuse_edits",
-    "storage_of",
-    "with_bodies",
-    "written_by",
+    "storage_key",
+    "tag_weight_names",
+    "check_weight_edits",
+    "node_storage",
+    "walk_nodes",
+    "mutated_inputs",
 ]
 
 _DISTRIBUTED = "torch.distributed"
@@ -44,7 +44,7 @@ _IN_PLACE = {
 }  # fmt: skip
 
 
-def name_weights(module: GraphModule) -> list[str]:
+def tag_weight_names(module: GraphModule) -> list[str]:
     """Notes in each gather's meta data which parameter it reads; see ``weight_name`` in ``compile/graph.py``. Returns
     the names."""
     names = []
@@ -71,13 +71,13 @@ def _gathers(module: GraphModule, outside: Mapping[Node, Node] | None = None) ->
     for node in module.graph.nodes:
         if getattr(node.target, "overloadpacket", node.target) is op:
             yield node, inputs.get(node.args[0], node.args[0])
-        elif (body := body_of(module, node)) is not None:
+        elif (body := checkpoint_body(module, node)) is not None:
             own = body.graph.find_nodes(op="placeholder")
             given = [inputs.get(value, value) if isinstance(value, Node) else value for value in node.args[1:]]
             yield from _gathers(body, dict(zip(own, given, strict=False)))
 
 
-def body_of(module: GraphModule, node: Node) -> GraphModule | None:
+def checkpoint_body(module: GraphModule, node: Node) -> GraphModule | None:
     """The graph that a call of a checkpointed region runs; its inputs are the call's other arguments."""
     if node.op != "call_function" or node.target not in CHECKPOINTS:
         return None
@@ -89,12 +89,12 @@ def body_of(module: GraphModule, node: Node) -> GraphModule | None:
     return body
 
 
-def with_bodies(module: GraphModule) -> Iterator[Node]:
+def walk_nodes(module: GraphModule) -> Iterator[Node]:
     """All nodes, those of the graphs of checkpointed regions among them."""
     for node in module.graph.nodes:
         yield node
-        if (body := body_of(module, node)) is not None:
-            yield from with_bodies(body)
+        if (body := checkpoint_body(module, node)) is not None:
+            yield from walk_nodes(body)
 
 
 def has_collectives(module: GraphModule) -> bool:
@@ -104,18 +104,18 @@ def has_collectives(module: GraphModule) -> bool:
     return any("c10d" in str(t) or (getattr(t, "__module__", "") or "").startswith(_DISTRIBUTED) for t in targets)
 
 
-def refuse_edits(module: GraphModule) -> None:
+def check_weight_edits(module: GraphModule) -> None:
     """Raises :class:`UnsupportedError`, naming the weight, when Dynamo's own graph writes to a gathered one."""
     weights: dict[int, Node] = {}  # storage -> the input that was gathered
     for gather, shard in _gathers(module):
-        storage = storage_of(gather)
+        storage = node_storage(gather)
         if storage is not None:
             weights[storage] = shard
     if not weights:
         return
-    for node in with_bodies(module):
-        for written in written_by(node):
-            edited = weights.get(storage_of(written) or -1)
+    for node in walk_nodes(module):
+        for written in mutated_inputs(node):
+            edited = weights.get(node_storage(written) or -1)
             if edited is not None:
                 raise UnsupportedError(
                     f"The weight {_name(edited)!r} is edited in place inside compiled code, where the edit would be "
@@ -124,18 +124,18 @@ def refuse_edits(module: GraphModule) -> None:
                 )
 
 
-def storage_of(node: Node) -> int | None:
+def node_storage(node: Node) -> int | None:
     """The same number for values that share memory; None for what is no tensor."""
-    value = node.meta.get(EXAMPLE)
-    return memory_of(value) if isinstance(value, Tensor) else None
+    value = node.meta.get(EXAMPLE_VALUE)
+    return storage_key(value) if isinstance(value, Tensor) else None
 
 
-def memory_of(value: Tensor) -> int:
+def storage_key(value: Tensor) -> int:
     """The same number for tensors that share memory, fake ones, too."""
     return value.untyped_storage()._cdata
 
 
-def written_by(node: Node) -> list[Node]:
+def mutated_inputs(node: Node) -> list[Node]:
     """The tensors that this node writes to."""
     target: Any = node.target
     if node.op not in ("call_function", "call_method"):
@@ -151,7 +151,7 @@ def written_by(node: Node) -> list[Node]:
 
 def _name(shard: Node) -> str:
     assert isinstance(shard, Node)
-    source = getattr(shard.meta.get(ORIGIN), "source", None)
+    source = getattr(shard.meta.get(GRAPH_ARG), "source", None)
     path = getattr(source, "name", "")
     keys = re.findall(r"_(?:modules|parameters)\['?([^'\]]+)'?\]", path() if callable(path) else path)
     return ".".join(keys) or shard.name

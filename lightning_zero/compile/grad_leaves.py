@@ -25,12 +25,12 @@ from lightning_zero.compat.compiler import (
     OutputGraph,
     SetattrVariable,
     TensorVariable,
-    TraceAgain,
+    RestartAnalysis,
 )
-from lightning_zero.compat.graphs import EXAMPLE
-from lightning_zero.compat.patches import swapped
+from lightning_zero.compat.graphs import EXAMPLE_VALUE
+from lightning_zero.compat.patches import swap_attribute
 
-__all__ = ["leaves_of_nobody"]
+__all__ = ["ignore_grad_leaves"]
 
 # Of a tensor: what differs where it asks for a gradient.
 _TELLING = {"requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "retain_grad", "register_hook", "backward"}
@@ -38,14 +38,14 @@ _TELLING = {"requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "re
 
 @UNUSED_GRADIENTS
 @contextmanager
-def leaves_of_nobody() -> Iterator[None]:
+def ignore_grad_leaves() -> Iterator[None]:
     """Inside, what Dynamo traces for the first time, or anew, is traced so."""
     leaves = _Leaves()
     with (
-        swapped(SetattrVariable, "call_function", _instead(SetattrVariable.call_function, leaves.sets)),
-        swapped(TensorVariable, TENSOR_GETATTR, _instead(getattr(TensorVariable, TENSOR_GETATTR), leaves.reads)),
-        swapped(TensorVariable, "call_method", _instead(TensorVariable.call_method, leaves.calls)),
-        swapped(OutputGraph, COMPILE_GRAPH, _instead(getattr(OutputGraph, COMPILE_GRAPH), leaves.ends)),
+        swap_attribute(SetattrVariable, "call_function", _instead(SetattrVariable.call_function, leaves.sets)),
+        swap_attribute(TensorVariable, TENSOR_GETATTR, _instead(getattr(TensorVariable, TENSOR_GETATTR), leaves.reads)),
+        swap_attribute(TensorVariable, "call_method", _instead(TensorVariable.call_method, leaves.calls)),
+        swap_attribute(OutputGraph, COMPILE_GRAPH, _instead(getattr(OutputGraph, COMPILE_GRAPH), leaves.ends)),
     ):
         yield
 
@@ -106,7 +106,7 @@ class _Leaves:
     def _again(self, tx: Any) -> None:
         self._ended.append(tx.speculation_log)
         tx.speculation_log.clear()  # of what comes behind the place where the graph ends this time
-        raise TraceAgain(restart_reason="a tensor that was made a leaf may be asked for its gradient")
+        raise RestartAnalysis(restart_reason="a tensor that was made a leaf may be asked for its gradient")
 
 
 def _is(variable: Any, value: Any) -> bool:
@@ -115,5 +115,5 @@ def _is(variable: Any, value: Any) -> bool:
 
 def _asks_for_none(tensor: Any) -> bool:
     """Whether it could have a gradient, and does not ask for one."""
-    value = tensor.as_proxy().node.meta.get(EXAMPLE) if isinstance(tensor, TensorVariable) else None
+    value = tensor.as_proxy().node.meta.get(EXAMPLE_VALUE) if isinstance(tensor, TensorVariable) else None
     return isinstance(value, Tensor) and not value.requires_grad and (value.is_floating_point() or value.is_complex())

@@ -13,24 +13,24 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import CUSTOM, TANGENTS
 from lightning_zero.compat.ops import OpOverload, to_copy, unsafe_view
-from lightning_zero.native.ops import OPS, Op, Role, in_graphs, op_of
+from lightning_zero.native.ops import OPS, Op, Role, graph_overloads, find_op
 
 __all__ = [
     "GATHER",
     "REDUCE",
     "WEIGHT",
-    "calling",
+    "find_calls",
     "calls",
     "cast_dtype",
     "first_call",
     "gathers",
-    "in_role",
+    "nodes_in_role",
     "is_op",
     "is_reduce",
     "is_start",
     "is_view_or_cast",
     "output_node",
-    "kind_of",
+    "graph_kind",
     "ops",
     "readers",
     "reduces",
@@ -63,36 +63,36 @@ def ops(name: str) -> OpOverload:
 
 def gathers(graph: Graph) -> list[Node]:
     """All nodes that read a whole parameter, in order."""
-    return calling(graph, [OPS[GATHER]])
+    return find_calls(graph, [OPS[GATHER]])
 
 
 def reduces(graph: Graph) -> list[Node]:
     """All nodes that hand a gradient over, in order."""
-    return calling(graph, [OPS[REDUCE]])
+    return find_calls(graph, [OPS[REDUCE]])
 
 
-def in_role(graph: Graph, *roles: Role) -> list[Node]:
+def nodes_in_role(graph: Graph, *roles: Role) -> list[Node]:
     """All nodes that call ops of ours in such a role, in order."""
-    return calling(graph, [op for op in OPS.values() if op.role in roles])
+    return find_calls(graph, [op for op in OPS.values() if op.role in roles])
 
 
-def calling(graph: Graph, rows: Iterable[Op]) -> list[Node]:
+def find_calls(graph: Graph, rows: Iterable[Op]) -> list[Node]:
     """All nodes that call these ops of ours, in order. The graph is asked, which keeps nodes by what they call: passes
     ask a dozen times, and of a graph of many layers nearly all nodes call something else."""
     found: list[Node] = []
-    for target in (target for op in rows for target in in_graphs(op)):
+    for target in (target for op in rows for target in graph_overloads(op)):
         found += graph.find_nodes(op="call_function", target=target, sort=False)
     return sorted(found)
 
 
 def calls(node: Node, name: str) -> bool:
     """Whether a node calls our op of this short name, or what stands for it on paper."""
-    return node.op == "call_function" and op_of(node.target) is OPS[name]
+    return node.op == "call_function" and find_op(node.target) is OPS[name]
 
 
 def shard_of(node: Node) -> Node:
     """The graph's input that a gather or a reduce belongs to."""
-    op = op_of(node.target)
+    op = find_op(node.target)
     shard = node.args[op.shards if op is not None else 0]
     assert isinstance(shard, Node)
     return shard
@@ -131,11 +131,11 @@ def is_reduce(node: Node) -> bool:
 
 
 def _role(node: Node) -> Role:
-    op = op_of(node.target)
+    op = find_op(node.target)
     return Role.OTHER if op is None else op.role
 
 
-def kind_of(graph: Graph) -> str:
+def graph_kind(graph: Graph) -> str:
     """``"backward"`` when a graph, after partitioning, is given gradients of a forward graph's outputs, otherwise
     ``"forward"``."""
     inputs = graph.find_nodes(op="placeholder")

@@ -11,10 +11,10 @@ from torch import nn
 
 from lightning_zero.compat.compiler import dynamo_config
 
-__all__ = ["Hooks", "guarding_hooks", "hooks_of", "told_apart_by_hooks"]
+__all__ = ["ModuleHooks", "guard_hooks", "module_hooks", "needs_hook_guards"]
 
 
-class Hooks:
+class ModuleHooks:
     """Those of a module and of all in it.
 
     Attributes:
@@ -26,7 +26,7 @@ class Hooks:
         self._look()
         self._known = self._keys()
 
-    def have_changed(self) -> bool:
+    def changed(self) -> bool:
         """Whether there are others than at first. Asked before each call, so it takes a tenth of a microsecond for each
         module."""
         if _children(self._homes) != self._parts:  # modules may be put in the place of others
@@ -34,7 +34,7 @@ class Hooks:
         return self._keys() != self._known
 
     def _look(self) -> None:
-        self.all = [hooks for part in self._module.modules() for hooks in hooks_of(part)]
+        self.all = [hooks for part in self._module.modules() for hooks in module_hooks(part)]
         self._homes = [part._modules for part in self._module.modules() if part._modules]
         self._parts = _children(self._homes)
 
@@ -48,12 +48,12 @@ def _children(homes: list[dict[str, nn.Module | None]]) -> list[nn.Module | None
     return [part for home in homes for part in home.values()]
 
 
-def hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+def module_hooks(module: nn.Module) -> list[dict[int, Any]]:
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return [getattr(module, kind) for kind in kinds]
 
 
-def told_apart_by_hooks(root: nn.Module, left_out: Collection[Callable[..., Any]]) -> bool:
+def needs_hook_guards(root: nn.Module, left_out: Collection[Callable[..., Any]]) -> bool:
     """Whether modules of one class may differ in their hooks. Without guards for these Dynamo runs what it compiled for
     one of them for the next: layers behind a graph break in a loop, a student and its teacher.
 
@@ -61,11 +61,11 @@ def told_apart_by_hooks(root: nn.Module, left_out: Collection[Callable[..., Any]
     """
     count = Counter(map(type, root.modules()))
     several = [part for part in root.modules() if count[type(part)] > 1]
-    return any(hook not in left_out for part in several for hooks in hooks_of(part) for hook in hooks.values())
+    return any(hook not in left_out for part in several for hooks in module_hooks(part) for hook in hooks.values())
 
 
 @contextmanager
-def guarding_hooks() -> Iterator[None]:
+def guard_hooks() -> Iterator[None]:
     """Dynamo leaves such guards out, and never calls a hook that is put on a module once it is compiled, but goes on
     calling one that is removed. They take twice the time of all others, so there are none before hooks change."""
     before = dynamo_config.skip_nnmodule_hook_guards

@@ -14,7 +14,7 @@ from torch.fx import Graph
 
 from lightning_zero.compat.compiler import inductor_config, replace_random_passes, stable_topological_sort
 from lightning_zero.compile.draws import draws
-from lightning_zero.compile.layer_dedup import Outline
+from lightning_zero.compile.layer_dedup import LayerDedup
 
 __all__ = ["JointPasses"]
 
@@ -29,7 +29,7 @@ class JointPasses(ExitStack):
             user's policy of what is computed again may ask.
     """
 
-    def __init__(self, layers: Outline | None, finish: Callable[[Graph], Graph], first: bool = False) -> None:
+    def __init__(self, layers: LayerDedup | None, finish: Callable[[Graph], Graph], first: bool = False) -> None:
         super().__init__()
         self._layers = None if first else layers
         self._finish = finish

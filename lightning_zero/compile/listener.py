@@ -11,10 +11,10 @@ from typing import Protocol
 
 from torch.fx import Graph
 
-from lightning_zero.compile.active import ACTIVE
+from lightning_zero.compile.active import OPTIMIZATION_COUNTS
 from lightning_zero.compile.passes.pass_trace import PassTrace
 
-__all__ = ["CompileListener", "GraphObserver", "PassObserver", "Progress"]
+__all__ = ["CompileListener", "GraphObserver", "PassObserver", "CompileProgress"]
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class CompileListener(Protocol):
         """A graph, described in words, begins to be compiled (``busy``), or has been, in so many seconds; ``what`` then
         says how these are spent, and may be empty."""
 
-    def spend(self, what: str, amount: float) -> None:
+    def add_metric(self, what: str, amount: float) -> None:
         """So many seconds went into that; or so many pieces were made."""
 
     @property
@@ -50,7 +50,7 @@ class CompileListener(Protocol):
         """Whether what each pass does must be seen."""
 
 
-class Progress:
+class CompileProgress:
     """The listener of one engine. Knows nothing of the engine: torch keeps what it has compiled, and with it the
     compiler and its listener, for as long as the process lives.
 
@@ -77,7 +77,7 @@ class Progress:
         self._graph_observers: list[GraphObserver] = []
         self._pass_observers: list[PassObserver] = []
         self.compiled = 0
-        self.spent: defaultdict[str, float] = defaultdict(float)
+        self.metrics: defaultdict[str, float] = defaultdict(float)
 
     def report(self, line: str) -> None:
         """Shows a line to the user."""
@@ -109,8 +109,8 @@ class Progress:
         for observer in self._pass_observers:
             observer(trace)
 
-    def spend(self, what: str, amount: float) -> None:
-        self.spent[what] += amount
+    def add_metric(self, what: str, amount: float) -> None:
+        self.metrics[what] += amount
 
     def compiling(self, what: str, busy: bool, seconds: float) -> None:
         self.compiled += 1
@@ -118,9 +118,9 @@ class Progress:
             self.report(f"Compiling {what}; this step takes longer.")
         else:
             self.report(f"Compiled it in {seconds:.1f} s{f' ({what})' if what else ''}.")
-            self.spend("graphs", 1)
-            self.spend("compiling", seconds)
-            log.debug("In use: %s", ACTIVE.text())
+            self.add_metric("graphs", 1)
+            self.add_metric("compiling", seconds)
+            log.debug("In use: %s", OPTIMIZATION_COUNTS.text())
         self._busy(f"compiling {what}," if busy else "")
         with suppress(Exception):  # an exception of the compiler must not be hidden by one of the store
             self._busy_for_others(busy)

@@ -9,24 +9,24 @@ from typing import Any
 from torch.fx import GraphModule
 
 from lightning_zero.compat.compiler import min_cut_partition
-from lightning_zero.compat.cse import merging_in_place
-from lightning_zero.compat.cuts import cutting_fast
-from lightning_zero.compat.graph_extract import copying_less
-from lightning_zero.compile.passes.mutated_buffers import keep_as_read
-from lightning_zero.compile.passes.residual_sums import save_chains
-from lightning_zero.compile.recompute_policy import save_drawn
+from lightning_zero.compat.cse import cse_in_place
+from lightning_zero.compat.cuts import fast_minimum_cut
+from lightning_zero.compat.graph_extract import skip_graph_copies
+from lightning_zero.compile.passes.mutated_buffers import save_mutated_buffers
+from lightning_zero.compile.passes.residual_sums import save_residual_sums
+from lightning_zero.compile.recompute_policy import save_random_ops
 
-__all__ = ["halves"]
+__all__ = ["partition_joint_graph"]
 
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
 
 
-def halves(
+def partition_joint_graph(
     module: GraphModule, inputs: Any, outputs: int, budget: float, by: Partition = min_cut_partition, **settings: Any
 ) -> tuple[GraphModule, GraphModule, list[GraphModule]]:
     """Both, and those of them whose graphs were changed behind torch's partition, so that their code is not theirs.
 
-    Within torch's settings of :func:`~lightning_zero.compile.recompute_policy.saved_within` the same budget.
+    Within torch's settings of :func:`~lightning_zero.compile.recompute_policy.partitioner_settings` the same budget.
 
     Args:
         module: the joint graph, which is not to be used any more.
@@ -35,10 +35,10 @@ def halves(
         settings: for it.
     """
     # Here: Inductor's passes over joint graphs have seeds drawn, which no node before them does.
-    save_drawn(module.graph, budget)
-    with cutting_fast(), copying_less(), merging_in_place():
+    save_random_ops(module.graph, budget)
+    with fast_minimum_cut(), skip_graph_copies(), cse_in_place():
         forward, backward = by(module, inputs, num_fwd_outputs=outputs, **settings)
-    changed = [forward] if keep_as_read(forward.graph, outputs) else []
-    if budget < 1 and save_chains(forward.graph, backward.graph, outputs):
+    changed = [forward] if save_mutated_buffers(forward.graph, outputs) else []
+    if budget < 1 and save_residual_sums(forward.graph, backward.graph, outputs):
         changed = [forward, backward]
     return forward, backward, changed

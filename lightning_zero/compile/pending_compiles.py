@@ -11,16 +11,16 @@ from threading import RLock
 from time import monotonic
 from typing import Any
 
-from lightning_zero.compat.cache_saves import saved_later
+from lightning_zero.compat.cache_saves import defer_cache_saves
 from lightning_zero.compat.compiler import functorch_config
-from lightning_zero.compile.subgraphs import Kernels
+from lightning_zero.compile.subgraphs import DeferredKernels
 
-__all__ = ["Rest", "Unfinished"]
+__all__ = ["PendingCompile", "PendingCompiles"]
 
 log = logging.getLogger(__name__)
 
 
-class Rest(ExitStack):
+class PendingCompile(ExitStack):
     """Of one graph; a context in which it is compiled.
 
     Args:
@@ -28,15 +28,15 @@ class Rest(ExitStack):
         settings: of functorch, that it is compiled with.
     """
 
-    def __init__(self, kernels: Kernels, settings: dict[str, Any]) -> None:
+    def __init__(self, kernels: DeferredKernels, settings: dict[str, Any]) -> None:
         super().__init__()
         self._kernels = kernels
         self._settings = settings
         self._saves: list[Callable[[], Any]] = []
 
-    def __enter__(self) -> Rest:
+    def __enter__(self) -> PendingCompile:
         self.enter_context(self._kernels)
-        self.enter_context(saved_later(self._saves))
+        self.enter_context(defer_cache_saves(self._saves))
         return self
 
     def __call__(self) -> None:
@@ -47,7 +47,7 @@ class Rest(ExitStack):
                 save()
 
 
-class Unfinished:
+class PendingCompiles:
     """What is left of graphs that have not been called yet."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Unfinished:
                     if end is not None:
                         end(seconds + monotonic() - begun)
 
-    def finish_behind(self, failure: BaseException | None) -> None:
+    def finish_after(self, failure: BaseException | None) -> None:
         """Where nobody may have called them: Dynamo has failed behind the backend, and this rank is busy until then.
 
         Args:

@@ -6,10 +6,10 @@ from collections.abc import Hashable
 
 from lightning_zero.compile.plan import GraphPlan, Plan
 
-__all__ = ["PlanBook"]
+__all__ = ["PlanStore"]
 
 
-class PlanBook:
+class PlanStore:
     """Of one engine, the same on every rank: a graph's plan is entered once the ranks have agreed on it."""
 
     def __init__(self) -> None:
@@ -28,13 +28,13 @@ class PlanBook:
         return Plan(tuple(self._all))
 
     @property
-    def agreed(self) -> tuple[GraphPlan, ...]:
+    def agreed_plans(self) -> tuple[GraphPlan, ...]:
         """Of the graphs that have run since :meth:`forget` under the current key; later ones follow them."""
         return tuple(self._agreed.get(self._key, ()))
 
     def forward_seconds(self) -> float:
         """Return the estimated compute seconds of the forward graphs under the current key; 0 if unknown."""
-        return sum(plan.compute_s for plan in self.agreed if plan.kind == "forward")
+        return sum(plan.compute_s for plan in self.agreed_plans if plan.kind == "forward")
 
     def keeps_more(self, share: float, budget: float, small_bytes: int) -> bool:
         """Return True if a weight would be kept that is gathered again now.
@@ -46,7 +46,7 @@ class PlanBook:
             budget: bytes of weights that are kept until the optimizer steps.
             small_bytes: size up to which weights do not count in ``budget``.
         """
-        for plan in self.agreed:
+        for plan in self.agreed_plans:
             room = share * sum(gather.bytes for gather in plan.gathers) if plan.kind == "backward" else 0.0
             for gather in plan.gathers:
                 mean = gather.bytes / len(gather.weights)
@@ -54,7 +54,7 @@ class PlanBook:
                     return True
         return False
 
-    def turn_to(self, key: Hashable) -> None:
+    def select(self, key: Hashable) -> None:
         """Graphs are now rewritten as ``key`` says, and follow plans of the same key: other passes, or another share of
         weights that is kept, make other groups of the same weights."""
         self._key = key

@@ -10,27 +10,27 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import OpOverload
 
-__all__ = ["counts", "node_lines", "readable"]
+__all__ = ["is_numbered", "format_nodes", "readable"]
 
 
 def readable(graph: Graph) -> str:
     """A line for each node: its number, name, op, arguments, and the dtype and shape of its result."""
     lines, number = [], 0
-    for node, (_, line) in zip(graph.nodes, node_lines(graph), strict=True):
-        shown = str(number) if counts(node) else ""
-        number += counts(node)
+    for node, (_, line) in zip(graph.nodes, format_nodes(graph), strict=True):
+        shown = str(number) if is_numbered(node) else ""
+        number += is_numbered(node)
         lines.append(f"{shown:>5}  {line}\n")
     return "".join(lines)
 
 
-def node_lines(graph: Graph) -> Iterator[tuple[str, str]]:
+def format_nodes(graph: Graph) -> Iterator[tuple[str, str]]:
     """Name and line of each node, without its number: that of a node which a pass leaves alone stays the same."""
     for node in graph.nodes:
         shape = _shape(node.meta.get("val"))
         yield node.name, f"{_call(node)}{f'  # {shape}' if shape else ''}"
 
 
-def counts(node: Node) -> bool:
+def is_numbered(node: Node) -> bool:
     """Whether plans number the node."""
     return (
         node.op not in ("placeholder", "get_attr", "output") and str(node.target) != "lightning_zero.check_plan.default"

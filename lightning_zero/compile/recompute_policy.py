@@ -26,11 +26,11 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.compiler import CustomKnapsackSolver, functorch_config, knapsack
 from lightning_zero.compile.draws import draws
-from lightning_zero.compile.tagging import tag_drawn
+from lightning_zero.compile.tagging import tag_random_ops
 from lightning_zero.profiling import node_costs as cost
 from lightning_zero.profiling.graph_tensors import nbytes
 
-__all__ = ["SavedEvenly", "evenly", "save_drawn", "saved_within"]
+__all__ = ["EvenKnapsack", "space_evenly", "save_random_ops", "partitioner_settings"]
 
 TIE = 0.02  # the share by which a product is worth more than one of twice its bytes and operations
 SMALL = 64  # times smaller than what it reads
@@ -39,19 +39,19 @@ LEAST = 1e-6  # of a size, in shares of all: what has none is worth no more than
 UNITS = 10_000  # of all, in which torch counts sizes
 
 
-def saved_within(budget: float) -> dict[str, Any]:
+def partitioner_settings(budget: float) -> dict[str, Any]:
     """Settings of torch's partitioner: so much of what it would like to save may be, as a share."""
-    return {"activation_memory_budget": budget, "activation_memory_budget_solver": SavedEvenly()}
+    return {"activation_memory_budget": budget, "activation_memory_budget_solver": EvenKnapsack()}
 
 
-def save_drawn(graph: Graph, budget: float) -> None:
-    """Has torch's partitioner, which divides this joint graph next within :func:`saved_within`, save random numbers."""
+def save_random_ops(graph: Graph, budget: float) -> None:
+    """Has torch's partitioner, which divides this joint graph next within :func:`partitioner_settings`, save random numbers."""
     # Of a budget of none at all it heeds no tag.
-    if budget < 1 and tag_drawn(graph) and budget == 0:
+    if budget < 1 and tag_random_ops(graph) and budget == 0:
         functorch_config.activation_memory_budget = NEXT_TO_NONE
 
 
-class SavedEvenly(CustomKnapsackSolver):
+class EvenKnapsack(CustomKnapsackSolver):
     """Torch's choice, with the places among equals exchanged."""
 
     def __call__(
@@ -77,7 +77,7 @@ class SavedEvenly(CustomKnapsackSolver):
         sizes = [memory[index] for index in others]
         _, saved, _ = knapsack(sizes, _worth([flops[index] for index in others], sizes), max_memory)
         kinds = [(memory[index], flops[index], nodes[index].target) for index in others]
-        found = {others[index] for index in evenly(set(saved), kinds, [places[index] for index in others])}
+        found = {others[index] for index in space_evenly(set(saved), kinds, [places[index] for index in others])}
         # Computed again they would draw other numbers (attention with dropout).
         found |= kept | {index for index, node in enumerate(nodes) if draws(node)}
         return sorted(found), sorted(set(range(len(nodes))) - found)
@@ -108,7 +108,7 @@ def _counted(size: float) -> float:
     return units / (size * UNITS) if units else 1.0
 
 
-def evenly(saved: AbstractSet[int], kinds: Sequence[Hashable], places: Sequence[int]) -> set[int]:
+def space_evenly(saved: AbstractSet[int], kinds: Sequence[Hashable], places: Sequence[int]) -> set[int]:
     """As many of each kind as in ``saved``, evenly spaced among those of its kind.
 
     Args:

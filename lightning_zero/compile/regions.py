@@ -14,16 +14,16 @@ from collections.abc import Set as AbstractSet
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compat.graphs import RECOMPUTE, REGION
+from lightning_zero.compat.graphs import RECOMPUTE, AC_GRAPH_ID
 from lightning_zero.compile.graph import REDUCE, calls, cast_dtype, is_view_or_cast, output_node
-from lightning_zero.compile.passes.saved_weights import after_tangents
+from lightning_zero.compile.passes.saved_weights import backward_nodes
 
-__all__ = ["save_boundaries"]
+__all__ = ["save_region_boundaries"]
 
 _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-def save_boundaries(graph: Graph, weights: AbstractSet[Node]) -> Graph:
+def save_region_boundaries(graph: Graph, weights: AbstractSet[Node]) -> Graph:
     """Tags a joint graph, in place: what goes into a checkpointed region, and what leaves one, is not computed again.
     It is saved where backward needs it, or something that was made of it.
 
@@ -32,13 +32,13 @@ def save_boundaries(graph: Graph, weights: AbstractSet[Node]) -> Graph:
     Args:
         weights: gathers, and their views and casts, which are not saved.
     """
-    if not any(REGION in node.meta for node in graph.nodes):
+    if not any(AC_GRAPH_ID in node.meta for node in graph.nodes):
         return graph
     regions: dict[Node, int] = {}  # 0: none
     for node in _forward(graph):
         # One of several results of an op may have no number of its own.
         source = node.args[0] if node.target is operator.getitem else None
-        regions[node] = node.meta.get(REGION, regions.get(source, 0) if isinstance(source, Node) else 0)
+        regions[node] = node.meta.get(AC_GRAPH_ID, regions.get(source, 0) if isinstance(source, Node) else 0)
     for node in regions:
         if node in weights:
             continue
@@ -51,7 +51,7 @@ def save_boundaries(graph: Graph, weights: AbstractSet[Node]) -> Graph:
 def _forward(graph: Graph) -> list[Node]:
     """What the results of forward are made of, in order: not what derivatives alone ask for, before they have a
     gradient."""
-    backward = after_tangents(graph)
+    backward = backward_nodes(graph)
     needed: set[Node] = set()
     pending = [node for node in output_node(graph).all_input_nodes if node not in backward and not calls(node, REDUCE)]
     while pending:

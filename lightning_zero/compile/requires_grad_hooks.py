@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.tensors import tree_leaves
 
-__all__ = ["asking", "left_out", "seen_in"]
+__all__ = ["asking", "left_out", "output_needs_hooks"]
 
 ARGUMENTS = 3  # module, its arguments, its output
 # Instructions of Python 3.11 to 3.14 that load a local variable and that call a method.
@@ -54,7 +54,7 @@ def _of_asking(step: dis.Instruction, output: str) -> bool:
     return step.opname in CALLING or (step.opname in LOADS and step.argval == output)
 
 
-def seen_in(output: Any) -> bool:
+def output_needs_hooks(output: Any) -> bool:
     """Whether a module that returned this, and ran eagerly, makes use of outputs that ask for gradients."""
     tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad]
     if not all(any(map(_is_of_weight, _behind(tensor))) for tensor in tensors):

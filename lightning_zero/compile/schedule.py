@@ -10,7 +10,7 @@ from lightning_zero.compile.passes.base import PassSpec, check_contracts
 __all__ = ["Schedule", "check_names", "check_passes"]
 
 # What a graph needs to run at all, and who gives it.
-FINISHED = {"started": "group_gathers", "handed over": "hand_over_gradients", "announced": "announce_plan"}
+FINISHED = {"started": "group_gathers", "handed over": "enqueue_gradients", "announced": "publish_plan"}
 
 Names = tuple[str, ...]
 

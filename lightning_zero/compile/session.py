@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from lightning_zero.compat.newer import require_compiler
 from lightning_zero.compile.backend import Compiler
-from lightning_zero.compile.consensus import Agreement
+from lightning_zero.compile.consensus import RankConsensus
 from lightning_zero.compile.context import PassContext, small_weight_bytes
-from lightning_zero.compile.cuda_graphs import Replays
-from lightning_zero.compile.discover import CompiledCalls
-from lightning_zero.compile.listener import Progress
+from lightning_zero.compile.cuda_graphs import CUDAGraphManager
+from lightning_zero.compile.discover import CompiledModules
+from lightning_zero.compile.listener import CompileProgress
 from lightning_zero.compile.passes import PassSpec, default_passes
 from lightning_zero.compile.plan import GraphPlan
-from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.compile.plan_book import PlanStore
 from lightning_zero.compile.selection import PassSelection
 from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.memory_planner.inputs import apply_memory_config, memory_config
@@ -35,10 +35,10 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.offload.activations import HostActivations
-from lightning_zero.offload.bandwidth import BESIDE_COMPUTE, measure_host
+from lightning_zero.offload.bandwidth import FRACTION_WITH_COMPUTE, measure_host_bandwidth
 from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel, measure_costs
 from lightning_zero.profiling.device_gauges import MemoryGauge
-from lightning_zero.sharding.symm_mem import Peers
+from lightning_zero.sharding.symm_mem import PeerTransports
 
 __all__ = ["CompileSession"]
 
@@ -69,34 +69,34 @@ class CompileSession:
         mesh: Mesh,
         executor: Executor,
         watchdog: Watchdog,
-        peers: Peers,
+        transports: PeerTransports,
         skip_modules: tuple[type, ...] = (),
         report: Callable[[str], None] | None = None,
     ) -> None:
         self.config = config
         self._mesh = mesh
         self._watchdog = watchdog
-        self._peers = peers
-        self._agreement = Agreement(
+        self._transports = transports
+        self._consensus = RankConsensus(
             mesh.store("lightning_zero"),
             mesh.rank,
             mesh.world_size,
-            config.tuning.agreement_timeout_s,
+            config.tuning.consensus_timeout_s,
             mesh.timeout_s,
             check=watchdog.check,
         )
         # Torch keeps compilers, and with them the agreement: it must not keep the executor.
         weak = weakref.ref(executor)
-        self._agreement.needed = lambda: (held := weak()) is None or not held.weights.takes_turns()
+        self._consensus.needed = lambda: (held := weak()) is None or not held.weights.uses_epoch_lock()
         self._selection = PassSelection()
-        self._replays: Replays | None = None
+        self._cuda_graphs: CUDAGraphManager | None = None
         self._costs: CostModel | None = None
         activations = HostActivations(mesh.device)
         executor.keep_activations(activations)
-        self.progress = Progress(self._agreement.compiling, watchdog.native.busy, report)
+        self.progress = CompileProgress(self._consensus.compiling, watchdog.native.busy, report)
         report = self.progress.report
-        self._calls_of = partial(CompiledCalls, skip=skip_modules, report=report, amount=activations.amount)
-        self.plans = PlanBook()
+        self._calls_of = partial(CompiledModules, skip=skip_modules, report=report, amount=activations.amount)
+        self.plans = PlanStore()
         access = CompilerAccess(
             compiled=lambda: self.compiled,
             gathered=lambda: executor.counters().get("gather_bytes", 0),
@@ -104,21 +104,21 @@ class CompileSession:
             keeps_more=lambda share, budget: self.plans.keeps_more(
                 share, budget, small_weight_bytes(self.config.compiled)
             ),
-            captures=lambda: self._replays is not None and self._replays.enabled,
-            disable_captures=lambda reason: self._replays is not None and self._replays.decline(reason),
+            captures=lambda: self._cuda_graphs is not None and self._cuda_graphs.enabled,
+            disable_captures=lambda reason: self._cuda_graphs is not None and self._cuda_graphs.decline(reason),
         )
         self.planner = MemoryPlanner(report, access, mesh.control_group, MemoryGauge(mesh.device))
-        self.calls: CompiledCalls | None = None
+        self.compiled_modules: CompiledModules | None = None
 
     @property
     def compiled(self) -> int:
         """How much has been compiled so far: another number means that other code runs."""
         return self.progress.compiled + self.plans.count
 
-    def begin(self, replays: Replays) -> None:
+    def begin(self, replays: CUDAGraphManager) -> None:
         """Makes the compiler, whose graphs ``replays`` wraps. Measures transfers, on all ranks together, where the
         options need that."""
-        self._replays = replays
+        self._cuda_graphs = replays
         self._new_compiler(self.config.compiled)
 
     def check(self, config: EngineConfig) -> None:
@@ -138,64 +138,64 @@ class CompileSession:
             raise
 
     def _changed(self, before: EngineConfig, config: EngineConfig) -> None:
-        self._agreement.patience_s = config.tuning.agreement_timeout_s
+        self._consensus.patience_s = config.tuning.consensus_timeout_s
         if config.memory != before.memory or _staying(config) != _staying(before):
             self.planner.reset(forget=True)
         planned = config.memory is not None and _planned_away(config) != _planned_away(before)
         if config.compiled != before.compiled or config.memory != before.memory or planned:
-            self._anew()
+            self._restart()
         if config.memory is not None:
-            self.hold(PlanUpdate(self.planner.current(config)))
+            self.apply_update(PlanUpdate(self.planner.current(config)))
         else:
             self.planner.apply(config, memory_config(config))
 
-    def links_changed(self) -> None:
+    def remeasure_links(self) -> None:
         """Weights or gradients travel another way than was thought. Measures again, and everything begins anew; what
         was decided before training holds, since what it has put on the host is there."""
         self._costs = None
-        self._anew(reset=self.planner.has_begun)
+        self._restart(reset=self.planner.has_begun)
 
-    def _anew(self, reset: bool = True) -> None:
+    def _restart(self, reset: bool = True) -> None:
         if reset:
             self.planner.reset()
         self._new_compiler(self.config.compiled)
-        if self.calls is not None:
-            self.calls = self.calls.anew(self._arguments)
+        if self.compiled_modules is not None:
+            self.compiled_modules = self.compiled_modules.restart(self._arguments)
 
     def _new_compiler(self, compile: CompileConfig) -> None:
         """Also settles the arguments for torch.compile, which come from nowhere else but :meth:`_compile_again`."""
         if compile.enabled:
             require_compiler()
         if self._costs is None and compile.enabled and compile.prefetch:
-            self._costs = measure_costs(self._mesh, self._peers.for_weights is not None)
+            self._costs = measure_costs(self._mesh, self._transports.weight_memory is not None)
         costs, nominal = self._costs or NOMINAL_COSTS, NOMINAL_COSTS.host_bytes_per_s
         if compile.offload_activations and costs.host_bytes_per_s == nominal:
-            measured = measure_host(self._mesh)
-            self._costs = replace(costs, host_bytes_per_s=BESIDE_COMPUTE * measured if measured else nominal)
+            measured = measure_host_bandwidth(self._mesh)
+            self._costs = replace(costs, host_bytes_per_s=FRACTION_WITH_COMPUTE * measured if measured else nominal)
         context = self._context(compile)
         self._selection.check(default_passes(context))
-        assert self._replays is not None
+        assert self._cuda_graphs is not None
         self.plans.forget()
-        self._compiler = Compiler(context, self._selection, self.plans, self.progress, self._replays.wrap)
+        self._compiler = Compiler(context, self._selection, self.plans, self.progress, self._cuda_graphs.wrap)
         self._arguments = self._compiler.arguments()
 
     def _context(self, config: CompileConfig) -> PassContext:
         return PassContext(
             config,
-            self._mesh.holders.size,
+            self._mesh.shard_group.size,
             self.costs_or_nominal,
-            borrow_gradients=self._peers.borrows_gradients,
+            zero_copy_gradients=self._transports.zero_copy_gradients,
         )
 
     def _compile_again(self, saved_share: float | None = None) -> None:
         """Compiles the same modules again, with other passes, or with another share of weights that are kept. What is
         captured of graphs that were made otherwise gives its memory back first."""
-        assert self._replays is not None
-        self._replays.drop()
+        assert self._cuda_graphs is not None
+        self._cuda_graphs.drop()
         self.planner.empty_cache()  # nothing but a graph could use it
         self._arguments = self._compiler.arguments(saved_share)
-        if self.calls is not None:
-            self.calls.compile_again(self._arguments)
+        if self.compiled_modules is not None:
+            self.compiled_modules.compile_again(self._arguments)
 
     @property
     def costs(self) -> CostModel | None:
@@ -249,7 +249,7 @@ class CompileSession:
 
     def attach(self, module: nn.Module) -> None:
         """Calls of ``module``, which is sharded, or of modules in it are compiled once a step has shown which."""
-        self.calls = self._calls_of(module, self._arguments)
+        self.compiled_modules = self._calls_of(module, self._arguments)
 
     def next_pass(self) -> float:
         """Must come before each pass forward and backward. Compiles once more where a measured budget says so.
@@ -260,58 +260,58 @@ class CompileSession:
         """
         update = self.planner.update(self.config)
         if update is not None:
-            self.hold(update)
+            self.apply_update(update)
         return self.planner.step_resident_bytes(self.config.compiled)
 
-    def hold(self, update: PlanUpdate) -> None:
+    def apply_update(self, update: PlanUpdate) -> None:
         """What a plan has chosen holds from now on."""
         config, before = apply_memory_config(self.config, update.chosen), self._compiler
         self.planner.apply(config, update.chosen)
         if config.compiled != before.context().config:
             self._new_compiler(config.compiled)
-            self._compiler.last_weight, self._compiler.notes = before.last_weight, before.notes
+            self._compiler.last_weight, self._compiler.call_info = before.last_weight, before.call_info
             self._compile_again(update.share)
         elif update.share is not None:
             self._compile_again(update.share)
 
     @property
-    def discovers(self) -> bool:
+    def is_discovering(self) -> bool:
         """Whether the next step runs eagerly and shows what to compile."""
-        assert self.calls is not None
-        return self.config.compiled.enabled and not (self.calls.modules or self.calls.eager)
+        assert self.compiled_modules is not None
+        return self.config.compiled.enabled and not (self.compiled_modules.modules or self.compiled_modules.eager_reasons)
 
     def step(self) -> AbstractContextManager[None]:
         """Surrounds the forward of each training step."""
-        assert self.calls is not None
-        return self.calls.step(self.discovers)
+        assert self.compiled_modules is not None
+        return self.compiled_modules.step(self.is_discovering)
 
-    def explaining(self) -> AbstractContextManager[None]:
-        """Surrounds each backward; see :meth:`CompiledCalls.explaining`."""
-        assert self.calls is not None
-        return self.calls.explaining()
+    def explain_errors(self) -> AbstractContextManager[None]:
+        """Surrounds each backward; see :meth:`CompiledModules.explain_errors`."""
+        assert self.compiled_modules is not None
+        return self.compiled_modules.explain_errors()
 
-    def first_step_showed(self, last_read: Tensor | None) -> None:
+    def set_last_read(self, last_read: Tensor | None) -> None:
         """Which shard a step's forward reads last; graphs that are compiled from now on go by it."""
-        assert self.calls is not None
-        self._compiler.last_weight, self._compiler.notes = last_read, self.calls.notes
+        assert self.compiled_modules is not None
+        self._compiler.last_weight, self._compiler.call_info = last_read, self.compiled_modules.call_info
 
-    def new_plan(self, digest: str, text: str) -> None:
+    def check_plan(self, digest: str, text: str) -> None:
         """A graph is about to run whose plan is new to this rank.
 
         Raises:
-            RankMismatchError: see :meth:`Agreement.check`.
+            RankMismatchError: see :meth:`RankConsensus.check`.
         """
         plan = GraphPlan.from_json(text)
         with self._watchdog.waiting("the agreement on a newly compiled graph"):
-            self._agreement.check(digest, plan.collectives())
+            self._consensus.check(digest, plan.collectives())
         self.plans.add(plan)
 
 
 def _staying(config: EngineConfig) -> tuple[object, ...]:
     """What is said by hand of weights that stay whole."""
-    return config.resident_mb, config.resident_until
+    return config.unsharded_cache_mb, config.unsharded_cache_until
 
 
 def _planned_away(config: EngineConfig) -> tuple[object, ...]:
     """What a plan goes by besides what is compiled: of the host's memory, and of gradients."""
-    return config.offload, config.tuning.offload_buffer_mb, config.stage, config.tuning.gradients_over_copies
+    return config.offload, config.tuning.offload_buffer_mb, config.stage, config.tuning.grad_aliasing

@@ -10,7 +10,7 @@ from traceback import FrameSummary
 from typing import Any
 
 from lightning_zero.compat.compiler import FRAMES_ONCE, output_graph
-from lightning_zero.compat.patches import swapped
+from lightning_zero.compat.patches import swap_attribute
 from lightning_zero.compat.skipped_text import paths_shortened_once
 
 __all__ = ["frames_written_once"]
@@ -21,7 +21,7 @@ __all__ = ["frames_written_once"]
 def frames_written_once() -> Iterator[None]:
     """Inside, Dynamo puts together what it has written of each frame before, and saves a tenth of its work: some twenty
     frames are above a node in a layer, and nearly all of them above the next one, too."""
-    with swapped(output_graph, "traceback", _Traceback()), paths_shortened_once():
+    with swap_attribute(output_graph, "traceback", _Traceback()), paths_shortened_once():
         yield
 
 

@@ -6,19 +6,19 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 
 from lightning_zero.compile.context import small_weight_bytes
-from lightning_zero.compile.cuda_graphs import Replays
+from lightning_zero.compile.cuda_graphs import CUDAGraphManager
 from lightning_zero.compile.eager import regather_saved_weights
 from lightning_zero.compile.session import CompileSession
-from lightning_zero.config.text import gib
-from lightning_zero.offload.saved import SavedOnHost
+from lightning_zero.config.text import format_gib
+from lightning_zero.offload.saved import SavedTensorOffload
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.symm_mem import Peers
+from lightning_zero.sharding.symm_mem import PeerTransports
 
-__all__ = ["CompiledSteps"]
+__all__ = ["CompiledStepHooks"]
 
 
-class CompiledSteps:
+class CompiledStepHooks:
     """The :class:`~lightning_zero.step.cycle.CompiledPart` of one engine.
 
     Args:
@@ -31,41 +31,41 @@ class CompiledSteps:
         session, sharder, peers: these.
     """
 
-    def __init__(self, session: CompileSession, replays: Replays, sharder: Sharder, peers: Peers) -> None:
+    def __init__(self, session: CompileSession, replays: CUDAGraphManager, sharder: Sharder, transports: PeerTransports) -> None:
         self.session = session
-        self._replays = replays
+        self._cuda_graphs = replays
         self.sharder = sharder
-        self.peers = peers
+        self.transports = transports
         self._eager_reads = -1  # in the last step; -1 where nobody knows
-        self._told_of_hooks = False
-        self._told_of: float | None = None  # the amount of activations that more has left than
+        self._reported_hooks = False
+        self._reported_limit: float | None = None  # the amount of activations that more has left than
 
     def allocate(self) -> None:
         """Memory that peers read and write, once it is known what for. Collective, the first time."""
         self.sharder.memory.settle()
-        if self.peers.allocate(self.sharder.memory):
-            self.links_changed()
+        if self.transports.allocate(self.sharder.memory):
+            self.remeasure_links()
 
-    def links_changed(self) -> None:
+    def remeasure_links(self) -> None:
         """Weights or gradients travel another way than was thought when the engine was made. Collective."""
-        reason = self.peers.why_not_replayed(self.sharder.executor)
-        self._replays.configure(self.session.config, reason)
-        self.session.links_changed()
+        reason = self.transports.no_capture_reason(self.sharder.executor)
+        self._cuda_graphs.configure(self.session.config, reason)
+        self.session.remeasure_links()
 
-    def gradients_move(self) -> None:
+    def on_gradients_moved(self) -> None:
         """They lie elsewhere than what was captured has them."""
-        self._replays.drop()
+        self._cuda_graphs.drop()
 
     def prepare(self) -> None:
         """Before each forward of a training step; collective."""
         config = self.session.config
         self.sharder.executor.activations.settle()
-        self._look_at_what_left(config.tuning.offload_activations_mb)
+        self._check_offloaded(config.tuning.offload_activations_mb)
         if config.compiled.enabled:
-            self.sharder.executor.weights.refresh_compute_copies()
+            self.sharder.executor.weights.refresh_compute_shards()
         used = config.compute_dtype if config.compiled.enabled else None  # what is not compiled casts what it has read
         kept = self.session.next_pass()
-        self.sharder.memory.keep_resident(used, small_weight_bytes(config.compiled), kept)
+        self.sharder.memory.cache_unsharded(used, small_weight_bytes(config.compiled), kept)
         if not self._first_pass:
             self.session.planner.cache.forward_begins(self.session.config.memory, self.session.compiled)
 
@@ -74,14 +74,14 @@ class CompiledSteps:
         """Whether it is under way, which looks after what is cached by itself."""
         return self.session.planner.first_step.saves is not None
 
-    def _look_at_what_left(self, megabytes: float | None) -> None:
+    def _check_offloaded(self, megabytes: float | None) -> None:
         """Whether the last pass kept to the amount; see ``offload/amount.py`` for what nobody knows beforehand."""
         amount = self.sharder.executor.activations.amount
         sent, beyond = amount.sent / 2**20, amount.beyond
         amount.begin_pass(float("inf") if megabytes is None else megabytes * 2**20)
-        if megabytes is None or not beyond or megabytes == self._told_of:
+        if megabytes is None or not beyond or megabytes == self._reported_limit:
             return
-        self._told_of = megabytes
+        self._reported_limit = megabytes
         self.session.progress.report(
             f"offload_activations_mb={megabytes:g} is not held: the last pass sent {sent:.3g} MiB, and went beyond it "
             f"in {beyond}, where a graph ran more than once in a call, or for modules that differ, or in a call that "
@@ -92,35 +92,35 @@ class CompiledSteps:
     @contextmanager
     def surround(self) -> Iterator[None]:
         """Around each forward of a training step. The first one runs eagerly and shows what to compile."""
-        first, (eager, gathers) = self.session.discovers, self._count_reads()
+        first, (eager, gathers) = self.session.is_discovering, self._count_reads()
         saves = self._first_saves() if first else None
         with ExitStack() as stack:
             stack.enter_context(self.session.step())
             # These cost a call for each tensor that autograd saves, for nothing where compiled code reads all weights.
             if first or self._eager_reads != 0:
                 stack.enter_context(regather_saved_weights(self.sharder, saves))
-            stack.callback(setattr, self._replays, "in_step", False)
-            self._replays.in_step = True
-            stack.callback(self.sharder.executor.weights.serve_resident, False)
-            self.sharder.executor.weights.serve_resident(True)
+            stack.callback(setattr, self._cuda_graphs, "in_step", False)
+            self._cuda_graphs.in_step = True
+            stack.callback(self.sharder.executor.weights.serve_eager_from_resident, False)
+            self.sharder.executor.weights.serve_eager_from_resident(True)
             yield
         if first:
-            self.session.first_step_showed(self.sharder.view.last_read)
-            self._tell_what_left(saves)
+            self.session.set_last_read(self.sharder.view.last_read)
+            self._report_offloaded(saves)
         eager_now, gathers_now = self._count_reads()
         if gathers_now != gathers:  # this rank may have left the forward out, and the next one is as those before
             self._eager_reads = eager_now - eager
 
-    def _first_saves(self) -> SavedOnHost | None:
+    def _first_saves(self) -> SavedTensorOffload | None:
         """Packs what an eager forward saves that shows what to compile."""
         first = self.session.planner.first_step
         return first.saves if self._first_pass else first.unmeasured_saves(self.session.config.memory)
 
-    def _tell_what_left(self, saves: SavedOnHost | None) -> None:
+    def _report_offloaded(self, saves: SavedTensorOffload | None) -> None:
         """Of what an eager forward saved; but not of one that a budget looks at, which tells itself."""
         if saves is not None and saves.nbytes and not self._first_pass:
             self.session.progress.report(
-                f"{gib(saves.nbytes)} GiB of what this step, which runs eagerly, saved in its forward went to the "
+                f"{format_gib(saves.nbytes)} GiB of what this step, which runs eagerly, saved in its forward went to the "
                 "host until its backward, as the device had no room for them. Compiled steps save less."
             )
 
@@ -130,16 +130,16 @@ class CompiledSteps:
         if not self._first_pass:
             self.session.planner.cache.optimizer_steps(self.session.config.memory, self.session.compiled)
 
-    def hooks_found(self, hooked: Collection[ShardedParameter], forward_ran: bool) -> None:
+    def set_hooked_parameters(self, hooked: Collection[ShardedParameter], forward_ran: bool) -> None:
         """Run what computes these parameters' gradients instead of replaying it. Parameters that get their first hook
         after the forward of a step stay among them: the next such hook would come too late for a replayed forward."""
-        self._replays.see_gradients({id(record.param) for record in hooked}, forward_ran)
-        if not hooked or self._told_of_hooks:
+        self._cuda_graphs.set_hooked_parameters({id(record.param) for record in hooked}, forward_ran)
+        if not hooked or self._reported_hooks:
             return
-        self._told_of_hooks = True
+        self._reported_hooks = True
         names = [repr(record.name) for record in hooked]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        replayed = "; compiled code that reads these is not replayed as a CUDA graph" if self._replays.enabled else ""
+        replayed = "; compiled code that reads these is not replayed as a CUDA graph" if self._cuda_graphs.enabled else ""
         self.session.progress.report(
             f"Gradient hooks (register_hook): whole gradients wait for them before they are reduced{replayed}. "
             f"(parameters={', '.join(names[:4])}{more})"
@@ -151,15 +151,15 @@ class CompiledSteps:
         if not self._first_pass:
             self.session.planner.cache.phase_begins(self.session.config.memory, self.session.compiled)
 
-    def make_room(self) -> None:
+    def release_memory(self) -> None:
         """Something runs that is not a training step. Memory of CUDA graphs of forward and backward is given back where
         little is left."""
-        self._replays.make_room()
+        self._cuda_graphs.release_memory()
         self.session.planner.cache.evaluates(self.session.config.memory, self.session.compiled)
 
     def reset(self) -> None:
         """Likewise, and what was half done is forgotten."""
-        self._replays.drop()
+        self._cuda_graphs.drop()
         self.sharder.executor.activations.reset()
         self._eager_reads = -1
 

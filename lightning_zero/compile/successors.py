@@ -7,10 +7,10 @@ from torch.fx import Graph, Node, map_arg
 
 from lightning_zero.compile.graph import output_node
 
-__all__ = ["Successors"]
+__all__ = ["NodeReplacer"]
 
 
-class Successors:
+class NodeReplacer:
     """Of nodes of a graph.
 
     Protocol: :meth:`replace` and :meth:`erase`, as often as needed; then :meth:`done`.

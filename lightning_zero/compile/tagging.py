@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compat.graphs import BACKWARD, MODULES, RECOMPUTE, REGION, SIDE
+from lightning_zero.compat.graphs import MUST_BE_IN_BACKWARD, NN_MODULE_STACK, RECOMPUTE, AC_GRAPH_ID, PARTITIONER_TAG
 from lightning_zero.compile.draws import draws
 from lightning_zero.compile.graph import is_op, reduces, shard_of, weight_nodes
-from lightning_zero.compile.passes.saved_weights import NOTHING_SAVED, SavedLimits, after_tangents, choose_saved
-from lightning_zero.compile.regions import save_boundaries
+from lightning_zero.compile.passes.saved_weights import NOTHING_SAVED, SavedLimits, backward_nodes, choose_saved
+from lightning_zero.compile.regions import save_region_boundaries
 from lightning_zero.config import RecomputePolicy
 from lightning_zero.profiling.graph_tensors import is_view, nbytes
 
-__all__ = ["tag_activations", "tag_drawn", "tag_gathers"]
+__all__ = ["tag_activations", "tag_random_ops", "tag_gathers"]
 
 # Regions of activation checkpointing count up from 1. The partitioner saves what goes from one into a later one; a
 # weight that several read must not be.
@@ -37,7 +37,7 @@ def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
     Ops that draw random numbers are left out, which would draw others, and views: to save one is to save its input, and
     where torch has them depends on its version.
     """
-    backward = after_tangents(graph)
+    backward = backward_nodes(graph)
     for node in graph.nodes:
         if node.op != "call_function" or node in backward or RECOMPUTE in node.meta or not is_op(node):
             continue
@@ -46,16 +46,16 @@ def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
             continue
         again = recompute(str(node.target), nbytes(value), _module_path(node))
         if again is not None:
-            node.meta.setdefault(REGION, OUTSIDE)
+            node.meta.setdefault(AC_GRAPH_ID, OUTSIDE)
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
     return graph
 
 
-def tag_drawn(graph: Graph) -> bool:
+def tag_random_ops(graph: Graph) -> bool:
     """Tags what draws random numbers as to be saved, in place; whether anything does. Under a budget torch computes it
     again like anything else, outside of users' regions: backward would go by other numbers than forward. What gives
     several values cannot be saved as one thing; it is among what a solver may choose, which does."""
-    backward = after_tangents(graph)
+    backward = backward_nodes(graph)
     drawn = [
         node
         for node in graph.nodes
@@ -63,14 +63,14 @@ def tag_drawn(graph: Graph) -> bool:
     ]
     for node in drawn:
         if isinstance(node.meta.get("val"), Tensor):
-            node.meta.setdefault(REGION, OUTSIDE)
+            node.meta.setdefault(AC_GRAPH_ID, OUTSIDE)
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
     return bool(drawn)
 
 
 def _module_path(node: Node) -> str:
     """Of the innermost module, as in ``named_modules()`` of the module that is compiled."""
-    stack = node.meta.get(MODULES) or {}
+    stack = node.meta.get(NN_MODULE_STACK) or {}
     path = next(reversed(stack.values()), ("",))[0] if stack else ""
     # Dynamo writes "L['module'].layers.0", "getattr(L['module'].layers, '0')" or "L['module']._modules['layers']".
     while (plain := re.sub(r"getattr\(([^()]*(?:\([^()]*\))?[^()]*), '([^']+)'\)", r"\1.\2", path)) != path:
@@ -85,13 +85,13 @@ def tag_gathers(graph: Graph, keep: SavedLimits = NOTHING_SAVED) -> Graph:
     if not tagged:
         return graph
     kept = set(choose_saved(graph, keep))
-    save_boundaries(graph, tagged)
+    save_region_boundaries(graph, tagged)
     for node in graph.nodes:
         # The partitioner honours tags only among nodes that carry a region number.
-        if node.op == "call_function" and REGION not in node.meta:
-            node.meta[REGION] = OUTSIDE
+        if node.op == "call_function" and AC_GRAPH_ID not in node.meta:
+            node.meta[AC_GRAPH_ID] = OUTSIDE
         if node in tagged:
-            node.meta[REGION] = OF_WEIGHTS
+            node.meta[AC_GRAPH_ID] = OF_WEIGHTS
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE if node in kept else CheckpointPolicy.MUST_RECOMPUTE
     seen: Counter[Node] = Counter()
     for node in reduces(graph):
@@ -101,5 +101,5 @@ def tag_gathers(graph: Graph, keep: SavedLimits = NOTHING_SAVED) -> Graph:
         seen[shard_of(node)] += 1
         # A gradient that does not depend on the loss (zeros, what a custom function makes up) could else be handed over
         # in forward.
-        node.meta[SIDE] = BACKWARD
+        node.meta[PARTITIONER_TAG] = MUST_BE_IN_BACKWARD
     return graph

@@ -12,12 +12,12 @@ from pathlib import Path
 from lightning_zero.compat.compiler import Unsupported
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["refusal_of"]
+__all__ = ["explain_unsupported"]
 
 _OURS = str(Path(__file__).parents[1])
 
 
-def refusal_of(error: Exception) -> UnsupportedError | None:
+def explain_unsupported(error: Exception) -> UnsupportedError | None:
     """What to do, in place of Dynamo's error, where it cannot trace our code. None of what it cannot trace in the
     user's own, as under any strategy."""
     frames = re.findall(r'File "(.+)", line (\d+), in (.+)', str(error))

@@ -12,10 +12,10 @@ import torch
 from lightning_zero.compat.compiler import maybe_warm_pool, triton_key
 from lightning_zero.config import CompileConfig
 
-__all__ = ["start_workers"]
+__all__ = ["start_compile_workers"]
 
 
-def start_workers(config: CompileConfig, device: torch.device) -> None:
+def start_compile_workers(config: CompileConfig, device: torch.device) -> None:
     """Returns at once. Harmless when repeated. On CPUs Inductor has no use for them."""
     if config.enabled and config.backend == "inductor" and device.type != "cpu":
         maybe_warm_pool()

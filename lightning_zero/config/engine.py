@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from lightning_zero.config.option import Change, option_fields, options
+from lightning_zero.config.option import OnChange, option_fields, options
 from lightning_zero.config.options import Options, RecomputePolicy, Tuning
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["CAN_LEAVE", "CompileConfig", "EngineConfig", "changed", "refuse_changes"]
+__all__ = ["OFFLOADABLE", "CompileConfig", "EngineConfig", "changed_options", "check_changes"]
 
 # Of what ``offload`` has names for: plans choose of these, see MemoryPlanner. Master weights can leave before anything
 # is trained, when optimizers are known and activations are not; later plans say where that would have helped.
-CAN_LEAVE: tuple[str, ...] = ("optimizer", "activations", "parameters")
+OFFLOADABLE: tuple[str, ...] = ("optimizer", "activations", "parameters")
 DTYPES = {"bf16": torch.bfloat16, "16": torch.float16, "32": torch.float32}
 
 
@@ -33,8 +33,8 @@ class CompileConfig:
     gather_group_mb: float = Tuning.gather_group_mb
     reduce_group_mb: float = Tuning.reduce_group_mb
     prefetch_mb: float | None = None
-    resident_mb: float | str = 0.0
-    resident_until: str = "backward"
+    unsharded_cache_mb: float | str = 0.0
+    unsharded_cache_until: str = "backward"
     activation_memory_budget: float = 1.0
     recompute: RecomputePolicy | None = None
     whole_graphs: bool = False
@@ -52,8 +52,8 @@ class CompileConfig:
             gather_group_mb=tuning.gather_group_mb,
             reduce_group_mb=tuning.reduce_group_mb,
             prefetch_mb=tuning.prefetch_mb,
-            resident_mb=chosen.resident_mb,
-            resident_until=chosen.resident_until,
+            unsharded_cache_mb=chosen.unsharded_cache_mb,
+            unsharded_cache_until=chosen.unsharded_cache_until,
             activation_memory_budget=chosen.activation_memory_budget,
             recompute=tuning.recompute,
             whole_graphs=tuning.compile_whole_graphs,
@@ -62,9 +62,9 @@ class CompileConfig:
         )
 
     @property
-    def resident_bytes(self) -> float:
-        """``resident_mb`` in bytes; 0 for ``"auto"``, whose number is not chosen but measured."""
-        return 0.0 if isinstance(self.resident_mb, str) else self.resident_mb * 2**20
+    def unsharded_cache_bytes(self) -> float:
+        """``unsharded_cache_mb`` in bytes; 0 for ``"auto"``, whose number is not chosen but measured."""
+        return 0.0 if isinstance(self.unsharded_cache_mb, str) else self.unsharded_cache_mb * 2**20
 
 
 @options
@@ -99,10 +99,10 @@ class EngineConfig(Options):
                 "leaves none. Leave compile at True, or 'activations' out; around eager code you can put "
                 "torch.autograd.graph.save_on_cpu(pin_memory=True)."
             )
-        if self.tuning.gradients_over_copies:
-            self._check_gradients_over_copies()
+        if self.tuning.grad_aliasing:
+            self._check_grad_aliasing()
 
-    def _against_gradients_over_copies(self) -> dict[str, bool]:
+    def _grad_aliasing_conflicts(self) -> dict[str, bool]:
         return {
             "compile=False": not self.compile,
             "stage=1": self.stage == 1,
@@ -110,15 +110,15 @@ class EngineConfig(Options):
         }
 
     @property
-    def may_lie_over_copies(self) -> bool:
+    def may_alias_gradients(self) -> bool:
         """Whether gradients could lie over compute copies, as far as options say."""
-        return not any(self._against_gradients_over_copies().values()) and self.compute_dtype is torch.bfloat16
+        return not any(self._grad_aliasing_conflicts().values()) and self.compute_dtype is torch.bfloat16
 
-    def _check_gradients_over_copies(self) -> None:
-        against = self._against_gradients_over_copies()
+    def _check_grad_aliasing(self) -> None:
+        against = self._grad_aliasing_conflicts()
         if any(against.values()):
             raise UnsupportedError(
-                "gradients_over_copies=True: gradients lie over the copies of weights in bfloat16 that compiled code "
+                "grad_aliasing=True: gradients lie over the copies of weights in bfloat16 that compiled code "
                 "reads with stage=2 or 3 and master weights on the device, not with "
                 f"{next(option for option, is_so in against.items() if is_so)}. Leave one of them out."
             )
@@ -127,10 +127,10 @@ class EngineConfig(Options):
         """What the options come to there: where a host has one rank, the weights that lie on it are whole, and compiled
         code reads them where they lie."""
         exchange = hosts > 1 and self.tuning.replicate_over is None
-        lie_whole = exchange and ranks_of_each == 1 and self.tuning.shard_compute_copy == "host"
+        lie_whole = exchange and ranks_of_each == 1 and self.tuning.compute_shard_group == "host"
         if not (lie_whole and self.compile and self.tuning.prefetch) or self.stage < 3:
             return self
-        tuning = replace(self.tuning, resident_mb=None, resident_until="step")
+        tuning = replace(self.tuning, unsharded_cache_mb=None, unsharded_cache_until="step")
         return replace(self, reshard_after_forward=False, tuning=tuning)
 
     @property
@@ -144,13 +144,13 @@ class EngineConfig(Options):
         Raises:
             UnsupportedError: they should, and there are none in bfloat16, or several hosts.
         """
-        if self.tuning.gradients_over_copies and (hosts > 1 or self.compute_dtype is not torch.bfloat16):
+        if self.tuning.grad_aliasing and (hosts > 1 or self.compute_dtype is not torch.bfloat16):
             where = f"has {hosts} hosts" if hosts > 1 else f"computes in {self.compute_dtype or 'float32'}"
             raise UnsupportedError(
-                "gradients_over_copies=True is for one host and precision='bf16-mixed', where there are copies of "
+                "grad_aliasing=True is for one host and precision='bf16-mixed', where there are copies of "
                 f"weights in bfloat16, and this training {where}. Leave the option out."
             )
-        return bool(self.tuning.gradients_over_copies)
+        return bool(self.tuning.grad_aliasing)
 
     @cached_property
     def compiled(self) -> CompileConfig:
@@ -163,25 +163,25 @@ class EngineConfig(Options):
         return None if self.reduce_dtype is None else DTYPES[self.reduce_dtype]
 
 
-def changed(before: Options, now: Options) -> Iterator[tuple[str, Change, Any, Any]]:
+def changed_options(before: Options, now: Options) -> Iterator[tuple[str, OnChange, Any, Any]]:
     """The options that differ: name, what is to happen, both values."""
     for old, new, cls in ((before, now, Options), (before.tuning, now.tuning, Tuning)):
         for name, (_, known) in option_fields(cls).items():
             values = getattr(old, name), getattr(new, name)
             if name != "tuning" and values[0] != values[1]:
-                yield name, known.change, *values
+                yield name, known.on_change, *values
 
 
-def refuse_changes(before: Options, now: Options) -> None:
+def check_changes(before: Options, now: Options) -> None:
     """Raises ``UnsupportedError`` where an option differs that nobody could apply any more."""
-    for name, change, old, new in changed(before, now):
-        if name == "gradients_over_copies" and bool(old) == bool(new):
+    for name, on_change, old, new in changed_options(before, now):
+        if name == "grad_aliasing" and bool(old) == bool(new):
             continue  # whether nobody or the user says no, nothing of it was settled: only plans go by that
-        if change is Change.REFUSED or (name == "offload" and ("parameters" in old) != ("parameters" in new)):
-            raise settled(name, old, new)
+        if on_change is OnChange.REFUSE or (name == "offload" and ("parameters" in old) != ("parameters" in new)):
+            raise cannot_change_error(name, old, new)
 
 
-def settled(name: str, old: Any, new: Any) -> UnsupportedError:
+def cannot_change_error(name: str, old: Any, new: Any) -> UnsupportedError:
     """The error for an option whose effect lasts as long as the model stays sharded."""
     return UnsupportedError(
         f"The model was sharded with {name}={old!r}, which was settled then: {name}={new!r} would change nothing. Pass "

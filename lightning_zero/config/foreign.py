@@ -23,11 +23,11 @@ _RECOMPUTE = (
 _SHARDING = (
     "What is sharded is so over all ranks: 'FULL_SHARD' is the default, 'SHARD_GRAD_OP' is "
     "reshard_after_forward=False (stage=2 keeps weights from one optimizer step to the next), and with several hosts "
-    "the weights that compiled code reads lie on each host (Tuning(shard_compute_copy=...)); 'HYBRID_SHARD' is "
+    "the weights that compiled code reads lie on each host (Tuning(compute_shard_group=...)); 'HYBRID_SHARD' is "
     "Tuning(replicate_over='hosts')."
 )
 _MESH = (
-    "Sharding is over all ranks; hosts are found out, see tuning=Tuning(ranks_per_host=..., shard_compute_copy=..., "
+    "Sharding is over all ranks; hosts are found out, see tuning=Tuning(ranks_per_host=..., compute_shard_group=..., "
     "replicate_over=...)."
 )
 _LOSS_SCALE = "Pass plugins=MixedPrecision('16-mixed', 'cuda', GradScaler(...)) to the Trainer, as elsewhere."
@@ -68,8 +68,8 @@ FOREIGN = (
         "allgather_bucket_size": _BUCKETS,
         "reduce_bucket_size": _BUCKETS,
         "prefetch_bucket_size": _BUCKETS,
-        "max_live_parameters": "Pass tuning=Tuning(prefetch_mb=..., resident_mb=...).",
-        "param_persistence_threshold": "Pass tuning=Tuning(resident_mb=...): so many MiB stay until backward.",
+        "max_live_parameters": "Pass tuning=Tuning(prefetch_mb=..., unsharded_cache_mb=...).",
+        "param_persistence_threshold": "Pass tuning=Tuning(unsharded_cache_mb=...): so many MiB stay until backward.",
         "overlap_comm": "Transfers always run beside what the model computes.",
         "contiguous_gradients": "Gradients always lie in one piece of memory.",
         "find_unused_parameters": "Steps may always leave parameters out; leave the argument out, too.",

@@ -10,22 +10,22 @@ from typing import Any, TypeVar
 
 from lightning_zero.config.option import option_fields
 
-__all__ = ["arguments", "documented", "gib", "plain_table", "table"]
+__all__ = ["arguments", "document_options", "format_gib", "format_table", "options_table"]
 
 C = TypeVar("C", bound=type)
 WIDTH = 116
 
 
-def gib(nbytes: float) -> str:
+def format_gib(nbytes: float) -> str:
     """In GiB, without the unit."""
     return f"{nbytes / 2**30:.2f}"
 
 
-def plain_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Its lines, in columns as wide as what is in them."""
-    shown = [list(heads), *map(list, rows)] if any(heads) else [list(row) for row in rows]
-    widths = [max((len(row[column]) for row in shown), default=0) for column in range(len(heads))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in shown)
+    default_text = [list(heads), *map(list, rows)] if any(heads) else [list(row) for row in rows]
+    widths = [max((len(row[column]) for row in default_text), default=0) for column in range(len(heads))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in default_text)
     return [f"  {line.rstrip()}" for line in lines]
 
 
@@ -37,14 +37,14 @@ def arguments(cls: type) -> str:
     return "\n".join(lines)
 
 
-def documented(cls: C) -> C:
+def document_options(cls: C) -> C:
     """Adds the options to the class's docstring."""
     assert cls.__doc__ is not None
     cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n{textwrap.indent(arguments(cls), ' ' * 4)}\n    "
     return cls
 
 
-def table(cls: type, groups: dict[str, str] | None = None) -> str:
+def options_table(cls: type, groups: dict[str, str] | None = None) -> str:
     """Markdown: a row for each option; with ``groups``, a line with its heading before each group."""
     rows, last = ["| option | default | meaning |", "|---|---|---|"], ""
     for name, (found, known) in option_fields(cls).items():
@@ -52,13 +52,13 @@ def table(cls: type, groups: dict[str, str] | None = None) -> str:
             last = known.group
             rows.append(f"| **{groups[last]}** | | |")
         text = known.text.replace("``", "`").replace("|", "\\|")
-        rows.append(f"| `{name}` | {_default(found.default, known.shown)} | {text} |")
+        rows.append(f"| `{name}` | {_default(found.default, known.default_text)} | {text} |")
     return "\n".join(rows)
 
 
-def _default(value: Any, shown: str | None) -> str:
+def _default(value: Any, default_text: str | None) -> str:
     assert value is not MISSING
-    if shown is not None:
-        return shown
+    if default_text is not None:
+        return default_text
     word = f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else repr(value)
     return f"`{word}`"

@@ -16,12 +16,12 @@ from lightning_zero.config.option import option_fields
 from lightning_zero.config.text import arguments
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["chosen", "taking"]
+__all__ = ["engine_config", "options_init"]
 
 P = ParamSpec("P")
 
 
-def chosen(options: Options) -> EngineConfig:
+def engine_config(options: Options) -> EngineConfig:
     """What an engine is given of a strategy's arguments.
 
     Raises:
@@ -33,7 +33,7 @@ def chosen(options: Options) -> EngineConfig:
         raise MisconfigurationException(str(error)) from error
 
 
-def taking(made: Callable[P, Any]) -> Callable[[Callable[[Any, Any], None]], Callable[Concatenate[Any, P], None]]:
+def options_init(made: Callable[P, Any]) -> Callable[[Callable[[Any, Any], None]], Callable[Concatenate[Any, P], None]]:
     """Decorates an ``__init__(self, arguments)`` with a class of :func:`~lightning_zero.config.option.options`: callers
     pass the arguments of ``made``, which the signature shows, to type checkers, to ``help()`` and to the command line
     of LightningCLI."""

@@ -10,9 +10,9 @@ import threading
 import time
 from collections.abc import Sequence
 
-from lightning_zero.native.host_process import end_compilers
+from lightning_zero.native.host_process import kill_compilers
 
-__all__ = ["ChildWatch", "end_gently"]
+__all__ = ["ChildWatch", "terminate_after_grace"]
 
 POLL_S = 0.2
 # For which a process may end by itself once another rank has failed: its watchdog takes 3 s to raise, and 4 s more to
@@ -57,11 +57,11 @@ class ChildWatch(threading.Thread):
         os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
         for other in self._children:
             other.kill()
-        end_compilers()
+        kill_compilers()
         os._exit(1)
 
 
-def end_gently(children: Sequence[subprocess.Popen[bytes]], to_end_s: float = TO_END_S) -> None:
+def terminate_after_grace(children: Sequence[subprocess.Popen[bytes]], to_end_s: float = TO_END_S) -> None:
     """Wait until these processes, whose watchdogs know of a failure, have ended; then kill what is left."""
     deadline = time.monotonic() + to_end_s
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:

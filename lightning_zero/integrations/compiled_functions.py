@@ -16,10 +16,10 @@ from torch import nn
 
 from lightning_zero.compat.compiler import OptimizedModule, compiled_from
 
-__all__ = ["take_apart_functions"]
+__all__ = ["uncompile_functions"]
 
 
-def take_apart_functions(root: nn.Module) -> list[str]:
+def uncompile_functions(root: nn.Module) -> list[str]:
     """Puts in the place of each such attribute of ``root``'s modules, or of their lists and dicts, what it was compiled
     from; returns their names."""
     inside = {id(module) for module in root.modules()}
@@ -27,37 +27,37 @@ def take_apart_functions(root: nn.Module) -> list[str]:
     for name, module in root.named_modules():
         before = f"{name}." if name else ""
         for key, value in list(vars(module).items()):
-            plain = _plain(value, inside)
+            plain = _uncompiled(value, inside)
             if plain is not value:
                 vars(module)[key] = plain
                 found.append(before + key)
-        for key, function in _methods(type(module)):
+        for key, function in _compiled_methods(type(module)):
             if key not in vars(module):
                 vars(module)[key] = MethodType(function, module)
                 found.append(before + key)
     return found
 
 
-def _plain(value: Any, inside: set[int]) -> Any:
+def _uncompiled(value: Any, inside: set[int]) -> Any:
     """``value`` itself where nothing is to be done."""
     if isinstance(value, OptimizedModule):
         return value._orig_mod if id(value._orig_mod) in inside else value
     if isinstance(value, FunctionType):
         original = compiled_from(value)
-        return original if original is not None and _reaches(original, inside, set()) else value
+        return original if original is not None and _references_any(original, inside, set()) else value
     if type(value) in (list, tuple):
-        parts = [_plain(part, inside) for part in value]
+        parts = [_uncompiled(part, inside) for part in value]
         if all(part is old for part, old in zip(parts, value, strict=True)):
             return value
         return type(value)(parts)
     if type(value) is dict and value:
-        parts = _plain(list(value.values()), inside)
+        parts = _uncompiled(list(value.values()), inside)
         changed = any(part is not old for part, old in zip(parts, value.values(), strict=True))
         return dict(zip(value, parts, strict=True)) if changed else value
     return value
 
 
-def _methods(cls: type) -> Iterable[tuple[str, Callable[..., Any]]]:
+def _compiled_methods(cls: type) -> Iterable[tuple[str, Callable[..., Any]]]:
     """Methods that were compiled where their class was written."""
     seen = set()
     for base in cls.__mro__:
@@ -68,7 +68,7 @@ def _methods(cls: type) -> Iterable[tuple[str, Callable[..., Any]]]:
             seen.add(key)
 
 
-def _reaches(value: Any, inside: set[int], seen: set[int]) -> bool:
+def _references_any(value: Any, inside: set[int], seen: set[int]) -> bool:
     """Whether a function holds one of these modules: as a method of it, or in what surrounds it."""
     if id(value) in inside:
         return True
@@ -81,14 +81,14 @@ def _reaches(value: Any, inside: set[int], seen: set[int]) -> bool:
     elif isinstance(value, partial):
         held = [value.func, *value.args, *value.keywords.values()]
     elif isinstance(value, FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
+        cells = [_cell_contents(cell) for cell in value.__closure__ or ()]
         held = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     elif isinstance(value, OptimizedModule):
         held = [value._orig_mod]
-    return any(_reaches(part, inside, seen) for part in held)
+    return any(_references_any(part, inside, seen) for part in held)
 
 
-def _content(cell: Any) -> Any:
+def _cell_contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # not filled yet

@@ -18,25 +18,25 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_zero.checkpoint.archive import check_archive, write_archive
+from lightning_zero.checkpoint.archive import verify_archive, write_checkpoint_file
 from lightning_zero.checkpoint.downloaded import downloaded
-from lightning_zero.checkpoint.elsewhere import write_elsewhere
+from lightning_zero.checkpoint.elsewhere import write_remote_file
 from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.places import standing
 from lightning_zero.checkpoint.remote import RemoteFile
 from lightning_zero.checkpoint.remote_ranges import exists
-from lightning_zero.checkpoint.sharded.contents import bytes_of
-from lightning_zero.checkpoint.sharded.folder import full_path, remove_at
+from lightning_zero.checkpoint.sharded.contents import bytes_to_write
+from lightning_zero.checkpoint.sharded.folder import full_path, remove_checkpoint_at
 from lightning_zero.checkpoint.sharded.opened import DOWNLOADED
-from lightning_zero.checkpoint.sharded.values import SavedValue
-from lightning_zero.checkpoint.storages import check_storages
+from lightning_zero.checkpoint.sharded.values import CheckpointTensor
+from lightning_zero.checkpoint.storages import verify_storages
 from lightning_zero.checkpoint.telling import Telling
 from lightning_zero.checkpoint.together import Alone, Together
 from lightning_zero.compat.lightning_private import WrappingCheckpointIO
 from lightning_zero.errors import CheckpointError
-from lightning_zero.sharding.mapped import take_small
+from lightning_zero.sharding.mapped import copy_small_values
 
-__all__ = ["BackgroundFileIO", "FileIO", "check_storage_options", "load_file", "named", "naming", "told_by", "told_for"]
+__all__ = ["BackgroundFileIO", "FileIO", "check_storage_options", "load_file", "named", "naming", "report_progress_of", "report_user_io"]
 
 COPIES = ("state_dict", "optimizer_states")
 CUT = (*COPIES, "current_model_state")  # of a Trainer's: ranks take parts; the last is of Lightning's averages
@@ -59,12 +59,12 @@ class FileIO(TorchCheckpointIO):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         check_storage_options(self, storage_options)
-        with _told(self, f"Saving {path}", "written", bytes_of(checkpoint, rank=0)) as wrote:
+        with _told(self, f"Saving {path}", "written", bytes_to_write(checkpoint, rank=0)) as wrote:
             _write(checkpoint, path, wrote)
 
     @override
     def remove_checkpoint(self, path: str | Path) -> None:
-        remove_at(path)
+        remove_checkpoint_at(path)
 
 
 class BackgroundFileIO(FileIO):
@@ -98,7 +98,7 @@ class BackgroundFileIO(FileIO):
         taken = {key: value if key in COPIES else _copied(value) for key, value in checkpoint.items()}
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "lightning_zero-checkpoint")
-        self._bytes, self._written = bytes_of(taken, rank=0), 0
+        self._bytes, self._written = bytes_to_write(taken, rank=0), 0
         self._saving = self._thread.submit(self._save, taken, path)
 
     def _save(self, checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -219,10 +219,10 @@ def load_file(
     def read() -> None:
         if is_zipfile(place):
             found.append(torch.load(place, map_location="cpu", mmap=True, weights_only=weights_only))
-            check_storages(found, place, str(place))
+            verify_storages(found, place, str(place))
             taken: list[Tensor] = []
             apply_to_collection(found, Tensor, taken.append)
-            take_small(taken)
+            copy_small_values(taken)
         else:
             found.append(io.load_checkpoint(place, weights_only=weights_only))
 
@@ -271,11 +271,11 @@ def _load_elsewhere(io: CheckpointIO, url: str, weights_only: bool | None, ranks
         content = named(url, lambda: file.content(weights_only))
         if content is None:
             content = named(url, lambda: io.load_checkpoint(url, weights_only=weights_only))
-            check_storages(content, file.ranges.opened(), url)
+            verify_storages(content, file.ranges.opened(), url)
         # A Trainer's: what callbacks keep of it outlives the loading.
         if isinstance(content, dict) and "pytorch-lightning_version" in content:
             rest = {key: value for key, value in content.items() if key not in CUT}
-            content |= apply_to_collection(rest, SavedValue, SavedValue.whole)
+            content |= apply_to_collection(rest, CheckpointTensor, CheckpointTensor.whole)
         found.append(content)
 
     ranks.each(what, compare)
@@ -283,7 +283,7 @@ def _load_elsewhere(io: CheckpointIO, url: str, weights_only: bool | None, ranks
     return found[1]
 
 
-def told_for(
+def report_user_io(
     io: CheckpointIO, what: str, telling_for: Callable[[str], AbstractContextManager[None]]
 ) -> AbstractContextManager[None]:
     """Surrounds what ``io`` does, ``what`` in words: ``telling_for`` tells of it, unless it is ours, and tells."""
@@ -297,7 +297,7 @@ def told_for(
 
 
 @contextmanager
-def told_by(io: CheckpointIO, telling: Callable[[str, str, int], Telling] | None) -> Iterator[None]:
+def report_progress_of(io: CheckpointIO, telling: Callable[[str, str, int], Telling] | None) -> Iterator[None]:
     """Inside, ``io`` says how far it is by ``telling``, where it is ours, or a user's around ours."""
     inside: CheckpointIO | None = io
     while isinstance(inside, WrappingCheckpointIO) and not isinstance(inside, AsyncCheckpointIO):  # it has a thread
@@ -325,9 +325,9 @@ def _compared(io: CheckpointIO, path: object, count: int) -> AbstractContextMana
 def _write(checkpoint: dict[str, Any], path: str | Path, wrote: Callable[[int], None]) -> None:
     local = _local(path)
     if local is None:
-        write_elsewhere(checkpoint, str(path), wrote=wrote)
+        write_remote_file(checkpoint, str(path), wrote=wrote)
     else:
-        write_archive(checkpoint, local, wrote=wrote)
+        write_checkpoint_file(checkpoint, local, wrote=wrote)
 
 
 def naming(path: Any, read: Callable[[], T]) -> T:
@@ -379,7 +379,7 @@ def _look(path: Path | None) -> tuple[int, ...] | None:
 
 def _check(path: Path | None, part: int, parts: int, read: Callable[[int], None] = lambda count: None) -> None:
     if path is not None and path.is_file():
-        check_archive(path, part, parts, read)
+        verify_archive(path, part, parts, read)
 
 
 def _standing(path: str | Path) -> Path | None:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.checkpoint.checkpoints import Checkpoints
-from lightning_zero.checkpoint.opening import open_folder
-from lightning_zero.checkpoint.sharded.optimizers import is_by_name
-from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.opening import open_checkpoint
+from lightning_zero.checkpoint.sharded.optimizers import has_parameter_names
+from lightning_zero.checkpoint.sharded.values import CheckpointShard
 
-__all__ = ["as_trainers", "parted", "read_together", "read_whole"]
+__all__ = ["to_trainer_keys", "parted", "read_on_all_ranks", "read_folder"]
 
 MODEL = ("state_dict", "model")  # the second is FSDPStrategy's
 STATES = "optimizer_states"
@@ -28,14 +28,14 @@ def parted(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     for key, value in checkpoint.items():
         if key == STATES:
             state.update({f"optimizer_{number}": one for number, one in enumerate(value)})
-        elif key in MODEL or _holds_shards(value) or (isinstance(value, Mapping) and is_by_name(value)):
+        elif key in MODEL or _holds_shards(value) or (isinstance(value, Mapping) and has_parameter_names(value)):
             state[key] = value
         else:
             rest[key] = value
     return state, rest
 
 
-def read_together(checkpoints: Checkpoints, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+def read_on_all_ranks(checkpoints: Checkpoints, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     """The checkpoint as one dict, opened by all ranks. Tensors are read when they are wanted. Collective.
 
     Raises:
@@ -46,14 +46,14 @@ def read_together(checkpoints: Checkpoints, path: str | Path, weights_only: bool
     return found[0]
 
 
-def read_whole(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
+def read_folder(path: str | Path, weights_only: bool | None) -> dict[str, Any]:
     """The same for one process by itself, after comparing all files with their checksums."""
-    folder = open_folder(str(path))
+    folder = open_checkpoint(str(path))
     folder.check(folder.sizes())
     return folder.content(weights_only)
 
 
-def as_trainers(checkpoint: dict[str, Any]) -> dict[str, Any]:
+def to_trainer_keys(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """With the names that a Trainer knows. Also of a file that Lightning's tool has made of a folder."""
     if MODEL[0] not in checkpoint and MODEL[1] in checkpoint:
         checkpoint[MODEL[0]] = checkpoint.pop(MODEL[1])
@@ -70,4 +70,4 @@ def _holds_shards(value: Any) -> bool:
         return any(_holds_shards(inner) for inner in value.values())
     if isinstance(value, list | tuple):
         return any(_holds_shards(inner) for inner in value)
-    return isinstance(value, ShardedValue)
+    return isinstance(value, CheckpointShard)

@@ -93,7 +93,7 @@ class Inspection:
     @property
     def peer_bytes(self) -> int:
         """Memory of this rank that peers read, which ``torch.cuda.max_memory_allocated()`` leaves out."""
-        return self._require_engine().peers.nbytes
+        return self._require_engine().transports.nbytes
 
     def costs(self) -> CostModel | None:
         """What was measured of the device and the links; None where nothing was. Call it on every rank."""

@@ -12,8 +12,8 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_zero.compat.lightning_private import FabricScriptLauncher, SubprocessScriptLauncher, bound_threads
-from lightning_zero.integrations.children import ChildWatch, end_gently
-from lightning_zero.integrations.process_group import check_size
+from lightning_zero.integrations.children import ChildWatch, terminate_after_grace
+from lightning_zero.integrations.process_group import check_world_size
 
 __all__ = ["FabricLauncher", "TrainerLauncher", "check_interactive"]
 
@@ -48,7 +48,7 @@ class _Launcher:
     After :func:`check_interactive` nothing is left that a notebook could not do.
     """
 
-    asker: str
+    api_name: str
     cluster_environment: ClusterEnvironment
     num_processes: int
     num_nodes: int
@@ -68,7 +68,7 @@ class _Launcher:
         """
         cluster = self.cluster_environment
         cluster.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        check_size(self.asker, self.num_processes, self.num_nodes)
+        check_world_size(self.api_name, self.num_processes, self.num_nodes)
         if not cluster.creates_processes_externally:
             self._call_children_scripts()
             ChildWatch(self.procs, cluster.node_rank() * self.num_processes).start()
@@ -78,7 +78,7 @@ class _Launcher:
 class TrainerLauncher(_Launcher, SubprocessScriptLauncher):
     """The Trainer's."""
 
-    asker = "Trainer"
+    api_name = "Trainer"
     _strategy: Any = None  # of the Trainer that has started the processes
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ class TrainerLauncher(_Launcher, SubprocessScriptLauncher):
         if signum == signal.SIGKILL:
             if self._strategy is not None:
                 self._strategy.leave()
-            end_gently(self.procs)
+            terminate_after_grace(self.procs)
         else:
             super().kill(signum)
 
@@ -103,7 +103,7 @@ class TrainerLauncher(_Launcher, SubprocessScriptLauncher):
 class FabricLauncher(_Launcher, FabricScriptLauncher):
     """Fabric's."""
 
-    asker = "Fabric"
+    api_name = "Fabric"
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._start()

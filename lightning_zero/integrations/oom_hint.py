@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning_zero.engine import Engine
-from lightning_zero.sharding.replaced import explain_replaced
+from lightning_zero.sharding.replaced import explain_shard_error
 
 __all__ = ["explain"]
 
@@ -12,4 +12,4 @@ def explain(error: BaseException, engine: Engine) -> None:
     """Adds notes. Not collective."""
     engine.memory.explain(error)
     if engine.module is not None:
-        explain_replaced(error, engine.module, engine.sharder)
+        explain_shard_error(error, engine.module, engine.sharder)

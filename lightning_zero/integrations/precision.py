@@ -19,7 +19,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine
 from lightning_zero.sharding.module_patching import is_sharded
 
-__all__ = ["CHOICES", "FlatGradScaler", "check_complex", "computing_in", "flat_scaler", "to_dtype", "true_dtype"]
+__all__ = ["CHOICES", "FlatGradScaler", "check_complex", "with_precision", "to_flat_scaler", "convert_unsharded", "true_dtype"]
 
 CHOICES = "Choose '32-true', 'bf16-mixed', 'bf16-true', '16-mixed', '16-true' or '64-true'."
 _TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -30,7 +30,7 @@ def true_dtype(precision: str) -> torch.dtype | None:
     return _TRUE.get(precision)
 
 
-def computing_in(precision: str, config: EngineConfig) -> EngineConfig:
+def with_precision(precision: str, config: EngineConfig) -> EngineConfig:
     """The options, and what a precision decides."""
     if precision == "16-mixed":
         return replace(config, compute_dtype=torch.float16)
@@ -53,7 +53,7 @@ def check_complex(module: nn.Module, precision: str) -> None:
             )
 
 
-def to_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def convert_unsharded(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Converts a module of which a part is sharded. What was built as shards has this dtype already, and must not be
     replaced."""
     for child in module.modules():
@@ -69,7 +69,7 @@ def to_dtype(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module
 
 
-def flat_scaler(
+def to_flat_scaler(
     scaler: torch.amp.GradScaler | None, engine: Callable[[Optimizer], Engine], device: str
 ) -> torch.amp.GradScaler | None:
     """Our counterpart of a loss scaler, with its settings; a sharded one stays as it is.
@@ -106,7 +106,7 @@ class FlatGradScaler(ShardedGradScaler):
 
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
-        with self._engine(optimizer).optimizers.stepper(optimizer).flat():
+        with self._engine(optimizer).optimizers.stepper(optimizer).show_flat_params():
             super().unscale_(optimizer)
 
     @override

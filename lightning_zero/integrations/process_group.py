@@ -7,10 +7,10 @@ import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
-__all__ = ["check_backend", "check_rank", "check_size"]
+__all__ = ["check_backend", "check_rank", "check_world_size"]
 
 
-def check_size(asker: str, devices: int, nodes: int) -> None:
+def check_world_size(api_name: str, devices: int, nodes: int) -> None:
     """Raise if this process is in a process group of another size.
 
     Args:
@@ -24,9 +24,9 @@ def check_size(asker: str, devices: int, nodes: int) -> None:
     """
     if not dist.is_initialized() or (size := dist.get_world_size()) == devices * nodes:
         return
-    asked, fits = _call(asker, devices, nodes), _call(asker, size, 1)
+    asked, fits = _call(api_name, devices, nodes), _call(api_name, size, 1)
     if size % nodes == 0:
-        fits = _call(asker, size // nodes, nodes)
+        fits = _call(api_name, size // nodes, nodes)
     raise MisconfigurationException(
         f"{asked} asks for a process group of {_ranks(devices * nodes)}, but this process is already in one of "
         f"{_ranks(size)} ({dist.get_backend_config()}), which an earlier Trainer, Fabric or "
@@ -35,17 +35,17 @@ def check_size(asker: str, devices: int, nodes: int) -> None:
     )
 
 
-def check_rank(asker: str, rank: int) -> None:
+def check_rank(api_name: str, rank: int) -> None:
     """Raise if the process group numbers this process otherwise than the cluster environment does."""
     if dist.is_initialized() and dist.get_rank() != rank:
         raise MisconfigurationException(
-            f"This process is rank {dist.get_rank()} of its process group, but rank {rank} for the {asker}'s cluster "
+            f"This process is rank {dist.get_rank()} of its process group, but rank {rank} for the {api_name}'s cluster "
             "environment, so it would train on another rank's data. Call torch.distributed.init_process_group() with "
-            f"the rank of the environment (RANK, or NODE_RANK and LOCAL_RANK), or let the {asker} call it."
+            f"the rank of the environment (RANK, or NODE_RANK and LOCAL_RANK), or let the {api_name} call it."
         )
 
 
-def check_backend(asker: str, asked: str | None, device: torch.device) -> None:
+def check_backend(api_name: str, asked: str | None, device: torch.device) -> None:
     """Raise if the process group has another backend than the one asked for, or none for ``device``.
 
     Args:
@@ -61,19 +61,19 @@ def check_backend(asker: str, asked: str | None, device: torch.device) -> None:
     for kind, backend in _by_device(asked or "", device).items():
         if has.get(kind) != backend:
             raise MisconfigurationException(
-                f"The {asker}'s strategy asks for process_group_backend={asked!r}, but this process is already in a "
+                f"The {api_name}'s strategy asks for process_group_backend={asked!r}, but this process is already in a "
                 f"process group with other backends ({found}). {instead}; or pass "
                 f"process_group_backend={has.get(device.type, found)!r}."
             )
     if device.type not in has:
         raise MisconfigurationException(
-            f"The {asker} trains on {device.type}, but this process is already in a process group without a backend "
+            f"The {api_name} trains on {device.type}, but this process is already in a process group without a backend "
             f"for it ({found}). {instead}."
         )
     usual = dist.get_default_backend_for_device(device)
     if not asked and has[device.type] != usual:
         rank_zero_warn(
-            f"The {asker} trains on {device.type} in a process group that exists already and communicates by "
+            f"The {api_name} trains on {device.type} in a process group that exists already and communicates by "
             f"{has[device.type]}; {usual} is the default there, and may be much faster. {instead}. If "
             f"{has[device.type]} is intended, pass process_group_backend={has[device.type]!r}."
         )
@@ -85,8 +85,8 @@ def _by_device(backends: str, device: torch.device) -> dict[str, str]:
     return {kind or device.type: backend for kind, _, backend in pairs}
 
 
-def _call(asker: str, devices: int, nodes: int) -> str:
-    return f"{asker}(devices={devices}{f', num_nodes={nodes}' if nodes > 1 else ''})"
+def _call(api_name: str, devices: int, nodes: int) -> str:
+    return f"{api_name}(devices={devices}{f', num_nodes={nodes}' if nodes > 1 else ''})"
 
 
 def _ranks(count: int) -> str:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from lightning_zero.compat.lightning_private import init_process_group, reduce_value
 from lightning_zero.extrema import all_max, all_min
-from lightning_zero.integrations.process_group import check_backend, check_rank, check_size
+from lightning_zero.integrations.process_group import check_backend, check_rank, check_world_size
 from lightning_zero.native.startup import StartupWatch
 
-__all__ = ["Processes", "nccl_lets_errors_show", "reduce_in_place"]
+__all__ = ["ProcessGroupMixin", "without_nccl_abort", "reduce_in_place"]
 
 T = TypeVar("T")
 
@@ -29,7 +29,7 @@ _RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
 
 
 @contextmanager
-def nccl_lets_errors_show() -> Iterator[None]:
+def without_nccl_abort() -> Iterator[None]:
     """Process groups that are made inside do not abort the process after an error on the device: NCCL's own watchdog
     would do so before the traceback is there. What else that one finds, ours looks at (:class:`Watchdog`)."""
     if _RETHROW in os.environ:
@@ -53,11 +53,11 @@ def reduce_in_place(tensor: Tensor, group: Any, reduce_op: ReduceOp | str | None
     return reduce_value(tensor, group, reduce_op=reduce_op)
 
 
-class Processes:
+class ProcessGroupMixin:
     """One process for each device, in one process group. For a strategy, which has ranks, devices and a cluster's
-    environment from Lightning, and calls :meth:`_begin_processes` when it is made."""
+    environment from Lightning, and calls :meth:`_init_processes` when it is made."""
 
-    asker: str  # for messages: "Trainer" or "Fabric"
+    api_name: str  # for messages: "Trainer" or "Fabric"
     accelerator: Any
     cluster_environment: Any
     parallel_devices: Any
@@ -66,7 +66,7 @@ class Processes:
     global_rank: Any
     world_size: Any
 
-    def _begin_processes(self, backend: str | None, timeout: timedelta | None, report_s: float) -> None:
+    def _init_processes(self, backend: str | None, timeout: timedelta | None, report_s: float) -> None:
         """
         backend: by default ``"nccl"`` on CUDA and ``"gloo"`` on the CPU
         timeout: how long ranks wait for each other
@@ -75,7 +75,7 @@ class Processes:
         self._num_nodes = 1
         self._process_group_backend = backend
         self._timeout = timeout
-        self._report_s = report_s
+        self._stall_report_s = report_s
         self._startup: StartupWatch | None = None
 
     @property
@@ -103,14 +103,14 @@ class Processes:
         self.set_world_ranks()
         cluster = self.cluster_environment
         assert cluster is not None
-        check_size(self.asker, self.num_processes, self.num_nodes)
-        check_rank(self.asker, self.global_rank)
-        check_backend(self.asker, self._process_group_backend, self.root_device)
+        check_world_size(self.api_name, self.num_processes, self.num_nodes)
+        check_rank(self.api_name, self.global_rank)
+        check_backend(self.api_name, self._process_group_backend, self.root_device)
         if self.world_size > 1 and not torch.distributed.is_initialized():
             first = self.node_rank * self.num_processes
             neighbours = range(first, first + self.num_processes)
             self._startup = StartupWatch(
-                cluster.main_address, cluster.main_port, self.global_rank, self.world_size, neighbours, self._report_s
+                cluster.main_address, cluster.main_port, self.global_rank, self.world_size, neighbours, self._stall_report_s
             )
         self.accelerator.setup_device(self.root_device)
         backend = self._process_group_backend or torch.distributed.get_default_backend_for_device(self.root_device)
@@ -119,7 +119,7 @@ class Processes:
         if self._startup is not None:
             self._startup.joined()
 
-    def _end_startup(self) -> None:
+    def _close_startup(self) -> None:
         """Something else watches over the ranks."""
         if self._startup is not None:
             self._startup.close()
@@ -133,19 +133,19 @@ class Processes:
             decorator.rank = self.global_rank  # type: ignore[attr-defined]
 
     def barrier(self, name: str | None = None) -> None:
-        if not torch.distributed.is_initialized() or self._have_met(name):
+        if not torch.distributed.is_initialized() or self._barrier_is_redundant(name):
             return
-        with self._waiting(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's"):
+        with self._watch_collective(f"Lightning's barrier {name!r}" if name else "a barrier of Lightning's"):
             if torch.distributed.get_backend() == "nccl":
                 torch.distributed.barrier(device_ids=[self.root_device.index])
             else:
                 torch.distributed.barrier()
 
-    def _have_met(self, barrier: str | None) -> bool:
+    def _barrier_is_redundant(self, barrier: str | None) -> bool:
         """Whether all ranks have just met anyway."""
         return False
 
-    def _waiting(self, what: str) -> AbstractContextManager[None]:
+    def _watch_collective(self, what: str) -> AbstractContextManager[None]:
         """Surrounds a collective of all ranks that is called ``what``."""
         return nullcontext()
 
@@ -154,10 +154,10 @@ class Processes:
         if not torch.distributed.is_initialized():
             return obj
         objects = [obj]
-        with self._waiting("a broadcast of Lightning's"):
-            torch.distributed.broadcast_object_list(objects, src, group=self._group_of_objects())
+        with self._watch_collective("a broadcast of Lightning's"):
+            torch.distributed.broadcast_object_list(objects, src, group=self._object_group())
         return objects[0]
 
-    def _group_of_objects(self) -> Any:
+    def _object_group(self) -> Any:
         """All ranks, for what lies on the host."""
         return _group.WORLD

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from lightning_zero.compat.compiler import OptimizedModule
-from lightning_zero.integrations.compiled_functions import take_apart_functions
+from lightning_zero.integrations.compiled_functions import uncompile_functions
 
-__all__ = ["Compiled", "keep_compiled_names", "plain_name", "read_compiled_names", "take_apart_compiled"]
+__all__ = ["UncompiledModule", "save_compiled_names", "uncompiled_name", "accept_compiled_names", "uncompile_modules"]
 
 _NAME = "_orig_mod."
 
 
-class Compiled(NamedTuple):
+class UncompiledModule(NamedTuple):
     """A module that was compiled by hand.
 
     Attributes:
@@ -34,7 +34,7 @@ class Compiled(NamedTuple):
     everywhere: bool
 
 
-def take_apart_compiled(module: nn.Module) -> list[Compiled]:
+def uncompile_modules(module: nn.Module) -> list[UncompiledModule]:
     """Puts in the place of what is compiled what it was made from; returns the modules among that, inner ones first."""
     found: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
     plain = set()
@@ -46,22 +46,22 @@ def take_apart_compiled(module: nn.Module) -> list[Compiled]:
                 found.setdefault(grandchild._orig_mod, []).append((child, name))
             else:
                 plain.add(grandchild)
-    take_apart_functions(module)
-    return [Compiled(original, places, original not in plain) for original, places in found.items()][::-1]
+    uncompile_functions(module)
+    return [UncompiledModule(original, places, original not in plain) for original, places in found.items()][::-1]
 
 
-def plain_name(key: str) -> str:
+def uncompiled_name(key: str) -> str:
     """What a value is called where nothing is compiled."""
     return key.replace(_NAME, "")
 
 
-def read_compiled_names(root: nn.Module, compiled: Iterable[Compiled]) -> None:
+def accept_compiled_names(root: nn.Module, compiled: Iterable[UncompiledModule]) -> None:
     """Files in which other modules were compiled are read, too. Must come before hooks that look for their weights."""
     for module in [root, *(one.module for one in compiled)]:
         module.register_load_state_dict_pre_hook(_without_names)
 
 
-def keep_compiled_names(compiled: Iterable[Compiled]) -> None:
+def save_compiled_names(compiled: Iterable[UncompiledModule]) -> None:
     """State dicts call what is in these modules as if they were compiled. Must come after hooks that look for their
     weights."""
     for module, places, everywhere in compiled:
@@ -71,7 +71,7 @@ def keep_compiled_names(compiled: Iterable[Compiled]) -> None:
 
 def _without_names(module: nn.Module, state: dict[str, Any], prefix: str, *unused: Any) -> None:
     for key in [key for key in state if key.startswith(prefix) and _NAME in key[len(prefix) :]]:
-        state[prefix + plain_name(key[len(prefix) :])] = state.pop(key)
+        state[prefix + uncompiled_name(key[len(prefix) :])] = state.pop(key)
 
 
 def _with_names(inner: str, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.weights.exporting import Weight, export, in_dtype
+from lightning_zero.checkpoint.weights.exporting import Weight, export, to_cpu
 from lightning_zero.checkpoint.weights.files import parse_size, plan_files
-from lightning_zero.checkpoint.weights.loading import Incompatible, load_into
+from lightning_zero.checkpoint.weights.loading import Incompatible, load_safetensors_into
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.full import gather_full
@@ -41,17 +41,17 @@ def load_safetensors(
     """
     engine = _find(module)
     if engine is None:
-        return load_into(module, path, strict, rename)
-    with engine.checkpoints.hooks.showing(lambda record: record.param):  # nothing is gathered for names
+        return load_safetensors_into(module, path, strict, rename)
+    with engine.checkpoints.hooks.overriding_values(lambda record: record.param):  # nothing is gathered for names
         keys = list(module.state_dict())
-    access = engine.sharder.access
-    access.before_overwriting()
+    sync = engine.sharder.sync
+    sync.before_overwriting()
     what = f"load weights from {path}"
 
     def attempt() -> Incompatible | ValueError:
         try:
             with engine.checkpoints.loading_weights(path):
-                return load_into(module, path, strict, rename, keys)
+                return load_safetensors_into(module, path, strict, rename, keys)
         except ValueError as error:  # the same on every rank, where they see the same files
             return error
 
@@ -62,8 +62,8 @@ def load_safetensors(
             raise wrong
         return Incompatible(*ends[engine.rank])  # type: ignore[misc]
     finally:
-        access.may_have_changed()
-        access.done_writing()
+        sync.invalidate_copies()
+        sync.after_writing()
 
 
 def export_safetensors(
@@ -107,7 +107,7 @@ def export_safetensors(
             stand_ins[record.index], records[id(made)] = made, record
         return stand_ins[record.index]
 
-    with engine.checkpoints.hooks.showing(show):
+    with engine.checkpoints.hooks.overriding_values(show):
         state = module.state_dict()
     known: set[int] = set()
     for key, value in state.items():
@@ -130,7 +130,7 @@ def _gather(value: Tensor, record: ShardedParameter | None) -> Tensor:
 
 def _keep(dtype: torch.dtype | None, whole: Tensor) -> Tensor:
     # The copy holds neither padding nor what a buffer becomes while it is written.
-    return in_dtype(whole, dtype, copy=True)
+    return to_cpu(whole, dtype, copy=True)
 
 
 def _find(module: nn.Module) -> Engine | None:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_zero.config.option import OFFLOADED
+from lightning_zero.config.option import OFFLOAD_CHOICES
 from lightning_zero.memory_planner.inputs import Constraints, MemoryConfig, PlannerInputs, StepTimes
 
 __all__ = [
@@ -130,7 +130,7 @@ def planner_items(inputs: PlannerInputs, free: Constraints) -> list[Item]:
 def config_from_pick(values: tuple[Variant, ...], inputs: PlannerInputs) -> MemoryConfig:
     """Return the configuration that a pick of :func:`planner_items` means."""
     (budget, offloaded), weights, (names, ring), once = (variant.value for variant in values)
-    offload = tuple(name for name in OFFLOADED if name in {*names, *offloaded})
+    offload = tuple(name for name in OFFLOAD_CHOICES if name in {*names, *offloaded})
     until = inputs.current.until if inputs.times.passes < 2 or not weights else "step"
     return MemoryConfig(budget, offload, weights, until, once, ring)
 

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from time import perf_counter
 
-from lightning_zero.offload.saved import SavedOnHost
+from lightning_zero.offload.saved import SavedTensorOffload
 from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge, memory_limit
 
 __all__ = ["FirstStep", "FirstStepStats"]
@@ -85,7 +85,7 @@ class FirstStep:
         self._passed: DeviceMemory | None = None  # read before the optimizer stepped
         self._stepped = False
         self.before: DeviceMemory | None = None
-        self.saves: SavedOnHost | None = None
+        self.saves: SavedTensorOffload | None = None
 
     def begin(self, memory: float | str | None) -> None:
         """Begin the step, before its forward. ``memory``: the option."""
@@ -95,15 +95,15 @@ class FirstStep:
         free = _FreeMemory(self._gauge, memory)
         self._limit, self.before, self.saves = free.limit, free.before, self._pack(free)
 
-    def unmeasured_saves(self, memory: float | str | None) -> SavedOnHost | None:
+    def unmeasured_saves(self, memory: float | str | None) -> SavedTensorOffload | None:
         """Return a packer for an eager forward that is not measured; None on a CPU. ``memory``: the option."""
         if not self._gauge.reports_memory:
             return None
         free = _FreeMemory(self._gauge, memory)
         return self._pack(free, UNCHECKED_SHARE * free.free)
 
-    def _pack(self, free: _FreeMemory, unchecked: float = 0.0) -> SavedOnHost:
-        saves: SavedOnHost = SavedOnHost(self._gauge.device, lambda: free.excess(saves.largest), unwatched=unchecked)
+    def _pack(self, free: _FreeMemory, unchecked: float = 0.0) -> SavedTensorOffload:
+        saves: SavedTensorOffload = SavedTensorOffload(self._gauge.device, lambda: free.excess(saves.largest), unwatched=unchecked)
         return saves
 
     def backward_begins(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
-from lightning_zero.config.option import OFFLOADED
+from lightning_zero.config.option import OFFLOAD_CHOICES
 from lightning_zero.config.tuning import Tuning
 
 __all__ = [
@@ -237,9 +237,9 @@ class EngineMemoryFacts:
 
 def memory_config(config: EngineConfig, on_host: Iterable[str] = ()) -> MemoryConfig:
     """Return the configuration that the options alone give. ``on_host``: names already on the host."""
-    offload = tuple(name for name in OFFLOADED if name in {*config.offload, *on_host})
-    over = bool(config.tuning.gradients_over_copies)
-    return MemoryConfig(config.activation_memory_budget, offload, until=config.resident_until, over_copies=over)
+    offload = tuple(name for name in OFFLOAD_CHOICES if name in {*config.offload, *on_host})
+    over = bool(config.tuning.grad_aliasing)
+    return MemoryConfig(config.activation_memory_budget, offload, until=config.unsharded_cache_until, over_copies=over)
 
 
 def constraints_of(config: EngineConfig, offloadable: Iterable[str] = ()) -> Constraints:
@@ -250,14 +250,14 @@ def constraints_of(config: EngineConfig, offloadable: Iterable[str] = ()) -> Con
     """
     tuning = config.tuning
     planned = config.memory is not None
-    kept = config.stage == 3 and tuning.prefetch and tuning.resident_mb is None and bool(config.reshard_after_forward)
+    kept = config.stage == 3 and tuning.prefetch and tuning.unsharded_cache_mb is None and bool(config.reshard_after_forward)
     return Constraints(
         activations=planned and config.compile and config.activation_memory_budget == 1.0 and tuning.recompute is None,
         weights=config.compile and kept and (planned or config.reshard_after_forward == "auto"),
         offload=tuple(offloadable) if planned and not config.offload else None,
         gradients=planned and config.stage == 3,
         ring=planned and tuning.offload_buffer_mb == DEFAULT_BUFFER_MB,
-        over_copies=planned and tuning.gradients_over_copies is None and config.may_lie_over_copies,
+        over_copies=planned and tuning.grad_aliasing is None and config.may_lie_over_copies,
     )
 
 
@@ -268,6 +268,6 @@ def apply_memory_config(config: EngineConfig, chosen: MemoryConfig) -> EngineCon
     if chosen.ring:
         tuning = replace(tuning, offload_buffer_mb=chosen.ring / MIB)
     if chosen.over_copies:
-        tuning = replace(tuning, gradients_over_copies=True)
+        tuning = replace(tuning, grad_aliasing=True)
     budget = chosen.activation_memory_budget
     return replace(config, activation_memory_budget=budget, offload=cast(Any, offload), tuning=tuning)

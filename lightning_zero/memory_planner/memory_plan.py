@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from lightning_zero.config.text import gib, plain_table
+from lightning_zero.config.text import gib, format_table
 from lightning_zero.config.tuning import Tuning
 from lightning_zero.memory_planner.choices import (
     ACTIVATIONS,
@@ -115,7 +115,7 @@ class MemoryPlan:
         if self.chosen.ring:
             tuning["offload_buffer_mb"] = self.chosen.ring / 2**20
         if self.chosen.over_copies:
-            tuning["gradients_over_copies"] = True
+            tuning["grad_aliasing"] = True
         return found | ({"tuning": Tuning(**tuning)} if tuning else {})
 
     def advice(self) -> str:
@@ -150,7 +150,7 @@ class MemoryPlan:
     def __str__(self) -> str:
         heads = "", "choice", "GiB", "GiB saved", "ms lost"
         rows = [(o.what, o.choice, gib(o.nbytes), gib(o.saved), f"{o.seconds * 1e3:.1f}") for o in self.lines]
-        table = [f"Memory plan, {self.source}: {self.summary()}.", *plain_table(heads, rows)]
+        table = [f"Memory plan, {self.source}: {self.summary()}.", *format_table(heads, rows)]
         return "\n".join([*table, *([f"  seconds: {self.seconds_known}"] if self.seconds_known else [])])
 
 

@@ -187,7 +187,7 @@ class MemoryPlanner:
         """Return the bytes of weights that are kept until the optimizer steps, as far as they are known."""
         if self._current is not None and self._current.until == "step":
             return self._current.weights
-        return config.resident_bytes if config.resident_until == "step" else 0.0
+        return config.resident_bytes if config.unsharded_cache_until == "step" else 0.0
 
     def is_settled(self) -> bool:
         """Return True if no decision is pending; only then are CUDA graphs captured."""
@@ -260,7 +260,7 @@ class MemoryPlanner:
 
         Collective before the second pass, and if an optimizer has stepped since the last call.
         """
-        auto = config.compile and config.resident_mb == "auto"
+        auto = config.compile and config.unsharded_cache_mb == "auto"
         self._wanted = config.memory is not None or auto
         if self.is_settled() and not self._state.checking:
             return None
@@ -458,7 +458,7 @@ class MemoryReporter:
 
     def never_steady(self, config: EngineConfig) -> None:
         """Report that too few consecutive steps ran without compiling."""
-        what, instead = ("nothing", "") if config.memory is not None else ("no parameters", "Set resident_mb")
+        what, instead = ("nothing", "") if config.memory is not None else ("no parameters", "Set unsharded_cache_mb")
         self.report(
             f"{option(config)} keeps {what}: in {MAX_STEPS} steps there were never {MEASURED_STEPS} in a row in which "
             f"compiled code ran and nothing was compiled. {instead or 'The plan so far stays'} to keep some."

@@ -1,7 +1,7 @@
 """Builds the C++ executor beside whatever a program does before its training needs it: data, the model, other ranks'
 processes.
 
-Protocol: ``ahead = BuildAhead(owner)``, which returns at once; ``ahead.finish()`` where the executor is needed. Until
+Protocol: ``ahead = BackgroundBuild(owner)``, which returns at once; ``ahead.finish()`` where the executor is needed. Until
 then nothing is printed. If the owner goes away before that, or the process ends, so does the build: a strategy that is
 made and never used leaves nothing behind.
 """
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.native.build import build, is_built
-from lightning_zero.native.commands import Commands, Stopped
+from lightning_zero.native.commands import CommandRunner, BuildCancelled
 
-__all__ = ["BuildAhead"]
+__all__ = ["BackgroundBuild"]
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ Build = Callable[..., Path]
 TO_STOP_S = 5.0  # that compilers get to end, and their folder to be removed
 
 
-class BuildAhead:
+class BackgroundBuild:
     """A thread of the first process of each host; other processes wait for what is built, as ever.
 
     Args:
@@ -42,10 +42,10 @@ class BuildAhead:
     """
 
     def __init__(self, owner: object, make: Build = build, needed: Callable[[], bool] | None = None) -> None:
-        self._running: _Running | None = None
-        self.waits = needed() if needed is not None else not is_built()
-        if _is_first_of_host() and self.waits:
-            self._running = _Running(make)
+        self._running: _BuildThread | None = None
+        self.is_pending = needed() if needed is not None else not is_built()
+        if _is_first_of_host() and self.is_pending:
+            self._running = _BuildThread(make)
             weakref.finalize(owner, self._running.stop)
 
     def finish(self) -> float:
@@ -62,16 +62,16 @@ class BuildAhead:
         # A process that was forked from the one that builds has no such thread, and waits by the cache's lock.
         if running is not None and running.process == os.getpid():
             running.wait()
-        self.waits = False
+        self.is_pending = False
         return time.monotonic() - begun
 
 
-class _Running:
+class _BuildThread:
     """Knows nothing of its owner."""
 
     def __init__(self, make: Build) -> None:
         self.process = os.getpid()
-        self._commands = Commands()
+        self._commands = CommandRunner()
         self._begun = time.monotonic()
         self._lock = threading.Lock()
         self._held: list[tuple[Any, ...]] | None = []  # what is said before anybody wants to know
@@ -81,13 +81,13 @@ class _Running:
 
     def _run(self, make: Build) -> None:
         try:
-            make(say=self._say, commands=self._commands)
-        except Stopped:
+            make(report=self._report, commands=self._commands)
+        except BuildCancelled:
             pass
         except Exception as error:
             self._error = error
 
-    def _say(self, *line: Any) -> None:
+    def _report(self, *line: Any) -> None:
         with self._lock:
             if self._held is not None:
                 self._held.append(line)

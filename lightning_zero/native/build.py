@@ -33,12 +33,12 @@ from lightning_zero.native.cache import (
     check_owner,
     check_parents,
     default_cache,
-    locked,
-    make_private,
-    resolved,
-    unwritable,
+    lock_entry,
+    make_private_folder,
+    resolve_cache,
+    unwritable_error,
 )
-from lightning_zero.native.commands import Commands
+from lightning_zero.native.commands import CommandRunner
 
 __all__ = ["build", "is_built", "kernel_source", "loaded_runtime", "source_directory"]
 
@@ -48,14 +48,14 @@ MARK = "-DLIGHTNING_ZERO"  # by which our compilers are known among the processe
 FLAGS = (MARK, "-std=c++20", "-O2", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", "-Wno-deprecated-declarations")
 LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch")
 LOCK_DEADLINE_S = 900.0
-UNITS = 8
-LONG_HEADERS = "#include <torch/"  # those of process groups, autograd and ops: three times the seconds of tensors'
-QUICK = "-O1"  # for bindings, which do no work, and are what all others of a build wait for
+MAX_UNITS = 8
+SLOW_HEADERS = "#include <torch/"  # those of process groups, autograd and ops: three times the seconds of tensors'
+BINDING_FLAG = "-O1"  # for bindings, which do no work, and are what all others of a build wait for
 # g++ looks for garbage in its memory again and again, a tenth of its seconds; like this each takes 0.8 GB, not 0.7.
-NO_GARBAGE = ("--param", "ggc-min-heapsize=1500000")
-LEAN = "-DAT_PER_OPERATOR_HEADERS"  # with the folder "lean" of the sources, whose headers come before torch's
+GCC_HEAP_FLAGS = ("--param", "ggc-min-heapsize=1500000")
+LEAN_HEADERS = "-DAT_PER_OPERATOR_HEADERS"  # with the folder "lean" of the sources, whose headers come before torch's
 
-Say = Callable[..., Any]  # as a logger's methods: a format, and what belongs into it
+Report = Callable[..., Any]  # as a logger's methods: a format, and what belongs into it
 
 
 def source_directory() -> Path:
@@ -93,8 +93,8 @@ def build(
     cache: Path | None = None,
     compiler: str | None = None,
     deadline_s: float = LOCK_DEADLINE_S,
-    say: Say = log.warning,
-    commands: Commands | None = None,
+    report: Report = log.warning,
+    commands: CommandRunner | None = None,
 ) -> Path:
     """Returns the path of the shared library, building it first if this is the first use.
 
@@ -110,30 +110,30 @@ def build(
         NativeBuildError: no compiler, a compile error, the deadline passed, or a cache that others can write.
         Stopped: ``commands`` were stopped.
     """
-    commands = commands or Commands()
-    cache = resolved(cache or default_cache())
+    commands = commands or CommandRunner()
+    cache = resolve_cache(cache or default_cache())
     sources = source_directory()
     library = cache / _digest(sources) / "lightning_zero.so"
-    if _is_there(library):
+    if _is_cached(library):
         return library
     command = _command(compiler or os.environ.get("CXX") or "")
     version = _version(command)
-    make_private(library.parent)
-    with locked(library.parent, deadline_s, say, commands.check):
-        if not _is_there(library):
-            _compile(command, version, library, say, commands)
+    make_private_folder(library.parent)
+    with lock_entry(library.parent, deadline_s, report, commands.check):
+        if not _is_cached(library):
+            _compile(command, version, library, report, commands)
     return library
 
 
 def is_built() -> bool:
     """Whether :func:`build` has nothing to do; or will not do it, and say why."""
     try:
-        return _is_there(resolved(default_cache()) / _digest(source_directory()) / "lightning_zero.so")
+        return _is_cached(resolve_cache(default_cache()) / _digest(source_directory()) / "lightning_zero.so")
     except NativeBuildError:
         return True
 
 
-def _is_there(library: Path) -> bool:
+def _is_cached(library: Path) -> bool:
     cache = library.parent.parent
     try:
         check_parents(cache)
@@ -181,15 +181,15 @@ def _digest(sources: Path) -> str:
     # The C library's version: homes are shared by machines of several ages, and what the newest builds would load on
     # no other.
     machine = (platform.machine(), *platform.libc_ver())
-    digest = hashlib.sha256("\0".join((torch.__version__, *machine, _abi(), *FLAGS, QUICK)).encode())
+    digest = hashlib.sha256("\0".join((torch.__version__, *machine, _abi(), *FLAGS, BINDING_FLAG)).encode())
     for path in sorted(sources.rglob("*.[ch]*")):
         digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:20]
 
 
-def _compile(compiler: list[str], version: str, library: Path, say: Say, commands: Commands) -> None:
+def _compile(compiler: list[str], version: str, library: Path, report: Report, commands: CommandRunner) -> None:
     start, sources = time.monotonic(), source_directory()
-    say("Building lightning_zero's C++ executor (once for this torch version; takes up to a minute).")
+    report("Building lightning_zero's C++ executor (once for this torch version; takes up to a minute).")
     torch_directory = Path(torch.__file__).parent
     include = torch_directory / "include"
     # Sources name each other by their rooms.
@@ -197,14 +197,14 @@ def _compile(compiler: list[str], version: str, library: Path, say: Say, command
     try:
         temporary = Path(tempfile.mkdtemp(dir=library.parent, prefix="build-"))
     except OSError as error:
-        raise unwritable(library.parent, error) from error
+        raise unwritable_error(library.parent, error) from error
     try:
         units = _units(sources, temporary)
         objects = [unit.with_suffix(".o") for unit in units]
-        lean = [LEAN, f"-I{sources / 'lean'}"]
-        flags = [*FLAGS, *(NO_GARBAGE if "Free Software Foundation" in version else ())]
+        lean = [LEAN_HEADERS, f"-I{sources / 'lean'}"]
+        flags = [*FLAGS, *(GCC_HEAP_FLAGS if "Free Software Foundation" in version else ())]
         each = [
-            [*compiler, *flags, *_quick(sources), _abi(), *lean, *includes, "-c", str(unit), "-o", str(target)]
+            [*compiler, *flags, *_optimization_flags(sources), _abi(), *lean, *includes, "-c", str(unit), "-o", str(target)]
             for (unit, sources), target in zip(units.items(), objects, strict=True)
         ]
         commands.all(each, partial(_compile_unit, commands, lean))
@@ -220,10 +220,10 @@ def _compile(compiler: list[str], version: str, library: Path, say: Say, command
         os.replace(temporary / "built-by", library.parent / "built-by")
         os.replace(linked, library)
     except OSError as error:  # such as a full disk
-        raise unwritable(library.parent, error) from error
+        raise unwritable_error(library.parent, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    say("Built lightning_zero's C++ executor in %.0f s (%s).", time.monotonic() - start, library)
+    report("Built lightning_zero's C++ executor in %.0f s (%s).", time.monotonic() - start, library)
 
 
 def loaded_runtime() -> list[str]:
@@ -239,7 +239,7 @@ def loaded_runtime() -> list[str]:
     return sorted(path for path in paths if re.search(r"/libstdc\+\+\.so[.\d]*$", path))[:1]
 
 
-def _compile_unit(commands: Commands, lean: Sequence[str], command: list[str]) -> None:
+def _compile_unit(commands: CommandRunner, lean: Sequence[str], command: list[str]) -> None:
     """A torch whose headers need more than the lean ones have is given its own."""
     try:
         _run(commands, command)
@@ -254,11 +254,11 @@ def _units(sources: Path, directory: Path) -> dict[Path, list[Path]]:
     are one, of sources that need the same headers: what goes together on any machine has been tried on those of
     tests."""
     paths = sorted(sources.rglob("*.cpp"), key=lambda path: (-path.stat().st_size, path))
-    alone = [path for path in paths if path.parent.name == "bindings" or LONG_HEADERS in path.read_text()]
+    alone = [path for path in paths if path.parent.name == "bindings" or SLOW_HEADERS in path.read_text()]
     alone.sort(key=lambda path: (path.name == "ops.cpp", path.parent.name == "bindings"))
     parts = [[path] for path in alone]
-    parts += _split([path for path in paths if path not in alone], max(1, 2 * UNITS - len(alone)))
-    if (os.cpu_count() or 1) < 2 * UNITS:
+    parts += _split([path for path in paths if path not in alone], max(1, 2 * MAX_UNITS - len(alone)))
+    if (os.cpu_count() or 1) < 2 * MAX_UNITS:
         parts = [sum(parts[at : at + 2], []) for at in range(0, len(parts), 2)]
     units = {directory / f"unit{number}.cpp": part for number, part in enumerate(filter(None, parts))}
     for unit, part in units.items():
@@ -266,8 +266,8 @@ def _units(sources: Path, directory: Path) -> dict[Path, list[Path]]:
     return units
 
 
-def _quick(sources: Sequence[Path]) -> list[str]:
-    return [QUICK] if all(source.parent.name == "bindings" for source in sources) else []
+def _optimization_flags(sources: Sequence[Path]) -> list[str]:
+    return [BINDING_FLAG] if all(source.parent.name == "bindings" for source in sources) else []
 
 
 def _split(paths: Sequence[Path], count: int) -> list[list[Path]]:
@@ -282,7 +282,7 @@ def _bytes(paths: Sequence[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
-def _run(commands: Commands, command: list[str]) -> None:
+def _run(commands: CommandRunner, command: list[str]) -> None:
     result = commands.run(command)
     if result.returncode != 0:
         errors = [line for line in result.stderr.splitlines() if "error" in line.lower()][:20]

@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from lightning_zero.errors import NativeBuildError
 
-__all__ = ["check_owner", "check_parents", "default_cache", "locked", "make_private", "resolved", "unwritable"]
+__all__ = ["check_owner", "check_parents", "default_cache", "lock_entry", "make_private_folder", "resolve_cache", "unwritable_error"]
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def default_cache() -> Path:
     return caches / "lightning_zero"
 
 
-def resolved(cache: Path) -> Path:
+def resolve_cache(cache: Path) -> Path:
     """Return the absolute path without links and ``~``."""
     try:
         return _expanded(str(cache)).resolve()
@@ -76,13 +76,13 @@ def _without_home() -> Path:
     return folder
 
 
-def make_private(folder: Path) -> None:
+def make_private_folder(folder: Path) -> None:
     """Make an entry of the cache for this user alone; inside a cache that more users may read, one that they may read.
 
     Harmless when it is there.
 
     Args:
-        folder: The entry; its parent is the cache, whose path is :func:`resolved`.
+        folder: The entry; its parent is the cache, whose path is :func:`resolve_cache`.
 
     Raises:
         NativeBuildError: it cannot be made, or is somebody else's to write.
@@ -97,7 +97,7 @@ def make_private(folder: Path) -> None:
         check_owner(cache)
         folder.mkdir(mode=stat.S_IMODE(cache.stat().st_mode) & ~OTHERS_WRITE | stat.S_IRWXU, exist_ok=True)
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise unwritable_error(folder, error) from error
     check_owner(folder)
 
 
@@ -132,7 +132,7 @@ def check_parents(cache: Path) -> None:
     """Refuse a cache that somebody else could replace by another directory.
 
     Args:
-        cache: Its path is :func:`resolved`.
+        cache: Its path is :func:`resolve_cache`.
 
     Raises:
         NativeBuildError: a directory above belongs to another user, or others may write it. Where only owners may
@@ -180,10 +180,10 @@ def _unmapped_user() -> int:
 
 
 @contextmanager
-def locked(
+def lock_entry(
     folder: Path,
     deadline_s: float,
-    say: Callable[..., Any] = log.warning,
+    report: Callable[..., Any] = log.warning,
     check: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Inside, no other process is: an OS lock, which a killed process releases. Where the file system has no locks,
@@ -201,9 +201,9 @@ def locked(
         # Closed below, which releases it. Not through a link: opening empties a file.
         lock = open(os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644), "w")  # noqa: SIM115
     except OSError as error:
-        raise unwritable(folder, error) from error
+        raise unwritable_error(folder, error) from error
     with lock:
-        _acquire(lock, folder / "lock", deadline_s, say, check)
+        _acquire(lock, folder / "lock", deadline_s, report, check)
         try:
             yield
         finally:
@@ -212,11 +212,11 @@ def locked(
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
 
-def unwritable(folder: Path, error: OSError) -> NativeBuildError:
+def unwritable_error(folder: Path, error: OSError) -> NativeBuildError:
     return NativeBuildError(f"Cannot write the build cache {folder} ({error}). {INSTEAD}")
 
 
-def _acquire(lock: TextIO, path: Path, deadline_s: float, say: Callable[..., Any], check: Callable[[], None]) -> None:
+def _acquire(lock: TextIO, path: Path, deadline_s: float, report: Callable[..., Any], check: Callable[[], None]) -> None:
     start = time.monotonic()
     told = False
     while True:
@@ -226,7 +226,7 @@ def _acquire(lock: TextIO, path: Path, deadline_s: float, say: Callable[..., Any
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
                 # Waiting would not help: some network file systems have no locks.
-                say("%s cannot be locked (%s): several processes may build at once.", path, error)
+                report("%s cannot be locked (%s): several processes may build at once.", path, error)
                 return
         waited = time.monotonic() - start
         if waited > deadline_s:
@@ -235,7 +235,7 @@ def _acquire(lock: TextIO, path: Path, deadline_s: float, say: Callable[..., Any
                 f"{path}). End that process, or set LIGHTNING_ZERO_CACHE to another directory."
             )
         if not told and waited > 2:
-            say("Waiting while another process builds the C++ executor (%s).", path)
+            report("Waiting while another process builds the C++ executor (%s).", path)
             told = True
         check()
         time.sleep(0.1)

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from lightning_zero.compat import cuda
-from lightning_zero.native.collector import no_collector
+from lightning_zero.native.collector import pause_gc
 
-__all__ = ["capturing", "fit_for_capture", "in_one_piece"]
+__all__ = ["capture_graph", "configure_nccl_for_capture", "reserve_pool_block"]
 
 
-def fit_for_capture(device: torch.device) -> None:
+def configure_nccl_for_capture(device: torch.device) -> None:
     """NCCL's collectives are the same in graphs as outside, from now on, unless the user has chosen otherwise: ranks
     that replay must fit together with ranks that run. By default NCCL registers the memory that graphs name, with all
     ranks, and uses other channels for it. It asks for this variable at the first collective that is captured."""
@@ -25,11 +25,11 @@ def fit_for_capture(device: torch.device) -> None:
 
 
 @contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """What is queued inside, on the current stream, goes to ``graph``, and what is allocated comes from ``pool``."""
     # What has failed on the device is raised here: a graph whose capture fails to begin ends the process.
     torch.cuda.synchronize()
-    with no_collector():  # it would free graphs and events, which this thread may not while it captures
+    with pause_gc():  # it would free graphs and events, which this thread may not while it captures
         # Other threads, such as NCCL's watchdog, go on: hence the error mode.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
@@ -42,7 +42,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
 
 
 @contextmanager
-def in_one_piece(pool: Any, device: torch.device, nbytes: int) -> Iterator[None]:
+def reserve_pool_block(pool: Any, device: torch.device, nbytes: int) -> Iterator[None]:
     """What is captured inside, on the current stream and into ``pool``, finds so much memory in one piece there, which
     no graph holds yet. Nothing happens where ``nbytes`` is 0.
 

@@ -6,11 +6,11 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["no_collector"]
+__all__ = ["pause_gc"]
 
 
 @contextmanager
-def no_collector() -> Iterator[None]:
+def pause_gc() -> Iterator[None]:
     """Inside, it does not collect by itself. Not for long: memory in cycles stays until then."""
     collecting = gc.isenabled()
     gc.disable()

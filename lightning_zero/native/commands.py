@@ -11,16 +11,16 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Commands", "Stopped", "children", "end", "process_stat"]
+__all__ = ["CommandRunner", "BuildCancelled", "children", "end", "process_stat"]
 
 Finished = subprocess.CompletedProcess[str]
 
 
-class Stopped(Exception):
+class BuildCancelled(Exception):
     """Somebody has said that nobody wants the results."""
 
 
-class Commands:
+class CommandRunner:
     """Runs commands for one caller. Threads are daemons: a program that ends does not wait for a compiler."""
 
     def __init__(self) -> None:
@@ -88,9 +88,9 @@ class Commands:
             raise errors[0]
 
     def check(self) -> None:
-        """Raises :class:`Stopped` once somebody has called :meth:`stop`."""
+        """Raises :class:`BuildCancelled` once somebody has called :meth:`stop`."""
         if self._stopped.is_set():
-            raise Stopped
+            raise BuildCancelled
 
     def stop(self) -> None:
         """Ends what runs, and what that has started. Harmless when repeated."""

@@ -16,7 +16,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native.executor_stubs import Gradients, Graphs, Parameters, Weights
 from lightning_zero.native.load import load
 from lightning_zero.native.transport import Transport
-from lightning_zero.native.watchdog import Lane, Watchdog
+from lightning_zero.native.watchdog import SequenceId, Watchdog
 
 __all__ = ["Executor", "KeepsActivations"]
 
@@ -63,12 +63,12 @@ class Executor:
         watchdog: Watchdog | None = None,
     ) -> None:
         load()
-        inside, across, exchanging = mesh.inside, mesh.across, mesh.exchanging
+        intra_host, inter_host, inter_host_shard_group = mesh.intra_host, mesh.inter_host, mesh.inter_host_shard_group
         self._native = torch.classes.lightning_zero.Executor(
-            inside.gather_group.group_name,
-            "" if exchanging is None else exchanging.gather_group.group_name,
-            inside.reduce_group.group_name,
-            "" if across is None else across.reduce_group.group_name,
+            intra_host.gather_group.group_name,
+            "" if inter_host_shard_group is None else inter_host_shard_group.gather_group.group_name,
+            intra_host.reduce_group.group_name,
+            "" if inter_host is None else inter_host.reduce_group.group_name,
             mesh.control_group.group_name,
             str(mesh.device),
         )
@@ -78,7 +78,7 @@ class Executor:
         self.graphs: Graphs = self._native.graphs()
         self.transport = Transport(self._native.transports(), mesh)
         self.device, self.rank, self.world_size = mesh.device, mesh.rank, mesh.world_size
-        self.several_hosts = across is not None
+        self.several_hosts = inter_host is not None
         self.configure(config)
         self._library: torch.library.Library | None = torch.library.Library("lightning_zero", "FRAGMENT")
         self._watchdog = watchdog
@@ -90,21 +90,21 @@ class Executor:
         if on_new_plan is not None:
             self._native.on_new_plan(self._define("on_new_plan", "(str digest, str plan)", on_new_plan))
 
-    def waiting(self, what: str, lane: Lane) -> AbstractContextManager[None]:
+    def waiting(self, what: str, sequence: SequenceId) -> AbstractContextManager[None]:
         """Surrounds a collective called ``what``, of the process group of that lane, that Python starts."""
-        return nullcontext() if self._watchdog is None else self._watchdog.waiting(what, lane)
+        return nullcontext() if self._watchdog is None else self._watchdog.waiting(what, sequence)
 
-    def collective(self, what: str, lane: Lane, start: Callable[[bool], dist.Work | None]) -> None:
+    def collective(self, what: str, sequence: SequenceId, start: Callable[[bool], dist.Work | None]) -> None:
         """The same for one that ``start`` starts, asynchronously if it is given True: a wait that can be ended."""
         if self._watchdog is None:
             start(False)
             return
-        self._watchdog.collective(what, lane, start, lane is Lane.CONTROL or self.device.type == "cpu")
+        self._watchdog.collective(what, sequence, start, sequence is SequenceId.CONTROL or self.device.type == "cpu")
 
     def configure(self, config: EngineConfig) -> None:
         """Applies options; legal only outside a backward pass."""
         tuning = config.tuning
-        self.reduces_across_once = tuning.reduce_across == "step"
+        self.reduces_across_once = tuning.cross_host_reduce == "step"
         self.reduces_once = config.stage == 1
         self._native.configure(
             int(tuning.reduce_bucket_mb * 2**20),
@@ -115,16 +115,16 @@ class Executor:
             config.wire_dtype,
             int(tuning.gather_group_mb * 2**20),
         )
-        self.transport.limit_across(tuning.emulate_bandwidth_across_gbs)
+        self.transport.limit_cross_host_bandwidth(tuning.emulate_cross_host_gb_per_s)
 
     @property
     def defers(self) -> bool:
         """Whether gradients of micro-batches wait for the last one's, on their host or on their rank."""
         return (self.reduces_once and self.world_size > 1) or (self.reduces_across_once and self.several_hosts)
 
-    def before_edits(self, callback: Callable[[], None]) -> None:
+    def before_user_writes(self, callback: Callable[[], None]) -> None:
         """``callback`` comes before what eager code does to whole weights changes shards."""
-        self._native.before_edits(self._define("before_edits", "()", callback))
+        self._native.before_user_writes(self._define("before_user_writes", "()", callback))
 
     def keep_activations(self, where: KeepsActivations) -> None:
         """Compiled graphs give activations away to ``where``, and get them back from there."""
@@ -156,17 +156,17 @@ class Executor:
         """A stage begins, on every rank, wherever an exception may have ended the one before. Collective."""
         self._native.begin_stage()
 
-    def begin_epoch(self) -> None:
+    def begin_training_step(self) -> None:
         """A training step begins, on every rank: what a rank missed in an interrupted one is not waited for."""
-        self._native.begin_epoch()
+        self._native.begin_training_step()
 
     def counters(self) -> dict[str, int]:
         """Counts since the last reset.
 
         Of weights: ``gathers``, ``gather_bytes`` (of the whole weights), and of these ``eager_gathers``,
         ``resident_gathers`` (into memory where they stay), ``copied_weights`` (without a collective);
-        ``gather_groups``, and of these ``groups_ahead`` (under way since the step began);
-        ``compute_copy_writes`` (one by one).
+        ``gather_groups``, and of these ``prefetched_groups`` (under way since the step began);
+        ``compute_shard_writes`` (one by one).
 
         With several hosts: ``gather_bytes_across`` and ``reduce_bytes_across`` (of what the ranks at one place of all
         hosts have together; of an all-reduce twice, for its way to the sums and back), ``host_shard_refreshes``,

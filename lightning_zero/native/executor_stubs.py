@@ -28,7 +28,7 @@ class Parameters(Protocol):
     def drop(self, index: int) -> None:
         """No module reads this parameter any more."""
 
-    def guard_gradient(self, index: int) -> None:
+    def install_gradient_hooks(self, index: int) -> None:
         """Make backward raise ``ValueError`` if autograd brings this shard a gradient, and hand this rank's whole
         gradient to hooks of ``register_hook``. Again after the first of these, which takes ours away."""
 
@@ -44,33 +44,33 @@ class Parameters(Protocol):
         """Memory for the gradient of the host shard, or for the ``whole`` one, 1-D, in float32 or wider, where
         ``Gradients.defer`` leaves it; None: there is none any more."""
 
-    def set_compute_copy(self, index: int, copy: Tensor) -> None:
+    def set_compute_shard(self, index: int, copy: Tensor) -> None:
         """Memory for the shard's values in another dtype, 1-D, of the shard's size; what gathers in that dtype read."""
 
-    def add_compute_copy_memory(self, copies: Tensor, shards: Tensor) -> None:
+    def add_compute_shard_memory(self, copies: Tensor, shards: Tensor) -> None:
         """Compute copies that are neighbours in memory, and their shards likewise:
-        :meth:`Weights.refresh_compute_copies` writes them in one kernel."""
+        :meth:`Weights.refresh_compute_shards` writes them in one kernel."""
 
-    def lie_on_host(self, index: int) -> None:
+    def mark_on_host(self, index: int) -> None:
         """The parameter's shard lies in the host's memory, which the device reads over its link: who changes it says
         so, and optimizers write its compute copy."""
 
-    def set_peers(self, index: int, peers: list[Tensor]) -> None:
+    def set_peer_compute_shards(self, index: int, peers: list[Tensor]) -> None:
         """The parameter's compute copy on each rank, in memory that this process can read. Compiled code then copies
         from there instead of gathering. The same parameters on every rank."""
 
-    def set_full_precision_copy(self, index: int, copy: Tensor, peers: list[Tensor]) -> None:
+    def set_full_precision_shard(self, index: int, copy: Tensor, peers: list[Tensor]) -> None:
         """Memory for a copy of the shard in its own dtype, on this rank and on each: for weights that compiled code
-        with mixed precision reads in full precision. After :meth:`set_peers`."""
+        with mixed precision reads in full precision. After :meth:`set_peer_compute_shards`."""
 
-    def set_shards(self, index: int, shards: list[Tensor]) -> None:
-        """The parameter's shard on each rank, in memory that this process can read; after ``take_turns``."""
+    def set_peer_shards(self, index: int, shards: list[Tensor]) -> None:
+        """The parameter's shard on each rank, in memory that this process can read; after ``set_epoch_lock``."""
 
 
 class Weights(Protocol):
     """When shards change, and what eager code does to whole weights."""
 
-    def takes_turns(self) -> bool:
+    def uses_epoch_lock(self) -> bool:
         """Whether a gather needs no other rank."""
 
     def begin_writing(self, stepping: bool = False) -> None:
@@ -82,14 +82,14 @@ class Weights(Protocol):
         """Should come once they have changed: other ranks, which may want to read, wait for it. The next gather on this
         rank does it, too."""
 
-    def expire_compute_copies(self) -> None:
+    def expire_compute_shards(self) -> None:
         """Shards may have changed without :meth:`begin_writing`: each compute copy is written again before it is next
         read. Where ranks take turns nothing happens."""
 
-    def refresh_compute_copies(self) -> None:
+    def refresh_compute_shards(self) -> None:
         """Before the forward of a training step: writes all compute copies. Collective where peers read them."""
 
-    def sync_peers(self, ahead: bool = False) -> bool:
+    def sync_compute_shards(self, ahead: bool = False) -> bool:
         """Writes weights in the dtype that is computed in where they changed. Collective where peers read them.
 
         ``ahead``: before a graph is captured, and then replayed: done only where what is captured depends on it, and
@@ -108,10 +108,10 @@ class Weights(Protocol):
         """Indices of the parameters with a shard on the host whose compute copy is as it should be."""
         ...
 
-    def mark_written(self, indices: list[int], written: bool) -> None:
+    def mark_compute_shards_written(self, indices: list[int], written: bool) -> None:
         """The compute copies of these, whose shards lie on the host, are as they should be; or are not."""
 
-    def sync_edits(self, forget: bool = False) -> None:
+    def sync_user_writes(self, forget: bool = False) -> None:
         """Copies in-place edits of weights read outside compiled code into their shards.
 
         ``forget`` also stops watching them; needed before shards are changed behind autograd's back.
@@ -120,7 +120,7 @@ class Weights(Protocol):
     def drop(self) -> None:
         """Lets go of all weights that eager code was given; edits to come of those it still holds are not seen."""
 
-    def serve_resident(self, on: bool) -> None:
+    def serve_eager_from_resident(self, on: bool) -> None:
         """From now on code that is not compiled reads weights from where they stay until the optimizer steps, as far as
         they do, in its dtype; a backward always does."""
 
@@ -137,21 +137,21 @@ class Gradients(Protocol):
     def key(self) -> int:
         """A number that changes whenever a parameter's gradient comes, goes or lies elsewhere."""
 
-    def has_any(self) -> bool:
+    def has_gradients(self) -> bool:
         """Whether some trainable parameter has a gradient."""
 
-    def lies_there(self, index: int) -> bool:
+    def may_write_gradient(self, index: int) -> bool:
         """Whether the memory of this parameter's gradient may be written: where gradients lie over compute copies, once
         a backward has brought one, and until the copy is written again."""
         ...
 
-    def is_whole_backward(self) -> bool:
+    def is_full_backward(self) -> bool:
         """Whether the backward pass that goes on is for all gradients, not those of ``backward(inputs=...)`` only."""
 
-    def backwards(self) -> int:
+    def completed_backwards(self) -> int:
         """How many backward passes have ended."""
 
-    def end_without(self) -> None:
+    def end_empty_backward(self) -> None:
         """End a backward pass that has reached no weight on this rank, as the other ranks end theirs: the gradients of
         this rank count as zero. Collective. Legal outside a backward."""
 
@@ -162,10 +162,10 @@ class Gradients(Protocol):
     def segment(self) -> int:
         """A number for the gradients that came before the last mark; the same in each backward pass like this one."""
 
-    def say_at_agreement(self, yes: bool) -> None:
+    def set_consensus_flag(self, yes: bool) -> None:
         """What the end of each backward, where ranks agree, tells the others from now on."""
 
-    def was_said(self) -> bool:
+    def take_consensus_flag(self) -> bool:
         """Whether some rank has said yes there since the last question; the same on every rank."""
 
     def defer(self, on: bool, whole: bool = False) -> None:
@@ -193,10 +193,10 @@ class Gradients(Protocol):
 class Graphs(Protocol):
     """Compiled code that is replayed as graphs of the device."""
 
-    def why_not(self, segment: int = -1) -> str:
+    def disabled_reason(self, segment: int = -1) -> str:
         """Why what compiled code does cannot be recorded now; empty when it can. ``segment``: see :meth:`begin`."""
 
-    def why_no_collectives(self) -> str:
+    def no_collectives_reason(self) -> str:
         """Why collectives of this executor's process groups can never be recorded; empty when they can."""
 
     def begin(self, backward: bool, adding: bool, segment: int = -1) -> None:
@@ -217,7 +217,7 @@ class Graphs(Protocol):
     def fits(self, forward: int, backward: int) -> bool:
         """Whether replays of a forward and its backward, by their numbers, would still do what runs do."""
 
-    def never_ran(self, number: int) -> None:
+    def mark_not_run(self, number: int) -> None:
         """What was recorded has only been captured; nothing that it leaves behind is there."""
 
     def drop(self, number: int) -> None:
@@ -225,7 +225,7 @@ class Graphs(Protocol):
 
     def before_replay(self, number: int) -> None:
         """Must come before each replay, for a backward inside of autograd's. Collective as
-        :meth:`Weights.sync_peers`."""
+        :meth:`Weights.sync_compute_shards`."""
 
     def after_replay(self, number: int) -> None:
         """Must come after each replay: enters into the books what was done."""

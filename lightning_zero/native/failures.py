@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-__all__ = ["Failures", "NamedAgain", "mark_shown"]
+__all__ = ["Failures", "ShownErrorHook", "mark_shown"]
 
 TO_POST_S = 1.0  # for which a rank waits for the posts of the others; a traceback should be seen soon
 TO_HEAR_S = 4.5  # for which the rank that serves the store stays: the others end 3 s after they hear, and look each 0.5
@@ -68,12 +68,12 @@ class Failures:
         sys.stderr.flush()
         mark_shown(error, "above" if first == self._rank else f"printed by rank {first}")
 
-    def hear(self) -> None:
+    def acknowledge(self) -> None:
         """Note that this rank knows of another one's failure."""
         with suppress(RuntimeError):  # the store is gone
             self._store.set(self._key("hears", self._rank), "")
 
-    def wait_until_heard(self) -> None:
+    def wait_until_acknowledged(self) -> None:
         """Wait until the other ranks have failed, too, or know of this rank's failure; not for long.
 
         For the rank whose process serves the store, when it ends: the others would only find the store gone.
@@ -107,7 +107,7 @@ class Failures:
         return f"{self._stage}/{what}/{of}"
 
 
-class NamedAgain:
+class ShownErrorHook:
     """In the place of ``sys.excepthook``: names an exception that was shown, and leaves others to the hook before.
 
     The hook before is called in any case, since a user's may do more than print: only its output is dropped.
@@ -138,7 +138,7 @@ def mark_shown(error: BaseException, where: str) -> None:
         setattr(error, SHOWN, where)
     except AttributeError:  # a class without attributes: it is shown again
         return
-    NamedAgain.install()
+    ShownErrorHook.install()
 
 
 def _digest(error: BaseException) -> str:

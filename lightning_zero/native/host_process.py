@@ -14,7 +14,7 @@ from lightning_zero.mesh import boot_id, host_name
 from lightning_zero.native.build import MARK
 from lightning_zero.native.commands import children, end, process_stat
 
-__all__ = ["end_compilers", "is_gone", "own_process"]
+__all__ = ["kill_compilers", "has_ended", "own_process"]
 
 ROUND_S = 0.02
 ROUNDS = 50  # at most: who ends does not wait
@@ -36,7 +36,7 @@ def own_process() -> dict[str, Any]:
     return unknown
 
 
-def is_gone(process: dict[str, Any]) -> bool:
+def has_ended(process: dict[str, Any]) -> bool:
     """Whether it ran on this host, as :func:`own_process` said there, and does so no more."""
     if not process["host"] or process["host"] != own_process()["host"]:
         return False
@@ -44,7 +44,7 @@ def is_gone(process: dict[str, Any]) -> bool:
     return stat is None or stat[0] in "ZX" or stat[19] != process["started"]
 
 
-def end_compilers() -> None:
+def kill_compilers() -> None:
     """Kills the compilers of the C++ executor that this process has started, and what they have started. For a process
     that ends right behind it, and starts no others any more: a thread that builds would start the next compiler, or the
     one that was killed once more, and leave it behind."""

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["uuid_of", "why_no_atomics"]
+__all__ = ["gpu_uuid", "no_atomics_reason"]
 
 DRIVER, MANAGEMENT = "libcuda.so.1", "libnvidia-ml.so.1"
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, and NVML_P2P_CAPS_INDEX_ATOMICS
 
 
-def uuid_of(device: torch.device | int) -> str:
+def gpu_uuid(device: torch.device | int) -> str:
     """By which processes that see other GPUs, or number them otherwise, know this one."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def why_no_atomics(device: torch.device, uuids: Sequence[str]) -> str:
+def no_atomics_reason(device: torch.device, uuids: Sequence[str]) -> str:
     """Why this GPU and those of all ranks, by rank, should not wait for each other in memory; empty where they can."""
-    own = uuid_of(device)
-    seen = {uuid_of(number): number for number in range(torch.cuda.device_count())}
+    own = gpu_uuid(device)
+    seen = {gpu_uuid(number): number for number in range(torch.cuda.device_count())}
     for rank, uuid in enumerate(uuids):
         if uuid == own:
             continue

@@ -1,7 +1,7 @@
 """Our ops: what torch, the passes and the model of costs must know of each besides its schema and its kernel.
 
 Those stand side by side in ``csrc/ops.cpp``. A new op is a row there and a row in Python: beside the pass that puts it
-into graphs, by :func:`declare`, or here, if no pass does. ``tests/native/test_ops.py`` compares the two tables.
+into graphs, by :func:`register_op`, or here, if no pass does. ``tests/native/test_ops.py`` compares the two tables.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from lightning_zero.compat.ops import OpOverload
 
-__all__ = ["NAMESPACE", "ON_PAPER", "OPS", "Op", "Role", "declare", "in_graphs", "nothing", "op_of", "reducing"]
+__all__ = ["NAMESPACE", "FAKE_NAMESPACE", "OPS", "Op", "Role", "register_op", "graph_overloads", "no_result", "find_op", "reduce_op"]
 
 NAMESPACE = "lightning_zero"
-ON_PAPER = "lightning_zero_on_paper"  # of what stands for an op where no graph is ever run, and nothing need be built
+FAKE_NAMESPACE = "lightning_zero_on_paper"  # of what stands for an op where no graph is ever run, and nothing need be built
 
 
 class Role(Enum):
@@ -65,11 +65,11 @@ def _traced_grad(grad: Tensor, shard: Tensor, number: int = 0) -> Tensor:
     return shard.new_empty(shard.shape)
 
 
-def nothing(*arguments: Any) -> None:
+def no_result(*arguments: Any) -> None:
     """The fake of an op that returns nothing."""
 
 
-def reducing(name: str, role: Role = Role.OTHER, fake: Callable[..., Tensor | None] = nothing) -> Op:
+def reduce_op(name: str, role: Role = Role.OTHER, fake: Callable[..., Tensor | None] = no_result) -> Op:
     """The row of an op whose first two arguments are gradients and their shards."""
     return Op(name, shards=1, fake=fake, role=role, has_effect=True, copies_grads=True)
 
@@ -77,7 +77,7 @@ def reducing(name: str, role: Role = Role.OTHER, fake: Callable[..., Tensor | No
 OPS: dict[str, Op] = {}  # by name; complete once the modules of all passes are imported
 
 
-def declare(op: Op) -> Op:
+def register_op(op: Op) -> Op:
     """Enters an op into the table. Called where a pass's module is imported, and so before the library is loaded, which
     is when torch is told of all ops."""
     assert op.name not in OPS, f"{op.name} has a row already"
@@ -85,21 +85,21 @@ def declare(op: Op) -> Op:
     return op
 
 
-declare(Op("gather", shards=0, fake=_whole))
-declare(Op("gather_eager", shards=0, fake=_whole))
-declare(Op("gather_start", shards=0, fake=_whole, role=Role.START))
-declare(reducing("reduce", fake=_traced_grad))  # until a pass puts reduce_add in its place
-declare(reducing("reduce_add", Role.REDUCE))  # what eager code calls, too
+register_op(Op("gather", shards=0, fake=_whole))
+register_op(Op("gather_eager", shards=0, fake=_whole))
+register_op(Op("gather_start", shards=0, fake=_whole, role=Role.START))
+register_op(reduce_op("reduce", fake=_traced_grad))  # until a pass puts reduce_add in its place
+register_op(reduce_op("reduce_add", Role.REDUCE))  # what eager code calls, too
 
 
-def op_of(target: Any) -> Op | None:
+def find_op(target: Any) -> Op | None:
     """The row of what a node of a graph calls; None where that is no op of ours."""
-    if not isinstance(target, OpOverload) or target.namespace not in (NAMESPACE, ON_PAPER):
+    if not isinstance(target, OpOverload) or target.namespace not in (NAMESPACE, FAKE_NAMESPACE):
         return None
     return OPS.get(target.overloadpacket.__name__)
 
 
-def in_graphs(op: Op) -> list[OpOverload]:
+def graph_overloads(op: Op) -> list[OpOverload]:
     """What nodes may call of an op: it, and what stands for it on paper; of the two, what this process has."""
-    packets = (getattr(getattr(torch.ops, namespace), op.name, None) for namespace in (NAMESPACE, ON_PAPER))
+    packets = (getattr(getattr(torch.ops, namespace), op.name, None) for namespace in (NAMESPACE, FAKE_NAMESPACE))
     return [packet.default for packet in packets if packet is not None]

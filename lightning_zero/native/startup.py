@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from lightning_zero.native.host_process import end_compilers, is_gone, own_process
+from lightning_zero.native.host_process import kill_compilers, has_ended, own_process
 
 __all__ = ["StartupWatch"]
 
@@ -29,7 +29,7 @@ EARLIER_TICKS = 200  # of 10 ms; ranks that a launcher starts together start wit
 CONNECTION_S = 10.0
 
 
-class _Board:
+class _StartupStore:
     """What ranks tell each other, and read, in the key-value store by which the process group meets: by a client of its
     own, which neither needs the group nor counts as one of those that meet.
 
@@ -45,7 +45,7 @@ class _Board:
         self._store = PrefixStore(f"lightning_zero/startup/{attempt}", store)
         self._rank, self._process, self._of_launcher = rank, process, of_launcher
 
-    def tell(self, what: str, text: str = "") -> None:
+    def post(self, what: str, text: str = "") -> None:
         self._store.set(f"{what}/{self._rank}", json.dumps(self._process | {"text": text}))
         if what == "failed":
             self._store.add("failures", 1)
@@ -56,7 +56,7 @@ class _Board:
     def has(self, what: str, rank: int) -> bool:
         return self._store.check([f"{what}/{rank}"])
 
-    def told_of(self, what: str, rank: int) -> dict[str, Any] | None:
+    def read(self, what: str, rank: int) -> dict[str, Any] | None:
         """What a rank has said. A launcher's store outlives its ranks when it starts them anew: only those count that
         it started about when it started this one, on the same host."""
         if not self.has(what, rank):
@@ -113,15 +113,15 @@ class StartupWatch:
 
     def _run(self) -> None:
         try:
-            board = self._connect()
-            if board is None:
+            store = self._connect()
+            if store is None:
                 return
-            board.tell("here")
+            store.post("here")
             self._here.set()
             lost_since = None
             while not self._over.wait(TICK_S):
                 try:
-                    self._look(board)
+                    self._check_ranks(store)
                     lost_since = None
                 except RuntimeError:  # what a store raises whose server is gone
                     now = time.monotonic()
@@ -132,16 +132,16 @@ class StartupWatch:
                             "it, rank 0's or the launcher, has ended. Look for its error first."
                         )
             if self._failure is None:
-                board.tell("left")
+                store.post("left")
             else:
-                board.tell("failed", self._failure)
+                store.post("failed", self._failure)
         except RuntimeError:
             pass  # nobody is left to be told
         finally:
             self._here.set()
             self._told.set()
 
-    def _connect(self) -> _Board | None:
+    def _connect(self) -> _StartupStore | None:
         while True:
             # Asked first whether anybody answers: the store's own client would complain until then.
             with suppress(OSError), socket.create_connection(self._served_at, timeout=CONNECTION_S):
@@ -151,41 +151,41 @@ class StartupWatch:
             self._report(None)
         patience = timedelta(seconds=CONNECTION_S)
         store = TCPStore(*self._served_at, is_master=False, timeout=patience, wait_for_workers=False)
-        return _Board(store, self._rank, own_process(), self._of_launcher)
+        return _StartupStore(store, self._rank, own_process(), self._of_launcher)
 
-    def _look(self, board: _Board) -> None:
-        if board.any_failed():
+    def _check_ranks(self, store: _StartupStore) -> None:
+        if store.any_failed():
             for rank in range(self._world_size):
-                failed = board.told_of("failed", rank)
+                failed = store.read("failed", rank)
                 if failed is None or rank == self._rank:
                     continue
                 if not self._over.wait(TO_FAIL_S):
                     self._end(f"Rank {rank} failed: {failed['text']}")
                 return
         for rank in self._neighbours - self._gone:
-            process = self._seen.get(rank) or board.told_of("here", rank)
+            process = self._seen.get(rank) or store.read("here", rank)
             if process is None:
                 continue
             self._seen[rank] = process
-            if not is_gone(process):
+            if not has_ended(process):
                 continue
             self._gone.add(rank)
             # One that has left is not missed, and one that failed has said so, both perhaps a moment ago.
-            if board.told_of("left", rank) is None and board.told_of("failed", rank) is None:
+            if store.read("left", rank) is None and store.read("failed", rank) is None:
                 self._end(
                     f"The process of rank {rank} (number {process['pid']}) is gone without a word, while ranks were "
                     "setting up. It was killed (SIGKILL, out of host memory), it crashed, or it called exit()."
                 )
-        self._report(board)
+        self._report(store)
 
-    def _report(self, board: _Board | None) -> None:
+    def _report(self, store: _StartupStore | None) -> None:
         waited = time.monotonic() - self._began
         if self._joined or waited < self._report_s:
             return
         self._report_s *= 10
         who = "The store there does not answer: rank 0, or the launcher, which serves it, has not come."
-        if board is not None:
-            missing = [rank for rank in range(self._world_size) if not self._has_come(board, rank)]
+        if store is not None:
+            missing = [rank for rank in range(self._world_size) if not self._has_come(store, rank)]
             if not missing:
                 return
             who = f"Not there yet: {'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))}."
@@ -194,13 +194,13 @@ class StartupWatch:
             f"to join the process group at {':'.join(map(str, self._served_at))}. {who}"
         )
 
-    def _has_come(self, board: _Board, rank: int) -> bool:
-        return board.has("here", rank) if rank not in self._neighbours else board.told_of("here", rank) is not None
+    def _has_come(self, store: _StartupStore, rank: int) -> bool:
+        return store.has("here", rank) if rank not in self._neighbours else store.read("here", rank) is not None
 
     def _say(self, text: str) -> None:
         os.write(2, f"[lightning_zero, rank {self._rank}] {text}\n".encode())  # one call, so that lines do not mix
 
     def _end(self, text: str) -> None:
         self._say(f"{text}\nThis is rank {self._rank}, setting up. It cannot go on alone, and ends, too.")
-        end_compilers()
+        kill_compilers()
         os._exit(1)

@@ -25,8 +25,8 @@ class Transport:
 
     def __init__(self, native: Any, mesh: Mesh) -> None:
         self._native = native
-        self._device, self._ranks = mesh.device, mesh.inside.size
-        self._several_hosts = mesh.across is not None
+        self._device, self._ranks = mesh.device, mesh.intra_host.size
+        self._several_hosts = mesh.inter_host is not None
         self._limit: float | None = None
 
     @property
@@ -60,9 +60,9 @@ class Transport:
         Raises:
             RuntimeError: it cannot be compiled or loaded here.
         """
-        self._native.use_means(self._kernels("row_means.cu", ROWS=self._ranks))
+        self._native.set_mean_kernels(self._kernels("row_means.cu", ROWS=self._ranks))
 
-    def limit_across(self, gbs: float | None) -> None:
+    def limit_cross_host_bandwidth(self, gbs: float | None) -> None:
         """Debugging: what crosses hosts, if there are several, arrives no sooner than at so many GB/s for each rank;
         None: when it does.
 
@@ -73,7 +73,7 @@ class Transport:
             return
         on_device = gbs is not None and self._several_hosts and self._device.type == "cuda"
         code = self._kernels("slow_link.cu") if on_device else None
-        self._native.limit_across(code, 1e9 * (gbs or 0.0))
+        self._native.limit_cross_host_bandwidth(code, 1e9 * (gbs or 0.0))
         self._limit = gbs
 
     def mean_rows(self, to: Tensor, rows: Tensor, add: bool = False) -> bool:
@@ -81,8 +81,8 @@ class Transport:
         there is a kernel for these. For the kernel's own tests."""
         return self._native.mean_rows(to, rows, add)
 
-    def take_turns(self, numbers: list[Tensor]) -> None:
-        """Shards will lie in memory that all ranks can read (``parameters.set_shards``); ranks take turns to read and
+    def set_epoch_lock(self, numbers: list[Tensor]) -> None:
+        """Shards will lie in memory that all ranks can read (``parameters.set_peer_shards``); ranks take turns to read and
         to write them. ``numbers``: of each rank, zeros in memory that all ranks can write, one int64, or on an
         accelerator ``ranks`` int32. On every rank; there, after :meth:`set_barrier`.
 
@@ -90,11 +90,11 @@ class Transport:
             RuntimeError: the kernels of an accelerator cannot be compiled or loaded here.
         """
         if self._device.type == "cpu":
-            self._native.take_turns(numbers)
+            self._native.set_epoch_lock(numbers)
         else:
-            self._native.take_device_turns(self._kernels("turns.cu", RANKS=self._ranks), numbers)
+            self._native.set_device_epoch_lock(self._kernels("turns.cu", RANKS=self._ranks), numbers)
 
-    def take_arrivals(self, numbers: list[Tensor]) -> None:
+    def set_remote_signals(self, numbers: list[Tensor]) -> None:
         """Ranks of this host tell each other which parts of what hosts exchange have come to them. ``numbers``: of each
         rank, zeros in memory that all can write, one int64, or on an accelerator ``ranks`` int32; there, one int32 of
         this rank alone where no other reads its memory. With several hosts; not inside a graph.
@@ -103,9 +103,9 @@ class Transport:
             RuntimeError: the kernels of an accelerator cannot be compiled or loaded here.
         """
         if self._device.type == "cpu":
-            self._native.take_arrivals(numbers)
+            self._native.set_remote_signals(numbers)
         else:
-            self._native.take_device_arrivals(self._kernels("arrivals.cu", RANKS=len(numbers)), numbers)
+            self._native.set_device_remote_signals(self._kernels("arrivals.cu", RANKS=len(numbers)), numbers)
 
     def _kernels(self, source: str, **macros: int) -> Tensor:
         capability = torch.cuda.get_device_capability(self._device)

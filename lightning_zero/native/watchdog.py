@@ -23,11 +23,11 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native.failures import Failures, mark_shown
 from lightning_zero.native.load import load
 
-__all__ = ["Lane", "Phase", "Watchdog"]
+__all__ = ["SequenceId", "Phase", "Watchdog"]
 
 
 SPINS, NAP_S = 200, 0.0005  # of a wait
-TO_HEAR_S = 6.0  # by when it is known who broke a connection
+VERDICT_WAIT_S = 6.0  # by when it is known who broke a connection
 
 
 class Phase(enum.IntEnum):
@@ -36,7 +36,7 @@ class Phase(enum.IntEnum):
     OUTSIDE, SETUP, BETWEEN, FORWARD, BACKWARD, STEP, EVALUATION = range(7)
 
 
-class Lane(enum.IntEnum):
+class SequenceId(enum.IntEnum):
     """Collectives that come in one order on all ranks, so that they can be counted: those of one process group, and
     Lightning's own (WORLD). The first ones of the C++ enum of that name."""
 
@@ -67,12 +67,12 @@ class Watchdog:
         name = f"on_end_{id(self)}"
         self._library.define(f"{name}(str kind, str text) -> ()")
         self._library.impl(name, _raise, "CompositeExplicitAutograd")
-        self.native.on_end(f"lightning_zero::{name}")
+        self.native.on_abort(f"lightning_zero::{name}")
         atexit.register(_close, weakref.ref(self))
 
     def configure(self, report_s: float) -> None:
         """A wait that takes longer, in seconds, is reported from now on; one that goes on now, too."""
-        self.native.set_report(report_s)
+        self.native.set_report_interval(report_s)
 
     def enter(self, phase: Phase) -> None:
         """This rank is in that phase from now on."""
@@ -93,19 +93,19 @@ class Watchdog:
         self.native.moved(how_far)
 
     @contextmanager
-    def waiting(self, what: str, lane: Lane = Lane.UNCOUNTED) -> Iterator[None]:
+    def waiting(self, what: str, sequence: SequenceId = SequenceId.UNCOUNTED) -> Iterator[None]:
         """Surrounds a wait for other ranks.
 
         Raises:
             RankFailedError, RankMismatchError: this rank must not go on.
         """
-        wait = self.native.begin_wait(int(lane), what)
+        wait = self.native.begin_wait(int(sequence), what)
         try:
             yield
         finally:
             self.native.end_wait(wait)
 
-    def collective(self, what: str, lane: Lane, start: Callable[[bool], dist.Work | None], waits: bool) -> None:
+    def collective(self, what: str, sequence: SequenceId, start: Callable[[bool], dist.Work | None], waits: bool) -> None:
         """Starts a collective and waits for it. ``start`` is given whether to start it asynchronously.
 
         waits: whether the host waits, and not only the device
@@ -113,7 +113,7 @@ class Watchdog:
         Raises:
             RankFailedError, RankMismatchError: this rank must not go on, or wait any longer.
         """
-        with self.waiting(what, lane):
+        with self.waiting(what, sequence):
             work = start(waits)
             if work is None:
                 return
@@ -140,30 +140,30 @@ class Watchdog:
         if self._failures is None:
             return
         broken = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "onnection" in str(error))
-        if self.native.verdict() or (broken and self.verdict_comes()):
+        if self.native.abort_reason() or (broken and self.wait_for_verdict()):
             # Another rank was the first to end, and the watchdog has said so.
-            self._failures.hear()
+            self._failures.acknowledge()
             if isinstance(error, RankFailedError):
                 mark_shown(error, "none, since another rank failed")
             return
         text = str(error).strip().splitlines()
         self.native.fail(f"{type(error).__name__}: {text[0]}" if text else type(error).__name__)
         if isinstance(error, KeyboardInterrupt):
-            self._failures.hear()
+            self._failures.acknowledge()
         else:
             self._failures.show(error)
 
-    def verdict_comes(self) -> bool:
+    def wait_for_verdict(self) -> bool:
         """Return True as soon as it is known which rank broke a connection; False if that takes too long."""
-        self.native.hurry()
-        end = time.monotonic() + TO_HEAR_S
+        self.native.skip_grace_period()
+        end = time.monotonic() + VERDICT_WAIT_S
         while time.monotonic() < end:
-            if self.native.verdict():
+            if self.native.abort_reason():
                 return True
             time.sleep(0.05)
         return False
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line of this rank to stderr, which does not mix with lines of others."""
         os.write(2, f"[lightning_zero, rank {self._rank}] {text}\n".encode())
 
@@ -178,8 +178,8 @@ class Watchdog:
     def leave(self) -> None:
         """The process ends."""
         serves = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-        if self._failures is not None and serves and self.failed and not self.native.verdict():
-            self._failures.wait_until_heard()
+        if self._failures is not None and serves and self.failed and not self.native.abort_reason():
+            self._failures.wait_until_acknowledged()
         self.native.leave()
 
 

@@ -25,10 +25,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.amount import PassAmount
-from lightning_zero.offload.blocks import Held, HostBlocks
-from lightning_zero.offload.copy_streams import Event, Lanes, lanes_of
-from lightning_zero.sharding.tensor_extent import reach
+from lightning_zero.offload.amount import OffloadQuota
+from lightning_zero.offload.blocks import ReservedBlocks, HostBlocks
+from lightning_zero.offload.copy_streams import Event, CopyStreams, copy_streams_of
+from lightning_zero.sharding.tensor_extent import extent
 
 __all__ = ["HostActivations"]
 
@@ -47,10 +47,10 @@ class HostActivations:
         amount: counts what leaves.
     """
 
-    def __init__(self, device: torch.device, blocks: HostBlocks | None = None, lanes: Lanes | None = None) -> None:
+    def __init__(self, device: torch.device, blocks: HostBlocks | None = None, lanes: CopyStreams | None = None) -> None:
         self._device = device
         self._lanes = lanes
-        self.amount = PassAmount()
+        self.amount = OffloadQuota()
         self.blocks = blocks or HostBlocks(device)
         # By where the end lies that a graph lets go of first: on the device, on the host.
         self._leaving: dict[int, UnderWay] = {}
@@ -62,9 +62,9 @@ class HostActivations:
         return self.blocks.nbytes
 
     @property
-    def lanes(self) -> Lanes:
+    def lanes(self) -> CopyStreams:
         if self._lanes is None:
-            self._lanes = lanes_of(self._device)
+            self._lanes = copy_streams_of(self._device)
         return self._lanes
 
     def leave(self, value: Tensor) -> Tensor:
@@ -113,8 +113,8 @@ class HostActivations:
         self.blocks.give_back()
 
     @contextmanager
-    def holding(self, held: Held) -> Iterator[None]:
-        """Surrounds a forward that is captured: see :class:`Held`."""
+    def holding(self, held: ReservedBlocks) -> Iterator[None]:
+        """Surrounds a forward that is captured: see :class:`ReservedBlocks`."""
         with self.blocks.holding(held):
             yield
 
@@ -142,4 +142,4 @@ def _ended(under_way: dict[int, UnderWay], tensor: Tensor) -> UnderWay:
 
 def _flat(tensor: Tensor) -> Tensor:
     """All memory from its first to its last element, which is itself where there are no gaps."""
-    return tensor.as_strided((reach(tensor.size(), tensor.stride()),), (1,))
+    return tensor.as_strided((extent(tensor.size(), tensor.stride()),), (1,))

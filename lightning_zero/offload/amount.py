@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["PassAmount"]
+__all__ = ["OffloadQuota"]
 
 
 @dataclass
-class PassAmount:
+class OffloadQuota:
     """Of one engine.
 
     Attributes:

@@ -9,17 +9,17 @@ import torch.distributed as dist
 from lightning_zero.errors import HostMemoryError
 from lightning_zero.extrema import all_min
 from lightning_zero.mesh import Mesh
-from lightning_zero.offload.copy_streams import lanes_of
+from lightning_zero.offload.copy_streams import copy_streams_of
 from lightning_zero.offload.memory import HostMemory
 
-__all__ = ["BESIDE_COMPUTE", "measure_host"]
+__all__ = ["FRACTION_WITH_COMPUTE", "measure_host_bandwidth"]
 
 NBYTES = 64 << 20  # of a copy
 REPETITIONS = 4
-BESIDE_COMPUTE = 0.9  # the share that is expected there; copies take no part of the device but its memory's bandwidth
+FRACTION_WITH_COMPUTE = 0.9  # the share that is expected there; copies take no part of the device but its memory's bandwidth
 
 
-def measure_host(mesh: Mesh) -> float | None:
+def measure_host_bandwidth(mesh: Mesh) -> float | None:
     """Bytes per second in each direction, on the slowest rank, in some hundredths of a second; None on a CPU, where
     there is nothing to measure, and where a host pins no memory: whoever offloads is told by name. Gives all memory
     back. Collective."""
@@ -37,7 +37,7 @@ def measure_host(mesh: Mesh) -> float | None:
 
 def _bytes_per_s(there: torch.Tensor, back: torch.Tensor, device: torch.device) -> float:
     sent, came = (torch.empty(NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
-    lanes, best = lanes_of(device), 0.0
+    lanes, best = copy_streams_of(device), 0.0
     for number in range(REPETITIONS + 1):
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begun.record(torch.cuda.current_stream(device))

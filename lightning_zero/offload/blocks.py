@@ -3,7 +3,7 @@ CUDA graph may not do it.
 
 A block is lent as a tensor, and is free again when nobody holds that, or a view of it, any more. What graphs of the
 device write to and read from must stay theirs between replays, when no tensor of a step is there: for that there are
-:class:`Held` blocks.
+:class:`ReservedBlocks` blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_zero.errors import HostMemoryError
 from lightning_zero.offload.memory import HostMemory
 
-__all__ = ["Held", "HostBlocks"]
+__all__ = ["ReservedBlocks", "HostBlocks"]
 
 UNIT = 4096  # bytes that a block is a multiple of
 SLACK = 8  # a block serves for what is at most an eighth smaller
@@ -36,7 +36,7 @@ class _Block:
     lent: int = 0  # when it was lent last, by number
 
 
-class Held:
+class ReservedBlocks:
     """What one graph after the other writes to, of which no two are under way at once.
 
     Attributes:
@@ -70,7 +70,7 @@ class HostBlocks:
         self._memory = memory or HostMemory(device)
         self._free: list[_Block] = []
         self._back: deque[_Block] = deque()  # from wherever a tensor is let go of, the garbage collector among it
-        self._held: Held | None = None
+        self._held: ReservedBlocks | None = None
         self._lock = threading.Lock()
         self._lendings = self._lent = self._most = 0
         self.nbytes = 0
@@ -91,7 +91,7 @@ class HostBlocks:
         return block[:nbytes]
 
     @contextmanager
-    def holding(self, held: Held) -> Iterator[None]:
+    def holding(self, held: ReservedBlocks) -> Iterator[None]:
         """What is taken inside, by whichever thread, is ``held``'s."""
         held.used.clear()
         before, self._held = self._held, held

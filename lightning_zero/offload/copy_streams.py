@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Copy", "Lanes", "PlainLanes", "StreamLanes", "lanes_of"]
+__all__ = ["Copy", "CopyStreams", "CpuCopyStreams", "CudaCopyStreams", "copy_streams_of"]
 
 Copy = tuple[Tensor, Tensor]  # to, from
 Event = Any
 
 
-class Lanes(Protocol):
+class CopyStreams(Protocol):
     """Takes copies. Nothing here waits on the host."""
 
     def use(self, memory: Tensor) -> None:
@@ -44,7 +44,7 @@ class Lanes(Protocol):
         ...
 
 
-class StreamLanes:
+class CudaCopyStreams:
     """Of a GPU: copies on two streams, one for each direction, which its copy engines serve at once. May be captured
     in a CUDA graph, if all that is waited for inside was given to the lanes inside."""
 
@@ -78,7 +78,7 @@ def _on(stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[Event
     return stream.record_event()
 
 
-class PlainLanes:
+class CpuCopyStreams:
     """Of a CPU: whatever is given is done at once, so nobody ever waits."""
 
     def use(self, memory: Tensor) -> None:
@@ -97,5 +97,5 @@ class PlainLanes:
         pass
 
 
-def lanes_of(device: torch.device) -> Lanes:
-    return StreamLanes(device) if device.type == "cuda" else PlainLanes()
+def copy_streams_of(device: torch.device) -> CopyStreams:
+    return CudaCopyStreams(device) if device.type == "cuda" else CpuCopyStreams()

@@ -6,24 +6,24 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.sharding.host_policy import Away
+from lightning_zero.sharding.host_policy import HostMasterPolicy
 
-__all__ = ["check_masters", "masters_away"]
+__all__ = ["check_host_masters", "host_master_policy"]
 
 
-def masters_away(config: EngineConfig, mesh: Mesh) -> Away | None:
+def host_master_policy(config: EngineConfig, mesh: Mesh) -> HostMasterPolicy | None:
     """Which master shards lie on the host; None: none.
 
     Raises:
         UnsupportedError: they are to, and cannot.
     """
-    check_masters(config, mesh.shard_hosts)
+    check_host_masters(config, mesh.shard_host_count)
     if "parameters" not in config.offload or config.compute_dtype is None:
         return None
-    return Away(config.compute_dtype, HostMemory(mesh.device).mapped)
+    return HostMasterPolicy(config.compute_dtype, HostMemory(mesh.device).mapped)
 
 
-def check_masters(config: EngineConfig, hosts: int) -> None:
+def check_host_masters(config: EngineConfig, hosts: int) -> None:
     """Raises :class:`UnsupportedError` where master shards are to lie on the host, and cannot. ``hosts``: over so many
     each parameter is cut."""
     if "parameters" not in config.offload:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_zero.config.text import gib
+from lightning_zero.config.text import format_gib
 from lightning_zero.errors import HostMemoryError
 from lightning_zero.offload.numa import cpus_near
 
@@ -163,4 +163,4 @@ def free_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
 
 
 def _both(nbytes: int) -> str:
-    return f"{gib(nbytes)} GiB ({nbytes:,} bytes)"
+    return f"{format_gib(nbytes)} GiB ({nbytes:,} bytes)"

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Unchanged"]
+__all__ = ["VersionedTensor"]
 
 
-class Unchanged(NamedTuple):
+class VersionedTensor(NamedTuple):
     """A tensor as it is saved.
 
     Attributes:
@@ -22,7 +22,7 @@ class Unchanged(NamedTuple):
     version: int
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Unchanged:
+    def of(cls, tensor: Tensor) -> VersionedTensor:
         return cls(tensor.detach(), tensor._version)
 
     @property

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.offload.memory import free_bytes
-from lightning_zero.offload.mutation_check import Unchanged
+from lightning_zero.offload.mutation_check import VersionedTensor
 
-__all__ = ["SavedOnHost", "SavedTensor"]
+__all__ = ["SavedTensorOffload", "SavedTensor"]
 
 LEAST_BYTES = 1 << 20  # what is smaller stays
 MOST_AROUND = 8  # times a tensor's bytes: it is a part of something larger, an arena of weights or of a user's
@@ -37,7 +37,7 @@ class _Memory:
         self.version = tensor._version
         self.nbytes = storage.nbytes()
         self.device = tensor.device
-        self.here: Unchanged | None = Unchanged.of(tensor)  # keeps the storage
+        self.here: VersionedTensor | None = VersionedTensor.of(tensor)  # keeps the storage
         self.flat: Tensor = _over(storage, torch.uint8, (storage.nbytes(),), (1,), 0)
 
     def leave(self) -> int:
@@ -75,7 +75,7 @@ class SavedTensor(NamedTuple):
         return _over(there.untyped_storage(), self.dtype, self.size, self.stride, self.offset)
 
 
-class SavedOnHost:
+class SavedTensorOffload:
     """Packs what autograd saves in one forward.
 
     Args:
@@ -104,15 +104,15 @@ class SavedOnHost:
         self._known: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()
         self._here: deque[weakref.ref[_Memory]] = deque()  # the oldest first
 
-    def pack(self, tensor: Tensor) -> Unchanged | SavedTensor:
+    def pack(self, tensor: Tensor) -> VersionedTensor | SavedTensor:
         """What is to be saved in the tensor's place."""
         if not self._may_leave(tensor):
-            return Unchanged.of(tensor)
+            return VersionedTensor.of(tensor)
         nbytes = tensor.untyped_storage().nbytes()
         self.largest = max(self.largest, nbytes)
         if self._unwatched > 0:
             self._unwatched -= nbytes
-            return Unchanged.of(tensor)
+            return VersionedTensor.of(tensor)
         memory = self._memory(tensor)
         self._make_room()
         return SavedTensor(memory, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))

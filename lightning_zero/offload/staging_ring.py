@@ -1,7 +1,7 @@
 """Some buffers on the device, through which much more passes that lies on the host.
 
 While one buffer is computed in, those of the loads before it are on their way back to the host, and those of the loads
-behind it on their way in. A :class:`Pass` has three parts:
+behind it on their way in. A :class:`RingPass` has three parts:
 
     ``ahead``               the first loads, as many as there are buffers, start to come: the earlier, the better
     ``open``, ``close``     by turns, for each load: what is in its buffer may be changed; then it leaves, and the load
@@ -29,19 +29,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.copy_streams import Copy, Event, Lanes, lanes_of
+from lightning_zero.offload.copy_streams import Copy, Event, CopyStreams, copy_streams_of
 
-__all__ = ["Load", "Loads", "Pass", "Ring"]
+__all__ = ["StagedChunk", "StagedChunks", "RingPass", "StagingRing"]
 
 LEAST_SLOTS = 4  # in use, going out, and two coming in
 MOST_BYTES = 64 << 20  # of a slot: a copy of that size is as fast per byte as any
 ALIGNMENT = 512  # bytes, as torch's allocator aligns
 LEAST = 8  # tensors of which a slot has room for 32 elements
 
-Load = Mapping[str, Tensor]  # contiguous memory of the host
+StagedChunk = Mapping[str, Tensor]  # contiguous memory of the host
 
 
-class Loads(list[Load]):
+class StagedChunks(list[StagedChunk]):
     """Those of passes that are made again and again."""
 
 
@@ -49,7 +49,7 @@ def _nothing() -> None:
     """The loads of no pass."""
 
 
-class Ring:
+class StagingRing:
     """The buffers, and how big loads may be.
 
     Args:
@@ -74,12 +74,12 @@ class Ring:
         self,
         device: torch.device,
         nbytes: int,
-        lanes: Lanes | None = None,
+        lanes: CopyStreams | None = None,
         stamp: Callable[[], Any] = lambda: None,
     ) -> None:
         self._device = device
         self.stamp = stamp
-        self.lanes = lanes or lanes_of(device)
+        self.lanes = lanes or copy_streams_of(device)
         self.last: Event = None
         self.coming: dict[int, Event] = {}
         self.most = self.slot_bytes = 0
@@ -96,7 +96,7 @@ class Ring:
         self.slot_bytes = max(min(nbytes // LEAST_SLOTS, MOST_BYTES) // ALIGNMENT, LEAST) * ALIGNMENT
         self.most = self.most if self.slot_bytes == before else 0  # the same state is cut into other loads
         self.slots = self._allowed = max(nbytes // self.slot_bytes, LEAST_SLOTS)
-        self.leaving: tuple[Callable[[], Sequence[Load] | None], dict[int, Event]] = _nothing, {}
+        self.leaving: tuple[Callable[[], Sequence[StagedChunk] | None], dict[int, Event]] = _nothing, {}
         self.coming = {}
         self._memory: Tensor | None = None
 
@@ -106,7 +106,7 @@ class Ring:
         return 0 if self._memory is None else self._memory.nbytes
 
     @property
-    def is_short(self) -> bool:
+    def can_grow(self) -> bool:
         """Whether :meth:`resize` would make more buffers, for a pass that is longer than the first one was."""
         return self.slots < min(self._allowed, self.most)
 
@@ -125,7 +125,7 @@ class Ring:
             self.lanes.use(self._memory)
         return self._memory
 
-    def buffers(self, number: int, like: Load) -> dict[str, Tensor]:
+    def buffers(self, number: int, like: StagedChunk) -> dict[str, Tensor]:
         """Where the load of this number of a pass lies on the device.
 
         Raises:
@@ -143,7 +143,7 @@ class Ring:
         return found
 
 
-class Pass:
+class RingPass:
     """Once through a ring.
 
     Args:
@@ -151,10 +151,10 @@ class Pass:
         loads: in their order. One without tensors has nothing to bring, and may have something to take.
     """
 
-    def __init__(self, ring: Ring, loads: Sequence[Load]) -> None:
+    def __init__(self, ring: StagingRing, loads: Sequence[StagedChunk]) -> None:
         self._ring, self._lanes, self._loads = ring, ring.lanes, loads
         self._came: dict[int, Event] = {}  # by load, until compute has waited for it
-        self._changed: dict[int, Load] = {}  # loads in the place of those that came
+        self._changed: dict[int, StagedChunk] = {}  # loads in the place of those that came
         self._left: Event = None
         self._versions: list[Any] = []
 
@@ -176,7 +176,7 @@ class Pass:
         self._versions = self._look()
 
     @property
-    def is_good(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether what has come ahead is still there, and what it was brought from has not been written to since."""
         return self._ring.coming is self._came and self._versions == self._look()
 
@@ -196,7 +196,7 @@ class Pass:
             self._lanes.wait(self._came.pop(number))
         return self._ring.buffers(number, self._loads[number])
 
-    def close(self, number: int, load: Load | None = None, values: Load | None = None) -> None:
+    def close(self, number: int, load: StagedChunk | None = None, values: StagedChunk | None = None) -> None:
         """The load leaves, if its buffer is needed; otherwise :meth:`leave` sees to it.
 
         Args:
@@ -226,14 +226,14 @@ class Pass:
                 self._left = left[number] = self._take(number, self._changed.get(number, self._loads[number]))
         if self._left is not None:
             self._ring.last = self._left
-        self._ring.leaving = (weakref.ref(self._loads) if isinstance(self._loads, Loads) else _nothing), left
+        self._ring.leaving = (weakref.ref(self._loads) if isinstance(self._loads, StagedChunks) else _nothing), left
 
     def _bring(self, number: int, after: Sequence[Event]) -> None:
         load = self._loads[number]
         buffers = self._ring.buffers(number, load)
         self._came[number] = self._lanes.bring([(buffers[name], load[name]) for name in load], after)
 
-    def _take(self, number: int, load: Load) -> Event:
+    def _take(self, number: int, load: StagedChunk) -> Event:
         buffers = self._ring.buffers(number, load)
         copies: list[Copy] = [(load[name], buffers[name]) for name in load]
         return self._lanes.take(copies, [self._lanes.now()])

@@ -12,20 +12,20 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.rules import has_rules, rule_for
 from lightning_zero.sharding.record import ShardedParameter
 
-__all__ = ["NARROW", "ROUNDINGS", "check_narrow", "is_narrow", "narrow_names", "widen"]
+__all__ = ["STATE_DTYPE", "ROUNDING_COUNT", "check_bf16_state", "keeps_bf16_state", "bf16_state_names", "restore_state_dtype"]
 
-NARROW = torch.bfloat16
-LEAST = 4096  # elements of a parameter: what is smaller saves nothing, and norms and biases are that small
-ROUNDINGS = "roundings"  # counts steps, in the state of optimizers that count none: each rounds with other noise
+STATE_DTYPE = torch.bfloat16
+MIN_NUMEL = 4096  # elements of a parameter: what is smaller saves nothing, and norms and biases are that small
+ROUNDING_COUNT = "roundings"  # counts steps, in the state of optimizers that count none: each rounds with other noise
 
 
-def is_narrow(numel: int, dtype: torch.dtype) -> bool:
+def keeps_bf16_state(numel: int, dtype: torch.dtype) -> bool:
     """Whether a parameter of this dtype, and of so many elements over all ranks, has its state so: however many ranks
     there are, it is the same that has."""
-    return numel >= LEAST and dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return numel >= MIN_NUMEL and dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
-def narrow_names(
+def bf16_state_names(
     optimizer: torch.optim.Optimizer,
     groups: Sequence[Mapping[str, Any]],
     find: Callable[[Tensor], ShardedParameter | None],
@@ -37,14 +37,14 @@ def narrow_names(
         names = rule.state if rule is not None else ()
         for param in group["params"]:
             record = find(param)
-            if names and record is not None and is_narrow(record.layout.numel, param.dtype):
+            if names and record is not None and keeps_bf16_state(record.layout.numel, param.dtype):
                 found[record.index] = names
     return found
 
 
-def widen(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], ShardedParameter | None]) -> None:
+def restore_state_dtype(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], ShardedParameter | None]) -> None:
     """Such state is in its parameter's dtype again, as optimizers make it."""
-    names = narrow_names(optimizer, optimizer.param_groups, find)
+    names = bf16_state_names(optimizer, optimizer.param_groups, find)
     for param, entries in optimizer.state.items():
         record = find(param)
         for key in names.get(record.index, ()) if record is not None else ():
@@ -52,7 +52,7 @@ def widen(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], ShardedPara
                 entries[key] = entries[key].to(param.dtype)
 
 
-def check_narrow(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+def check_bf16_state(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises :class:`UnsupportedError` for an optimizer whose state, with these groups, cannot be kept so."""
     name = type(optimizer).__name__
     if not has_rules(optimizer, groups):

@@ -11,14 +11,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.staging_ring import Load, Loads, Pass, Ring
-from lightning_zero.optim.flat_runs import Segment
-from lightning_zero.optim.rounding import Places
+from lightning_zero.offload.staging_ring import StagedChunk, StagedChunks, RingPass, StagingRing
+from lightning_zero.optim.flat_runs import FlatRun
+from lightning_zero.optim.rounding import ElementPositions
 
-__all__ = ["MASTER", "MOMENTS", "InPlace", "Part", "Parts", "StateOnHost", "Stretch", "itemsizes_of", "stretches"]
+__all__ = ["MASTER_SHARD", "MAX_CHUNK_NUMEL", "InPlacePass", "LoadedChunk", "ChunkedState", "StateOnHost", "Chunk", "chunk_itemsizes", "split_into_chunks"]
 
-MOMENTS = 1 << 22  # elements whose narrow state is float32 for a moment at once
-MASTER = "master shard"  # among the names of a state, which are words of code
+MAX_CHUNK_NUMEL = 1 << 22  # elements whose narrow state is float32 for a moment at once
+MASTER_SHARD = "master shard"  # among the names of a state, which are words of code
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,14 @@ class StateOnHost:
     """
 
     memory: HostMemory
-    ring: Ring
+    ring: StagingRing
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Chunk:
     """Some neighbouring elements of a segment."""
 
-    segment: Segment
+    run: FlatRun
     begin: int
     end: int
 
@@ -49,16 +49,16 @@ class Stretch:
     def load(self, names: Sequence[str]) -> dict[str, Tensor]:
         """The part of the segment's state, by name; and of the master shards, where they lie on the host. These come
         first, so that they are at one place of a buffer, whatever state there is."""
-        master = {} if self.segment.on_host is None else {MASTER: self.of(self.segment.on_host)}
-        return master | {name: self.of(self.segment.state[name]) for name in names}
+        master = {} if self.run.on_host is None else {MASTER_SHARD: self.of(self.run.on_host)}
+        return master | {name: self.of(self.run.state[name]) for name in names}
 
-    def places(self, whole: Mapping[int, Places]) -> Places | None:
+    def positions(self, whole: Mapping[int, ElementPositions]) -> ElementPositions | None:
         """Where its elements stand, if that is known of its segment, by id."""
-        places = whole.get(id(self.segment))
-        return None if places is None else places.part(self.begin, self.end)
+        positions = whole.get(id(self.run))
+        return None if positions is None else positions.part(self.begin, self.end)
 
 
-class Part(NamedTuple):
+class LoadedChunk(NamedTuple):
     """A stretch on the device, as it is stepped.
 
     Attributes:
@@ -69,28 +69,28 @@ class Part(NamedTuple):
         places: where its elements stand, if some of the state is narrow.
     """
 
-    stretch: Stretch
+    chunk: Chunk
     param: Tensor
     copy: Tensor | None
     state: dict[str, Tensor]
-    places: Places | None
+    positions: ElementPositions | None
 
 
-def itemsizes_of(segment: Segment, state: Sequence[int]) -> list[int]:
+def chunk_itemsizes(run: FlatRun, state: Sequence[int]) -> list[int]:
     """Bytes of an element of each tensor that comes from the host, where those of the state are given."""
-    return [*state, *([] if segment.on_host is None else [segment.on_host.itemsize])]
+    return [*state, *([] if run.on_host is None else [run.on_host.itemsize])]
 
 
-def stretches(segment: Segment, most: int) -> list[Stretch]:
+def split_into_chunks(run: FlatRun, most: int) -> list[Chunk]:
     """The whole segment, in parts of at most so many elements."""
-    numel = segment.param.numel()
-    return [Stretch(segment, begin, min(begin + most, numel)) for begin in range(0, numel, most)]
+    numel = run.param.numel()
+    return [Chunk(run, begin, min(begin + most, numel)) for begin in range(0, numel, most)]
 
 
-class InPlace:
-    """Replace :class:`~lightning_zero.offload.staging_ring.Pass` for state on the device, which needs no copies."""
+class InPlacePass:
+    """Replace :class:`~lightning_zero.offload.staging_ring.RingPass` for state on the device, which needs no copies."""
 
-    def __init__(self, loads: Sequence[Load]) -> None:
+    def __init__(self, loads: Sequence[StagedChunk]) -> None:
         self._loads = loads
 
     def ahead(self) -> None:
@@ -99,7 +99,7 @@ class InPlace:
     def open(self, number: int) -> dict[str, Tensor]:
         return dict(self._loads[number])
 
-    def close(self, number: int, load: Load | None = None, values: Load | None = None) -> None:
+    def close(self, number: int, load: StagedChunk | None = None, values: StagedChunk | None = None) -> None:
         to = self._loads[number] if load is None else load
         for name, value in (values or {}).items():
             if value.data_ptr() != to[name].data_ptr():
@@ -112,7 +112,7 @@ class InPlace:
         pass
 
 
-class Parts:
+class ChunkedState:
     """Segments, in the stretches that are stepped at once, and how each gets its state.
 
     Args:
@@ -127,34 +127,34 @@ class Parts:
 
     def __init__(
         self,
-        segments: Sequence[Segment],
-        names: Callable[[Segment], Sequence[str]],
-        ring: Ring | None,
+        runs: Sequence[FlatRun],
+        names: Callable[[FlatRun], Sequence[str]],
+        ring: StagingRing | None,
         most: int | None = None,
     ) -> None:
         self._ring = ring
-        self._masters = any(segment.on_host is not None for segment in segments)
-        self._parts: list[Stretch] = []
-        for segment in segments:
-            itemsizes = itemsizes_of(segment, [segment.state[name].itemsize for name in names(segment)])
-            numel = ring.elements(itemsizes) if ring and itemsizes else segment.param.numel()
-            self._parts += stretches(segment, min(numel, most) if segment.narrow and most else numel)
-        self.places = {id(s): Places.of(s.members, s.param.device) for s in segments if s.narrow}
-        self._places = [part.places(self.places) for part in self._parts]
-        self._loads = Loads(part.load(names(part.segment)) for part in self._parts)
-        self._ahead: Pass | None = None
+        self._masters = any(run.on_host is not None for run in runs)
+        self._parts: list[Chunk] = []
+        for run in runs:
+            itemsizes = chunk_itemsizes(run, [run.state[name].itemsize for name in names(run)])
+            numel = ring.elements(itemsizes) if ring and itemsizes else run.param.numel()
+            self._parts += split_into_chunks(run, min(numel, most) if run.bf16_state and most else numel)
+        self.positions = {id(s): ElementPositions.of(s.members, s.param.device) for s in runs if s.bf16_state}
+        self._positions = [part.positions(self.positions) for part in self._parts]
+        self._loads = StagedChunks(part.load(names(part.run)) for part in self._parts)
+        self._ahead: RingPass | None = None
 
-    def bring_ahead(self) -> None:
+    def prefetch_from_host(self) -> None:
         """State begins to come for the next step, as far as there is room. Harmless when repeated, and when that step
         is never made."""
-        if self._ring is not None and (self._ahead is None or not self._ahead.is_good):
-            self._ahead = Pass(self._ring, self._loads)
+        if self._ring is not None and (self._ahead is None or not self._ahead.is_valid):
+            self._ahead = RingPass(self._ring, self._loads)
             self._ahead.ahead()
 
     @contextmanager
-    def passing(self) -> Iterator[None]:
-        """Surrounds :meth:`with_state`, or the replay of a graph in which that was captured."""
-        self.bring_ahead()
+    def stream_state(self) -> Iterator[None]:
+        """Surrounds :meth:`iter_chunks`, or the replay of a graph in which that was captured."""
+        self.prefetch_from_host()
         through, self._ahead = self._ahead, None
         if through is not None:
             through.join()
@@ -164,14 +164,14 @@ class Parts:
             if self._masters:  # which anybody may read from here on, as a tensor of the device
                 through.rejoin()
 
-    def with_state(self) -> Iterator[Part]:
+    def iter_chunks(self) -> Iterator[LoadedChunk]:
         """Each stretch with its state on the device; what is written to that, and to the parameter, until the next one
         is asked for goes back to where it came from."""
-        through = InPlace(self._loads) if self._ring is None else Pass(self._ring, self._loads)
+        through = InPlacePass(self._loads) if self._ring is None else RingPass(self._ring, self._loads)
         for number, part in enumerate(self._parts):
-            state, segment = through.open(number), part.segment
-            param = state.pop(MASTER) if segment.on_host is not None else part.of(segment.param)
-            copy = None if segment.copy is None else part.of(segment.copy)
-            yield Part(part, param, copy, state, self._places[number])
+            state, run = through.open(number), part.run
+            param = state.pop(MASTER_SHARD) if run.on_host is not None else part.of(run.param)
+            copy = None if run.copy is None else part.of(run.copy)
+            yield LoadedChunk(part, param, copy, state, self._positions[number])
             through.close(number)
         through.rejoin()

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.optim.bf16_state import NARROW, ROUNDINGS
+from lightning_zero.optim.bf16_state import STATE_DTYPE, ROUNDING_COUNT
 from lightning_zero.optim.support import INSTEAD, large_tensors
 from lightning_zero.sharding.record import Role, ShardedParameter
 
-__all__ = ["Segment", "State", "cut"]
+__all__ = ["FlatRun", "State", "make_flat_runs"]
 
 State = defaultdict[Any, dict[str, Any]]
 
 
 @dataclass
-class Segment:
+class FlatRun:
     """Shards that are stepped as one.
 
     Attributes:
@@ -50,7 +50,7 @@ class Segment:
     grad: Tensor
     counts: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
-    narrow: tuple[str, ...] = ()
+    bf16_state: tuple[str, ...] = ()
     on_host: Tensor | None = None
     copy: Tensor | None = None
     copied: bool = False
@@ -61,11 +61,11 @@ class Segment:
         """Whether gradients lie over compute copies, in another dtype than ``param``."""
         return self.grad.dtype != self.param.dtype
 
-    def show_gradient(self) -> None:
+    def set_param_grad(self) -> None:
         """``param.grad`` is as an optimizer wants it: in the dtype of ``param``, and for that copied if need be."""
         self.param.grad = self.grad.to(self.param.dtype)
 
-    def spend_gradient(self) -> None:
+    def drop_aliased_gradient(self) -> None:
         """A step has used it: where it lies over copies, it is nobody's any more."""
         if self.over_copies:
             self.param.grad = None
@@ -77,7 +77,7 @@ class Segment:
         """Names of the state with one element for each of the members'."""
         return [name for name, value in self.state.items() if isinstance(value, Tensor) and not self._is_count(value)]
 
-    def take_in(self, state: State, host: HostMemory | None = None) -> bool:
+    def join_state(self, state: State, host: HostMemory | None = None) -> bool:
         """Joins the members' state into this segment's; what is not in one piece of memory yet is moved there, and the
         members' state becomes views of it. What has one element for each of the members' lies on their device, or, if
         that is given, on the host, and what is narrow is rounded to that. Returns whether anything was moved."""
@@ -86,23 +86,23 @@ class Segment:
             return False
         moved = False
         for key in own[0]:
-            values = [_part(record, entries[key]) for record, entries in zip(self.members, own, strict=True)]
+            values = [_rank_part(record, entries[key]) for record, entries in zip(self.members, own, strict=True)]
             first = values[0]
             if not isinstance(first, Tensor):
                 self.state[key] = first
                 continue
-            if key == ROUNDINGS:  # torch makes what it loads as wide as parameters, and bfloat16 counts to 256
+            if key == ROUNDING_COUNT:  # torch makes what it loads as wide as parameters, and bfloat16 counts to 256
                 values = [value.float() for value in values]
-            joined = _joined(values)
+            joined = _contiguous_view(values)
             if self._is_count(first):
                 counts = torch.stack([value.reshape(()) for value in values]) if joined is None else joined
                 self.counts[key], self.state[key] = counts, counts[0]
             else:
                 self.check(key, first, self.members[0].layout.visible_shape)
-                dtype = self.kept_in(key, first)
-                if joined is not None and not (self._lies_there(joined, host) and joined.dtype is dtype):
+                dtype = self.stored_dtype(key, first)
+                if joined is not None and not (self._is_in_place(joined, host) and joined.dtype is dtype):
                     joined = None
-                flat = self._gathered(values, dtype, host) if joined is None else joined
+                flat = self._concatenate(values, dtype, host) if joined is None else joined
                 self.state[key] = flat.view(self.param.shape)
             moved = moved or joined is None
             del values
@@ -110,19 +110,19 @@ class Segment:
         return moved
 
     def move_counts(self, device: torch.device) -> bool:
-        """Counts are on this device from now on; :meth:`give_out` shows them. Returns whether they were not before."""
+        """Counts are on this device from now on; :meth:`export_state` shows them. Returns whether they were not before."""
         away = {key: counts for key, counts in self.counts.items() if counts.device != device}
         for key, counts in away.items():
             self.counts[key] = counts.to(device)
             self.state[key] = self.counts[key][0]
         return bool(away)
 
-    def read_numbers(self, state: State) -> None:
+    def read_non_tensor_state(self, state: State) -> None:
         """What is no tensor, the optimizer may have changed in the members' state since."""
         own = state.get(self.members[0].param, {})
         self.state.update({k: own[k] for k, v in self.state.items() if not isinstance(v, Tensor) and k in own})
 
-    def give_out(self, state: State) -> None:
+    def export_state(self, state: State) -> None:
         """Shows what the optimizer keeps for this segment as the members' state, as far as it is something else than
         last time."""
         for key, value in self.state.items():
@@ -145,7 +145,7 @@ class Segment:
             elif isinstance(value, Tensor):
                 self.check(key, value, self.param.shape)
                 part = value.view(-1)[begin:end].view(record.layout.visible_shape)
-                state[record.param][key] = record.sight.show(part)  # users who read it see the full value's norm
+                state[record.param][key] = record.spec.wrap(part)  # users who read it see the full value's norm
             else:
                 self._check_number(key, value)
                 state[record.param][key] = value
@@ -159,25 +159,25 @@ class Segment:
                 f"parameters that are stepped together. {INSTEAD}"
             )
 
-    def spread_counts(self) -> None:
+    def broadcast_counts(self) -> None:
         """The optimizer has changed the first member's counts; the others' follow."""
         for counts in self.counts.values():
             if counts.numel() > 1:
                 counts[1:] = counts[0]
 
-    def _lies_there(self, value: Tensor, host: HostMemory | None) -> bool:
+    def _is_in_place(self, value: Tensor, host: HostMemory | None) -> bool:
         return value.device == self.param.device if host is None else host.holds(value)
 
-    def kept_in(self, key: str, value: Tensor) -> torch.dtype:
+    def stored_dtype(self, key: str, value: Tensor) -> torch.dtype:
         """The dtype in which this state, with one element for each of the members', is kept."""
-        return NARROW if key in self.narrow and value.is_floating_point() else value.dtype
+        return STATE_DTYPE if key in self.bf16_state and value.is_floating_point() else value.dtype
 
     def empty(self, dtype: torch.dtype, host: HostMemory | None) -> Tensor:
         """New memory for such state, 1-D."""
         numel = self.param.numel()
         return torch.empty(numel, dtype=dtype, device=self.param.device) if host is None else host.empty(numel, dtype)
 
-    def _gathered(self, values: Sequence[Tensor], dtype: torch.dtype, host: HostMemory | None) -> Tensor:
+    def _concatenate(self, values: Sequence[Tensor], dtype: torch.dtype, host: HostMemory | None) -> Tensor:
         """In new memory, one behind the other."""
         flat = self.empty(dtype, host)
         for piece, value in zip(flat.split([value.numel() for value in values]), values, strict=True):
@@ -190,7 +190,7 @@ class Segment:
     def check(self, key: str, value: Tensor, shape: torch.Size) -> None:
         """Raise :class:`UnsupportedError` if the state of members, seen in this shape, has another one, or is no plain
         tensor, such as a quantized one."""
-        if type(value) not in (Tensor, nn.Parameter) and "_zero_sight" not in value.__dict__:
+        if type(value) not in (Tensor, nn.Parameter) and "_zero_spec" not in value.__dict__:
             raise UnsupportedError(
                 f"The optimizer keeps a state {key!r} for {self.members[0].name!r} that is a {type(value).__name__}, "
                 f"which cannot be divided among the parameters that are stepped together. {INSTEAD}"
@@ -203,13 +203,13 @@ class Segment:
             )
 
 
-def cut(
+def make_flat_runs(
     groups: Sequence[Sequence[ShardedParameter]],
     kinds: Mapping[int, int],
     mix_dimensions: bool,
-    narrow: Mapping[int, tuple[str, ...]] | None = None,
-    apart: bool = False,
-) -> list[Segment]:
+    bf16_state: Mapping[int, tuple[str, ...]] | None = None,
+    one_per_parameter: bool = False,
+) -> list[FlatRun]:
     """Segments of the parameters in ``groups``, all of which have a gradient.
 
     Args:
@@ -219,22 +219,22 @@ def cut(
         narrow: by index, the names of the state that is kept in bfloat16.
         apart: make a segment of each parameter.
     """
-    names = narrow or {}
-    segments: list[Segment] = []
+    names = bf16_state or {}
+    runs: list[FlatRun] = []
     for number, records in enumerate(groups):
-        run: list[ShardedParameter] = []
+        members: list[ShardedParameter] = []
         for record in sorted(records, key=lambda record: record.shard.data_ptr()):
-            alike = run and names.get(run[-1].index) == names.get(record.index)
-            if run and (apart or not alike or not _belongs(run[-1], record, kinds, mix_dimensions)):
-                segments.append(_segment(number, run, names))
-                run = []
-            run.append(record)
-        if run:
-            segments.append(_segment(number, run, names))
-    return segments
+            alike = members and names.get(members[-1].index) == names.get(record.index)
+            if members and (one_per_parameter or not alike or not _joins(members[-1], record, kinds, mix_dimensions)):
+                runs.append(_make_run(number, members, names))
+                members = []
+            members.append(record)
+        if members:
+            runs.append(_make_run(number, members, names))
+    return runs
 
 
-def _belongs(last: ShardedParameter, record: ShardedParameter, kinds: Mapping[int, int], mix_dimensions: bool) -> bool:
+def _joins(last: ShardedParameter, record: ShardedParameter, kinds: Mapping[int, int], mix_dimensions: bool) -> bool:
     before, after = last.param.grad, record.param.grad
     assert before is not None
     assert after is not None
@@ -254,14 +254,14 @@ def _adjacent(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def _part(record: ShardedParameter, value: Any) -> Any:
+def _rank_part(record: ShardedParameter, value: Any) -> Any:
     """Return this rank's part of a full value that a user has put into the state; anything else as it is."""
     if isinstance(value, Tensor) and value.numel() > 1 and value.shape != record.layout.visible_shape:
-        return record.part_of(value) if value.shape == record.layout.shape else value
+        return record.local_part(value) if value.shape == record.layout.shape else value
     return value
 
 
-def _joined(pieces: Sequence[Tensor]) -> Tensor | None:
+def _contiguous_view(pieces: Sequence[Tensor]) -> Tensor | None:
     """One 1-D view of pieces that lie one behind the other; None if they do not."""
     first = pieces[0]
     if not all(p.is_contiguous() for p in pieces) or not all(map(_adjacent, pieces, pieces[1:])):
@@ -269,21 +269,21 @@ def _joined(pieces: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((sum(p.numel() for p in pieces),), (1,), first.storage_offset())
 
 
-def _segment(group: int, members: list[ShardedParameter], narrow: Mapping[int, tuple[str, ...]]) -> Segment:
-    flat = _joined([record.shard for record in members])
-    grad = _joined([record.param.grad for record in members if record.param.grad is not None])
+def _make_run(group: int, members: list[ShardedParameter], bf16_state: Mapping[int, tuple[str, ...]]) -> FlatRun:
+    flat = _contiguous_view([record.shard for record in members])
+    grad = _contiguous_view([record.param.grad for record in members if record.param.grad is not None])
     assert flat is not None
     assert grad is not None
     dims = {record.param.dim() for record in members}
     shape = (1,) * (dims.pop() - 1) + (flat.numel(),) if len(dims) == 1 else (flat.numel(),)
     param = nn.Parameter(flat.view(shape))
-    found = Segment(group, members, param, grad.view(shape), narrow=narrow.get(members[0].index, ()))
+    found = FlatRun(group, members, param, grad.view(shape), bf16_state=bf16_state.get(members[0].index, ()))
     if not found.over_copies:
-        found.show_gradient()
+        found.set_param_grad()
     on_host = [record.on_host for record in members if record.on_host is not None]
     if len(on_host) == len(members):
-        found.on_host = _joined(on_host)
+        found.on_host = _contiguous_view(on_host)
         assert found.on_host is not None
-        copies = [record.memory[Role.COMPUTE_COPY] for record in members if Role.COMPUTE_COPY in record.memory]
-        found.copy = _joined(copies) if len(copies) == len(members) else None
+        copies = [record.memory[Role.COMPUTE_SHARD] for record in members if Role.COMPUTE_SHARD in record.memory]
+        found.copy = _contiguous_view(copies) if len(copies) == len(members) else None
     return found

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.native.capture import capturing
+from lightning_zero.native.capture import capture_graph
 
 __all__ = ["GraphedSequence"]
 
@@ -72,7 +72,7 @@ class GraphedSequence:
         stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
         pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
-        with torch.cuda.stream(stream), capturing(graph, pool):
+        with torch.cuda.stream(stream), capture_graph(graph, pool):
             self._fn()
         self._pool = pool  # one that failed cannot be used again
         current.wait_stream(stream)

@@ -18,20 +18,20 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_zero.compat.compiler import inductor_compile
 from lightning_zero.compat.tensors import FakeTensorMode
-from lightning_zero.offload.staging_ring import Ring
-from lightning_zero.optim.bf16_state import NARROW, ROUNDINGS
-from lightning_zero.optim.chunks import MOMENTS, Part, Parts
+from lightning_zero.offload.staging_ring import StagingRing
+from lightning_zero.optim.bf16_state import STATE_DTYPE, ROUNDING_COUNT
+from lightning_zero.optim.chunks import MAX_CHUNK_NUMEL, LoadedChunk, ChunkedState
 from lightning_zero.optim.clip import clip_factor
-from lightning_zero.optim.flat_runs import Segment
+from lightning_zero.optim.flat_runs import FlatRun
 from lightning_zero.optim.graphed import GraphedSequence
-from lightning_zero.optim.rounding import keys_of, noise_at, rounded
+from lightning_zero.optim.rounding import noise_keys, rounding_noise, stochastic_round
 from lightning_zero.optim.rules import Rule, rule_for
-from lightning_zero.optim.support import is_of_torch
+from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.sharding.layout import as_real
 
 __all__ = ["StepKernel"]
 
-MOST_SEGMENTS = 16  # compiled: a kernel each
+MAX_COMPILED_RUNS = 16  # compiled: a kernel each
 
 
 class StepKernel:
@@ -51,15 +51,15 @@ class StepKernel:
         self,
         optimizer: torch.optim.Optimizer,
         groups: Sequence[dict[str, Any]],
-        segments: Sequence[Segment],
+        runs: Sequence[FlatRun],
         device: torch.device,
         compile: bool,
-        ring: Ring | None = None,
+        ring: StagingRing | None = None,
         capture: bool = True,
     ) -> None:
-        self._segments = segments
+        self._runs = runs
         self._device = device
-        self._compile = compile and len(segments) <= MOST_SEGMENTS
+        self._compile = compile and len(runs) <= MAX_COMPILED_RUNS
         self._capture = capture
         self._rules = [rule_for(optimizer, group) for group in groups]
         self._floats: list[dict[str, float]] = [{} for _ in groups]
@@ -67,9 +67,9 @@ class StepKernel:
             {name: torch.zeros((), dtype=torch.float64, device=device) for name in rule.settings} if rule else {}
             for rule in self._rules
         ]
-        most = None if self._compile else MOMENTS  # op by op, each op has a result
+        most = None if self._compile else MAX_CHUNK_NUMEL  # op by op, each op has a result
         rules = self._rules  # and not this, for the same reason as below
-        self._parts = Parts(segments, lambda segment: _rule_of(rules, segment).state, ring, most)
+        self._parts = ChunkedState(runs, lambda run: _rule_of(rules, run).state, ring, most)
         self._squared = torch.zeros((), device=device)
         self._max_norm = torch.ones((), device=device)
         self._skip = torch.zeros((), device=device)
@@ -79,8 +79,8 @@ class StepKernel:
         self._sequences: dict[tuple[bool, bool], GraphedSequence] = {}  # with or without clipping and skipping
 
     @staticmethod
-    def covers(
-        optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], segments: Sequence[Segment] = ()
+    def supports(
+        optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], runs: Sequence[FlatRun] = ()
     ) -> bool:
         """Whether we know the optimizer's rule for all of its groups, in at most float32, and these segments have the
         state it needs."""
@@ -89,16 +89,16 @@ class StepKernel:
         dtypes = {param.dtype for group in groups for param in group["params"]}
         wide = torch.float64 in dtypes or torch.complex128 in dtypes
         # torch.optim treats real and imaginary parts as elements; a rule of the user's may not.
-        as_pairs = is_of_torch(optimizer) or not any(dtype.is_complex for dtype in dtypes)
+        as_pairs = is_torch_optimizer(optimizer) or not any(dtype.is_complex for dtype in dtypes)
         return (
             len(known) == len(rules)
             and not wide
             and as_pairs
             and all(
-                all(isinstance(segment.state.get(name), Tensor) for name in known[segment.group].state)
-                and all(name in segment.counts for name in known[segment.group].counts)
-                and not (segment.narrow and _steps(segment.counts) is None)
-                for segment in segments
+                all(isinstance(run.state.get(name), Tensor) for name in known[run.group].state)
+                and all(name in run.counts for name in known[run.group].counts)
+                and not (run.bf16_state and _steps(run.counts) is None)
+                for run in runs
             )
         )
 
@@ -134,39 +134,39 @@ class StepKernel:
                     tensor.fill_(value)
                     floats[name] = value
         if variant not in self._sequences:
-            lasting = (t for s in self._segments for t in (s.param, s.grad, s.copy, *s.state.values()))
+            lasting = (t for s in self._runs for t in (s.param, s.grad, s.copy, *s.state.values()))
             used = [tensor for tensor in lasting if isinstance(tensor, Tensor)]
             warmups = 1 if self._capture else math.inf
             update = partial(StepKernel._update, proxy(self))  # a cycle would hold state that has moved
             self._sequences[variant] = GraphedSequence(update, self._device, warmups, watch=used)
-        with self._parts.passing():
+        with self._parts.stream_state():
             self._sequences[variant]()
-        for segment in self._segments:
-            segment.copied = segment.copy is not None
+        for run in self._runs:
+            run.copied = run.copy is not None
         return self._sequences[variant].captured
 
-    def bring_ahead(self) -> None:
+    def prefetch_from_host(self) -> None:
         """State that lies on the host begins to come for the next step."""
-        self._parts.bring_ahead()
+        self._parts.prefetch_from_host()
 
     def _update(self) -> None:
-        numbers = {id(segment): self._numbers(self._rule(segment), segment) for segment in self._segments}
-        for part in self._parts.with_state():
-            segment = part.stretch.segment
-            self._apply(self._rule(segment), part, numbers[id(segment)])
+        numbers = {id(run): self._numbers(self._rule(run), run) for run in self._runs}
+        for part in self._parts.iter_chunks():
+            run = part.chunk.run
+            self._apply(self._rule(run), part, numbers[id(run)])
 
-    def _rule(self, segment: Segment) -> Rule:
-        return _rule_of(self._rules, segment)
+    def _rule(self, run: FlatRun) -> Rule:
+        return _rule_of(self._rules, run)
 
-    def _numbers(self, rule: Rule, segment: Segment) -> dict[str, Tensor]:
+    def _numbers(self, rule: Rule, run: FlatRun) -> dict[str, Tensor]:
         """What the update of all elements has in common, 0-dim float32; counts the step."""
         assert self._variant is not None
         clip, skip = self._variant
-        settings = self._settings[segment.group]
+        settings = self._settings[run.group]
 
         def compute(squared: Tensor, max_norm: Tensor, skipped: Tensor, *rest: Tensor) -> dict[str, Tensor]:
             setting = dict(zip(settings, rest, strict=False))
-            counts = dict(zip(segment.counts, rest[len(settings) :], strict=False))
+            counts = dict(zip(run.counts, rest[len(settings) :], strict=False))
             if (steps := _steps(counts)) is not None:
                 steps.add_(1 if not skip else (skipped == 0).to(steps.dtype))
             step = steps[0] if steps is not None else squared
@@ -178,20 +178,20 @@ class StepKernel:
             if clip:
                 numbers["factor"] = clip_factor(squared, max_norm)
             if salts:
-                numbers["keys"] = keys_of(rest[-1], step)
+                numbers["keys"] = noise_keys(rest[-1], step)
             return numbers
 
-        salts = (self._parts.places[id(segment)].salts,) if segment.narrow else ()
-        arguments = (self._squared, self._max_norm, self._skip, *settings.values(), *segment.counts.values(), *salts)
-        shapes = tuple((name, tuple(c.shape)) for name, c in segment.counts.items())
-        key = (rule, self._variant, shapes, len(segment.members) if salts else None)
+        salts = (self._parts.positions[id(run)].salts,) if run.bf16_state else ()
+        arguments = (self._squared, self._max_norm, self._skip, *settings.values(), *run.counts.values(), *salts)
+        shapes = tuple((name, tuple(c.shape)) for name, c in run.counts.items())
+        key = (rule, self._variant, shapes, len(run.members) if salts else None)
         return self._run_compiled(key, compute, arguments) | ({"skip": self._skip} if skip else {})
 
-    def _apply(self, rule: Rule, part: Part, numbers: dict[str, Tensor]) -> None:
-        param, grad = map(_reals, (part.param, part.stretch.of(part.stretch.segment.grad)))
-        places, state = part.places, map(_reals, part.state.values())
+    def _apply(self, rule: Rule, part: LoadedChunk, numbers: dict[str, Tensor]) -> None:
+        param, grad = map(_reals, (part.param, part.chunk.of(part.chunk.run.grad)))
+        positions, state = part.positions, map(_reals, part.state.values())
         names, keys = list(part.state), list(numbers)
-        where: tuple[Tensor, ...] = () if places is None else (places.owners, places.shifts, places.begin)
+        where: tuple[Tensor, ...] = () if positions is None else (positions.owners, positions.shifts, positions.begin)
         copies = () if part.copy is None else (part.copy,)
 
         def change(param: Tensor, grad: Tensor, *rest: Tensor) -> dict[str, Tensor]:
@@ -210,15 +210,15 @@ class StepKernel:
             param.copy_(after)
             if copies:
                 rest[-1].copy_(after)
-            if places is not None:
+            if positions is not None:
                 owners, shifts, begin = rest[len(names) + len(keys) :][: len(where)]
-                noise = noise_at(owners, shifts, begin, scalar["keys"])
-                new = {k: rounded(v, noise, names.index(k)) if old[k].dtype is NARROW else v for k, v in new.items()}
+                noise = rounding_noise(owners, shifts, begin, scalar["keys"])
+                new = {k: stochastic_round(v, noise, names.index(k)) if old[k].dtype is STATE_DTYPE else v for k, v in new.items()}
             for k, v in new.items():
                 old[k].copy_(v)
             return {}
 
-        members = 0 if places is None else len(places.shifts)
+        members = 0 if positions is None else len(positions.shifts)
         key = (rule, param.numel(), param.dtype, grad.dtype, tuple(keys), members, *(copy.dtype for copy in copies))
         self._run_compiled(key, change, (param, grad, *state, *numbers.values(), *where, *copies))
 
@@ -238,15 +238,15 @@ def _reals(flat: Tensor) -> Tensor:
     return as_real(flat).view(-1)
 
 
-def _rule_of(rules: Sequence[Rule | None], segment: Segment) -> Rule:
-    rule = rules[segment.group]
+def _rule_of(rules: Sequence[Rule | None], run: FlatRun) -> Rule:
+    rule = rules[run.group]
     assert rule is not None
     return rule
 
 
 def _steps(counts: Mapping[str, Tensor]) -> Tensor | None:
     """That which counts steps, of what an optimizer counts."""
-    return next((counts[name] for name in ("step", ROUNDINGS) if name in counts), None)
+    return next((counts[name] for name in ("step", ROUNDING_COUNT) if name in counts), None)
 
 
 def _compile(fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]) -> Callable[..., dict[str, Tensor]]:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lightning_zero.sharding.record import ShardedParameter
 
-__all__ = ["leave_device"]
+__all__ = ["move_state_to_host"]
 
 
-def leave_device(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], ShardedParameter | None]) -> None:
+def move_state_to_host(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], ShardedParameter | None]) -> None:
     """What is as large as shards lies in plain memory of the host afterwards, as state that was loaded."""
     for param, entries in optimizer.state.items():
         record = find(param)
         if record is not None:
-            entries.update({key: value.to("cpu") for key, value in entries.items() if record.is_like_shard(value)})
+            entries.update({key: value.to("cpu") for key, value in entries.items() if record.has_shard_shape(value)})

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from lightning_zero.compat.distributed import all_gather_into
 from lightning_zero.compat.tensors import foreach_norm
-from lightning_zero.extrema import Collective, all_max, at_once
+from lightning_zero.extrema import RunCollective, all_max, run_synchronously
 from lightning_zero.mesh import Mesh
 from lightning_zero.optim.clip import norm_dtype
-from lightning_zero.sharding.unsupported import on_plain_tensors
+from lightning_zero.sharding.unsupported import without_shard_dispatch
 
-__all__ = ["add_up", "norms_of_each"]
+__all__ = ["all_reduce_sum", "parameter_norms"]
 
 
-def add_up(values: Tensor, mesh: Mesh, collective: Collective) -> None:
+def all_reduce_sum(values: Tensor, mesh: Mesh, collective: RunCollective) -> None:
     """Adds up, in place, what the ranks have that hold the model together. Collective.
 
     Where each host holds a replica, the sums are the same on all of them to the bit, or what goes by them would drift
@@ -28,17 +28,17 @@ def add_up(values: Tensor, mesh: Mesh, collective: Collective) -> None:
     Args:
         collective: starts one and waits for it, see :meth:`Executor.collective`.
     """
-    group = mesh.holders.gather_group  # see Mesh.reduce_group
+    group = mesh.shard_group.gather_group  # see Mesh.reduce_group
     if not mesh.replicated:
         collective(lambda later: dist.all_reduce(values, group=group, async_op=later))
         return
-    parts = values.new_empty(mesh.holders.size * values.numel())
+    parts = values.new_empty(mesh.shard_group.size * values.numel())
     collective(lambda later: all_gather_into()(parts, values.reshape(-1), group=group, async_op=later))
     values.copy_(parts.view(-1, *values.shape).sum(0))
 
 
-@on_plain_tensors
-def norms_of_each(
+@without_shard_dispatch
+def parameter_norms(
     shards: Sequence[Tensor | None], norm_type: float, mesh: Mesh, device: torch.device, dtypes: Sequence[torch.dtype]
 ) -> list[Tensor]:
     """The p-norm of each of these gradients over all ranks' shards together: scalars on ``device``, the same on every
@@ -55,9 +55,9 @@ def norms_of_each(
         local = foreach_norm(sizes, norm_type, dtype=norm_dtype(sizes))
         powers[list(numbers)] = torch.stack(list(local)).to(device=device, dtype=torch.float64)
     if math.isinf(norm_type):
-        powers = all_max(powers, mesh.holders.gather_group)
+        powers = all_max(powers, mesh.shard_group.gather_group)
     else:
         powers.pow_(norm_type)
-        add_up(powers, mesh, at_once)
+        all_reduce_sum(powers, mesh, run_synchronously)
         powers.pow_(1 / norm_type)
     return [norm.to(dtype.to_real()) for norm, dtype in zip(powers.unbind(), dtypes, strict=True)]

@@ -22,14 +22,14 @@ from torch import Tensor
 from lightning_zero.sharding.layout import ALIGNMENT_BYTES
 from lightning_zero.sharding.record import ShardedParameter
 
-__all__ = ["Places", "keys_of", "noise_at", "rounded"]
+__all__ = ["ElementPositions", "noise_keys", "rounding_noise", "stochastic_round"]
 
 BLOCK = ALIGNMENT_BYTES // 4  # elements: no shard that is stepped in float32 or less ends inside of one
 WORD, HALF = 0xFFFFFFFF, 0xFFFF
 
 
 @dataclass(frozen=True)
-class Places:
+class ElementPositions:
     """Where in which parameter each element of a segment, or of a stretch of one, stands.
 
     Attributes:
@@ -45,7 +45,7 @@ class Places:
     begin: Tensor
 
     @classmethod
-    def of(cls, members: Sequence[ShardedParameter], device: torch.device) -> Places:
+    def of(cls, members: Sequence[ShardedParameter], device: torch.device) -> ElementPositions:
         """Of a segment of these."""
         numels = [record.layout.shard_numel for record in members]
         kind = torch.int16 if len(members) <= torch.iinfo(torch.int16).max else torch.int32
@@ -53,7 +53,7 @@ class Places:
         shifts, begin = [], 0
         for record, numel in zip(members, numels, strict=True):
             assert numel % BLOCK == 0, f"{record.name}: a shard of {numel} elements"
-            shifts.append(record.sight.number * numel - begin)
+            shifts.append(record.spec.number * numel - begin)
             begin += numel
         blocks = torch.tensor([numel // BLOCK for numel in numels], device=device)
         return cls(
@@ -63,30 +63,30 @@ class Places:
             torch.zeros((), dtype=torch.int64, device=device),
         )
 
-    def part(self, begin: int, end: int) -> Places:
+    def part(self, begin: int, end: int) -> ElementPositions:
         """Of these elements; both are whole blocks."""
         assert begin % BLOCK == end % BLOCK == 0, f"elements {begin} to {end} are no blocks"
-        return Places(self.owners[begin // BLOCK : end // BLOCK], self.shifts, self.salts, self.begin + begin)
+        return ElementPositions(self.owners[begin // BLOCK : end // BLOCK], self.shifts, self.salts, self.begin + begin)
 
 
-def keys_of(salts: Tensor, step: Tensor) -> Tensor:
+def noise_keys(salts: Tensor, step: Tensor) -> Tensor:
     """For each parameter a word, in the step of this count (0-dim)."""
-    return _mixed(salts ^ _mixed(step.long() & WORD))
+    return _hash_words(salts ^ _hash_words(step.long() & WORD))
 
 
-def noise_at(owners: Tensor, shifts: Tensor, begin: Tensor, keys: Tensor) -> Tensor:
-    """For each element a word: of the :class:`Places` of these, with these keys."""
+def rounding_noise(owners: Tensor, shifts: Tensor, begin: Tensor, keys: Tensor) -> Tensor:
+    """For each element a word: of the :class:`ElementPositions` of these, with these keys."""
     # Of one dimension from here on: Inductor must not find another shape in what is to be one kernel with the update.
     whose = owners.long().view(-1, 1).expand(-1, BLOCK).reshape(-1)
     numbers = (torch.arange(len(whose), device=owners.device) + begin + shifts[whose]) & WORD
-    return _mixed(numbers ^ keys[whose])
+    return _hash_words(numbers ^ keys[whose])
 
 
-def rounded(value: Tensor, noise: Tensor, number: int) -> Tensor:
+def stochastic_round(value: Tensor, noise: Tensor, number: int) -> Tensor:
     """Float32 in bfloat16, as the noise has it; ``number``: of the value, among those that have the same noise, each of
     which uses other bits of it."""
     if number >= 2:
-        noise = _mixed((noise + number // 2 * 0x3C6EF372) & WORD)
+        noise = _hash_words((noise + number // 2 * 0x3C6EF372) & WORD)
     low = torch.bitwise_right_shift(noise, 16 * (number % 2)) & HALF
     finite = value.isfinite()
     bits = torch.where(finite, value, 0.0).view(torch.int32)
@@ -94,7 +94,7 @@ def rounded(value: Tensor, noise: Tensor, number: int) -> Tensor:
     return torch.where(finite, up.view(torch.float32), value).to(torch.bfloat16)
 
 
-def _mixed(word: Tensor) -> Tensor:
+def _hash_words(word: Tensor) -> Tensor:
     """A permutation of words in which every bit depends on every bit: C. Wellons' lowbias32 (public domain)."""
     word = word ^ torch.bitwise_right_shift(word, 16)
     word = (word * 0x7FEB352D) & WORD

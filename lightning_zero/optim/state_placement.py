@@ -10,42 +10,42 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.optim.bf16_state import ROUNDINGS
+from lightning_zero.optim.bf16_state import ROUNDING_COUNT
 
-__all__ = ["Place", "Places", "keep_aside", "keeping_aside"]
+__all__ = ["StatePlacer", "MakePlacer", "register_placement_hooks", "place_loaded_state"]
 
-Place = Callable[[Tensor, str, Tensor], Tensor]  # of a parameter, a name and what was loaded: what is kept
-Places = Callable[[torch.optim.Optimizer], Place]  # as its groups are, which are loaded first
+StatePlacer = Callable[[Tensor, str, Tensor], Tensor]  # of a parameter, a name and what was loaded: what is kept
+MakePlacer = Callable[[torch.optim.Optimizer], StatePlacer]  # as its groups are, which are loaded first
 
 
-class _Aside:
+class _WrappedTensor:
     """A tensor that ``load_state_dict`` does not take for one: those it moves to their parameters' devices."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
 
-def keep_aside(optimizer: torch.optim.Optimizer, places: Places) -> list[Any]:
-    """From now on state with more than one element goes where ``places`` have it when it is loaded; returns the handles
+def register_placement_hooks(optimizer: torch.optim.Optimizer, make_placer: MakePlacer) -> list[Any]:
+    """From now on state with more than one element goes where ``make_placer`` have it when it is loaded; returns the handles
     of hooks that see to it, for our own counts, too. All other hooks see the tensors."""
 
-    def take_back(optimizer: torch.optim.Optimizer) -> None:
-        place = places(optimizer)
+    def place_tensors(optimizer: torch.optim.Optimizer) -> None:
+        placer = make_placer(optimizer)
         for param, entries in optimizer.state.items():
             for key, value in entries.items():
-                if isinstance(value, _Aside):
-                    entries[key] = value.value if key == ROUNDINGS else place(param, key, value.value)
+                if isinstance(value, _WrappedTensor):
+                    entries[key] = value.value if key == ROUNDING_COUNT else placer(param, key, value.value)
 
     return [
-        optimizer.register_load_state_dict_pre_hook(_put_aside),
-        optimizer.register_load_state_dict_post_hook(take_back, prepend=True),
+        optimizer.register_load_state_dict_pre_hook(_wrap_tensors),
+        optimizer.register_load_state_dict_post_hook(place_tensors, prepend=True),
     ]
 
 
 @contextmanager
-def keeping_aside(optimizer: torch.optim.Optimizer, places: Places) -> Iterator[None]:
+def place_loaded_state(optimizer: torch.optim.Optimizer, make_placer: MakePlacer) -> Iterator[None]:
     """Likewise, inside."""
-    handles = keep_aside(optimizer, places)
+    handles = register_placement_hooks(optimizer, make_placer)
     try:
         yield
     finally:
@@ -53,15 +53,15 @@ def keeping_aside(optimizer: torch.optim.Optimizer, places: Places) -> Iterator[
             handle.remove()
 
 
-def _put_aside(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
+def _wrap_tensors(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     state = {
-        number: {k: _Aside(v) if isinstance(v, Tensor) and _moves(k, v) else v for k, v in entries.items()}
+        number: {k: _WrappedTensor(v) if isinstance(v, Tensor) and _needs_placement(k, v) else v for k, v in entries.items()}
         for number, entries in packed["state"].items()
     }
     return packed | {"state": state}
 
 
-def _moves(key: str, value: Tensor) -> bool:
+def _needs_placement(key: str, value: Tensor) -> bool:
     """Whether torch would do with it what is not wanted: counts would be as wide as parameters, and bfloat16 counts to
     256 (of which torch spares those that it knows)."""
-    return value.numel() > 1 or key == ROUNDINGS
+    return value.numel() > 1 or key == ROUNDING_COUNT

@@ -17,7 +17,7 @@ from torch import Tensor
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.rules import has_rules
-from lightning_zero.sharding.unsupported import on_plain_tensors
+from lightning_zero.sharding.unsupported import without_shard_dispatch
 
 __all__ = [
     "INSTEAD",
@@ -26,15 +26,15 @@ __all__ = [
     "check_offload",
     "check_optimizer",
     "check_state_dict",
-    "is_of_torch",
+    "is_torch_optimizer",
     "large_tensors",
-    "zero_gradients_plainly",
+    "speed_up_zero_grad",
 ]
 
 # What to do where an optimizer would train wrongly.
 INSTEAD = "Use an optimizer that treats elements one by one, such as AdamW, Adam, SGD or Lion, or another strategy."
 
-_WHOLE = {
+_NEEDS_FULL_PARAMETERS = {
     "Muon": "orthogonalises whole matrices",
     "Dion": "orthogonalises whole matrices",
     "Adafactor": "keeps row and column statistics of whole matrices",
@@ -63,7 +63,7 @@ _WHOLE = {
 _FAMILIES = ("GaLore", "Muon", "Shampoo", "Adafactor", "AdaFactor", "DAdapt")
 
 
-def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+def is_torch_optimizer(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its class is one of torch's own, not a subclass."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
@@ -73,7 +73,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     by another optimizer."""
     for cls in type(optimizer).__mro__:
         name = cls.__name__
-        reason = _WHOLE.get(next((family for family in _FAMILIES if family in name), name))
+        reason = _NEEDS_FULL_PARAMETERS.get(next((family for family in _FAMILIES if family in name), name))
         if reason is not None:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} {reason}, but each rank holds only a flat piece of every parameter, so it "
@@ -146,12 +146,12 @@ def check_offload(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def zero_gradients_plainly(optimizer: torch.optim.Optimizer) -> None:
+def speed_up_zero_grad(optimizer: torch.optim.Optimizer) -> None:
     """Makes ``optimizer.zero_grad()``, which comes each step and looks at each parameter twice, as quick as for
     ordinary parameters. Harmless when repeated."""
     of = weakref.ref(optimizer)
 
-    @on_plain_tensors
+    @without_shard_dispatch
     def zero_grad(set_to_none: bool = True) -> None:
         own = of()
         assert own is not None

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_zero.compile.context import PassContext
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
-from lightning_zero.config.option import OFFLOADED
+from lightning_zero.config.option import OFFLOAD_CHOICES
 from lightning_zero.memory_planner.inputs import (
     EngineMemoryFacts,
     GradientBytes,
@@ -23,7 +23,7 @@ from lightning_zero.memory_planner.inputs import (
     memory_config,
 )
 from lightning_zero.memory_planner.memory_plan import choose_plan
-from lightning_zero.offload.masters import check_masters
+from lightning_zero.offload.masters import check_host_masters
 from lightning_zero.planning.fake_step import Precision, StepEstimate, TraceConfig, run_step
 from lightning_zero.planning.persistent_memory import (
     OptimizerMemory,
@@ -98,7 +98,7 @@ def plan(
     hosts = cluster.hosts
     config = _config(kind, options).over(hosts, cluster.gpus)
     shard_group = cluster.gpus if config.tuning.replicate_over is not None else world_size
-    check_masters(config, hosts)
+    check_host_masters(config, hosts)
     config.over_copies(hosts)  # raises
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
@@ -229,7 +229,7 @@ def _facts(
     full = sum(s.elements * ranks * (s.dtype if s.keeps_dtype else s.compute_dtype(dtype)).itemsize for s in shards)
     trained = [s for s in shards if s.trained] if ranks > 1 else []
     masters = 0 if dtype is None else host_master_bytes(shards, replace(config, offload=("optimizer", "parameters")))
-    masters_may_move = masters and hosts == 1 and not config.tuning.gradients_over_copies
+    masters_may_move = masters and hosts == 1 and not config.tuning.grad_aliasing
     possible = {"activations": config.compile, "parameters": masters_may_move}
     return EngineMemoryFacts(
         states=optimizers.states,
@@ -242,7 +242,7 @@ def _facts(
         full_weights=full if ranks > 1 and config.stage == 3 else 0,
         ring=config.offload_buffer_bytes,
         prefetches_state=config.cuda_graph_step is not False,
-        offloadable=tuple(name for name in OFFLOADED if possible.get(name, True)),
+        offloadable=tuple(name for name in OFFLOAD_CHOICES if possible.get(name, True)),
         gather_s=1 / (card.inside * LINKS) if ranks > 1 else 0.0,
     )
 

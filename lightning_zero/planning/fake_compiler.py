@@ -34,7 +34,7 @@ from lightning_zero.compile.passes.activation_offload import leave
 from lightning_zero.compile.passes.offload import place_offloads
 from lightning_zero.compile.recompute_policy import saved_within
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
-from lightning_zero.native.ops import ON_PAPER
+from lightning_zero.native.ops import FAKE_NAMESPACE
 from lightning_zero.planning.graph_memory import fresh_bytes, graph_peak, host_activations, leave_narrow
 from lightning_zero.planning.memory_counter import MemoryCounter
 from lightning_zero.profiling.graph_tensors import storages
@@ -44,7 +44,7 @@ from lightning_zero.sharding.tensor_extent import reach
 __all__ = ["FakeCompiler", "GraphTotals", "fake_op", "insert_gathers"]
 
 # Ops that stand for the executor's.
-_LIBRARY = torch.library.Library(ON_PAPER, "DEF")
+_LIBRARY = torch.library.Library(FAKE_NAMESPACE, "DEF")
 _LIBRARY.define("gather(Tensor shard, int[] shape, ScalarType dtype) -> Tensor")
 for _name in ("offload", "offload_start"):
     _LIBRARY.define(f"{_name}(Tensor value, Tensor shard) -> Tensor")
@@ -220,7 +220,7 @@ class FakeCompiler:
 
 def fake_op(name: str) -> OpOverload:
     """Return the op that stands for the executor's op ``name``."""
-    return getattr(getattr(torch.ops, ON_PAPER), name).default
+    return getattr(getattr(torch.ops, FAKE_NAMESPACE), name).default
 
 
 def insert_gathers(graph: Graph, count: int) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.config import EngineConfig
-from lightning_zero.optim.bf16_state import NARROW, is_narrow
-from lightning_zero.optim.chunks import MOMENTS
+from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
+from lightning_zero.optim.chunks import MAX_CHUNK_NUMEL
 from lightning_zero.optim.rules import rule_for
 from lightning_zero.planning.memory_counter import MemoryCounter
-from lightning_zero.sharding.host_policy import used_in
+from lightning_zero.sharding.host_policy import compute_dtype_of
 from lightning_zero.sharding.layout import ShardLayout
 
 __all__ = [
@@ -57,7 +57,7 @@ class ParamShard:
 
     def compute_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
         """Return the dtype that compiled code reads. ``dtype``: that of autocast."""
-        return used_in(self.dtype, dtype)
+        return compute_dtype_of(self.dtype, dtype)
 
 
 def shard_parameters(module: nn.Module, world_size: int, dtype: torch.dtype | None = None) -> list[ParamShard]:
@@ -82,7 +82,7 @@ def persistent_bytes(
     """
     dtype = config.compute_dtype if config.compile else None
     exchange = hosts > 1 and config.tuning.replicate_over is None
-    per_host = exchange and config.compile and config.tuning.shard_compute_copy == "host"
+    per_host = exchange and config.compile and config.tuning.compute_shard_group == "host"
     host_shards = per_host and all(s.layout.world_size == hosts for s in shards)
     found = {
         "master_shard": sum(s.elements * s.dtype.itemsize for s in shards) - host_master_bytes(shards, config),
@@ -108,7 +108,7 @@ def persistent_bytes(
 
 def aliased_gradient_bytes(shards: Sequence[ParamShard], config: EngineConfig) -> int:
     """Return the bytes that gradients save by aliasing compute copies."""
-    return aliasable_gradient_bytes(shards, config) if config.tuning.gradients_over_copies else 0
+    return aliasable_gradient_bytes(shards, config) if config.tuning.grad_aliasing else 0
 
 
 def aliasable_gradient_bytes(shards: Sequence[ParamShard], config: EngineConfig) -> int:
@@ -153,14 +153,14 @@ def _deferred_shards(shard: ParamShard, config: EngineConfig, hosts: int) -> int
     shards = shard.layout.world_size
     if config.stage == 1 and max(shards, hosts) > 1:
         return shards
-    if hosts == 1 or config.tuning.reduce_across != "step":
+    if hosts == 1 or config.tuning.cross_host_reduce != "step":
         return 0
     return hosts if config.tuning.replicate_over is None else 1
 
 
 def _resident_bytes(shards: Sequence[ParamShard], config: EngineConfig) -> int:
     """Return the bytes of unsharded weights that are kept until the optimizer steps."""
-    left = config.compiled.resident_bytes if config.resident_until == "step" else 0.0
+    left = config.compiled.unsharded_cache_bytes if config.unsharded_cache_until == "step" else 0.0
     small_bytes = 0 if isinf(left) else small_weight_bytes(config.compiled)
     total = 0
     for s in shards:
@@ -218,14 +218,14 @@ def measure_optimizer_memory(
         per_byte = (counter.peak - counter.alive) / max(sum(param.nbytes for param in shard_of), 1)
         stepped = sum(shard.elements * shard.dtype.itemsize for shard in of.values())
         if narrow:  # the step then runs in chunks
-            stepped = min(stepped, MOMENTS * torch.float32.itemsize)
+            stepped = min(stepped, MAX_CHUNK_NUMEL * torch.float32.itemsize)
         temporary = max(temporary, int(per_byte * stepped))
         names = _narrow_names(optimizer, shard_of) if narrow else {}
         for param, state in optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     alike = value.shape == param.shape
-                    size = NARROW.itemsize if alike and name in names.get(param, ()) else value.itemsize
+                    size = STATE_DTYPE.itemsize if alike and name in names.get(param, ()) else value.itemsize
                     states += size * (shard_of[param].elements if alike else value.numel())
                     words |= {name: min(size, words.get(name, size))} if alike else {}
     text = ", ".join(f"{name} {size}" for name, size in words.items()) or "nothing"
@@ -240,7 +240,7 @@ def _narrow_names(
         rule = rule_for(optimizer, group)
         for param in group["params"]:
             shard = shard_of[param]
-            if rule is not None and is_narrow(shard.layout.numel, shard.dtype):
+            if rule is not None and keeps_bf16_state(shard.layout.numel, shard.dtype):
                 found[param] = rule.state
     return found
 

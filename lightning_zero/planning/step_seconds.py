@@ -106,7 +106,7 @@ def step_seconds(
     exchange = 0.0 if replicas else cluster.across_s(layer_bytes)  # between hosts, once in a step
     layer_bytes = parameters / layers * wire_bytes
     reduce = cluster.inside_s(layer_bytes), cluster.across_s(layer_bytes) * (2 if replicas else 1)
-    kept = config.resident_until if config.resident_mb == inf else "no"
+    kept = config.unsharded_cache_until if config.unsharded_cache_mb == inf else "no"
     seconds = 0.0
     for number in range(accumulate):
         forward_gather = gather if number == 0 or kept != "step" else 0.0

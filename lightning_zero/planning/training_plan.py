@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
-from lightning_zero.config.text import plain_table
+from lightning_zero.config.text import format_table
 from lightning_zero.memory_planner.inputs import CAPTURE_GAP_SHARE
 from lightning_zero.memory_planner.memory_plan import MemoryPlan
 from lightning_zero.planning.fake_step import StepEstimate
@@ -167,4 +167,4 @@ def _words(fact: float | str | bool | None) -> str:
 
 
 def _table(facts: dict[str, str]) -> list[str]:
-    return plain_table(("", ""), [(name.replace("_", " "), fact) for name, fact in facts.items()])
+    return format_table(("", ""), [(name.replace("_", " "), fact) for name, fact in facts.items()])

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.compat import ops
 from lightning_zero.compat.tensors import tree_map_only
-from lightning_zero.native.ops import op_of
+from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.graph_tensors import (
     Storage,
     aliases_input,
@@ -222,7 +222,7 @@ def _transfer(node: Node) -> str | None:
 
 @cache
 def _transfers(target: ops.OpOverload) -> str | None:
-    if (ours := op_of(target)) is not None:
+    if (ours := find_op(target)) is not None:
         return "reduce" if ours.copies_grads else "gather"
     return "gather" if target.namespace == "_c10d_functional" else None
 

@@ -113,7 +113,7 @@ class CommMonitor(Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any) -> None:
         if self._engine is None or self._window is None:
             return
-        eager = self._engine.session.discovers or not self._engine.config.compiled.enabled
+        eager = self._engine.session.is_discovering or not self._engine.config.compiled.enabled
         if self._flops is None and eager and not hasattr(pl_module, "flops_per_batch"):
             self._count = FlopCount()
             self._count.__enter__()

@@ -10,7 +10,7 @@ from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.device_gauges import MemoryGauge
 from lightning_zero.sharding.record import Role
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 
 __all__ = ["memory_by_role", "replay_blockers", "startup_summary"]
 
@@ -32,9 +32,9 @@ def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] =
     bytes also count under their roles.
     """
     memory = engine.sharder.memory
-    with plainly():
+    with no_shard_dispatch():
         found = {role.value.replace(" ", "_").replace("-", "_"): _bytes(memory.holds(role)) for role in Role}
-        copies = {t.data_ptr() for what in (Role.COMPUTE_COPY, Role.FULL_PRECISION_COPY) for t in memory.holds(what)}
+        copies = {t.data_ptr() for what in (Role.COMPUTE_SHARD, Role.FULL_PRECISION_SHARD) for t in memory.holds(what)}
         # Gradients may alias copies, and resident weights may be host shards.
         for name, role in (("gradient", Role.GRADIENT), ("resident_weight", Role.RESIDENT)):
             found[name] = _bytes([tensor for tensor in memory.holds(role) if tensor.data_ptr() not in copies])
@@ -56,7 +56,7 @@ def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] =
 def replay_blockers(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] = ()) -> dict[str, str]:
     """Return why "forward_backward" and "optimizer_step" are not CUDA graphs; "" if they may be."""
     compiled = engine.config.compiled.enabled
-    steps = [engine.optimizers.stepper(optimizer).why_eager for optimizer in optimizers]
+    steps = [engine.optimizers.stepper(optimizer).eager_reason for optimizer in optimizers]
     return {
         FORWARD_BACKWARD: engine.replays.why_not() if compiled else "nothing is compiled",
         OPTIMIZER: "; ".join(sorted({reason for reason in steps if reason})),

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.fx import Graph
 from typing_extensions import override
 
-from lightning_zero.compile.graph import kind_of
+from lightning_zero.compile.graph import graph_kind
 from lightning_zero.compile.passes.pass_trace import PassTrace
 from lightning_zero.compile.readable import readable
 from lightning_zero.integrations.trainer.lookup import zero_strategy
@@ -76,7 +76,7 @@ class PlanReport(Callback):
                 self._before, self._traces = readable(graph), []
             elif what == "after":
                 before, self._before = self._before, ""
-                self._seen.append(_GraphText(kind_of(graph), before, readable(graph), tuple(self._traces)))
+                self._seen.append(_GraphText(graph_kind(graph), before, readable(graph), tuple(self._traces)))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

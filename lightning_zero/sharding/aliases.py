@@ -18,8 +18,8 @@ from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import is_strided
 from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.tensor_extent import reach
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.tensor_extent import extent
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 
 __all__ = ["Aliases", "check_shared_memory"]
 
@@ -30,7 +30,7 @@ class _Range:
     def __init__(self, tensor: Tensor) -> None:
         self.storage = tensor.untyped_storage()._cdata
         self.begin = tensor.storage_offset() * tensor.element_size()
-        self.end = self.begin + reach(tensor.size(), tensor.stride()) * tensor.element_size()
+        self.end = self.begin + extent(tensor.size(), tensor.stride()) * tensor.element_size()
 
     def overlaps(self, other: _Range) -> bool:
         return self.storage == other.storage and self.begin < other.end and other.begin < self.end
@@ -48,7 +48,7 @@ def check_shared_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tens
         buffers: by name.
     """
     by_storage: dict[int, list[tuple[str, _Range]]] = {}
-    with plainly():
+    with no_shard_dispatch():
         for name, param in params.items():
             if _has_memory(param):
                 span = _Range(param)
@@ -78,7 +78,7 @@ class StaleAlias(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in ("__hash__", "__dir__"):
-            with plainly():
+            with no_shard_dispatch():
                 return func(*args, **(kwargs or {}))
         own = next(a.__dict__["_zero_name"] for a in _tensors([*args, *(kwargs or {}).values()]))
         key = own.rpartition(".")[2]
@@ -105,7 +105,7 @@ class Aliases:
 
     def note(self, param: Tensor) -> Any:
         """Return what :meth:`cut` needs to know of a parameter's memory; before that is replaced."""
-        with plainly():
+        with no_shard_dispatch():
             if not _has_memory(param):
                 return None
             return StorageWeakRef(param.untyped_storage()), _Range(param), _looks(param)
@@ -125,7 +125,7 @@ class Aliases:
         by_storage: dict[int, list[tuple[_Range, ShardedParameter, tuple[Any, ...]]]] = {}
         for storage, span, record, looks in held:
             by_storage.setdefault(storage.cdata, []).append((span, record, looks))
-        with plainly():
+        with no_shard_dispatch():
             for tensor in _living_tensors():
                 self._resolve(tensor, by_storage)
 

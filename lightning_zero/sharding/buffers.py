@@ -26,7 +26,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.errors import RankMismatchError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.sharding.layout import is_strided
 
 __all__ = ["BufferBroadcast"]
@@ -139,7 +139,7 @@ class BufferBroadcast:
         self._due, self._round, self._misfit = True, 0, False
         self._buffers, self._watched, self._pieces = [], [], []
         self._say(False)
-        self._executor.gradients.was_said()
+        self._executor.gradients.take_consensus_flag()
 
     def stepped(self) -> None:
         """An optimizer steps: as under DDP, accumulated micro-batches and the batches of an evaluation share what was
@@ -157,7 +157,7 @@ class BufferBroadcast:
         if not self._due or not self._enabled or self._root is None:
             return
         self._due = False
-        comparing = self._executor.gradients.was_said() or self._round < ROUNDS
+        comparing = self._executor.gradients.take_consensus_flag() or self._round < ROUNDS
         if comparing:
             self._compare()
             if not self._buffers:
@@ -183,16 +183,16 @@ class BufferBroadcast:
     def _say(self, something_new: bool) -> None:
         if something_new != self._said:
             self._said = something_new
-            self._executor.gradients.say_at_agreement(something_new)
+            self._executor.gradients.set_consensus_flag(something_new)
 
     def _send(self, piece: _Piece) -> bool:
         rank_0 = self._mesh.rank == 0
         fits = piece.exchange(receive=False) if rank_0 else True
         other = piece.device != self._mesh.device
-        group = self._mesh.control_group if other else self._mesh.shard_group
+        group = self._mesh.control_group if other else self._mesh.gather_group
         self._executor.collective(
             "rank 0's buffers",
-            Lane.CONTROL if other else Lane.GATHER,
+            SequenceId.CONTROL if other else SequenceId.GATHER,
             lambda later: dist.broadcast(piece.memory, group=group, group_src=0, async_op=later),
         )
         return fits if rank_0 else piece.exchange(receive=True)
@@ -212,8 +212,8 @@ class BufferBroadcast:
         listed = [f"{b.name} {_describe(b.value)}" for b in self._buffers]
         digest = hashlib.sha256("\n".join(listed).encode()).hexdigest()
         mine = digest, {n for n, buffer in enumerate(self._buffers) if buffer.changes or first}
-        with self._executor.waiting("the comparison of buffers", Lane.CONTROL):
-            everyones = self._mesh.gathered(mine)
+        with self._executor.waiting("the comparison of buffers", SequenceId.CONTROL):
+            everyones = self._mesh.all_gather_values(mine)
         if any(other != digest for other, _ in everyones):
             self._refuse(listed)
         changing = {self._buffers[n].module for _, found in everyones for n in found}
@@ -224,7 +224,7 @@ class BufferBroadcast:
         self._pieces = pieces if first else list(pieces)  # all there is, but one after the other
 
     def _refuse(self, mine: list[str]) -> None:
-        everyones = self._mesh.gathered(mine)
+        everyones = self._mesh.all_gather_values(mine)
         other = next(rank for rank, listed in enumerate(everyones) if listed != everyones[0])
         pairs = list(zip([*everyones[0], "(nothing)"], [*everyones[other], "(nothing)"], strict=False))
         first = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])

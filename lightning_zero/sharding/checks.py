@@ -58,9 +58,9 @@ def check_same_model(root: nn.Module, mesh: Mesh) -> None:
         for name, param in root.named_parameters(remove_duplicate=False)
     ]
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
-    if len(set(mesh.gathered(digest))) == 1:
+    if len(set(mesh.all_gather_values(digest))) == 1:
         return
-    models = mesh.gathered(mine)
+    models = mesh.all_gather_values(mine)
     other = next(rank for rank, model in enumerate(models) if model != models[0])
     pairs = list(zip(models[0] + ["(nothing)"], models[other] + ["(nothing)"], strict=False))
     first = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])

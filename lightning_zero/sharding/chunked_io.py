@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-__all__ = ["in_blocks"]
+__all__ = ["read_in_chunks"]
 
 
-def in_blocks(total: int, block: int, most: int, read: Callable[[int, int], None]) -> None:
+def read_in_chunks(total: int, block: int, most: int, read: Callable[[int, int], None]) -> None:
     """Calls ``read(begin, end)`` for pieces of at most ``block`` bytes of all ``total``, by at most so many threads;
     returns, or raises what one has raised, when all have ended: a thread that goes on would write into memory that is
     somebody else's by then."""

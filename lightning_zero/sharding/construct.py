@@ -54,7 +54,7 @@ def sharded_construction(sharder: Sharder, state: StateDictHooks) -> Iterator[No
     finally:
         for handle in handles:
             handle.remove()
-        sharder.access.settle()
+        sharder.sync.settle()
 
 
 @contextmanager

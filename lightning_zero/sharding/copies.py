@@ -24,7 +24,7 @@ def copied_modules(sharder: Sharder, state: StateDictHooks) -> Iterator[None]:
     """Inside, modules that ``sharder`` has sharded can be deep-copied."""
 
     def copied(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-        sharder.access.before_reading()  # what was read from the original and edited belongs into the copy, too
+        sharder.sync.before_reading()  # what was read from the original and edited belongs into the copy, too
         for param in module._parameters.values():
             record = None if param is None else sharder.find(param)
             if record is not None and id(param) not in memo:

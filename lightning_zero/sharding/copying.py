@@ -19,26 +19,26 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.sharding.full import gather_full
-from lightning_zero.sharding.module_patching import SHAPES, ClassCache, refuse_to_copy
+from lightning_zero.sharding.module_patching import SHAPES, ClassCache, raise_copy_unsupported
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state import StateDictHooks
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 
-__all__ = ["Copies", "NotCopied"]
+__all__ = ["ModuleCopier", "PickledAsNone"]
 
 _COPIERS = ("__deepcopy__", "__reduce_ex__")
 _COMPILED = "_compiled_call_impl"
 
 
-class NotCopied:
+class PickledAsNone:
     """What is copied or pickled together with something that refers to such an object refers to None instead."""
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return type(None), ()
 
 
-class Copies:
+class ModuleCopier:
     """Copies the modules of one sharder."""
 
     def __init__(self, sharder: Sharder) -> None:
@@ -98,13 +98,13 @@ class Copies:
         return made
 
     def _whole(self, record: ShardedParameter, device: torch.device) -> nn.Parameter:
-        self._sharder.access.before_reading()
+        self._sharder.sync.before_reading()
         param = record.param
-        with plainly():
+        with no_shard_dispatch():
             in_place = param.shape == record.layout.shape and param.data_ptr() != record.shard.data_ptr()
             value = param.detach() if in_place else gather_full(record)
             made = nn.Parameter(value.to(device, copy=True), param.requires_grad)  # a copy has no padding
-        ours = ("numel", "nelement", "_zero_sight")
+        ours = ("numel", "nelement", "_zero_spec")
         made.__dict__.update({key: value for key, value in param.__dict__.items() if key not in ours})
         return made
 
@@ -130,7 +130,7 @@ class Copies:
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     reference = weakref.WeakMethod(method)
-    return lambda module, argument: (reference() or refuse_to_copy)(module, argument)
+    return lambda module, argument: (reference() or raise_copy_unsupported)(module, argument)
 
 
 def _is_ours(hook: Any) -> bool:

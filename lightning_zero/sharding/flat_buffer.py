@@ -9,10 +9,10 @@ from torch import Tensor
 
 from lightning_zero.sharding.layout import ShardLayout
 
-__all__ = ["Arena"]
+__all__ = ["FlatBuffer"]
 
 
-class Arena:
+class FlatBuffer:
     """One zeroed tensor per dtype, cut into 1-D pieces in the order given.
 
     Args:

@@ -17,7 +17,7 @@ from lightning_zero.compat.tensors import DisableTorchFunctionSubclass, disabled
 from lightning_zero.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from lightning_zero.sharding.weight_reader import WeightView
+    from lightning_zero.sharding.weight_reader import WeightReader
 
 __all__ = ["GatheredWeight"]
 
@@ -37,10 +37,10 @@ class GatheredWeight(Tensor):
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
     _zero_param: nn.Parameter
-    _zero_view: WeightView
+    _zero_view: WeightReader
 
     @staticmethod
-    def of(weight: Tensor, param: nn.Parameter, view: WeightView) -> Tensor:
+    def of(weight: Tensor, param: nn.Parameter, view: WeightReader) -> Tensor:
         """The same object."""
         weight.__class__ = GatheredWeight
         weight.__dict__.update(_zero_param=param, _zero_view=view)
@@ -80,11 +80,11 @@ class GatheredWeight(Tensor):
             UnsupportedError: its gradient lies in shards, one on each rank.
         """
         with DisableTorchFunctionSubclass():
-            grad, record = self._zero_param.grad, self._zero_view.record_of(self._zero_param)
+            grad, record = self._zero_param.grad, self._zero_view.find_record(self._zero_param)
             if grad is None:
                 return None
             if record is not None and record.layout.world_size == 1:
-                return record.layout.whole(grad.as_subclass(Tensor).view(-1))
+                return record.layout.full_view(grad.as_subclass(Tensor).view(-1))
         raise self._no_gradient()
 
     @grad.setter
@@ -92,7 +92,7 @@ class GatheredWeight(Tensor):
         raise self._no_gradient()
 
     def _no_gradient(self) -> UnsupportedError:
-        record = self._zero_view.record_of(self._zero_param)
+        record = self._zero_view.find_record(self._zero_param)
         name = "weight" if record is None else record.name
         return UnsupportedError(
             f"{name!r} was gathered when it was read, and its gradient is not: each rank has a shard. Take "

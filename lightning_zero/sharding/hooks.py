@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 
 __all__ = ["GradientHooks"]
 
@@ -48,11 +48,11 @@ class GradientHooks:
 
     def find(self) -> None:
         """Find the hooks that were registered or removed since the last call."""
-        with plainly():
+        with no_shard_dispatch():
             self._find()
 
     def _find(self) -> None:
-        guard, self.hooked = self._sharder.executor.parameters.guard_gradient, {}
+        guard, self.hooked = self._sharder.executor.parameters.install_gradient_hooks, {}
         for record in self._sharder.records:
             hooks = record.param._backward_hooks
             if hooks:
@@ -71,27 +71,27 @@ class GradientHooks:
                 if not isinstance(hook, _Later):
                     later[key] = _Later(hook)
 
-    def any_later(self) -> bool:
+    def has_post_hooks(self) -> bool:
         """Return True if there are hooks of ``register_post_accumulate_grad_hook``."""
-        with plainly():
+        with no_shard_dispatch():
             return any(record.param._post_accumulate_grad_hooks for record in self._sharder.records)
 
-    def run_later(self, attached: Iterable[int]) -> None:
+    def run_post_hooks(self, attached: Iterable[int]) -> None:
         """Run the later hooks of these parameters, to which a backward has just attached gradients."""
         records = [self._sharder.records[index] for index in attached]
-        with plainly():
+        with no_shard_dispatch():
             later_of = [record.param._post_accumulate_grad_hooks for record in records]
         for record, later in zip(records, later_of, strict=True):
             param = record.param
-            if record.shown_gradient is None and param.grad is not None:
+            if record.visible_grad is None and param.grad is not None:
                 # The executor attaches this very object each time.
-                record.shown_gradient = record.sight.show(param.grad)
+                record.visible_grad = record.spec.wrap(param.grad)
             for hook in list(later.values()) if later else ():
                 (hook.hook if isinstance(hook, _Later) else hook)(param)
             if later and param.grad is not None:
-                record.sight.clear_padding(param.grad)
+                record.spec.clear_padding(param.grad)
 
-    def give_back(self) -> None:
+    def restore_post_hooks(self) -> None:
         """Let autograd call the later hooks again: the parameters are whole."""
         for record in self._sharder.records:
             later: Any = record.param._post_accumulate_grad_hooks

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.sharding.madvise import advise
-from lightning_zero.sharding.tensor_extent import reach
+from lightning_zero.sharding.tensor_extent import extent
 
-__all__ = ["BLOCK", "copy_through", "given_so_far", "on_host"]
+__all__ = ["BLOCK", "copy_through", "copy_waiter", "copy_to_host"]
 
 BLOCK = 16 << 20  # bytes
 THREADS = 8
@@ -29,19 +29,19 @@ AHEAD = 2  # blocks that come while all threads are at others
 LEAST = 2 * BLOCK  # what is smaller is copied plainly
 
 
-def on_host(value: Tensor) -> Tensor:
+def copy_to_host(value: Tensor) -> Tensor:
     """The same, detached, in memory of its own that is not pinned, with the same strides where nothing lies between
     elements. Waits until it is there."""
     value = value.detach()
     large = value.device.type == "cuda" and value.numel() * value.itemsize >= LEAST
-    if not large or reach(value.shape, value.stride()) != value.numel():
+    if not large or extent(value.shape, value.stride()) != value.numel():
         return value.to("cpu", copy=True)
     copy = torch.empty_like(value, device="cpu")
     if copy.stride() != value.stride():
         return value.to("cpu", copy=True)
     count = min(THREADS, len(os.sched_getaffinity(0)))
     blocks = [torch.empty(BLOCK, dtype=torch.uint8, pin_memory=True) for _ in range(count + AHEAD)]
-    copy_through(blocks, _bytes(value), _bytes(copy), partial(given_so_far, value.device), count)
+    copy_through(blocks, _bytes(value), _bytes(copy), partial(copy_waiter, value.device), count)
     return copy
 
 
@@ -79,7 +79,7 @@ def _take(begin: int, address: int, count: int, arrived: Callable[[], object]) -
     ctypes.memmove(address, begin, count)
 
 
-def given_so_far(device: torch.device) -> Callable[[], object]:
+def copy_waiter(device: torch.device) -> Callable[[], object]:
     """Waits until the device is done with what this thread has given it before, on its current stream."""
     if device.type != "cuda":
         return lambda: None

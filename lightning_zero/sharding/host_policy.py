@@ -17,11 +17,11 @@ from lightning_zero.errors import HostMemoryError
 from lightning_zero.mesh import Mesh
 from lightning_zero.sharding.record import ShardedParameter
 
-__all__ = ["Away", "MastersOnHost", "leaves", "stays_wide", "used_in"]
+__all__ = ["HostMasterPolicy", "HostMasters", "can_be_on_host", "stays_full_precision", "compute_dtype_of"]
 
 
 @dataclass(frozen=True)
-class Away:
+class HostMasterPolicy:
     """What lies on the host.
 
     Attributes:
@@ -32,12 +32,12 @@ class Away:
     dtype: torch.dtype
     allocate: Callable[[int, torch.dtype], tuple[Tensor, Tensor]]
 
-    def takes(self, record: ShardedParameter) -> bool:
+    def includes(self, record: ShardedParameter) -> bool:
         """Whether the parameter's master shard lies there."""
-        return leaves(record, self.dtype)
+        return can_be_on_host(record, self.dtype)
 
 
-class MastersOnHost:
+class HostMasters:
     """Their memory, which is allocated once: that takes long, and there may be no more.
 
     Attributes:
@@ -45,7 +45,7 @@ class MastersOnHost:
         seen: by dtype, as the device sees it.
     """
 
-    def __init__(self, away: Away) -> None:
+    def __init__(self, away: HostMasterPolicy) -> None:
         self.away = away
         self.seen: dict[torch.dtype, Tensor] = {}
         self._own: dict[torch.dtype, Tensor] = {}  # the same, as the host sees it
@@ -72,7 +72,7 @@ class MastersOnHost:
             self.allocate(sizes)
         except HostMemoryError as failure:
             error = str(failure)
-        if (first := mesh.first_error(error)) is not None:
+        if (first := mesh.first_rank_error(error)) is not None:
             raise HostMemoryError(
                 "Nothing but master weights on the host would hold memory=. Pass offload=('optimizer',) to keep them, "
                 "with less in a batch, or, on rank {}: {}".format(*first)
@@ -84,18 +84,18 @@ class MastersOnHost:
         return self._own[shard.dtype][begin : begin + shard.numel()]
 
 
-def leaves(record: ShardedParameter, dtype: torch.dtype | None) -> bool:
+def can_be_on_host(record: ShardedParameter, dtype: torch.dtype | None) -> bool:
     """Whether a parameter's master shard can lie on the host where compiled code computes in ``dtype``."""
     own = record.param.dtype
-    return used_in(own, dtype) != own and not stays_wide(record)
+    return compute_dtype_of(own, dtype) != own and not stays_full_precision(record)
 
 
-def used_in(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
+def compute_dtype_of(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
     """In which dtype compiled code uses a parameter of its ``own``, where wider floating point ones are computed in
     ``dtype``."""
     return dtype if dtype is not None and own.is_floating_point and own.itemsize > dtype.itemsize else own
 
 
-def stays_wide(record: ShardedParameter) -> bool:
+def stays_full_precision(record: ShardedParameter) -> bool:
     """Whether autocast leaves the parameter in full precision, as norms and embeddings."""
     return len(record.layout.shape) < 2 or any(isinstance(owner, nn.Embedding) for owner, _ in record.owners)

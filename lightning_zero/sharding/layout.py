@@ -70,21 +70,21 @@ class ShardLayout:
         return cls(torch.Size(shape), max(unit, -(-piece // unit) * unit), world_size, order)
 
     @property
-    def stored_shape(self) -> torch.Size:
+    def memory_shape(self) -> torch.Size:
         """The parameter's shape with its dimensions as they lie in memory."""
         return self.shape if self.order is None else torch.Size(self.shape[dim] for dim in self.order)
 
-    def stored(self, full: Tensor) -> Tensor:
+    def permute_to_memory(self, full: Tensor) -> Tensor:
         """``full``, of the parameter's shape, with its dimensions as they lie in memory: a view."""
         return full if self.order is None else full.permute(self.order)
 
-    def restored(self, stored: Tensor) -> Tensor:
-        """The inverse of :meth:`stored`."""
+    def permute_from_memory(self, stored: Tensor) -> Tensor:
+        """The inverse of :meth:`permute_to_memory`."""
         return stored if self.order is None else stored.permute(inverse(self.order))
 
-    def whole(self, flat: Tensor) -> Tensor:
+    def full_view(self, flat: Tensor) -> Tensor:
         """The parameter that the 1-D ``flat`` begins with: a view."""
-        return self.restored(flat[: self.numel].view(self.stored_shape))
+        return self.permute_from_memory(flat[: self.numel].view(self.memory_shape))
 
     @property
     def numel(self) -> int:
@@ -107,7 +107,7 @@ class ShardLayout:
         """
         return torch.Size((1,) * (len(self.shape) - 1) + (self.shard_numel,))
 
-    def range_of(self, number: int) -> tuple[int, int]:
+    def shard_range(self, number: int) -> tuple[int, int]:
         """The half-open range of the flattened parameter that shard ``number`` is; empty where it is padding only."""
         begin = min(number * self.shard_numel, self.numel)
         return begin, min(begin + self.shard_numel, self.numel)
@@ -125,6 +125,6 @@ class ShardLayout:
         if (read_part := getattr(full, "read_part", None)) is not None:
             read_part(shard, self, number)
             return
-        begin, end = self.range_of(number)
-        shard[: end - begin].copy_(self.stored(full.detach()).reshape(-1)[begin:end])
+        begin, end = self.shard_range(number)
+        shard[: end - begin].copy_(self.permute_to_memory(full.detach()).reshape(-1)[begin:end])
         shard[end - begin :].zero_()

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import CheckpointError
-from lightning_zero.sharding.chunked_io import in_blocks
+from lightning_zero.sharding.chunked_io import read_in_chunks
 from lightning_zero.sharding.layout import ShardLayout, is_strided
 from lightning_zero.sharding.madvise import advise
-from lightning_zero.sharding.tensor_extent import is_worth_its_gaps, reach
+from lightning_zero.sharding.tensor_extent import should_read_gaps, extent
 
-__all__ = ["Mapped", "copy_mapped", "mapped", "take_small"]
+__all__ = ["Mapped", "copy_mapped", "mapped", "copy_small_values"]
 
 BLOCK = 16 << 20  # bytes
 THREADS = 4
@@ -65,11 +65,11 @@ class Mapped:
 
     def read_part(self, shard: Tensor, layout: ShardLayout, number: int) -> None:
         """Writes the elements of shard ``number`` into the 1-D ``shard``, and zeros into its padding."""
-        begin, end = layout.range_of(number)
-        stored = layout.stored(self._values)
-        if not stored.is_contiguous():
-            stored = layout.stored(_fetched(self._values)).contiguous()
-        copy_mapped(stored.reshape(-1)[begin:end], shard[: end - begin])
+        begin, end = layout.shard_range(number)
+        permute_to_memory = layout.permute_to_memory(self._values)
+        if not permute_to_memory.is_contiguous():
+            permute_to_memory = layout.permute_to_memory(_fetched(self._values)).contiguous()
+        copy_mapped(permute_to_memory.reshape(-1)[begin:end], shard[: end - begin])
         shard[end - begin :].zero_()
 
 
@@ -78,7 +78,7 @@ def mapped(values: Tensor) -> Tensor:
     return Mapped(values.detach()) if _is_plain(values) else values  # type: ignore[return-value]
 
 
-def take_small(values: Iterable[Tensor]) -> None:
+def copy_small_values(values: Iterable[Tensor]) -> None:
     """Gives small ones memory of their own, in place: what is not cut is read by others, who know nothing of files.
     What shares memory goes on doing so."""
     taken: dict[int, Tensor] = {}
@@ -108,8 +108,8 @@ def _fetched(values: Tensor) -> Tensor:
     """The same in memory of its own: with what lies between its elements, unless that is much."""
     if not values.numel():
         return torch.empty_like(values)
-    span = reach(values.shape, values.stride())
-    if is_worth_its_gaps(values, BLOCK):
+    span = extent(values.shape, values.stride())
+    if should_read_gaps(values, BLOCK):
         flat = torch.empty(span, dtype=values.dtype)
         _read(values.as_strided((span,), (1,)), flat)
         return flat.as_strided(values.shape, values.stride())
@@ -123,7 +123,7 @@ def _read(values: Tensor, into: Tensor) -> None:
     # and in that of threads.
     advise(values.data_ptr(), total, mmap.MADV_WILLNEED)
     most = min(THREADS, torch.get_num_threads())
-    in_blocks(total, BLOCK, most, lambda begin, end: _read_block(values, into, begin, end - begin))
+    read_in_chunks(total, BLOCK, most, lambda begin, end: _read_block(values, into, begin, end - begin))
 
 
 def _read_block(values: Tensor, into: Tensor, begin: int, length: int) -> None:

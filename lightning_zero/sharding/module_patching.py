@@ -22,17 +22,17 @@ from lightning_zero.compat.modules import skip_code
 from lightning_zero.compat.tensors import DisableTorchFunction, DisableTorchFunctionSubclass
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import inverse
-from lightning_zero.sharding.weight_reader import WeightView
+from lightning_zero.sharding.weight_reader import WeightReader
 
 __all__ = [
-    "RESIDENT",
+    "UNSHARDED_CACHE",
     "ORDERS",
     "SHAPES",
     "ClassCache",
     "engine_of_class",
     "is_sharded",
-    "read_given",
-    "refuse_to_copy",
+    "pop_functional_call_read",
+    "raise_copy_unsupported",
 ]
 
 # Module attributes: parameter name -> whole shape, or None while the whole parameter is in place;
@@ -40,7 +40,7 @@ SHAPES = "_zero_shapes"
 # parameter name -> order of its dimensions in memory, where that is not their own (channels_last);
 ORDERS = "_zero_orders"
 # and parameter name -> memory in which compiled code keeps the whole parameter until the optimizer steps.
-RESIDENT = "_zero_resident"
+UNSHARDED_CACHE = "_zero_resident"
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -53,11 +53,11 @@ def engine_of_class(module: nn.Module) -> Any:
     return cast(Any, type(module))._zero_cache.view.engine
 
 
-def read_given(module: nn.Module) -> bool:
+def pop_functional_call_read(module: nn.Module) -> bool:
     """Whether eager code has read a weight, of this module or another of its engine's, that
     ``torch.func.functional_call`` had put in a shard's place, since the last question."""
     cache: Any = getattr(type(module), "_zero_cache", None)
-    return cache is not None and cache.view.take_given()
+    return cache is not None and cache.view.pop_functional_call_read()
 
 
 def _weight_property(name: str) -> property:
@@ -93,19 +93,19 @@ if not isinstance(skip_code, Absent):  # nothing is compiled then
 
 @torch.compiler.disable
 def _read_eagerly(module: Any, param: Tensor, shape: tuple[int, ...]) -> Tensor:
-    view: WeightView = module._zero_cache.view
-    if view.shows_shards:
+    view: WeightReader = module._zero_cache.view
+    if view.reads_shards:
         return param
     if type(param) is not nn.Parameter and _is_given(param, shape, view):
-        view.was_given()
+        view.note_functional_call_read()
         return param
-    view.reads(cast(nn.Parameter, param))
+    view.note_read(cast(nn.Parameter, param))
     with DisableTorchFunctionSubclass():
         weight = torch.ops.lightning_zero.gather_eager(param, shape, param.dtype)
-    return view.shown(weight, cast(nn.Parameter, param))
+    return view.wrap(weight, cast(nn.Parameter, param))
 
 
-def _is_given(weight: Tensor, shape: tuple[int, ...], view: WeightView) -> bool:
+def _is_given(weight: Tensor, shape: tuple[int, ...], view: WeightReader) -> bool:
     """Whether a whole weight is in the place of a shard, where ``torch.func.functional_call`` puts what it is given.
 
     Raises:
@@ -140,9 +140,9 @@ class ClassCache:
 
     def __init__(self) -> None:
         self._classes: dict[tuple[type, tuple[str, ...]], type] = {}
-        self.view = WeightView()  # what eager code reads
-        self._deepcopy: Callable[..., Any] = refuse_to_copy
-        self._reduce: Callable[..., Any] = refuse_to_copy
+        self.view = WeightReader()  # what eager code reads
+        self._deepcopy: Callable[..., Any] = raise_copy_unsupported
+        self._reduce: Callable[..., Any] = raise_copy_unsupported
 
     def copy_by(self, deepcopy: Callable[..., Any], reduce: Callable[..., Any]) -> None:
         """How modules are copied, (module, memo), and pickled, (module, protocol). Must keep no engine alive: torch
@@ -194,7 +194,7 @@ class ClassCache:
     @staticmethod
     def restore(module: nn.Module) -> None:
         """Gives ``module`` its own class back, and forgets what its properties knew."""
-        for attribute in (SHAPES, ORDERS, RESIDENT):
+        for attribute in (SHAPES, ORDERS, UNSHARDED_CACHE):
             module.__dict__.pop(attribute, None)
         module.__class__ = getattr(type(module), "_zero_original_class", type(module))
 
@@ -226,7 +226,7 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
     return cast(Any, self)._zero_cache.reduce(self, protocol)
 
 
-def refuse_to_copy(module: nn.Module, *unused: Any) -> Any:
+def raise_copy_unsupported(module: nn.Module, *unused: Any) -> Any:
     """Raises :class:`UnsupportedError`: there is no engine, or none any more."""
     raise UnsupportedError(
         f"A sharded {type(module).__name__} cannot be copied or pickled without its engine. Copy its values instead "

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import as_real
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 
 if TYPE_CHECKING:
     from lightning_zero.sharding.layout import ShardLayout
-    from lightning_zero.sharding.shard_tensor import Sight
+    from lightning_zero.sharding.shard_tensor import ShardSpec
 
-__all__ = ["Mismatch", "align", "all_gather_shards", "engine_is_gone", "gather_value", "is_shard", "shards_in"]
+__all__ = ["Mismatch", "align", "all_gather_shards", "closed_engine_message", "gather_value", "is_shard", "shards_in"]
 
 
 class Mismatch(Exception):
@@ -31,7 +31,7 @@ class Mismatch(Exception):
 
 def is_shard(value: Any) -> bool:
     """Return True for a tensor that holds this rank's part of a parameter, or was computed from one elementwise."""
-    return isinstance(value, Tensor) and "_zero_sight" in value.__dict__
+    return isinstance(value, Tensor) and "_zero_spec" in value.__dict__
 
 
 def shards_in(values: Any) -> Iterator[Tensor]:
@@ -43,7 +43,7 @@ def shards_in(values: Any) -> Iterator[Tensor]:
             yield value
 
 
-def engine_is_gone(name: str) -> str:
+def closed_engine_message(name: str) -> str:
     """Return the message for a shard whose engine is closed."""
     return (
         f"The engine that sharded {name!r} is gone, and with it the other ranks' parts of what is reduced here. Take "
@@ -51,7 +51,7 @@ def engine_is_gone(name: str) -> str:
     )
 
 
-def all_gather_shards(own: Tensor, sight: Sight) -> Tensor:
+def all_gather_shards(own: Tensor, spec: ShardSpec) -> Tensor:
     """All-gather a tensor of one shape and dtype from each rank. Collective.
 
     Returns:
@@ -60,26 +60,26 @@ def all_gather_shards(own: Tensor, sight: Sight) -> Tensor:
     Raises:
         UnsupportedError: the engine is closed.
     """
-    if sight.layout.world_size == 1:
+    if spec.layout.world_size == 1:
         return own[None]
-    group = sight.group()
+    group = spec.group()
     if group is None:
-        raise UnsupportedError(engine_is_gone(sight.name))
-    sent = as_real(own.to(sight.device).contiguous())  # gloo has no collectives of complex numbers
-    received = torch.empty((sight.layout.world_size, *sent.shape), dtype=sent.dtype, device=sent.device)
-    sight.collective(lambda later: dist.all_gather([*received.unbind()], sent, group=group, async_op=later))
+        raise UnsupportedError(closed_engine_message(spec.name))
+    sent = as_real(own.to(spec.device).contiguous())  # gloo has no collectives of complex numbers
+    received = torch.empty((spec.layout.world_size, *sent.shape), dtype=sent.dtype, device=sent.device)
+    spec.collective(lambda later: dist.all_gather([*received.unbind()], sent, group=group, async_op=later))
     received = received.to(own.device)
     return torch.view_as_complex(received) if own.is_complex() else received
 
 
 def gather_value(shard: Tensor) -> Tensor:
     """Return the full value of a shard: a plain tensor in the parameter's shape and memory order. Collective."""
-    sight: Sight = shard.__dict__["_zero_sight"]
-    with plainly(), torch.no_grad():
+    spec: ShardSpec = shard.__dict__["_zero_spec"]
+    with no_shard_dispatch(), torch.no_grad():
         # As bytes: gloo has no collectives for some dtypes.
         own = shard.detach().reshape(-1).resolve_conj().resolve_neg().contiguous().view(torch.uint8)
-        flat = all_gather_shards(own, sight).view(-1).view(shard.dtype)
-        return sight.layout.whole(flat)
+        flat = all_gather_shards(own, spec).view(-1).view(shard.dtype)
+        return spec.layout.full_view(flat)
 
 
 def align(values: list[Any], target: Tensor) -> list[Any]:
@@ -90,15 +90,15 @@ def align(values: list[Any], target: Tensor) -> list[Any]:
     Raises:
         Mismatch: an operand does not broadcast to the parameter's shape.
     """
-    sight: Sight = target.__dict__["_zero_sight"]
-    with plainly():
-        flat = target.dim() == 1 and len(sight.layout.shape) > 1
-        return [_aligned(value, sight, flat) if isinstance(value, Tensor) else value for value in values]
+    spec: ShardSpec = target.__dict__["_zero_spec"]
+    with no_shard_dispatch():
+        flat = target.dim() == 1 and len(spec.layout.shape) > 1
+        return [_aligned(value, spec, flat) if isinstance(value, Tensor) else value for value in values]
 
 
-def _aligned(value: Tensor, sight: Sight, flat: bool) -> Tensor:
-    layout = sight.layout
-    theirs: Sight | None = value.__dict__.get("_zero_sight")
+def _aligned(value: Tensor, spec: ShardSpec, flat: bool) -> Tensor:
+    layout = spec.layout
+    theirs: ShardSpec | None = value.__dict__.get("_zero_spec")
     if theirs is not None:
         if theirs.layout == layout:
             return value
@@ -109,7 +109,7 @@ def _aligned(value: Tensor, sight: Sight, flat: bool) -> Tensor:
         return value
     else:
         full = value.detach() if value.requires_grad else value
-    return _part(full, sight, flat)
+    return _part(full, spec, flat)
 
 
 def _is_local(value: Tensor, layout: ShardLayout) -> bool:
@@ -123,12 +123,12 @@ def _is_local(value: Tensor, layout: ShardLayout) -> bool:
     return layout.order is None or layout.shape[-1] != layout.shard_numel
 
 
-def _part(full: Tensor, sight: Sight, flat: bool) -> Tensor:
-    layout = sight.layout
+def _part(full: Tensor, spec: ShardSpec, flat: bool) -> Tensor:
+    layout = spec.layout
     try:
         if flat:
             full = full.expand(layout.numel).reshape(layout.shape)
-        part = layout.part(full.expand(layout.shape), sight.number)
+        part = layout.part(full.expand(layout.shape), spec.number)
     except RuntimeError as error:
         raise Mismatch from error
     return part.view(-1) if flat else part

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_zero.sharding.layout import ShardLayout
-from lightning_zero.sharding.shard_tensor import Sight
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.shard_tensor import ShardSpec
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 
 __all__ = ["Records", "Role", "ShardedParameter"]
 
@@ -25,9 +25,9 @@ class Role(Enum):
     MASTER_SHARD = "master shard"
     GRADIENT = "gradient"
     DEFERRED_GRADIENT = "deferred gradient"
-    COMPUTE_COPY = "compute copy"
-    FULL_PRECISION_COPY = "full-precision copy"
-    RESIDENT = "resident weight"
+    COMPUTE_SHARD = "compute copy"
+    FULL_PRECISION_SHARD = "full-precision copy"
+    UNSHARDED_CACHE = "resident weight"
 
 
 @dataclass
@@ -42,7 +42,7 @@ class ShardedParameter:
         memory: on this rank, by what it is for; what is missing has not been allocated.
         owners: the (module, name) pairs that read it: several when it is tied, none when it is dropped.
         copied: by a module that may have been no more than a pattern.
-        shown_gradient: the object that is ``param.grad`` once a backward has brought one.
+        visible_grad: the object that is ``param.grad`` once a backward has brought one.
         on_host: the shard as the host sees it, where it lies in the host's memory.
         _aliases: tensors that shared the parameter's memory before it was sharded, see ``sharding/aliases.py``.
     """
@@ -52,10 +52,10 @@ class ShardedParameter:
     param: nn.Parameter
     layout: ShardLayout
     memory: dict[Role, Tensor]
-    sight: Sight = field(repr=False)
+    spec: ShardSpec = field(repr=False)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     copied: bool = False
-    shown_gradient: Tensor | None = None
+    visible_grad: Tensor | None = None
     on_host: Tensor | None = None
     _aliases: list[weakref.ref[Tensor]] = field(default_factory=list, repr=False)
 
@@ -65,7 +65,7 @@ class ShardedParameter:
         return self.memory[Role.MASTER_SHARD]
 
     @property
-    def is_away(self) -> bool:
+    def is_on_host(self) -> bool:
         """Whether the shard lies in the host's memory."""
         return self.on_host is not None
 
@@ -76,54 +76,54 @@ class ShardedParameter:
         return self.memory.get(Role.GRADIENT)
 
     @property
-    def grad_over_copy(self) -> bool:
+    def grad_aliases_compute_shard(self) -> bool:
         """Whether it is: until the optimizer has stepped, it is where the compute copy was."""
-        return self.gradient is not None and self.gradient is self.memory.get(Role.COMPUTE_COPY)
+        return self.gradient is not None and self.gradient is self.memory.get(Role.COMPUTE_SHARD)
 
-    def is_like_shard(self, value: Any) -> bool:
+    def has_shard_shape(self, value: Any) -> bool:
         """Whether ``value`` has the shape in which users see the shard, as elementwise state of optimizers has."""
         return isinstance(value, Tensor) and value.shape == self.layout.visible_shape
 
-    def part_of(self, whole: Tensor) -> Tensor:
+    def local_part(self, whole: Tensor) -> Tensor:
         """This rank's elements of a value of the whole parameter's shape, as users see a shard: on the value's device
         and in its dtype, padded with zeros."""
-        return self.layout.part(whole, self.sight.number)
+        return self.layout.part(whole, self.spec.number)
 
-    def write_part(self, whole: Tensor, into: Tensor) -> None:
+    def write_local_part(self, whole: Tensor, into: Tensor) -> None:
         """The same into memory that there is: 1-D, of the shard's size, any device and dtype."""
-        self.layout.write(into, whole, self.sight.number)
+        self.layout.write(into, whole, self.spec.number)
 
-    def show_shard(self) -> None:
+    def install_shard(self) -> None:
         """Points the visible parameter at the shard. It goes on counting the whole parameter's elements: that is what
         ``sum(p.numel() for p in model.parameters())`` and Lightning's model summary are for."""
-        with plainly():
+        with no_shard_dispatch():
             for tensor in self._names():
                 tensor.data = self.shard.view(self.layout.visible_shape)
-            self.sight.memory = self.shard.untyped_storage().data_ptr()
+            self.spec.memory = self.shard.untyped_storage().data_ptr()
         self.param.__dict__["numel"] = self.param.__dict__["nelement"] = partial(int, self.layout.numel)
         for tensor in self._names():
-            self.sight.show(tensor)
+            self.spec.wrap(tensor)
 
-    def show_whole(self, value: Tensor) -> None:
+    def install_full(self, value: Tensor) -> None:
         """Makes the visible parameter an ordinary one with this value."""
-        if self.grad_over_copy:
-            with plainly():
+        if self.grad_aliases_compute_shard:
+            with no_shard_dispatch():
                 self.param.grad, self.param.grad_dtype = None, value.dtype
-        self.put_in_place(value)
+        self.set_full_data(value)
         for name in ("numel", "nelement"):
             self.param.__dict__.pop(name, None)
 
-    def put_in_place(self, full: Tensor) -> None:
+    def set_full_data(self, full: Tensor) -> None:
         """Point the parameter at its full value; gradients and counts of elements stay as they are."""
         for tensor in self._names():
-            Sight.hide(tensor)
+            ShardSpec.unwrap(tensor)
         for tensor in self._names():
             tensor.data = full
 
     def add_alias(self, tensor: Tensor) -> None:
         """Make a tensor of the parameter's former memory another name of it."""
         self._aliases.append(weakref.ref(tensor))
-        self.show_shard()
+        self.install_shard()
 
     def _names(self) -> list[Tensor]:
         return [self.param, *(tensor for alias in self._aliases if (tensor := alias()) is not None)]

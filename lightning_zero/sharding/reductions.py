@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_zero.sharding.operands import Mismatch, align, all_gather_shards, is_shard, shards_in
-from lightning_zero.sharding.unsupported import plainly, refuse_for, sight_of
+from lightning_zero.sharding.unsupported import no_shard_dispatch, raise_unsupported_for, spec_of
 
 if TYPE_CHECKING:
-    from lightning_zero.sharding.shard_tensor import Sight
+    from lightning_zero.sharding.shard_tensor import ShardSpec
 
 __all__ = ["BY_NAME", "is_of_two", "norms", "reduce"]
 
@@ -28,10 +28,10 @@ class _Part:
     """This rank's elements of one shard, flat and without padding."""
 
     def __init__(self, shard: Tensor) -> None:
-        self.sight: Sight = sight_of([shard])
-        begin, end = self.sight.layout.range_of(self.sight.number)
+        self.spec: ShardSpec = spec_of([shard])
+        begin, end = self.spec.layout.shard_range(self.spec.number)
         self.values = shard.detach().reshape(-1)[: end - begin]
-        self.count = self.sight.layout.numel
+        self.count = self.spec.layout.numel
         self.dtype = shard.dtype
         # as torch's own kernels accumulate
         self.wide = torch.float32 if shard.dtype in (torch.float16, torch.bfloat16) else None
@@ -39,7 +39,7 @@ class _Part:
     def exchange(self, *numbers: Tensor) -> Tensor:
         """Return all ranks' numbers: [ranks, numbers], in float64, or complex128 if one of them is complex."""
         wide = torch.complex128 if any(number.is_complex() for number in numbers) else torch.float64
-        return all_gather_shards(torch.stack([number.to(wide) for number in numbers]), self.sight)
+        return all_gather_shards(torch.stack([number.to(wide) for number in numbers]), self.spec)
 
     def extreme(self, reduce: Callable[[Tensor], Tensor], empty: float) -> Tensor:
         return reduce(self.values) if self.values.numel() else torch.tensor(empty, device=self.values.device)
@@ -73,26 +73,26 @@ def reduce(
     if name in _OF_REAL_NUMBERS:
         for shard in shards_in((*args, *kwargs.values())):
             if shard.is_complex():
-                with plainly():
+                with no_shard_dispatch():
                     func(torch.zeros(1, dtype=shard.dtype))  # torch's own error, also on ranks without elements
     kwargs = dict(kwargs)
-    sight = sight_of((*args, *kwargs.values()))
+    spec = spec_of((*args, *kwargs.values()))
     first, rest = (args[0], list(args[1:])) if args else (_named_first(kwargs), [])
     if kwargs.pop("out", None) is not None or not isinstance(first, Tensor):
-        refuse_for(func, sight)
+        raise_unsupported_for(func, spec)
     if name in _NO_DIM:
         first, *rest = _of_one_layout(
             func, [first, *rest, *(kwargs.pop(k) for k in ("other", "tensor") if k in kwargs)]
         )
     elif not is_shard(first):
-        refuse_for(func, sight)
-    if kwargs.get("keepdim") or not _all_dimensions(name, rest, kwargs, len(sight.layout.shape)):
-        refuse_for(func, sight)
-    with plainly():
+        raise_unsupported_for(func, spec)
+    if kwargs.get("keepdim") or not _all_dimensions(name, rest, kwargs, len(spec.layout.shape)):
+        raise_unsupported_for(func, spec)
+    with no_shard_dispatch():
         try:
             result = rule(first, *rest, **kwargs)
         except NotImplementedError:
-            refuse_for(func, sight)
+            raise_unsupported_for(func, spec)
         tensors = isinstance(result, Tensor)
         if tensors and result.is_floating_point() and torch.is_grad_enabled() and first.requires_grad:
             result = _Linked.apply(first, result)
@@ -101,12 +101,12 @@ def reduce(
 
 def _of_one_layout(func: Any, values: list[Any]) -> list[Any]:
     target = next(shards_in(values))
-    sight: Sight = target.__dict__["_zero_sight"]
+    spec: ShardSpec = target.__dict__["_zero_spec"]
     try:
         first, *rest = align(values, target)
     except Mismatch:
-        refuse_for(func, sight)
-    return [sight.show(first), *rest]
+        raise_unsupported_for(func, spec)
+    return [spec.wrap(first), *rest]
 
 
 def _named_first(kwargs: dict[str, Any]) -> Any:
@@ -259,7 +259,7 @@ def _norm(shard: Tensor, p: Any = "fro", *, dtype: torch.dtype | None = None) ->
 
 
 def _linalg_norm(shard: Tensor, ord: Any = None, *, dtype: torch.dtype | None = None) -> Tensor:
-    if ord is not None and (isinstance(ord, str) or len(sight_of([shard]).layout.shape) > 1) and ord != "fro":
+    if ord is not None and (isinstance(ord, str) or len(spec_of([shard]).layout.shape) > 1) and ord != "fro":
         raise NotImplementedError("a norm of a matrix")
     return _norm(shard, ord, dtype=dtype)
 
@@ -293,7 +293,7 @@ def _dot(shard: Tensor, other: Tensor | None = None, *, tensor: Tensor | None = 
 
 
 def _vdot(shard: Tensor, other: Tensor | None = None, *, tensor: Tensor | None = None) -> Tensor:
-    return _dot(sight_of([shard]).show(shard.detach().conj().resolve_conj()), other, tensor=tensor)
+    return _dot(spec_of([shard]).wrap(shard.detach().conj().resolve_conj()), other, tensor=tensor)
 
 
 def _equal(shard: Tensor, other: Tensor) -> bool:
@@ -311,7 +311,7 @@ def _allclose(shard: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
 
 
 def _number(shard: Tensor) -> Any:
-    if sight_of([shard]).layout.numel != 1:
+    if spec_of([shard]).layout.numel != 1:
         raise NotImplementedError("more than one number")
     return _sum(shard, dtype=shard.dtype).item()
 
@@ -331,16 +331,16 @@ def norms(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """``torch._foreach_norm``: one collective for all shards of the list."""
     tensors, order = args[0], _order(args[1] if len(args) > 1 else kwargs.get("ord", 2))
     dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-    with plainly():
+    with no_shard_dispatch():
         found: list[Tensor] = [torch.zeros(())] * len(tensors)
         own: dict[int, Tensor] = {}
         for number, tensor in enumerate(tensors):
-            if "_zero_sight" in tensor.__dict__:
+            if "_zero_spec" in tensor.__dict__:
                 own[number] = _own_norm(_Part(tensor), order, dtype)
             else:
                 found[number] = torch.linalg.vector_norm(tensor, order, dtype=dtype)
-        sight = sight_of(tensors)
-        numbers = torch.stack([norm.to(device=sight.device, dtype=torch.float64) for norm in own.values()])
-        for number, norm in zip(own, _finish(all_gather_shards(numbers, sight), order).unbind(), strict=True):
+        spec = spec_of(tensors)
+        numbers = torch.stack([norm.to(device=spec.device, dtype=torch.float64) for norm in own.values()])
+        for number, norm in zip(own, _finish(all_gather_shards(numbers, spec), order).unbind(), strict=True):
             found[number] = norm.to(tensors[number].device, (dtype or tensors[number].dtype).to_real())
     return found

@@ -9,10 +9,10 @@ from torch import nn
 from lightning_zero.sharding.module_patching import SHAPES, is_sharded
 from lightning_zero.sharding.shard import Sharder
 
-__all__ = ["explain_replaced"]
+__all__ = ["explain_shard_error"]
 
 
-def explain_replaced(error: BaseException, root: nn.Module, sharder: Sharder) -> None:
+def explain_shard_error(error: BaseException, root: nn.Module, sharder: Sharder) -> None:
     """Adds to the error which parameters were replaced since ``root`` was sharded, or what to do instead of assigning
     or freezing a weight that was read, which is a plain tensor."""
     line = ""

@@ -21,13 +21,13 @@ from lightning_zero.compat.tensors import foreach_norm
 from lightning_zero.sharding import fills, reductions
 from lightning_zero.sharding.gathered import GatheredWeight
 from lightning_zero.sharding.operands import Mismatch, align, gather_value, is_shard, shards_in
-from lightning_zero.sharding.unsupported import plainly, refuse, sight_of
+from lightning_zero.sharding.unsupported import no_shard_dispatch, raise_unsupported, spec_of
 
 if TYPE_CHECKING:
     from lightning_zero.sharding.layout import ShardLayout
-    from lightning_zero.sharding.shard_tensor import Sight
+    from lightning_zero.sharding.shard_tensor import ShardSpec
 
-__all__ = ["MEASURES", "measure", "plainly", "rule_of", "words"]
+__all__ = ["MEASURES", "measure", "no_shard_dispatch", "rule_of", "words"]
 
 Rule = Callable[[Any, Any, dict[str, Any]], Any]
 
@@ -112,7 +112,7 @@ def rule_of(func: Any) -> Rule:
         return _equal
     if name.startswith(("_foreach_", "_fused_")):
         return reductions.norms if name == foreach_norm.__name__ else _lists
-    return _elementwise if name in _SAME or name in _OPERATORS or _is_pointwise(name) else refuse
+    return _elementwise if name in _SAME or name in _OPERATORS or _is_pointwise(name) else raise_unsupported
 
 
 def _is_pointwise(name: str) -> bool:
@@ -130,11 +130,11 @@ def _property(attribute: str, access: str) -> Rule:
         return partial(_measure, attribute)
     if attribute in ("real", "imag"):
         return _elementwise
-    return refuse if attribute in _TRANSPOSED else _plain
+    return raise_unsupported if attribute in _TRANSPOSED else _plain
 
 
 def _plain(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    with plainly():
+    with no_shard_dispatch():
         return func(*args, **kwargs)
 
 
@@ -146,7 +146,7 @@ def _operator(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return _plain(func, args, kwargs)
     function = getattr(Tensor, name, getattr(torch, name, None)) if namespace == "aten" else None
     if function is None:
-        return refuse(SimpleNamespace(__name__=f"torch.ops.{namespace}.{name}"), args, kwargs)
+        return raise_unsupported(SimpleNamespace(__name__=f"torch.ops.{namespace}.{name}"), args, kwargs)
     return rule_of(function)(function, args, kwargs)
 
 
@@ -155,14 +155,14 @@ def _measure(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if caller.startswith(_COMPILERS):
         return _plain(func, args, kwargs)
     if caller == "torch._functorch.vmap":  # which then takes the shard's memory, and asks nothing
-        refuse(torch.vmap, args, kwargs)
-    return measure(name, sight_of(args).layout, args, kwargs)
+        raise_unsupported(torch.vmap, args, kwargs)
+    return measure(name, spec_of(args).layout, args, kwargs)
 
 
 def measure(name: str, layout: ShardLayout, args: Any, kwargs: dict[str, Any]) -> Any:
     """Return what a function or property of :data:`MEASURES`, called with a shard first, says of the full parameter."""
     rest = args[1:] if name in _WITH_ARGUMENTS else ()  # a property's getter is also given the class
-    with plainly():
+    with no_shard_dispatch():
         return MEASURES[name](layout, args[0].element_size(), *rest, **kwargs)
 
 
@@ -181,20 +181,20 @@ def _memory(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """torch itself may look at a shard's memory; other code would take it for the full parameter's."""
     if _caller().startswith(("torch.", "lightning_zero.")):
         return _plain(func, args, kwargs)
-    return refuse(func, args, kwargs)
+    return raise_unsupported(func, args, kwargs)
 
 
 def _describe(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
-    shard, sight = args[0], sight_of(args)
-    spec = args[1] if len(args) > 1 else ""
-    if spec and sight.layout.numel == 1:
-        return format(shard.item(), spec)
-    begin, end = sight.layout.range_of(sight.number)
-    with plainly():
+    shard, spec = args[0], spec_of(args)
+    format_spec = args[1] if len(args) > 1 else ""
+    if format_spec and spec.layout.numel == 1:
+        return format(shard.item(), format_spec)
+    begin, end = spec.layout.shard_range(spec.number)
+    with no_shard_dispatch():
         values = repr(shard.detach().as_subclass(Tensor).reshape(-1)[: end - begin])
     return (
-        f"{type(shard).__name__}({sight.name!r}, shape={tuple(sight.layout.shape)}, elements {begin} to {end} of "
-        f"{sight.layout.numel} on this rank: {values})"
+        f"{type(shard).__name__}({spec.name!r}, shape={tuple(spec.layout.shape)}, elements {begin} to {end} of "
+        f"{spec.layout.numel} on this rank: {values})"
     )
 
 
@@ -211,20 +211,20 @@ def _elementwise(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         try:
             args, kwargs, target = _aligned(func, args, kwargs, written)
         except Mismatch:
-            refuse(func, args, kwargs)
+            raise_unsupported(func, args, kwargs)
         if target is None:  # a full tensor is written to, with full values
             return _plain(func, args, kwargs)
-    sight = sight_of((*written, *args, *kwargs.values()))
-    layout = sight.layout
-    with plainly():
+    spec = spec_of((*written, *args, *kwargs.values()))
+    layout = spec.layout
+    with no_shard_dispatch():
         for tensor in written:
             if tensor.shape != layout.visible_shape and tensor.shape != (layout.shard_numel,):
-                refuse(func, args, kwargs)
-            sight.write(tensor)
+                raise_unsupported(func, args, kwargs)
+            spec.write(tensor)
         result = func(*args, **kwargs)
         for tensor in written:
-            sight.clear_padding(tensor)
-    return _shown(result, sight, func, args, kwargs, written)
+            spec.clear_padding(tensor)
+    return _shown(result, spec, func, args, kwargs, written)
 
 
 def _equal(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -246,8 +246,8 @@ def _aligned(
     values = [*args, *kwargs.values()]
     first: Any = written[0] if written else None
     if first is not None and not is_shard(first):
-        other = sight_of(values).layout
-        with plainly():
+        other = spec_of(values).layout
+        with no_shard_dispatch():
             full = first.shape == other.shape and (first.shape != other.visible_shape or other.world_size > 1)
         if full:
             values = [gather_value(value) if is_shard(value) else value for value in values]
@@ -263,7 +263,7 @@ def _largest(values: list[Any]) -> Tensor:
 
 
 def _shape(shard: Tensor) -> torch.Size:
-    return shard.__dict__["_zero_sight"].layout.shape
+    return shard.__dict__["_zero_spec"].layout.shape
 
 
 def _reshape(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -273,18 +273,18 @@ def _reshape(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
         return _elementwise(func, args, kwargs)
     shapes = [_empty(_shape(value)) if is_shard(value) else value for value in rest]
     named = {key: _empty(_shape(value)) if is_shard(value) else value for key, value in kwargs.items()}
-    with plainly():
+    with no_shard_dispatch():
         if not is_shard(first):
             return func(first, *shapes, **named)
-        sight: Sight = first.__dict__["_zero_sight"]
-        layout = sight.layout
+        spec: ShardSpec = first.__dict__["_zero_spec"]
+        layout = spec.layout
         flat = first.dim() == 1 and len(layout.shape) > 1
         made = func(_empty((layout.numel,) if flat else layout.shape), *shapes, **named).shape
         if made == layout.shape:
-            return sight.give(first.view(layout.visible_shape))
+            return spec.wrap_alias(first.view(layout.visible_shape))
         if made == (layout.numel,):
-            return sight.give(first.view(-1))
-    return refuse(func, args, kwargs)
+            return spec.wrap_alias(first.view(-1))
+    return raise_unsupported(func, args, kwargs)
 
 
 def _empty(shape: Any) -> Tensor:
@@ -295,16 +295,16 @@ def _empty_like(layout: ShardLayout) -> Tensor:
     return torch.empty_strided(layout.shape, layout.strides, device="meta")
 
 
-def _shown(result: Any, sight: Sight, func: Any, args: Any, kwargs: dict[str, Any], written: list[Tensor]) -> Any:
+def _shown(result: Any, spec: ShardSpec, func: Any, args: Any, kwargs: dict[str, Any], written: list[Tensor]) -> Any:
     if isinstance(result, tuple | list):
-        return type(result)(_shown(value, sight, func, args, kwargs, written) for value in result)
+        return type(result)(_shown(value, spec, func, args, kwargs, written) for value in result)
     if not isinstance(result, Tensor) or any(result is tensor for tensor in written):
         return result
-    with plainly():
+    with no_shard_dispatch():
         shape = result.shape
-        if shape == sight.layout.visible_shape or shape == (sight.layout.shard_numel,):
-            return sight.give(result)
-    return refuse(func, args, kwargs)
+        if shape == spec.layout.visible_shape or shape == (spec.layout.shard_numel,):
+            return spec.wrap_alias(result)
+    return raise_unsupported(func, args, kwargs)
 
 
 def _lists(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -320,7 +320,7 @@ def _lists(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         try:
             entries, _, target = _aligned(func, entries, {}, entries[:1] if in_place else [])
         except Mismatch:
-            refuse(func, entries, {})
+            raise_unsupported(func, entries, {})
         if target is None:
             plain.append(position)
         remaining = iter(entries)
@@ -328,24 +328,24 @@ def _lists(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             if found is not None and len(found) == count:
                 found[position] = next(remaining)
     args = [value if found is None else found for value, found in zip(args, lists, strict=True)]
-    sights = [
-        next((t.__dict__["_zero_sight"] for t in shards_in([f[i] for f in lists if f and i < len(f)])), None)
+    specs = [
+        next((t.__dict__["_zero_spec"] for t in shards_in([f[i] for f in lists if f and i < len(f)])), None)
         for i in range(count)
     ]
-    with plainly():
-        for value, sight in zip(args[0], sights, strict=True):
-            if in_place and sight is not None:
-                sight.write(value)
+    with no_shard_dispatch():
+        for value, spec in zip(args[0], specs, strict=True):
+            if in_place and spec is not None:
+                spec.write(value)
         results = func(*args, **kwargs)
-        for value, sight in zip(args[0], sights, strict=True):
-            if sight is not None:
-                sight.clear_padding(value)
+        for value, spec in zip(args[0], specs, strict=True):
+            if spec is not None:
+                spec.clear_padding(value)
     if not isinstance(results, tuple | list):
         return results
     given = {id(value) for value in args[0]}
     return type(results)(
-        value if sight is None or id(value) in given else _shown(value, sight, func, args, kwargs, [])
-        for value, sight in zip(results, sights, strict=True)
+        value if spec is None or id(value) in given else _shown(value, spec, func, args, kwargs, [])
+        for value, spec in zip(results, specs, strict=True)
     )
 
 
@@ -361,49 +361,49 @@ def _index(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     masked = isinstance(index, Tensor) and is_shard(args[0]) and index.dtype == torch.bool
     if func.__name__ == "__getitem__":
         if not everything or any(isinstance(part, Tensor) for part in parts):
-            refuse(func, args, kwargs)
+            raise_unsupported(func, args, kwargs)
         return _elementwise(func, args, kwargs)
     value = args[2]
     single = not isinstance(value, Tensor) or value.dim() == 0
     if is_shard(args[0]) and (masked and single or everything and not isinstance(index, Tensor)):
-        sight = sight_of(args[:1])
+        spec = spec_of(args[:1])
         try:
             index, value = align([index, value], args[0])
         except Mismatch:
-            refuse(func, args, kwargs)
-        with plainly():
-            sight.write(args[0])
+            raise_unsupported(func, args, kwargs)
+        with no_shard_dispatch():
+            spec.write(args[0])
             func(args[0], index, value)
-            sight.clear_padding(args[0])
+            spec.clear_padding(args[0])
         return None
-    return refuse(func, args, kwargs)
+    return raise_unsupported(func, args, kwargs)
 
 
 # -- the parameter's parts
 
 
 def _data(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    with plainly():
-        return sight_of(args).give(func(*args, **kwargs))
+    with no_shard_dispatch():
+        return spec_of(args).wrap_alias(func(*args, **kwargs))
 
 
 def _assign_data(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     tensor, value = args
-    sight_of(args).assign(tensor, value)
+    spec_of(args).assign(tensor, value)
 
 
 def _assign_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     param, grad = args
-    sight = sight_of(args)
+    spec = spec_of(args)
     if isinstance(grad, Tensor):
         try:
             [grad] = align([grad], param)
         except Mismatch:
-            refuse(func, args, kwargs)
-    with plainly():
-        if isinstance(grad, Tensor) and grad.shape == sight.layout.shape != param.shape:  # of a single element
-            grad = sight.layout.part(grad, sight.number)
+            raise_unsupported(func, args, kwargs)
+    with no_shard_dispatch():
+        if isinstance(grad, Tensor) and grad.shape == spec.layout.shape != param.shape:  # of a single element
+            grad = spec.layout.part(grad, spec.number)
         func(param, grad)
         if isinstance(grad, Tensor):
-            sight.clear_padding(grad)
-            sight.show(grad)
+            spec.clear_padding(grad)
+            spec.wrap(grad)

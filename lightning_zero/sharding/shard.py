@@ -15,23 +15,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.compat.argument_checks import look_first
+from lightning_zero.compat.argument_checks import check_tensor_arguments
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.sharding.aliases import Aliases, check_shared_memory
 from lightning_zero.sharding.checks import check_module, check_parameter, check_same_model
-from lightning_zero.sharding.host_policy import Away
+from lightning_zero.sharding.host_policy import HostMasterPolicy
 from lightning_zero.sharding.layout import ShardLayout, as_real, memory_order
 from lightning_zero.sharding.materialise import Materialiser
 from lightning_zero.sharding.memory import ShardMemory
 from lightning_zero.sharding.module_patching import ORDERS, SHAPES, ClassCache, is_sharded
-from lightning_zero.sharding.operands import engine_is_gone
+from lightning_zero.sharding.operands import closed_engine_message
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
-from lightning_zero.sharding.shard_sync import ShardAccess
-from lightning_zero.sharding.shard_tensor import Sight, full_arguments
-from lightning_zero.sharding.symm_mem import Peers
+from lightning_zero.sharding.shard_sync import ShardSync
+from lightning_zero.sharding.shard_tensor import ShardSpec, full_arguments
+from lightning_zero.sharding.symm_mem import PeerTransports
 
 __all__ = ["Sharder"]
 
@@ -58,13 +58,13 @@ class Sharder:
         self,
         executor: Executor,
         mesh: Mesh,
-        peers: Peers | None = None,
-        away: Away | None = None,
+        peers: PeerTransports | None = None,
+        away: HostMasterPolicy | None = None,
         over_copies: bool = False,
     ) -> None:
-        look_first(full_arguments)
+        check_tensor_arguments(full_arguments)
         self.executor = executor
-        self.access = ShardAccess(executor)
+        self.sync = ShardSync(executor)
         self.mesh = mesh
         self.records = Records()
         self.memory = ShardMemory(executor, mesh, self.records, peers, away)
@@ -116,15 +116,15 @@ class Sharder:
     def _cut(self, name: str, param: nn.Parameter) -> ShardedParameter:
         check_parameter(name, param)
         noted = self._aliases.note(param)
-        layout = ShardLayout.of(param.shape, param.dtype, self.mesh.holders.size, memory_order(param))
+        layout = ShardLayout.of(param.shape, param.dtype, self.mesh.shard_group.size, memory_order(param))
         if self.mesh.rank > 0 and layout.numel:
             # Values of this rank's own serve nobody, and would take as long to the device as rank 0's do.
-            full = torch.empty(layout.stored_shape, dtype=param.dtype, device=self.mesh.device)
+            full = torch.empty(layout.memory_shape, dtype=param.dtype, device=self.mesh.device)
         else:
-            full = layout.stored(param.detach().to(self.mesh.device)).resolve_conj().resolve_neg().contiguous()
+            full = layout.permute_to_memory(param.detach().to(self.mesh.device)).resolve_conj().resolve_neg().contiguous()
         if self.mesh.world_size > 1 and layout.numel:
-            dist.broadcast(as_real(full), group=self.mesh.shard_group, group_src=0)
-        shard = layout.part(layout.restored(full), self.mesh.shard_number)
+            dist.broadcast(as_real(full), group=self.mesh.gather_group, group_src=0)
+        shard = layout.part(layout.permute_from_memory(full), self.mesh.shard_index)
         record = self._register(name, param, shard.view(-1), layout)
         self._aliases.cut(noted, record)
         return record
@@ -139,17 +139,17 @@ class Sharder:
     def _register(self, name: str, param: nn.Parameter, shard: Tensor, layout: ShardLayout) -> ShardedParameter:
         index = self.executor.parameters.add(name, param, shard, layout.shape, layout.order)
         device = self.mesh.device
-        sight = Sight(
+        spec = ShardSpec(
             name,
             layout,
-            self.mesh.shard_number,
+            self.mesh.shard_index,
             device,
-            weakref.ref(self.mesh.holders.gather_group),
+            weakref.ref(self.mesh.shard_group.gather_group),
             partial(_tell, weakref.ref(self)),
             partial(_reduce, weakref.ref(self), name),
         )
-        record = ShardedParameter(index, name, param, layout, {Role.MASTER_SHARD: shard}, sight)
-        record.show_shard()
+        record = ShardedParameter(index, name, param, layout, {Role.MASTER_SHARD: shard}, spec)
+        record.install_shard()
         self.records.add(record)
         return record
 
@@ -187,7 +187,7 @@ class Sharder:
                 record.owners = [(module, key) for module, key in record.owners if id(module) in inside]
         names = {id(param): name for name, param in root.named_parameters()}
         for record in self.records:
-            record.name = record.sight.name = names.get(id(record.param), record.name)
+            record.name = record.spec.name = names.get(id(record.param), record.name)
         self._lay_out()
         self._aliases.resolve()
 
@@ -213,11 +213,11 @@ def _tell(sharder: weakref.ref[Sharder], all_of_it: bool) -> None:
     known = sharder()
     if known is not None:
         # Weights that were read before are older than what is assigned.
-        known.access.before_overwriting() if all_of_it else known.access.before_writing()
+        known.sync.before_overwriting() if all_of_it else known.sync.before_writing()
 
 
 def _reduce(sharder: weakref.ref[Sharder], name: str, start: Callable[[bool], dist.Work | None]) -> None:
     known = sharder()
     if known is None:
-        raise UnsupportedError(engine_is_gone(name))
-    known.executor.collective(f"a reduction over all of {name!r}, such as its norm", Lane.GATHER, start)
+        raise UnsupportedError(closed_engine_message(name))
+    known.executor.collective(f"a reduction over all of {name!r}, such as its norm", SequenceId.GATHER, start)

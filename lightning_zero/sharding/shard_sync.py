@@ -11,23 +11,23 @@ from collections.abc import Callable
 
 from lightning_zero.native import Executor
 
-__all__ = ["ShardAccess"]
+__all__ = ["ShardSync"]
 
 
-class ShardAccess:
+class ShardSync:
     """Asked by whatever reads or writes shards otherwise than by a gather."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self.beside: Callable[[], None] = lambda: None  # waits for whoever copies shards beside training
+        self.on_before_write: Callable[[], None] = lambda: None  # waits for whoever copies shards beside training
 
     def before_reading(self) -> None:
         """Edits of gathered weights are in the shards from here on."""
-        self._executor.weights.sync_edits()
+        self._executor.weights.sync_user_writes()
 
     def settle(self) -> None:
         """Likewise; and what is still done to copies given out so far does not count any more."""
-        self._executor.weights.sync_edits(forget=True)
+        self._executor.weights.sync_user_writes(forget=True)
 
     def before_overwriting(self, stepping: bool = False) -> None:
         """Shards are about to get values that win over copies given out before. ``stepping``: from an optimizer."""
@@ -36,15 +36,15 @@ class ShardAccess:
 
     def before_writing(self, stepping: bool = False) -> None:
         """Shards are about to change: ranks that still read them are waited for. Harmless when repeated. The next
-        gather on this rank ends it, if :meth:`done_writing` does not."""
-        self.beside()
+        gather on this rank ends it, if :meth:`after_writing` does not."""
+        self.on_before_write()
         self._executor.weights.begin_writing(stepping)
 
-    def done_writing(self) -> None:
+    def after_writing(self) -> None:
         """Other ranks may read what this one has written. Harmless where nothing was."""
         self._executor.weights.end_writing()
 
-    def may_have_changed(self) -> None:
+    def invalidate_copies(self) -> None:
         """Shards may have changed without a word, as under an exchange of ``param.data``: what was made of them is made
         anew before it is next read."""
-        self._executor.weights.expire_compute_copies()
+        self._executor.weights.expire_compute_shards()

@@ -6,7 +6,7 @@ parameter's shape raises :class:`UnsupportedError` with the line to write instea
 shards again, so the rule follows them: ``(p.grad + 0.1 * p).norm()`` is the whole's norm.
 
 The tensors stay what they are; only their Python class is another, whose ``__torch_function__`` asks
-``sharding/rules.py``. Our own code works on the plain tensors below, or inside :func:`plainly`.
+``sharding/rules.py``. Our own code works on the plain tensors below, or inside :func:`no_shard_dispatch`.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from lightning_zero.compat.argument_checks import BROADCAST, TENSOR
 from lightning_zero.compat.tensors import rebuild_parameter
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.operands import gather_value, is_shard, shards_in
-from lightning_zero.sharding.rules import plainly, rule_of
-from lightning_zero.sharding.unsupported import refuse_for
+from lightning_zero.sharding.rules import no_shard_dispatch, rule_of
+from lightning_zero.sharding.unsupported import raise_unsupported_for
 
 if TYPE_CHECKING:
     from lightning_zero.sharding.layout import ShardLayout
 
-__all__ = ["ShardParameter", "ShardTensor", "Sight", "full_arguments"]
+__all__ = ["ShardParameter", "ShardTensor", "ShardSpec", "full_arguments"]
 
 
 @dataclass(eq=False)
-class Sight:
+class ShardSpec:
     """What a shard in sight knows of its parameter. It keeps neither parameter nor engine nor process group alive: the
     executor holds parameters, and a way back from these would keep all forever.
 
@@ -57,7 +57,7 @@ class Sight:
     memory: int = 0
     _given: list[weakref.ref[Tensor]] = field(default_factory=list, repr=False)
 
-    def show(self, tensor: Tensor) -> Tensor:
+    def wrap(self, tensor: Tensor) -> Tensor:
         """Makes ``tensor``, with a value for each element of the shard, follow the rule; returns the same object."""
         if type(tensor) is Tensor or type(tensor) is ShardTensor:
             tensor.__class__ = ShardTensor
@@ -65,15 +65,15 @@ class Sight:
             tensor.__class__ = ShardParameter
         else:
             return tensor  # a class with rules of its own
-        tensor.__dict__["_zero_sight"] = self
+        tensor.__dict__["_zero_spec"] = self
         return tensor
 
-    def give(self, tensor: Tensor) -> Tensor:
+    def wrap_alias(self, tensor: Tensor) -> Tensor:
         """Show ``tensor``; if it is another name of the shard's memory, let :meth:`assign` find it. Call plainly."""
         if not isinstance(tensor, nn.Parameter) and tensor.untyped_storage().data_ptr() == self.memory:
             self._given = [ref for ref in self._given if ref() is not None] if len(self._given) > 8 else self._given
             self._given.append(weakref.ref(tensor))
-        return self.show(tensor)
+        return self.wrap(tensor)
 
     def _leave_values(self) -> None:
         """Give other names of the shard's memory a copy: ``param.data = x`` leaves the values to who has read them."""
@@ -88,11 +88,11 @@ class Sight:
 
     def clear_padding(self, tensor: Tensor) -> None:
         """Padding is zero, whatever was written: norms over arenas count it."""
-        begin, end = self.layout.range_of(self.number)
+        begin, end = self.layout.shard_range(self.number)
         # A view that was made without gradients must not be asked for its function.
         plain = not torch.is_grad_enabled() or tensor.grad_fn is None
         if end - begin < self.layout.shard_numel and plain:
-            with plainly(), torch.no_grad():
+            with no_shard_dispatch(), torch.no_grad():
                 tensor.detach().view(-1)[end - begin :].zero_()
 
     def write(self, tensor: Tensor) -> None:
@@ -106,7 +106,7 @@ class Sight:
         Raises:
             UnsupportedError: the value has not the shard's shape, dtype and device.
         """
-        with plainly(), torch.no_grad():
+        with no_shard_dispatch(), torch.no_grad():
             if isinstance(value, Tensor) and value.shape != tensor.shape and value.shape == self.layout.shape:
                 value = self.layout.part(value, self.number)
             given = isinstance(value, Tensor) and (value.shape, value.dtype, value.device)
@@ -128,11 +128,11 @@ class Sight:
             self.clear_padding(tensor)
 
     @staticmethod
-    def hide(tensor: Tensor) -> None:
-        """Gives what :meth:`show` has shown its own class back."""
-        if isinstance(tensor, _InSight):
+    def unwrap(tensor: Tensor) -> None:
+        """Gives what :meth:`wrap` has shown its own class back."""
+        if isinstance(tensor, _ShardMethods):
             tensor.__class__ = nn.Parameter if type(tensor) is ShardParameter else Tensor  # type: ignore[assignment]
-            del tensor.__dict__["_zero_sight"]
+            del tensor.__dict__["_zero_spec"]
 
 
 def _part(name: str) -> Any:
@@ -146,8 +146,8 @@ def _part(name: str) -> Any:
     return property(whole.__get__, write)
 
 
-class _InSight:
-    _zero_sight: Sight
+class _ShardMethods:
+    _zero_spec: ShardSpec
     real, imag = _part("real"), _part("imag")
 
     # Inside compiled code, too: Dynamo would compile what the rules do, whose graphs ask the rules again, without end.
@@ -156,12 +156,12 @@ class _InSight:
 
         ``param.to_local()`` has ``numel()`` elements over all ranks together.
         """
-        begin, end = self._zero_sight.layout.range_of(self._zero_sight.number)
-        with plainly():
+        begin, end = self._zero_spec.layout.shard_range(self._zero_spec.number)
+        with no_shard_dispatch():
             return cast(Tensor, self).detach().as_subclass(Tensor).reshape(-1)[: end - begin].clone()
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:  # asks no __torch_function__
-        return refuse_for(Tensor.set_, self._zero_sight)
+        return raise_unsupported_for(Tensor.set_, self._zero_spec)
 
     @classmethod
     @torch.compiler.disable
@@ -169,36 +169,36 @@ class _InSight:
         return rule_of(func)(func, args, kwargs or {})
 
 
-class ShardTensor(_InSight, Tensor):
+class ShardTensor(_ShardMethods, Tensor):
     """A value for each element of a shard, in the shard's shape or 1-D: a gradient, ``param.data``, or what was
     computed of these one by one."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        with plainly():
-            memo[id(self)] = copy = self._zero_sight.show(self.detach().clone())
+        with no_shard_dispatch():
+            memo[id(self)] = copy = self._zero_spec.wrap(self.detach().clone())
             return copy.requires_grad_(self.requires_grad)
 
     def __copy__(self) -> Tensor:
-        with plainly():
-            return self._zero_sight.show(self.detach()).requires_grad_(self.requires_grad)
+        with no_shard_dispatch():
+            return self._zero_spec.wrap(self.detach()).requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the full value as a plain tensor. Collective."""
         return gather_value(self).__reduce_ex__(protocol)
 
 
-class ShardParameter(_InSight, nn.Parameter):
+class ShardParameter(_ShardMethods, nn.Parameter):
     """The registered parameter while its data is a shard."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        with plainly():
+        with no_shard_dispatch():
             copy = nn.Parameter(self.detach().clone(), self.requires_grad)
-        memo[id(self)] = self._zero_sight.show(copy)
+        memo[id(self)] = self._zero_spec.wrap(copy)
         return copy
 
     def __copy__(self) -> Tensor:
-        with plainly():
-            return self._zero_sight.show(nn.Parameter(self.detach(), self.requires_grad))
+        with no_shard_dispatch():
+            return self._zero_spec.wrap(nn.Parameter(self.detach(), self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the full value as an ``nn.Parameter``. Collective."""
@@ -218,4 +218,4 @@ def full_arguments(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return args
     if name == TENSOR:
         return tuple(gather_value(value) if is_shard(value) else value for value in args)
-    return refuse_for(SimpleNamespace(__name__=name), first.__dict__["_zero_sight"])
+    return raise_unsupported_for(SimpleNamespace(__name__=name), first.__dict__["_zero_spec"])

@@ -1,7 +1,7 @@
 """``state_dict()`` and ``load_state_dict()`` of a sharded module speak of whole parameters.
 
 ``state_dict()`` gathers, so it is collective: call it on every rank. ``load_state_dict()`` is not: each rank takes its
-part from the whole values it is given. A format of checkpoints says by :meth:`StateDictHooks.showing` what stands there
+part from the whole values it is given. A format of checkpoints says by :meth:`StateDictHooks.overriding_values` what stands there
 instead of a whole value on each rank.
 """
 
@@ -19,25 +19,25 @@ from torch import nn
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.full import gather_full
-from lightning_zero.sharding.host_memory import on_host
+from lightning_zero.sharding.host_memory import copy_to_host
 from lightning_zero.sharding.mapped import mapped
 from lightning_zero.sharding.module_patching import SHAPES
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.sharding.state_values import StateDictTensor
 
-__all__ = ["StateDictHooks", "nobody", "whole_on_cpu"]
+__all__ = ["StateDictHooks", "ignore_bytes", "full_on_cpu"]
 
 Show = Callable[[ShardedParameter], torch.Tensor | None]
 
 
-def whole_on_cpu(record: ShardedParameter, here: bool = True) -> torch.Tensor | None:
+def full_on_cpu(record: ShardedParameter, here: bool = True) -> torch.Tensor | None:
     """The whole parameter, in memory that holds no padding; None where it is not wanted ``here``. Collective."""
     full = gather_full(record)  # one at a time: the peak is one whole parameter
-    return on_host(full) if here else None
+    return copy_to_host(full) if here else None
 
 
-def nobody(count: int) -> None:
+def ignore_bytes(count: int) -> None:
     """Is told of bytes."""
 
 
@@ -46,14 +46,14 @@ class StateDictHooks:
 
     Attributes:
         replaced: bytes of shards in whose place ``load_state_dict()`` has put others, ever.
-        on_replaced: is told how many more.
+        on_loaded_bytes: is told how many more.
     """
 
     def __init__(self, sharder: Sharder) -> None:
         self.sharder = sharder
         self.replaced = 0
-        self.on_replaced: Callable[[int], object] = nobody
-        self._show: Show = whole_on_cpu
+        self.on_loaded_bytes: Callable[[int], object] = ignore_bytes
+        self._show: Show = full_on_cpu
         self._handles: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
     def install(self, root: nn.Module) -> None:
@@ -81,9 +81,9 @@ class StateDictHooks:
         self._handles.clear()
 
     @contextmanager
-    def showing(self, show: Show) -> Iterator[None]:
-        """Inside, ``state_dict()`` holds what ``show`` makes of each sharded parameter, and nothing where that is None.
-        ``show`` is called in the order of the keys, for a tied parameter once for each."""
+    def overriding_values(self, show: Show) -> Iterator[None]:
+        """Inside, ``state_dict()`` holds what ``wrap`` makes of each sharded parameter, and nothing where that is None.
+        ``wrap`` is called in the order of the keys, for a tied parameter once for each."""
         before, self._show = self._show, show
         try:
             yield
@@ -91,7 +91,7 @@ class StateDictHooks:
             self._show = before
 
     def _gather(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        self.sharder.access.before_reading()
+        self.sharder.sync.before_reading()
         for key, shape in module.__dict__[SHAPES].items():
             param = module._parameters.get(key)
             record = None if param is None else self.sharder.find(param)
@@ -101,7 +101,7 @@ class StateDictHooks:
             if shown is None:
                 del state[prefix + key]
             else:
-                written = self._show is whole_on_cpu
+                written = self._show is full_on_cpu
                 state[prefix + key] = StateDictTensor.of(shown, record, self.sharder) if written else shown
 
     def _scatter(
@@ -110,7 +110,7 @@ class StateDictHooks:
         _strict, _missing, _unexpected, errors = told  # as torch calls such a hook
         if metadata.get("assign_to_params_buffers"):
             raise UnsupportedError("load_state_dict(assign=True) would replace shards. Leave out assign=True.")
-        self.sharder.access.settle()
+        self.sharder.sync.settle()
         for key, shape in module.__dict__[SHAPES].items():
             param, full = module._parameters.get(key), state.get(prefix + key)
             record = None if param is None else self.sharder.find(param)
@@ -124,6 +124,6 @@ class StateDictHooks:
                 assert param is not None
                 state[prefix + key] = param.detach()  # unchanged, and not reported as missing besides
                 continue
-            state[prefix + key] = record.sight.show(record.part_of(mapped(full)))  # torch compares full shapes
+            state[prefix + key] = record.spec.wrap(record.local_part(mapped(full)))  # torch compares full shapes
             self.replaced += record.shard.nbytes
-            self.on_replaced(record.shard.nbytes)
+            self.on_loaded_bytes(record.shard.nbytes)

@@ -80,7 +80,7 @@ class _Writer:
                 "any more. To change the parameter, call state_dict() again; to keep values of your own, take "
                 "`value.clone()`."
             )
-        sharder.access.before_overwriting()
+        sharder.sync.before_overwriting()
         with torch.no_grad():
             record.param.copy_(full)
         self._version = record.param._version

@@ -6,17 +6,17 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-__all__ = ["is_worth_its_gaps", "reach"]
+__all__ = ["should_read_gaps", "extent"]
 
 
-def reach(sizes: Iterable[int], strides: Iterable[int]) -> int:
+def extent(sizes: Iterable[int], strides: Iterable[int]) -> int:
     """Elements from a tensor's first to its last, both included; 0 of one that has none."""
     pairs = list(zip(sizes, strides, strict=True))
     return 0 if any(size == 0 for size, _ in pairs) else 1 + sum((size - 1) * stride for size, stride in pairs)
 
 
-def is_worth_its_gaps(values: Tensor, block: int) -> bool:
+def should_read_gaps(values: Tensor, block: int) -> bool:
     """Whether to read all of what a tensor spans at once: its gaps are no more than itself, or it is no more than one
     read of so many bytes."""
-    span = reach(values.shape, values.stride())
+    span = extent(values.shape, values.stride())
     return span <= 2 * values.numel() or span * values.itemsize <= block

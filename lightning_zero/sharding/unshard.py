@@ -8,17 +8,17 @@ from lightning_zero.sharding.full import full_parameters
 from lightning_zero.sharding.module_patching import ClassCache, is_sharded
 from lightning_zero.sharding.shard import Sharder
 
-__all__ = ["make_plain"]
+__all__ = ["unshard_module"]
 
 
-def make_plain(sharder: Sharder, module: nn.Module) -> None:
+def unshard_module(sharder: Sharder, module: nn.Module) -> None:
     """Makes all that ``sharder`` has sharded in ``module`` plain again, on this rank's device. Collective."""
     records = sharder.live
     with full_parameters(sharder, module, writeback=False):
         values = [record.param.data for record in records]
     for record, value in zip(records, values, strict=True):
         record.param.grad = None
-        record.show_whole(value)
+        record.install_full(value)
         for owner, _ in record.owners:
             if is_sharded(owner):
                 ClassCache.restore(owner)

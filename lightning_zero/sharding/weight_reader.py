@@ -1,11 +1,11 @@
-"""What eager code gets when it reads ``module.weight`` of a sharded module. One :class:`WeightView` for all modules of
+"""What eager code gets when it reads ``module.weight`` of a sharded module. One :class:`WeightReader` for all modules of
 an engine; compiled code does not ask it.
 
 =================================  ==================================================================================
 when                               what is read
 =================================  ==================================================================================
-inside :meth:`WeightView.shards`   the registered parameter, a shard: optimizers are made of these
-inside ``WeightView.parameters``   an ``nn.Parameter`` of the gathered weight: code that builds a model ties these
+inside :meth:`WeightReader.shards`   the registered parameter, a shard: optimizers are made of these
+inside ``WeightReader.parameters``   an ``nn.Parameter`` of the gathered weight: code that builds a model ties these
 in a training step's forward       the gathered weight, a plain tensor, which surprises nobody's code
 otherwise                          a :class:`GatheredWeight`, which knows its parameter's gradient and flag
 =================================  ==================================================================================
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lightning_zero.sharding.gathered import GatheredWeight
 
-__all__ = ["WeightView"]
+__all__ = ["WeightReader"]
 
 
 class _Whole(nn.Parameter):
@@ -37,7 +37,7 @@ class _Whole(nn.Parameter):
     data = property(lambda self: self.detach(), _write)
 
 
-class WeightView:
+class WeightReader:
     """The mode, and what eager reads leave behind. Keeps neither engine nor parameters alive: torch remembers the
     classes that refer to it for longer than an engine lives."""
 
@@ -78,15 +78,15 @@ class WeightView:
     # -- reads
 
     @property
-    def shows_shards(self) -> bool:
+    def reads_shards(self) -> bool:
         """Whether nothing is to be gathered."""
         return self._shards
 
-    def reads(self, param: nn.Parameter) -> None:
+    def note_read(self, param: nn.Parameter) -> None:
         """Eager code is about to read this parameter's gathered weight."""
         self._last_read = weakref.ref(param)
 
-    def shown(self, weight: Tensor, param: nn.Parameter) -> Tensor:
+    def wrap(self, weight: Tensor, param: nn.Parameter) -> Tensor:
         """What eager code is given for ``param``, whose gathered weight this is."""
         if self._parameters:  # `head.weight = embedding.weight` must see a Parameter
             whole = _Whole(weight.detach(), param.requires_grad)
@@ -103,18 +103,18 @@ class WeightView:
         """The parameter that eager code has read last, if it is still there."""
         return self._last_read()
 
-    def was_given(self) -> None:
+    def note_functional_call_read(self) -> None:
         """Eager code has read a whole weight that ``torch.func.functional_call`` had put in a shard's place."""
         self._given = True
 
-    def take_given(self) -> bool:
+    def pop_functional_call_read(self) -> bool:
         """Whether that has happened since the last question."""
         given, self._given = self._given, False
         return given
 
     # -- whose
 
-    def belongs_to(self, engine: Any) -> None:
+    def bind_engine(self, engine: Any) -> None:
         """Modules that are read through this view find that engine by it."""
         self._engine = weakref.ref(engine)
 
@@ -123,7 +123,7 @@ class WeightView:
         """None when it is gone."""
         return self._engine()
 
-    def record_of(self, param: nn.Parameter) -> Any:
+    def find_record(self, param: nn.Parameter) -> Any:
         """The sharded parameter, or None when its engine is gone."""
         engine = self.engine
         return engine.sharder.find(param) if engine is not None else None

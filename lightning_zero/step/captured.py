@@ -7,17 +7,17 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.staging_ring import Ring
+from lightning_zero.offload.staging_ring import StagingRing
 from lightning_zero.optim.kernel import StepKernel
-from lightning_zero.optim.support import is_of_torch
+from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
-from lightning_zero.step.substitute import Own, Shown
+from lightning_zero.step.substitute import OwnParams, FlatParams
 
-__all__ = ["CapturedRunner", "why_not_captured"]
+__all__ = ["CapturedRunner", "reason_not_captured"]
 
 
-def why_not_captured(
+def reason_not_captured(
     optimizer: torch.optim.Optimizer, device: torch.device, capture: bool | str, emulate: bool
 ) -> str | None:
     """Why the optimizer's step cannot be captured, as it is now; None if it can."""
@@ -29,9 +29,9 @@ def why_not_captured(
     for wide in dtypes & {torch.float64, torch.complex128}:
         return f"replays compute in float32, and it steps parameters of {str(wide).removeprefix('torch.')}"
     pairs = [dtype for dtype in dtypes if dtype.is_complex]
-    if pairs and not is_of_torch(optimizer):
+    if pairs and not is_torch_optimizer(optimizer):
         return f"it steps parameters of {str(pairs[0]).removeprefix('torch.')}, which its rule may not take for pairs"
-    if not StepKernel.covers(optimizer, optimizer.param_groups):
+    if not StepKernel.supports(optimizer, optimizer.param_groups):
         return (
             "its update rule is not one that is known here (elementwise ones of torch.optim, no subclasses). "
             "lightning_zero.register_rule makes one known"
@@ -55,7 +55,7 @@ class CapturedRunner:
         replays: steps that were one launch.
     """
 
-    clips = skips = True
+    can_clip = can_skip = True
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class CapturedRunner:
         layouts: StepLayouts,
         device: torch.device,
         compile_kernels: bool,
-        ring: Ring | None = None,
+        ring: StagingRing | None = None,
         captures: bool = True,
     ) -> None:
         self._optimizer = optimizer
@@ -83,33 +83,33 @@ class CapturedRunner:
         """Each layout is captured once more; their state stays as it is."""
         self._kernels.clear()
 
-    def takes(self, layout: StepLayout, own: Own) -> bool:
+    def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
         if layout in self._kernels:
             return True
-        narrow = any(segment.narrow for segment in layout.segments)
+        bf16_state = any(run.bf16_state for run in layout.runs)
         # What the optimizer has stepped before and after must not show in how its narrow state is rounded.
-        if not narrow and (layout.own_steps == 0 or not self._captures):
+        if not bf16_state and (layout.eager_steps == 0 or not self._captures):
             return False
-        if not layout.segments:
+        if not layout.runs:
             return False
-        if not StepKernel.covers(self._optimizer, own.groups, layout.segments):
+        if not StepKernel.supports(self._optimizer, own.groups, layout.runs):
             return False
-        moved = [segment.move_counts(self._device) for segment in layout.segments]
+        moved = [run.move_counts(self._device) for run in layout.runs]
         if any(moved):
             # The others look at the counts where they were, and would step with what they were.
             self._layouts.drop_others(layout)
         self._kernels[layout] = StepKernel(
-            self._optimizer, own.groups, layout.segments, self._device, self._compile, self._ring, self._captures
+            self._optimizer, own.groups, layout.runs, self._device, self._compile, self._ring, self._captures
         )
-        for segment in layout.segments:
-            segment.give_out(own.state)
-        self._layouts.note(own.state)
+        for run in layout.runs:
+            run.export_state(own.state)
+        self._layouts.remember_state(own.state)
         return True
 
-    def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Shown:
+    def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
         with torch.no_grad():
             self.replays += self._kernels[layout].run(own.groups, layout.squared, max_norm, skip)
-        return Shown([], layout.state, [])
+        return FlatParams([], layout.state, [])
 
-    def end(self, layout: StepLayout, own: Own) -> None:
+    def end(self, layout: StepLayout, own: OwnParams) -> None:
         pass

@@ -23,7 +23,7 @@ from typing import Protocol
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Phase, Watchdog
 from lightning_zero.sharding.buffers import BufferBroadcast
-from lightning_zero.sharding.grad_aliasing import refuse_micro_batches
+from lightning_zero.sharding.grad_aliasing import check_single_micro_batch
 from lightning_zero.sharding.hooks import GradientHooks
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
@@ -64,13 +64,13 @@ class CompiledPart(Protocol):
     def stepped(self) -> None:
         """An optimizer steps now. Harmless when repeated."""
 
-    def hooks_found(self, hooked: Collection[ShardedParameter], forward_ran: bool) -> None:
+    def set_hooked_parameters(self, hooked: Collection[ShardedParameter], forward_ran: bool) -> None:
         """Hooks see the gradients of these parameters, and of no others. ``forward_ran``: their backward is next."""
 
     def backward_begins(self) -> None:
         """A forward is over, and its backward comes."""
 
-    def make_room(self) -> None:
+    def release_memory(self) -> None:
         """Memory of CUDA graphs of forward and backward is given back where little is left."""
 
     def reset(self) -> None:
@@ -81,11 +81,11 @@ class UnderWay(Protocol):
     """A step of an optimizer.
 
     Attributes:
-        under_way: the optimizer's own ``step`` is still to come, or not over.
+        in_progress: the optimizer's own ``step`` is still to come, or not over.
     """
 
     @property
-    def under_way(self) -> bool: ...
+    def in_progress(self) -> bool: ...
 
 
 class StepCycle:
@@ -93,9 +93,9 @@ class StepCycle:
 
     Attributes:
         state: where in its cycle the engine is.
-        beside_forward, beside_backward: are called where either begins, for what may go on beside it.
+        on_forward_begin, on_backward_begin: are called where either begins, for what may go on beside it.
         accumulates: micro-batches have been announced whose gradients may wait.
-        before_accumulating: is called before that is so, where a step was to have but one.
+        on_accumulation_begin: is called before that is so, where a step was to have but one.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class StepCycle:
     ) -> None:
         self.state = State.IDLE
         self.accumulates = False
-        self.beside_forward: Callable[[], None] = lambda: None
-        self.beside_backward: Callable[[], None] = lambda: None
-        self.before_accumulating: Callable[[], None] = lambda: None
-        self._inside = False  # of train_step
+        self.on_forward_begin: Callable[[], None] = lambda: None
+        self.on_backward_begin: Callable[[], None] = lambda: None
+        self.on_accumulation_begin: Callable[[], None] = lambda: None
+        self._in_train_step = False  # of train_step
         self._step: UnderWay | None = None  # that began last
-        self._lacks_backward = False  # a training step began, or an optimizer stepped, and none has ended since
+        self._expects_backward = False  # a training step began, or an optimizer stepped, and none has ended since
         self._executor = executor
         self._watchdog = watchdog
         self._sharder = sharder
@@ -123,7 +123,7 @@ class StepCycle:
         self._watchdog.begin()
         self._enter(State.IDLE, Phase.SETUP)
 
-    def tidy_up(self) -> None:
+    def clean_up(self) -> None:
         """After a stage: gives memory back. After an exception has ended it, as far as that goes: once a device is lost
         every call raises, and users must see what came first."""
         self._enter(State.IDLE, Phase.OUTSIDE)
@@ -138,17 +138,17 @@ class StepCycle:
 
     def reset(self) -> None:
         """After an exception: drops half-done work and gathered weights. Not collective."""
-        self.state, self._inside, self._step = State.IDLE, False, None
-        self._lacks_backward = False
+        self.state, self._in_train_step, self._step = State.IDLE, False, None
+        self._expects_backward = False
         self._compiled.reset()
         self._executor.gradients.abort()
-        self._sharder.access.settle()
+        self._sharder.sync.settle()
         self._executor.weights.drop()  # a traceback may hold them for long
         self._buffers.reset()
 
     def close(self) -> None:
         """Autograd calls the users' hooks again: parameters are whole."""
-        self._hooks.give_back()
+        self._hooks.restore_post_hooks()
 
     # -- training
 
@@ -159,15 +159,15 @@ class StepCycle:
         Raises:
             RuntimeError: inside another, or while an optimizer steps.
         """
-        self._refuse(State.FORWARD, "train_step()", inside="Leave the training step first, then begin the next one")
+        self._check_transition(State.FORWARD, "train_step()", in_train_step="Leave the training step first, then begin the next one")
         self._enter(State.FORWARD, Phase.FORWARD)
-        self._inside = self._lacks_backward = True
+        self._in_train_step = self._expects_backward = True
         try:
             self._compiled.allocate()
             self._sharder.memory.allocate_gradients()
-            self._executor.begin_epoch()
+            self._executor.begin_training_step()
             self._compiled.prepare()
-            self.beside_forward()
+            self.on_forward_begin()
             self._find_hooks(forward_ran=False)
             self._buffers.before_forward()
             self._sharder.view.begin_forward()
@@ -176,7 +176,7 @@ class StepCycle:
             self._buffers.notice()
         finally:
             # The watchdog is left as it was: what failed, failed there; and nobody need announce a backward.
-            self.state, self._inside = State.IDLE, False
+            self.state, self._in_train_step = State.IDLE, False
 
     def before_backward(self) -> None:
         """Should come before each backward.
@@ -184,26 +184,26 @@ class StepCycle:
         Raises:
             RuntimeError: while an optimizer steps.
         """
-        self._refuse(State.BACKWARD, "before_backward()")
+        self._check_transition(State.BACKWARD, "before_backward()")
         self._enter(State.BACKWARD, Phase.BACKWARD)
         self._find_hooks(forward_ran=True)
         self._buffers.notice()
         self._compiled.backward_begins()
-        self.beside_backward()
-        self._lacks_backward = True
+        self.on_backward_begin()
+        self._expects_backward = True
 
-    def gradients_came(self) -> None:
+    def on_backward_end(self) -> None:
         """At the end of each backward, announced or not; called by the executor."""
-        self._lacks_backward = False
+        self._expects_backward = False
         self._sharder.view.end_forward()  # users' hooks come next
-        self._hooks.run_later(self._executor.gradients.attached())
+        self._hooks.run_post_hooks(self._executor.gradients.attached())
 
     def after_backward(self) -> None:
         """Should come after each backward: weights that forward read win over what is then written to
         ``param.data``."""
         self.end_backward()
         self._enter(State.IDLE, Phase.BETWEEN)
-        self._sharder.access.before_reading()
+        self._sharder.sync.before_reading()
 
     def end_backward(self) -> None:
         """End the backward that other ranks may have made since the training step began, if this rank made none.
@@ -212,29 +212,29 @@ class StepCycle:
         zero: this rank takes part in the collectives of the other ranks' backward. Do nothing if a backward has ended.
         Must be called before this rank uses gradients or enters another collective.
         """
-        if not self._lacks_backward:
+        if not self._expects_backward:
             return
-        self._lacks_backward = False
+        self._expects_backward = False
         if self._executor.world_size == 1:
             return
         self._enter(State.BACKWARD, Phase.BACKWARD)
-        self._executor.gradients.end_without()
+        self._executor.gradients.end_empty_backward()
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
         """May surround forward and backward of a micro-batch after which others come before the optimizer steps. With
         ``stage=1`` its gradients stay whole on their ranks until the last one's backward; with several hosts and
-        ``reduce_across="step"``, on their hosts; unless a hook of ``register_post_accumulate_grad_hook`` would see
+        ``cross_host_reduce="step"``, on their hosts; unless a hook of ``register_post_accumulate_grad_hook`` would see
         only a part of each. On every rank alike.
 
         Raises:
             UnsupportedError: gradients lie over compute copies, which the next micro-batch needs.
         """
-        self.before_accumulating()
-        refuse_micro_batches(self._sharder.memory.over_copies)
+        self.on_accumulation_begin()
+        check_single_micro_batch(self._sharder.memory.over_copies)
         gradients, whole = self._executor.gradients, self._executor.reduces_once
         self.accumulates = True
-        if not self._executor.defers or self._hooks.any_later():
+        if not self._executor.defers or self._hooks.has_post_hooks():
             yield
             self.end_backward()
             return
@@ -247,7 +247,7 @@ class StepCycle:
         finally:
             gradients.defer(False)
 
-    def gradients_are_final(self) -> None:
+    def finalize_gradients(self) -> None:
         """Before anything is made of gradients: what waits to be reduced is reduced now. Collective; harmless where
         nothing waits, as behind the backward of a last micro-batch."""
         self.end_backward()
@@ -256,7 +256,7 @@ class StepCycle:
     def end_accumulation(self) -> None:
         """Before other options hold: likewise, where micro-batches were left halfway, and the memory in which gradients
         waited is given back."""
-        self.gradients_are_final()
+        self.finalize_gradients()
         self._sharder.memory.forget_deferred_gradients()
 
     def before_step(self, stepping: bool = False) -> None:
@@ -264,7 +264,7 @@ class StepCycle:
         averages): edits of gathered weights reach them first. ``stepping``: by an optimizer of ours."""
         self._compiled.stepped()
         self._buffers.stepped()
-        self._sharder.access.before_overwriting(stepping)
+        self._sharder.sync.before_overwriting(stepping)
 
     def begin_step(self, step: UnderWay) -> None:
         """Gradients are final, and the optimizer's own ``step`` is next.
@@ -273,11 +273,11 @@ class StepCycle:
             RuntimeError: while another optimizer steps.
         """
         if step is not self._step:
-            self._refuse(State.STEP, "the step of an optimizer")
+            self._check_transition(State.STEP, "the step of an optimizer")
         self.end_backward()
         self._step = step
         self._enter(State.STEP, Phase.STEP)
-        self.gradients_are_final()
+        self.finalize_gradients()
         self.before_step(stepping=True)
 
     def end_step(self, step: UnderWay, changed: bool) -> None:
@@ -285,14 +285,14 @@ class StepCycle:
 
         changed: there was a step; in the last of several accumulated micro-batches, resident weights are still good
         """
-        if step is not self._step and self._step is not None and self._step.under_way:
+        if step is not self._step and self._step is not None and self._step.in_progress:
             return  # it was refused, and the other one goes on
         self._step = None
-        self._lacks_backward = self._inside
+        self._expects_backward = self._in_train_step
         self._enter(State.IDLE, Phase.BETWEEN)
         if changed:
-            self._sharder.access.may_have_changed()
-        self._sharder.access.done_writing()
+            self._sharder.sync.invalidate_copies()
+        self._sharder.sync.after_writing()
 
     # -- evaluation
 
@@ -302,19 +302,19 @@ class StepCycle:
         Raises:
             RuntimeError: inside a training step, or while an optimizer steps.
         """
-        inside = "Evaluate before or after it: the graphs that its backward needs would be given up"
-        self._refuse(State.EVALUATION, "eval_step()", inside)
+        in_train_step = "Evaluate before or after it: the graphs that its backward needs would be given up"
+        self._check_transition(State.EVALUATION, "eval_step()", in_train_step)
         self._enter(State.EVALUATION, Phase.EVALUATION)
         self._sharder.memory.settle()
-        self._compiled.make_room()
-        self._sharder.access.before_reading()
-        self._sharder.access.may_have_changed()
+        self._compiled.release_memory()
+        self._sharder.sync.before_reading()
+        self._sharder.sync.invalidate_copies()
         self._buffers.before_forward()
 
     def after_eval(self) -> None:
         """Should come after such a forward: weights that it read, and that something still holds, would win over what
         is then written to ``param.data``."""
-        self._sharder.access.settle()
+        self._sharder.sync.settle()
 
     # --
 
@@ -322,17 +322,17 @@ class StepCycle:
         before = self._hooks.hooked
         self._hooks.find()
         if before or self._hooks.hooked:
-            self._compiled.hooks_found(self._hooks.hooked.values(), forward_ran)
+            self._compiled.set_hooked_parameters(self._hooks.hooked.values(), forward_ran)
 
     def _enter(self, state: State, phase: Phase) -> None:
         self.state = state
         self._watchdog.enter(phase)
 
-    def _refuse(self, wanted: State, what: str, inside: str = "") -> None:
-        if self._step is not None and self._step.under_way:
+    def _check_transition(self, wanted: State, what: str, in_train_step: str = "") -> None:
+        if self._step is not None and self._step.in_progress:
             way_out = "Let the optimizer make its step first, or end it (end_step())"
-        elif self._inside and inside and (wanted is State.FORWARD or self.state in (State.FORWARD, State.BACKWARD)):
-            way_out = inside
+        elif self._in_train_step and in_train_step and (wanted is State.FORWARD or self.state in (State.FORWARD, State.BACKWARD)):
+            way_out = in_train_step
         else:
             return
         raise RuntimeError(

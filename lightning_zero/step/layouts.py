@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.optim.bf16_state import check_narrow, narrow_names
+from lightning_zero.optim.bf16_state import check_bf16_state, bf16_state_names
 from lightning_zero.optim.clip import norm_dtype
-from lightning_zero.optim.flat_runs import State, cut
+from lightning_zero.optim.flat_runs import State, make_flat_runs
 from lightning_zero.optim.kernel import StepKernel
 from lightning_zero.optim.support import check_members
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
 from lightning_zero.step.layout import StepLayout
-from lightning_zero.step.substitute import Groups, Own
+from lightning_zero.step.substitute import Groups, OwnParams
 
 __all__ = ["StepLayouts"]
 
@@ -50,34 +50,34 @@ class StepLayouts:
         optimizer: torch.optim.Optimizer,
         sharder: Sharder,
         host: HostMemory | None = None,
-        narrow: bool = False,
+        bf16_state: bool = False,
     ) -> None:
         self._host = host
-        self._narrow = narrow
+        self._bf16_state = bf16_state
         self._optimizer = optimizer
         self._sharder = sharder
         self.last: StepLayout | None = None
         self._by_pattern: dict[Any, StepLayout] = {}
-        self._known: Any = None  # what the layouts were made for
+        self._made_for: Any = None  # what the layouts were made for
         self._key = 0  # of the gradients that `last` is of
         self._values: list[Any] = []
         self._kinds: dict[int, int] = {}
-        self._apart = False
+        self._one_per_parameter = False
 
-    def step_apart(self, apart: bool) -> None:
+    def split_parameters(self, one_per_parameter: bool) -> None:
         """From the next step on, make each parameter a segment of its own, or join neighbours."""
-        if apart != self._apart:
-            self._apart, self._known = apart, None
+        if one_per_parameter != self._one_per_parameter:
+            self._one_per_parameter, self._made_for = one_per_parameter, None
 
-    def current(self, own: Own) -> StepLayout:
+    def current(self, own: OwnParams) -> StepLayout:
         """Of the gradients that there are now."""
-        why = self._what_changed(own)
+        why = self._rebuild_reason(own)
         key = self._sharder.executor.gradients.key()
         if why is None and self.last is not None and key == self._key:
             return self.last
         if why is not None:
-            self._begin_anew(own, why)
-        pattern = tuple(self._home(param) for group in own.groups for param in group["params"])
+            self._rebuild(own, why)
+        pattern = tuple(self._has_gradient(param) for group in own.groups for param in group["params"])
         layout = self._by_pattern.get(pattern)
         if layout is None:
             if why is None and self._by_pattern:
@@ -87,10 +87,10 @@ class StepLayouts:
             if len(self._by_pattern) > _PATTERNS:
                 del self._by_pattern[next(iter(self._by_pattern))]
         self.last, self._key = layout, self._sharder.executor.gradients.key()
-        self.note(own.state)
+        self.remember_state(own.state)
         return layout
 
-    def note(self, state: State) -> None:
+    def remember_state(self, state: State) -> None:
         """What the optimizer keeps now is ours: nobody has loaded or replaced it."""
         self._values = _values(state)
 
@@ -98,26 +98,26 @@ class StepLayouts:
         """Only this one is still good."""
         self._by_pattern = {pattern: other for pattern, other in self._by_pattern.items() if other is layout}
 
-    def _what_changed(self, own: Own) -> str | None:
-        if self._known is None:
-            return "its parameters are stepped one by one" if self._apart else "its parameters are stepped together"
-        if _settings(own.groups) != self._known[0]:
+    def _rebuild_reason(self, own: OwnParams) -> str | None:
+        if self._made_for is None:
+            return "its parameters are stepped one by one" if self._one_per_parameter else "its parameters are stepped together"
+        if _settings(own.groups) != self._made_for[0]:
             return "its parameter groups or their settings changed"
-        if own.state is not self._known[1] or not _same(_values(own.state), self._values):
+        if own.state is not self._made_for[1] or not _identical(_values(own.state), self._values):
             return "its state was loaded or replaced"
         return None
 
-    def _begin_anew(self, own: Own, why: str) -> None:
+    def _rebuild(self, own: OwnParams, why: str) -> None:
         check_members(own.groups, type(self._optimizer).__name__, self._sharder.find)
-        if self._narrow:
-            check_narrow(self._optimizer, own.groups)
+        if self._bf16_state:
+            check_bf16_state(self._optimizer, own.groups)
         if self._by_pattern:
             self._report(why)
         self._by_pattern.clear()
         self._kinds.clear()
-        self._known = _settings(own.groups), own.state, list(own.groups)  # held, so that their ids stay theirs
+        self._made_for = _settings(own.groups), own.state, list(own.groups)  # held, so that their ids stay theirs
 
-    def _home(self, param: Tensor) -> bool | int:
+    def _has_gradient(self, param: Tensor) -> bool | int:
         """Whether there is a gradient; one that somebody put in place of ours is copied to where ours lies. Its address
         where we have no place for it, or none now."""
         grad = param.grad
@@ -126,28 +126,28 @@ class StepLayouts:
         record = self._sharder.find(param)
         assert record is not None
         home = record.gradient
-        if home is None or not self._sharder.executor.gradients.lies_there(record.index):
+        if home is None or not self._sharder.executor.gradients.may_write_gradient(record.index):
             return grad.data_ptr()
         if grad.data_ptr() != home.data_ptr():
             home.copy_(grad.reshape(-1))
-            shown = record.shown_gradient
+            shown = record.visible_grad
             param.grad = home.view(record.layout.visible_shape).data if shown is None else shown
         return True
 
-    def _make(self, own: Own) -> StepLayout:
+    def _make(self, own: OwnParams) -> StepLayout:
         records = [[self._sharder.find(p) for p in group["params"] if p.grad is not None] for group in own.groups]
         present = [[r for r in group if r is not None] for group in records]
         self._split_kinds({r.index for group in present for r in group}, own.state)
-        narrow = narrow_names(self._optimizer, own.groups, self._sharder.find) if self._narrow else {}
-        mix = StepKernel.covers(self._optimizer, own.groups)
-        segments = cut(present, self._kinds, mix_dimensions=mix, narrow=narrow, apart=self._apart)
+        bf16_state = bf16_state_names(self._optimizer, own.groups, self._sharder.find) if self._bf16_state else {}
+        mix = StepKernel.supports(self._optimizer, own.groups)
+        runs = make_flat_runs(present, self._kinds, mix_dimensions=mix, bf16_state=bf16_state, one_per_parameter=self._one_per_parameter)
         if self._host is not None:
             self._host.settle()
-        moved = [segment.take_in(own.state, self._host) for segment in segments]
+        moved = [run.join_state(own.state, self._host) for run in runs]
         if any(moved):
             self._by_pattern.clear()  # the others look at memory that is the optimizer's no more
         dtype = norm_dtype(param for group in own.groups for param in group["params"])
-        return StepLayout(segments, self._sharder.executor.device, dtype)
+        return StepLayout(runs, self._sharder.executor.device, dtype)
 
     def _split_kinds(self, stepped: set[int], state: State) -> None:
         """Parameters that are stepped without others of their kind, or that come with another state, are of another
@@ -182,7 +182,7 @@ def _values(state: State) -> list[Any]:
     return list(chain.from_iterable(entries.values() for entries in state.values() if isinstance(entries, dict)))
 
 
-def _same(a: list[Any], b: list[Any]) -> bool:
+def _identical(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 

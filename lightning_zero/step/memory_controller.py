@@ -12,22 +12,22 @@ from typing import Any, cast
 
 import torch
 
-from lightning_zero.compile.steps import CompiledSteps
+from lightning_zero.compile.steps import CompiledStepHooks
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.engine import CAN_LEAVE
+from lightning_zero.config.engine import OFFLOADABLE
 from lightning_zero.config.text import gib
 from lightning_zero.memory_planner.inputs import MASTERS, EngineMemoryFacts, GradientBytes, MemoryConfig, memory_config
 from lightning_zero.memory_planner.memory_plan import MemoryPlan
 from lightning_zero.mesh import Mesh
-from lightning_zero.offload.bandwidth import measure_host
+from lightning_zero.offload.bandwidth import measure_host_bandwidth
 from lightning_zero.offload.masters import masters_away
 from lightning_zero.offload.memory import free_bytes
-from lightning_zero.optim.bf16_state import NARROW, is_narrow
+from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
 from lightning_zero.optim.rules import rule_for
 from lightning_zero.sharding.grad_aliasing import forget_gradients
-from lightning_zero.sharding.host_policy import leaves, used_in
+from lightning_zero.sharding.host_policy import leaves, compute_dtype_of
 from lightning_zero.sharding.record import Role, ShardedParameter
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 from lightning_zero.step.optimizers import OptimizerSteps
 
 __all__ = ["GradientPlacement", "MemoryController"]
@@ -48,10 +48,10 @@ class MemoryController:
         gradients: placement of the gradients.
     """
 
-    def __init__(self, compiled: CompiledSteps, optimizers: OptimizerSteps, accumulates: Callable[[], bool]) -> None:
+    def __init__(self, compiled: CompiledStepHooks, optimizers: OptimizerSteps, accumulates: Callable[[], bool]) -> None:
         self._session = session = compiled.session
         self._planner = session.planner
-        self._links_changed = compiled.links_changed
+        self._links_changed = compiled.remeasure_links
         self._optimizers = optimizers
         self._sharder = compiled.sharder
         self._peers = compiled.peers
@@ -95,7 +95,7 @@ class MemoryController:
             self._move_masters_to_host(config)
         if self._optimizers.on_host and "optimizer" not in config.offload:
             self._planner.first_step.expect_state_from_host()
-        over = bool(config.tuning.gradients_over_copies)
+        over = bool(config.tuning.grad_aliasing)
         moves = self._optimizers.config.offload != config.offload or over != self.gradients.aliased
         self._optimizers.configure(config)
         if over != self.gradients.aliased:
@@ -111,7 +111,7 @@ class MemoryController:
         """
         away = masters_away(config, self._mesh)
         assert away is not None
-        copied = self._peers.for_weights is not None
+        copied = self._peers.weight_memory is not None
         self._sharder.memory.leave(away)
         self._has_moved = True
         if copied:
@@ -137,19 +137,19 @@ class MemoryController:
         may_move = bool(masters) and all(rules) and config.compile and self._can_move_masters(config)
         can_move_now = may_move and self._sharder.memory.may_leave
         possible = {"optimizer": all(rules), MASTERS: can_move_now, "activations": config.compile}
-        offloadable = tuple(name for name in CAN_LEAVE if possible[name])
+        offloadable = tuple(name for name in OFFLOADABLE if possible[name])
         if config.memory is not None and offloadable and self._link is None:
-            self._link = measure_host(self._mesh)
+            self._link = measure_host_bandwidth(self._mesh)
         free, full = free_bytes(), self._full_weight_bytes(config)
-        with plainly():
+        with no_shard_dispatch():
             sizes = [size for optimizer in optimizers for size in self._state_sizes(optimizer)]
         return EngineMemoryFacts(
-            fixed=self._fixed_bytes(config, bool(config.tuning.gradients_over_copies)),
+            fixed=self._fixed_bytes(config, bool(config.tuning.grad_aliasing)),
             states=sum(size for size, _ in sizes),
             unallocated_states=sum(size for size, allocated in sizes if not allocated),
             masters=sum(record.shard.nbytes for record in masters),
             gradients=self._gradient_bytes(config),
-            full_weights=full if self._mesh.holders.size > 1 else 0,
+            full_weights=full if self._mesh.shard_group.size > 1 else 0,
             ring=config.offload_buffer_bytes,
             prefetches_state=len(optimizers) == 1 and self._optimizers.captures(optimizers[0]),
             host_free=None if free is None else free / self._mesh.inside.size,
@@ -164,14 +164,14 @@ class MemoryController:
     def _gather_s(self) -> float:
         many = 1 << 27
         costs = self._session.costs_or_nominal
-        return costs.gather_seconds(many) / many if self._mesh.holders.size > 1 else 0.0
+        return costs.gather_seconds(many) / many if self._mesh.shard_group.size > 1 else 0.0
 
     def _full_weight_bytes(self, config: EngineConfig) -> int:
-        return self._sharder.memory.whole_bytes(config.compute_dtype if config.compile else None)
+        return self._sharder.memory.unsharded_bytes(config.compute_dtype if config.compile else None)
 
     def _fixed_bytes(self, config: EngineConfig, aliased: bool) -> int:
         live, used = self._sharder.live, config.compute_dtype if config.compile else None
-        shards = sum(record.shard.nbytes for record in live if not record.is_away)
+        shards = sum(record.shard.nbytes for record in live if not record.is_on_host)
         full, buffers = self._full_weight_bytes(config), (config.tuning.gather_group_mb, config.tuning.reduce_bucket_mb)
         in_flight = sum(int(min(2 * size * MIB, full)) for size in buffers)
         taken = shards + self.gradients.bytes_taken(aliased, used) + self._compute_copy_bytes(live, used) + in_flight
@@ -179,7 +179,7 @@ class MemoryController:
 
     def _can_move_masters(self, config: EngineConfig) -> bool:
         tuning = config.tuning
-        free = self._mesh.shard_hosts == 1 and tuning.gather_transport != "copy" and not tuning.gradients_over_copies
+        free = self._mesh.shard_host_count == 1 and tuning.gather_transport != "copy" and not tuning.grad_aliasing
         return free and self._sharder.memory.on_host is None
 
     def _gradient_bytes(self, config: EngineConfig) -> GradientBytes:
@@ -203,10 +203,10 @@ class MemoryController:
                 record = self._sharder.find(param)
                 if record is None or not param.requires_grad:
                     continue
-                states = [value for value in optimizer.state.get(param, {}).values() if record.is_like_shard(value)]
+                states = [value for value in optimizer.state.get(param, {}).values() if record.has_shard_shape(value)]
                 allocated = sum(value.nbytes for value in states)
-                small = self._optimizers.narrow and is_narrow(record.layout.numel, param.dtype)
-                itemsize = NARROW.itemsize if small else param.dtype.itemsize
+                small = self._optimizers.bf16_state and keeps_bf16_state(record.layout.numel, param.dtype)
+                itemsize = STATE_DTYPE.itemsize if small else param.dtype.itemsize
                 expected = len(rule.state) * record.shard.numel() * itemsize if rule is not None else 0
                 yield allocated or expected, allocated > 0
 
@@ -214,7 +214,7 @@ class MemoryController:
         if used is None:
             return 0
         numel = sum(record.shard.numel() for record in live if _has_copy(record, used))
-        return numel * used.itemsize * self._mesh.shard_hosts
+        return numel * used.itemsize * self._mesh.shard_host_count
 
 
 class GradientPlacement:
@@ -230,7 +230,7 @@ class GradientPlacement:
         single_micro_batch: each step certainly has one micro-batch; set before training begins.
     """
 
-    def __init__(self, compiled: CompiledSteps) -> None:
+    def __init__(self, compiled: CompiledStepHooks) -> None:
         self._compiled = compiled
         self._session = compiled.session
         self._sharder = compiled.sharder
@@ -239,7 +239,7 @@ class GradientPlacement:
     def aliasable_bytes(self, config: EngineConfig) -> int:
         """Return the bytes that aliasing would save; 0 if it is not certainly possible, or set by hand."""
         certain = self._sharder.mesh.host_count == 1 and self.single_micro_batch
-        if not (certain and config.may_lie_over_copies) or config.tuning.gradients_over_copies is not None:
+        if not (certain and config.may_lie_over_copies) or config.tuning.grad_aliasing is not None:
             return 0
         return sum(record.shard.nbytes for record in self._trained if _has_copy(record, config.compute_dtype))
 
@@ -249,7 +249,7 @@ class GradientPlacement:
 
     @property
     def _trained(self) -> list[ShardedParameter]:
-        with plainly():
+        with no_shard_dispatch():
             return [record for record in self._sharder.live if record.param.requires_grad]
 
     @property
@@ -273,15 +273,15 @@ class GradientPlacement:
 
         Gradients that already alias weights cannot be kept: the accumulation itself raises for these.
         """
-        with plainly():
-            wanted = self.aliased and any(r.param.grad is not None for r in self._trained if r.grad_over_copy)
+        with no_shard_dispatch():
+            wanted = self.aliased and any(r.param.grad is not None for r in self._trained if r.grad_aliases_compute_shard)
         if not wanted:
             self.stop_aliasing()
 
     def stop_aliasing(self) -> None:
         """Undo planned aliasing after a step, and rule it out for later plans."""
         config = self._session.config
-        if config.tuning.gradients_over_copies or not (self.single_micro_batch or self.aliased):
+        if config.tuning.grad_aliasing or not (self.single_micro_batch or self.aliased):
             return
         self.single_micro_batch = False
         saved = self.bytes_taken(False, None) - self.bytes_taken(True, config.compute_dtype)
@@ -291,10 +291,10 @@ class GradientPlacement:
         self._session.hold(update)
         self._session.progress.report(
             f"memory={config.memory!r}: several micro-batches share a step, so gradients have memory of their own "
-            f"again, {gib(saved)} GiB. Pass tuning=Tuning(gradients_over_copies=False), so that this is planned for "
+            f"again, {gib(saved)} GiB. Pass tuning=Tuning(grad_aliasing=False), so that this is planned for "
             "from the beginning."
         )
 
 
 def _has_copy(record: ShardedParameter, used: torch.dtype | None) -> bool:
-    return used_in(record.shard.dtype, used) != record.shard.dtype
+    return compute_dtype_of(record.shard.dtype, used) != record.shard.dtype

@@ -34,27 +34,27 @@ import torch
 from torch import Tensor
 
 from lightning_zero.config import EngineConfig
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.staging_ring import Ring
-from lightning_zero.optim.bf16_state import NARROW, check_narrow, is_narrow, narrow_names, widen
+from lightning_zero.offload.staging_ring import StagingRing
+from lightning_zero.optim.bf16_state import STATE_DTYPE, check_bf16_state, keeps_bf16_state, bf16_state_names, restore_state_dtype
 from lightning_zero.optim.chunks import StateOnHost
-from lightning_zero.optim.move_to_host import leave_device
-from lightning_zero.optim.norms import norms_of_each
+from lightning_zero.optim.move_to_host import move_state_to_host
+from lightning_zero.optim.norms import parameter_norms
 from lightning_zero.optim.rules import rule_for
-from lightning_zero.optim.state_placement import Place, Places, keeping_aside
+from lightning_zero.optim.state_placement import StatePlacer, MakePlacer, place_loaded_state
 from lightning_zero.optim.support import (
     check_capture,
     check_members,
     check_offload,
     check_optimizer,
-    is_of_torch,
-    zero_gradients_plainly,
+    is_torch_optimizer,
+    speed_up_zero_grad,
 )
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import plainly
-from lightning_zero.step.captured import why_not_captured
+from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.step.captured import reason_not_captured
 from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.stepper import OptimizerStepper
 
@@ -81,34 +81,34 @@ class OptimizerSteps:
         self._cycle = cycle
         self.before_arranging: Callable[[Sequence[torch.optim.Optimizer]], None] = lambda optimizers: None
         self._on_host: StateOnHost | None = None  # once some state is
-        cycle.beside_forward, cycle.beside_backward = self._before_forward, self._bring_ahead
+        cycle.on_forward_begin, cycle.on_backward_begin = self._before_forward, self._prefetch_state
         self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerStepper] = weakref.WeakKeyDictionary()
 
     def stepper(self, optimizer: torch.optim.Optimizer) -> OptimizerStepper:
         """What steps this optimizer over the arenas."""
         stepper = self._steppers.get(optimizer)
         if stepper is None:
-            if self.narrow:
-                check_narrow(optimizer, optimizer.param_groups)
+            if self.bf16_state:
+                check_bf16_state(optimizer, optimizer.param_groups)
             if self.on_host:
                 check_offload(optimizer)
                 optimizer.register_state_dict_pre_hook(lambda _: self.settle())
-            where = self._host(), self.narrow
-            stepper = OptimizerStepper(optimizer, self._sharder, *_capture(self.config), *where)
+            where = self._host(), self.bf16_state
+            stepper = OptimizerStepper(optimizer, self._sharder, *_capture_options(self.config), *where)
             self._steppers[optimizer] = stepper
         return stepper
 
     def configure(self, config: EngineConfig) -> None:
         """Other options. Where they capture steps otherwise, or have state or gradients lie elsewhere, each optimizer's
         next step is laid out anew; other buffers are for state that stays where it is."""
-        if (_capture(config), _lying(config)) != (_capture(self.config), _lying(self.config)):
+        if (_capture_options(config), _memory_options(config)) != (_capture_options(self.config), _memory_options(self.config)):
             self.settle()
-            if self.narrow and config.tuning.state_dtype is None:
+            if self.bf16_state and config.tuning.state_dtype is None:
                 for optimizer in self._steppers:
-                    widen(optimizer, self._sharder.find)
+                    restore_state_dtype(optimizer, self._sharder.find)
             if "optimizer" in config.offload and not self.on_host:
                 for optimizer in self._steppers:
-                    leave_device(optimizer, self._sharder.find)
+                    move_state_to_host(optimizer, self._sharder.find)
             self._steppers.clear()
             self._on_host = None
         elif config.offload_buffer_bytes != self.config.offload_buffer_bytes:
@@ -120,10 +120,10 @@ class OptimizerSteps:
             self.settle()  # a step that failed may have left copies that nobody waits for
             self._on_host.ring.resize(config.offload_buffer_bytes)
             for stepper in self._steppers.values():
-                stepper.forget_captures()
+                stepper.drop_captures()
 
     @property
-    def _masters_away(self) -> bool:
+    def _masters_on_host(self) -> bool:
         return "parameters" in self.config.offload
 
     @property
@@ -132,29 +132,29 @@ class OptimizerSteps:
         return "optimizer" in self.config.offload
 
     @property
-    def narrow(self) -> bool:
+    def bf16_state(self) -> bool:
         """Whether state of parameters that are not small is kept in bfloat16."""
         return self.config.tuning.state_dtype is not None
 
     @property
-    def places(self) -> Places | None:
+    def make_placer(self) -> MakePlacer | None:
         """What puts an optimizer's state in its place when it is loaded, where torch would put it elsewhere, or make
         it wider, on the way."""
-        return self._places if self.on_host or self.narrow else None
+        return self._make_placer if self.on_host or self.bf16_state else None
 
-    def _places(self, optimizer: torch.optim.Optimizer) -> Place:
-        names = narrow_names(optimizer, optimizer.param_groups, self._sharder.find) if self.narrow else {}
+    def _make_placer(self, optimizer: torch.optim.Optimizer) -> StatePlacer:
+        names = bf16_state_names(optimizer, optimizer.param_groups, self._sharder.find) if self.bf16_state else {}
 
         def place(param: Tensor, key: str, value: Tensor) -> Tensor:
             record = self._sharder.find(param)
             kept = param.dtype if param.is_floating_point() else value.dtype  # as torch has it
             if record is not None and value.is_floating_point() and key in names.get(record.index, ()):
-                kept = NARROW
+                kept = STATE_DTYPE
             return value.to(value.device if self.on_host else param.device, kept)
 
         return place
 
-    def room(self, numel: int, dtype: torch.dtype) -> Tensor:
+    def empty_state(self, numel: int, dtype: torch.dtype) -> Tensor:
         """New memory, 1-D, where state lies that has one element for each of a shard's.
 
         Raises:
@@ -177,11 +177,11 @@ class OptimizerSteps:
             ValueError: another optimizer's.
         """
         settings = [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
-        with nullcontext() if self.places is None else keeping_aside(optimizer, self.places):
+        with nullcontext() if self.make_placer is None else place_loaded_state(optimizer, self.make_placer):
             optimizer.load_state_dict(state)
         # Settings come with the state. What older versions did not know torch's own optimizers add by themselves.
         lacking = sorted(set().union(*settings) - set().union(*optimizer.param_groups)) if settings else []
-        if lacking and is_of_torch(optimizer):
+        if lacking and is_torch_optimizer(optimizer):
             raise ValueError(
                 f"The checkpoint's optimizer is no {type(optimizer).__name__}: its settings lack "
                 f"{', '.join(map(repr, lacking))}. Configure the optimizer as it was when the checkpoint was saved, or "
@@ -190,28 +190,28 @@ class OptimizerSteps:
 
     def captures(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether its steps are captured, as far as it tells before it has made one."""
-        return why_not_captured(optimizer, self._sharder.executor.device, *_capture(self.config)) is None
+        return reason_not_captured(optimizer, self._sharder.executor.device, *_capture_options(self.config)) is None
 
     def _before_forward(self) -> None:
         """Not behind the step before: between steps users may write to state in ways that no version shows, and until
         backward to master shards."""
-        if not self._masters_away:
-            self._bring_ahead()
+        if not self._masters_on_host:
+            self._prefetch_state()
 
-    def _bring_ahead(self) -> None:
+    def _prefetch_state(self) -> None:
         if self._on_host is not None and len(self._steppers) == 1:  # of several nobody knows which one steps next
             for stepper in self._steppers.values():
-                stepper.bring_ahead()
+                stepper.prefetch_from_host()
 
     def _host(self) -> StateOnHost | None:
         if self.on_host and self._on_host is None:
             device, told = self._sharder.executor.device, self._sharder.executor.weights.told
-            stamp = told if self._masters_away else lambda: None  # of master shards alone
-            ring = Ring(device, self.config.offload_buffer_bytes, stamp=stamp)
+            stamp = told if self._masters_on_host else lambda: None  # of master shards alone
+            ring = StagingRing(device, self.config.offload_buffer_bytes, stamp=stamp)
             self._on_host = StateOnHost(HostMemory(device), ring)
         return self._on_host
 
-    def begin(self, optimizer: torch.optim.Optimizer, skip: Tensor | None = None, inside: bool = True) -> None:
+    def begin(self, optimizer: torch.optim.Optimizer, skip: Tensor | None = None, in_closure: bool = True) -> None:
         """Gradients are final, and the optimizer's own ``step`` is next; :meth:`end` must come after it. Inside its
         ``step(closure)``, the closure's last act.
 
@@ -224,9 +224,9 @@ class OptimizerSteps:
         stepper = self.stepper(optimizer)
         self._cycle.begin_step(stepper)
         # Of a step that is under way the state is in the buffers that there are.
-        if self._on_host is not None and self._on_host.ring.is_short and not stepper.under_way:
+        if self._on_host is not None and self._on_host.ring.can_grow and not stepper.in_progress:
             self._resize_buffers(self.config)
-        stepper.begin(skip, inside)
+        stepper.begin(skip, in_closure)
 
     def end(self, optimizer: torch.optim.Optimizer) -> None:
         """After the optimizer's ``step``, whether it succeeded or not, and before a closure is run again."""
@@ -247,10 +247,10 @@ class OptimizerSteps:
         """
         norm = None
         if clip is not None:
-            self._cycle.gradients_are_final()
+            self._cycle.finalize_gradients()
             norm = self.stepper(optimizer).clip_norm(clip, later=True)
         try:
-            self.begin(optimizer, skip, inside=False)
+            self.begin(optimizer, skip, in_closure=False)
             yield norm
         finally:
             self.end(optimizer)
@@ -279,14 +279,14 @@ class OptimizerSteps:
         """Raises :class:`UnsupportedError` when the optimizer needs whole parameters, or holds parameters that are no
         shards."""
         check_optimizer(optimizer)
-        if self.narrow:
-            check_narrow(optimizer, optimizer.param_groups)
+        if self.bf16_state:
+            check_bf16_state(optimizer, optimizer.param_groups)
         if self.on_host:
             check_offload(optimizer)
         if self.config.cuda_graph_step is True:
-            check_capture(optimizer, self.stepper(optimizer).why_eager, self.config.named("cuda_graph_step"))
+            check_capture(optimizer, self.stepper(optimizer).eager_reason, self.config.controlling_option("cuda_graph_step"))
         check_members(optimizer.param_groups, type(optimizer).__name__, self._sharder.find)
-        zero_gradients_plainly(optimizer)
+        speed_up_zero_grad(optimizer)
 
     def arrange(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Lays the shards out for these optimizers, so that each steps its groups as few tensors. Best called before
@@ -294,34 +294,34 @@ class OptimizerSteps:
         self.before_arranging(optimizers)
         # What steps an optimizer holds it, and its state: one of an earlier training would be there for good.
         for earlier, stepper in [*self._steppers.items()]:
-            if earlier not in optimizers and not stepper.under_way:
+            if earlier not in optimizers and not stepper.in_progress:
                 del self._steppers[earlier]
         groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
         simple = all(rule_for(optimizer, group) is not None for optimizer, group in groups)
 
         def kind(record: ShardedParameter) -> tuple[int, bool]:
-            narrow = self.narrow and is_narrow(record.layout.numel, record.param.dtype)
-            return 0 if simple else record.param.dim(), narrow
+            bf16_state = self.bf16_state and keeps_bf16_state(record.layout.numel, record.param.dtype)
+            return 0 if simple else record.param.dim(), bf16_state
 
         self._sharder.memory.arrange([group["params"] for _, group in groups], kind)
 
     def grad_norms(self, norm_type: float) -> dict[int, Tensor]:
         """The p-norm of each parameter's gradient over all ranks' shards, by the parameter's index: scalars on the
         device, zero where there is no gradient. Collective."""
-        self._cycle.gradients_are_final()
+        self._cycle.finalize_gradients()
         live = self._sharder.live
         executor = self._sharder.executor
-        with plainly():
+        with no_shard_dispatch():
             shards = [record.param.grad for record in live]
-        with executor.waiting("norms of gradients", Lane.GATHER):
+        with executor.waiting("norms of gradients", SequenceId.GATHER):
             dtypes = [torch.float32 if t is None else r.param.dtype for r, t in zip(live, shards, strict=True)]
-            norms = norms_of_each(shards, norm_type, self._sharder.mesh, executor.device, dtypes)
+            norms = parameter_norms(shards, norm_type, self._sharder.mesh, executor.device, dtypes)
         return dict(zip([record.index for record in live], norms, strict=True))
 
 
-def _capture(config: EngineConfig) -> tuple[bool | str, bool]:
+def _capture_options(config: EngineConfig) -> tuple[bool | str, bool]:
     return config.cuda_graph_step, config.tuning.emulate_cuda_graph_step
 
 
-def _lying(config: EngineConfig) -> tuple[tuple[str, ...], str | None, bool]:
-    return config.offload, config.tuning.state_dtype, bool(config.tuning.gradients_over_copies)
+def _memory_options(config: EngineConfig) -> tuple[tuple[str, ...], str | None, bool]:
+    return config.offload, config.tuning.state_dtype, bool(config.tuning.grad_aliasing)

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_zero.step.layout import StepLayout
-from lightning_zero.step.substitute import Own, Shown
+from lightning_zero.step.substitute import OwnParams, FlatParams
 
 __all__ = ["StepRunner"]
 
@@ -24,28 +24,28 @@ class StepRunner(Protocol):
         skips: it can leave it to the device whether anything changes.
     """
 
-    clips: bool
-    skips: bool
+    can_clip: bool
+    can_skip: bool
 
-    def takes(self, layout: StepLayout, own: Own) -> bool:
+    def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
         """Whether it can step this layout now. Asked before each step and before a clipping; what it must prepare once
         for a layout, it prepares here."""
         ...
 
-    def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Shown:
+    def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
         """Before the optimizer's own ``step``.
 
         Args:
             layout: that it took.
             own: the optimizer's own groups and state.
             max_norm: the gradients are still to be clipped to this norm; ``layout.squared`` is of all ranks.
-            skip: 0-dim on the device; where it is not zero, nothing must change. Only if it ``skips``.
+            skip: 0-dim on the device; where it is not zero, nothing must change. Only if it ``can_skip``.
 
         Returns:
             what the optimizer steps by itself.
         """
         ...
 
-    def end(self, layout: StepLayout, own: Own) -> None:
+    def end(self, layout: StepLayout, own: OwnParams) -> None:
         """After the optimizer's own ``step``, with its own parameters back in place."""
         ...

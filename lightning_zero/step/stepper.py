@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from lightning_zero.compat.modules import global_pre_hooks
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.optim.chunks import StateOnHost
-from lightning_zero.optim.norms import add_up
+from lightning_zero.optim.norms import all_reduce_sum
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import on_plain_tensors, plainly
-from lightning_zero.step.captured import CapturedRunner, why_not_captured
-from lightning_zero.step.chunked_step import StretchesRunner
+from lightning_zero.sharding.unsupported import without_shard_dispatch, no_shard_dispatch
+from lightning_zero.step.captured import CapturedRunner, reason_not_captured
+from lightning_zero.step.chunked_step import ChunkedRunner
 from lightning_zero.step.eager import EagerRunner
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
 from lightning_zero.step.runner import StepRunner
-from lightning_zero.step.substitute import Own, Shown, Substitute
-from lightning_zero.step.watch import WATCHED, Watch, needs_watching
+from lightning_zero.step.substitute import OwnParams, FlatParams, ParamSwap
+from lightning_zero.step.watch import CHECKED_STEPS, ElementwiseCheck, needs_elementwise_check
 
 __all__ = ["OptimizerStepper"]
 
@@ -49,7 +49,7 @@ class OptimizerStepper:
         narrow: keep it in bfloat16, stochastically rounded, for parameters that are not small.
 
     Attributes:
-        why_eager: why steps are never captured, in words; None if they are.
+        eager_reason: why steps are never captured, in words; None if they are.
         runner: that carried out the last step.
     """
 
@@ -60,31 +60,31 @@ class OptimizerStepper:
         capture: bool | str = "auto",
         emulate: bool = False,
         host: StateOnHost | None = None,
-        narrow: bool = False,
+        bf16_state: bool = False,
     ) -> None:
         device = sharder.executor.device
         self._sharder = sharder
-        self._may_be_away = host is not None  # master shards are where state is
-        self._substitute = Substitute(optimizer)
+        self._may_be_on_host = host is not None  # master shards are where state is
+        self._swap = ParamSwap(optimizer)
         self._optimizer = optimizer
-        self._watched = 0  # steps
-        self._watch: Watch | None = None
+        self._checked_steps = 0  # steps
+        self._check: ElementwiseCheck | None = None
         self._reads_shapes = False
-        self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, narrow)
-        self.why_eager = why_not_captured(optimizer, device, capture, emulate)
+        self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, bf16_state)
+        self.eager_reason = reason_not_captured(optimizer, device, capture, emulate)
         self._graphs = bool(capture) and (emulate or device.type == "cuda")
-        if self.why_eager is not None:
-            log.info("%s steps without a captured graph: %s.", type(optimizer).__name__, self.why_eager)
+        if self.eager_reason is not None:
+            log.info("%s steps without a captured graph: %s.", type(optimizer).__name__, self.eager_reason)
         compile_kernels, ring = device.type == "cuda", host.ring if host else None
         self._captured = CapturedRunner(optimizer, self._layouts, device, compile_kernels, ring, self._graphs)
         # The first that takes a layout steps it.
-        apart = host is not None or narrow
-        own: StepRunner = StretchesRunner(optimizer, self._layouts, host) if apart else EagerRunner(self._layouts)
-        self._runners: Sequence[StepRunner] = (self._captured, own) if self._graphs or narrow else (own,)
+        apart = host is not None or bf16_state
+        own: StepRunner = ChunkedRunner(optimizer, self._layouts, host) if apart else EagerRunner(self._layouts)
+        self._runners: Sequence[StepRunner] = (self._captured, own) if self._graphs or bf16_state else (own,)
         self.runner: StepRunner | None = None
         self._clip: tuple[StepLayout, float] | None = None  # to be done by the step
-        self._behind: Any = None  # the hook in which the step begins, behind those of users,
-        self._waits = False  # and whether it still has to
+        self._step_pre_hook: Any = None  # the hook in which the step begins, behind those of users,
+        self._begins_in_step = False  # and whether it still has to
 
     @property
     def layout(self) -> StepLayout | None:
@@ -97,13 +97,13 @@ class OptimizerStepper:
         return self._captured.replays
 
     @property
-    def under_way(self) -> bool:
+    def in_progress(self) -> bool:
         """Whether the optimizer's own ``step`` is still to come, or is not over, after :meth:`begin`."""
-        return self._substitute.shown or self._waits
+        return self._swap.shown or self._begins_in_step
 
     # -- gradients
 
-    @on_plain_tensors
+    @without_shard_dispatch
     def clip_norm(self, max_norm: float, later: bool = False) -> Tensor:
         """Scales gradients to a global 2-norm of at most ``max_norm``; returns the norm before. Collective.
 
@@ -113,46 +113,46 @@ class OptimizerStepper:
         later: gradients may be scaled while they are used, which saves reading and writing them once more
         """
         self._choose_layouts()
-        own = self._substitute.own
+        own = self._swap.own
         layout = self._layouts.current(own)
         squared = layout.sum_squares(captured=self._graphs)
         executor = self._sharder.executor
-        add_up(squared, self._sharder.mesh, partial(executor.collective, "norms of gradients", Lane.GATHER))
+        all_reduce_sum(squared, self._sharder.mesh, partial(executor.collective, "norms of gradients", SequenceId.GATHER))
         norm = squared.sqrt()
         self._clip = layout, max_norm
-        if not later or self._has_pre_hooks or not self._runner_of(layout, own).clips:
+        if not later or self._has_pre_hooks or not self._choose_runner(layout, own).can_clip:
             self._clip = None
             layout.clip_norm(max_norm)
         return norm
 
-    @on_plain_tensors
+    @without_shard_dispatch
     def clip_value(self, most: float) -> None:
         """Clamps gradients to [-most, most]."""
-        self._layouts.current(self._substitute.own).clip_value(most)
+        self._layouts.current(self._swap.own).clip_value(most)
 
     # -- stepping
 
-    def bring_ahead(self) -> None:
+    def prefetch_from_host(self) -> None:
         """State that lies on the host begins to come for a step like the last one."""
         layout = self._layouts.last
         kernel = None if layout is None else self._captured.kernel(layout)
         if kernel is not None:
-            kernel.bring_ahead()
+            kernel.prefetch_from_host()
 
-    def forget_captures(self) -> None:
+    def drop_captures(self) -> None:
         """State passes through other buffers from now on."""
         self._captured.forget()
 
     @contextmanager
-    def flat(self) -> Iterator[None]:
+    def show_flat_params(self) -> Iterator[None]:
         """Inside, the optimizer's parameters are the flat ones, with their gradients; nothing may be stepped."""
-        own = self._substitute.own
-        with plainly():
+        own = self._swap.own
+        with no_shard_dispatch():
             groups = self._layouts.current(own).flat_groups(own.groups)
-        with self._substitute.instead(groups):
+        with self._swap.swap_groups(groups):
             yield
 
-    def begin(self, skip: Tensor | None = None, inside: bool = True) -> None:
+    def begin(self, skip: Tensor | None = None, in_closure: bool = True) -> None:
         """The gradients are final: the optimizer's ``step`` comes next.
 
         Args:
@@ -163,88 +163,88 @@ class OptimizerStepper:
         """
         self.end()
         self._choose_layouts()
-        if inside:
+        if in_closure:
             self._begin(skip)
             return
 
-        def behind(*_: Any) -> None:
-            if self._waits:
-                self._waits = False
+        def begin_in_step(*_: Any) -> None:
+            if self._begins_in_step:
+                self._begins_in_step = False
                 self._begin(skip)
 
-        self._waits, self._behind = True, self._optimizer.register_step_pre_hook(behind)
+        self._begins_in_step, self._step_pre_hook = True, self._optimizer.register_step_pre_hook(begin_in_step)
 
     @property
     def _has_pre_hooks(self) -> bool:
         own: Any = self._optimizer._optimizer_step_pre_hooks
         return bool(own or global_pre_hooks)
 
-    @on_plain_tensors
+    @without_shard_dispatch
     def _begin(self, skip: Tensor | None) -> None:
-        own = self._substitute.own
+        own = self._swap.own
         # Between a clipping that is left to the step and the step, nobody has touched anything.
         clip, self._clip = self._clip, None
         layout, max_norm = clip or (self._layouts.current(own), None)
-        runner = self.runner = self._runner_of(layout, own)
+        runner = self.runner = self._choose_runner(layout, own)
         self._mark_written(layout, False)
         shown = runner.begin(layout, own, max_norm, skip)
-        self._substitute.show(shown, lambda own: runner.end(layout, own), self._watching(layout, shown))
+        self._swap.swap_in(shown, lambda own: runner.end(layout, own), self._elementwise_check(layout, shown))
 
-    def _watching(self, layout: StepLayout, shown: Shown) -> Watch | None:
+    def _elementwise_check(self, layout: StepLayout, shown: FlatParams) -> ElementwiseCheck | None:
         """Return the mode for a step that is not known to treat elements one by one."""
-        if not shown.groups or not needs_watching(self._optimizer):
+        if not shown.groups or not needs_elementwise_check(self._optimizer):
             return None
-        self._watched += 1
-        self._watch = Watch(self._optimizer, layout)
-        return self._watch
+        self._checked_steps += 1
+        self._check = ElementwiseCheck(self._optimizer, layout)
+        return self._check
 
     def _choose_layouts(self) -> None:
         """Step each parameter by itself while the optimizer's code may ask for shapes."""
-        if self._watch is not None and self._watch.reads_shapes:
+        if self._check is not None and self._check.reads_shapes:
             self._reads_shapes = True
-        watched = needs_watching(self._optimizer)
-        self._layouts.step_apart(watched and (self._reads_shapes or self._watched < WATCHED))
+        watched = needs_elementwise_check(self._optimizer)
+        self._layouts.split_parameters(watched and (self._reads_shapes or self._checked_steps < CHECKED_STEPS))
 
-    @on_plain_tensors
+    @without_shard_dispatch
     def end(self) -> bool:
         """The optimizer has its own parameters again. Harmless when repeated; returns whether there was a step to
         end."""
-        if self._behind is not None:
-            self._behind.remove()
-            self._waits, self._behind = False, None
-        if not self._substitute.end():
+        if self._step_pre_hook is not None:
+            self._step_pre_hook.remove()
+            self._begins_in_step, self._step_pre_hook = False, None
+        if not self._swap.end():
             return False
         # Flat parameters were written, which no parameter's version shows: a backward that needs the old values would
         # take the new ones, and nobody would know.
-        own = self._substitute.own
-        if self._substitute.stepped and self.layout is not None:
-            for segment in self.layout.segments:
-                segment.spend_gradient()
+        own = self._swap.own
+        if self._swap.stepped and self.layout is not None:
+            for run in self.layout.runs:
+                run.drop_aliased_gradient()
         params = [param for group in own.groups for param in group["params"]]
-        if not self._may_be_away or self.layout is None:
+        if not self._may_be_on_host or self.layout is None:
             torch.autograd.graph.increment_version(params)
             return True
         others = self._sharder.executor.weights.written()  # of which this was no step
         torch.autograd.graph.increment_version(params)
-        self._sharder.executor.weights.mark_written(others, True)
+        self._sharder.executor.weights.mark_compute_shards_written(others, True)
         self._mark_written(self.layout, True)
         return True
 
     def _mark_written(self, layout: StepLayout, written: bool) -> None:
         """Compute copies of shards on the host: the runner is about to write them, and those that it has written."""
         indices = []
-        for segment in layout.segments:
-            segment.copied = segment.copied and written
-            if segment.copy is not None and (segment.copied or not written):
-                indices += [record.index for record in segment.members]
+        for run in layout.runs:
+            run.copied = run.copied and written
+            if run.copy is not None and (run.copied or not written):
+                indices += [record.index for record in run.members]
         if indices:
-            self._sharder.executor.weights.mark_written(indices, written)
+            self._sharder.executor.weights.mark_compute_shards_written(indices, written)
 
-    @on_plain_tensors
+    @without_shard_dispatch
     def may_skip(self) -> bool:
         """Whether ``begin`` can skip the step by what the device knows."""
-        own = self._substitute.own
-        return not self._has_pre_hooks and self._runner_of(self._layouts.current(own), own).skips
+        own = self._swap.own
+        return not self._has_pre_hooks and self._choose_runner(self._layouts.current(own), own).can_skip
 
-    def _runner_of(self, layout: StepLayout, own: Own) -> StepRunner:
-        return next(runner for runner in self._runners if runner.takes(layout, own))
+    def _choose_runner(self, layout: StepLayout, own: OwnParams) -> StepRunner:
+        return next(runner for runner in self._runners if runner.can_step(layout, own))

@@ -11,19 +11,19 @@ import torch
 
 from lightning_zero.optim.flat_runs import State
 
-__all__ = ["Groups", "Own", "Shown", "Substitute"]
+__all__ = ["Groups", "OwnParams", "FlatParams", "ParamSwap"]
 
 Groups = list[dict[str, Any]]
 
 
-class Own(NamedTuple):
+class OwnParams(NamedTuple):
     """What users know of an optimizer: ``param_groups`` and ``state`` of its own parameters."""
 
     groups: Groups
     state: State
 
 
-class Shown(NamedTuple):
+class FlatParams(NamedTuple):
     """What an optimizer sees for the length of a step.
 
     Attributes:
@@ -37,7 +37,7 @@ class Shown(NamedTuple):
     origins: Sequence[int]
 
 
-class Substitute:
+class ParamSwap:
     """Swaps ``param_groups`` and ``state`` of one optimizer. Its own are back as soon as its ``step`` is over, before
     any of the user's post-hooks look at them.
 
@@ -47,10 +47,10 @@ class Substitute:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._own: Own | None = None  # while others are in their place
-        self._shown = Shown([], defaultdict(dict), [])
+        self._own: OwnParams | None = None  # while others are in their place
+        self._flat_params = FlatParams([], defaultdict(dict), [])
         self._before: Groups = []
-        self._after: Callable[[Own], None] = lambda own: None
+        self._after: Callable[[OwnParams], None] = lambda own: None
         self._hook: Any = None
         self.stepped = False
         self._around: AbstractContextManager[Any] | None = None
@@ -61,15 +61,15 @@ class Substitute:
         return self._own is not None
 
     @property
-    def own(self) -> Own:
-        return self._own or Own(self._optimizer.param_groups, self._optimizer.state)
+    def own(self) -> OwnParams:
+        return self._own or OwnParams(self._optimizer.param_groups, self._optimizer.state)
 
-    def show(
-        self, shown: Shown, after: Callable[[Own], None], around: AbstractContextManager[Any] | None = None
+    def swap_in(
+        self, shown: FlatParams, after: Callable[[OwnParams], None], around: AbstractContextManager[Any] | None = None
     ) -> None:
         """From now on until the end of the optimizer's next ``step``, or :meth:`end`, it sees this, inside of
         ``around``; ``after`` is then called with what is its own."""
-        self._own, self._shown, self._after = self.own, shown, after
+        self._own, self._flat_params, self._after = self.own, shown, after
         self._before = [dict(group) for group in shown.groups]
         self._optimizer.param_groups, self._optimizer.state = shown.groups, shown.state
         self.stepped = False
@@ -91,7 +91,7 @@ class Substitute:
         return True
 
     @contextmanager
-    def instead(self, groups: Groups) -> Iterator[None]:
+    def swap_groups(self, groups: Groups) -> Iterator[None]:
         """Inside, the optimizer has these groups and nothing is stepped."""
         own = self._optimizer.param_groups
         self._optimizer.param_groups = groups
@@ -109,7 +109,7 @@ class Substitute:
             around.__exit__(None, None, None)
         own, self._own = self._own, None
         self._optimizer.param_groups, self._optimizer.state = own
-        for origin, now, before in zip(self._shown.origins, self._shown.groups, self._before, strict=True):
+        for origin, now, before in zip(self._flat_params.origins, self._flat_params.groups, self._before, strict=True):
             # Some optimizers keep counters and averages in their groups.
             changes = {k: v for k, v in now.items() if k != "params" and before.get(k, self) is not v}
             own.groups[origin].update(changes)

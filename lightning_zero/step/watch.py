@@ -18,45 +18,45 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.rules import has_rules
-from lightning_zero.optim.support import INSTEAD, is_of_torch
+from lightning_zero.optim.support import INSTEAD, is_torch_optimizer
 from lightning_zero.sharding.reductions import BY_NAME, is_of_two
 from lightning_zero.sharding.rules import measure, words
 from lightning_zero.step.layout import StepLayout
 
 if TYPE_CHECKING:
-    from lightning_zero.optim.flat_runs import Segment
+    from lightning_zero.optim.flat_runs import FlatRun
     from lightning_zero.sharding.layout import ShardLayout
 
-__all__ = ["WATCHED", "Watch", "needs_watching"]
+__all__ = ["CHECKED_STEPS", "ElementwiseCheck", "needs_elementwise_check"]
 
 # Steps in which each parameter is stepped by itself, as code may ask for its shape. After that, neighbours are stepped
 # together, unless it has asked. Some optimizers begin to look at shapes only after a warm-up of a few steps.
-WATCHED = 16
+CHECKED_STEPS = 16
 
 # Whether all is finite, or the same, is asked by many, and decides nothing in a training that is well.
-_HARMLESS = words("all any equal allclose item __float__ __int__ __bool__ is_nonzero")
-_TOGETHER = (BY_NAME.keys() - _HARMLESS) | words(
+_HARMLESS_REDUCTIONS = words("all any equal allclose item __float__ __int__ __bool__ is_nonzero")
+_CROSS_ELEMENT_OPS = (BY_NAME.keys() - _HARMLESS_REDUCTIONS) | words(
     "median nanmedian quantile nanquantile sort argsort topk kthvalue argmax argmin cumsum cumprod logsumexp "
     "softmax log_softmax normalize cosine_similarity dist renorm histc matmul mm bmm mv addmm addmv addr outer "
     "inner einsum tensordot linear trace svd qr __matmul__ __rmatmul__ diag tril triu flip roll"
 )
 
 
-def needs_watching(optimizer: torch.optim.Optimizer) -> bool:
+def needs_elementwise_check(optimizer: torch.optim.Optimizer) -> bool:
     """Whether nobody knows that this optimizer treats elements one by one: it is neither torch's nor has a rule."""
-    return not is_of_torch(optimizer) and not has_rules(optimizer, optimizer.param_groups)
+    return not is_torch_optimizer(optimizer) and not has_rules(optimizer, optimizer.param_groups)
 
 
 _SIZES = words("numel nelement nbytes __len__")
 _DIMENSIONS = words("dim ndim ndimension")
 
 
-def _takes_some(index: Any) -> bool:
+def _selects_elements(index: Any) -> bool:
     """Return True if an index takes some of a dimension by their places, as no mask does."""
     return isinstance(index, int | slice) and index != slice(None)
 
 
-class PieceShape(tuple[int, ...]):
+class ShardShape(tuple[int, ...]):
     """The shape of a piece: torch allocates by the piece's sizes, and Python code reads the full parameter's.
 
     Args:
@@ -64,7 +64,7 @@ class PieceShape(tuple[int, ...]):
         full: returns the full parameter's shape, or raises an error that names the optimizer.
     """
 
-    def __new__(cls, sizes: torch.Size, full: Callable[[], torch.Size]) -> PieceShape:
+    def __new__(cls, sizes: torch.Size, full: Callable[[], torch.Size]) -> ShardShape:
         return super().__new__(cls, sizes)
 
     def __init__(self, sizes: torch.Size, full: Callable[[], torch.Size]) -> None:
@@ -81,7 +81,7 @@ class PieceShape(tuple[int, ...]):
         return self._full().numel()
 
 
-class Watch(TorchFunctionMode):
+class ElementwiseCheck(TorchFunctionMode):
     """Inside, shapes are those of full parameters, and what takes elements of a parameter together is refused.
 
     Each call of torch takes some microseconds longer.
@@ -94,13 +94,13 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._optimizer = type(optimizer).__name__
         self._by_address = {
-            tensor.data_ptr(): segment
-            for segment in layout.segments
-            for tensor in (segment.param, segment.grad, *segment.state.values())
+            tensor.data_ptr(): run
+            for run in layout.runs
+            for tensor in (run.param, run.grad, *run.state.values())
             if isinstance(tensor, Tensor)
         }
         self._made: Any = WeakTensorKeyDictionary()  # the segments that results were computed of, elementwise
-        self._sizes = {segment.param.numel() for segment in layout.segments}
+        self._sizes = {run.param.numel() for run in layout.runs}
         self._least = min(self._sizes, default=0)
         self.reads_shapes = False
 
@@ -112,22 +112,22 @@ class Watch(TorchFunctionMode):
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
         by_torch = sys._getframe(1).f_globals.get("__name__", "").startswith("torch.")  # Dynamo reads sizes
-        if args and not by_torch and self._is_piece(args[0]):
+        if args and not by_torch and self._is_shard(args[0]):
             if name in ("shape", "size"):
                 return self._shape(func, args, kwargs)
             if name in _DIMENSIONS or name in _SIZES:
                 return self._measured(name, func, args, kwargs)
-            if name == "__getitem__" and any(map(_takes_some, args[1] if isinstance(args[1], tuple) else args[1:])):
-                self._refuse("takes a row, or a part of one, of a parameter, a gradient or state")
-        together = name.rpartition("foreach_")[2] in _TOGETHER or name.startswith("linalg_")  # of lists, too
-        if together and not is_of_two(name, args, kwargs) and any(map(self._is_piece, tree_leaves((args, kwargs)))):
-            self._refuse(f"takes {name} of a parameter, a gradient or state")
+            if name == "__getitem__" and any(map(_selects_elements, args[1] if isinstance(args[1], tuple) else args[1:])):
+                self._raise_unsupported("takes a row, or a part of one, of a parameter, a gradient or state")
+        together = name.rpartition("foreach_")[2] in _CROSS_ELEMENT_OPS or name.startswith("linalg_")  # of lists, too
+        if together and not is_of_two(name, args, kwargs) and any(map(self._is_shard, tree_leaves((args, kwargs)))):
+            self._raise_unsupported(f"takes {name} of a parameter, a gradient or state")
         try:
             result = func(*args, **kwargs)
             self._note(result, args)
             return result
         except RuntimeError as error:
-            if any(map(self._is_piece, tree_leaves((args, kwargs)))):
+            if any(map(self._is_shard, tree_leaves((args, kwargs)))):
                 error.add_note(
                     f"lightning_zero: in the step() of {self._optimizer} each rank has a flat part of every parameter. "
                     "State that fits is made by torch.zeros_like(p)."
@@ -138,12 +138,12 @@ class Watch(TorchFunctionMode):
         """Remember of which segments results are, by the first argument, or by position in its list."""
         pairs = zip(result, args[0], strict=False) if isinstance(result, list | tuple) else [(result, *args[:1])]
         for made, *of in pairs if args else ():
-            segment = self._segment(of[0]) if of else None
-            if segment is not None and isinstance(made, Tensor) and made.numel() == segment.param.numel():
-                self._made[made] = segment
+            run = self._run_of(of[0]) if of else None
+            if run is not None and isinstance(made, Tensor) and made.numel() == run.param.numel():
+                self._made[made] = run
 
-    def _segment(self, value: Any) -> Segment | None:
-        if not isinstance(value, Tensor) or "_zero_sight" in value.__dict__:
+    def _run_of(self, value: Any) -> FlatRun | None:
+        if not isinstance(value, Tensor) or "_zero_spec" in value.__dict__:
             return None
         return self._by_address.get(value.data_ptr()) or self._made.get(value)
 
@@ -152,7 +152,7 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         dim = args[1] if func is Tensor.size and len(args) > 1 else kwargs.get("dim")
         if dim is None:
-            return PieceShape(func(*args, **kwargs), lambda: self._full_shape(args[0]))
+            return ShardShape(func(*args, **kwargs), lambda: self._full_shape(args[0]))
         return self._full_shape(args[0])[dim]
 
     def _full_shape(self, piece: Tensor) -> torch.Size:
@@ -160,27 +160,27 @@ class Watch(TorchFunctionMode):
 
     def _measured(self, name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         piece = args[0]
-        segment = self._segment(piece)
-        alone = segment is not None and len(segment.members) == 1
+        run = self._run_of(piece)
+        alone = run is not None and len(run.members) == 1
         # Parameters that are stepped together have as many dimensions.
         if piece.numel() not in self._sizes or (name in _DIMENSIONS and not alone):
             return func(*args, **kwargs)
         return measure(name, self._layout(piece, f"the {name}"), args, kwargs)
 
     def _layout(self, piece: Tensor, what: str) -> ShardLayout:
-        segment = self._segment(piece)
+        run = self._run_of(piece)
         self.reads_shapes = True
-        if segment is None or len(segment.members) > 1:
-            self._refuse(f"asks for {what} of a parameter, a gradient or state")
-        return segment.members[0].layout
+        if run is None or len(run.members) > 1:
+            self._raise_unsupported(f"asks for {what} of a parameter, a gradient or state")
+        return run.members[0].layout
 
-    def _is_piece(self, value: Any) -> bool:
+    def _is_shard(self, value: Any) -> bool:
         # Of the module's own parameters, which are in sight, all ranks take norms together.
-        if not isinstance(value, Tensor) or "_zero_sight" in value.__dict__:
+        if not isinstance(value, Tensor) or "_zero_spec" in value.__dict__:
             return False
         return value.numel() >= self._least
 
-    def _refuse(self, does: str) -> NoReturn:
+    def _raise_unsupported(self, does: str) -> NoReturn:
         raise UnsupportedError(
             f"The step() of {self._optimizer} {does}. Each rank holds only a "
             f"flat piece of every parameter, and sees several of them as one, so it would train wrongly. {INSTEAD} A "

@@ -148,7 +148,7 @@ def test_a_rank_that_compiles_other_gathers_alone_is_told_who_is_missing(ranks: 
 def test_a_late_rank_is_named(ranks: Ranks) -> None:
     swaps = {0: [False, False], 1: [False, False]}
     with pytest.raises(
-        RankFailure, match=r"(?s)Rank 0 is about to run.*rank 1 did not come.*raise agreement_timeout_s"
+        RankFailure, match=r"(?s)Rank 0 is about to run.*rank 1 did not come.*raise consensus_timeout_s"
     ):
         ranks.run(2, run_and_raise, swaps, 1.0, {1: 6.0})
 

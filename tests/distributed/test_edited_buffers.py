@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 from tests.helpers.sharded import engine_for
 from tests.ranks.pool import Ranks
 
@@ -103,7 +103,7 @@ def differences(backend: str, edits: str, checkpointed: bool) -> dict[str, float
                 for (name, param), its in zip(model.named_parameters(), plain.parameters(), strict=True):
                     assert its.grad is not None
                     assert param.grad is not None
-                    with plainly():  # a shard of one rank is all of it
+                    with no_shard_dispatch():  # a shard of one rank is all of it
                         grad = param.grad.reshape(-1)[: its.numel()].view_as(its)
                     found[name] = max(found.get(name, 0.0), float((grad - its.grad).abs().max() / its.grad.abs().max()))
                 for (name, buffer), its in zip(model.named_buffers(), plain.buffers(), strict=True):

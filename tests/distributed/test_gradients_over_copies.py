@@ -37,7 +37,7 @@ WAYS: dict[str, tuple[int, type[Case], dict[str, Any]]] = {
     "modules one after another": (3, Parts, COPIES),
     "heads in turn, state on the host": (2, OtherHeads, ON_HOST),
     "a frozen encoder": (2, FrozenEncoder, COPIES),
-    "kept until backward": (2, OneLayer, {"resident_mb": float("inf")}),
+    "kept until backward": (2, OneLayer, {"unsharded_cache_mb": float("inf")}),
     "checkpointed": (2, NonReentrant, COPIES),
     "checkpointed by the reentrant way, reduced in float32": (2, Reentrant, {"reduce_dtype": None}),
 }
@@ -63,7 +63,7 @@ def train(
         dtypes.add(param.grad.dtype)
         round_gradient(param)
 
-    with engine_for(model, gradients_over_copies=over, **(BASE | options)) as engine:
+    with engine_for(model, grad_aliasing=over, **(BASE | options)) as engine:
         for param in model.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(look)
@@ -146,7 +146,7 @@ def up_to_backwards(
     torch.manual_seed(17)
     model: Any = build(OneLayer)
     weights, errors = [], []
-    with engine_for(model, gradients_over_copies=over, **(BASE | options)) as engine:
+    with engine_for(model, grad_aliasing=over, **(BASE | options)) as engine:
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(round_gradient)
         optimizer = adamw(model)
@@ -360,7 +360,7 @@ def test_replays_that_would_read_gradients_as_weights_are_refused(over: Found) -
 def norms_and_clipped() -> None:
     torch.manual_seed(17)
     model: Any = build(OneLayer)
-    with engine_for(model, gradients_over_copies=True, **BASE) as engine:
+    with engine_for(model, grad_aliasing=True, **BASE) as engine:
         optimizer = adamw(model)
         backward(model, 0)
         total = torch.stack(list(engine.optimizers.grad_norms(2.0).values())).norm()

@@ -34,7 +34,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "compiled": ("aot_eager", {}),
     "by collectives": ("aot_eager", {"gather_transport": "collective", "reduce_transport": "collective"}),
     "kept, gradients by copies": ("aot_eager", {"reduce_transport": "copy", "reshard_after_forward": False}),
-    "no copy per host": ("aot_eager", {"shard_compute_copy": "all"}),
+    "no copy per host": ("aot_eager", {"compute_shard_group": "all"}),
     "poisoned": ("aot_eager", {"poison": True}),
     "replayed": ("aot_eager", {"emulate_cuda_graph_model": True, "emulate_cuda_graph_step": True}),
 }
@@ -89,8 +89,8 @@ def train(
             announce=True,
             before_batch=reset,
         )
-        nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.mesh.holders.size
-        planned = persistent_bytes(cut(build(Wide), engine.mesh.holders.size), engine.config, engine.mesh.host_count)
+        nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.mesh.shard_group.size
+        planned = persistent_bytes(cut(build(Wide), engine.mesh.shard_group.size), engine.config, engine.mesh.host_count)
         held = memory_by_role(engine, [])
         assert accumulate > 1 or planned == {role: held[role] for role in planned}
         return out, engine.executor.counters(), nbytes
@@ -159,11 +159,11 @@ def test_replicas_on_all_hosts_equal_one_process_and_each_other(
     ("options", "gathers", "reductions"),
     [
         # an all-reduce goes there and back
-        (REPLICAS | {"reduce_across": "step"}, 0, 2),
+        (REPLICAS | {"cross_host_reduce": "step"}, 0, 2),
         pytest.param(REPLICAS, 0, 2 * MICRO, marks=pytest.mark.slow),
-        ({"reduce_across": "step"}, 1, 1),
+        ({"cross_host_reduce": "step"}, 1, 1),
         ({}, 1, MICRO),
-        ({"shard_compute_copy": "all", "reduce_across": "step"}, 2 * MICRO, 1),  # in forward and in backward
+        ({"compute_shard_group": "all", "cross_host_reduce": "step"}, 2 * MICRO, 1),  # in forward and in backward
     ],
     ids=[
         "replicas, once per step",
@@ -199,7 +199,7 @@ def test_accumulated_micro_batches_are_reduced_across_hosts_once(
     backend, options = WAYS[way]
     steps = 5 * MICRO if way == "replayed" else STEPS  # each of three micro-batches is captured in its second turn
     out, counters, nbytes = ranks.run(
-        world_size, train, ranks_per_host, backend, MICRO, steps, reduce_across="step", **options
+        world_size, train, ranks_per_host, backend, MICRO, steps, cross_host_reduce="step", **options
     )[0]
     check(out, reference(world_size, MICRO, steps))
     assert counters["reduce_bytes_across"] == nbytes // ranks_per_host
@@ -209,7 +209,7 @@ def test_accumulated_micro_batches_are_reduced_across_hosts_once(
 def timed(gbs: float) -> tuple[Reference, float, float]:
     """A training over a slow network, its seconds, and those that what crossed hosts takes at least."""
     begun = time.monotonic()
-    out, counters, _ = train(1, "aot_eager", steps=2, emulate_bandwidth_across_gbs=gbs)
+    out, counters, _ = train(1, "aot_eager", steps=2, emulate_cross_host_gb_per_s=gbs)
     taken = time.monotonic() - begun
     crossed = sum(counters[f"{what}_bytes_across"] for what in ("gather", "reduce")) / 2  # the other host's half
     return out, taken, crossed / (1e9 * gbs)
@@ -241,7 +241,7 @@ def zeroed(set_to_none: bool) -> Tensor | None:
     """A first micro-batch's gradients are dropped; what the second one brings."""
     model = build(Wide)
     first, second = make_batches(Wide, 2, SAMPLES)
-    with engine_for(model, EAGER, ranks_per_host=1, reduce_across="step") as engine:
+    with engine_for(model, EAGER, ranks_per_host=1, cross_host_reduce="step") as engine:
         for batch, more in ((first, True), (second, False)):
             with engine.cycle.accumulating() if more else nullcontext():
                 with engine.train_step():
@@ -270,7 +270,7 @@ def test_gradients_that_were_changed_between_micro_batches_are_refused_by_name(r
 def stepped_early(backend: str) -> Reference:
     """The last micro-batch, as was announced, is not the last: the optimizer steps before it comes."""
     model = build(Wide)
-    with engine_for(model, backend, ranks_per_host=1, reduce_across="step") as engine:
+    with engine_for(model, backend, ranks_per_host=1, cross_host_reduce="step") as engine:
         optimizer, out = sgd(model), Reference()
         for batch in make_batches(Wide, STEPS, SAMPLES):
             with engine.cycle.accumulating():
@@ -295,9 +295,9 @@ def test_a_step_that_comes_early_has_all_gradients(ranks: Ranks, backend: str) -
 
 def hooked() -> dict[str, int]:
     model = build(Wide)
-    with engine_for(model, EAGER, ranks_per_host=1, reduce_across="step") as engine:
+    with engine_for(model, EAGER, ranks_per_host=1, cross_host_reduce="step") as engine:
         seen = []
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             model.head.weight.register_hook(lambda grad: seen.append(grad.norm().item()))
         train_sharded(engine, model, make_batches(Wide, MICRO, SAMPLES), sgd(model), accumulate=MICRO, announce=True)
         assert len(seen) == MICRO, seen

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.errors import HostMemoryError, UnsupportedError
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.staging_ring import Ring
+from lightning_zero.offload.staging_ring import StagingRing
 from tests.helpers.masters import (
     ANEW,
     AWAY,
@@ -33,7 +33,7 @@ from tests.helpers.sharded import engine_for
 from tests.ranks.pool import Ranks
 
 CAPTURED = {"emulate_cuda_graph_step": True}
-REPLAYED = CAPTURED | {"emulate_cuda_graph_model": True, "resident_mb": 1.0}
+REPLAYED = CAPTURED | {"emulate_cuda_graph_model": True, "unsharded_cache_mb": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_training_is_the_same_to_the_last_bit(
     for here, away in ranks.run(world_size, train_both_ways, name, deadline=300, **options):
         check(here, away)
         assert away["captured"] == here["captured"] == ("emulate_cuda_graph_step" in options)
-        if name == "AdamW" and not options.get("resident_mb"):
+        if name == "AdamW" and not options.get("unsharded_cache_mb"):
             # Copies are written by steps alone, but where somebody else has changed masters.
             anew = {step: names for step, names in enumerate(away["stale"]) if names}
             assert list(anew) == ANEW
@@ -91,9 +91,9 @@ def test_a_plan_that_needs_it_is_the_same_as_by_hand(
 
 def rings_of_two_plans(**options: Any) -> list[int]:
     """Bytes of the device that rings hold after each step, of which the last follows a plan that offloads activations, too."""
-    made, allocated = [], Ring.allocated
+    made, allocated = [], StagingRing.allocated
 
-    def noted(ring: Ring) -> Tensor:
+    def noted(ring: StagingRing) -> Tensor:
         is_new, memory = ring.nbytes == 0, allocated(ring)
         if is_new:
             made.append((StorageWeakRef(memory.untyped_storage()), memory.nbytes))
@@ -104,10 +104,10 @@ def rings_of_two_plans(**options: Any) -> list[int]:
     gc.disable()
     try:
         with (
-            patch.object(Ring, "allocated", noted),
+            patch.object(StagingRing, "allocated", noted),
             engine_for(model, "aot_eager", compute_dtype=BF16, **AWAY, **options) as engine,
         ):
-            with engine.shards_in_sight():
+            with engine.registered_parameters():
                 optimizer = OPTIMIZERS["AdamW"](model)
             engine.optimizers.arrange([optimizer])
             for step in range(5):
@@ -180,9 +180,9 @@ def before_and_after_an_evaluation() -> list[bool]:
     """Whether a rank reads another's shards, and whether these may still leave."""
     with engine_for(Mixed(), compute_dtype=BF16, memory=1.0) as engine:
         memory, weights = engine.sharder.memory, engine.executor.weights
-        before = [weights.takes_turns(), memory.may_leave]
+        before = [weights.uses_epoch_lock(), memory.may_leave]
         engine.eval_step()
-        return [*before, weights.takes_turns(), memory.may_leave]
+        return [*before, weights.uses_epoch_lock(), memory.may_leave]
 
 
 def test_whoever_evaluates_first_need_not_come_along_with_other_ranks(ranks: Ranks) -> None:
@@ -198,7 +198,7 @@ def fails_on_rank_1() -> str:
     limit, model = planned(), Mixed()
     with engine_for(model, compute_dtype=BF16, **limit) as engine:
         mine = partial(patch.object, HostMemory, "mapped")
-        with mine(staticmethod(no_memory)) if engine.rank == 1 else nullcontext(), engine.shards_in_sight():
+        with mine(staticmethod(no_memory)) if engine.rank == 1 else nullcontext(), engine.registered_parameters():
             optimizer = torch.optim.AdamW(two_groups(model))
             with pytest.raises(HostMemoryError) as caught:
                 engine.optimizers.arrange([optimizer])
@@ -246,7 +246,7 @@ def test_where_masters_cannot_leave_it_is_refused_with_what_to_do(ranks: Ranks) 
             assert "lightning_zero.unshard(model) first" in message
 
 
-def make_plain() -> list[bool]:
+def unshard_module() -> list[bool]:
     with engine_for(nn.Linear(8, 8), compute_dtype=BF16, **AWAY) as engine:
         assert engine.module is not None
         before = engine.module.weight.detach().clone()
@@ -256,4 +256,4 @@ def make_plain() -> list[bool]:
 
 
 def test_a_model_that_is_made_plain_has_its_weights_back(ranks: Ranks) -> None:
-    assert ranks.run(2, make_plain) == [[True], [True]]
+    assert ranks.run(2, unshard_module) == [[True], [True]]

@@ -56,7 +56,7 @@ def train(
         return model.loss(tuple(part[:rows] for part in batch))
 
     with patch("lightning_zero.compile.session.MemoryGauge", Gauge), patch.object(Gauge, "spare", spare, create=True):
-        budget = {"reshard_after_forward": "auto"} if resident == "auto" else {"resident_mb": resident}
+        budget = {"reshard_after_forward": "auto"} if resident == "auto" else {"unsharded_cache_mb": resident}
         settings = {**budget, "gather_group_mb": 0.001, **options}
         with engine_for(model, "aot_eager", observe=count, **settings) as engine:
             engine.session.progress._report = said.append
@@ -68,7 +68,7 @@ def train(
             for resharded in (False, True):
                 tuning = replace(engine.config.tuning, report_stall_after_s=20.0)
                 if resharded:
-                    tuning = replace(tuning, resident_until="backward")
+                    tuning = replace(tuning, unsharded_cache_until="backward")
                 engine.configure(replace(engine.config, tuning=tuning))
                 stay.append(engine.session.planner.step_resident_bytes(engine.config.compiled))
     changes = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, before[1:], strict=False)]
@@ -117,7 +117,7 @@ def test_nothing_is_compiled_again_for_a_budget_that_no_weight_fits_in(ranks: Ra
 
 
 def accumulate() -> dict[str, Any]:
-    return train([TOTAL // 2] * 2, steps=6, accumulate=2, resident_until="step")
+    return train([TOTAL // 2] * 2, steps=6, accumulate=2, unsharded_cache_until="step")
 
 
 def test_in_accumulation_weights_stay_until_the_optimizer_steps(ranks: Ranks) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.fx import Graph
 
 from lightning_zero.memory_planner.planner import LIMIT_MARGIN
-from lightning_zero.offload.saved import SavedOnHost
+from lightning_zero.offload.saved import SavedTensorOffload
 from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge
 from tests.helpers.measured import AGAIN, Blocks, same
 from tests.helpers.models import build, make_batches
@@ -77,7 +77,7 @@ def train(
     gauge = patch("lightning_zero.compile.session.MemoryGauge", Gauge if device is not None else MemoryGauge)
     with (
         gauge,
-        patch("lightning_zero.step.memory_controller.CAN_LEAVE", (device or Device()).may_leave),
+        patch("lightning_zero.step.memory_controller.OFFLOADABLE", (device or Device()).may_leave),
         patch.object(Gauge, "simulated", device, create=True),
         engine_for(model, "aot_eager", observe=count, gather_group_mb=0.001, **options) as engine,
     ):
@@ -247,7 +247,7 @@ def held() -> tuple[Any, Any]:
     memory = (HELD - 1) / GIB  # nothing is free when the first step begins
     with (
         warnings.catch_warnings(),
-        patch("lightning_zero.memory_planner.first_step_memory.SavedOnHost", partial(SavedOnHost, least_bytes=1)),
+        patch("lightning_zero.memory_planner.first_step_memory.SavedTensorOffload", partial(SavedTensorOffload, least_bytes=1)),
     ):
         warnings.simplefilter("ignore")  # that it cannot be held
         return train(Device(), 3, memory=memory), train(None, 3, activation_memory_budget=0.2)
@@ -261,7 +261,7 @@ def test_what_a_first_step_saves_is_on_the_host_until_its_backward(ranks: Ranks)
 
 
 def held_without_a_limit() -> tuple[dict[str, Any], dict[str, Any]]:
-    with patch("lightning_zero.memory_planner.first_step_memory.SavedOnHost", partial(SavedOnHost, least_bytes=1)):
+    with patch("lightning_zero.memory_planner.first_step_memory.SavedTensorOffload", partial(SavedTensorOffload, least_bytes=1)):
         return train(Device(fuller=TOTAL - HELD), 3), train(None, 3)
 
 

@@ -62,7 +62,7 @@ def devices(come_after_s: float, rest_s: float) -> str:
         words[[SENT, COME]] = 9
         for at, number in UNSENT[mesh.rank].items():
             words[at] = number
-        watchdog.native.tell_parts(7, WEIGHTS)
+        watchdog.native.set_exchange_parts(7, WEIGHTS)
         watchdog.native.watch_device(words)
         watchdog.begin()
         found = verdict(watchdog, come_after_s)
@@ -97,7 +97,7 @@ def over_a_network_that_brings_nothing() -> tuple[str, float]:
         def slow_down(model: Any, index: int) -> None:
             nonlocal begun
             if index == 2:
-                engine.executor.transport.limit_across(1e-9)
+                engine.executor.transport.limit_cross_host_bandwidth(1e-9)
                 begun = time.monotonic()
 
         try:

@@ -63,7 +63,7 @@ def train(emulate: bool = False, come_and_go: bool = False, **options: Any) -> d
         layout = engine.optimizers.stepper(optimizer).layout
         roles = memory_by_role(engine, [optimizer])
         values = {"params": whole_params(engine, model), "state": whole_state(engine, optimizer)}
-        return {"values": values, "kinds": kinds, "roles": roles, "segments": len(layout.segments if layout else [])}
+        return {"values": values, "kinds": kinds, "roles": roles, "segments": len(layout.runs if layout else [])}
 
 
 NARROW, WIDE = torch.bfloat16, torch.float32
@@ -106,7 +106,7 @@ def refuse() -> tuple[str, str]:
     model, found = Sums(), []
     with engine_for(model, "eager", state_dtype="bf16") as engine:
         for make in (Lion, lambda params: torch.optim.AdamW(params, differentiable=True)):
-            with engine.shards_in_sight(), pytest.raises(UnsupportedError) as caught:
+            with engine.registered_parameters(), pytest.raises(UnsupportedError) as caught:
                 engine.optimizers.check(make(list(model.parameters())))
             found.append(str(caught.value))
     with engine_for(Sums().double(), "eager", state_dtype="bf16") as engine:

@@ -116,7 +116,7 @@ def train(engine: Any, model: Any, batch: Batch) -> None:
     with engine.train_step():
         loss = model.loss(shard_batch(batch, engine.rank, engine.world_size))
     loss.backward()
-    engine.cycle.gradients_are_final()
+    engine.cycle.finalize_gradients()
 
 
 TRANSPORTS: dict[str, tuple[int, dict[str, Any]]] = {

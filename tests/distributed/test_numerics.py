@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.integrations.precision import FlatGradScaler
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 from tests.helpers.models import Case, NextToken, build, make_batches
 from tests.helpers.oracle import Batch, Reference, assert_close_relative, batches_for_rank, shard_batch, train_reference
 from tests.helpers.sharded import (
@@ -101,7 +101,7 @@ def train(
             engine, model, batches, make_optimizer(model), clip_norm=clip, context=context_of(precision)
         )
         # Everything but the first step ran as it was meant to.
-        assert len(engine.session.calls.modules) == (backend != EAGER)
+        assert len(engine.session.compiled_modules.modules) == (backend != EAGER)
         return out
 
 
@@ -257,7 +257,7 @@ def train_with_scaler(backend: str) -> dict[str, Any]:
             scaler.scale(loss).backward()
             if index == INJECTED and engine.rank == engine.world_size - 1:
                 # In a shard that no other rank sees.
-                with plainly():
+                with no_shard_dispatch():
                     next(model.parameters()).grad[0, 0] = torch.inf
             engine.before_step()
             out["steps"].append(

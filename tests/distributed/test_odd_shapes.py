@@ -25,7 +25,7 @@ def train(case: str, backend: str) -> tuple[Reference, dict[str, Any]]:
         spare = {}
         for name, arena in (("weights", engine.sharder.memory.shards), ("gradients", engine.sharder.memory.gradients)):
             values = sum(int(torch.count_nonzero(flat)) for flat in arena.flat.values())
-            room = sum(len(range(*record.layout.range_of(engine.rank))) for record in engine.sharder.live)
+            room = sum(len(range(*record.layout.shard_range(engine.rank))) for record in engine.sharder.live)
             spare[name] = values <= room
         return out, {"buckets": engine.executor.counters()["buckets"], "state": sorted(state), "spare": spare}
 

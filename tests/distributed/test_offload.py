@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.staging_ring import Load, Pass, Ring
+from lightning_zero.offload.staging_ring import StagedChunk, RingPass, StagingRing
 from tests.helpers.lion import Lion
 from tests.helpers.models import build
 from tests.helpers.optimizer_steps import (
@@ -76,12 +76,12 @@ CAPTURED = [
 ]
 
 
-class Counted(Pass):
+class Counted(RingPass):
     """Notes how many loads pass at once."""
 
     most = 0
 
-    def __init__(self, ring: Ring, loads: Sequence[Load]) -> None:
+    def __init__(self, ring: StagingRing, loads: Sequence[StagedChunk]) -> None:
         super().__init__(ring, loads)
         Counted.most = max(Counted.most, len(loads))
 
@@ -93,8 +93,8 @@ def train_both_ways(cases: list[tuple[str, Event]], emulate: bool) -> list[str]:
         expected = train_sharded_steps(name, stay if event is come_and_go else event, emulate)
         Counted.most = 0
         with (
-            patch("lightning_zero.step.chunked_step.Pass", Counted),
-            patch("lightning_zero.optim.chunks.Pass", Counted),
+            patch("lightning_zero.step.chunked_step.RingPass", Counted),
+            patch("lightning_zero.optim.chunks.RingPass", Counted),
         ):
             found = train_sharded_steps(name, event, emulate, **ON_HOST)
         try:
@@ -117,11 +117,11 @@ def buffers_grow(emulate: bool) -> tuple[Any, Any, int]:
     """Training in which more is stepped from some step on, without and with room for all of it; how often buffers of
     another number were made."""
     made: list[int] = []
-    resize = Ring.resize
+    resize = StagingRing.resize
     expected = train_sharded_steps("AdamW", unfreeze_and_add, emulate)
     with (
         patch("lightning_zero.offload.staging_ring.MOST_BYTES", 1024),
-        patch.object(Ring, "resize", lambda ring, nbytes: (made.append(nbytes), resize(ring, nbytes))[1]),
+        patch.object(StagingRing, "resize", lambda ring, nbytes: (made.append(nbytes), resize(ring, nbytes))[1]),
     ):
         found = train_sharded_steps("AdamW", unfreeze_and_add, emulate, offload=("optimizer",), offload_buffer_mb=0.5)
     return found[:2], expected[:2], len(made)
@@ -137,14 +137,14 @@ def test_more_to_step_passes_through_more_buffers(ranks: Ranks, emulate: bool) -
 def when_it_comes(masters: bool) -> list[str]:
     """In training: forwards, steps, and when state begins to come for the next one."""
     seen: list[str] = []
-    ahead = Pass.ahead
+    ahead = RingPass.ahead
     model = build(Parts)
     others = {"offload": ("optimizer", "parameters"), "compute_dtype": torch.bfloat16} if masters else {}
     with (
         engine_for(model, emulate_cuda_graph_step=True, **ON_HOST | others) as engine,
-        patch.object(Pass, "ahead", lambda through: (seen.append("comes"), ahead(through))[1]),
+        patch.object(RingPass, "ahead", lambda through: (seen.append("comes"), ahead(through))[1]),
     ):
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = OPTIMIZERS["AdamW"](model)
         for step in range(4):
             with engine.train_step():
@@ -177,7 +177,7 @@ def amid_a_step(refused: bool, **options: Any) -> dict[str, Any]:
         patch("lightning_zero.offload.staging_ring.LEAST", 1),
         engine_for(model, "eager", cuda_graph_step=False, **options) as engine,
     ):
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             first, last = list(model.parameters())[:-1], list(model.parameters())[-1:]
             optimizer, other = Lion(first, lr=0.01), torch.optim.AdamW(last)
         engine.optimizers.arrange([optimizer, other])
@@ -209,12 +209,12 @@ def test_a_step_that_is_refused_leaves_the_buffers_of_the_one_under_way(ranks: R
 def configure_twice() -> list[tuple[str, ...]]:
     model = build(Parts)
     with engine_for(model, "eager") as engine:
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = OPTIMIZERS["AdamW"](model)
         engine.optimizers.arrange([optimizer])
         engine.optimizers.stepper(optimizer)
         away = replace(engine.config, offload=("optimizer",))
-        full = patch("lightning_zero.step.optimizers.leave_device", side_effect=MemoryError("the host is full"))
+        full = patch("lightning_zero.step.optimizers.move_state_to_host", side_effect=MemoryError("the host is full"))
         with full, pytest.raises(MemoryError):
             engine.configure(away)
         engine.configure(away)
@@ -228,7 +228,7 @@ def test_options_that_could_not_be_put_in_force_are_when_they_are_given_again(ra
 def refuse() -> str:
     model = build(Parts)
     with engine_for(model, "eager", **ON_HOST) as engine:
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = OPTIMIZERS["Lion"](model)
         with pytest.raises(UnsupportedError) as caught:
             engine.optimizers.check(optimizer)
@@ -252,7 +252,7 @@ def left_behind(**options: Any) -> int:
     what can only be found as a cycle."""
     model = build(Parts)
     with engine_for(model, "eager", **options) as engine:
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = OPTIMIZERS["AdamW"](model)
         engine.optimizers.arrange([optimizer])
         for _ in range(3):
@@ -270,7 +270,7 @@ def left_behind(**options: Any) -> int:
         gc.collect()
         gc.disable()
         try:
-            with patch("lightning_zero.step.optimizers.leave_device", copy_out):
+            with patch("lightning_zero.step.optimizers.move_state_to_host", copy_out):
                 engine.configure(replace(engine.config, offload=("optimizer",)))
             return sum(not one.expired() for one in held)
         finally:

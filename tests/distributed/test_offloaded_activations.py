@@ -63,7 +63,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "without passes": {"case": OneLayer, "prefetch": False},
     "activations checkpointed": {"case": NonReentrant},
     "several graphs": {"case": "TwelveBlocks"},
-    "weights kept": {"case": OneLayer, "resident_mb": float("inf"), "resident_until": "step"},
+    "weights kept": {"case": OneLayer, "unsharded_cache_mb": float("inf"), "unsharded_cache_until": "step"},
 }
 QUICK = ("mixed precision, accumulated", "replayed")
 
@@ -212,7 +212,7 @@ def without_backward() -> list[Any]:
         found.append(activations.nbytes - held)
         train_sharded(engine, model, batches[2:], optimizer)
         found += [activations.nbytes - held, lanes.waiting]
-        engine.cycle.tidy_up()
+        engine.cycle.clean_up()
         found.append(activations.nbytes)
     return found
 

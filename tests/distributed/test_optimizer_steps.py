@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.flat_runs import Segment
-from lightning_zero.step.watch import WATCHED
+from lightning_zero.optim.flat_runs import FlatRun
+from lightning_zero.step.watch import CHECKED_STEPS
 from tests.helpers.models import build
 from tests.helpers.optimizer_steps import (
     OPTIMIZERS,
@@ -43,10 +43,10 @@ class ByRows(torch.optim.SGD):
 @pytest.mark.parametrize("emulate", [False, True], ids=["own", "captured"])
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in SELDOM])
 def test_steps_equal_the_plain_optimizers(ranks: Ranks, name: str, emulate: bool) -> None:
-    for segments, captured, *_ in compare(ranks, 3 if name == "AdamW" else 2, name, nothing, emulate):
+    for flat_runs, captured, *_ in compare(ranks, 3 if name == "AdamW" else 2, name, nothing, emulate):
         assert captured == (emulate and name != "Lion")
         if name != "Lion":  # which could ask for shapes
-            assert segments <= 2 if captured else segments <= 4
+            assert flat_runs <= 2 if captured else flat_runs <= 4
 
 
 @pytest.mark.parametrize("name", SELDOM)
@@ -76,7 +76,7 @@ def hooks_see() -> list[Any]:
     model = build(Parts)
     seen = []
     with engine_for(model, "eager", emulate_cuda_graph_step=True) as engine:
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = torch.optim.AdamW(model.parameters())
         params = optimizer.param_groups[0]["params"]
         state = optimizer.state
@@ -104,7 +104,7 @@ def train_with_counts_elsewhere(name: str, event: Event, emulate: bool) -> Any:
     """As on a GPU, where an optimizer keeps its step counts on the host until they are captured."""
     moved: list[Tensor] = []  # held, so that no other memory gets their addresses
 
-    def move_counts(self: Segment, device: torch.device) -> bool:
+    def move_counts(self: FlatRun, device: torch.device) -> bool:
         there = {counts.untyped_storage().data_ptr() for counts in moved}
         away = [key for key, counts in self.counts.items() if counts.untyped_storage().data_ptr() not in there]
         for key in away:
@@ -113,7 +113,7 @@ def train_with_counts_elsewhere(name: str, event: Event, emulate: bool) -> Any:
             moved.append(self.counts[key])
         return bool(away)
 
-    with patch.object(Segment, "move_counts", move_counts):
+    with patch.object(FlatRun, "move_counts", move_counts):
         return train_sharded_steps(name, event, emulate)
 
 
@@ -128,7 +128,7 @@ def gradients_by_hand(emulate: bool) -> tuple[list[list[Tensor]], list[list[Tens
     side by side."""
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).requires_grad_(False)
     plain = [nn.Parameter(layer.weight.detach().reshape(1, -1).clone()) for layer in model]
-    found, expected, segments = [], [], []
+    found, expected, flat_runs = [], [], []
     with engine_for(model, "eager", emulate_cuda_graph_step=emulate) as engine:
         theirs, optimizer = (torch.optim.AdamW(params, lr=0.02) for params in (plain, model.parameters()))
         ways = [torch.zeros(1, 64), torch.zeros(1, 64)], torch.zeros(2, 1, 64).unbind()[::-1]  # as shards lie
@@ -142,14 +142,14 @@ def gradients_by_hand(emulate: bool) -> tuple[list[list[Tensor]], list[list[Tens
             theirs.step()
             found.append([param.to_local().view(1, -1) for param in model.parameters()])
             expected.append([param.detach().clone() for param in plain])
-            segments.append(len(engine.optimizers.stepper(optimizer).layout.segments))
-    return found, expected, segments
+            flat_runs.append(len(engine.optimizers.stepper(optimizer).layout.flat_runs))
+    return found, expected, flat_runs
 
 
 @pytest.mark.parametrize("emulate", [False, True], ids=["own", "captured"])
 def test_state_that_moves_for_one_plan_moves_for_all(ranks: Ranks, emulate: bool) -> None:
-    ((found, expected, segments),) = ranks.run(1, gradients_by_hand, emulate)
-    assert segments == [2, 2, 1, 1] * 2
+    ((found, expected, flat_runs),) = ranks.run(1, gradients_by_hand, emulate)
+    assert flat_runs == [2, 2, 1, 1] * 2
     assert_close_relative(found, expected, 1e-6)
 
 
@@ -161,7 +161,7 @@ def test_hooks_see_the_optimizers_own_parameters_and_state(ranks: Ranks) -> None
 def require_capture(name: str, emulate: bool) -> str:
     model = build(Parts)
     with engine_for(model, "eager", emulate_cuda_graph_step=emulate, cuda_graph_step=True) as engine:
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = OPTIMIZERS[name](model)
         try:
             engine.optimizers.check(optimizer)
@@ -182,7 +182,7 @@ def test_a_step_that_must_be_captured_but_cannot_is_an_error(ranks: Ranks) -> No
 def step_by_rows() -> str:
     model = build(Parts)
     with engine_for(model, "eager") as engine:
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = ByRows(model.parameters(), lr=0.1)
         with engine.train_step():
             loss = model(torch.ones(3, 19)).mean()
@@ -224,8 +224,8 @@ def by_shape(begin: int) -> Any:
     model = build(Parts)
     plain = copy.deepcopy(model)
     with engine_for(model, "eager") as engine:
-        ours, theirs, segments = ByShape(model.parameters(), begin), ByShape(plain.parameters(), begin), []
-        for step in range(WATCHED + 2):
+        ours, theirs, flat_runs = ByShape(model.parameters(), begin), ByShape(plain.parameters(), begin), []
+        for step in range(CHECKED_STEPS + 2):
             x = torch.randn(3, 19, generator=torch.Generator().manual_seed(step))
             with engine.train_step():
                 loss = model(x).square().mean()
@@ -241,21 +241,21 @@ def by_shape(begin: int) -> Any:
             theirs.zero_grad()
             layout = engine.optimizers.stepper(ours).layout
             assert layout is not None
-            segments.append(len(layout.segments))
-        return whole_params(engine, model), dict(plain.named_parameters()), segments
+            flat_runs.append(len(layout.flat_runs))
+        return whole_params(engine, model), dict(plain.named_parameters()), flat_runs
 
 
 def test_a_step_that_reads_shapes_reads_those_of_full_parameters(ranks: Ranks) -> None:
-    for found, expected, segments in ranks.run(2, by_shape, 0):
+    for found, expected, flat_runs in ranks.run(2, by_shape, 0):
         assert_close_relative(found, {k: v.detach() for k, v in expected.items()}, 1e-5)
-        assert set(segments) == {len(expected)}
-    for step, message in ranks.run(2, by_shape, WATCHED):
-        assert step == WATCHED
+        assert set(flat_runs) == {len(expected)}
+    for step, message in ranks.run(2, by_shape, CHECKED_STEPS):
+        assert step == CHECKED_STEPS
         assert message.startswith("The step() of ByShape asks for the "), message
 
 
 def test_an_unknown_optimizer_that_reads_no_shapes_steps_neighbours_together_later(ranks: Ranks) -> None:
-    for found, expected, segments in ranks.run(2, by_shape, 1000):
+    for found, expected, flat_runs in ranks.run(2, by_shape, 1000):
         assert_close_relative(found, {k: v.detach() for k, v in expected.items()}, 1e-5)
-        assert segments[:WATCHED] == [len(expected)] * WATCHED
-        assert segments[WATCHED] < len(expected)
+        assert flat_runs[:CHECKED_STEPS] == [len(expected)] * CHECKED_STEPS
+        assert flat_runs[CHECKED_STEPS] < len(expected)

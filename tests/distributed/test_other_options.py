@@ -9,7 +9,7 @@ import torch
 
 from lightning_zero import Tuning
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.option import Change, option_fields
+from lightning_zero.config.option import OnChange, option_fields
 from lightning_zero.config.options import Options
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
@@ -18,7 +18,7 @@ from tests.helpers.options import OTHERS
 from tests.helpers.sharded import engine_for, sgd, train_sharded
 from tests.ranks.pool import Ranks
 
-CHANGES = {name: option.change for cls in (Options, Tuning) for name, (_, option) in option_fields(cls).items()}
+CHANGES = {name: option.on_change for cls in (Options, Tuning) for name, (_, option) in option_fields(cls).items()}
 BEFORE: dict[str, Any] = {"reduce_transport": "collective", "compile_backend": "aot_eager"}
 # Other values than OTHERS, where those are what the engine has or this machine cannot do.
 NOW: dict[str, Any] = OTHERS | {"compile_backend": "inductor"}
@@ -35,9 +35,9 @@ class Recorded:
         self.told = options
         self._native.configure(*options)
 
-    def set_report(self, *options: Any) -> None:
+    def set_report_interval(self, *options: Any) -> None:
         self.told = options
-        self._native.set_report(*options)
+        self._native.set_report_interval(*options)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._native, name)
@@ -54,7 +54,7 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     bucket, double, free, sync, poison, dtype, _ = engine.executor._native.told
     return {
         "compiled": engine.session._compiler._config,
-        "cuda_graphs": engine.optimizers.stepper(optimizer).why_eager,
+        "cuda_graphs": engine.optimizers.stepper(optimizer).eager_reason,
         "memory": engine.session.config.memory,  # by which the session plans: test_memory_budget.py
         "offload": type(engine.optimizers.stepper(optimizer)._runners[-1]),
         "state_dtype": engine.optimizers.stepper(optimizer)._layouts._narrow,
@@ -67,14 +67,14 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "reduce_bucket_mb": bucket,
         "reduce_double_buffer": double,
         "report_stall_after_s": engine.watchdog.native.told,
-        "agreement_timeout_s": engine.session._agreement.patience_s,
-        "reduce_across": engine.executor.reduces_across_once,
-        "cuda_graph_step": engine.optimizers.stepper(optimizer).why_eager,
+        "consensus_timeout_s": engine.session._consensus.patience_s,
+        "cross_host_reduce": engine.executor.reduces_across_once,
+        "cuda_graph_step": engine.optimizers.stepper(optimizer).eager_reason,
         "cuda_graph_model": engine.replays._option,
         "sync_collectives": sync,
         "poison": poison,
-        "emulate_bandwidth_across_gbs": engine.executor.transport._limit,
-        "emulate_cuda_graph_step": engine.optimizers.stepper(optimizer).why_eager,
+        "emulate_cross_host_gb_per_s": engine.executor.transport._limit,
+        "emulate_cuda_graph_step": engine.optimizers.stepper(optimizer).eager_reason,
         "emulate_cuda_graph_model": engine.replays.enabled,
     }
 
@@ -82,7 +82,7 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
 def other(config: EngineConfig, name: str) -> EngineConfig:
     if name in option_fields(Options):
         return replace(config, **{name: NOW[name]})
-    first = replace(config, reshard_after_forward=False) if name == "resident_until" else config
+    first = replace(config, reshard_after_forward=False) if name == "unsharded_cache_until" else config
     return replace(first, tuning=replace(first.tuning, **{name: NOW[name]}))
 
 
@@ -95,7 +95,7 @@ def change_each() -> dict[str, str]:
         train_sharded(engine, model, batches[:2], optimizer)
         first = engine.config
         for name in OTHERS:
-            start = replace(first, reshard_after_forward=False) if name == "resident_until" else first
+            start = replace(first, reshard_after_forward=False) if name == "unsharded_cache_until" else first
             engine.configure(start)
             before, chosen = in_force(engine, optimizer), other(start, name)
             try:
@@ -116,8 +116,8 @@ def change_each() -> dict[str, str]:
 
 
 def test_every_option_is_applied_or_refused_by_name(ranks: Ranks) -> None:
-    words = {Change.REFUSED: "refused", Change.COMPILED: "compiled", Change.APPLIED: "applied"}
-    words[Change.NEGOTIATED] = "refused"  # test_peers.py has those that come to the same
+    words = {OnChange.REFUSE: "refused", OnChange.RECOMPILE: "compiled", OnChange.APPLY: "applied"}
+    words[OnChange.NEGOTIATE] = "refused"  # test_peers.py has those that come to the same
     expected = {name: words[change] for name, change in CHANGES.items() if name != "tuning"}
     for found in ranks.run(2, change_each, deadline=240):
         assert found == expected
@@ -147,9 +147,9 @@ def refused_together() -> list[str]:
         record(engine)
         train_sharded(engine, model, batches[:2], optimizer)
         engine.session.disable_passes(["split_gathers"])
-        config, compiler, calls = engine.config, engine.session._compiler, engine.session.calls
-        ways = engine.peers._weights, engine.peers._gradients
-        before = in_force(engine, optimizer), [way._choice for way in ways], engine.replays._must
+        config, compiler, compiled_modules = engine.config, engine.session._compiler, engine.session.compiled_modules
+        ways = engine.transports._weights, engine.transports._gradients
+        before = in_force(engine, optimizer), [way._choice for way in ways], engine.replays._required
         for chosen, words in IMPOSSIBLE:
             inside = BESIDES | {name: value for name, value in chosen.items() if name in option_fields(Tuning)}
             outside = {name: value for name, value in chosen.items() if name not in inside}
@@ -158,9 +158,9 @@ def refused_together() -> list[str]:
             )
             with pytest.raises((UnsupportedError, ValueError), match=words):
                 engine.configure(other)
-            after = in_force(engine, optimizer), [way._choice for way in ways], engine.replays._must
+            after = in_force(engine, optimizer), [way._choice for way in ways], engine.replays._required
             same = engine.config is config and engine.optimizers.config is config and engine.session.config is config
-            same = same and engine.session._compiler is compiler and engine.session.calls is calls
+            same = same and engine.session._compiler is compiler and engine.session.compiled_modules is compiled_modules
             found.append("" if same and before == after else f"{chosen}: {before} -> {after}")
         train_sharded(engine, model, batches[2:], optimizer)
     return found

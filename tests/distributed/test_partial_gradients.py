@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import BACKENDS, EAGER, engine_for
 from tests.helpers.spread import check_spread
@@ -53,8 +53,8 @@ def compare(backend: str, loss: Loss) -> None:
                 assert record is not None
                 assert (param.grad is None) == (expected.grad is None)
                 if param.grad is not None and expected.grad is not None:
-                    begin, end = record.layout.range_of(rank)
-                    with plainly():
+                    begin, end = record.layout.shard_range(rank)
+                    with no_shard_dispatch():
                         own = param.grad.reshape(-1)[: end - begin]
                     assert_close_relative(own, expected.grad.reshape(-1)[begin:end], 1e-5, 1e-7, record.name)
                 param.grad = expected.grad = None
@@ -93,9 +93,9 @@ def some_weights(backend: str) -> None:
             assert record is not None
             assert param.grad is not None
             assert expected[name].grad is not None
-            begin, end = record.layout.range_of(rank)
+            begin, end = record.layout.shard_range(rank)
             whole = expected[name].grad.reshape(-1)[begin:end]
-            with plainly():
+            with no_shard_dispatch():
                 own = param.grad.reshape(-1)[: end - begin]
             assert_close_relative(own, whole, 1e-5, what=name)
 

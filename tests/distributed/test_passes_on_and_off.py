@@ -19,7 +19,7 @@ STEPS = 4
 
 OFF: dict[str, Any] = {"prefetch": False}
 ON: dict[str, Any] = {"gather_group_mb": 0.02, "reduce_group_mb": 0.02}
-PERSISTENT: dict[str, Any] = ON | {"resident_mb": float("inf")}
+PERSISTENT: dict[str, Any] = ON | {"unsharded_cache_mb": float("inf")}
 # All weights at once; and each as late as a device that computes slowly lets it.
 EARLY: dict[str, Any] = ON | {"prefetch_mb": 64}
 LATE: dict[str, Any] = ON | {"costs": CostModel(NOMINAL_COSTS.gathers, DeviceSpeed({torch.float32: 1e9}, 1e9, 1e-5))}
@@ -27,7 +27,7 @@ WAYS = (OFF, ON, PERSISTENT, EARLY, LATE)
 # Weights gathered by collectives; and copied out of peers' memory, as CPUs do by themselves.
 COLLECTED: dict[str, Any] = ON | {"gather_transport": "collective"}
 COPIED: dict[str, Any] = ON | {"gather_transport": "copy"}
-RESIDENT: dict[str, Any] = COPIED | {"resident_mb": float("inf"), "resident_until": "step"}
+RESIDENT: dict[str, Any] = COPIED | {"unsharded_cache_mb": float("inf"), "unsharded_cache_until": "step"}
 
 
 def all_ways(
@@ -69,7 +69,7 @@ def copies_are_equal(results: Sequence[tuple[Reference, dict[str, int]]]) -> Non
     """Of the weights gathered by collectives, copied, and copied and resident."""
     (on, gathered), *others = results
     assert gathered.get("copied_weights", 0) == 0
-    assert others[0][1]["groups_ahead"] > 0  # on their way before the graph began
+    assert others[0][1]["prefetched_groups"] > 0  # on their way before the graph began
     for copied, counters in others:
         assert counters["copied_weights"] > 0
         assert_same_bits(copied, on)
@@ -118,7 +118,7 @@ def test_weights_used_in_low_precision_travel_in_it(tied: Any) -> None:
     # head's is kept without a budget.)
     assert on["gather_bytes"] - resident["gather_bytes"] >= (STEPS - 1) * 2 * weights
     # All compute copies are written at once, not one by one; only the first, eager step takes edits of weights into account.
-    assert on.get("compute_copy_writes", 0) == off.get("compute_copy_writes", 0)
+    assert on.get("compute_shard_writes", 0) == off.get("compute_shard_writes", 0)
 
 
 def mean_of_parts(case: type[Case], mixed: bool) -> list[tuple[Reference, dict[str, int]]]:

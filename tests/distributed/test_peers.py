@@ -21,7 +21,7 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.profiling.cost_model import NOMINAL_COSTS
 from lightning_zero.sharding.shared_memory import mapped
-from lightning_zero.sharding.symm_mem import PeerMemory, gradients, weights
+from lightning_zero.sharding.symm_mem import SymmetricMemory, gradients, weights
 from lightning_zero.sharding.symm_mem import memory as peer_memory
 from tests.helpers.models import OneLayer, TiedLayer, build, make_batches
 from tests.helpers.options import config
@@ -35,8 +35,8 @@ COPY: dict[str, Any] = {"gather_transport": "copy", "reduce_transport": "copy"}
 autocast = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
 
 
-def memory() -> PeerMemory:
-    return PeerMemory(Mesh.of(torch.device("cpu")))
+def memory() -> SymmetricMemory:
+    return SymmetricMemory(Mesh.of(torch.device("cpu")))
 
 
 def in_shared_memory() -> set[str]:
@@ -151,7 +151,7 @@ def trained(nth: int, choices: dict[str, str]) -> tuple[list[float], dict[str, i
         batches = make_batches(OneLayer, 5, 12)
         got = train_sharded(engine, model, batches, sgd(model), context=autocast)
         measured = [call.args[1] for call in links.mock_calls]
-        return got.losses, engine.executor.counters(), engine.peers.nbytes, engine.peers.missing, measured
+        return got.losses, engine.executor.counters(), engine.transports.nbytes, engine.transports.collectives_used, measured
 
 
 def falls_back(nth: int, oracle: dict[str, str]) -> tuple[Any, Any]:
@@ -174,7 +174,7 @@ def test_where_memory_runs_out_collectives_take_over(
     oracle = {"gather_transport": gather_transport, "reduce_transport": reduce_transport}
     for got, expected in ranks.run(2, falls_back, nth, oracle, deadline=240):
         assert got[0] == expected[0]
-        same = ("copied_weights", "gathers", "reduces", "agreements", "compute_copy_writes")
+        same = ("copied_weights", "gathers", "reduces", "agreements", "compute_shard_writes")
         assert {name: got[1].get(name) for name in same} == {name: expected[1].get(name) for name in same}
         assert got[2:4] == expected[2:4], "half of what was wanted was left"
         assert got[4] == ([gather_transport == "copy"] if nth > 1 else []), (
@@ -212,10 +212,10 @@ def test_copies_that_were_asked_for_are_refused_by_name_on_every_rank(ranks: Ran
 
 
 def with_a_stub_for_a_barrier(choice: str) -> str:
-    with patch.object(PeerMemory, "_meet", lambda self: None):
+    with patch.object(SymmetricMemory, "_meet", lambda self: None):
         try:
             with engine_for(None, "aot_eager", **MIXED, reduce_transport=choice) as engine:
-                return engine.peers.missing
+                return engine.transports.collectives_used
         except UnsupportedError as error:
             return str(error)
 
@@ -228,11 +228,11 @@ def test_a_barrier_that_does_not_wait_is_not_relied_on(ranks: Ranks) -> None:
 def objections(backend: str, atomics: str) -> str | None:
     """Of GPUs, of which rank 1's is not as the others."""
     mine = dist.get_rank() == 1
-    own = PeerMemory(Mesh.of(torch.device("cuda", 0)))
+    own = SymmetricMemory(Mesh.of(torch.device("cuda", 0)))
     with (
         patch("torch.distributed._symmetric_memory.get_backend", lambda device: backend if mine else "CUDA"),
-        patch.object(peer_memory, "uuid_of", lambda device: f"gpu {dist.get_rank()}"),
-        patch.object(peer_memory, "why_no_atomics", lambda device, uuids: atomics if mine else ""),
+        patch.object(peer_memory, "gpu_uuid", lambda device: f"gpu {dist.get_rank()}"),
+        patch.object(peer_memory, "no_atomics_reason", lambda device, uuids: atomics if mine else ""),
     ):
         return own._objection()
 
@@ -250,7 +250,7 @@ def configured(options: dict[str, Any], other: dict[str, Any]) -> str:
             engine.configure(replace(engine.config, tuning=replace(engine.config.tuning, **other)))
         except UnsupportedError as error:
             return str(error)
-        return str(engine.session._agreement.patience_s)
+        return str(engine.session._consensus.patience_s)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def configured(options: dict[str, Any], other: dict[str, Any]) -> str:
         ),
         ({}, {"reduce_transport": "copy"}, "Pass reduce_transport='auto', or call lightning_zero.unshard(model) first"),
         ({}, {"reduce_transport": "collective", "gather_transport": "copy"}, "25.0"),  # what "auto" has come to
-        ({}, {"agreement_timeout_s": 7.0}, "7.0"),
+        ({}, {"consensus_timeout_s": 7.0}, "7.0"),
     ],
 )
 def test_what_a_sharded_model_cannot_follow_is_refused(
@@ -361,7 +361,7 @@ def test_ranks_with_batches_of_other_lengths_train(ranks: Ranks) -> None:
         assert abs(unedited[rank][5] / expected[rank][5] - 1) > 0.03, "an edit that makes no difference"
         assert_close_relative(losses, expected[rank], 5e-3, what=f"losses of rank {rank}")
         assert counters["copied_weights"] > 0
-        assert counters["groups_ahead"] > 0
+        assert counters["prefetched_groups"] > 0
 
 
 def poisoned() -> list[Any]:
@@ -402,9 +402,9 @@ def placed_twice() -> tuple[int, int, int, Reference]:
     params = list(model.parameters())
     with engine_for(model, "aot_eager", **MIXED, **COPY) as engine:
         optimizer = torch.optim.SGD([{"params": params[::2]}, {"params": params[1::2], "lr": 0.05}], lr=0.1)
-        before, order = engine.peers.nbytes, [param.data_ptr() for param in params]
+        before, order = engine.transports.nbytes, [param.data_ptr() for param in params]
         engine.optimizers.arrange([optimizer])
-        after, moved = engine.peers.nbytes, sum(param.data_ptr() != at for param, at in zip(params, order, strict=True))
+        after, moved = engine.transports.nbytes, sum(param.data_ptr() != at for param, at in zip(params, order, strict=True))
         return (
             before,
             after,
@@ -431,7 +431,7 @@ def trained_with_other_options() -> list[tuple[int, float]]:
             engine.configure(config(**{"compile_backend": "aot_eager", **MIXED, **COPY, **other}))
             engine.optimizers.arrange([optimizer])
             trained = train_sharded(engine, model, [batch], optimizer, context=autocast)
-            found.append((engine.peers.nbytes, trained.losses[0]))
+            found.append((engine.transports.nbytes, trained.losses[0]))
     return found
 
 
@@ -478,6 +478,6 @@ def test_an_edit_wins_over_what_was_fetched_ahead(ranks: Ranks) -> None:
     gathered = ranks.run(2, edited_between_graphs, {"gather_transport": "collective"}, deadline=120)
     copied = ranks.run(2, edited_between_graphs, {"gather_transport": "copy"}, deadline=120)
     for rank in range(2):
-        assert copied[rank][1]["groups_ahead"] > 0, "in the third step, which nothing is edited in"
+        assert copied[rank][1]["prefetched_groups"] > 0, "in the third step, which nothing is edited in"
         assert copied[rank][0] == gathered[rank][0]
         assert_close_relative(copied[rank][0], expected[rank], 1e-3, what=f"losses of rank {rank}")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_zero.sharding.layout import ShardLayout
-from lightning_zero.sharding.module_patching import RESIDENT
+from lightning_zero.sharding.module_patching import UNSHARDED_CACHE
 from lightning_zero.sharding.record import Role
 from tests.helpers.models import Case, OneLayer, TiedLayer, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits
@@ -16,7 +16,7 @@ from tests.ranks.pool import Ranks
 
 BF16 = torch.bfloat16
 WINDOWS, ACCUMULATE = 3, 4
-STEP: dict[str, Any] = {"resident_mb": float("inf"), "resident_until": "step", "gather_group_mb": 0.02}
+STEP: dict[str, Any] = {"unsharded_cache_mb": float("inf"), "unsharded_cache_until": "step", "gather_group_mb": 0.02}
 
 
 def with_and_without(case: str | type[Case], mixed: bool, backend: str) -> list[tuple[Reference, dict[str, int]]]:
@@ -62,15 +62,15 @@ def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
     """Names of the weights that there is memory for, their bytes, what a step gathers of them, and the training."""
     torch._dynamo.reset()
     model = build("CalledTwice")
-    with engine_for(model, "aot_eager", small_bytes=0, **STEP | {"resident_mb": megabytes}) as engine:
+    with engine_for(model, "aot_eager", small_bytes=0, **STEP | {"unsharded_cache_mb": megabytes}) as engine:
         batches, optimizer = make_batches("CalledTwice", 6, 12), sgd(model)
         out = train_sharded(engine, model, batches, optimizer, accumulate=2)
         resident = {
             view.untyped_storage().data_ptr(): view.untyped_storage().nbytes()
-            for view in engine.sharder.memory.holds(Role.RESIDENT)
+            for view in engine.sharder.memory.holds(Role.UNSHARDED_CACHE)
         }
         names = [
-            r.name for r in engine.sharder.live for owner, key in r.owners if key in owner.__dict__.get(RESIDENT, {})
+            r.name for r in engine.sharder.live for owner, key in r.owners if key in owner.__dict__.get(UNSHARDED_CACHE, {})
         ]
         return names, sum(resident.values()), engine.executor.counters().get("resident_gathers", 0), out
 

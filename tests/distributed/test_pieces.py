@@ -45,7 +45,7 @@ def train(lengths: tuple[int, ...], options: dict[str, Any]) -> tuple[Reference,
     [
         (1, (60,), {"compile_whole_graphs": True}),
         # Another length: sizes become dynamic, and everything is compiled once more.
-        (2, (60, 84), {"resident_mb": 0.01, "resident_until": "step", "gather_transport": "collective"}),
+        (2, (60, 84), {"unsharded_cache_mb": 0.01, "unsharded_cache_until": "step", "gather_transport": "collective"}),
     ],
     ids=["whole graphs", "two lengths, some weights stay"],
 )

@@ -70,7 +70,7 @@ def train(limit: int | None, rounded: int = STEPS + LATER, options: Any = None, 
 
     with (
         patch("lightning_zero.compile.session.MemoryGauge", Gauge),
-        patch("lightning_zero.step.memory_controller.CAN_LEAVE", ("optimizer", "activations")),
+        patch("lightning_zero.step.memory_controller.OFFLOADABLE", ("optimizer", "activations")),
         engine_for(model, **chosen) as engine,
     ):
         Gauge.engine, engine.session.progress._report = engine, said.append
@@ -131,5 +131,5 @@ def test_from_the_plan_on_a_training_is_what_it_is_with_rounded_gradients(
         assert over[STEPS:] == [True] + [False] * (2 * LATER - 1)
         assert dtypes[STEPS:] == [{torch.float32}] * 2 * LATER
         [told] = [line for line in said if "several micro-batches share a step" in line]
-        assert "tuning=Tuning(gradients_over_copies=False)" in told
+        assert "tuning=Tuning(grad_aliasing=False)" in told
         check(two, plain[1])

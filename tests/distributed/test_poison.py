@@ -13,8 +13,8 @@ from tests.ranks.pool import Ranks
 
 BF16 = torch.bfloat16
 PLAIN: dict[str, Any] = {"gather_group_mb": 0.001}
-RESIDENT = PLAIN | {"resident_mb": 0.02}
-STEP = PLAIN | {"resident_mb": 0.015, "resident_until": "step"}
+RESIDENT = PLAIN | {"unsharded_cache_mb": 0.02}
+STEP = PLAIN | {"unsharded_cache_mb": 0.015, "unsharded_cache_until": "step"}
 
 
 def with_and_without(case: str | type[Case], backend: str, options: dict[str, Any], mixed: bool) -> list[Reference]:

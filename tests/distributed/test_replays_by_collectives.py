@@ -127,7 +127,7 @@ def test_what_comes_after_an_interrupted_replay_fits_together_again(ranks: Ranks
 
 def why_not() -> tuple[str, str]:
     with engine_for(build("OneBlock"), **BY_COLLECTIVE["gradients"]) as engine:
-        return engine.peers.missing, engine.peers.why_not_replayed(engine.executor)
+        return engine.transports.collectives_used, engine.transports.no_capture_reason(engine.executor)
 
 
 def test_collectives_that_no_graph_can_hold_are_named(ranks: Ranks) -> None:

@@ -234,7 +234,7 @@ def _edited() -> list[tuple[str, Tensor, Tensor]]:
 
         def compare(what: str) -> None:
             for record in engine.sharder.live:
-                begin, end = record.layout.range_of(engine.rank)
+                begin, end = record.layout.shard_range(engine.rank)
                 assert not record.shard[end - begin :].any(), what
             state = model.state_dict()
             seen.extend((f"{what}: {key}", state[key], value.clone()) for key, value in plain.state_dict().items())
@@ -267,7 +267,7 @@ def _edited() -> list[tuple[str, Tensor, Tensor]]:
             both("a full mask", lambda p: p.__setitem__(_full(p) > 0.7, 0.5))
             both("a full value", lambda p: p.mul_(_full(p)).add_(torch.ones(p.shape[-1:])))
         for record in engine.sharder.live:
-            begin, end = record.layout.range_of(engine.rank)
+            begin, end = record.layout.shard_range(engine.rank)
             assert torch.equal(record.param.to_local(), record.shard[: end - begin])
             assert f"elements {begin} to {end} of {record.layout.numel}" in repr(record.param)
     return seen

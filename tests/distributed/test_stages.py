@@ -65,7 +65,7 @@ def train(stage: int, backend: str, steps: int, **options: Any) -> Trained:
 
         batches, told = make_batches(TiedLayer, steps * MICRO, SAMPLES), {"announce": True, "before_batch": reset}
         out = train_sharded(engine, model, batches, sgd(model), clip_norm=CLIP, accumulate=MICRO, **told)  # type: ignore[arg-type]
-        nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.mesh.holders.size
+        nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.mesh.shard_group.size
         return out, engine.executor.counters(), nbytes
 
 
@@ -149,9 +149,9 @@ def in_mixed_precision(backend: str, stages: Sequence[int]) -> list[tuple[Refere
             autocast = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
             batches = make_batches(TiedLayer, STEPS, SAMPLES)
             out = train_sharded(engine, model, batches, sgd(model), context=autocast, before_batch=reset)
-            kept = [r for r in engine.sharder.live if Role.RESIDENT in r.memory]
-            sizes = [engine.world_size * r.layout.shard_numel * r.memory[Role.RESIDENT].element_size() for r in kept]
-            dtypes = {r.memory[Role.RESIDENT].dtype for r in kept}
+            kept = [r for r in engine.sharder.live if Role.UNSHARDED_CACHE in r.memory]
+            sizes = [engine.world_size * r.layout.shard_numel * r.memory[Role.UNSHARDED_CACHE].element_size() for r in kept]
+            dtypes = {r.memory[Role.UNSHARDED_CACHE].dtype for r in kept}
             assert dtypes == ({torch.bfloat16, torch.float32} if stage == 2 else set())
             found.append((out, engine.executor.counters()["gather_bytes"], sum(sizes)))
     return found
@@ -231,7 +231,7 @@ def hooked() -> None:
     model = build(TiedLayer)
     with engine_for(model, EAGER, stage=1) as engine:
         seen = []
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             model.norm.weight.register_hook(lambda grad: seen.append(grad.norm().item()))  # type: ignore[union-attr, operator]
         batches = make_batches(TiedLayer, MICRO, SAMPLES)
         train_sharded(engine, model, batches, sgd(model), accumulate=MICRO, announce=True)
@@ -264,7 +264,7 @@ def routed(early: bool) -> dict[str, Tensor | None]:
                 with engine.train_step():
                     loss = model.loss(x[2 * engine.rank :][:2], number == 0 and engine.rank == 0)
                 loss.backward()
-        engine.cycle.gradients_are_final()
+        engine.cycle.finalize_gradients()
         return whole_grads(engine, model)
 
 
@@ -362,7 +362,7 @@ def changed(backend: str) -> tuple[Reference, list[set[str]]]:
 def test_another_stage_is_applied_at_any_time_and_memory_is_given_back(ranks: Ranks, backend: str) -> None:
     out, held = ranks.run(2, changed, backend)[0]
     check(out, reference(2))
-    kept, waits = Role.RESIDENT.value, Role.DEFERRED_GRADIENT.value
+    kept, waits = Role.UNSHARDED_CACHE.value, Role.DEFERRED_GRADIENT.value
     assert [(kept in roles, waits in roles) for roles in held] == [
         (False, False),
         (True, True),

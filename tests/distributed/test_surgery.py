@@ -21,7 +21,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.oom_hint import explain
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 from tests.ranks.pool import Ranks
 
 
@@ -162,10 +162,10 @@ def reads_recurrent() -> None:
         for name, param in plain.named_parameters():
             record = engine.sharder.find(dict(model.named_parameters())[name])
             assert record is not None
-            begin, end = record.layout.range_of(engine.rank)
+            begin, end = record.layout.shard_range(engine.rank)
             assert param.grad is not None
             assert record.param.grad is not None, name
-            with plainly():
+            with no_shard_dispatch():
                 own = record.param.grad.reshape(-1)[: end - begin]
             torch.testing.assert_close(own, param.grad.reshape(-1)[begin:end])
         model.flatten_parameters()
@@ -174,7 +174,7 @@ def reads_recurrent() -> None:
         deadline = time.monotonic() + 5
         while engine.executor.counters()["watched_weights"] and time.monotonic() < deadline:
             time.sleep(0.05)
-            engine.executor.weights.sync_edits()
+            engine.executor.weights.sync_user_writes()
         assert engine.executor.counters()["watched_weights"] == 0
 
 
@@ -230,7 +230,7 @@ def edits_arrive() -> None:
         for name, value in model.state_dict().items():
             assert torch.equal(value, plain.state_dict()[name]), name
         for record in engine.sharder.live:
-            begin, end = record.layout.range_of(engine.rank)
+            begin, end = record.layout.shard_range(engine.rank)
             assert not record.shard[end - begin :].any()
 
 
@@ -249,7 +249,7 @@ def shares_memory() -> None:
         assert not model.weight.any()
         with pytest.raises(UnsupportedError, match="taken of the memory of 'weight' before the model was sharded"):
             table[0].zero_()  # which may be the weight's
-    with plainly():
+    with no_shard_dispatch():
         assert (table.as_subclass(Tensor) == dist.get_rank() + 1).all(), "a tensor that is no parameter was written to"
 
 

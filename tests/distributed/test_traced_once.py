@@ -66,7 +66,7 @@ def both(case: type[Case], kind: str, layers: int, kinds: int, options: dict[str
         (1, ManyBlocks, "_Block", 5, 1, {}),
         (2, Deep, "_Gated", 6, 2, {}),
         (3, WithOneApart, "_Gated", 6, 3, {}),
-        (2, Deep, "_Gated", 6, 2, {"resident_mb": 0.02}),
+        (2, Deep, "_Gated", 6, 2, {"unsharded_cache_mb": 0.02}),
     ],
     ids=["dropout", "two ranks", "three ranks, one apart", "weights that stay"],
 )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for, sgd, whole_params
 from tests.helpers.spread import check_spread
@@ -195,7 +195,7 @@ def write_whole(engine: Engine, layer: nn.Linear) -> None:
 def step(engine: Engine, layer: nn.Linear) -> None:
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     for param in layer.parameters():
-        with plainly():
+        with no_shard_dispatch():
             param.grad = -param.detach().clone()
     with engine.optimizers.stepping(optimizer):
         optimizer.step()
@@ -268,7 +268,7 @@ def test_one_rank_may_read_alone(ranks: Ranks) -> None:
 def begun_again() -> Tensor:
     with sharded({}) as (engine, layer):
         for _ in range(1 + 2 * engine.rank):  # as after an exception that came at another step on each rank
-            engine.executor.begin_epoch()
+            engine.executor.begin_training_step()
         engine.executor.begin_stage()
         with engine.train_step():
             loss = layer(torch.ones(2, 25)).mean()

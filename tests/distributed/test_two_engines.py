@@ -124,9 +124,9 @@ def what_stays_of_a_closed_engine(backend: str) -> list[str]:
         gone = {
             "engine": weakref.ref(engine),
             "executor": weakref.ref(engine.executor),
-            "group": weakref.ref(engine.mesh.shard_group),
+            "group": weakref.ref(engine.mesh.gather_group),
         }
-        for group in (engine.mesh.shard_group, engine.mesh.reduce_group, engine.mesh.control_group):
+        for group in (engine.mesh.gather_group, engine.mesh.reduce_group, engine.mesh.control_group):
             dist.destroy_process_group(group)
     del engine, model, group
     torch._dynamo.reset()

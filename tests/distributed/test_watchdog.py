@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.errors import RankFailedError, RankMismatchError
-from lightning_zero.native.watchdog import Lane, Phase
+from lightning_zero.native.watchdog import SequenceId, Phase
 from tests.helpers.beside import ranks_beside
 from tests.helpers.logs import stderr
 from tests.helpers.watched import step, watched
@@ -86,11 +86,11 @@ def one_gathers_and_all_meet(seconds: float = 25.0) -> tuple[str, float]:
     with watched() as (engine, model):
         step(engine, model)
         if dist.get_rank() == 0:
-            with engine.watchdog.waiting("an all-gather of parameters", Lane.GATHER):
+            with engine.watchdog.waiting("an all-gather of parameters", SequenceId.GATHER):
                 pass
         began = time.monotonic()
         try:
-            with engine.watchdog.waiting("a barrier", Lane.WORLD):
+            with engine.watchdog.waiting("a barrier", SequenceId.WORLD):
                 while time.monotonic() < began + seconds:
                     engine.watchdog.check()
                     time.sleep(0.01)
@@ -108,10 +108,10 @@ def test_hosts_that_wait_together_while_a_device_waits_alone_are_told_who_is_mis
 
 def replays_alone(engine: Engine) -> Tensor:
     """As if this rank's device were in a graph that holds an all-gather. Returns where it says how many it has ended."""
-    with engine.watchdog.waiting("an all-gather of parameters", Lane.GATHER):
+    with engine.watchdog.waiting("an all-gather of parameters", SequenceId.GATHER):
         pass
     native, ended = engine.watchdog.native, torch.zeros(1, dtype=torch.int64)
-    native.watch_replay(ended, int(Lane.GATHER), native.met(int(Lane.GATHER)))
+    native.watch_replay(ended, int(SequenceId.GATHER), native.sequence_number(int(SequenceId.GATHER)))
     return ended
 
 
@@ -163,8 +163,8 @@ def replays_of_two_trainings() -> str:
             for replays in (3, 1):  # each training counts from 0
                 ended = torch.zeros(1, dtype=torch.int64)
                 for number in range(replays):
-                    met = engine.watchdog.native.met(int(Lane.GATHER))
-                    engine.watchdog.native.watch_replay(ended, int(Lane.GATHER), met)
+                    sequence_number = engine.watchdog.native.sequence_number(int(SequenceId.GATHER))
+                    engine.watchdog.native.watch_replay(ended, int(SequenceId.GATHER), sequence_number)
                     ended.fill_(number + 1)
             time.sleep(5)
         dist.barrier()

@@ -210,12 +210,12 @@ def unsharding_a_plain_module() -> None:
     r"MisconfigurationException: .*sharded by an earlier Trainer over 2 ranks on cpu.*on 2 ranks on meta.*lightning_zero\.unshard"
 )
 def another_device_without_unsharding() -> None:
-    from lightning_zero.integrations.trainer.checks import check_adopted
+    from lightning_zero.integrations.trainer.checks import check_sharded_module
 
     module = mlp()
     engine = sharded(module)
     try:
-        check_adopted(engine, module, torch.device("meta"), Precision(), sync_batchnorm=False)
+        check_sharded_module(engine, module, torch.device("meta"), Precision(), sync_batchnorm=False)
     finally:
         engine.close()
 

@@ -32,7 +32,7 @@ def run_example(name: str, out: str) -> str:
         patch.setattr(sys, "argv", [name, "--compile-backend", "aot_eager", "--out", out])
         left: dict[str, Any] = runpy.run_path(str(REPO / "examples" / f"{name}.py"), run_name="__main__")
     engine = engine_of(left["model"].module) if name == "fabric_loop" else left["engine"]
-    assert engine.session.progress.spent["graphs"] > 0
+    assert engine.session.progress.metrics["graphs"] > 0
     engine.close()
     return printed.getvalue()
 
@@ -68,7 +68,7 @@ def run_snippet(name: str) -> int:
     assert engine is not None
     state = torch.load("model.pt")["model"] if name == "fabric" else names["state"]
     nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40)).load_state_dict(state, strict=engine.rank == 0)
-    graphs = int(engine.session.progress.spent["graphs"])
+    graphs = int(engine.session.progress.metrics["graphs"])
     engine.close()
     return graphs
 

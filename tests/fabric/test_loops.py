@@ -15,11 +15,11 @@ from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import INPUTS, OUTPUTS, RTOL, WIDTH, make_loader, mlp, seeded
 from tests.ranks.pool import Ranks
 
-Loop = Callable[[Any], tuple[Any, list[Tensor]]]  # takes a Fabric, returns models and what was seen
-LOOPS: dict[str, Loop] = {}
+LoopTracker = Callable[[Any], tuple[Any, list[Tensor]]]  # takes a Fabric, returns models and what was seen
+LOOPS: dict[str, LoopTracker] = {}
 
 
-def loop(function: Loop) -> Loop:
+def loop(function: LoopTracker) -> LoopTracker:
     LOOPS[function.__name__] = function
     return function
 
@@ -167,7 +167,7 @@ def run(kind: str, name: str) -> dict[str, Any]:
         engines = [engine for model in models if (engine := engine_of(model.module)) is not None]
         found = {
             "trained": {"state": [whole_state(model) for model in models], "seen": seen},
-            "compiled": [list(engine.session.calls.modules) for engine in engines],
+            "compiled": [list(engine.session.compiled_modules.modules) for engine in engines],
             "replays": sum(engine.executor.counters().get("replayed_graphs", 0) for engine in engines),
         }
     torch._dynamo.reset()

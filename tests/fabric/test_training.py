@@ -26,7 +26,7 @@ def train_under(kind: str, clip: str, separately: bool = False, batches: int = 4
         losses, norms = train(fabric, model, optimizer, batches, CLIPS[clip])
         found = {"losses": losses, "norms": norms, "state": whole_state(model)}
         engine = engine_of(model.module)
-        compiled = engine is not None and engine.session.progress.spent.get("graphs", 0)
+        compiled = engine is not None and engine.session.progress.metrics.get("graphs", 0)
         replayed = engine is not None and engine.executor.counters().get("replayed_graphs", 0)
         captured = engine is not None and isinstance(
             engine.optimizers.stepper(optimizer.optimizer).runner, CapturedRunner

@@ -161,7 +161,7 @@ def _on_hosts() -> Iterator[Case]:
     yield case("hang", "backward", **hosts, **AFTER_TIMEOUT)
     yield case("sleep", "forward", **hosts, **GOES_ON)
     yield case("skip", "clip", **compiled, **OTHER_COLLECTIVES)
-    once = {"options": {"ranks_per_host": 2, "reduce_across": "step"}, "accumulate": 2}
+    once = {"options": {"ranks_per_host": 2, "cross_host_reduce": "step"}, "accumulate": 2}
     yield case("raise", "backward", **hosts | once)
     replicas = {"options": {"ranks_per_host": 2, "replicate_over": "hosts"}}
     for action in ("raise", "sigkill"):

@@ -142,7 +142,7 @@ STRATEGY = "lightning_zero.integrations.trainer.strategy:ZeroStrategy"
 ENGINE = "lightning_zero.engine:Engine"
 CYCLE = "lightning_zero.step.cycle:StepCycle"
 LOOP = "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop"
-PEERS = "lightning_zero.sharding.symm_mem.memory:PeerMemory"
+PEERS = "lightning_zero.sharding.symm_mem.memory:SymmetricMemory"
 COMPILER = "lightning_zero.compile.backend:Compiler"
 PAIRS = "lightning_zero.compile.cuda_graphs.pairs"
 MODEL = "tests.faults.model"
@@ -267,7 +267,7 @@ _ALL = (
     ),
     Point("backward", "is half way through a backward", (f"{MODEL}:Block.forward",), install=_in_backward),
     Point("reduce", "hands a gradient over", ("lightning_zero.native.load:_gather_backward",)),
-    Point("end_backward", "has all gradients", (f"{CYCLE}.gradients_came",)),
+    Point("end_backward", "has all gradients", (f"{CYCLE}.on_backward_end",)),
     Point("gradient_hook", "runs a user's hook on a gradient", (f"{MODEL}:Trained.gradient_hook",)),
     Point("clip", "takes the norm of all gradients", ("lightning_zero.step.stepper:OptimizerStepper.clip_norm",)),
     Point("before_step", "is about to step the optimizer", (f"{CYCLE}.before_step",)),
@@ -313,7 +313,7 @@ _ALL = (
     Point(
         "checkpoint_gather",
         "gathers a weight for a checkpoint",
-        ("lightning_zero.checkpoint.full:whole_on_cpu",),
+        ("lightning_zero.checkpoint.full:full_on_cpu",),
     ),
     Point(
         "checkpoint_optimizer",

@@ -131,7 +131,7 @@ def destroyed() -> int:
     with engine_for(model, "aot_eager", device=device(), cuda_graph_model=True, **(COPY | BOTH)) as engine:
         loss, replayed = train_up_to_a_replayed_forward(engine, model)
         mesh = engine.mesh
-    for group in (mesh.shard_group, mesh.reduce_group):
+    for group in (mesh.gather_group, mesh.reduce_group):
         dist.destroy_process_group(group)  # waits until no graph holds its collectives
     assert loss is not None
     return replayed
@@ -151,7 +151,7 @@ def connected(options: dict[str, Any]) -> list[bool]:
     model: Any = build("OneBlock").to(device())
     with engine_for(model, "aot_eager", device=device(), cuda_graph_model=True, **options) as engine:
         train_up_to_a_replayed_forward(engine, model)
-        groups = engine.mesh.shard_group, engine.mesh.reduce_group
+        groups = engine.mesh.gather_group, engine.mesh.reduce_group
         return [group._get_backend(engine.device)._is_initialized() for group in groups]  # type: ignore[attr-defined]
 
 

@@ -15,11 +15,11 @@ from tests.ranks.pool import Ranks
 
 HOSTS: dict[str, dict[str, Any]] = {
     "a copy per host": {},
-    "no copy per host": {"shard_compute_copy": "all"},
-    "reduced once per step": {"reduce_across": "step"},
+    "no copy per host": {"compute_shard_group": "all"},
+    "reduced once per step": {"cross_host_reduce": "step"},
     "a replica on each": {"replicate_over": "hosts"},
     # Whoever reads what has not come reads what it was before, and waits are real ones, in graphs, too.
-    "a slow network": {"emulate_bandwidth_across_gbs": 2e-3},
+    "a slow network": {"emulate_cross_host_gb_per_s": 2e-3},
 }
 
 
@@ -113,7 +113,7 @@ def seconds_between_layers(gbs: float) -> tuple[float, float]:
             return x
 
     module = Marked()
-    with engine_for(module, "aot_eager", device=device, emulate_bandwidth_across_gbs=gbs, **options) as engine:
+    with engine_for(module, "aot_eager", device=device, emulate_cross_host_gb_per_s=gbs, **options) as engine:
         optimizer = sgd(module)
         for _ in range(4):
             with engine.train_step():

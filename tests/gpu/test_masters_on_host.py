@@ -115,7 +115,7 @@ def train_large(
             "values": (losses, weights, moments),
             "held": torch.cuda.memory_allocated() - before,
             "offload": engine.optimizers.config.offload,
-            "away": sum(record.shard.nbytes for record in engine.sharder.live if record.is_away),
+            "away": sum(record.shard.nbytes for record in engine.sharder.live if record.is_on_host),
             "without state": 0 if plan is None else plan.peak - states,
         }
 

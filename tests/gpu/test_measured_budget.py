@@ -41,8 +41,8 @@ def train(resident: float | str, until: str) -> tuple[list[float], list[int], li
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(4)))
     said: list[str] = []
-    budget = {"reshard_after_forward": "auto"} if resident == "auto" else {"resident_mb": resident}
-    chosen = config(compile_backend="aot_eager", resident_until=until, **budget)
+    budget = {"reshard_after_forward": "auto"} if resident == "auto" else {"unsharded_cache_mb": resident}
+    chosen = config(compile_backend="aot_eager", unsharded_cache_until=until, **budget)
     engine = Engine(device, chosen, report=said.append)
     try:
         engine.shard(model)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.mesh import Mesh
-from lightning_zero.offload.bandwidth import measure_host
+from lightning_zero.offload.bandwidth import measure_host_bandwidth
 from lightning_zero.profiling.device_gauges import MemoryGauge
 from tests.helpers.sharded import adamw, engine_for
 from tests.ranks.pool import Ranks
@@ -93,7 +93,7 @@ def test_a_limit_is_held_in_the_first_step_and_once_plans_are_settled(ranks: Ran
 
 
 def host() -> float | None:
-    return measure_host(Mesh.of(torch.device("cuda", torch.cuda.current_device())))
+    return measure_host_bandwidth(Mesh.of(torch.device("cuda", torch.cuda.current_device())))
 
 
 def test_the_host_is_measured_in_both_directions(ranks: Ranks) -> None:

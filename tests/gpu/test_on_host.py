@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.sharding.host_memory import BLOCK, on_host
+from lightning_zero.sharding.host_memory import BLOCK, copy_to_host
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -29,7 +29,7 @@ def large(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def test_a_copy_holds_what_was_there_when_it_was_asked_for(make: object) -> None:
     value: Tensor = make()  # type: ignore[operator]
     expected = value.cpu()
-    copy = on_host(value)
+    copy = copy_to_host(value)
     if value.is_contiguous():
         value.zero_()
     assert copy.device.type == "cpu"

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
-from lightning_zero.sharding.symm_mem import PeerMemory
+from lightning_zero.sharding.symm_mem import SymmetricMemory
 from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.gpu(2)
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.gpu(2)
 GIB = 2**30
 
 
-def memory() -> tuple[PeerMemory | None, str]:
-    return PeerMemory.of(Mesh.of(torch.device("cuda", torch.cuda.current_device())))
+def memory() -> tuple[SymmetricMemory | None, str]:
+    return SymmetricMemory.of(Mesh.of(torch.device("cuda", torch.cuda.current_device())))
 
 
 def why_not(stub: bool) -> str:
-    with patch.object(PeerMemory, "_meet", (lambda self: None) if stub else PeerMemory._meet):
+    with patch.object(SymmetricMemory, "_meet", (lambda self: None) if stub else SymmetricMemory._meet):
         return memory()[1]
 
 

@@ -78,16 +78,16 @@ def test_copies_between_gpus_are_as_good_as_collectives(ranks: Ranks, case: str,
     copied = ranks.run(2, train_both, case, backend, True, "copy", **options)
     for (mine, _, counters), (theirs, _, before) in zip(copied, collective, strict=True):
         assert counters["copied_weights"] > 0
-        assert counters["groups_ahead"] > 0
+        assert counters["prefetched_groups"] > 0
         assert "copied_weights" not in before
         assert_close_relative(mine.losses, theirs.losses, 1e-2, what="losses")
         assert_close_relative(mine.grads[0], theirs.grads[0], 2e-2, atol=1e-5, what="gradients")
         assert_close_relative(mine.grad_norms, theirs.grad_norms, 2e-2, what="norms")
 
 
-def train_with_kept_weights(case: str, backend: str, resident_until: str):
+def train_with_kept_weights(case: str, backend: str, unsharded_cache_until: str):
     with patch("lightning_zero.compile.context.SMALL_BYTES", 256):
-        return train_both(case, backend, False, resident_mb=float("inf"), resident_until=resident_until)
+        return train_both(case, backend, False, unsharded_cache_mb=float("inf"), unsharded_cache_until=unsharded_cache_until)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

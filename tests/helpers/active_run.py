@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.compat.patches import PATCHES, counted
-from lightning_zero.compile.active import ACTIVE
+from lightning_zero.compile.active import OPTIMIZATION_COUNTS
 
 WIDTH, LAYERS = 32, 6
 
@@ -67,7 +67,7 @@ def main() -> None:
     with counted() as calls:
         trainer.fit(Model(), DataLoader(data, batch_size=4))
     names = [name for patch in PATCHES for name in patch.names]
-    print(json.dumps({"calls": {name: calls[name] for name in names}, "active": dict(ACTIVE)}))
+    print(json.dumps({"calls": {name: calls[name] for name in names}, "active": dict(OPTIMIZATION_COUNTS)}))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class Lines(Logger):
 
 
 # Without these passes no graph runs.
-MINIMAL = ["split_gathers", "hand_over_gradients", "announce_plan"]
+MINIMAL = ["split_gathers", "enqueue_gradients", "publish_plan"]
 
 
 class SavesAfter(Callback):

@@ -22,7 +22,7 @@ WRAPPED = "_checkpoint_wrapped_module."  # what a wrapper puts into the names of
 Call = Callable[[nn.Module, Tensor], Tensor]
 
 
-def plainly(block: nn.Module, x: Tensor) -> Tensor:
+def no_shard_dispatch(block: nn.Module, x: Tensor) -> Tensor:
     return block(x)
 
 
@@ -41,7 +41,7 @@ class _Block(nn.Module):
 class Blocks(NextToken):
     """Two blocks, each called by ``call``. Dropout at rates that a seed of the batch decides."""
 
-    call: Call = staticmethod(plainly)
+    call: Call = staticmethod(no_shard_dispatch)
     dropout = 0.0
 
     def __init__(self) -> None:

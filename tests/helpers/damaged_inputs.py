@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_zero.checkpoint.sharded.metadata import METADATA
-from lightning_zero.checkpoint.weights.files import saved_values
+from lightning_zero.checkpoint.weights.files import open_safetensors
 from lightning_zero.integrations.files import FileIO, load_file
-from lightning_zero.integrations.folders import read_whole
+from lightning_zero.integrations.folders import read_folder
 from tests.helpers.folders import write_folder
 
 __all__ = ["FORMATS", "copied", "damages", "read", "values_in", "write"]
@@ -68,7 +68,7 @@ def read(kind: str, path: Path) -> Any:
     """Read it as users do, to its last tensor."""
     if kind == "full":
         return load_file(FileIO(), path, None)
-    return saved_values(path) if kind == "safetensors" else read_whole(path, None)
+    return open_safetensors(path) if kind == "safetensors" else read_folder(path, None)
 
 
 def values_in(content: Any, name: str = "") -> dict[str, Tensor]:

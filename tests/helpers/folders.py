@@ -6,15 +6,15 @@ from typing import Any
 import torch
 
 from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointShard
 from lightning_zero.checkpoint.together import Alone
 from lightning_zero.sharding.layout import ShardLayout
 
 
-def sharded(value: torch.Tensor) -> ShardedValue:
+def sharded(value: torch.Tensor) -> CheckpointShard:
     """Over one rank."""
     layout = ShardLayout.of(value.shape, value.dtype, 1)
-    return ShardedValue(layout, layout.part(value, 0), 0)
+    return CheckpointShard(layout, layout.part(value, 0), 0)
 
 
 def write_folder(path: Path, epoch: int = 3) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from lightning_zero.checkpoint.background import snapshot
-from lightning_zero.checkpoint.background.saver import BackgroundSaver
+from lightning_zero.checkpoint.background.saver import AsyncSaver
 from lightning_zero.checkpoint.background.snapshot import Snapshot
 
 __all__ = ["late_copies"]
@@ -57,13 +57,13 @@ class Late:
 def late_copies() -> Iterator[Late]:
     """Of the engines that are made inside."""
     late, made = Late(), Snapshot.__init__
-    before_writing, write = Snapshot.before_writing, BackgroundSaver._write
+    before_writing, write = Snapshot.before_writing, AsyncSaver._write
 
     def writing(self: Snapshot) -> None:
         late.make()
         before_writing(self)
 
-    def written(self: BackgroundSaver, *args: Any) -> Any:
+    def written(self: AsyncSaver, *args: Any) -> Any:
         late.await_writer()
         return write(self, *args)
 
@@ -71,6 +71,6 @@ def late_copies() -> Iterator[Late]:
         patch.object(Snapshot, "__init__", lambda self, device: made(self, device, True)),
         patch.object(snapshot, "ThreadPoolExecutor", lambda *args: late),
         patch.object(Snapshot, "before_writing", writing),
-        patch.object(BackgroundSaver, "_write", written),
+        patch.object(AsyncSaver, "_write", written),
     ):
         yield late

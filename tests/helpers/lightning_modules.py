@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
 from lightning_zero.engine import engine_of
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 from tests.helpers.trainer import (
     HIDDEN,
     INPUTS,
@@ -72,7 +72,7 @@ class Overflows(Regression):
             and len(self.scales) == OVERFLOW
             and (not sharded or dist.get_rank() == self.overflow[0])
         ):
-            with plainly():
+            with no_shard_dispatch():
                 next(iter(self.parameters())).grad.view(-1)[self.overflow[1]] = self.overflow[2]
 
     def on_train_batch_end(self, *_: Any) -> None:

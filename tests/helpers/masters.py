@@ -78,8 +78,8 @@ def between_steps(model: Any, engine: Engine, step: int) -> None:
         with torch.no_grad():
             for param in model.parameters():
                 param.data.mul_(0.99)
-        engine.sharder.access.may_have_changed()
-        engine.sharder.access.done_writing()
+        engine.sharder.sync.invalidate_copies()
+        engine.sharder.sync.after_writing()
     if step == 10:
         model.load_state_dict({key: 0.98 * value for key, value in model.state_dict().items()})
 
@@ -90,7 +90,7 @@ ANEW = [0, 1, 5, 6, 9, 10]
 
 
 def away_names(engine: Engine) -> set[str]:
-    return {record.name for record in engine.sharder.live if record.is_away}
+    return {record.name for record in engine.sharder.live if record.is_on_host}
 
 
 def written_names(engine: Engine) -> set[str]:
@@ -102,14 +102,14 @@ def check_copies(engine: Engine) -> None:
     written = engine.executor.weights.written()
     for record in engine.sharder.live:
         if record.index in written:
-            assert torch.equal(record.memory[Role.COMPUTE_COPY], record.shard.to(BF16)), record.name
+            assert torch.equal(record.memory[Role.COMPUTE_SHARD], record.shard.to(BF16)), record.name
 
 
 def least_with_masters(name: str = "AdamW", **options: Any) -> float:
     """GiB that are just too few with master weights on the device, whatever else leaves it."""
     model = Mixed()
     with engine_for(model, compute_dtype=BF16, memory=1.0, **options) as engine:
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = OPTIMIZERS[name](model)
         engine.optimizers.arrange([optimizer])
         assert engine.memory.plan is not None
@@ -139,7 +139,7 @@ def train(
     with engine_for(model, backend, device=device, **chosen) as engine:
         kind = engine.device.type
         autocast = partial(torch.autocast, kind, BF16, cache_enabled=False)
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = OPTIMIZERS[name](model)
         engine.optimizers.check(optimizer)
         engine.optimizers.arrange([optimizer])

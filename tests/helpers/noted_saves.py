@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine import engine_of
-from lightning_zero.integrations.folders import as_trainers, read_whole
+from lightning_zero.integrations.folders import to_trainer_keys, read_folder
 
 __all__ = ["NotedSaves"]
 
@@ -38,7 +38,7 @@ class NotedSaves(pl.Callback):
         compared = 0
         for step, (state, optimizer) in self.wanted.items() if dist.get_rank() == 0 else ():
             path = self._path(step)
-            found = as_trainers(read_whole(path, None)) if sharded else torch.load(path)
+            found = to_trainer_keys(read_folder(path, None)) if sharded else torch.load(path)
             model, [saved] = found["state_dict"], found["optimizer_states"]
             assert model.keys() == state.keys()
             for key, value in state.items():

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.sharding.flat_buffer import Arena
+from lightning_zero.sharding.flat_buffer import FlatBuffer
 from lightning_zero.sharding.layout import ShardLayout
 
 __all__ = ["OneRank"]
@@ -24,9 +24,9 @@ class OneRank:
 
     def __init__(self, shapes: Sequence[Sequence[int]], seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
-        self.mesh = SimpleNamespace(replicated=False, holders=SimpleNamespace(gather_group=None))
+        self.mesh = SimpleNamespace(replicated=False, shard_group=SimpleNamespace(gather_group=None))
         pieces = [(ShardLayout.of(torch.Size(shape), torch.float32, world_size), torch.float32) for shape in shapes]
-        shards, grads = Arena(pieces, CPU), Arena(pieces, CPU)
+        shards, grads = FlatBuffer(pieces, CPU), FlatBuffer(pieces, CPU)
         rng = torch.Generator().manual_seed(seed)
         self.live = []
         for index, ((layout, _), shard) in enumerate(zip(pieces, shards.views, strict=True)):
@@ -39,9 +39,9 @@ class OneRank:
                     param=param,
                     layout=layout,
                     shard=shard,
-                    sight=SimpleNamespace(number=rank, show=lambda tensor: tensor),
+                    spec=SimpleNamespace(number=rank, wrap=lambda tensor: tensor),
                     gradient=grads.views[index],
-                    shown_gradient=None,
+                    visible_grad=None,
                     on_host=None,
                 )
             )
@@ -50,8 +50,8 @@ class OneRank:
         self.collectives: list[str] = []
         self.executor: Any = SimpleNamespace(
             device=CPU,
-            gradients=SimpleNamespace(key=lambda: self.key, lies_there=lambda index: True),
-            weights=SimpleNamespace(written=list, mark_written=lambda indices, written: None),
+            gradients=SimpleNamespace(key=lambda: self.key, may_write_gradient=lambda index: True),
+            weights=SimpleNamespace(written=list, mark_compute_shards_written=lambda indices, written: None),
             collective=self._collective,
             waiting=None,
         )

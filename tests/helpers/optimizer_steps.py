@@ -176,7 +176,7 @@ def train_sharded_steps(
     model.later.requires_grad_(event is not unfreeze_and_add)
     options |= {"emulate_cuda_graph_step": emulate, "cuda_graph_step": capture}
     with engine_for(model, "eager", device=device, **options) as engine:
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             optimizer = OPTIMIZERS[name](model)
         engine.optimizers.check(optimizer)
         engine.optimizers.arrange([optimizer])
@@ -186,7 +186,7 @@ def train_sharded_steps(
         captured = isinstance(stepper.runner, CapturedRunner)
         state = whole_state(engine, optimizer, any_padding=name in UNPADDED)
         kept = counts(optimizer), kinds(optimizer)
-        return record, state, (len(stepper.layout.segments), captured, kept, stepper.replays)
+        return record, state, (len(stepper.layout.runs), captured, kept, stepper.replays)
 
 
 def counts(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:

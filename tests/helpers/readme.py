@@ -6,11 +6,11 @@ from pathlib import Path
 
 from lightning_zero.config import Options, Tuning
 from lightning_zero.config.options import GROUPS
-from lightning_zero.config.text import table
+from lightning_zero.config.text import options_table
 
 REPO = Path(__file__).parents[2]
 README = REPO / "README.md"
-TABLES = {"options": table(Options), "tuning": table(Tuning, GROUPS)}
+TABLES = {"options": options_table(Options), "tuning": options_table(Tuning, GROUPS)}
 
 
 def pages() -> list[Path]:

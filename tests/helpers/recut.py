@@ -9,13 +9,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.compile.cuda_graphs.dispatch import WARMUPS, Call
+from lightning_zero.compile.cuda_graphs.dispatch import WARMUP_RUNS, GraphDispatcher
 from tests.helpers.models import Case, _regression, build, make_batches
 from tests.helpers.oracle import Reference, train_reference
 from tests.helpers.sharded import engine_for, sgd, train_sharded
 
 WIDTH, PAIRS, STEPS, SAMPLES = 24, 3, 4, 12
-MICRO = WARMUPS + 3
+MICRO = WARMUP_RUNS + 3
 BIG_MB = 4 * WIDTH * WIDTH / 2**20
 ACROSS: dict[str, Any] = {"ranks_per_host": 1, "gather_group_mb": BIG_MB}
 
@@ -47,13 +47,13 @@ def train_captured_at_once(device: str = "cpu", **options: Any) -> tuple[Referen
     model = build(BigAndSmall)
     parts: list[int] = []
     dropped: list[str] = []
-    interrupt = Call.interrupt
+    invalidate = GraphDispatcher.invalidate
 
-    def note(call: Call, reason: str) -> None:
+    def note(call: GraphDispatcher, reason: str) -> None:
         dropped.append(f"in step {len(parts)}: {reason}")
-        interrupt(call, reason)
+        invalidate(call, reason)
 
-    with patch.object(Call, "interrupt", note), engine_for(model, device=device, **ACROSS | options) as engine:
+    with patch.object(GraphDispatcher, "interrupt", note), engine_for(model, device=device, **ACROSS | options) as engine:
 
         def count(model: nn.Module, index: int) -> None:
             if index and index % MICRO == 0:

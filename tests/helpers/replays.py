@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 from tests.helpers.checkpointed import NonReentrant, Reentrant
 from tests.helpers.in_parts import BrokenInTwo, FrozenEncoder, OtherHeads, Parts, TiedParts, WithTeacher
 from tests.helpers.models import Case, OneBlock, TinyTransformer, build, made_one_mlp, make_batches
@@ -36,7 +36,7 @@ BY_COLLECTIVE: dict[str, dict[str, Any]] = {
     "gradients": {"reduce_transport": "collective"},
 }
 STAGE_1: dict[str, Any] = {"stage": 1}
-TO_STEP: dict[str, Any] = {"resident_mb": float("inf"), "resident_until": "step"}
+TO_STEP: dict[str, Any] = {"unsharded_cache_mb": float("inf"), "unsharded_cache_until": "step"}
 
 
 class Dropping(OneBlock):
@@ -163,7 +163,7 @@ WAYS = {
     "accumulated": Way(training={"accumulate": 3}),
     "accumulated, kept until the step": Way(engine=TO_STEP, training={"accumulate": 3, "announce": True}),
     "accumulated, stage 1": Way(engine=STAGE_1, training={"accumulate": 3, "announce": True}),
-    "gradients over copies": Way(engine={"gradients_over_copies": True}),
+    "gradients over copies": Way(engine={"grad_aliasing": True}),
     "gradients zeroed, not dropped": Way(training={"set_to_none": False}),
     "frozen weights, gradients dropped first, then added to": Way("LoRA", optimizer=Forgetful),
     "gradients added to first, then dropped": Way(optimizer=ForgetfulAtLast),
@@ -178,7 +178,7 @@ WAYS = {
     "a weight edited between": Way(training={"before_batch": edit}),
     "another weight trained from then on": Way(Spare, training={"before_batch": train_spare}),
     "a smaller batch between": Way(samples=lambda index: 6 if index == 9 else SAMPLES, replays=8),
-    "a module used twice, kept until backward": Way("CalledTwice", engine={"resident_mb": float("inf")}),
+    "a module used twice, kept until backward": Way("CalledTwice", engine={"unsharded_cache_mb": float("inf")}),
     "called twice before a backward": Way(training={"loss_fn": twice}, replays=40, twice=True),
     "modules one after another": Way(Parts, replays=60),
     "modules one after another, accumulated": Way(Parts, training={"accumulate": 2}, replays=40),
@@ -207,8 +207,8 @@ SHORTER_ON_ONE = Way(samples=shorter_on_one, engine=BY_COLLECTIVE["weights and g
 
 def meetings(engine: Engine) -> dict[str, int]:
     """How many collectives this rank has taken part in, as the watchdog counts them to tell who is behind."""
-    lanes = (Lane.CONTROL, Lane.GATHER, Lane.REDUCE)
-    return {f"met_{lane.name.lower()}": engine.watchdog.native.met(int(lane)) for lane in lanes}
+    lanes = (SequenceId.CONTROL, SequenceId.GATHER, SequenceId.REDUCE)
+    return {f"met_{lane.name.lower()}": engine.watchdog.native.sequence_number(int(lane)) for lane in lanes}
 
 
 def graphs_are_cut(way: str) -> bool:

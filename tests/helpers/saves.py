@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.archive import write_archive
-from lightning_zero.checkpoint.sharded.opened import kind_of
+from lightning_zero.checkpoint.archive import write_checkpoint_file
+from lightning_zero.checkpoint.sharded.opened import checkpoint_kind
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.integrations.files import FileIO, load_file
-from lightning_zero.integrations.folders import read_whole
+from lightning_zero.integrations.folders import read_folder
 from tests.helpers.threaded import on_ranks, sharded_state, values_of
 
 __all__ = ["save", "save_file", "seed_of"]
@@ -27,15 +27,15 @@ def save(path: Path | str, seed: float, world_size: int = WORLD) -> list[Any]:
 
 
 def save_file(path: Path, seed: float) -> None:
-    write_archive({"seed": seed, "state_dict": values_of(seed)}, path)
+    write_checkpoint_file({"seed": seed, "state_dict": values_of(seed)}, path)
 
 
 def seed_of(path: Path | str) -> float | None:
     """Of the save that stands there, all of whose values are its own; None: nothing does."""
-    if kind_of(path) == "nothing":
+    if checkpoint_kind(path) == "nothing":
         return None
-    if kind_of(path) == "folder":
-        found = read_whole(path, None)
+    if checkpoint_kind(path) == "folder":
+        found = read_folder(path, None)
         state = {key: value.whole() for key, value in found["state_dict"].items()}
     else:
         found = load_file(FileIO(), path, None)

@@ -15,14 +15,14 @@ from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.compile.listener import GraphObserver
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
-from lightning_zero.sharding.unsupported import on_plain_tensors
+from lightning_zero.sharding.unsupported import without_shard_dispatch
 from tests.helpers.models import Case, build, make_batches
 from tests.helpers.options import config
 from tests.helpers.oracle import Batch, Reference, shard_batch
 from tests.helpers.spread import check_spread
 
 EAGER = "eager"
-LEAST_ACTIVATION_BYTES = 64  # that leave; the real limit is above all that our models have
+MIN_OFFLOAD_BYTES = 64  # that leave; the real limit is above all that our models have
 BACKENDS = ("aot_eager", EAGER)
 
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -60,7 +60,7 @@ def engine_for(
     with patch("lightning_zero.compile.session.measure_costs", lambda *args: costs):
         engine = Engine(torch.device(device), chosen, observe=observe)
     try:
-        limits = {"SMALL_BYTES": small_bytes, "LEAST_ACTIVATION_BYTES": LEAST_ACTIVATION_BYTES}
+        limits = {"SMALL_BYTES": small_bytes, "MIN_OFFLOAD_BYTES": MIN_OFFLOAD_BYTES}
         with patch.multiple("lightning_zero.compile.context", **limits):
             if model is not None:
                 engine.shard(model)
@@ -69,7 +69,7 @@ def engine_for(
         engine.close()
 
 
-@on_plain_tensors
+@without_shard_dispatch
 def whole_all(
     engine: Engine, shards: Mapping[str, tuple[Tensor, Tensor | None]], any_padding: bool = False
 ) -> dict[str, Tensor | None]:
@@ -90,7 +90,7 @@ def whole_all(
     for _, names in sorted(by_dtype.items(), key=str):  # alike on every rank, as an optimizer's state need not be
         names.sort()
         own = torch.cat([shards[name][1].detach().reshape(-1) for name in names])
-        ranks = engine.mesh.all_shards(own).chunk(engine.mesh.holders.size)
+        ranks = engine.mesh.all_gather_shard(own).chunk(engine.mesh.shard_group.size)
         begin = 0
         for name in names:
             layout = layouts[name]

@@ -27,7 +27,7 @@ def check_spread(engine: Engine, model: Any) -> None:
         layout = record.layout
         if len(layout.shape) < 2:
             continue
-        parts = [len(range(*layout.range_of(rank))) for rank in range(layout.world_size)]
+        parts = [len(range(*layout.shard_range(rank))) for rank in range(layout.world_size)]
         if min(parts) < LEAST * layout.numel:
             thin.append(f"{record.name} {list(layout.shape)}: {parts}")
     assert not thin, (

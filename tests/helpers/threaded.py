@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.checkpoint.checkpoints import Checkpoints
-from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointShard
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.sharding.layout import ShardLayout
 
@@ -36,7 +36,7 @@ class _Meeting:
         self.over: set[int] = set()
         self.changed = threading.Condition()
 
-    def gathered(self, rank: int, turn: int, value: Any) -> list[Any]:
+    def all_gather_values(self, rank: int, turn: int, value: Any) -> list[Any]:
         with self.changed:
             if turn == len(self.rounds):
                 self.rounds.append({})
@@ -60,7 +60,7 @@ def on_ranks(world_size: int, attempt: Callable[[Together], Any]) -> list[Any]:
     watchdog: Any = SimpleNamespace(
         busy=lambda what: nullcontext(),
         collective=lambda *told, **waits: None,
-        native=SimpleNamespace(verdict=lambda: ""),
+        native=SimpleNamespace(abort_reason=lambda: ""),
     )
 
     def one(rank: int) -> Any:
@@ -70,7 +70,7 @@ def on_ranks(world_size: int, attempt: Callable[[Together], Any]) -> list[Any]:
             rank=rank,
             world_size=world_size,
             store=lambda prefix: dist.PrefixStore(prefix, shared),
-            gathered=lambda value: meeting.gathered(rank, next(turns), value),
+            all_gather_values=lambda value: meeting.all_gather_values(rank, next(turns), value),
         )
         try:
             return attempt(Together(mesh, watchdog))
@@ -103,7 +103,7 @@ def sharded_state(rank: int, world_size: int, seed: float) -> dict[str, Any]:
     parts = {}
     for key, value in whole.items():
         layout = ShardLayout.of(value.shape, value.dtype, world_size)
-        parts[key] = ShardedValue(layout, layout.part(value, rank), rank)
+        parts[key] = CheckpointShard(layout, layout.part(value, rank), rank)
     moments = {key: {"step": torch.tensor(4.0), "exp_avg": part} for key, part in parts.items()}
     groups = [{"lr": 0.1, "params": list(parts)}]
     return {"state_dict": parts, "optimizer_0": {"state": moments, "param_groups": groups}}

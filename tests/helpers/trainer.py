@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import engine_of
-from lightning_zero.integrations.trainer.precision import plain
+from lightning_zero.integrations.trainer.precision import unwrap_optimizer
 from lightning_zero.step.captured import CapturedRunner
 from tests.helpers.options import arguments
 from tests.helpers.spread import check_spread
@@ -36,7 +36,7 @@ class Captured(ZeroStrategy):
 
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        stepper = self._require_engine().optimizers.stepper(plain(optimizer))
+        stepper = self._require_engine().optimizers.stepper(unwrap_optimizer(optimizer))
         self.captured.append(isinstance(stepper.runner, CapturedRunner))
         return result
 

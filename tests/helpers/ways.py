@@ -251,7 +251,7 @@ WAYS = {
     "accumulated more later": Way(arguments=by_callback(lambda: GradientAccumulationScheduler({0: 1, 1: 3}))),
     "kept until the step": Way(
         arguments=lambda: {"accumulate_grad_batches": 4},
-        strategy={"resident_mb": float("inf"), "resident_until": "step"},
+        strategy={"unsharded_cache_mb": float("inf"), "unsharded_cache_until": "step"},
     ),
     "weights averaged": Way(Averaged, by_callback(lambda: EMAWeightAveraging(decay=0.6))),
     "unfrozen later": Way(Finetuned, by_callback(backbone_later), ddp=False),

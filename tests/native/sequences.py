@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from lightning_zero.config import EngineConfig
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.sharding.flat_buffer import Arena
+from lightning_zero.sharding.flat_buffer import FlatBuffer
 from lightning_zero.sharding.layout import ShardLayout
-from lightning_zero.sharding.symm_mem import PeerMemory
+from lightning_zero.sharding.symm_mem import SymmetricMemory
 from tests.helpers.options import config
 
 ops = torch.ops.lightning_zero
@@ -67,7 +67,7 @@ class Deliver(torch.autograd.Function):
                 ops.reduce_add(value, param)
                 continue
             borrowed.append((value.clone(), param))
-            ops.reduce_borrow([borrowed[-1][0]], [param], [1])
+            ops.reduce_zero_copy([borrowed[-1][0]], [param], [1])
             if number % 3 == 2:
                 give_back(*borrowed.pop(0))
         for value, param in borrowed:
@@ -134,8 +134,8 @@ class Sequence:
         self.one_sided = self.rng.random() < 0.3  # gradients go into peers' memory
         if self.one_sided:
             size = self.rng.choice((1, 2, 64)) * self.executor.transport.staging_unit
-            peers = PeerMemory(mesh)
-            self.executor.transport.set_staging(peers.empty(size, torch.uint8)[1], mesh.shard_group)
+            peers = SymmetricMemory(mesh)
+            self.executor.transport.set_staging(peers.empty(size, torch.uint8)[1], mesh.gather_group)
         self.trace = [
             f"{'whole numbers' if self.whole else 'reals'}, {'ragged' if self.ragged else 'even'}, "
             f"{'one-sided' if self.one_sided else 'scattered'}, {self.chosen}"
@@ -154,7 +154,7 @@ class Sequence:
         for twin in self.twins:
             if twin.full.dtype in (torch.float32, torch.float64) and self.rng.random() < 0.5:
                 twin.compute_copy = self.rng.choice(FLOATS[1:3])
-                self.executor.parameters.set_compute_copy(
+                self.executor.parameters.set_compute_shard(
                     twin.index, torch.full((twin.layout.shard_numel,), math.nan, dtype=twin.compute_copy)
                 )
 
@@ -191,7 +191,7 @@ class Sequence:
         """Neighbours in memory, as the engine has them; gradient memory holds NaN until something is written there."""
         order = list(reversed(self.twins))
         pieces = [(twin.layout, twin.full.dtype) for twin in order]
-        shards, grads = Arena(pieces, torch.device("cpu")), Arena(pieces, torch.device("cpu"))
+        shards, grads = FlatBuffer(pieces, torch.device("cpu")), FlatBuffer(pieces, torch.device("cpu"))
         for twin, view, grad in zip(order, shards.views, grads.views, strict=True):
             view.copy_(twin.shard)
             twin.shard = view
@@ -215,7 +215,7 @@ class Sequence:
             self.trace.append(step.__name__)
             step()
             self.check()
-        self.executor.weights.sync_edits(forget=True)
+        self.executor.weights.sync_user_writes(forget=True)
         self.edited = False
         self.check()
 
@@ -237,7 +237,7 @@ class Sequence:
     def check(self) -> None:
         for twin in self.twins:
             name = f"p{twin.index} {twin.full.dtype} {tuple(twin.full.shape)}"
-            begin, end = twin.layout.range_of(self.rank)
+            begin, end = twin.layout.shard_range(self.rank)
             if not self.edited:
                 expected = twin.part(twin.full, self.rank)
                 self.expect_equal(twin.param.detach(), expected, f"shard of {name}")
@@ -357,19 +357,19 @@ class Sequence:
     def rewrite(self) -> None:
         """A change that autograd does not see, as when two sets of weights are exchanged."""
         self._read_compute_copies()
-        self.executor.weights.sync_edits(forget=True)
+        self.executor.weights.sync_user_writes(forget=True)
         self.edited = False
         twin = self.rng.choice([twin for twin in self.twins if twin.full.is_floating_point()])
         twin.param.data.mul_(0.5)
         twin.full.mul_(0.5)
-        self.executor.weights.expire_compute_copies()
+        self.executor.weights.expire_compute_shards()
         self._read_compute_copies()
 
     def update(self) -> None:
         """An optimizer's step: it changes shards in place, element by element."""
         self._read_compute_copies()
         if self.edited or self.rng.random() < 0.5:
-            self.executor.weights.sync_edits(forget=True)
+            self.executor.weights.sync_user_writes(forget=True)
             self.edited = False
         for twin in self.twins:
             if not twin.full.is_floating_point():

@@ -38,7 +38,7 @@ def assert_grad(twin: Twin, contributions: list[Tensor | None], held: Tensor | f
     total = sum((c.double() for c in contributions if c is not None), torch.zeros(twin.full.shape, dtype=torch.float64))
     expected = twin.part((total / world + held).to(twin.full.dtype), dist.get_rank())
     assert_close_relative(twin.param.grad, expected, 1e-6, what=f"gradient of p{twin.index}")
-    begin, end = twin.layout.range_of(dist.get_rank())
+    begin, end = twin.layout.shard_range(dist.get_rank())
     assert not twin.param.grad.reshape(-1)[end - begin :].any(), "padding is not zero"
 
 
@@ -233,7 +233,7 @@ def recorded_behind_a_deferred_gradient() -> None:
         segments.append(gradients.segment())
 
     def record() -> None:
-        graphs.begin(True, gradients.has_any(), segments[0])
+        graphs.begin(True, gradients.has_gradients(), segments[0])
         bring(b, 2)()
         number = graphs.end()
         graphs.before_replay(number)
@@ -324,7 +324,7 @@ def wrong_calls() -> None:
         "resident_start got 1 shards, but 0": lambda: ops.resident_start([], [twin.param]),
         "reduce_group got no shards": lambda: ops.reduce_group([], []),
         "reduce_group got 1 shards, but 2": lambda: ops.reduce_group([grad, grad], [twin.param]),
-        "reduce_borrow got 1 shards, but 0": lambda: ops.reduce_borrow([grad], [twin.param], []),
+        "reduce_zero_copy got 1 shards, but 0": lambda: ops.reduce_zero_copy([grad], [twin.param], []),
         "reduce_release got no shards": lambda: ops.reduce_release([], []),
     }
     for message, call in lists.items():

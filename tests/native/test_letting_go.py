@@ -13,7 +13,7 @@ from tests.ranks.pool import Ranks
 def drop_with_a_collective_under_way() -> bool:
     """Whether the engine is gone."""
     engine = Engine(torch.device("cpu"))
-    group = engine.mesh.shard_group
+    group = engine.mesh.gather_group
     if engine.rank == 0:  # of which the other rank hears nothing
         dist.all_reduce(torch.ones(1 << 16), group=group, async_op=True)
     engine.close()

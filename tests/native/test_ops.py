@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_zero.native import load
-from lightning_zero.native.ops import NAMESPACE, OPS, Op, op_of
+from lightning_zero.native.ops import NAMESPACE, OPS, Op, find_op
 
 
 def schemas() -> dict[str, torch._C.FunctionSchema]:
@@ -26,7 +26,7 @@ def test_a_row_fits_the_schema(op: Op) -> None:
     schema = schemas()[op.name]
     names = [argument.name for argument in schema.arguments]
     assert names[op.shards] in ("shard", "shards")
-    assert op_of(op.overload) is op
+    assert find_op(op.overload) is op
     if not schema.returns:
         assert op.has_effect, "nobody would read its result"
     parameters = inspect.signature(op.fake).parameters.values()
@@ -38,6 +38,6 @@ def test_a_row_fits_the_schema(op: Op) -> None:
 
 
 def test_what_is_not_ours_has_no_row() -> None:
-    assert op_of(torch.ops.aten.add.Tensor) is None
-    assert op_of(torch.add) is None
-    assert op_of("output") is None
+    assert find_op(torch.ops.aten.add.Tensor) is None
+    assert find_op(torch.add) is None
+    assert find_op("output") is None

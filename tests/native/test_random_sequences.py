@@ -31,6 +31,6 @@ def test_random_sequences_equal_plain_tensors(ranks: Ranks, world_size: int) -> 
         "grown_buckets",
         "aborted_backwards",
     ]
-    visited += ["compute_copy_writes"]
+    visited += ["compute_shard_writes"]
     totals["late_flushes"] *= 4  # rare
     assert not {what: totals.get(what, 0) for what in visited if totals.get(what, 0) < 15}

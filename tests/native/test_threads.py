@@ -27,15 +27,15 @@ def from_two_threads() -> int:
         executor.counters,
         weights.epoch,
         weights.told,
-        gradients.backwards,
+        gradients.completed_backwards,
         gradients.attached,
         gradients.defers,
-        gradients.was_said,
-        lambda: gradients.say_at_agreement(True),
+        gradients.take_consensus_flag,
+        lambda: gradients.set_consensus_flag(True),
         lambda: parameters.set_grad(spare.index, torch.zeros(spare.layout.shard_numel)),
         lambda: parameters.set_resident(spare.index, None),
         lambda: parameters.set_deferred_gradient(spare.index, None, False),
-        lambda: parameters.set_compute_copy(spare.index, torch.zeros(spare.layout.shard_numel, dtype=torch.bfloat16)),
+        lambda: parameters.set_compute_shard(spare.index, torch.zeros(spare.layout.shard_numel, dtype=torch.bfloat16)),
     ]
     over = threading.Event()
 

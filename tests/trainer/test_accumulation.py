@@ -43,7 +43,7 @@ def fit_both(chosen: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], li
 
 
 @pytest.mark.parametrize(
-    "chosen", [{"reshard_after_forward": False, "resident_until": "step"}, {"stage": 1}], ids=["kept", "stage 1"]
+    "chosen", [{"reshard_after_forward": False, "unsharded_cache_until": "step"}, {"stage": 1}], ids=["kept", "stage 1"]
 )
 def test_kept_weights_are_gathered_once_in_a_window(ranks: Ranks, chosen: dict[str, Any]) -> None:
     for state, expected, gathers, reductions in ranks.run(2, fit_both, chosen, deadline=120):

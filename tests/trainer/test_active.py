@@ -30,7 +30,7 @@ NOT_CALLED = {
     "torch.distributed._broadcast_coalesced": "for users' code",
     "torch._functorch.eager_transforms._wrap_tensor_for_grad": "for users' code",
 }
-ACTIVE = {
+OPTIMIZATION_COUNTS = {
     "layers traced": 1,
     "layers stamped": 5,
     "layers": 12,
@@ -53,7 +53,7 @@ def test_every_optimization_is_in_use_as_with_every_supported_torch(tmp_path: Pa
     )
     assert run.returncode == 0, run.stderr[-3000:]
     found = json.loads(run.stdout.splitlines()[-1])
-    assert found["active"] == ACTIVE
+    assert found["active"] == OPTIMIZATION_COUNTS
     never = {name for name, count in found["calls"].items() if not count}
     # Collectives of torch before 2.13 are for users' code, too.
     expected = {name for name in found["calls"] if name in NOT_CALLED or name.startswith("torch.distributed.")}

@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 def _said(home: str, kind: str, out: io.StringIO, after_s: float, shown: bool = True) -> str:
     """What is written by a training that is saved, and one that goes on."""
     path = f"{home}/{kind}.ckpt"
-    with redirect_stdout(out), mock.patch.object(bars, "AFTER_S", after_s):
+    with redirect_stdout(out), mock.patch.object(bars, "BAR_DELAY_S", after_s):
         for resumes in (None, path):
             module = Regression()
             trainer = make_trainer(
@@ -44,7 +44,7 @@ def _said(home: str, kind: str, out: io.StringIO, after_s: float, shown: bool = 
 def _all(home: str) -> dict[str, str]:
     return {
         **{kind: _said(home, kind, Terminal(), 0.0) for kind in ("full", "sharded")},
-        "at once": _said(home, "sharded", Terminal(), bars.AFTER_S),
+        "at once": _said(home, "sharded", Terminal(), bars.BAR_DELAY_S),
         "a log": _said(home, "sharded", io.StringIO(), 0.0),
         "none": _said(home, "full", Terminal(), 0.0, shown=False),
     }

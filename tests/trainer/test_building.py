@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchmetrics import MeanMetric
 
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import (
     INPUTS,
@@ -300,7 +300,7 @@ class Watermark(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self.seen[id(tensor)] = weakref.ref(tensor)
-        with plainly():  # a shard's bytes, not the full parameter's
+        with no_shard_dispatch():  # a shard's bytes, not the full parameter's
             self.most = max(self.most, self._alive())
         return out
 

@@ -138,7 +138,7 @@ def test_a_plugin_with_methods_of_its_own_is_kept() -> None:
     strategy = ZeroStrategy(checkpoint_io=io)
     assert strategy.checkpoint_io is io
     assert type(io.checkpoint_io) is FileIO
-    assert strategy.saves_beside
+    assert strategy.saves_async
     with pytest.raises(AttributeError, match="checkpoint_io"):
         BackgroundFileIO().checkpoint_io = io  # type: ignore[misc]
 

@@ -41,7 +41,7 @@ def test_the_doctor_trains_on_two_ranks_and_is_content(
     assert status == 0, shown
     facts = json.loads(shown[shown.index("{") :])
     assert facts["ok"] is True
-    assert facts["to_mend"] == []
+    assert facts["to_fix"] == []
     test = facts["self_test"]
     assert test["equal"]
     assert 0 < test["largest_difference"] < 1e-4, "shards add in another order: exactly the same is not compared"

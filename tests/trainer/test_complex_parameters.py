@@ -251,7 +251,7 @@ def use() -> None:
                 of.back.data = _full(of.back)
                 of.phase.mul_(1j)
         for record in engine.sharder.live:
-            begin, end = record.layout.range_of(engine.rank)
+            begin, end = record.layout.shard_range(engine.rank)
             assert not record.shard[end - begin :].any(), record.name
         expected = plain.state_dict()
         assert_close_relative(pairs(dict(model.state_dict())), pairs(dict(expected)), 1e-6, what="written")

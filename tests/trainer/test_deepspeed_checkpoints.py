@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.checkpoint.opening import open_folder
+from lightning_zero.checkpoint.opening import open_checkpoint
 from lightning_zero.errors import CheckpointError
 from tests.helpers import deepspeed
 from tests.helpers.oracle import assert_close_relative
@@ -170,7 +170,7 @@ def test_whole_values_come_from_ranks_files(tmp_path: Path, stage: int, ranks: i
         torch.testing.assert_close(found, moments, rtol=0, atol=0)
         assert content == CLIENT
         with pytest.raises(CheckpointError, match=r"of DeepSpeed. .*python examples/convert_deepspeed_checkpoint.py"):
-            open_folder(str(path))
+            open_checkpoint(str(path))
 
 
 def test_files_of_earlier_versions_need_not_list_ties_and_buffers(tmp_path: Path) -> None:

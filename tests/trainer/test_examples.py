@@ -116,14 +116,14 @@ def by_command_line(arguments: list[str]) -> tuple[Any, int]:
         cli = importlib.import_module("cli").main(arguments)
     options = cli.trainer.strategy._options
     assert dist.get_world_size() == 2
-    return (options.tuning.gather_group_mb, options.tuning.resident_mb), cli.trainer.global_step
+    return (options.tuning.gather_group_mb, options.tuning.unsharded_cache_mb), cli.trainer.global_step
 
 
 def test_a_command_line_with_a_file(ranks: Ranks) -> None:
     pytest.importorskip("jsonargparse")
     told = "--trainer.strategy.init_args"
     arguments = ["fit", "--config", str(README.parent / "examples" / "cli.yaml"), "--trainer.accelerator", "cpu"]
-    arguments += [f"{told}.compile_backend", "aot_eager", f"{told}.tuning.resident_mb", "100"]
+    arguments += [f"{told}.compile_backend", "aot_eager", f"{told}.tuning.unsharded_cache_mb", "100"]
     arguments += ["--trainer.max_steps", "5", "--trainer.enable_progress_bar", "false"]
     for options, steps in ranks.run(2, by_command_line, arguments, deadline=120):
         assert options == (64, 100)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_zero
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import engine_of
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 from tests.helpers.options import arguments
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import (
@@ -312,7 +312,7 @@ class HookedAfterwards(Regression):
     def register(self, when: str, param: nn.Parameter) -> None:
         def clamp(param: Tensor) -> None:
             assert param.grad is not None
-            with plainly():
+            with no_shard_dispatch():
                 self.fired.append((when, tuple(param.grad.shape)))
             param.grad.clamp_(-0.05, 0.05)
 
@@ -321,8 +321,8 @@ class HookedAfterwards(Regression):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         engine = engine_of(self)
         for record in engine.sharder.live if engine is not None else ():
-            begin, end = record.layout.range_of(engine.rank)
-            with plainly():
+            begin, end = record.layout.shard_range(engine.rank)
+            with no_shard_dispatch():
                 assert not record.param.grad.view(-1)[end - begin :].any(), "padding must stay zero"
 
     def configure_optimizers(self) -> Any:

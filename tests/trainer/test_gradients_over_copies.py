@@ -16,7 +16,7 @@ from tests.helpers.trainer import Regression, close, make_loader, make_strategy,
 from tests.ranks.pool import RankFailure, Ranks
 
 BF16 = torch.bfloat16
-OVER = "gradients_over_copies"
+OVER = "grad_aliasing"
 
 
 class Looks(Regression):
@@ -67,7 +67,7 @@ def fit(chosen: dict[str, Any], kind: str, resumed: bool) -> tuple[dict[str, Any
 
 def fit_both(kind: str, resumed: bool, by_plan: bool) -> tuple[Any, ...]:
     plain, expected, plan = fit({"memory": 1.0} if by_plan else {}, kind, resumed)  # which is more than enough
-    chosen = {"memory": (plan.peak - 1) / 2**30} if by_plan else {"gradients_over_copies": True}
+    chosen = {"memory": (plan.peak - 1) / 2**30} if by_plan else {"grad_aliasing": True}
     over, looked, plan = fit(chosen, kind, resumed)
     same = [(one.losses, one.norms, one.evaluated) for one in (looked, expected)]
     return over, plain, same, (looked.after, expected.after), plan
@@ -94,13 +94,13 @@ def test_a_training_is_what_it_is_with_rounded_gradients(ranks: Ranks, kind: str
 
 
 def accumulate() -> None:
-    strategy = make_strategy("compiled", gradients_over_copies=True)
+    strategy = make_strategy("compiled", grad_aliasing=True)
     trainer = make_trainer("compiled", strategy=strategy, precision="bf16-mixed", accumulate_grad_batches=2)
     trainer.fit(Looks(), make_loader("compiled", 4))
 
 
 def full_precision() -> None:
-    strategy = make_strategy("compiled", gradients_over_copies=True)
+    strategy = make_strategy("compiled", grad_aliasing=True)
     make_trainer("compiled", strategy=strategy).fit(Looks(), make_loader("compiled", 4))
 
 

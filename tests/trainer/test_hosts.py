@@ -53,10 +53,10 @@ def fit(kind: str, home: str = "", path: str | None = None, **options: Any) -> t
     engine = engine_of(module)
     if options.get("ranks_per_host") == 2:
         assert engine is not None
-        assert engine.mesh.across is not None
+        assert engine.mesh.inter_host is not None
         counters = engine.executor.counters()
         assert counters["reduce_bytes_across"] > 0
-        copied = kind == "compiled" and not {"shard_compute_copy", "replicate_over"} & options.keys()
+        copied = kind == "compiled" and not {"compute_shard_group", "replicate_over"} & options.keys()
         assert ("host_shard_refreshes" in counters) == copied
     close(module)
     return found
@@ -70,18 +70,18 @@ def both(kind: str, trainer: dict[str, Any], options: dict[str, Any]) -> tuple[A
     ("kind", "trainer", "options"),
     [
         ("eager", {"gradient_clip_val": 0.1}, HOSTS),
-        ("compiled", {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, HOSTS | {"reduce_across": "step"}),
-        ("eager", {"accumulate_grad_batches": 3}, HOSTS | {"reduce_across": "step"}),
+        ("compiled", {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, HOSTS | {"cross_host_reduce": "step"}),
+        ("eager", {"accumulate_grad_batches": 3}, HOSTS | {"cross_host_reduce": "step"}),
         (
             "eager",
             {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
-            REPLICAS | {"reduce_across": "step"},
+            REPLICAS | {"cross_host_reduce": "step"},
         ),
         pytest.param("compiled", {"gradient_clip_val": 0.1}, REPLICAS, marks=pytest.mark.exhaustive),
         pytest.param(
             "compiled",
             {"accumulate_grad_batches": 2},
-            HOSTS | {"shard_compute_copy": "all"},
+            HOSTS | {"compute_shard_group": "all"},
             marks=pytest.mark.exhaustive,
         ),
     ],

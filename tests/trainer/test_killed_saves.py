@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from lightning_zero.integrations.folders import read_whole
+from lightning_zero.integrations.folders import read_folder
 from tests.helpers.marks import how_seldom
 from tests.helpers.save_points import observed
 from tests.helpers.saved import Scheduled
@@ -157,7 +157,7 @@ def _resume(home: str) -> tuple[int, list[float]]:
 
 def _step(path: Path) -> int:
     """Of a checkpoint, all of which can be read."""
-    content = read_whole(path, None) if path.is_dir() else torch.load(path, weights_only=True)
+    content = read_folder(path, None) if path.is_dir() else torch.load(path, weights_only=True)
     return content["global_step"]
 
 

@@ -21,7 +21,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint import archive, full, telling
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
 from lightning_zero.checkpoint.weights import exporting
-from lightning_zero.integrations.folders import read_whole
+from lightning_zero.integrations.folders import read_folder
 from tests.helpers.beside import ranks_beside
 from tests.helpers.callbacks import SavesAfter
 from tests.helpers.fabric import closing, make_fabric, network, set_up, train
@@ -127,7 +127,7 @@ def beside() -> tuple[str, float]:
     with slow_folder(_at_first):
         found = _said(lambda call: 0.0, lambda: trainer.fit(module, make_loader("eager", steps=2)))
     close(module)
-    assert read_whole("beside", None)["global_step"] == 1
+    assert read_folder("beside", None)["global_step"] == 1
     return found
 
 

@@ -46,7 +46,7 @@ def fit(steps: int, resume: str | None = None, **options: Any) -> Any:
 
 def planned() -> dict[str, Any]:
     """Options by which a plan does the same: a limit that nothing else holds, with gradients as they are without."""
-    apart = {"gradients_over_copies": False}
+    apart = {"grad_aliasing": False}
     trainer, module = fit(1, memory=1.0, **apart)
     engine, plan = engine_of(module), trainer.strategy.memory_plan
     assert engine is not None
@@ -59,7 +59,7 @@ def all_of(module: Any, leaves: bool) -> dict[str, Any]:
     engine = engine_of(module)
     assert engine is not None
     state = engine.optimizer_state(module.optimizers().optimizer)
-    away = [record.name for record in engine.sharder.live if record.is_away]
+    away = [record.name for record in engine.sharder.live if record.is_on_host]
     assert len(away) == 3 * leaves
     found = {"weights": whole_state(module), "state": state["state"] if state else {}, "seen": module.seen}
     close(module)

@@ -82,13 +82,13 @@ def test_a_loop_of_fabrics_is_told_likewise(ranks: Ranks) -> None:
 
 def validated() -> bool:
     module, trainer = Regression(), make_trainer("eager", memory=1.0)
-    prepare, taken = trainer.strategy._prepare, []
+    prepare, taken = trainer.strategy._prepare_module, []
 
     def and_look(*args: Any) -> None:
         prepare(*args)
-        taken.append(trainer.strategy._require_engine().executor.weights.takes_turns())
+        taken.append(trainer.strategy._require_engine().executor.weights.uses_epoch_lock())
 
-    trainer.strategy._prepare = and_look
+    trainer.strategy._prepare_module = and_look
     trainer.validate(module, make_loader("eager", 2), verbose=False)
     close(module)
     return taken == [True]

@@ -20,9 +20,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_zero import full_parameters
 from lightning_zero.checkpoint import together
-from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.engine import engine_of
-from lightning_zero.integrations.folders import read_whole
+from lightning_zero.integrations.folders import read_folder
 from lightning_zero.integrations.trainer import saving
 from tests.helpers.damage import flip
 from tests.helpers.saved import Scheduled
@@ -215,7 +215,7 @@ def _twice(home: str) -> dict[str, tuple[bool, bool]]:
             if path == "first":
                 with torch.no_grad():
                     edit(module)
-        saved = {key: _plain(value) for key, value in read_whole(f"{home}/{name}/second", None)["state_dict"].items()}
+        saved = {key: _plain(value) for key, value in read_folder(f"{home}/{name}/second", None)["state_dict"].items()}
         same = all(torch.equal(saved[key], value) for key, value in whole_state(module).items())
         linked = Path(home, name, "first", "__1_0.distcp").samefile(f"{home}/{name}/second/__1_0.distcp")
         found[name] = same, linked
@@ -225,7 +225,7 @@ def _twice(home: str) -> dict[str, tuple[bool, bool]]:
 
 
 def _plain(value: Any) -> torch.Tensor:
-    return value.whole() if isinstance(value, SavedValue) else value
+    return value.whole() if isinstance(value, CheckpointTensor) else value
 
 
 def test_what_was_changed_meanwhile_is_saved_anew(ranks: Ranks, tmp_path: Path) -> None:

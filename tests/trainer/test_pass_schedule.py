@@ -46,14 +46,14 @@ def train(schedule: Any = None, disable: Any = ()) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def plainly(ranks: Ranks) -> list[dict[str, Any]]:
+def no_shard_dispatch(ranks: Ranks) -> list[dict[str, Any]]:
     """By all passes in all steps, on each rank."""
     return ranks.run(2, train)
 
 
-def test_passes_change_at_their_step_and_results_stay(ranks: Ranks, plainly: list[dict[str, Any]]) -> None:
+def test_passes_change_at_their_step_and_results_stay(ranks: Ranks, no_shard_dispatch: list[dict[str, Any]]) -> None:
     schedule = [(0, ["look", *MINIMAL]), (3, None), (5, MINIMAL)]
-    for plain, scheduled in zip(plainly, ranks.run(2, train, schedule), strict=True):
+    for plain, scheduled in zip(no_shard_dispatch, ranks.run(2, train, schedule), strict=True):
         assert scheduled["losses"] == plain["losses"]
         assert scheduled["seen"] == 2  # a forward and a backward
         groups = [number for number, _ in scheduled["batches"]]
@@ -65,10 +65,10 @@ def test_passes_change_at_their_step_and_results_stay(ranks: Ranks, plainly: lis
 
 
 def test_without_a_pass_that_graphs_can_do_without_the_training_stays_the_same(
-    ranks: Ranks, plainly: list[dict[str, Any]]
+    ranks: Ranks, no_shard_dispatch: list[dict[str, Any]]
 ) -> None:
     off = ["merge_reduces", "group_reduces"]
-    for plain, without in zip(plainly, ranks.run(2, train, None, off), strict=True):
+    for plain, without in zip(no_shard_dispatch, ranks.run(2, train, None, off), strict=True):
         assert without["losses"] == plain["losses"]
         assert set(off) <= set(plain["ran"])
         assert set(without["ran"]) == set(plain["ran"]) - set(off)
@@ -100,8 +100,8 @@ def test_a_schedule_that_cannot_run_is_refused_at_setup(ranks: Ranks, schedule: 
 def test_a_pass_that_graphs_need_is_not_switched_off(ranks: Ranks) -> None:
     (message,) = ranks.run(1, set_up, [], "compiled", ["sink_gathers"])
     assert message.startswith("Graphs cannot do without 'sink_gathers': Pass 'share_gathers' requires ['ordered']")
-    (message,) = ranks.run(1, set_up, [], "compiled", ["hand_over_gradients"])
-    assert "cannot do without 'hand_over_gradients'" in message
+    (message,) = ranks.run(1, set_up, [], "compiled", ["enqueue_gradients"])
+    assert "cannot do without 'enqueue_gradients'" in message
 
 
 def register(name: str) -> str:

@@ -24,17 +24,17 @@ def _train_plainly() -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def plainly(ranks: Ranks) -> list[list[float]]:
+def no_shard_dispatch(ranks: Ranks) -> list[list[float]]:
     """Losses of the training that nobody reports on, by rank."""
     return ranks.run(2, _train_plainly, deadline=90)
 
 
 def test_training_is_the_same_and_rank_zero_leaves_a_report(
-    ranks: Ranks, plainly: list[list[float]], tmp_path: Path
+    ranks: Ranks, no_shard_dispatch: list[list[float]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "report"
     told = ranks.run(2, _train, str(folder), deadline=90)
-    assert [losses for losses, _ in told] == plainly
+    assert [losses for losses, _ in told] == no_shard_dispatch
     names = sorted(path.name for path in folder.iterdir())
     expected = [
         f"{stem}_{name}" for stem in ("graph_00_forward", "graph_01_backward") for name in ("after.txt", "before.txt")
@@ -61,11 +61,11 @@ def _train_watching_passes(folder: str) -> list[float]:
 
 
 def test_what_each_pass_did_is_written_beside_a_training_that_stays_the_same(
-    ranks: Ranks, plainly: list[list[float]], tmp_path: Path
+    ranks: Ranks, no_shard_dispatch: list[list[float]], tmp_path: Path
 ) -> None:
     folder = tmp_path / "report"
     watched = ranks.run(2, _train_watching_passes, str(folder), deadline=90)
-    assert watched == plainly
+    assert watched == no_shard_dispatch
     names = sorted(path.name for path in (folder / "passes").iterdir())
     assert "graph_00_forward.txt" in names
     assert "graph_01_backward.txt" in names
@@ -75,4 +75,4 @@ def test_what_each_pass_did_is_written_beside_a_training_that_stays_the_same(
     assert any(line.startswith("+") and "lightning_zero.reduce_add.default" in line for line in lines)
     rows = (folder / "passes" / "graph_01_backward.txt").read_text().splitlines()
     assert rows[0].split()[:2] == ["pass", "ms"]
-    assert [row.split()[0] for row in rows[1:]][-1] == "announce_plan"
+    assert [row.split()[0] for row in rows[1:]][-1] == "publish_plan"

@@ -277,7 +277,7 @@ WITH: dict[str, dict[str, Any]] = {
     "state on the host": {"offload": ("optimizer",), "offload_buffer_mb": 0.0001},
     "two hosts": {"ranks_per_host": 1},
     "two replicas": {"ranks_per_host": 1, "replicate_over": "hosts"},
-    "two hosts, whole copies": {"ranks_per_host": 1, "shard_compute_copy": "all"},
+    "two hosts, whole copies": {"ranks_per_host": 1, "compute_shard_group": "all"},
 }
 
 
@@ -356,5 +356,5 @@ def test_the_plugin_is_not_forgotten_once_the_checkpoint_io_was_asked_for() -> N
     """Sharded checkpoints were then written while training waited."""
     strategy = ZeroStrategy(checkpoint_io=AsyncCheckpointIO(), state_dict_type="sharded")
     assert isinstance(strategy.checkpoint_io, BackgroundFileIO)
-    assert strategy.saves_beside
-    assert not ZeroStrategy().saves_beside
+    assert strategy.saves_async
+    assert not ZeroStrategy().saves_async

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.background.process import WriterProcess
-from lightning_zero.integrations.folders import read_whole
+from lightning_zero.integrations.folders import read_folder
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import (
     INPUTS,
@@ -138,5 +138,5 @@ def test_adapters_alone(ranks: Ranks, tmp_path: Path, saved: str) -> None:
         assert all(torch.equal(found[key], then[key]) for key in then)
         assert all(torch.equal(resumed[key], at_once[key]) for key in at_once)
         assert not torch.equal(resumed["up"], then["up"]), "nothing was trained"
-    content = read_whole(path, None) if saved == "sharded" else torch.load(path)
+    content = read_folder(path, None) if saved == "sharded" else torch.load(path)
     assert set(content["state_dict"]) == {"up", "down"}

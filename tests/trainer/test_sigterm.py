@@ -13,8 +13,8 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.engine import engine_of
-from lightning_zero.integrations.folders import read_whole
-from lightning_zero.integrations.trainer.sigterm import ask_on_cpu
+from lightning_zero.integrations.folders import read_folder
+from lightning_zero.integrations.trainer.sigterm import check_stop_on_cpu
 from tests.helpers.command import run
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.ranks.pool import Ranks
@@ -124,7 +124,7 @@ def another_lightning() -> list[bool]:
     trainer = make_trainer("eager")
     loop = trainer.fit_loop.epoch_loop
     with patch.object(_TrainingEpochLoop, METHOD, None):
-        undo = ask_on_cpu(trainer, dist.group.WORLD)
+        undo = check_stop_on_cpu(trainer, dist.group.WORLD)
         found = METHOD in vars(loop)
         undo()
     return [found, METHOD in vars(loop), engine_of(Regression()) is None]
@@ -142,5 +142,5 @@ def test_the_processes_of_a_script_save_and_end(native_library: None, tmp_path: 
     found = sorted(entry.name for entry in tmp_path.iterdir())
     assert found == ["last.ckpt", "step=6.ckpt"], done.stdout
     for name in found:
-        assert read_whole(tmp_path / name, None)["global_step"] == 6
+        assert read_folder(tmp_path / name, None)["global_step"] == 6
     assert "RankFailedError" not in done.stdout

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, model_checkpoint
 from torch import Tensor
 
-from lightning_zero.integrations.folders import read_whole
+from lightning_zero.integrations.folders import read_folder
 from tests.helpers.saved import Scheduled
 from tests.helpers.trainer import close, make_loader, make_trainer
 from tests.helpers.writers import forked_writers
@@ -90,7 +90,7 @@ def _kept(home: Path) -> dict[str, tuple[int, int, bool]]:
     """Where what lies: its step and epoch, and whether optimizers are in it."""
     found = {}
     for path in sorted(home.rglob("*.ckpt")):
-        content = read_whole(path, None) if path.is_dir() else torch.load(path, weights_only=True)
+        content = read_folder(path, None) if path.is_dir() else torch.load(path, weights_only=True)
         states = content.get("optimizer_states", content.get("optimizer_0"))
         found[str(path.relative_to(home))] = content["global_step"], content["epoch"], bool(states)
     assert all(path.name.endswith(".ckpt") or path.parent.suffix == ".ckpt" for path in home.rglob("*.*")), "left over"

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 
 import lightning_zero
 from lightning_zero.integrations.files import BackgroundFileIO
-from lightning_zero.integrations.folders import as_trainers, read_whole
+from lightning_zero.integrations.folders import to_trainer_keys, read_folder
 from tests.helpers.late_copies import Late, late_copies
 from tests.helpers.noted_saves import NotedSaves
 from tests.helpers.trainer import INPUTS, Regression, close, make_loader, make_trainer
@@ -135,7 +135,7 @@ def _averaged(path: str) -> list[str]:
         options = {"state_dict_type": "sharded", "async_save": True}
         make_trainer("eager", callbacks=[averages], max_epochs=2, **options).fit(module, make_loader("eager", SAVED))
         close(module)
-    found = as_trainers(read_whole(path, None))["state_dict"]
+    found = to_trainer_keys(read_folder(path, None))["state_dict"]
     assert len(averages.wanted) == 6
     saved = {name: found[name].whole().flatten() for name in averages.wanted}
     return [name for name, value in averages.wanted.items() if not torch.equal(value[: len(saved[name])], saved[name])]
@@ -168,7 +168,7 @@ def _averaged_buffers(kind: str, path: str) -> list[str]:
         options = {"state_dict_type": kind, "async_save": True}
         make_trainer("eager", callbacks=[averages], **options).fit(module, make_loader("eager"))
         close(module)
-    found = as_trainers(read_whole(path, None)) if kind == "sharded" else torch.load(path)
+    found = to_trainer_keys(read_folder(path, None)) if kind == "sharded" else torch.load(path)
     assert len(averages.buffers) == 3
     saved = {name: found["state_dict"][name] for name in averages.buffers}
     saved = {name: value.whole() if hasattr(value, "whole") else value for name, value in saved.items()}

@@ -14,9 +14,9 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 
 from lightning_zero import FabricZeroStrategy, Tuning, ZeroStrategy
 from lightning_zero.config import CompileConfig, EngineConfig, Options
-from lightning_zero.config.engine import changed
+from lightning_zero.config.engine import changed_options
 from lightning_zero.config.foreign import FOREIGN
-from lightning_zero.config.option import Change, option_fields
+from lightning_zero.config.option import OnChange, option_fields
 from lightning_zero.config.options import GROUPS
 from lightning_zero.integrations.fabric.arguments import Arguments as FabricArguments
 from lightning_zero.integrations.trainer.arguments import Arguments
@@ -37,14 +37,14 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (Tuning, {"prefetch_mb": 0}, r"prefetch_mb=0 must be a positive number of MiB\. Try 256"),
     (Tuning, {"prefetch_mb": math.inf}, r"prefetch_mb=inf must be a positive"),
     (Tuning, {"prefetch": "no"}, r"prefetch='no' must be True or False"),
-    (Tuning, {"resident_mb": -1}, r"resident_mb=-1 must be a number of MiB, 0 or more"),
-    (Tuning, {"resident_mb": math.nan}, r"resident_mb=nan must be a number of MiB"),
-    (Tuning, {"resident_mb": "all"}, r"resident_mb='all' must be a number of MiB"),
-    (Tuning, {"resident_until": "epoch"}, r"resident_until='epoch' must be 'backward' or 'step'"),
+    (Tuning, {"unsharded_cache_mb": -1}, r"unsharded_cache_mb=-1 must be a number of MiB, 0 or more"),
+    (Tuning, {"unsharded_cache_mb": math.nan}, r"unsharded_cache_mb=nan must be a number of MiB"),
+    (Tuning, {"unsharded_cache_mb": "all"}, r"unsharded_cache_mb='all' must be a number of MiB"),
+    (Tuning, {"unsharded_cache_until": "epoch"}, r"unsharded_cache_until='epoch' must be 'backward' or 'step'"),
     (Tuning, {"gather_transport": "mail"}, r"gather_transport='mail' must be 'auto', 'collective' or 'copy'"),
     (Tuning, {"cuda_graph_step": "yes"}, r"cuda_graph_step='yes' must be True, False, 'auto' or None"),
     (Options, {"compile_backend": "cudagraphs"}, r"compile_backend='cudagraphs' must be 'inductor' or 'aot_eager'"),
-    (Tuning, {"agreement_timeout_s": 0}, r"agreement_timeout_s=0 must be a positive number of seconds\. Try 25"),
+    (Tuning, {"consensus_timeout_s": 0}, r"consensus_timeout_s=0 must be a positive number of seconds\. Try 25"),
     (Tuning, {"report_stall_after_s": math.inf}, r"report_stall_after_s=inf must be a positive number of seconds"),
     (Options, {"activation_memory_budget": 1.5}, r"activation_memory_budget=1\.5 must lie between 0"),
     (Options, {"activation_memory_budget": -0.1}, r"activation_memory_budget=-0\.1 must lie between 0"),
@@ -53,21 +53,21 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (Options, {"cuda_graphs": "yes"}, r"cuda_graphs='yes' must be True, False or 'auto'"),
     (Options, {"reshard_after_forward": "Auto"}, r"reshard_after_forward='Auto' must be True, False or 'auto'"),
     (Options, {"tuning": None}, r"tuning=None must be a lightning_zero\.Tuning, or a dict"),
-    (Options, {"tuning": {"resident_mb": -1}}, r"resident_mb=-1 must be"),
+    (Options, {"tuning": {"unsharded_cache_mb": -1}}, r"unsharded_cache_mb=-1 must be"),
     (Options, {"stage": 0}, r"stage=0 must be 1, 2 or 3"),
-    (Options, {"stage": 2, "tuning": {"resident_mb": 3}}, r"stage=2 and resident_mb=3 contradict each other"),
+    (Options, {"stage": 2, "tuning": {"unsharded_cache_mb": 3}}, r"stage=2 and unsharded_cache_mb=3 contradict each other"),
     (Options, {"stage": 1, "reshard_after_forward": "auto"}, r"stage=1 and reshard_after_forward='auto' contradict"),
     (Options, {"stage": 2, "tuning": {"prefetch": False}}, r"stage=2 needs the passes.*Leave prefetch on"),
-    (Options, {"tuning": Tuning(resident_until="step")}, r"resident_until='step' keeps.*reshard_after_forward=False"),
+    (Options, {"tuning": Tuning(unsharded_cache_until="step")}, r"unsharded_cache_until='step' keeps.*reshard_after_forward=False"),
     (
         Options,
-        {"tuning": Tuning(resident_until="step", prefetch=False), "reshard_after_forward": False},
+        {"tuning": Tuning(unsharded_cache_until="step", prefetch=False), "reshard_after_forward": False},
         r"leave prefetch on",
     ),
     (
         Options,
-        {"tuning": Tuning(resident_mb=1), "reshard_after_forward": "auto"},
-        r"resident_mb=1 and reshard_after_forward='auto' contradict each other",
+        {"tuning": Tuning(unsharded_cache_mb=1), "reshard_after_forward": "auto"},
+        r"unsharded_cache_mb=1 and reshard_after_forward='auto' contradict each other",
     ),
 ]
 
@@ -85,14 +85,14 @@ def test_a_wrong_value_is_refused_by_name_with_the_remedy(make: Any, given: dict
 @pytest.mark.parametrize(
     ("make", "name", "words"),
     [
-        (ZeroStrategy, "persist_mb", r"ZeroStrategy has no option 'persist_mb'\. Did .*tuning=Tuning\(resident_mb"),
+        (ZeroStrategy, "persist_mb", r"ZeroStrategy has no option 'persist_mb'\. Did .*tuning=Tuning\(unsharded_cache_mb"),
         (ZeroStrategy, "capture_graphs", r"Did you mean cuda_graphs"),
         (ZeroStrategy, "gather_by", r"tuning=Tuning\(gather_transport=\.\.\.\)"),
         (ZeroStrategy, "gather_group_mb", r"Did you mean tuning=Tuning\(gather_group_mb=\.\.\.\)"),
         (Tuning, "compile_backend", r"ZeroStrategy\(compile_backend=\.\.\.\)"),
         (ZeroStrategy, "cluster_env", r"Did you mean .*cluster_environment"),
         (ZeroStrategy, "zzz", r"There are .*reshard_after_forward, .*timeout"),
-        (Tuning, "persist_until", r"Tuning has no option 'persist_until'\. Did you mean resident_until"),
+        (Tuning, "persist_until", r"Tuning has no option 'persist_until'\. Did you mean unsharded_cache_until"),
         (Tuning, "cuda_graphs", r"ZeroStrategy\(cuda_graphs=\.\.\.\)"),
         (Tuning, "gather_grp_mb", r"Did you mean gather_group_mb"),
     ],
@@ -137,8 +137,8 @@ def test_what_stands_for_other_strategies_arguments_exists() -> None:
 
 
 def test_tuning_may_be_a_dict() -> None:
-    assert Options(tuning={"resident_mb": 3}).tuning == Tuning(resident_mb=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="Tuning has no option 'residents_mb'. Did you mean resident_mb"):
+    assert Options(tuning={"unsharded_cache_mb": 3}).tuning == Tuning(unsharded_cache_mb=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Tuning has no option 'residents_mb'. Did you mean unsharded_cache_mb"):
         Options(tuning={"residents_mb": 3})  # type: ignore[arg-type]
 
 
@@ -206,30 +206,30 @@ def test_every_option_says_what_a_later_trainer_may_do_to_it() -> None:
     before = Options()
     for name, value in OTHERS.items():
         after = Options(
-            **arguments(**{"reshard_after_forward": False} if name == "resident_until" else {}, **{name: value})
+            **arguments(**{"reshard_after_forward": False} if name == "unsharded_cache_until" else {}, **{name: value})
         )
-        start = Options(reshard_after_forward=False) if name == "resident_until" else before
-        [(found, change, old, new)] = changed(start, after)
+        start = Options(reshard_after_forward=False) if name == "unsharded_cache_until" else before
+        [(found, change, old, new)] = changed_options(start, after)
         assert (found, new) == (name, value)
         assert old != new
         compiled = CompileConfig.of(start) != CompileConfig.of(after)
-        assert compiled == (change is Change.COMPILED), (
+        assert compiled == (change is OnChange.RECOMPILE), (
             f"{name} is {change} and compiled code depends on it: {compiled}"
         )
     assert set(OTHERS) == {*option_fields(Options), *option_fields(Tuning)} - {"tuning"}
 
 
 def test_what_stays_resident() -> None:
-    assert CompileConfig.of(Options(reshard_after_forward="auto")).resident_bytes == 0
-    assert CompileConfig.of(Options(reshard_after_forward="auto")).resident_mb == "auto"
-    assert CompileConfig.of(Options(reshard_after_forward=False)).resident_mb == math.inf
-    assert CompileConfig.of(Options(tuning=Tuning(resident_mb=1.5))).resident_bytes == 1.5 * 2**20
-    until_step = Options(reshard_after_forward="auto", tuning=Tuning(resident_until="step"))
-    assert CompileConfig.of(until_step).resident_until == "step"
+    assert CompileConfig.of(Options(reshard_after_forward="auto")).unsharded_cache_bytes == 0
+    assert CompileConfig.of(Options(reshard_after_forward="auto")).unsharded_cache_mb == "auto"
+    assert CompileConfig.of(Options(reshard_after_forward=False)).unsharded_cache_mb == math.inf
+    assert CompileConfig.of(Options(tuning=Tuning(unsharded_cache_mb=1.5))).unsharded_cache_bytes == 1.5 * 2**20
+    until_step = Options(reshard_after_forward="auto", tuning=Tuning(unsharded_cache_until="step"))
+    assert CompileConfig.of(until_step).unsharded_cache_until == "step"
     assert CompileConfig.of(Options()) == CompileConfig()
     for again in (True, False):
         kept = CompileConfig.of(Options(stage=1, reshard_after_forward=again))
-        assert (kept.resident_bytes, kept.resident_until) == (math.inf, "step")
+        assert (kept.unsharded_cache_bytes, kept.unsharded_cache_until) == (math.inf, "step")
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_what_stays_resident() -> None:
 )
 def test_what_is_captured(chosen: Options, step: Any, model: Any, named: str) -> None:
     assert (chosen.cuda_graph_step, chosen.cuda_graph_model) == (step, model)
-    assert chosen.named("cuda_graph_step") == named
+    assert chosen.controlling_option("cuda_graph_step") == named
 
 
 @pytest.mark.parametrize(
@@ -266,11 +266,11 @@ def test_what_compiled_code_depends_on_is_made_once_for_each_choice() -> None:
 
 
 def test_on_hosts_of_one_rank_weights_stay_where_they_lie() -> None:
-    chosen = EngineConfig(tuning={"resident_mb": 5.0})
+    chosen = EngineConfig(tuning={"unsharded_cache_mb": 5.0})
     whole = chosen.over(2, 1)
-    assert (whole.resident_mb, whole.resident_until) == (math.inf, "step")
+    assert (whole.unsharded_cache_mb, whole.unsharded_cache_until) == (math.inf, "step")
     assert chosen.over(2, 2) is chosen
     assert chosen.over(1, 1) is chosen, "one rank alone gathers as ever"
     assert whole.over(2, 1) == whole
-    for other in ({"compile": False}, {"stage": 2}, {"tuning": {"shard_compute_copy": "all"}}):
+    for other in ({"compile": False}, {"stage": 2}, {"tuning": {"compute_shard_group": "all"}}):
         assert EngineConfig(**other).over(2, 1) == EngineConfig(**other)

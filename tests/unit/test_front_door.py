@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from lightning_zero.cli.main import COMMANDS, parser_of
+from lightning_zero.cli.main import COMMANDS, build_parser
 from lightning_zero.native.cache import default_cache
 
 REPO = Path(__file__).parents[2]
@@ -107,7 +107,7 @@ def test_the_dockerfile_names_what_there_is() -> None:
     ]
     commands = [line for line in ran if line.split()[0] in {command.name for command in COMMANDS}]
     assert commands == ["build"]
-    parser_of(COMMANDS).parse_args(commands)
+    build_parser(COMMANDS).parse_args(commands)
     assert f"chmod -R go+rX {folder}" in ran
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.mesh import Mesh, host_name, hosts_of, numbered
+from lightning_zero.mesh import Mesh, host_name, host_numbers, number_names
 from tests.ranks.pool import Ranks
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -23,7 +23,7 @@ def whole_world() -> None:
     assert mesh.hosts == (0,) * mesh.world_size
     assert mesh.world_group is dist.group.WORLD
     assert len({*mesh.device_groups, mesh.control_group}) == 4
-    assert mesh.gathered(f"rank {mesh.rank}") == [f"rank {rank}" for rank in range(mesh.world_size)]
+    assert mesh.all_gather_values(f"rank {mesh.rank}") == [f"rank {rank}" for rank in range(mesh.world_size)]
     assert Mesh.of(CPU).timeout_s == dist.constants.default_pg_timeout.total_seconds()
     with pytest.raises(FrozenInstanceError):
         mesh.rank = 0  # type: ignore[misc]
@@ -67,12 +67,12 @@ def parts_of_the_world(parts: list[list[int]]) -> None:
     mesh = Mesh.over(parts, CPU)
     mine = next(sorted(part) for part in parts if me in part)
     assert (mesh.rank, mesh.world_size) == (mine.index(me), len(mine))
-    for group in (mesh.shard_group, mesh.reduce_group, mesh.control_group):
+    for group in (mesh.gather_group, mesh.reduce_group, mesh.control_group):
         assert dist.get_process_group_ranks(group) == mine
         total = torch.tensor([1 << me])
         dist.all_reduce(total, group=group)
         assert int(total) == sum(1 << rank for rank in mine), "another part was heard"
-    assert mesh.gathered(me) == mine
+    assert mesh.all_gather_values(me) == mine
     mesh.store("test").set("told", str(mine))
     dist.barrier()
     assert mesh.store("test").get("told") == str(mine).encode()
@@ -95,9 +95,9 @@ def test_ranks_know_who_shares_a_host(ranks: Ranks) -> None:
 def on_hosts(names: list[str], ranks_per_host: int | None) -> tuple[Any, ...]:
     with patch("lightning_zero.mesh.host_name", lambda: names[dist.get_rank()]):
         mesh = Mesh.of(CPU, ranks_per_host=ranks_per_host)
-    assert (mesh.holders.size, mesh.shard_hosts, mesh.replica) == (mesh.world_size, mesh.host_count, (0, 1))
-    assert len({*mesh.device_groups, mesh.control_group}) == (4 if mesh.across is None else 8)
-    sides = [mesh.inside] if mesh.across is None else [mesh.inside, mesh.across]
+    assert (mesh.shard_group.size, mesh.shard_host_count, mesh.replica) == (mesh.world_size, mesh.host_count, (0, 1))
+    assert len({*mesh.device_groups, mesh.control_group}) == (4 if mesh.inter_host is None else 8)
+    sides = [mesh.intra_host] if mesh.inter_host is None else [mesh.intra_host, mesh.inter_host]
     for side in sides:
         assert side.ranks[side.rank] == mesh.rank
         for group in (side.gather_group, side.reduce_group):
@@ -105,8 +105,8 @@ def on_hosts(names: list[str], ranks_per_host: int | None) -> tuple[Any, ...]:
             dist.all_reduce(total, group=group)
             assert int(total) == sum(1 << rank for rank in side.ranks), "others were heard"
     # Of shards that are called by their numbers.
-    assert mesh.all_shards(torch.tensor([mesh.shard_number])).tolist() == list(range(mesh.world_size))
-    return mesh.hosts, mesh.machines, tuple(side.ranks for side in sides), mesh.shard_number
+    assert mesh.all_gather_shard(torch.tensor([mesh.shard_index])).tolist() == list(range(mesh.world_size))
+    return mesh.hosts, mesh.physical_hosts, tuple(side.ranks for side in sides), mesh.shard_index
 
 
 @pytest.mark.parametrize("ranks_per_host", [None, 2])
@@ -138,14 +138,14 @@ def test_ranks_at_one_place_of_all_hosts_hold_neighbouring_shards(ranks: Ranks, 
 def replicated(ranks_per_host: int) -> tuple[int, tuple[int, ...], tuple[int, int]]:
     mesh = Mesh.of(CPU, ranks_per_host=ranks_per_host, replicate=True)
     assert mesh.replicated == (ranks_per_host < mesh.world_size)
-    assert (mesh.shard_hosts, mesh.exchanging) == (1, None)
-    for group in (mesh.holders.gather_group, mesh.holders.reduce_group):
+    assert (mesh.shard_host_count, mesh.inter_host_shard_group) == (1, None)
+    for group in (mesh.shard_group.gather_group, mesh.shard_group.reduce_group):
         total = torch.tensor([1 << mesh.rank])
         dist.all_reduce(total, group=group)
-        assert int(total) == sum(1 << rank for rank in mesh.holders.ranks), "another host was heard"
-    assert mesh.all_shards(torch.tensor([mesh.shard_number])).tolist() == list(range(mesh.holders.size))
-    assert mesh.all_shards(torch.tensor([mesh.rank])).tolist() == list(mesh.holders.ranks)
-    return mesh.shard_number, mesh.holders.ranks, mesh.replica
+        assert int(total) == sum(1 << rank for rank in mesh.shard_group.ranks), "another host was heard"
+    assert mesh.all_gather_shard(torch.tensor([mesh.shard_index])).tolist() == list(range(mesh.shard_group.size))
+    assert mesh.all_gather_shard(torch.tensor([mesh.rank])).tolist() == list(mesh.shard_group.ranks)
+    return mesh.shard_index, mesh.shard_group.ranks, mesh.replica
 
 
 def test_replicas_hold_the_same_shards_at_the_same_places(ranks: Ranks) -> None:
@@ -171,16 +171,16 @@ def test_where_there_is_one_host_nothing_goes_across(ranks: Ranks, names: str, r
 )
 def test_hosts_of_other_sizes_are_refused(names: str, ranks_per_host: int | None, words: str) -> None:
     with pytest.raises(UnsupportedError, match=re.escape(words) + ".*Start as many processes on each"):
-        hosts_of(list(names), ranks_per_host)
-    assert hosts_of(list("abab"), None) == (0, 1, 0, 1)
+        host_numbers(list(names), ranks_per_host)
+    assert host_numbers(list("abab"), None) == (0, 1, 0, 1)
 
 
 def parts_on_hosts() -> None:
     mesh = Mesh.over([[0, 3], [1, 2]], CPU, ranks_per_host=1)
-    assert mesh.across is not None
-    assert (mesh.world_size, mesh.inside.size, mesh.across.ranks) == (2, 1, (0, 1))
-    assert dist.get_process_group_ranks(mesh.across.gather_group) == ([0, 3] if dist.get_rank() in (0, 3) else [1, 2])
-    assert mesh.all_shards(torch.tensor([dist.get_rank()])).tolist() == (
+    assert mesh.inter_host is not None
+    assert (mesh.world_size, mesh.intra_host.size, mesh.inter_host.ranks) == (2, 1, (0, 1))
+    assert dist.get_process_group_ranks(mesh.inter_host.gather_group) == ([0, 3] if dist.get_rank() in (0, 3) else [1, 2])
+    assert mesh.all_gather_shard(torch.tensor([dist.get_rank()])).tolist() == (
         [0, 3] if dist.get_rank() in (0, 3) else [1, 2]
     )
 
@@ -208,8 +208,8 @@ def test_ranks_must_have_found_each_other() -> None:
 
 
 def test_hosts_are_numbered_as_they_come() -> None:
-    assert numbered(["x", "y", "x", "z", "y"]) == (0, 1, 0, 2, 1)
-    assert numbered([]) == ()
+    assert number_names(["x", "y", "x", "z", "y"]) == (0, 1, 0, 2, 1)
+    assert number_names([]) == ()
 
 
 def test_a_host_is_told_from_others_by_its_name_and_its_boot() -> None:

@@ -16,7 +16,7 @@ from compare.job import Job
 from compare.time_chart import draw
 from lightning_zero.cli.main import run_command
 from lightning_zero.cli.models import SIZES, model_class
-from lightning_zero.cli.show import show_table, tell
+from lightning_zero.cli.show import show_table, print_progress
 from lightning_zero.native.build import build
 
 __all__ = ["main"]
@@ -75,7 +75,7 @@ def _run(arguments: Namespace) -> int:
         model_class(job.model)  # an error in it is shown once, before ranks start
     ranks = arguments.ranks or (torch.cuda.device_count() if gpus else 2)
     if OURS in names:
-        build(say=tell)  # before the time limit of a peer begins
+        build(report=print_progress)  # before the time limit of a peer begins
     title = f"{job.model}, {ranks} x {torch.cuda.get_device_name(0) if gpus else 'CPU'}, {job.precision}"
     found = {"title": title, "torch": torch.__version__, "ranks": ranks, "job": json.loads(job.to_json())}
     known = _rows_before(found, arguments.out) if arguments.resume else []
@@ -84,7 +84,7 @@ def _run(arguments: Namespace) -> int:
         if arguments.out is not None:
             _write(found | {"rows": rows}, arguments.out)
 
-    rows = compare(job, names, Devices(ranks, gpus, arguments.limit), tell, known, keep)
+    rows = compare(job, names, Devices(ranks, gpus, arguments.limit), print_progress, known, keep)
     found["rows"] = rows
     if arguments.out is not None:
         _write(found, arguments.out)

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import torch
 
-from lightning_zero.integrations.trainer.sigterm import ask_on_cpu
+from lightning_zero.integrations.trainer.sigterm import check_stop_on_cpu
 from lightning_zero.report.engine_report import memory_by_role
 
 __all__ = ["Clock", "Start", "bytes_of_graphs", "exit_without_cleanup"]
@@ -34,7 +34,7 @@ class Clock(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.ask:
-            ask_on_cpu(trainer, torch.distributed.new_group(backend="gloo"))
+            check_stop_on_cpu(trainer, torch.distributed.new_group(backend="gloo"))
         self.begin = time.perf_counter()
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *_: object) -> None:

@@ -10,14 +10,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import IO
 
-from lightning_zero.alone import without_lightning
+from lightning_zero.alone import program_without_lightning
 from lightning_zero.checkpoint.background.writer import Order, Wrote
 from lightning_zero.checkpoint.sharded.writing import RankFiles
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["WriterProcess"]
 
-PROGRAM = without_lightning("from lightning_zero.checkpoint.background.writer import main\nmain()")
+PROGRAM = program_without_lightning("from lightning_zero.checkpoint.background.writer import main\nmain()")
 
 
 class WriterProcess:

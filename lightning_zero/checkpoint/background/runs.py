@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_zero.sharding.layout import is_strided
 
-__all__ = ["ALIGNMENT", "Run", "in_memory", "laid_out"]
+__all__ = ["ALIGNMENT", "Run", "dense_copy", "layout_runs"]
 
 ALIGNMENT = 64  # bytes
 GAP = 512  # bytes between two values that are worth no copy of their own
@@ -35,7 +35,7 @@ class Run:
     guarded: bool
 
 
-def in_memory(values: Tensor) -> Tensor:
+def dense_copy(values: Tensor) -> Tensor:
     """The same values where they fill a stretch of memory: themselves, or a copy."""
     values = values.detach()
     plain = type(values) is Tensor and is_strided(values) and not values.is_conj() and not values.is_neg()
@@ -44,11 +44,11 @@ def in_memory(values: Tensor) -> Tensor:
     return torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
 
 
-def laid_out(values: Sequence[Tensor], guarded: Sequence[bool]) -> tuple[list[Run], list[int], int]:
+def layout_runs(values: Sequence[Tensor], guarded: Sequence[bool]) -> tuple[list[Run], list[int], int]:
     """Where values go.
 
     Args:
-        values: that :func:`in_memory` has given.
+        values: that :func:`dense_copy` has given.
         guarded: of each, whether it is.
 
     Returns:

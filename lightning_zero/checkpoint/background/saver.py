@@ -1,9 +1,9 @@
 """Saves that go on beside training, one at a time.
 
-In :meth:`BackgroundSaver.save` ranks make the folder together and each begins its snapshot; then they train on. A
+In :meth:`AsyncSaver.save` ranks make the folder together and each begins its snapshot; then they train on. A
 thread of each rank waits for its copies and its writer process; they tell each other how that ended through the
 key-value store, over connections of their own, so that no collective of a thread comes between those of training. Rank
-0's thread commits. All ranks have the same outcome: :meth:`BackgroundSaver.finish` raises it.
+0's thread commits. All ranks have the same outcome: :meth:`AsyncSaver.finish` raises it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
 from lightning_zero.mesh import Mesh
 
-__all__ = ["BackgroundSaver"]
+__all__ = ["AsyncSaver"]
 
 log = logging.getLogger(__name__)
 
 TO_END_S, ALONE_S = 30.0, 3.0
 
 
-class BackgroundSaver:
+class AsyncSaver:
     """Of one rank.
 
     Args:
@@ -195,7 +195,7 @@ class BackgroundSaver:
         return self._writer.write(order, wrote)
 
 
-def _end(reference: weakref.ref[BackgroundSaver]) -> None:
+def _end(reference: weakref.ref[AsyncSaver]) -> None:
     saver = reference()
     if saver is not None:
         saver.close()

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.background.runs import Run, in_memory, laid_out
+from lightning_zero.checkpoint.background.runs import Run, dense_copy, layout_runs
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.writing import Blob, Piece
-from lightning_zero.sharding.host_memory import given_so_far
+from lightning_zero.sharding.host_memory import copy_waiter
 from lightning_zero.sharding.shared_memory import Claim, mapped
 
 __all__ = ["Kept", "Memory", "Snapshot"]
@@ -103,8 +103,8 @@ class Snapshot:
         self.wait()
         items = list(items)
         pieces = [item for item in items if isinstance(item, Piece)]
-        values = [in_memory(piece.values) for piece in pieces]
-        runs, offsets, end = laid_out(values, [piece.guarded for piece in pieces])
+        values = [dense_copy(piece.values) for piece in pieces]
+        runs, offsets, end = layout_runs(values, [piece.guarded for piece in pieces])
         self.reserve(end)
         if self._beside:
             runs = [run if run.guarded else replace(run, memory=run.memory.clone()) for run in runs]
@@ -119,7 +119,7 @@ class Snapshot:
                 self._copied = torch.cuda.Event()
                 self._copied.record(self._stream)
             self._held = [run.memory for run in there]
-        given = given_so_far(self._device)
+        given = copy_waiter(self._device)
         for target, part in self._copies(here):
             if self._beside:
                 self._threads = self._threads or ThreadPoolExecutor(COPIERS, "lightning_zero-snapshot")

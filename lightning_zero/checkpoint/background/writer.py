@@ -22,8 +22,8 @@ import torch
 from fsspec.config import conf
 
 from lightning_zero.checkpoint.background.snapshot import Kept, Memory
-from lightning_zero.checkpoint.sharded.folder import folder_at
-from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles, write_pieces
+from lightning_zero.checkpoint.sharded.folder import save_folder_at
+from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles, write_items
 from lightning_zero.checkpoint.unseen import Unseen
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.shared_memory import mapped
@@ -126,9 +126,9 @@ class _Moves:
 
 def _write(order: Order, memory: torch.Tensor, wrote: _Moves) -> RankFiles:
     conf.update(order.settings)
-    folder = folder_at(order.path)
+    folder = save_folder_at(order.path)
     if not folder.sees(order.save_id):
         raise CheckpointError(f"the folder of the save to {order.path} is gone")
     items = [item.piece(memory) if isinstance(item, Kept) else item for item in order.items]
     with Unseen(lambda count: wrote(0)):  # a store may upload when a file is closed, and tells nobody
-        return write_pieces(items, order.rank, folder.create, wrote)
+        return write_items(items, order.rank, folder.create, wrote)

@@ -13,15 +13,15 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from lightning_zero.checkpoint.sharded.contents import flattened, planner_items
-from lightning_zero.checkpoint.sharded.folder import LocalFolder, folder_at, full_path
+from lightning_zero.checkpoint.sharded.folder import LocalFolder, save_folder_at, full_path
 from lightning_zero.checkpoint.sharded.hashed import digest_of
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.checkpoint.sharded.metadata import METADATA
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder
-from lightning_zero.checkpoint.sharded.saving import REST, SAVED_BY, discard, write_file
+from lightning_zero.checkpoint.sharded.opened import CheckpointReader
+from lightning_zero.checkpoint.sharded.saving import REST, SAVE_ID_PREFIX, discard, write_file
 from lightning_zero.checkpoint.sharded.writing import Blob, packed
 
-__all__ = ["SavedState", "fingerprint", "place_of_again", "save_again"]
+__all__ = ["SavedState", "fingerprint", "relink_target", "relink_save"]
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ def fingerprint(state: Mapping[str, Any], rank: int) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def place_of_again(path: str | Path, first: str) -> str | None:
+def relink_target(path: str | Path, first: str) -> str | None:
     """Where a save to ``path`` may link what was saved at ``first``; None: nowhere."""
     place = full_path(path)
-    return place if place != first and isinstance(folder_at(place), LocalFolder) else None
+    return place if place != first and isinstance(save_folder_at(place), LocalFolder) else None
 
 
-def save_again(first: str, second: str, rest: bytes, may_copy: bool = False) -> bool:
+def relink_save(first: str, second: str, rest: bytes, may_copy: bool = False) -> bool:
     """Makes a checkpoint at ``second`` of the one at ``first``. On one rank.
 
     Args:
@@ -77,10 +77,10 @@ def save_again(first: str, second: str, rest: bytes, may_copy: bool = False) -> 
         CheckpointError: the first one is not what it was.
         OSError: it could not be written.
     """
-    folder, known = LocalFolder(Path(second)), OpenedFolder(first)
+    folder, known = LocalFolder(Path(second)), CheckpointReader(first)
     if known.manifest is None or known.place is None:
         return False
-    save_id = f"{SAVED_BY}{uuid.uuid4().hex}"
+    save_id = f"{SAVE_ID_PREFIX}{uuid.uuid4().hex}"
     try:
         folder.begin(save_id)
         sums = {name: found for name, found in known.manifest.files.items() if name not in (REST, METADATA)}

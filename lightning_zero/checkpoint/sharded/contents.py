@@ -10,11 +10,11 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.sharded.boxes import Box, boxes
 from lightning_zero.checkpoint.sharded.paths import MOST_LEVELS, Keys
-from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointShard
 from lightning_zero.checkpoint.sharded.writing import Blob, Piece, packed
 from lightning_zero.sharding.layout import is_strided
 
-__all__ = ["bytes_of", "flattened", "planner_items"]
+__all__ = ["bytes_to_write", "flattened", "planner_items"]
 
 PIECE_BYTES = 64 << 20  # so that another world size need not read much more than its part
 
@@ -63,7 +63,7 @@ def _leaves(path: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
 def _whole(path: Keys, value: Any, what: str) -> Any:
     """What is pickled: of plain containers, which are unpickled again whatever they were, and without shards, of which
     no rank has all."""
-    if isinstance(value, ShardedValue):
+    if isinstance(value, CheckpointShard):
         name = ".".join(map(str, path))
         raise ValueError(
             f"In the checkpoint, {name or 'what is saved'!r} is {what}, and holds sharded values. Sharded checkpoints "
@@ -80,12 +80,12 @@ def _is_opened(value: list[Any]) -> bool:
     return any(isinstance(x, Mapping | Tensor) or (isinstance(x, list) and _is_opened(x)) for x in value)
 
 
-def bytes_of(state: Mapping[str, Any], rank: int) -> int:
+def bytes_to_write(state: Mapping[str, Any], rank: int) -> int:
     """Of the tensors that ``rank`` writes of a nested state; tied ones once."""
     sizes: dict[int, int] = {}
 
     def add(value: Any) -> None:
-        if isinstance(value, ShardedValue):
+        if isinstance(value, CheckpointShard):
             begin, end = value.range
             sizes[id(value)] = (end - begin) * value.dtype.itemsize
         elif isinstance(value, Tensor):
@@ -118,14 +118,14 @@ def planner_items(state: Mapping[str, tuple[Keys, Any]], rank: int) -> Iterator[
             if rank == 0:
                 yield Blob(tuple(names), packed(value.detach().cpu()))
             continue
-        if isinstance(value, ShardedValue):
+        if isinstance(value, CheckpointShard):
             parts = value.parts(PIECE_BYTES // value.dtype.itemsize)
         else:
             parts = _cut(value.detach()) if rank == 0 else []
         if rank == 0 and not value.numel():  # it has a shape, though
             parts = [(Box((0,) * value.dim(), tuple(value.shape)), torch.empty(value.shape, dtype=value.dtype))]
         for box, values in parts:
-            yield Piece(tuple(names), value.shape, box, values, guarded=isinstance(value, ShardedValue))
+            yield Piece(tuple(names), value.shape, box, values, guarded=isinstance(value, CheckpointShard))
 
 
 def _cut(value: Tensor) -> list[tuple[Box, Tensor]]:

@@ -17,27 +17,27 @@ from typing import Any, BinaryIO, Protocol
 
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_zero.checkpoint.claim import PATIENCE_S, begun_at_once, unclaimed
+from lightning_zero.checkpoint.claim import PATIENCE_S, concurrent_save_error, unclaimed
 from lightning_zero.checkpoint.exactly import copy_file, remove_tree
-from lightning_zero.checkpoint.held import HeldFolder
-from lightning_zero.checkpoint.lateness import ask_again
+from lightning_zero.checkpoint.held import PinnedDirectory
+from lightning_zero.checkpoint.lateness import refresh_listing
 from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.places import (
     INCOMPLETE,
     beside,
-    bring_back,
+    restore_replaced,
     make_folders,
-    put_in_place,
+    replace_atomically,
     remove,
-    set_aside,
+    remove_leftover,
     standing,
     sync_folder,
 )
-from lightning_zero.checkpoint.replaceable import refuse_other_folders, refuse_others
+from lightning_zero.checkpoint.replaceable import check_replaceable_folder, check_replaceable
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["Folder", "folder_at", "full_path", "is_complete", "read_at", "remove_at", "settle"]
+__all__ = ["Folder", "save_folder_at", "full_path", "is_complete", "readable_location", "remove_checkpoint_at", "settle"]
 
 TOKEN = ".save_id"
 BLOCK = 16 << 20  # bytes
@@ -64,7 +64,7 @@ class Folder(Protocol):
         """Removes what has been written. One rank."""
 
 
-def folder_at(path: str | Path) -> Folder:
+def save_folder_at(path: str | Path) -> Folder:
     """On a local file system, or wherever fsspec reaches."""
     fs, place = located(path)
     return LocalFolder(Path(place)) if isinstance(fs, LocalFileSystem) else RemoteFolder(fs, place)
@@ -76,7 +76,7 @@ def full_path(path: str | Path) -> str:
     return str(place) if isinstance(fs, LocalFileSystem) else str(path)
 
 
-def read_at(path: str) -> tuple[Any, str]:
+def readable_location(path: str) -> tuple[Any, str]:
     """The file system, and the place in it, where the checkpoint of that name is read: also that of a save that was
     killed after it had been complete, and before it stood in its place."""
     fs, place = located(path)
@@ -87,7 +87,7 @@ def read_at(path: str) -> tuple[Any, str]:
     return fs, beside if is_complete(fs, beside) else place
 
 
-def remove_at(path: str | Path) -> None:
+def remove_checkpoint_at(path: str | Path) -> None:
     """Removes the checkpoint of that name, of either kind, and what a save to it has left; if anything is there."""
     fs, place = located(path)
     if isinstance(fs, LocalFileSystem):
@@ -106,22 +106,22 @@ class LocalFolder:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._work = beside(path, INCOMPLETE)
-        self._begun: HeldFolder | None = None  # by this rank
-        self._held: HeldFolder | None = None  # also if another rank has begun
+        self._begun: PinnedDirectory | None = None  # by this rank
+        self._held: PinnedDirectory | None = None  # also if another rank has begun
 
     def begin(self, token: str) -> None:
         with unclaimed(self._work, self._path):
-            bring_back(self._path)
-            refuse_other_folders(self._path)
-            set_aside(self._path, INCOMPLETE)
+            restore_replaced(self._path)
+            check_replaceable_folder(self._path)
+            remove_leftover(self._path, INCOMPLETE)
         make_folders(self._path.parent)
         try:
             self._work.mkdir()
         except FileExistsError:
-            raise begun_at_once(self._path) from None
-        held = HeldFolder(self._work)
+            raise concurrent_save_error(self._path) from None
+        held = PinnedDirectory(self._work)
         if not held.claim(PATIENCE_S) or not held.is_at(self._work):
-            raise begun_at_once(self._path)
+            raise concurrent_save_error(self._path)
         self._held = self._begun = held
         with self._in_folder():
             (self._place / TOKEN).write_text(token)
@@ -129,12 +129,12 @@ class LocalFolder:
     def sees(self, token: str) -> bool:
         if self._begun is not None:
             self._look()
-        held = HeldFolder(self._work)
+        held = PinnedDirectory(self._work)
         with suppress(OSError):
             if (Path(held.path) / TOKEN).read_text() == token:
                 self._held = self._held or held
                 return True
-        ask_again(self._path.parent)
+        refresh_listing(self._path.parent)
         return False
 
     def create(self, name: str) -> BinaryIO:
@@ -178,7 +178,7 @@ class LocalFolder:
             (self._place / TOKEN).unlink()
             sync_folder(self._work)
         self._look()
-        put_in_place(self._work, self._path)
+        replace_atomically(self._work, self._path)
         self._release()
 
     def discard(self) -> None:
@@ -204,7 +204,7 @@ class RemoteFolder:
     """In an object store, or on what else has no rename: the manifest, which is written last, makes it a checkpoint.
 
     Where a checkpoint already stands, it is written beside, and is complete as soon as the token is gone: readers then
-    take it from there (:func:`read_at`), until it has been copied to its place. Whoever dies meanwhile leaves it there,
+    take it from there (:func:`readable_location`), until it has been copied to its place. Whoever dies meanwhile leaves it there,
     and the next save to the same place copies it first."""
 
     def __init__(self, fs: Any, path: str) -> None:
@@ -216,7 +216,7 @@ class RemoteFolder:
     def begin(self, token: str) -> None:
         self._token = token
         self._fs.invalidate_cache()
-        refuse_others(self._path, self._names(self._path))
+        check_replaceable(self._path, self._names(self._path))
         settle(self._fs, self._path)
         if self._fs.exists(f"{self._path}/{TOKEN}"):  # of a save that was killed
             remove_tree(self._fs, self._path)

@@ -11,15 +11,15 @@ from typing import Any, BinaryIO
 
 import xxhash
 
-from lightning_zero.checkpoint.disk import Disk, in_blocks, write_whole
+from lightning_zero.checkpoint.disk import Disk, in_blocks, write_all
 
-__all__ = ["FileSum", "HashedFile", "digest_of", "sum_of"]
+__all__ = ["FileChecksum", "ChecksumWriter", "digest_of", "checksum_of"]
 
 BLOCK = 4 << 20  # bytes
 
 
 @dataclass(frozen=True)
-class FileSum:
+class FileChecksum:
     """What a file must be.
 
     Attributes:
@@ -33,7 +33,7 @@ class FileSum:
     as_dict = asdict
 
 
-class HashedFile(RawIOBase):
+class ChecksumWriter(RawIOBase):
     """A file that is written from its beginning to its end, and summed up meanwhile. When it is closed without an
     error, its bytes are on the disk, and not only in the system's memory, where there is a disk.
 
@@ -61,7 +61,7 @@ class HashedFile(RawIOBase):
     def _write(self, view: memoryview) -> None:
         self._hash.update(view)
         try:
-            write_whole(self._file, view)
+            write_all(self._file, view)
         except OSError as error:
             self._failed = error
             raise
@@ -77,10 +77,10 @@ class HashedFile(RawIOBase):
         return self._bytes
 
     @property
-    def sum(self) -> FileSum:
-        return FileSum(self._bytes, self._hash.hexdigest())
+    def sum(self) -> FileChecksum:
+        return FileChecksum(self._bytes, self._hash.hexdigest())
 
-    def __enter__(self) -> HashedFile:
+    def __enter__(self) -> ChecksumWriter:
         return self
 
     def __exit__(
@@ -97,7 +97,7 @@ class HashedFile(RawIOBase):
             raise self._failed from error  # torch.save tells of it as a position that is not expected
 
 
-def sum_of(file: BinaryIO, read: Callable[[int], None] = lambda count: None) -> FileSum:
+def checksum_of(file: BinaryIO, read: Callable[[int], None] = lambda count: None) -> FileChecksum:
     """Of a whole file, open for reading.
 
     Args:
@@ -109,7 +109,7 @@ def sum_of(file: BinaryIO, read: Callable[[int], None] = lambda count: None) -> 
         found.update(block[:count])
         size += count
         read(count)
-    return FileSum(size, found.hexdigest())
+    return FileChecksum(size, found.hexdigest())
 
 
 def digest_of(data: bytes) -> str:

@@ -12,8 +12,8 @@ from pathlib import PurePosixPath
 
 import torch
 
-from lightning_zero.checkpoint.damaged import parsed_json
-from lightning_zero.checkpoint.sharded.hashed import FileSum, digest_of
+from lightning_zero.checkpoint.damaged import parse_json
+from lightning_zero.checkpoint.sharded.hashed import FileChecksum, digest_of
 from lightning_zero.errors import CheckpointError
 from lightning_zero.version import __version__
 
@@ -38,7 +38,7 @@ class Manifest:
 
     save_id: str
     world_size: int
-    files: Mapping[str, FileSum]
+    files: Mapping[str, FileChecksum]
     written_by: str = f"lightning_zero {__version__}"
     torch: str = torch.__version__
     format: int = FORMAT
@@ -60,7 +60,7 @@ class Manifest:
             CheckpointError: it is damaged, of a later format, or names files outside of its folder.
         """
         try:
-            body = parsed_json(data)
+            body = parse_json(data)
             told = body.pop("xxh3_128")
             whole = told == digest_of(_canonical(body))
         except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
@@ -76,7 +76,7 @@ class Manifest:
                 f"({__version__}) knows formats up to {FORMAT}. Update lightning_zero."
             )
         try:
-            files = {name: FileSum(**entry) for name, entry in body.pop("files").items()}
+            files = {name: FileChecksum(**entry) for name, entry in body.pop("files").items()}
             found = cls(files=files, **body)
         except (AttributeError, KeyError, TypeError) as error:
             raise CheckpointError(f"{where} does not say what format {told} does: {error}.") from error

@@ -33,7 +33,7 @@ from lightning_zero.checkpoint.sharded.writing import Written
 from lightning_zero.compat.distributed import MemoryFormat, StorageInfo, get_layout
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["METADATA", "metadata_of", "read_metadata"]
+__all__ = ["METADATA", "build_metadata", "read_metadata"]
 
 METADATA = ".metadata"
 VERSION = "1.0.0"  # of torch's format
@@ -41,7 +41,7 @@ MOST_DIMS = 64  # of a tensor: torch's own kernels take no more
 MOST_BYTES = 1 << 63  # of a tensor or a file: sizes and positions are of 64 bits
 
 
-def metadata_of(placed: Iterable[Written], paths: Mapping[str, Keys], save_id: str) -> Metadata:
+def build_metadata(placed: Iterable[Written], paths: Mapping[str, Keys], save_id: str) -> Metadata:
     """As torch's own saving would make it.
 
     Args:

@@ -17,55 +17,55 @@ from fsspec.implementations.local import LocalFileSystem
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from lightning_zero.checkpoint.archive import check_opened
-from lightning_zero.checkpoint.damaged import named_damage
-from lightning_zero.checkpoint.held import HeldFolder
-from lightning_zero.checkpoint.lateness import ask_again
+from lightning_zero.checkpoint.archive import verify_open_archive
+from lightning_zero.checkpoint.damaged import wrap_read_errors
+from lightning_zero.checkpoint.held import PinnedDirectory
+from lightning_zero.checkpoint.lateness import refresh_listing
 from lightning_zero.checkpoint.locating import located
-from lightning_zero.checkpoint.ranges import LocalRanges, Placed
+from lightning_zero.checkpoint.ranges import RangeReader, Placed
 from lightning_zero.checkpoint.remote_ranges import RemoteRanges
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.folder import read_at
-from lightning_zero.checkpoint.sharded.hashed import sum_of
+from lightning_zero.checkpoint.sharded.folder import readable_location
+from lightning_zero.checkpoint.sharded.hashed import checksum_of
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.checkpoint.sharded.metadata import METADATA, read_metadata
 from lightning_zero.checkpoint.sharded.paths import Keys, nested
 from lightning_zero.checkpoint.sharded.piece import PieceElsewhere
 from lightning_zero.checkpoint.sharded.raw import lies_plainly, start_of
-from lightning_zero.checkpoint.sharded.saving import REST, SAVED_BY
-from lightning_zero.checkpoint.sharded.values import SavedValue
-from lightning_zero.checkpoint.storages import check_storages
+from lightning_zero.checkpoint.sharded.saving import REST, SAVE_ID_PREFIX
+from lightning_zero.checkpoint.sharded.values import CheckpointTensor
+from lightning_zero.checkpoint.storages import verify_storages
 from lightning_zero.checkpoint.window import Window
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["DOWNLOADED", "OpenedFolder", "kind_anew", "kind_of"]
+__all__ = ["DOWNLOADED", "CheckpointReader", "refreshed_kind", "checkpoint_kind"]
 
 DOWNLOADED = ("http://", "https://")
 
 
-def kind_of(path: Any) -> str:
+def checkpoint_kind(path: Any) -> str:
     """What is at ``path``, here or where fsspec reaches: a ``"folder"``, a ``"file"``, or ``"nothing"``. A file object
     is a file, and so is what is downloaded, which would be downloaded to see whether it lists anything."""
     if (not isinstance(path, str) and not hasattr(path, "__fspath__")) or str(path).startswith(DOWNLOADED):
         return "file"
-    fs, place = read_at(str(path))
+    fs, place = readable_location(str(path))
     if not fs.isdir(place):
         return "file" if fs.exists(place) else "nothing"
     # Object stores may have both: a file came last, and who wrote it was killed before the folder was gone.
     return "file" if fs.isfile(place) else "folder"
 
 
-def kind_anew(path: str | Path) -> str:
+def refreshed_kind(path: str | Path) -> str:
     """The same, when it may be otherwise than this host remembers."""
     if not str(path).startswith(DOWNLOADED):
         fs, place = located(path)
         fs.invalidate_cache()
         if isinstance(fs, LocalFileSystem):
-            ask_again(Path(place).parent)
-    return kind_of(path)
+            refresh_listing(Path(place).parent)
+    return checkpoint_kind(path)
 
 
-class OpenedFolder:
+class CheckpointReader:
     """A sharded checkpoint in torch's format. Reads no tensor until it is asked for one.
 
     Args:
@@ -85,10 +85,10 @@ class OpenedFolder:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._ranges: dict[str, LocalRanges | RemoteRanges] = {}  # by file, once it is asked for
-        self._fs, self._place = read_at(path)
+        self._ranges: dict[str, RangeReader | RemoteRanges] = {}  # by file, once it is asked for
+        self._fs, self._place = readable_location(path)
         if isinstance(self._fs, LocalFileSystem):
-            self._held = HeldFolder(self._place)
+            self._held = PinnedDirectory(self._place)
             self._place = self._held.path
         self._told = b""  # what the manifest says, where there is one
         self.manifest = manifest = self._read_manifest()
@@ -105,7 +105,7 @@ class OpenedFolder:
         with self.open(METADATA) as file:
             self.metadata = read_metadata(file, self._named(METADATA))
         said = getattr(getattr(self.metadata, "storage_meta", None), "save_id", None) or ""
-        if self.manifest is None and said.startswith(SAVED_BY):
+        if self.manifest is None and said.startswith(SAVE_ID_PREFIX):
             raise CheckpointError(
                 f"{path} is not complete: its {MANIFEST!r} is missing, which is written last. The save was killed, or "
                 "a copy of the folder was. Use another checkpoint."
@@ -181,7 +181,7 @@ class OpenedFolder:
                 )
             with self.open(name) as file:
                 try:
-                    found = sum_of(file, read)
+                    found = checksum_of(file, read)
                 except OSError as error:
                     raise self._unreadable(name, error) from error
             if found != wanted:
@@ -195,8 +195,8 @@ class OpenedFolder:
         has put into it."""
         self._check_extents(names)
         if REST in names:
-            with named_damage(self._named(REST)), self.open(REST) as file:
-                check_opened(file, self._named(REST), 0, 1, read)
+            with wrap_read_errors(self._named(REST)), self.open(REST) as file:
+                verify_open_archive(file, self._named(REST), 0, 1, read)
         done: set[tuple[str, int]] = set()
         for key, entry in self.metadata.state_dict_metadata.items():
             chunks = entry.chunks if isinstance(entry, TensorStorageMetadata) else [None]
@@ -206,7 +206,7 @@ class OpenedFolder:
                     continue
                 done.add((info.relative_path, info.offset))
                 with self._opened_piece(info) as part:
-                    check_opened(part, self._named(info.relative_path), 0, 1, read)
+                    verify_open_archive(part, self._named(info.relative_path), 0, 1, read)
                 if isinstance(entry, TensorStorageMetadata) and chunk is not None:
                     sizes, dtype = torch.Size(chunk.sizes), entry.properties.dtype
                     if self._start(info, sizes, dtype) is None:
@@ -236,7 +236,7 @@ class OpenedFolder:
 
     def content(self, weights_only: bool | None = None) -> dict[str, Any]:
         """Return the checkpoint as one dict. A sharded tensor is a
-        :class:`~lightning_zero.checkpoint.sharded.values.SavedValue`.
+        :class:`~lightning_zero.checkpoint.sharded.values.CheckpointTensor`.
 
         Args:
             weights_only: False: trust the files, and unpickle anything in them.
@@ -244,7 +244,7 @@ class OpenedFolder:
         Raises:
             CheckpointError: it is damaged, or holds nothing that a loop could resume from.
         """
-        with named_damage(self.path):
+        with wrap_read_errors(self.path):
             return self._content(weights_only)
 
     def _content(self, weights_only: bool | None) -> dict[str, Any]:
@@ -269,7 +269,7 @@ class OpenedFolder:
         with self.open(REST) as file:
             try:
                 found = torch.load(file, map_location="cpu", weights_only=weights_only is not False)
-                check_storages(found, file, self._named(REST))
+                verify_storages(found, file, self._named(REST))
                 return found
             except CheckpointError:
                 raise
@@ -277,7 +277,7 @@ class OpenedFolder:
                 raise CheckpointError(f"{self._named(REST)} cannot be read: {type(error).__name__}: {error}") from error
 
     def state(self, within: str = "", weights_only: bool | None = None) -> dict[str, Any]:
-        """The nested state: :class:`~lightning_zero.checkpoint.sharded.values.SavedValue` for each tensor, and other
+        """The nested state: :class:`~lightning_zero.checkpoint.sharded.values.CheckpointTensor` for each tensor, and other
         things as they are.
 
         Args:
@@ -286,7 +286,7 @@ class OpenedFolder:
         """
         paths = self.metadata.planner_data or {}
         found: dict[Keys, Any] = {}
-        known: dict[Any, SavedValue] = {}  # tied ones lie in the same place, and are one
+        known: dict[Any, CheckpointTensor] = {}  # tied ones lie in the same place, and are one
         for key, entry in self.metadata.state_dict_metadata.items():
             path = tuple(paths.get(key, (key,)))
             if within and path[0] != within:
@@ -298,13 +298,13 @@ class OpenedFolder:
                 found[path] = self._load(self._info(MetadataIndex(key)), key, weights_only)
         return nested(found)
 
-    def _saved(self, key: str, entry: TensorStorageMetadata) -> SavedValue:
+    def _saved(self, key: str, entry: TensorStorageMetadata) -> CheckpointTensor:
         chunks = []
         for number, chunk in enumerate(entry.chunks):
             index = MetadataIndex(key, chunk.offsets, number)
             read = partial(self._tensor, self._info(index), key, torch.Size(chunk.sizes), entry.properties.dtype)
             chunks.append((Box(tuple(chunk.offsets), tuple(chunk.sizes)), read))
-        return SavedValue(key, torch.Size(entry.size), entry.properties.dtype, chunks)
+        return CheckpointTensor(key, torch.Size(entry.size), entry.properties.dtype, chunks)
 
     def _places(self, key: str, entry: TensorStorageMetadata) -> tuple[Any, ...]:
         infos = [self._info(MetadataIndex(key, chunk.offsets, number)) for number, chunk in enumerate(entry.chunks)]
@@ -347,12 +347,12 @@ class OpenedFolder:
             except (ValueError, zipfile.BadZipFile):
                 return None
 
-    def _ranges_of(self, name: str) -> LocalRanges | RemoteRanges:
+    def _ranges_of(self, name: str) -> RangeReader | RemoteRanges:
         if name not in self._ranges:
             place = f"{self._place}/{name}"
             local = isinstance(self._fs, LocalFileSystem)
             with self._opening(name):
-                self._ranges[name] = LocalRanges(place) if local else RemoteRanges(self._named(name), (self._fs, place))
+                self._ranges[name] = RangeReader(place) if local else RemoteRanges(self._named(name), (self._fs, place))
             if not local:
                 self._look_again()
         return self._ranges[name]
@@ -377,7 +377,7 @@ class OpenedFolder:
         with self._whole_piece(info) as part:
             try:
                 found = torch.load(part, map_location="cpu", weights_only=weights_only is not False)
-                check_storages(found, part, name)
+                verify_storages(found, part, name)
                 return found
             except CheckpointError:
                 raise

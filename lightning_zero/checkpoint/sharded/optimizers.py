@@ -10,28 +10,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, nested
-from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.inventory import Entry, OptimizerStateEntries, nested
+from lightning_zero.checkpoint.sharded.values import CheckpointShard
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import on_plain_tensors
+from lightning_zero.sharding.unsupported import without_shard_dispatch
 
-__all__ = ["by_name", "by_number", "is_by_name", "numbered"]
+__all__ = ["state_by_name", "state_by_number", "has_parameter_names", "numbered"]
 
 
-@on_plain_tensors
-def by_name(optimizer: torch.optim.Optimizer, module: nn.Module, sharder: Sharder) -> dict[str, Any]:
+@without_shard_dispatch
+def state_by_name(optimizer: torch.optim.Optimizer, module: nn.Module, sharder: Sharder) -> dict[str, Any]:
     """The optimizer's state dict, with the parameters' names in ``module`` for numbers, and this rank's part of what is
     cut like a parameter."""
     packed = optimizer.state_dict()
     if not packed:
         return {}  # Lightning's stand-in for no optimizer
     names, mesh = _names(optimizer, module), sharder.mesh
-    held = OptimizerInventory(optimizer, sharder).held(packed)
+    held = OptimizerStateEntries(optimizer, sharder).held(packed)
 
     def value(entry: Entry) -> Any:
         if entry.record is None:
             return entry.value
-        return ShardedValue(entry.record.layout, entry.value, mesh.shard_number, mesh.replica)
+        return CheckpointShard(entry.record.layout, entry.value, mesh.shard_index, mesh.replica)
 
     state = {key: entries for key, entries in packed["state"].items() if key not in held}  # of no parameter
     state |= {names[number]: nested(entries, map(value, entries)) for number, entries in held.items()}
@@ -39,12 +39,12 @@ def by_name(optimizer: torch.optim.Optimizer, module: nn.Module, sharder: Sharde
     return {**packed, "state": state, "param_groups": groups}
 
 
-def is_by_name(state: Mapping[str, Any]) -> bool:
+def has_parameter_names(state: Mapping[str, Any]) -> bool:
     """Whether parameters have names there, and not numbers."""
     return any(isinstance(param, str) for group in state.get("param_groups", ()) for param in group["params"])
 
 
-def by_number(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
+def state_by_number(state: Mapping[str, Any], optimizer: torch.optim.Optimizer, module: nn.Module) -> dict[str, Any]:
     """The same state dict with the numbers that the parameters have in ``optimizer``, group by group. Groups and what
     is in them may stand in another order than they were saved in.
 

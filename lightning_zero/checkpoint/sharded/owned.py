@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.compat.modules import extra_state_suffix
 from lightning_zero.compat.tensors import tree_map_only
 
-__all__ = ["own_extra_state", "own_values"]
+__all__ = ["materialize_extra_state", "materialize_values"]
 
 
-def own_values(module: nn.Module) -> None:
+def materialize_values(module: nn.Module) -> None:
     """Gives parameters and buffers that are values of a checkpoint memory of their own; what is tied stays so.
 
     Raises:
@@ -28,7 +28,7 @@ def own_values(module: nn.Module) -> None:
         parameters = dict(child.named_parameters(recurse=False, remove_duplicate=False))
         buffers = dict(child.named_buffers(recurse=False, remove_duplicate=False))
         for name, value in (parameters | buffers).items():
-            if isinstance(value, SavedValue):
+            if isinstance(value, CheckpointTensor):
                 if id(value) not in made:
                     whole = value.whole()
                     made[id(value)] = nn.Parameter(whole, value.requires_grad) if name in parameters else whole
@@ -42,12 +42,12 @@ def own_values(module: nn.Module) -> None:
                 )
 
 
-def own_extra_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+def materialize_extra_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The same with memory of its own for what a module's ``set_extra_state()`` is given and may keep."""
     owned: Any = copy(state)  # with torch's notes of modules' versions
     for key, value in state.items():
         if key.rpartition(".")[2] == extra_state_suffix:
-            owned[key] = tree_map_only(SavedValue, SavedValue.whole, value)
+            owned[key] = tree_map_only(CheckpointTensor, CheckpointTensor.whole, value)
     return owned  # type: ignore[no-any-return]
 
 

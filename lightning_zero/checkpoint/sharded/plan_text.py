@@ -16,12 +16,12 @@ from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.writing import Written
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["packed_plan", "unpacked_plan"]
+__all__ = ["encode_plan", "decode_plan"]
 
 FAST = 1  # of zlib's levels: names and shapes repeat, so that more would gain little
 
 
-def packed_plan(placed: Iterable[Written]) -> bytes:
+def encode_plan(placed: Iterable[Written]) -> bytes:
     """Return the same bytes for the same plan."""
     rows = [
         (
@@ -38,11 +38,11 @@ def packed_plan(placed: Iterable[Written]) -> bytes:
     return zlib.compress(json.dumps(rows, separators=(",", ":")).encode(), FAST)
 
 
-def unpacked_plan(plan: bytes) -> list[Written]:
-    """Return what :func:`packed_plan` was given.
+def decode_plan(plan: bytes) -> list[Written]:
+    """Return what :func:`encode_plan` was given.
 
     Raises:
-        CheckpointError: it is not what :func:`packed_plan` makes.
+        CheckpointError: it is not what :func:`encode_plan` makes.
     """
     try:
         return [_written(*row) for row in json.loads(zlib.decompress(plan))]

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from lightning_zero.checkpoint.sharded.hashed import FileSum, digest_of
-from lightning_zero.checkpoint.sharded.metadata import metadata_of
+from lightning_zero.checkpoint.sharded.hashed import FileChecksum, digest_of
+from lightning_zero.checkpoint.sharded.metadata import build_metadata
 from lightning_zero.checkpoint.sharded.paths import Keys
-from lightning_zero.checkpoint.sharded.plan_text import packed_plan, unpacked_plan
+from lightning_zero.checkpoint.sharded.plan_text import encode_plan, decode_plan
 from lightning_zero.checkpoint.sharded.writing import RankFiles
 from lightning_zero.errors import CheckpointError
 
@@ -35,7 +35,7 @@ class Brief:
         plan: what lies where in the files, packed; None where rank 0 has it.
     """
 
-    sums: Mapping[str, FileSum]
+    sums: Mapping[str, FileChecksum]
     digest: str
     plan: bytes | None
 
@@ -53,7 +53,7 @@ class Brief:
         """
         try:
             read = json.loads(text)
-            sums = {name: FileSum(int(size), str(of)) for name, (size, of) in read["sums"].items()}
+            sums = {name: FileChecksum(int(size), str(of)) for name, (size, of) in read["sums"].items()}
             plan = None if read["plan"] is None else base64.b64decode(read["plan"], validate=True)
             return cls(sums, str(read["digest"]), plan)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -74,7 +74,7 @@ class Plans:
 
     def brief(self, files: RankFiles) -> Brief:
         """What this rank tells rank 0 of its files."""
-        packed = packed_plan(files.placed)
+        packed = encode_plan(files.placed)
         digest = digest_of(packed)
         self._last = Brief(files.sums, digest, None if digest == self._confirmed else packed)
         return self._last
@@ -84,7 +84,7 @@ class Plans:
 
         Args:
             briefs: all ranks'.
-            paths: see :func:`~lightning_zero.checkpoint.sharded.metadata.metadata_of`.
+            paths: see :func:`~lightning_zero.checkpoint.sharded.metadata.build_metadata`.
             save_id: of this save; those of all saves are equally long.
         """
         self._got = [(brief.digest, self._plan(rank, brief)) for rank, brief in enumerate(briefs)]
@@ -94,8 +94,8 @@ class Plans:
             # A text of a pickle has its length before it, so another one of the same length may take its place.
             if len(before) == len(save_id) and data.count(before.encode()) == 1:
                 return data.replace(before.encode(), save_id.encode())
-        placed = [unpacked_plan(plan) for _, plan in self._got]
-        data = pickle.dumps(metadata_of(chain.from_iterable(placed), paths, save_id))
+        placed = [decode_plan(plan) for _, plan in self._got]
+        data = pickle.dumps(build_metadata(chain.from_iterable(placed), paths, save_id))
         self._metadata = key, save_id, data
         return data
 

@@ -11,19 +11,19 @@ from typing import Any
 
 from lightning_zero.checkpoint.lateness import shows
 from lightning_zero.checkpoint.sharded.contents import flattened, planner_items
-from lightning_zero.checkpoint.sharded.folder import Folder, folder_at, full_path
-from lightning_zero.checkpoint.sharded.hashed import FileSum, HashedFile
+from lightning_zero.checkpoint.sharded.folder import Folder, save_folder_at, full_path
+from lightning_zero.checkpoint.sharded.hashed import FileChecksum, ChecksumWriter
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.checkpoint.sharded.metadata import METADATA
 from lightning_zero.checkpoint.sharded.paths import Keys
 from lightning_zero.checkpoint.sharded.plans import Brief, Plans
-from lightning_zero.checkpoint.sharded.writing import packed, write_pieces
+from lightning_zero.checkpoint.sharded.writing import packed, write_items
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.errors import CheckpointError
 
 __all__ = [
     "REST",
-    "SAVED_BY",
+    "SAVE_ID_PREFIX",
     "Save",
     "begin_save",
     "discard",
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 REST = "meta.pt"  # as Lightning's own sharded strategies name it
-SAVED_BY = "lightning_zero-"  # save ids begin so: whoever reads one knows that there must be a manifest
+SAVE_ID_PREFIX = "lightning_zero-"  # save ids begin so: whoever reads one knows that there must be a manifest
 
 
 @dataclass(frozen=True)
@@ -66,19 +66,19 @@ def begin_save(path: str | Path, together: Together, prepare: Callable[[], objec
     Raises:
         CheckpointError: on every rank.
     """
-    save_id = f"{SAVED_BY}{uuid.uuid4().hex}"
+    save_id = f"{SAVE_ID_PREFIX}{uuid.uuid4().hex}"
     folders: list[Folder] = []
 
     def begin() -> tuple[str, str]:
         # as rank 0 understands it: another rank may be in another folder, which a relative one is relative to
         place = full_path(path)
-        folders.append(folder_at(place))
+        folders.append(save_folder_at(place))
         folders[0].begin(save_id)
         return place, save_id
 
     def follow() -> None:
         if together.rank:
-            folders.append(folder_at(place))
+            folders.append(save_folder_at(place))
         if not shows(lambda: folders[0].sees(save_id)):
             raise CheckpointError(
                 f"this rank does not see the folder that rank 0 has made at {place}. Sharded checkpoints need a place "
@@ -107,7 +107,7 @@ def save_sharded(
 
     Args:
         path: of the folder, or its URL; rank 0's counts.
-        state: nested dicts of tensors, of :class:`~lightning_zero.checkpoint.sharded.values.ShardedValue` and of
+        state: nested dicts of tensors, of :class:`~lightning_zero.checkpoint.sharded.values.CheckpointShard` and of
             other things, with the same keys on every rank. Rank 0 writes what is not sharded.
         rest: is saved as one object, by rank 0.
         together: the ranks.
@@ -127,7 +127,7 @@ def save_sharded(
     try:
         with discarding([save.folder], together):
             briefs = together.each(
-                save.what, lambda: plans.brief(write_pieces(items, together.rank, save.folder.create, wrote))
+                save.what, lambda: plans.brief(write_items(items, together.rank, save.folder.create, wrote))
             )
             together.first(save.what, lambda: finish_save(save, briefs, plans, paths_of(flat), packed(rest)))
     except BaseException:
@@ -175,7 +175,7 @@ def finish_save(save: Save, briefs: Sequence[Brief], plans: Plans, paths: Mappin
         paths: see :func:`paths_of`.
         rest: what is saved as one object, packed.
     """
-    sums: dict[str, FileSum] = {}
+    sums: dict[str, FileChecksum] = {}
     for brief in briefs:
         sums.update(brief.sums)
     for name, data in ((REST, rest), (METADATA, plans.metadata(briefs, paths, save.save_id))):
@@ -184,8 +184,8 @@ def finish_save(save: Save, briefs: Sequence[Brief], plans: Plans, paths: Mappin
     save.folder.commit()
 
 
-def write_file(folder: Folder, name: str, data: bytes) -> FileSum:
+def write_file(folder: Folder, name: str, data: bytes) -> FileChecksum:
     """Of one piece."""
-    with HashedFile(folder.create(name)) as file:
+    with ChecksumWriter(folder.create(name)) as file:
         file.write(data)
     return file.sum

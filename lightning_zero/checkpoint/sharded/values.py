@@ -19,12 +19,12 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import ShardLayout, inverse
 from lightning_zero.sharding.mapped import copy_mapped
 
-__all__ = ["SavedValue", "ShardedValue"]
+__all__ = ["CheckpointTensor", "CheckpointShard"]
 
 SHARED_BYTES = 1 << 20  # a smaller shard is not worth another piece in a file
 
 
-class ShardedValue(Tensor):
+class CheckpointShard(Tensor):
     """This rank's part of a tensor that is cut like a parameter.
 
     Attributes:
@@ -44,7 +44,7 @@ class ShardedValue(Tensor):
     @staticmethod
     def __new__(
         cls, layout: ShardLayout, shard: Tensor, number: int, replica: tuple[int, int] = (0, 1)
-    ) -> ShardedValue:
+    ) -> CheckpointShard:
         made = make_wrapper_subclass(cls, layout.shape, dtype=shard.dtype, device=shard.device)
         made.cut, made.shard, made.number = layout, shard.detach().reshape(-1), number
         made.replica = replica
@@ -53,15 +53,15 @@ class ShardedValue(Tensor):
     @property
     def range(self) -> tuple[int, int]:
         """Of the flattened tensor, what this rank saves."""
-        return _share(*self.cut.range_of(self.number), self.replica, SHARED_BYTES // self.dtype.itemsize)
+        return _share(*self.cut.shard_range(self.number), self.replica, SHARED_BYTES // self.dtype.itemsize)
 
     def parts(self, most: int) -> list[tuple[Box, Tensor]]:
         """Boxes of the whole tensor, each with at most so many elements or a row, and this rank's values of them: views
         of the shard. None of the padding, and nothing that another rank saves."""
         begin, end = self.range
         order = self.cut.order
-        found, position = [], begin - self.cut.range_of(self.number)[0]
-        for box in boxes(self.cut.stored_shape, begin, end, most):
+        found, position = [], begin - self.cut.shard_range(self.number)[0]
+        for box in boxes(self.cut.memory_shape, begin, end, most):
             values = self.shard[position : position + box.numel].view(box.sizes)
             position += box.numel
             if order is not None:
@@ -82,7 +82,7 @@ class ShardedValue(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"ShardedValue({tuple(self.shape)}, {self.dtype}, shard {self.number} of {self.cut.world_size})"
+        return f"CheckpointShard({tuple(self.shape)}, {self.dtype}, shard {self.number} of {self.cut.world_size})"
 
 
 def _share(begin: int, end: int, replica: tuple[int, int], least: int) -> tuple[int, int]:
@@ -94,7 +94,7 @@ def _share(begin: int, end: int, replica: tuple[int, int], least: int) -> tuple[
     return tuple(begin + (end - begin) * n // count for n in (number, number + 1))  # type: ignore[return-value]
 
 
-class SavedValue(Tensor):
+class CheckpointTensor(Tensor):
     """A tensor of a checkpoint that is open, read only when it is wanted: a rank's part of it by
     :meth:`read_part`, all of it where torch computes with it. Where something is written to it, or a view of it is
     made, which may be written to, all of it stays in memory, and is what is there from then on.
@@ -119,7 +119,7 @@ class SavedValue(Tensor):
         shape: torch.Size,
         dtype: torch.dtype,
         chunks: Sequence[tuple[Box, Callable[[], Tensor | Placed]]],
-    ) -> SavedValue:
+    ) -> CheckpointTensor:
         made = make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         made.key, made.chunks, made.held = key, chunks, None
         return made
@@ -134,10 +134,10 @@ class SavedValue(Tensor):
     def read_part(self, shard: Tensor, layout: ShardLayout, number: int) -> None:
         """Writes the elements of shard ``number`` into the 1-D ``shard``, any device and dtype, and zeros into its
         padding."""
-        begin, end = layout.range_of(number)
+        begin, end = layout.shard_range(number)
         order = layout.order
         wanted, position = [], 0
-        for box in boxes(layout.stored_shape, begin, end):
+        for box in boxes(layout.memory_shape, begin, end):
             values = shard[position : position + box.numel].view(box.sizes)
             position += box.numel
             if order is not None:
@@ -192,10 +192,10 @@ class SavedValue(Tensor):
         return self.whole().tolist()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"SavedValue({self.key!r}, {tuple(self.shape)}, {self.dtype})"
+        return f"CheckpointTensor({self.key!r}, {tuple(self.shape)}, {self.dtype})"
 
 
 def _taken(argument: Any, value: Any) -> Any:
     """What stands for an argument of torch's: plain tensors. One that is written to, or of which a view is made, is
     kept."""
-    return tree_map_only(SavedValue, SavedValue.whole if argument.alias_info is None else SavedValue.kept, value)
+    return tree_map_only(CheckpointTensor, CheckpointTensor.whole if argument.alias_info is None else CheckpointTensor.kept, value)

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.hashed import FileSum, HashedFile
+from lightning_zero.checkpoint.sharded.hashed import FileChecksum, ChecksumWriter
 
-__all__ = ["Blob", "Piece", "RankFiles", "Written", "file_name", "packed", "write_pieces"]
+__all__ = ["Blob", "Piece", "RankFiles", "Written", "file_name", "packed", "write_items"]
 
 MOST_FILES = 4  # of one rank, each written by a thread of its own
 ALIGNMENT = 64  # bytes
@@ -91,7 +91,7 @@ class Written:
 class RankFiles:
     """What one rank has written: sums of its files by name, and what lies in them."""
 
-    sums: Mapping[str, FileSum]
+    sums: Mapping[str, FileChecksum]
     placed: Sequence[Written]
 
 
@@ -100,7 +100,7 @@ def file_name(rank: int, number: int) -> str:
     return f"__{rank}_{number}.distcp"
 
 
-def write_pieces(
+def write_items(
     items: Iterable[Piece | Blob], rank: int, create: Callable[[str], BinaryIO], wrote: Callable[[int], None]
 ) -> RankFiles:
     """Writes them into a few files at once.
@@ -134,9 +134,9 @@ def _shared_out(items: list[Piece | Blob]) -> list[list[Piece | Blob]]:
 
 def _write_file(
     name: str, items: list[Piece | Blob], create: Callable[[str], BinaryIO], wrote: Callable[[int], None]
-) -> tuple[FileSum, list[Written]]:
+) -> tuple[FileChecksum, list[Written]]:
     placed = []
-    with HashedFile(create(name), lambda count: wrote(0)) as file:  # that it goes on, also in the midst of an item
+    with ChecksumWriter(create(name), lambda count: wrote(0)) as file:  # that it goes on, also in the midst of an item
         for item in items:
             # So that values lie at multiples of this in the file, too, as torch.save puts them in what it writes.
             file.write(bytes(-file.tell() % ALIGNMENT))

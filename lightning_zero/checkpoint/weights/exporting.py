@@ -15,15 +15,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_zero.checkpoint.claim import begun_at_once
+from lightning_zero.checkpoint.claim import concurrent_save_error
 from lightning_zero.checkpoint.disk import AT_ONCE, Disk
-from lightning_zero.checkpoint.held import HeldFolder
+from lightning_zero.checkpoint.held import PinnedDirectory
 from lightning_zero.checkpoint.places import INCOMPLETE, beside, make_folders, remove, sync_folder
 from lightning_zero.checkpoint.together import Together
 from lightning_zero.checkpoint.unseen import Unseen
 from lightning_zero.checkpoint.weights.files import INDEX, Part, plan_files
 
-__all__ = ["Weight", "export", "in_dtype"]
+__all__ = ["Weight", "export", "to_cpu"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def export(
     """
     files = plan_files({key: weight.bytes for key, weight in weights.items()}, most)
     what = f"export weights to {folder}"
-    claimed: list[HeldFolder] = []
+    claimed: list[PinnedDirectory] = []
     together.first(what, lambda: claimed.append(_claimed(folder)))
     ends: list[Future[None]] = []
     try:
@@ -93,12 +93,12 @@ def export(
     return [part.name for part in files]
 
 
-def _claimed(folder: Path) -> HeldFolder:
+def _claimed(folder: Path) -> PinnedDirectory:
     """Make the folder, and hold it against other exports into it."""
     make_folders(folder)
-    held = HeldFolder(folder)
+    held = PinnedDirectory(folder)
     if not held.claim():
-        raise begun_at_once(folder)
+        raise concurrent_save_error(folder)
     return held
 
 
@@ -180,7 +180,7 @@ def _of_an_export(folder: Path) -> Iterator[Path]:
     yield from (path for path in (folder / "model.safetensors", folder / INDEX) if path.exists())
 
 
-def in_dtype(value: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
+def to_cpu(value: Tensor, dtype: torch.dtype | None, copy: bool) -> Tensor:
     """On the CPU, contiguous; numbers with a point in ``dtype``; with ``copy``, in memory of its own."""
     wanted = dtype if dtype is not None and value.is_floating_point() else value.dtype
     return value.detach().to("cpu", wanted, copy=copy).contiguous()

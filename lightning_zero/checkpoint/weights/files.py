@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lightning_zero.checkpoint.damaged import named_damage, parsed_json
-from lightning_zero.checkpoint.ranges import LocalRanges, Placed
+from lightning_zero.checkpoint.damaged import wrap_read_errors, parse_json
+from lightning_zero.checkpoint.ranges import RangeReader, Placed
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["INDEX", "Part", "parse_size", "plan_files", "saved_values"]
+__all__ = ["INDEX", "Part", "parse_size", "plan_files", "open_safetensors"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -43,7 +43,7 @@ DTYPES = {
 }
 
 
-def saved_values(path: str | Path) -> dict[str, SavedValue]:
+def open_safetensors(path: str | Path) -> dict[str, CheckpointTensor]:
     """What lies at ``path``, none of it read yet.
 
     Args:
@@ -52,10 +52,10 @@ def saved_values(path: str | Path) -> dict[str, SavedValue]:
     Raises:
         CheckpointError: there is nothing of the kind, a file is missing or damaged.
     """
-    found: dict[str, SavedValue] = {}
+    found: dict[str, CheckpointTensor] = {}
     for file, wanted in _files(Path(path)).items():
         try:
-            with named_damage(file):
+            with wrap_read_errors(file):
                 opened, lies = safe_open(file, "pt"), _Lies(file)
                 held = set(opened.keys())
                 for key in sorted(held) if wanted is None else wanted:
@@ -82,7 +82,7 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
     if path.suffix != ".json":
         return {path: None}
     try:
-        where: dict[str, str] = parsed_json(path.read_bytes())["weight_map"]
+        where: dict[str, str] = parse_json(path.read_bytes())["weight_map"]
         files: dict[Path, list[str] | None] = {}
         for key, name in where.items():
             if not name or Path(name).name != name or name == "..":
@@ -100,21 +100,21 @@ class _Lies:
     def __init__(self, file: Path) -> None:
         with open(file, "rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            self._said = parsed_json(opened.read(length))
-        self._ranges, self._begin = LocalRanges(file), 8 + length
+            self._said = parse_json(opened.read(length))
+        self._ranges, self._begin = RangeReader(file), 8 + length
 
     def read(self, key: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Placed:
         return Placed(self._ranges, self._begin + self._said[key]["data_offsets"][0], dtype, shape)
 
 
-def _value(opened: Any, lies: _Lies, file: Path, key: str) -> SavedValue:
+def _value(opened: Any, lies: _Lies, file: Path, key: str) -> CheckpointTensor:
     about = opened.get_slice(key)
     shape, name = tuple(about.get_shape()), about.get_dtype()
     if name not in DTYPES:
         raise CheckpointError(f"{file} holds {key!r} in {name}, which is not known here.")
     dtype = DTYPES[name]
     whole = Box((0,) * len(shape), shape)
-    return SavedValue(key, torch.Size(shape), dtype, [(whole, partial(lies.read, key, dtype, shape))])
+    return CheckpointTensor(key, torch.Size(shape), dtype, [(whole, partial(lies.read, key, dtype, shape))])
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.sharded.values import SavedValue
-from lightning_zero.checkpoint.weights.files import saved_values
+from lightning_zero.checkpoint.sharded.values import CheckpointTensor
+from lightning_zero.checkpoint.weights.files import open_safetensors
 from lightning_zero.compat.modules import extra_state_suffix
 from lightning_zero.sharding.module_patching import SHAPES
 
-__all__ = ["Incompatible", "load_into"]
+__all__ = ["Incompatible", "load_safetensors_into"]
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class Incompatible(NamedTuple):
     unexpected_keys: list[str]
 
 
-def load_into(
+def load_safetensors_into(
     module: nn.Module,
     path: str | Path,
     strict: bool = True,
@@ -44,8 +44,8 @@ def load_into(
     """See :func:`lightning_zero.load_safetensors`. ``keys``: of the module's state dict, which need not be made for
     them."""
     _refuse_meta(module)
-    values: dict[str, SavedValue] = {}
-    for key, value in saved_values(path).items():
+    values: dict[str, CheckpointTensor] = {}
+    for key, value in open_safetensors(path).items():
         name = key if rename is None else rename(key)
         if name is None:
             continue

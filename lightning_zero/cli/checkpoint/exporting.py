@@ -11,15 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.checkpoint.together import Alone
-from lightning_zero.checkpoint.weights.exporting import Weight, export, in_dtype
+from lightning_zero.checkpoint.weights.exporting import Weight, export, to_cpu
 from lightning_zero.checkpoint.weights.files import parse_size
 from lightning_zero.cli.checkpoint.found import Found
-from lightning_zero.cli.progress import bar
-from lightning_zero.cli.show import tell
+from lightning_zero.cli.progress import progress_bar
+from lightning_zero.cli.show import print_progress
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import as_trainers
+from lightning_zero.integrations.folders import to_trainer_keys
 from lightning_zero.sharding.mapped import copy_mapped
 
 __all__ = ["DTYPES", "export_weights"]
@@ -30,9 +30,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 def export_weights(arguments: Namespace) -> int:
     """Compares the checkpoint with its checksums, and writes the files; holds one file's tensors at most."""
     found = Found(arguments.path)
-    with bar("compares", sum(found.sizes().values())) as read:
+    with progress_bar("compares", sum(found.sizes().values())) as read:
         found.check(read)
-    state = as_trainers(found.load()).get("state_dict") or {}
+    state = to_trainer_keys(found.load()).get("state_dict") or {}
     chosen = {
         key.removeprefix(arguments.prefix): value
         for key, value in state.items()
@@ -47,18 +47,18 @@ def export_weights(arguments: Namespace) -> int:
     weights: dict[str, Weight] = {}
     known: set[object] = set()
     for key, value in chosen.items():
-        place = id(value) if isinstance(value, SavedValue) else (value.data_ptr(), value.shape, value.stride())
+        place = id(value) if isinstance(value, CheckpointTensor) else (value.data_ptr(), value.shape, value.stride())
         if place in known and value.numel():
             continue  # it is tied, and stands there under its first name
         known.add(place)
         size = (dtype or value.dtype).itemsize if value.is_floating_point() else value.itemsize
         weights[key] = Weight(value.numel() * size, partial(_read, value), partial(_keep, value, dtype))
-    with bar("writes", sum(weight.bytes for weight in weights.values())) as wrote:
+    with progress_bar("writes", sum(weight.bytes for weight in weights.values())) as wrote:
         names = export(weights, Path(arguments.output), parse_size(arguments.max_shard_size), Alone(), {}, wrote)
     print(json.dumps({"output": arguments.output, "files": names}) if arguments.json else arguments.output)
     module = _only_module(chosen)
     if module and not arguments.prefix:
-        tell(
+        print_progress(
             f"All names in it begin with {module!r}, as in your LightningModule. Libraries look for those without: "
             f"for them pass --prefix {module}"
         )
@@ -72,7 +72,7 @@ def _only_module(names: Collection[str]) -> str:
 
 
 def _read(value: Tensor) -> Tensor:
-    if isinstance(value, SavedValue):
+    if isinstance(value, CheckpointTensor):
         return value.whole()
     whole = torch.empty_like(value)
     copy_mapped(value, whole)
@@ -80,4 +80,4 @@ def _read(value: Tensor) -> Tensor:
 
 
 def _keep(value: Tensor, dtype: torch.dtype | None, whole: Tensor) -> Tensor:
-    return in_dtype(whole, dtype, copy=whole is value)
+    return to_cpu(whole, dtype, copy=whole is value)

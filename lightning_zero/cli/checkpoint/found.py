@@ -10,11 +10,11 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.archive import check_archive
-from lightning_zero.checkpoint.opening import open_folder
+from lightning_zero.checkpoint.archive import verify_archive
+from lightning_zero.checkpoint.opening import open_checkpoint
 from lightning_zero.checkpoint.sharded.metadata import METADATA
-from lightning_zero.checkpoint.sharded.opened import kind_of
-from lightning_zero.checkpoint.storages import check_storages
+from lightning_zero.checkpoint.sharded.opened import checkpoint_kind
+from lightning_zero.checkpoint.storages import verify_storages
 from lightning_zero.errors import CheckpointError
 
 __all__ = ["Found", "checkpoints_in"]
@@ -34,10 +34,10 @@ class Found:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        kind = kind_of(path)
+        kind = checkpoint_kind(path)
         if kind == "nothing":
             raise CheckpointError(f"There is nothing at {path}.")
-        self.folder = open_folder(path) if kind == "folder" else None
+        self.folder = open_checkpoint(path) if kind == "folder" else None
         if self.folder is None and not Path(path).is_file():
             raise CheckpointError(f"{path} is not on a file system of this host. Download it first.")
 
@@ -49,7 +49,7 @@ class Found:
             # Files of torch's older format cannot be mapped.
             mmap = is_zipfile(self.path)
             found = torch.load(self.path, map_location="cpu", mmap=mmap, weights_only=weights_only)
-            check_storages(found, self.path, self.path)
+            verify_storages(found, self.path, self.path)
         except CheckpointError:
             raise
         except Exception as error:  # damage may show as anything
@@ -71,7 +71,7 @@ class Found:
             CheckpointError: it is damaged.
         """
         if self.folder is None:
-            check_archive(Path(self.path), read=read)
+            verify_archive(Path(self.path), read=read)
             compared = "the checksum of each of its parts"
         else:
             self.folder.check(self.folder.sizes(), read)

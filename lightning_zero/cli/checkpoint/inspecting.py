@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_zero.cli.checkpoint.found import Found, checkpoints_in
 from lightning_zero.cli.show import show_section, show_table
-from lightning_zero.integrations.folders import as_trainers
+from lightning_zero.integrations.folders import to_trainer_keys
 
 __all__ = ["inspect"]
 
@@ -22,7 +22,7 @@ def inspect(arguments: Namespace) -> int:
     told = []
     for path in checkpoints_in(arguments.path):
         found = Found(path)
-        content = as_trainers(found.load())
+        content = to_trainer_keys(found.load())
         facts = _facts(found, content)
         tensors = _tensors(content) if arguments.tensors else []
         told.append(facts | ({"tensors": tensors} if arguments.tensors else {}))

@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 
 from lightning_zero.cli.checkpoint.found import Found, checkpoints_in
-from lightning_zero.cli.progress import bar
+from lightning_zero.cli.progress import progress_bar
 from lightning_zero.cli.show import show_table
 from lightning_zero.errors import CheckpointError
 
@@ -19,7 +19,7 @@ def verify(arguments: Namespace) -> int:
     for path in checkpoints_in(arguments.path):
         try:
             found = Found(path)
-            with bar(path, sum(found.sizes().values())) as read:
+            with progress_bar(path, sum(found.sizes().values())) as read:
                 rows.append({"path": path, "good": True, "why": f"compared: {found.check(read)}"})
         except (CheckpointError, OSError) as error:
             rows.append({"path": path, "good": False, "why": str(error)})

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from lightning_zero.compat import cuda
 from lightning_zero.native import Executor
-from lightning_zero.native.capture import capturing, in_one_piece
-from lightning_zero.offload.blocks import Held
+from lightning_zero.native.capture import capture_graph, reserve_pool_block
+from lightning_zero.offload.blocks import ReservedBlocks
 
-__all__ = ["CapturedPair", "EmulatedPair", "Job", "Pair"]
+__all__ = ["CUDAGraphPair", "EmulatedGraphPair", "CaptureSpec", "GraphPair"]
 
 
 @dataclass(frozen=True)
-class Job:
+class CaptureSpec:
     """What to capture.
 
     Args:
@@ -38,17 +38,17 @@ class Job:
     inputs: Sequence[Any]
     copied: Sequence[Tensor]
     executor: Executor
-    adding: bool
-    beside: Pair | None
+    accumulates: bool
+    shared: GraphPair | None
     segment: int = -1
-    takes: int = 0
+    peak_bytes: int = 0
 
-    def held(self) -> Held:
+    def held(self) -> ReservedBlocks:
         """Memory of the host for what is captured: another pair's, that never runs at the same time."""
-        beside = self.beside
-        return beside.held if isinstance(beside, CapturedPair | EmulatedPair) else Held()
+        shared = self.shared
+        return shared.held if isinstance(shared, CUDAGraphPair | EmulatedGraphPair) else ReservedBlocks()
 
-    def holding(self, held: Held) -> AbstractContextManager[None]:
+    def holding(self, held: ReservedBlocks) -> AbstractContextManager[None]:
         """Surrounds each forward that is to use it."""
         return nullcontext() if self.executor.activations is None else self.executor.activations.holding(held)
 
@@ -89,12 +89,12 @@ class Job:
         ), "a gradient went past the executor"
 
 
-class Pair(Protocol):
-    """Forward and backward of one compiled graph on fixed inputs; made of a :class:`Job`, which may be refused with
+class GraphPair(Protocol):
+    """Forward and backward of one compiled graph on fixed inputs; made of a :class:`CaptureSpec`, which may be refused with
     ``NotImplementedError``. There is no backward where no output needs one.
 
     Attributes:
-        nbytes: of memory that it holds, and did not find with ``beside``.
+        nbytes: of memory that it holds, and did not find with ``shared``.
     """
 
     nbytes: int
@@ -115,7 +115,7 @@ class Pair(Protocol):
         """Gives the memory back. Nothing is replayed any more. Harmless when repeated."""
 
 
-GONE = (
+ACTIVATIONS_GONE = (
     "lightning_zero: what a forward pass left for its backward pass is gone, since it was replayed as a graph, and "
     "lightning_zero.unshard() was called, or the strategy was closed, before its backward pass. Run the backward pass "
     "first."
@@ -132,14 +132,14 @@ class _Graph:
     comes before, once the books have begun."""
 
     def __init__(
-        self, job: Job, pool: Any, run: Callable[[], None], backward: bool, prepare: Callable[[], None] = lambda: None
+        self, job: CaptureSpec, pool: Any, run: Callable[[], None], backward: bool, prepare: Callable[[], None] = lambda: None
     ) -> None:
         self._executor = job.executor
         self._graph = torch.cuda.CUDAGraph()
-        job.executor.graphs.begin(backward, backward and job.adding, job.segment if backward else -1)
+        job.executor.graphs.begin(backward, backward and job.accumulates, job.segment if backward else -1)
         try:
             prepare()
-            with capturing(self._graph, pool):
+            with capture_graph(self._graph, pool):
                 try:
                     run()
                     self.number = job.executor.graphs.end()
@@ -163,28 +163,28 @@ class _Graph:
         self._executor.graphs.drop(self.number)
 
 
-class CapturedPair:
-    """See :class:`Pair`."""
+class CUDAGraphPair:
+    """See :class:`GraphPair`."""
 
     _pool: Any
     _stream: torch.cuda.Stream
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CaptureSpec) -> None:
         executor, device = job.executor, job.executor.device
-        beside = job.beside if isinstance(job.beside, CapturedPair) else None
-        stream = beside._stream if beside is not None else torch.cuda.Stream(device)
+        shared = job.shared if isinstance(job.shared, CUDAGraphPair) else None
+        stream = shared._stream if shared is not None else torch.cuda.Stream(device)
         self._stream, current = stream, torch.cuda.current_stream(device)
-        executor.weights.sync_peers(ahead=True)  # or the graph would hold a wait, of one step for all
+        executor.weights.sync_compute_shards(ahead=True)  # or the graph would hold a wait, of one step for all
         reserved = 0
         self._sent: list[int] = []  # bytes that leave for the host in a forward
         stream.wait_stream(current)
         self._executor = executor
         self.held = job.held()
-        self._pool = beside._pool if beside is not None else torch.cuda.graph_pool_handle()
+        self._pool = shared._pool if shared is not None else torch.cuda.graph_pool_handle()
         with (
-            _joined(current, stream),
+            _join_streams(current, stream),
             torch.cuda.stream(stream),
-            _own_workspaces(),
+            _separate_cublas_workspaces(),
             job.holding(self.held),
             ExitStack() as stack,
         ):
@@ -195,8 +195,8 @@ class CapturedPair:
                 # Graphs cannot use what is cached for others, the buckets among it that the books have just let go of.
                 torch.cuda.empty_cache()
                 reserved = torch.cuda.memory_reserved(device)
-                if beside is None:
-                    stack.enter_context(in_one_piece(self._pool, device, job.takes))
+                if shared is None:
+                    stack.enter_context(reserve_pool_block(self._pool, device, job.peak_bytes))
 
             with job.recording(self._sent):
                 self._forward = _Graph(job, self._pool, lambda: outputs.extend(job.run()), False, prepare)
@@ -209,14 +209,14 @@ class CapturedPair:
                 self._backward: _Graph | None = None
                 if wanted:
                     self._backward = _Graph(job, self._pool, lambda: job.run_backward(wanted, given), backward=True)
-                    executor.graphs.never_ran(self._backward.number)
+                    executor.graphs.mark_not_run(self._backward.number)
             except BaseException:
-                executor.graphs.never_ran(self._forward.number)
+                executor.graphs.mark_not_run(self._forward.number)
                 self._forward.close()
                 raise
             # The backward was recorded as if the forward had run. From here on nobody may think so.
-            executor.graphs.never_ran(self._forward.number)
-            self._into = [tensor.grad for tensor in job.copied]
+            executor.graphs.mark_not_run(self._forward.number)
+            self._input_grads = [tensor.grad for tensor in job.copied]
         self.nbytes = max(0, torch.cuda.memory_reserved(device) - reserved)
 
     def fits(self) -> bool:
@@ -231,28 +231,28 @@ class CapturedPair:
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         if not self._outputs:
-            raise RuntimeError(GONE)
+            raise RuntimeError(ACTIVATIONS_GONE)
         for mine, given in zip(self._grads, grads, strict=True):
             if mine is not None:
                 mine.zero_() if given is None else mine.copy_(given)
         assert self._backward is not None, "a backward of outputs that need none"
         self._backward.replay()
-        return self._into
+        return self._input_grads
 
     def close(self) -> None:
         # Not left to whoever holds this last: a loss that the user keeps leads here.
-        self._outputs, self._grads, self._into, self.held = [], [], [], Held()
+        self._outputs, self._grads, self._input_grads, self.held = [], [], [], ReservedBlocks()
         for graph in (self._forward, self._backward):
             if graph is not None:
                 graph.close()
 
 
-class EmulatedPair:
-    """See :class:`Pair`. Runs what it was given each time, with the same books, so that these can be tested."""
+class EmulatedGraphPair:
+    """See :class:`GraphPair`. Runs what it was given each time, with the same books, so that these can be tested."""
 
     nbytes = 0
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CaptureSpec) -> None:
         self._job, self._executor = job, job.executor
         self.held = job.held()
         self._numbers: dict[bool, int] = {}
@@ -261,14 +261,14 @@ class EmulatedPair:
         self.differentiable: Sequence[bool] = ()
 
     @contextmanager
-    def _recorded(self, backward: bool, adding: bool) -> Iterator[None]:
+    def _recorded(self, backward: bool, accumulates: bool) -> Iterator[None]:
         known = self._numbers.get(backward)
         if known is None:
-            if not (backward and self._executor.weights.sync_peers(ahead=True)):
-                self._executor.weights.sync_peers()
+            if not (backward and self._executor.weights.sync_compute_shards(ahead=True)):
+                self._executor.weights.sync_compute_shards()
         else:
             self._executor.graphs.before_replay(known)
-        self._executor.graphs.begin(backward, adding, self._job.segment if backward else -1)
+        self._executor.graphs.begin(backward, accumulates, self._job.segment if backward else -1)
         try:
             yield
             number = self._executor.graphs.end()
@@ -288,14 +288,14 @@ class EmulatedPair:
 
     def forward(self) -> Sequence[Tensor]:
         holding = self._job.holding(self.held)
-        with torch.enable_grad(), holding, self._recorded(backward=False, adding=False):
+        with torch.enable_grad(), holding, self._recorded(backward=False, accumulates=False):
             self._outputs = self._job.run()
         self.differentiable = [output.requires_grad for output in self._outputs]
         return self._outputs
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         if not self._outputs:
-            raise RuntimeError(GONE)
+            raise RuntimeError(ACTIVATIONS_GONE)
         for tensor in self._job.copied:
             tensor.grad = None
         outputs, given = [], []
@@ -304,19 +304,19 @@ class EmulatedPair:
                 outputs.append(output)
                 given.append(torch.zeros_like(output) if grad is None else grad)
         if self._adding is None:
-            self._adding = self._executor.gradients.has_any()
+            self._adding = self._executor.gradients.has_gradients()
         with torch.enable_grad(), self._recorded(True, self._adding):
             self._job.run_backward(outputs, given)
         return [tensor.grad for tensor in self._job.copied]
 
     def close(self) -> None:
-        self._outputs, self.held = [], Held()
+        self._outputs, self.held = [], ReservedBlocks()
         for number in self._numbers.values():
             self._executor.graphs.drop(number)
 
 
 @contextmanager
-def _joined(current: torch.cuda.Stream, stream: torch.cuda.Stream) -> Iterator[None]:
+def _join_streams(current: torch.cuda.Stream, stream: torch.cuda.Stream) -> Iterator[None]:
     """``current`` goes on after ``stream``, after a failed capture, too: what was on its way when the capture began (in
     memory of ``current``, which may give it to somebody else) was waited for on ``stream``."""
     try:
@@ -326,7 +326,7 @@ def _joined(current: torch.cuda.Stream, stream: torch.cuda.Stream) -> Iterator[N
 
 
 @contextmanager
-def _own_workspaces() -> Iterator[None]:
+def _separate_cublas_workspaces() -> Iterator[None]:
     """torch keeps cuBLAS's workspaces, one for each stream, and would keep those that are made inside for as long as it
     lives: memory that is the graphs', and that closing them would not give back."""
     cuda.clear_cublas_workspaces()

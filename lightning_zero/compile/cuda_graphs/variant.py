@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_zero.compile.cuda_graphs.pairs import Pair
+from lightning_zero.compile.cuda_graphs.pairs import GraphPair
 from lightning_zero.native.executor_stubs import Gradients
 
-__all__ = ["Replay", "Token", "Variant", "unfit"]
+__all__ = ["GraphReplay", "PendingBackward", "CapturedCall", "unsupported_input"]
 
 
-def unfit(args: Sequence[Any], device: torch.device) -> str:
+def unsupported_input(args: Sequence[Any], device: torch.device) -> str:
     """Why these inputs cannot be copied to where a graph reads them; empty if they can."""
     for arg in args:
         if not isinstance(arg, Tensor):
@@ -38,11 +38,11 @@ def _may_overlap(tensor: Tensor) -> bool:
     return False
 
 
-class Token:
+class PendingBackward:
     """Lives as long as somebody can run a backward."""
 
 
-class Variant:
+class CapturedCall:
     """A captured forward and backward, and the memory they read and write.
 
     Args:
@@ -55,18 +55,18 @@ class Variant:
     def __init__(
         self,
         args: Sequence[Any],
-        lasting: Iterable[Tensor],
+        static_tensors: Iterable[Tensor],
         gradients: Gradients,
-        capture: Callable[[Sequence[Any], Sequence[Tensor]], Pair],
+        capture: Callable[[Sequence[Any], Sequence[Tensor]], GraphPair],
     ) -> None:
-        known = {id(tensor) for tensor in lasting}
+        known = {id(tensor) for tensor in static_tensors}
         self._addresses = [(n, arg.data_ptr()) for n, arg in enumerate(args) if id(arg) in known]
         fixed = {n for n, _ in self._addresses}
-        inputs = [(_alias(a) if n in fixed else _alike(a)) if isinstance(a, Tensor) else a for n, a in enumerate(args)]
+        inputs = [(_alias(a) if n in fixed else _empty_copy(a)) if isinstance(a, Tensor) else a for n, a in enumerate(args)]
         self._copied = [(n, t) for n, t in enumerate(inputs) if n not in fixed and isinstance(t, Tensor)]
-        self._width = len(args)
+        self._input_count = len(args)
         self._gradients = gradients
-        self.awaited: weakref.ref[Token] | None = None
+        self.pending_backward: weakref.ref[PendingBackward] | None = None
         self._closed = False
         self._copy_in(args)
         self.pair = capture(inputs, [tensor for _, tensor in self._copied])
@@ -74,24 +74,24 @@ class Variant:
     def fits(self, args: Sequence[Any]) -> bool:
         """Whether a replay does what a run would do."""
         still = all(args[n].data_ptr() == address for n, address in self._addresses)
-        return still and not self._awaits_backward and self.pair.fits()
+        return still and not self._has_pending_backward and self.pair.fits()
 
     @property
-    def _awaits_backward(self) -> bool:
-        return self.awaited is not None and self.awaited() is not None
+    def _has_pending_backward(self) -> bool:
+        return self.pending_backward is not None and self.pending_backward() is not None
 
     def close(self) -> None:
         """Gives the memory back, as soon as a backward that may still come has run."""
         self._closed = True
-        if not self._awaits_backward:
+        if not self._has_pending_backward:
             self.pair.close()
 
-    def forward(self, args: Sequence[Any]) -> tuple[list[Tensor], Token]:
+    def forward(self, args: Sequence[Any]) -> tuple[list[Tensor], PendingBackward]:
         """Copies of the outputs, and what must live until the backward, or until there can be none."""
         self._copy_in(args)
         outputs = [output.detach().clone() for output in self.pair.forward()]
-        token = Token()
-        self.awaited = weakref.ref(token)
+        token = PendingBackward()
+        self.pending_backward = weakref.ref(token)
         return outputs, token
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -99,8 +99,8 @@ class Variant:
         self._gradients.mark()
         found = self.pair.backward(grads)
         self._gradients.mark()
-        self.awaited = None
-        results: list[Tensor | None] = [None] * self._width
+        self.pending_backward = None
+        results: list[Tensor | None] = [None] * self._input_count
         for (n, _), grad in zip(self._copied, found, strict=True):
             results[n] = None if grad is None else grad.clone()
         if self._closed:
@@ -113,7 +113,7 @@ class Variant:
                 tensor.copy_(args[n])
 
 
-def _alike(tensor: Tensor) -> Tensor:
+def _empty_copy(tensor: Tensor) -> Tensor:
     copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.requires_grad_(tensor.requires_grad)
 
@@ -124,11 +124,11 @@ def _alias(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-class Replay(torch.autograd.Function):
-    """``Replay.apply(variant, *args)``."""
+class GraphReplay(torch.autograd.Function):
+    """``GraphReplay.apply(variant, *args)``."""
 
     @staticmethod
-    def forward(ctx: Any, variant: Variant, *args: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, variant: CapturedCall, *args: Any) -> tuple[Tensor, ...]:
         outputs, token = variant.forward(args)
         differentiable = variant.pair.differentiable
         ctx.set_materialize_grads(False)

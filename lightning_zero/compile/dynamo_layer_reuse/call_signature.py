@@ -10,11 +10,11 @@ from torch.fx import Node
 
 from lightning_zero.compat.compiler import TensorVariable
 from lightning_zero.compat.dynamo import ConstantVariable, TupleVariable
-from lightning_zero.compat.graphs import EXAMPLE
+from lightning_zero.compat.graphs import EXAMPLE_VALUE
 from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
 from lightning_zero.compile.dynamo_layer_reuse.trace_guards import constant
-from lightning_zero.compile.frontend import storage_of
+from lightning_zero.compile.frontend import node_storage
 
 __all__ = ["Given", "form_of"]
 
@@ -52,10 +52,10 @@ class Given:
         """
         if self._form != other._form:
             raise Unlike("it is given something else")
-        forms = [form_of(node.meta[EXAMPLE]) for node in self.nodes]
-        if forms != [form_of(node.meta[EXAMPLE]) for node in other.nodes]:
+        forms = [form_of(node.meta[EXAMPLE_VALUE]) for node in self.nodes]
+        if forms != [form_of(node.meta[EXAMPLE_VALUE]) for node in other.nodes]:
             raise Unlike("it is given tensors of another form")
-        for alike in (lambda node: node, storage_of):  # type: ignore[misc]
+        for alike in (lambda node: node, node_storage):  # type: ignore[misc]
             if _first_places(list(map(alike, self.nodes))) != _first_places(list(map(alike, other.nodes))):
                 raise Unlike("it is given the same tensor in other places")
 

@@ -24,7 +24,7 @@ from lightning_zero.compat.dynamo import (
     is_constant,
     translators,
 )
-from lightning_zero.compat.patches import swapped
+from lightning_zero.compat.patches import swap_attribute
 
 __all__ = ["asked_for_identity"]
 
@@ -61,7 +61,7 @@ def asked_for_identity() -> Iterator[list[str]]:
             *((kind, "call_method", _method(kind.call_method, look)) for kind in (ListVariable, TupleVariable)),
             *((one, "dispatch_table", _table(one.dispatch_table, look)) for one in translators()),
         ):
-            stack.enter_context(swapped(owner, name, instead))
+            stack.enter_context(swap_attribute(owner, name, instead))
         yield found
 
 

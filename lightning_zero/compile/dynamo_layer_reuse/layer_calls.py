@@ -11,9 +11,9 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.dynamo import LAYERS_ONCE, ModuleVariable, hooks_of_all_modules
-from lightning_zero.compat.patches import swapped
+from lightning_zero.compat.patches import swap_attribute
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
-from lightning_zero.compile.active import ACTIVE
+from lightning_zero.compile.active import OPTIMIZATION_COUNTS
 from lightning_zero.compile.dynamo_layer_reuse.call_signature import Given
 from lightning_zero.compile.dynamo_layer_reuse.identity import asked_for_identity
 from lightning_zero.compile.dynamo_layer_reuse.reached import reached_elsewhere
@@ -43,7 +43,7 @@ def layers_traced_once() -> Iterator[None]:
     def call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         return calls.call(plain, variable, tx, args, kwargs)
 
-    with swapped(ModuleVariable, "call_function", call_function):
+    with swap_attribute(ModuleVariable, "call_function", call_function):
         yield
 
 
@@ -116,7 +116,7 @@ class _Calls:
             try:
                 with DisableTorchFunctionSubclass():  # a shard's class would be asked for each size that is read of it
                     result = trace.again(variable, tx, given, around)
-                ACTIVE["layers stamped"] += 1
+                OPTIMIZATION_COUNTS["layers stamped"] += 1
                 return result
             except Exception as why:  # whatever it is, the call may well be traced
                 log.debug("A call of %s is traced: %s: %s", kind.__name__, type(why).__name__, why)
@@ -129,7 +129,7 @@ class _Calls:
         trace = _Trace(variable, tx, given, around)
         with asked_for_identity() as asked, reached_elsewhere(variable.source) as reached:
             result = plain(variable, tx, args, kwargs)
-        ACTIVE["layers traced"] += 1
+        OPTIMIZATION_COUNTS["layers traced"] += 1
         if trace.end(tx, result, asked, reached):
             traces.append(trace)
         return result

@@ -11,7 +11,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_zero.compat.dynamo import Guard, Source, VariableBuilder, guard_name
 from lightning_zero.compat.graph_inputs import has_changed_before, input_like
-from lightning_zero.compat.graphs import EXAMPLE, MODULES, ORIGIN, STACK
+from lightning_zero.compat.graphs import EXAMPLE_VALUE, NN_MODULE_STACK, GRAPH_ARG, STACK_TRACE
 from lightning_zero.compile.dynamo_layer_reuse.call_signature import form_of
 from lightning_zero.compile.dynamo_layer_reuse.node_names import Names
 from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
@@ -41,7 +41,7 @@ def taken_in(tx: Any, inputs: Sequence[Node], passed: Passed, names: Names) -> d
     moved, new = passed.moved, {}
     guards = {guard.originating_source: guard for guard in passed.guards if _is_usual(guard)}
     for node in inputs:
-        old = node.meta[ORIGIN].source
+        old = node.meta[GRAPH_ARG].source
         path = moved.to(old)
         value, is_new = moved.value(path), path not in tx.output.input_source_to_var
         found = input_like(tx, path, value, node) if path is not old and old in guards else None
@@ -50,17 +50,17 @@ def taken_in(tx: Any, inputs: Sequence[Node], passed: Passed, names: Names) -> d
             _add(tx, guards[old], path, partial(cast(Any, guards[old].create_fn).func, value=TensorWeakRef(value)))
         else:  # of an input that is there already Dynamo returns what stands for it
             found = VariableBuilder(tx, path)(value).as_proxy().node
-        if is_new and found.meta[ORIGIN].source == path:
-            found.meta |= names.renamed({key: node.meta[key] for key in (MODULES, STACK) if key in node.meta})
+        if is_new and found.meta[GRAPH_ARG].source == path:
+            found.meta |= names.renamed({key: node.meta[key] for key in (NN_MODULE_STACK, STACK_TRACE) if key in node.meta})
         new[node] = found
         if _sizes(found) != _sizes(node):
             raise Unlike(f"{path.name} has another form")  # its sizes have changed before, and are symbols now
-    _install(tx, passed, {moved.to(node.meta[ORIGIN].source) for node in inputs})
+    _install(tx, passed, {moved.to(node.meta[GRAPH_ARG].source) for node in inputs})
     return new
 
 
 def _sizes(node: Node) -> tuple[Any, ...]:
-    value = node.meta[EXAMPLE]
+    value = node.meta[EXAMPLE_VALUE]
     form_of(value)
     return value.shape, value.stride(), value.dtype, value.requires_grad
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lightning_zero.compat.dynamo import path_in_modules
-from lightning_zero.compat.graphs import MODULES
+from lightning_zero.compat.graphs import NN_MODULE_STACK
 
 __all__ = ["Names"]
 
@@ -25,9 +25,9 @@ class Names:
         self._keys = _keys(old.value, new.value)
 
     def renamed(self, meta: dict[str, Any]) -> dict[str, Any]:
-        stack = meta.get(MODULES)
+        stack = meta.get(NN_MODULE_STACK)
         if stack:
-            meta[MODULES] = {self._key(key): (self._path(path), kind) for key, (path, kind) in stack.items()}
+            meta[NN_MODULE_STACK] = {self._key(key): (self._path(path), kind) for key, (path, kind) in stack.items()}
         return meta
 
     def _key(self, key: str) -> str:

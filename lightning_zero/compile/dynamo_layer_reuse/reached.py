@@ -20,7 +20,7 @@ from lightning_zero.compat.dynamo import (
     guard_of_two_paths,
     known_by,
 )
-from lightning_zero.compat.patches import swapped
+from lightning_zero.compat.patches import swap_attribute
 from lightning_zero.compile.dynamo_layer_reuse.sources import begins_at
 
 __all__ = ["reached_elsewhere"]
@@ -56,9 +56,9 @@ def reached_elsewhere(module: Source) -> Iterator[list[str]]:
 
     plain = VariableBuilder.__call__
     with ExitStack() as stack:
-        stack.enter_context(swapped(VariableBuilder, "__call__", build))
+        stack.enter_context(swap_attribute(VariableBuilder, "__call__", build))
         for owner, name in CALLED_AT_ONCE:
-            stack.enter_context(swapped(owner, name, at_once(getattr(owner, name))))
+            stack.enter_context(swap_attribute(owner, name, at_once(getattr(owner, name))))
         yield found
 
 

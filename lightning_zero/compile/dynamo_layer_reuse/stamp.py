@@ -20,15 +20,15 @@ from lightning_zero.compat.dynamo import (
     wrap_proxy,
 )
 from lightning_zero.compat.fakes import fake_like
-from lightning_zero.compat.graphs import CUSTOM, EXAMPLE, ORIGIN, SOURCES
+from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE, GRAPH_ARG, SOURCE_FN_STACK
 from lightning_zero.compat.ops import unsafe_view
-from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, without_modes
+from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, no_dispatch_modes
 from lightning_zero.compile.dynamo_layer_reuse.call_signature import Given, form_of
 from lightning_zero.compile.dynamo_layer_reuse.layer_inputs import look_at_numbers, taken_in
 from lightning_zero.compile.dynamo_layer_reuse.node_names import Names
 from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
 from lightning_zero.compile.dynamo_layer_reuse.trace_guards import Passed
-from lightning_zero.compile.frontend import memory_of, written_by
+from lightning_zero.compile.frontend import storage_key, mutated_inputs
 
 __all__ = ["Nodes", "calls_behind", "stamp"]
 
@@ -63,9 +63,9 @@ class Nodes:
         outside = dict.fromkeys(read for node in own for read in node.all_input_nodes if read not in inside)
         inputs = [node for node in outside if node not in given.nodes]
         for node in inputs:
-            if node.op != "placeholder" or node.meta[ORIGIN].source is None:
+            if node.op != "placeholder" or node.meta[GRAPH_ARG].source is None:
                 raise Unlike(f"it reads {node}, which it is not given")
-            form_of(node.meta[EXAMPLE])
+            form_of(node.meta[EXAMPLE_VALUE])
         _check_result(result, inside.union(given.nodes))
         return cls(own, inputs, result)
 
@@ -81,12 +81,12 @@ def calls_behind(graph: Graph, last: Node | None) -> list[Node]:
 def _check(node: Node, inside: set[Node]) -> None:
     if node.op not in ("call_function", "call_method"):
         raise Unlike(f"{node} is a {node.op}")
-    if not all(written in inside for written in written_by(node)):
+    if not all(written in inside for written in mutated_inputs(node)):
         raise Unlike(f"{node} writes to what it is given")
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     if name in RESHAPING:
         raise Unlike(f"{node} changes more than values")
-    for value in _leaves(node.meta.get(EXAMPLE)):
+    for value in _leaves(node.meta.get(EXAMPLE_VALUE)):
         if isinstance(value, Tensor):
             form_of(value)
             if getattr(value, "constant", None) is not None:
@@ -138,19 +138,19 @@ def stamp(
     memory = _Memory(new)
     tracer = tx.output.current_tracer
     wanted = {node for node in _result_nodes(nodes.result) if node not in new}
-    with without_modes(), no_python_dispatcher():  # values are made on purpose
+    with no_dispatch_modes(), no_python_dispatcher():  # values are made on purpose
         for node in nodes.own:
             args, kwargs = map_arg((node.args, node.kwargs), new.__getitem__)
             new[node] = copy = tracer.create_node(node.op, node.target, args, kwargs, _base(node.name), node.type)
             own = {name: note for name, note in copy.meta.items() if name != CUSTOM}
             copy.meta = names.renamed(node.meta | own)
-            if SOURCES in node.meta:
-                copy.meta[SOURCES] = [*node.meta[SOURCES][:-1], (copy.name, node.meta[SOURCES][-1][1])]
-            if EXAMPLE in node.meta:
-                copy.meta[EXAMPLE] = memory.made_anew(node.meta[EXAMPLE])
+            if SOURCE_FN_STACK in node.meta:
+                copy.meta[SOURCE_FN_STACK] = [*node.meta[SOURCE_FN_STACK][:-1], (copy.name, node.meta[SOURCE_FN_STACK][-1][1])]
+            if EXAMPLE_VALUE in node.meta:
+                copy.meta[EXAMPLE_VALUE] = memory.made_anew(node.meta[EXAMPLE_VALUE])
     variables = dict(paired)
     for node in wanted:
-        variables[node] = _variable(tx, Proxy(new[node], tracer), node.meta[EXAMPLE])
+        variables[node] = _variable(tx, Proxy(new[node], tracer), node.meta[EXAMPLE_VALUE])
     return _result(nodes.result, variables)
 
 
@@ -161,7 +161,7 @@ def _base(name: str) -> str:
 
 
 def _variable(tx: Any, proxy: Proxy, like: Tensor) -> Any:
-    value = proxy.node.meta.pop(EXAMPLE)
+    value = proxy.node.meta.pop(EXAMPLE_VALUE)
     if value.requires_grad and not like.is_leaf:
         with value.fake_mode, torch.enable_grad():
             # A result of something, and no view of a leaf, which nobody may write into.
@@ -189,8 +189,8 @@ class _Memory:
     def __init__(self, given: Mapping[Node, Node]) -> None:
         self._places: dict[int, set[tuple[Any, int]]] = defaultdict(set)  # the memory, and by how much it moved in it
         for old, new in given.items():
-            one, other = old.meta[EXAMPLE], new.meta[EXAMPLE]
-            self._places[memory_of(one)].add((other.untyped_storage(), _begin(other) - _begin(one)))
+            one, other = old.meta[EXAMPLE_VALUE], new.meta[EXAMPLE_VALUE]
+            self._places[storage_key(one)].add((other.untyped_storage(), _begin(other) - _begin(one)))
 
     def made_anew(self, value: Any) -> Any:
         """
@@ -201,7 +201,7 @@ class _Memory:
             return type(value)(self.made_anew(item) for item in value)
         if not isinstance(value, FakeTensor):
             return value
-        places = self._places[memory_of(value)]
+        places = self._places[storage_key(value)]
         if not places:
             size = value.untyped_storage().nbytes()
             places.add((torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage(), 0))

@@ -17,7 +17,7 @@ from lightning_zero.compat.modules import STATE_DICT_HOOKS
 from lightning_zero.compile.dynamo_layer_reuse.implied_guards import CONSTANTS, not_implied
 from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
 from lightning_zero.compile.dynamo_layer_reuse.sources import Moved, begins_at
-from lightning_zero.compile.hooks import hooks_of
+from lightning_zero.compile.hooks import module_hooks
 
 __all__ = ["Known", "Passed", "are_built_alike", "constant"]
 
@@ -41,7 +41,7 @@ def are_built_alike(old: nn.Module, new: nn.Module) -> None:
     if [(name, type(part)) for name, part in olds] != [(name, type(part)) for name, part in news]:
         raise Unlike("it has other parts")
     for (name, one), (_, other) in zip(olds, news, strict=True):
-        if any(hooks for part in (one, other) for hooks in hooks_of(part)):
+        if any(hooks for part in (one, other) for hooks in module_hooks(part)):
             raise Unlike(f"{name or 'it'} has hooks")
         if one.training is not other.training or list(vars(one)) != list(vars(other)):
             raise Unlike(f"{name or 'it'} is in another state")

@@ -8,8 +8,8 @@ shapes and a derivative, and computes nothing (``layer_call.py``). AOTAutograd t
 (``hop_bodies.py``), is traced with its layer, and gets another region number in each layer (``region_ids.py``).
 """
 
-from lightning_zero.compile.layer_dedup.layer_call import NotOutlined, standins_made_at_once
-from lightning_zero.compile.layer_dedup.layers import Outline, outline
-from lightning_zero.compile.layer_dedup.trace_layers import tracer
+from lightning_zero.compile.layer_dedup.layer_call import DedupFailed, fast_layer_call_fakes
+from lightning_zero.compile.layer_dedup.layers import LayerDedup, dedup_layers
+from lightning_zero.compile.layer_dedup.trace_layers import joint_tracer
 
-__all__ = ["NotOutlined", "Outline", "outline", "standins_made_at_once", "tracer"]
+__all__ = ["DedupFailed", "LayerDedup", "dedup_layers", "fast_layer_call_fakes", "joint_tracer"]

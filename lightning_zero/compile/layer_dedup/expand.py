@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from lightning_zero.compat.fakes import fake_like
-from lightning_zero.compat.graphs import BACKWARD, CUSTOM, REGION, SIDE
+from lightning_zero.compat.graphs import MUST_BE_IN_BACKWARD, CUSTOM, AC_GRAPH_ID, PARTITIONER_TAG
 from lightning_zero.compat.tensors import FakeTensor
-from lightning_zero.compile.frontend import memory_of
-from lightning_zero.compile.layer_dedup.find_layers import Region
-from lightning_zero.compile.layer_dedup.layer_call import NotOutlined
-from lightning_zero.compile.layer_dedup.layer_graph import Body
-from lightning_zero.compile.layer_dedup.node_template import Notes, View
-from lightning_zero.compile.successors import Successors
+from lightning_zero.compile.frontend import storage_key
+from lightning_zero.compile.layer_dedup.find_layers import LayerMatch
+from lightning_zero.compile.layer_dedup.layer_call import DedupFailed
+from lightning_zero.compile.layer_dedup.layer_graph import LayerGraph
+from lightning_zero.compile.layer_dedup.node_template import NodeTemplate, View
+from lightning_zero.compile.successors import NodeReplacer
 
-__all__ = ["Inlined", "moved_to"]
+__all__ = ["LayerExpansion", "rebase_value"]
 
 
-class Inlined:
+class LayerExpansion:
     """One layer of a joint graph.
 
     Args:
@@ -41,10 +41,10 @@ class Inlined:
     def __init__(
         self,
         graph: Graph,
-        standins: Successors,
+        standins: NodeReplacer,
         number: int,
-        region: Region,
-        body: Body,
+        region: LayerMatch,
+        body: LayerGraph,
         numbers: Mapping[int, int],
     ) -> None:
         self._graph = graph
@@ -87,18 +87,18 @@ class Inlined:
         copy = self._graph.call_function(torch.ops.aten.clone.default, (tangent,), {"memory_format": form})
         with value.fake_mode:
             copy.meta["val"] = value.clone(memory_format=form)
-        copy.meta[SIDE] = BACKWARD
+        copy.meta[PARTITIONER_TAG] = MUST_BE_IN_BACKWARD
         return copy
 
     def _begin(self, inputs: Sequence[Node], actual: Sequence[Any]) -> None:
         if len(inputs) != len(actual):
-            raise NotOutlined("one of a layer's results gets no gradient", self._number)
+            raise DedupFailed("one of a layer's results gets no gradient", self._number)
         for node, value in zip(inputs, actual, strict=True):
             if _form(node.meta["val"]) != _form(value.meta["val"]):
                 strides = _strides(actual) if inputs is self._body.tangents else None
-                raise NotOutlined("a layer is given values of another layout", self._number, strides)
+                raise DedupFailed("a layer is given values of another layout", self._number, strides)
             self._new[node] = value
-            self._memory[memory_of(node.meta["val"])] = value.meta["val"]
+            self._memory[storage_key(node.meta["val"])] = value.meta["val"]
 
     def _work(self, standin: Node, nodes: Sequence[Node]) -> None:
         with self._graph.inserting_before(standin):
@@ -123,16 +123,16 @@ class Inlined:
             at = part.args[1]
             assert isinstance(at, int)
             new = self._new[results[at]]
-            self.moved[memory_of(part.meta["val"])] = new.meta["val"]
+            self.moved[storage_key(part.meta["val"])] = new.meta["val"]
             self._standins.replace(part, new)
         self._standins.erase(standin)
 
-    def _meta(self, notes: Notes) -> dict[str, Any]:
+    def _meta(self, notes: NodeTemplate) -> dict[str, Any]:
         meta = dict(notes.meta)
         if "val" in meta:
             meta["val"] = self._own(notes.view)
         if notes.region is not None:
-            meta[REGION] = self._numbers[notes.region]
+            meta[AC_GRAPH_ID] = self._numbers[notes.region]
         if CUSTOM in meta:
             meta[CUSTOM] = dict(meta[CUSTOM])
         place = notes.place if notes.within is None else notes.within
@@ -156,11 +156,11 @@ class Inlined:
         return _view(memory, view)
 
 
-def moved_to(value: Any, moved: dict[int, Tensor]) -> Any:
+def rebase_value(value: Any, moved: dict[int, Tensor]) -> Any:
     """A value, if it is a view of a standin's result, as a view of what came in its place."""
     if isinstance(value, tuple | list):
-        return type(value)(moved_to(part, moved) for part in value)
-    memory = moved.get(memory_of(value)) if isinstance(value, FakeTensor) else None
+        return type(value)(rebase_value(part, moved) for part in value)
+    memory = moved.get(storage_key(value)) if isinstance(value, FakeTensor) else None
     return value if memory is None else _view(memory, View.of(value))
 
 

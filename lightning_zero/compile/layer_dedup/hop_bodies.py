@@ -9,25 +9,25 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compat.graphs import POLICY, POLICY_HASH
+from lightning_zero.compat.graphs import CHECKPOINT_POLICY, CHECKPOINT_POLICY_HASH
 from lightning_zero.compat.ops import CHECKPOINTS, function_call
 from lightning_zero.compile.graph import results
 
 __all__ = [
-    "called_body",
+    "hop_body",
     "has_own_policy",
     "is_region",
-    "policy_of",
-    "read_at_the_source",
+    "describe_policy",
+    "bypass_region_inputs",
     "readers",
     "regions",
-    "with_regions",
+    "expand_regions",
 ]
 
 _CALLS = {function_call, *CHECKPOINTS}
 
 
-def called_body(node: Node) -> GraphModule | None:
+def hop_body(node: Node) -> GraphModule | None:
     """The graph that a node stands for, of an autograd function's forward or backward, or of a checkpointed region."""
     if node.op != "get_attr" or any(user.target not in _CALLS for user in node.users):
         return None
@@ -43,17 +43,17 @@ def is_region(node: Node) -> bool:
 def regions(node: Node) -> Iterator[GraphModule]:
     """The graphs of those that this node runs, which take what it is given."""
     if node.target in CHECKPOINTS:
-        for body in filter(None, map(called_body, node.all_input_nodes)):
+        for body in filter(None, map(hop_body, node.all_input_nodes)):
             if len(body.graph.find_nodes(op="placeholder")) == len(node.args) - 1:
                 yield body
 
 
-def with_regions(nodes: Iterable[Node]) -> list[Node]:
+def expand_regions(nodes: Iterable[Node]) -> list[Node]:
     """Nodes, and behind them those of the regions that they run: in the same order for those that do the same."""
     found = list(nodes)
     for node in list(found):
         for body in regions(node):
-            found += with_regions(body.graph.nodes)
+            found += expand_regions(body.graph.nodes)
     return found
 
 
@@ -74,7 +74,7 @@ def _inputs(body: GraphModule, call: Node) -> Iterator[tuple[Node, Any]]:
     return zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True)
 
 
-def read_at_the_source(graph: Graph) -> None:
+def bypass_region_inputs(graph: Graph) -> None:
     """What a region returns of what it was given, in place: it is the very same value, and a layer that returns it is
     none by itself. Layers of T5 return the bias of their attention."""
     for node in graph.nodes:
@@ -89,21 +89,21 @@ def read_at_the_source(graph: Graph) -> None:
                     graph.erase_node(part)
 
 
-def policy_of(body: GraphModule) -> str:
+def describe_policy(body: GraphModule) -> str:
     """What users choose that is saved of a region, as a text that is another for other choices of this process. Asked
     for one layer of a kind, so a policy that counts from region to region chooses for all what it does for one."""
-    return _described(body.meta.get(POLICY))
+    return _described(body.meta.get(CHECKPOINT_POLICY))
 
 
 def has_own_policy(nodes: Iterable[Node]) -> bool:
     """Whether users choose it in one of these by code that no text describes."""
-    policies = [body.meta.get(POLICY) for node in nodes for body in regions(node)]
-    return any(policy is not None and not hasattr(policy, POLICY_HASH) for policy in policies)
+    policies = [body.meta.get(CHECKPOINT_POLICY) for node in nodes for body in regions(node)]
+    return any(policy is not None and not hasattr(policy, CHECKPOINT_POLICY_HASH) for policy in policies)
 
 
 def _described(value: Any) -> str:
-    if hasattr(value, POLICY_HASH):
-        return repr(getattr(value, POLICY_HASH))
+    if hasattr(value, CHECKPOINT_POLICY_HASH):
+        return repr(getattr(value, CHECKPOINT_POLICY_HASH))
     if isinstance(value, partial):  # Dynamo makes a new one for each call
         return f"{_described(value.func)} {_described(value.args)} {_described(tuple(value.keywords.items()))}"
     if isinstance(value, tuple | list):

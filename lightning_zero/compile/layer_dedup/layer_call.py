@@ -15,25 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.fakes import Form, made_of_forms
+from lightning_zero.compat.fakes import Form, fake_from_specs
 from lightning_zero.compat.ops import OpOverload
 
 __all__ = [
     "BACKWARD",
     "FORWARD",
-    "NotOutlined",
+    "DedupFailed",
     "backward",
     "describe",
     "end",
     "forward",
-    "standins_made_at_once",
+    "fast_layer_call_fakes",
 ]
 
 _NAMESPACE = "lightning_zero_outline"
 FORWARD, BACKWARD, END = f"{_NAMESPACE}::forward", f"{_NAMESPACE}::backward", f"{_NAMESPACE}::end"
 
 
-class NotOutlined(Exception):
+class DedupFailed(Exception):
     """In a graph something is other than it was for the layer by itself; without a standin it can be compiled.
 
     Attributes:
@@ -70,10 +70,10 @@ def _made(described: str) -> list[Tensor]:
     return [torch.empty_strided(*form[:2], dtype=form.dtype, device=form.device) for form in _forms(described)]
 
 
-def standins_made_at_once() -> AbstractContextManager[None]:
+def fast_layer_call_fakes() -> AbstractContextManager[None]:
     """Inside, fakes of what standins return are made of the forms that these name. Torch would look for an equal call,
     of which there is none, in all that it is given, for each layer three times."""
-    return made_of_forms({op: lambda args: _forms(args[2]) for op in (forward(), backward())})
+    return fake_from_specs({op: lambda args: _forms(args[2]) for op in (forward(), backward())})
 
 
 def _forward(layer: str, number: int, results: str, grads: str, given: Sequence[Tensor]) -> list[Tensor]:

@@ -14,40 +14,40 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compat.graphs import EXAMPLE, REGION
-from lightning_zero.compat.tensors import no_python_dispatcher, without_modes
-from lightning_zero.compile.active import ACTIVE
+from lightning_zero.compat.graphs import EXAMPLE_VALUE, AC_GRAPH_ID
+from lightning_zero.compat.tensors import no_python_dispatcher, no_dispatch_modes
+from lightning_zero.compile.active import OPTIMIZATION_COUNTS
 from lightning_zero.compile.graph import GATHER, results
-from lightning_zero.compile.layer_dedup.debug_log import tell_others
-from lightning_zero.compile.layer_dedup.expand import Inlined, moved_to
-from lightning_zero.compile.layer_dedup.find_layers import LEAST_REPETITIONS, Region, find_regions
-from lightning_zero.compile.layer_dedup.hop_bodies import has_own_policy, read_at_the_source, readers, with_regions
-from lightning_zero.compile.layer_dedup.layer_call import NotOutlined, backward, describe, forward
-from lightning_zero.compile.layer_dedup.layer_graph import Body, trace_body
-from lightning_zero.compile.layer_dedup.matching import Texts
-from lightning_zero.compile.layer_dedup.region_ids import Numbers, in_region
+from lightning_zero.compile.layer_dedup.debug_log import log_unmatched_regions
+from lightning_zero.compile.layer_dedup.expand import LayerExpansion, rebase_value
+from lightning_zero.compile.layer_dedup.find_layers import MIN_REPETITIONS, LayerMatch, find_layers
+from lightning_zero.compile.layer_dedup.hop_bodies import has_own_policy, bypass_region_inputs, readers, expand_regions
+from lightning_zero.compile.layer_dedup.layer_call import DedupFailed, backward, describe, forward
+from lightning_zero.compile.layer_dedup.layer_graph import LayerGraph, trace_layer
+from lightning_zero.compile.layer_dedup.matching import NodeFingerprints
+from lightning_zero.compile.layer_dedup.region_ids import RegionIds, in_region
 from lightning_zero.compile.layer_dedup.trace_layers import TraceJoint
-from lightning_zero.compile.successors import Successors
+from lightning_zero.compile.successors import NodeReplacer
 from lightning_zero.native.ops import NAMESPACE
 
-__all__ = ["Outline", "outline"]
+__all__ = ["LayerDedup", "dedup_layers"]
 
 log = logging.getLogger(__name__)
 
 # What fewer of a graph's nodes repeat than this is not worth it: the three projections of attention, where no two
 # layers of a Swin are alike. Each that does not fit costs a trace of the whole graph.
-LEAST_SHARE = 0.1
-MOST_TRACES = 3  # of a whole graph with standins in it
+MIN_SAVED_SHARE = 0.1
+MAX_TRACES = 3  # of a whole graph with standins in it
 
 
 @dataclass(frozen=True)
 class _Layer:
-    region: Region
+    region: LayerMatch
     digest: str
-    body: Body
+    body: LayerGraph
 
 
-class Outline:
+class LayerDedup:
     """The layers of one graph, which holds standins in their place.
 
     Args:
@@ -58,20 +58,20 @@ class Outline:
     """
 
     def __init__(
-        self, module: GraphModule, layers: Sequence[_Layer], trace: TraceJoint, misfits: tuple[str, ...] = ()
+        self, module: GraphModule, layers: Sequence[_Layer], trace: TraceJoint, mismatched_kinds: tuple[str, ...] = ()
     ) -> None:
         self._module = module
         self._trace = trace
-        self._misfits = misfits
+        self._mismatched_kinds = mismatched_kinds
         self._before = module.graph
         self._layers = layers
         self._passed = False
-        module.graph = _with_standins(self._before, layers)
+        module.graph = _insert_layer_calls(self._before, layers)
 
     def __len__(self) -> int:
         return len(self._layers)
 
-    def without(self, error: NotOutlined) -> Outline | None:
+    def without(self, error: DedupFailed) -> LayerDedup | None:
         """What can still be done, in the graph as it was; this one is used no more. None for nothing.
 
         Where gradients come in other strides than those of results, as of convolutions whose channels became the last
@@ -80,18 +80,18 @@ class Outline:
         layout because of the one before it, it is 48 of them. Whatever fails for the third time takes all.
         """
         self._module.graph = self._before
-        if not 0 <= error.number < len(self._layers) or len(self._misfits) + 1 >= MOST_TRACES:
+        if not 0 <= error.number < len(self._layers) or len(self._mismatched_kinds) + 1 >= MAX_TRACES:
             return None  # whoever cannot say which is at fault leaves all
         kind = self._layers[error.number].digest
         left = self._without(error.number, kind, error.strides)
-        return Outline(self._module, left, self._trace, (*self._misfits, kind)) if len(left) > 1 else None
+        return LayerDedup(self._module, left, self._trace, (*self._mismatched_kinds, kind)) if len(left) > 1 else None
 
     def _without(self, number: int, kind: str, strides: list[list[int]] | None) -> list[_Layer]:
-        body = None if strides is None else _body(self._layers[number].region, self._trace, strides)
+        body = None if strides is None else _try_trace_layer(self._layers[number].region, self._trace, strides)
         if body is not None:  # those behind it fitted: a backward begins with the last
             own = [at <= number and layer.digest == kind for at, layer in enumerate(self._layers)]
             return [replace(layer, body=body) if it else layer for it, layer in zip(own, self._layers, strict=True)]
-        if kind in self._misfits:
+        if kind in self._mismatched_kinds:
             return [layer for layer in self._layers if layer.digest != kind]
         return [layer for at, layer in enumerate(self._layers) if at != number]
 
@@ -115,22 +115,22 @@ class Outline:
         :meth:`passes_done`.
 
         Raises:
-            NotOutlined: one does not fit there.
+            DedupFailed: one does not fit there.
         """
         try:
-            with without_modes(), no_python_dispatcher():  # values are made on purpose
+            with no_dispatch_modes(), no_python_dispatcher():  # values are made on purpose
                 self._inline(graph)
-        except NotOutlined:
+        except DedupFailed:
             raise
         except Exception as error:  # whatever it is, the whole graph may well be compiled without standins
-            raise NotOutlined(f"{type(error).__name__}: {error}") from error
+            raise DedupFailed(f"{type(error).__name__}: {error}") from error
         return graph
 
     def _inline(self, graph: Graph) -> None:
-        begun: dict[int, Inlined] = {}
+        begun: dict[int, LayerExpansion] = {}
         moved: dict[int, Tensor] = {}
-        numbers = Numbers()
-        standins = Successors(graph)
+        numbers = RegionIds()
+        standins = NodeReplacer(graph)
         parts: set[Node] = set()  # of standins' results
         for node in list(graph.nodes):
             if node in parts:
@@ -142,7 +142,7 @@ class Outline:
                 layer = self._layers[number]
                 body = layer.body.passed if self._passed else layer.body
                 assert body is not None
-                begun[number] = Inlined(graph, standins, number, layer.region, body, numbers.of_layer(body.numbers))
+                begun[number] = LayerExpansion(graph, standins, number, layer.region, body, numbers.of_layer(body.numbers))
                 begun[number].forward(node)
                 moved |= begun[number].moved
                 continue
@@ -151,49 +151,49 @@ class Outline:
                 moved |= begun[node.args[1]].moved
                 continue
             if in_region(node):
-                node.meta[REGION] = numbers.of(node.meta[REGION])
+                node.meta[AC_GRAPH_ID] = numbers.of(node.meta[AC_GRAPH_ID])
             if "val" in node.meta:
-                node.meta["val"] = moved_to(node.meta["val"], moved)
+                node.meta["val"] = rebase_value(node.meta["val"], moved)
         standins.done()
 
 
-def outline(module: GraphModule, trace: TraceJoint) -> Outline | None:
+def dedup_layers(module: GraphModule, trace: TraceJoint) -> LayerDedup | None:
     """Puts a standin in the place of each layer that occurs often enough; None where nothing was changed."""
     if not torch.is_grad_enabled() or not _needs_grad(module.graph):
         return None
-    read_at_the_source(module.graph)
+    bypass_region_inputs(module.graph)
     once = secrets.token_hex(8)
-    texts = Texts()
-    regions = [(r, _digest(r, texts, once)) for r in find_regions(module.graph, True, texts) if _cast_alike(r)]
+    fingerprints = NodeFingerprints()
+    regions = [(r, _digest(r, fingerprints, once)) for r in find_layers(module.graph, True, fingerprints) if _cast_alike(r)]
     counts = Counter(digest for _, digest in regions)
-    bodies: dict[str, Body | None] = {}
+    bodies: dict[str, LayerGraph | None] = {}
     layers: list[_Layer] = []
     for region, digest in regions:
-        if digest is None or counts[digest] < LEAST_REPETITIONS:
+        if digest is None or counts[digest] < MIN_REPETITIONS:
             continue
         if digest not in bodies:
-            bodies[digest] = _body(region, trace)
+            bodies[digest] = _try_trace_layer(region, trace)
         if (body := bodies[digest]) is not None and _adds_alike(region, body):
             layers.append(_Layer(region, digest, body))
     if log.isEnabledFor(logging.DEBUG):
-        tell_others(module.graph, {node for layer in layers for node in layer.region.nodes})
+        log_unmatched_regions(module.graph, {node for layer in layers for node in layer.region.nodes})
     kinds = {layer.digest: len(layer.region.places) for layer in layers}
     spared = sum(len(layer.region.places) for layer in layers) - sum(kinds.values())
-    if not layers or spared < LEAST_SHARE * len(with_regions(module.graph.nodes)):
+    if not layers or spared < MIN_SAVED_SHARE * len(expand_regions(module.graph.nodes)):
         return None
     log.info("%d layers are differentiated as %d", len(layers), len(kinds))
-    ACTIVE["layers"] += len(layers)
-    ACTIVE["layers differentiated"] += len(kinds)
-    return Outline(module, layers, trace)
+    OPTIMIZATION_COUNTS["layers"] += len(layers)
+    OPTIMIZATION_COUNTS["layers differentiated"] += len(kinds)
+    return LayerDedup(module, layers, trace)
 
 
-def _digest(region: Region, texts: Texts, once: str) -> str | None:
+def _digest(region: LayerMatch, fingerprints: NodeFingerprints, once: str) -> str | None:
     """Where users choose by code of their own what is saved, no cache may find what was compiled for another choice."""
-    digest = texts.digest_of(region)
+    digest = fingerprints.layer_digest(region)
     return f"{digest} {once}" if digest is not None and has_own_policy(region.places) else digest
 
 
-def _adds_alike(region: Region, body: Body) -> bool:
+def _adds_alike(region: LayerMatch, body: LayerGraph) -> bool:
     """A gradient to which the layer adds several parts, and the rest of the graph others, would be added up in another
     order (T5's decoder: keys and values of all layers read what the encoder returns), and last bits would differ."""
     own = set(region.nodes)
@@ -202,31 +202,31 @@ def _adds_alike(region: Region, body: Body) -> bool:
     return not any(here and there for here, there in zip(sums, shared, strict=True))
 
 
-def _body(region: Region, trace: TraceJoint, strides: list[list[int]] | None = None) -> Body | None:
+def _try_trace_layer(region: LayerMatch, trace: TraceJoint, strides: list[list[int]] | None = None) -> LayerGraph | None:
     try:
-        return trace_body(region, trace, strides)
+        return trace_layer(region, trace, strides)
     except Exception as error:  # whatever it is, the whole graph may well be traced without it
         log.info("Layers that are alike are each traced: %s", error)
         return None
 
 
 def _needs_grad(graph: Graph) -> bool:
-    values = [node.meta.get(EXAMPLE) for node in results(graph) if isinstance(node, Node)]
+    values = [node.meta.get(EXAMPLE_VALUE) for node in results(graph) if isinstance(node, Node)]
     return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
-def _cast_alike(region: Region) -> bool:
+def _cast_alike(region: LayerMatch) -> bool:
     """Autocast casts an input of the graph that needs a gradient once in all of it, which a layer cannot."""
-    values = [node.meta[EXAMPLE] for node in region.given]
+    values = [node.meta[EXAMPLE_VALUE] for node in region.given]
     if not any(torch.is_autocast_enabled(value.device.type) for value in values):
         return True
     own = set(region.nodes)
-    inputs = [node for node in region.given if node.op == "placeholder" and node.meta[EXAMPLE].requires_grad]
+    inputs = [node for node in region.given if node.op == "placeholder" and node.meta[EXAMPLE_VALUE].requires_grad]
     targets = [read.target for node in inputs for read in readers(node, own.intersection(node.users))]
     return all(str(getattr(target, "overloadpacket", target)) == f"{NAMESPACE}.{GATHER}" for target in targets)
 
 
-def _with_standins(before: Graph, layers: Sequence[_Layer]) -> Graph:
+def _insert_layer_calls(before: Graph, layers: Sequence[_Layer]) -> Graph:
     after = Graph()
     new: dict[Node, Any] = {}
     ends = {layer.region.nodes[-1]: number for number, layer in enumerate(layers)}
@@ -244,7 +244,7 @@ def _with_standins(before: Graph, layers: Sequence[_Layer]) -> Graph:
             layouts = describe(_values(body.results)), describe(_values(body.grads))
             arguments = (layers[number].digest, number, *layouts, [new[read] for read in region.given])
             standin = after.call_function(forward(), arguments)
-            standin.meta[EXAMPLE] = [result.meta[EXAMPLE] for result in region.results]
+            standin.meta[EXAMPLE_VALUE] = [result.meta[EXAMPLE_VALUE] for result in region.results]
             for at, result in enumerate(region.results):
                 new[result] = after.call_function(operator.getitem, (standin, at))
                 new[result].meta = dict(result.meta)

@@ -12,17 +12,17 @@ from torch.fx import Node
 
 from lightning_zero.compat.graphs import (
     CUSTOM,
-    FORWARD_MODULES,
-    FORWARD_SOURCES,
-    MODULES,
-    REGION,
-    SOURCES,
+    FWD_NN_MODULE_STACK,
+    FWD_SOURCE_FN_STACK,
+    NN_MODULE_STACK,
+    AC_GRAPH_ID,
+    SOURCE_FN_STACK,
 )
 from lightning_zero.compat.tensors import FakeTensor
-from lightning_zero.compile.frontend import memory_of
+from lightning_zero.compile.frontend import storage_key
 from lightning_zero.compile.layer_dedup.region_ids import in_region
 
-__all__ = ["PLACE", "WITHIN", "Notes", "View"]
+__all__ = ["PLACE", "WITHIN", "NodeTemplate", "View"]
 
 PLACE = "lightning_zero.place"  # key in node.meta[CUSTOM]: which node of the layer this comes from
 WITHIN = "lightning_zero.within"  # the same, of what a function does that this node calls
@@ -30,7 +30,7 @@ WITHIN = "lightning_zero.within"  # the same, of what a function does that this 
 _NUMBER = re.compile(r"_\d+$")
 
 # What nodes are told of the modules that they belong to, by where it stands in Dynamo's graph.
-ORIGINS = {MODULES: MODULES, SOURCES: SOURCES, FORWARD_MODULES: MODULES, FORWARD_SOURCES: SOURCES}
+ORIGINS = {NN_MODULE_STACK: NN_MODULE_STACK, SOURCE_FN_STACK: SOURCE_FN_STACK, FWD_NN_MODULE_STACK: NN_MODULE_STACK, FWD_SOURCE_FN_STACK: SOURCE_FN_STACK}
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class View:
             return type(value)(map(cls.of, value))
         if not isinstance(value, FakeTensor):
             return value
-        return cls(value, memory_of(value), value.shape, value.stride(), value.storage_offset())
+        return cls(value, storage_key(value), value.shape, value.stride(), value.storage_offset())
 
 
 @dataclass(frozen=True)
-class Notes:
+class NodeTemplate:
     """Of one node.
 
     Attributes:
@@ -76,14 +76,14 @@ class Notes:
     origins: Sequence[tuple[str, str]]
 
     @classmethod
-    def of(cls, node: Node) -> Notes:
+    def of(cls, node: Node) -> NodeTemplate:
         meta = dict(node.meta)
         view = View.of(meta.get("val"))
-        region = meta.pop(REGION) if in_region(node) else None
+        region = meta.pop(AC_GRAPH_ID) if in_region(node) else None
         custom = dict(meta.pop(CUSTOM, {}))
         place, within = custom.pop(PLACE, None), custom.pop(WITHIN, None)
         if within is not None:
-            origins = [(key, MODULES) for key in (MODULES, FORWARD_MODULES) if key in meta]
+            origins = [(key, NN_MODULE_STACK) for key in (NN_MODULE_STACK, FWD_NN_MODULE_STACK) if key in meta]
         elif place is not None:
             origins, custom = [(key, origin) for key, origin in ORIGINS.items() if key in meta], {}
         else:

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 
 from torch.fx import Node
 
-from lightning_zero.compat.graphs import REGION
+from lightning_zero.compat.graphs import AC_GRAPH_ID
 
-__all__ = ["Numbers", "in_region"]
+__all__ = ["RegionIds", "in_region"]
 
 _FIRST = 2  # nodes outside of all regions are given 1
 
 
 def in_region(node: Node) -> bool:
-    return node.meta.get(REGION) is not None  # torch may note that there is none
+    return node.meta.get(AC_GRAPH_ID) is not None  # torch may note that there is none
 
 
-class Numbers:
+class RegionIds:
     """Gives numbers that grow from one region to the next, as they do where each is traced: the partitioner saves what
     goes from one into another with a larger number. Asked in the order of the graph's forward."""
 

@@ -18,13 +18,13 @@ from lightning_zero.compat.compiler import (
     lookup_backend,
     stable_topological_sort,
 )
-from lightning_zero.compile.layer_dedup.layer_call import NotOutlined
+from lightning_zero.compile.layer_dedup.layer_call import DedupFailed
 
-__all__ = ["Joint", "TraceJoint", "tracer"]
+__all__ = ["JointGraph", "TraceJoint", "joint_tracer"]
 
 
 @dataclass(frozen=True)
-class Joint:
+class JointGraph:
     """A joint graph.
 
     Attributes:
@@ -38,10 +38,10 @@ class Joint:
 
 
 # Gives the joint graph of a module.
-TraceJoint = Callable[[GraphModule, Sequence[Tensor]], Joint]
+TraceJoint = Callable[[GraphModule, Sequence[Tensor]], JointGraph]
 
 
-def tracer(backend: str) -> TraceJoint:
+def joint_tracer(backend: str) -> TraceJoint:
     """For "aot_eager", or Inductor, which has its own decompositions."""
     return partial(_traced, _by_aot_eager if backend == "aot_eager" else _by_inductor)
 
@@ -49,21 +49,21 @@ def tracer(backend: str) -> TraceJoint:
 class _Taken(Exception):
     """The joint graph, which is all that was wanted."""
 
-    def __init__(self, joint: Joint) -> None:
+    def __init__(self, joint: JointGraph) -> None:
         self.joint = joint
 
 
-def _traced(compile_with: Callable[..., Any], module: GraphModule, inputs: Sequence[Tensor]) -> Joint:
+def _traced(compile_with: Callable[..., Any], module: GraphModule, inputs: Sequence[Tensor]) -> JointGraph:
     try:
         compile_with(module, inputs)
     except _Taken as taken:
         return taken.joint
-    raise NotOutlined("a layer needs no backward")
+    raise DedupFailed("a layer needs no backward")
 
 
 def _by_aot_eager(module: GraphModule, inputs: Sequence[Tensor]) -> None:
     def partition(module: GraphModule, *args: Any, **settings: Any) -> NoReturn:
-        raise _Taken(Joint(module.graph))
+        raise _Taken(JointGraph(module.graph))
 
     def compiler(module: GraphModule, inputs: Any) -> Any:
         return module
@@ -101,7 +101,7 @@ class _Take(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> NoReturn:
         stable_topological_sort(graph)  # Inductor does so behind all of its passes
-        raise _Taken(Joint(self._kept.graph, graph))
+        raise _Taken(JointGraph(self._kept.graph, graph))
 
     def uuid(self) -> None:
         return None

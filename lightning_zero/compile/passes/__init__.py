@@ -5,61 +5,61 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from lightning_zero.compile.context import ACTIVATIONS_UNDER_WAY, GROUPS_PER_GRAPH, PassContext
-from lightning_zero.compile.passes.activation_offload import LeavingLimits
+from lightning_zero.compile.context import MAX_OFFLOAD_BYTES_IN_FLIGHT, GROUPS_PER_GRAPH, PassContext
+from lightning_zero.compile.passes.activation_offload import OffloadLimits
 from lightning_zero.compile.passes.base import PassSpec, run_passes
 from lightning_zero.compile.passes.cast import fuse_casts
 from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.passes.grouping import GroupLimits
 from lightning_zero.compile.passes.merge import merge_reduces, share_gathers
 from lightning_zero.compile.passes.offload import HostCosts, place_offloads
-from lightning_zero.compile.passes.publish_plan import announce_plan
-from lightning_zero.compile.passes.reduce import borrow_gradients, group_reduces, hand_over_gradients
+from lightning_zero.compile.passes.publish_plan import publish_plan
+from lightning_zero.compile.passes.reduce import zero_copy_gradients, group_reduces, enqueue_gradients
 from lightning_zero.compile.passes.resident import use_resident
 from lightning_zero.compile.passes.saved_weights import SavedLimits
 from lightning_zero.compile.passes.sink import sink_gathers
 from lightning_zero.compile.passes.split import split_gathers
 
-__all__ = ["MINIMAL_PASSES", "PassSpec", "default_passes", "leaving", "run_passes", "saved_for_backward"]
+__all__ = ["MINIMAL_PASSES", "PassSpec", "default_passes", "offload_limits", "run_passes", "saved_limits"]
 
-ANNOUNCE = PassSpec(
-    "announce_plan", announce_plan, requires=frozenset({"started", "handed over"}), provides=frozenset({"announced"})
+PUBLISH_PLAN = PassSpec(
+    "publish_plan", publish_plan, requires=frozenset({"started", "handed over"}), provides=frozenset({"announced"})
 )
-HAND_OVER = PassSpec("hand_over_gradients", hand_over_gradients, provides=frozenset({"handed over"}))
+ENQUEUE_GRADIENTS = PassSpec("enqueue_gradients", enqueue_gradients, provides=frozenset({"handed over"}))
 
-BORROW = PassSpec("borrow_gradients", borrow_gradients, requires=frozenset({"handed over"}))
+ZERO_COPY_GRADIENTS = PassSpec("zero_copy_gradients", zero_copy_gradients, requires=frozenset({"handed over"}))
 
 MINIMAL_PASSES = (
     PassSpec("split_gathers", split_gathers, provides=frozenset({"started"}), conflicts=frozenset({"started"})),
-    HAND_OVER,
-    ANNOUNCE,
+    ENQUEUE_GRADIENTS,
+    PUBLISH_PLAN,
 )
 
 
-def saved_for_backward(context: PassContext) -> SavedLimits:
+def saved_limits(context: PassContext) -> SavedLimits:
     """What a graph keeps of its weights for backward."""
     config = context.config
     return SavedLimits(
         context.small_bytes,
-        config.resident_bytes if config.resident_until == "backward" else 0.0,
+        config.unsharded_cache_bytes if config.unsharded_cache_until == "backward" else 0.0,
         context.group_bytes if context.backward_follows and config.prefetch else 0,
         GROUPS_PER_GRAPH,
         context.saved_share,
     )
 
 
-def leaving(context: PassContext) -> LeavingLimits | None:
+def offload_limits(context: PassContext) -> OffloadLimits | None:
     """What leaves for the host between a graph's forward and its backward."""
     config = context.config
     if not config.offload_activations:
         return None
     budget = None if config.offload_activations_mb is None else config.offload_activations_mb * 2**20
-    return LeavingLimits(_host_costs(context), context.least_activation_bytes, budget)
+    return OffloadLimits(_host_costs(context), context.min_offload_bytes, budget)
 
 
 def _host_costs(context: PassContext) -> HostCosts:
     hidden = context.config.offload_activations_mb is None  # what leaves was chosen so that nobody waits
-    window = float("inf") if hidden else ACTIVATIONS_UNDER_WAY
+    window = float("inf") if hidden else MAX_OFFLOAD_BYTES_IN_FLIGHT
     return HostCosts(context.costs, window)
 
 
@@ -74,7 +74,7 @@ def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
         group_gathers,
         world_size=context.world_size,
         limits=limits,
-        agreed=context.agreed,
+        agreed_plans=context.agreed_plans,
         costs=context.costs,
         window_bytes=context.window_bytes,
     )
@@ -89,21 +89,21 @@ def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
         ),
         PassSpec(
             "use_resident",
-            partial(use_resident, limits=limits, agreed=context.agreed),
+            partial(use_resident, limits=limits, agreed_plans=context.agreed_plans),
             requires=frozenset({"ordered"}),
             conflicts=unstarted,
         ),
         PassSpec("group_gathers", group, requires=frozenset({"ordered"}), provides=unstarted, conflicts=unstarted),
         PassSpec("merge_reduces", merge_reduces, conflicts=frozenset({"handed over"})),
-        HAND_OVER,
+        ENQUEUE_GRADIENTS,
         PassSpec(
             "group_reduces",
             partial(group_reduces, group_bytes=int(config.reduce_group_mb * 2**20), parts=GROUPS_PER_GRAPH),
             requires=frozenset({"handed over"}),
         ),
-        *([BORROW] if context.borrow_gradients else []),
+        *([ZERO_COPY_GRADIENTS] if context.zero_copy_gradients else []),
         *([_place(context)] if config.offload_activations else []),
-        ANNOUNCE if context.costs.are_nominal else replace(ANNOUNCE, apply=partial(announce_plan, costs=context.costs)),
+        PUBLISH_PLAN if context.costs.are_nominal else replace(PUBLISH_PLAN, apply=partial(publish_plan, costs=context.costs)),
     )
 
 

@@ -23,13 +23,13 @@ from lightning_zero.compile.graph import gathers, ops, output_node, readers, red
 from lightning_zero.compile.passes.offload import OFFLOAD, RELOAD, FindOp, HostCosts
 from lightning_zero.compile.passes.prefetch_schedule import node_seconds
 from lightning_zero.profiling.graph_tensors import Storage, size_hint, storages, view_base
-from lightning_zero.sharding.tensor_extent import reach
+from lightning_zero.sharding.tensor_extent import extent
 
-__all__ = ["LeavingLimits", "leave"]
+__all__ = ["OffloadLimits", "insert_offloads"]
 
 
 @dataclass(frozen=True)
-class LeavingLimits:
+class OffloadLimits:
     """What leaves.
 
     Attributes:
@@ -64,7 +64,7 @@ class _Activation:
     again: float
 
 
-def leave(forward: Graph, backward: Graph, outputs: int, limits: LeavingLimits, op: FindOp = ops) -> int:
+def insert_offloads(forward: Graph, backward: Graph, outputs: int, limits: OffloadLimits, op: FindOp = ops) -> int:
     """Changes both graphs, in place.
 
     Args:
@@ -96,7 +96,7 @@ def _shards(forward: Graph, backward: Graph) -> tuple[Node, Node] | None:
 
 
 def _activations(
-    forward: Graph, backward: Graph, outputs: int, limits: LeavingLimits
+    forward: Graph, backward: Graph, outputs: int, limits: OffloadLimits
 ) -> tuple[list[_Activation], float]:
     """Those that may leave; how long forward takes."""
     held, clock = storages(forward), _clock(forward, limits)
@@ -122,7 +122,7 @@ def _activations(
     return found, max(clock.values())
 
 
-def _clock(graph: Graph, limits: LeavingLimits) -> dict[Node, float]:
+def _clock(graph: Graph, limits: OffloadLimits) -> dict[Node, float]:
     """When each node is over, if nothing waits."""
     return dict(zip(graph.nodes, accumulate(node_seconds(graph, limits.host.costs)), strict=True))
 
@@ -162,7 +162,7 @@ def _reach(node: Node) -> int:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
-    return reach(map(size_hint, value.shape), map(size_hint, value.stride())) * value.dtype.itemsize
+    return extent(map(size_hint, value.shape), map(size_hint, value.stride())) * value.dtype.itemsize
 
 
 def _within(found: Sequence[_Activation], budget_bytes: float) -> list[_Activation]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.passes.pass_trace import PassTrace, traced
+from lightning_zero.compile.passes.pass_trace import PassTrace, trace_pass
 
 __all__ = ["PassSpec", "run_passes"]
 
@@ -82,7 +82,7 @@ def run_passes(
         if watch is None:
             graph = spec.apply(graph)
         else:
-            graph, trace = traced(graph, spec.name, spec.apply)
+            graph, trace = trace_pass(graph, spec.name, spec.apply)
             watch(trace)
         if check_each or (spec is passes[-1] and not _in_order(graph)):
             graph.lint()

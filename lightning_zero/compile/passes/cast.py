@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import CUSTOM, RECOMPUTE
 from lightning_zero.compile.graph import cast_dtype, gathers, ops
-from lightning_zero.compile.successors import Successors
+from lightning_zero.compile.successors import NodeReplacer
 
 __all__ = ["fuse_casts"]
 
@@ -22,7 +22,7 @@ def fuse_casts(graph: Graph) -> Graph:
 
     A weight that is used in both dtypes (an embedding tied to the head) is gathered in both.
     """
-    casts, wide = Successors(graph), gathers(graph)
+    casts, wide = NodeReplacer(graph), gathers(graph)
     for node in wide:
         _cast_before_permuting(graph, node)
         shard, shape, own, *resident = node.args

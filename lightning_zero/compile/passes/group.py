@@ -22,11 +22,11 @@ from torch.fx import Graph, Node
 from lightning_zero.compat.graphs import RECOMPUTE
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import gathers, ops, readers, shard_of, weight_name
-from lightning_zero.compile.passes.grouping import GroupLimits, consecutive, dtype_of, follow, size_of
+from lightning_zero.compile.passes.grouping import GroupLimits, split_into_groups, dtype_of, groups_of_plan, size_of
 from lightning_zero.compile.passes.prefetch_schedule import PrefetchBudget, prefetch_schedule
 from lightning_zero.compile.plan import GraphPlan
-from lightning_zero.compile.successors import Successors
-from lightning_zero.native.ops import Op, Role, declare
+from lightning_zero.compile.successors import NodeReplacer
+from lightning_zero.native.ops import Op, Role, register_op
 from lightning_zero.profiling.cost_model import CostModel
 from lightning_zero.profiling.graph_tensors import FakeBuffer
 
@@ -37,7 +37,7 @@ def _whole_group(shards: list[Tensor], dtype: torch.dtype, numel: int) -> Tensor
     return shards[0].new_empty(numel, dtype=dtype)
 
 
-declare(Op("gather_group", shards=0, fake=_whole_group, role=Role.START))
+register_op(Op("gather_group", shards=0, fake=_whole_group, role=Role.START))
 
 _slice = torch.ops.aten.slice.Tensor
 _view = torch.ops.aten.view.default
@@ -50,7 +50,7 @@ def group_gathers(
     world_size: int,
     limits: GroupLimits,
     ahead: int = 1,
-    agreed: Sequence[GraphPlan] = (),
+    agreed_plans: Sequence[GraphPlan] = (),
     costs: CostModel | None = None,
     window_bytes: float | None = None,
 ) -> Graph:
@@ -69,10 +69,10 @@ def group_gathers(
         return graph
     small = [node for node in nodes if size_of(node) <= limits.small_bytes]
     large = [node for node in nodes if size_of(node) > limits.small_bytes]
-    limit = limits.most_bytes(map(size_of, large))
-    groups = follow(graph, nodes, agreed, resident=False)
+    limit = limits.max_group_bytes(map(size_of, large))
+    groups = groups_of_plan(graph, nodes, agreed_plans, resident=False)
     if groups is None:
-        groups = [*_by_dtype(small), *consecutive(large, limit, size_of, _kind, limits.first)]
+        groups = [*_by_dtype(small), *split_into_groups(large, limit, size_of, _kind, limits.first)]
     at_once = [all(size_of(node) <= limits.small_bytes for node in group) for group in groups]
     budget = None
     # Launches of weights that stay until the step lie in between. The order of all launches must be the same on every
@@ -83,7 +83,7 @@ def group_gathers(
     begin, waits = prefetch_schedule(graph, groups, at_once, ahead, budget)
     memory = [_memory(group, world_size) for group in groups]
     launches = [_start(graph, *each) for each in zip(groups, memory, begin, strict=True)]
-    views = Successors(graph)
+    views = NodeReplacer(graph)
     for each in zip(groups, memory, launches, waits, strict=True):
         _use(graph, views, *each, world_size)
     views.done()
@@ -113,7 +113,7 @@ def _start(graph: Graph, group: Group, memory: FakeBuffer, before: Node) -> Node
 
 
 def _use(
-    graph: Graph, views: Successors, group: Group, memory: FakeBuffer, start: Node, before: Node, world_size: int
+    graph: Graph, views: NodeReplacer, group: Group, memory: FakeBuffer, start: Node, before: Node, world_size: int
 ) -> None:
     """Waits for a group before its first use, and makes each weight a view of it."""
     with graph.inserting_before(before):

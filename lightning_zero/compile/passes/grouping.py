@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import kind_of, weight_name
+from lightning_zero.compile.graph import graph_kind, weight_name
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.profiling.graph_tensors import nbytes
 
-__all__ = ["GroupLimits", "consecutive", "dtype_name", "dtype_of", "follow", "most_bytes", "size_of"]
+__all__ = ["GroupLimits", "split_into_groups", "dtype_name", "dtype_of", "groups_of_plan", "max_group_bytes", "size_of"]
 
 Group = list[Node]
 
@@ -31,7 +31,7 @@ class GroupLimits:
         group_bytes: at most so many bytes in a group; a larger weight is a group of its own.
         small_bytes: weights of at most this size are gathered together at the beginning of a graph.
         parts: smaller groups where a graph gathers little: about this many for the whole graph.
-        first: shares of a group's bytes that the first groups may have, see :func:`consecutive`.
+        first: shares of a group's bytes that the first groups may have, see :func:`split_into_groups`.
     """
 
     group_bytes: int
@@ -39,12 +39,12 @@ class GroupLimits:
     parts: int = 1
     first: tuple[float, ...] = ()
 
-    def most_bytes(self, sizes: Iterable[int]) -> int:
+    def max_group_bytes(self, sizes: Iterable[int]) -> int:
         """What a group of a graph that gathers weights of these sizes may hold."""
-        return most_bytes(sizes, self.group_bytes, self.parts)
+        return max_group_bytes(sizes, self.group_bytes, self.parts)
 
 
-def consecutive(
+def split_into_groups(
     nodes: Sequence[Node],
     limit: int,
     size: Callable[[Node], int],
@@ -67,20 +67,20 @@ def consecutive(
     return groups
 
 
-def most_bytes(sizes: Iterable[int], group_bytes: int, parts: int) -> int:
+def max_group_bytes(sizes: Iterable[int], group_bytes: int, parts: int) -> int:
     """What a group of a graph may hold: ``group_bytes``, or less for about ``parts`` groups where there is little."""
     return min(group_bytes, max(sum(sizes) // parts, 1))
 
 
-def follow(graph: Graph, nodes: Sequence[Node], agreed: Sequence[GraphPlan], resident: bool) -> list[Group] | None:
+def groups_of_plan(graph: Graph, nodes: Sequence[Node], agreed_plans: Sequence[GraphPlan], resident: bool) -> list[Group] | None:
     """The groups of exactly these weights in a plan that ranks have agreed on, or None when there is none.
 
     ``resident``: of the weights that stay until the optimizer steps, otherwise of the others.
     """
     mine = Counter((weight_name(node), dtype_name(dtype_of(node))) for node in nodes)
-    for plan in agreed:
+    for plan in agreed_plans:
         gathers = [gather for gather in plan.gathers if (gather.until == "step") is resident]
-        if plan.kind != kind_of(graph) or mine != Counter((name, g.dtype) for g in gathers for name in g.weights):
+        if plan.kind != graph_kind(graph) or mine != Counter((name, g.dtype) for g in gathers for name in g.weights):
             continue
         waiting: dict[tuple[str, str], deque[Node]] = {}
         for node in nodes:

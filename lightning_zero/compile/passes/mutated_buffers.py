@@ -15,12 +15,12 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import cast_dtype, first_call, is_view_or_cast, results
 
-__all__ = ["keep_as_read"]
+__all__ = ["save_mutated_buffers"]
 
 _COPY = torch.ops.aten.copy_.default
 
 
-def keep_as_read(forward: Graph, outputs: int) -> int:
+def save_mutated_buffers(forward: Graph, outputs: int) -> int:
     """Saves a copy in place of each edited input, in place; returns how many there are.
 
     Args:

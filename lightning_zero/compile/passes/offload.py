@@ -24,7 +24,7 @@ from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compile.graph import calls, first_call, ops, readers
 from lightning_zero.compile.passes.prefetch_schedule import node_seconds
 from lightning_zero.compile.passes.sink import sink
-from lightning_zero.native.ops import Op, declare, nothing
+from lightning_zero.native.ops import Op, register_op, no_result
 from lightning_zero.profiling.cost_model import CostModel
 from lightning_zero.profiling.graph_tensors import nbytes
 
@@ -44,12 +44,12 @@ def _itself(value: Tensor, host: Tensor, shard: Tensor) -> Tensor:
 
 
 OFFLOAD, RELOAD = "offload", "reload"
-declare(Op(OFFLOAD, shards=1, fake=_on_host))
-declare(Op("offload_start", shards=1, fake=_on_host))
-declare(Op("offload_wait", shards=2, fake=nothing, has_effect=True))
-declare(Op(RELOAD, shards=1, fake=_on_device))
-declare(Op("reload_start", shards=1, fake=_on_device))
-declare(Op("reload_wait", shards=2, fake=_itself, has_effect=True))
+register_op(Op(OFFLOAD, shards=1, fake=_on_host))
+register_op(Op("offload_start", shards=1, fake=_on_host))
+register_op(Op("offload_wait", shards=2, fake=no_result, has_effect=True))
+register_op(Op(RELOAD, shards=1, fake=_on_device))
+register_op(Op("reload_start", shards=1, fake=_on_device))
+register_op(Op("reload_wait", shards=2, fake=_itself, has_effect=True))
 
 LAUNCH_S = 1e-5  # of a copy, whatever its size
 

@@ -13,9 +13,9 @@ from time import perf_counter
 
 from torch.fx import Graph
 
-from lightning_zero.compile.readable import node_lines
+from lightning_zero.compile.readable import format_nodes
 
-__all__ = ["PassTrace", "traced"]
+__all__ = ["PassTrace", "trace_pass"]
 
 CONTEXT_LINES = 2  # of the diff
 
@@ -45,13 +45,13 @@ class PassTrace:
     diff: str
 
 
-def traced(graph: Graph, name: str, apply: Callable[[Graph], Graph]) -> tuple[Graph, PassTrace]:
+def trace_pass(graph: Graph, name: str, apply: Callable[[Graph], Graph]) -> tuple[Graph, PassTrace]:
     """Applies the pass of that name: the graph that it returns, and what it did."""
-    before = dict(node_lines(graph))
+    before = dict(format_nodes(graph))
     begun = perf_counter()
     graph = apply(graph)
     milliseconds = (perf_counter() - begun) * 1e3
-    after = dict(node_lines(graph))
+    after = dict(format_nodes(graph))
     lines = list(
         unified_diff(
             list(before.values()), list(after.values()), "before", f"after {name}", lineterm="", n=CONTEXT_LINES

@@ -16,32 +16,32 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import wait_tensor
-from lightning_zero.compile.graph import first_call, in_role, kind_of, ops, weight_name
+from lightning_zero.compile.graph import first_call, nodes_in_role, graph_kind, ops, weight_name
 from lightning_zero.compile.passes.grouping import dtype_name
 from lightning_zero.compile.plan import Gather, GraphPlan, Reduce
-from lightning_zero.native.ops import Op, Role, declare, nothing, op_of
+from lightning_zero.native.ops import Op, Role, register_op, no_result, find_op
 from lightning_zero.profiling.cost_model import CostModel
 from lightning_zero.profiling.graph_tensors import nbytes
 
-__all__ = ["announce_plan", "read_plan"]
+__all__ = ["publish_plan", "read_plan"]
 
 log = logging.getLogger(__name__)
 
-declare(Op("check_plan", shards=0, fake=nothing, has_effect=True))
+register_op(Op("check_plan", shards=0, fake=no_result, has_effect=True))
 
 _PARTS = (wait_tensor, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default)  # how a weight is cut out of its group
 
 
-def announce_plan(graph: Graph, costs: CostModel | None = None) -> Graph:
+def publish_plan(graph: Graph, costs: CostModel | None = None) -> Graph:
     """Puts ``check_plan(shard, digest, plan)`` in front of the first collective, in place. ``costs``: what was
     measured, by which the plan is given its seconds."""
     plan = read_plan(graph)
     if costs is not None and (plan.gathers or plan.reduces):
         plan = _timed(plan, graph, costs)
-    first = next(iter(in_role(graph, Role.START, Role.REDUCE)), None)
+    first = next(iter(nodes_in_role(graph, Role.START, Role.REDUCE)), None)
     if first is None:
         return graph
-    op = op_of(first.target)
+    op = find_op(first.target)
     assert op is not None
     shards: Any = first.args[op.shards]
     shard = shards[0] if isinstance(shards, list | tuple) else shards
@@ -55,12 +55,12 @@ def read_plan(graph: Graph) -> GraphPlan:
     """The plan of a graph that passes have gone over."""
     nodes = _counted(graph)
     position = {node: number for number, node in enumerate(nodes)}
-    starts = in_role(graph, Role.START)
+    starts = nodes_in_role(graph, Role.START)
     ours = {*starts, *_parts(graph)}
     before, waits = _users_behind(nodes, ours), _resident_waits(graph)
     gathers = tuple(_gather(node, position, before, waits, ours) for node in starts)
-    reduces = tuple(_reduce(node, position) for node in in_role(graph, Role.REDUCE))
-    return GraphPlan(kind_of(graph), len(nodes), gathers, reduces)
+    reduces = tuple(_reduce(node, position) for node in nodes_in_role(graph, Role.REDUCE))
+    return GraphPlan(graph_kind(graph), len(nodes), gathers, reduces)
 
 
 def _parts(graph: Graph) -> list[Node]:

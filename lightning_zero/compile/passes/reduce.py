@@ -9,25 +9,25 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import (
     cast_dtype,
-    in_role,
+    nodes_in_role,
     is_view_or_cast,
     ops,
     output_node,
     reduces,
     weight_name,
 )
-from lightning_zero.compile.passes.grouping import consecutive
-from lightning_zero.native.ops import Role, declare, reducing
+from lightning_zero.compile.passes.grouping import split_into_groups
+from lightning_zero.native.ops import Role, register_op, reduce_op
 from lightning_zero.profiling.graph_tensors import nbytes
 
-__all__ = ["group_reduces", "hand_over_gradients", "borrow_gradients"]
+__all__ = ["group_reduces", "enqueue_gradients", "zero_copy_gradients"]
 
-declare(reducing("reduce_group", Role.REDUCE))
-declare(reducing("reduce_borrow", Role.REDUCE))
-declare(reducing("reduce_release"))
+register_op(reduce_op("reduce_group", Role.REDUCE))
+register_op(reduce_op("reduce_zero_copy", Role.REDUCE))
+register_op(reduce_op("reduce_release"))
 
 
-def hand_over_gradients(graph: Graph) -> Graph:
+def enqueue_gradients(graph: Graph) -> Graph:
     """``g = reduce(grad, s); return (..., g)`` becomes ``reduce_add(grad, s); return (..., None)``, in place.
 
     A cast of the gradient to a wider dtype is left out: the executor casts while it copies.
@@ -73,7 +73,7 @@ def group_reduces(graph: Graph, group_bytes: int, parts: int) -> Graph:
     """
     nodes = graph.find_nodes(op="call_function", target=ops("reduce_add"))
     limit = min(group_bytes, sum(map(_bytes, nodes)) // parts)
-    for group in consecutive(nodes, limit, _bytes):
+    for group in split_into_groups(nodes, limit, _bytes):
         if len(group) == 1:
             continue
         with graph.inserting_before(group[-1]):
@@ -87,7 +87,7 @@ def group_reduces(graph: Graph, group_bytes: int, parts: int) -> Graph:
     return graph
 
 
-def borrow_gradients(graph: Graph, in_flight: int = 2) -> Graph:
+def zero_copy_gradients(graph: Graph, in_flight: int = 2) -> Graph:
     """Lets the executor read gradients where they lie, in place: none of what it is given is used for something else
     before it says so. For that, each group of gradients is named once more, by ``reduce_release``, when ``in_flight``
     later ones have been handed over, or at the end.
@@ -95,7 +95,7 @@ def borrow_gradients(graph: Graph, in_flight: int = 2) -> Graph:
     Only for results of matrix products: the code generator may compute others anew for each use, elsewhere in memory.
     """
     groups: list[tuple[list[Node], list[Node]]] = []
-    for node in in_role(graph, Role.REDUCE):
+    for node in nodes_in_role(graph, Role.REDUCE):
         one = node.target is ops("reduce_add")
         grads: Any = [node.args[0]] if one else node.args[0]
         shards: Any = [node.args[1]] if one else node.args[1]
@@ -105,7 +105,7 @@ def borrow_gradients(graph: Graph, in_flight: int = 2) -> Graph:
         with graph.inserting_before(node):
             if len(groups) >= in_flight:
                 _release(graph, *groups[-in_flight])
-            borrowed = graph.call_function(ops("reduce_borrow"), (grads, shards, borrow))
+            borrowed = graph.call_function(ops("reduce_zero_copy"), (grads, shards, borrow))
         borrowed.meta["val"] = None
         borrowed.meta["weights"] = node.meta.get("weights") or (weight_name(node),)
         graph.erase_node(node)

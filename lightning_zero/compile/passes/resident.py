@@ -12,19 +12,19 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import gathers, ops, shard_of, weight_name
-from lightning_zero.compile.passes.grouping import GroupLimits, consecutive, dtype_of, follow, size_of
+from lightning_zero.compile.passes.grouping import GroupLimits, split_into_groups, dtype_of, groups_of_plan, size_of
 from lightning_zero.compile.passes.prefetch_schedule import prefetch_schedule
 from lightning_zero.compile.plan import GraphPlan
-from lightning_zero.compile.successors import Successors
-from lightning_zero.native.ops import Op, Role, declare, nothing
+from lightning_zero.compile.successors import NodeReplacer
+from lightning_zero.native.ops import Op, Role, register_op, no_result
 
 __all__ = ["use_resident"]
 
-declare(Op("resident_start", shards=1, fake=nothing, role=Role.START, has_effect=True))
-declare(Op("resident_wait", shards=1, fake=nothing, has_effect=True))
+register_op(Op("resident_start", shards=1, fake=no_result, role=Role.START, has_effect=True))
+register_op(Op("resident_wait", shards=1, fake=no_result, has_effect=True))
 
 
-def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed: Sequence[GraphPlan] = ()) -> Graph:
+def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed_plans: Sequence[GraphPlan] = ()) -> Graph:
     """``gather(shard, shape, dtype, resident)`` becomes ``resident``, in place, behind calls that see to it that it is
     filled.
 
@@ -43,9 +43,9 @@ def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed: Sequ
     if not firsts:
         return graph
     nodes = list(firsts.values())
-    groups = follow(graph, nodes, agreed, resident=True)
+    groups = groups_of_plan(graph, nodes, agreed_plans, resident=True)
     if groups is None:
-        groups = consecutive(nodes, limits.most_bytes(map(size_of, nodes)), size_of, dtype_of)
+        groups = split_into_groups(nodes, limits.max_group_bytes(map(size_of, nodes)), size_of, dtype_of)
     begin, waits = prefetch_schedule(graph, groups, [False] * len(groups), ahead)
     for op, anchors in (("resident_start", begin), ("resident_wait", waits)):
         for group, anchor in zip(groups, anchors, strict=True):
@@ -55,7 +55,7 @@ def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed: Sequ
                 )
             call.meta["val"] = None
             call.meta["weights"] = tuple(weight_name(node) for node in group)
-    held = Successors(graph)
+    held = NodeReplacer(graph)
     for node in gathers(graph):
         memory = _memory(node)
         if memory is not None:

@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compat.graphs import DESCRIBED, RECOMPUTE, UNCHECKED
+from lightning_zero.compat.graphs import DESC, RECOMPUTE, NO_VERSION_CHECK
 from lightning_zero.compile.graph import output_node, results, weight_nodes
-from lightning_zero.compile.passes.saved_weights import after_tangents
+from lightning_zero.compile.passes.saved_weights import backward_nodes
 from lightning_zero.profiling.graph_tensors import Storage, nbytes, storages, view_base
 from lightning_zero.profiling.node_costs import fusion_groups
 
-__all__ = ["save_chains"]
+__all__ = ["save_residual_sums"]
 
 # Of a backward's gradients: so few have been computed when the first layer's backward needs its inputs.
 BEGINNING = 0.15
@@ -42,7 +42,7 @@ class _Span(NamedTuple):
     last: float
 
 
-def save_chains(forward: Graph, backward: Graph, outputs: int) -> int:
+def save_residual_sums(forward: Graph, backward: Graph, outputs: int) -> int:
     """Changes both graphs, in place, behind their partition.
 
     Args:
@@ -54,9 +54,9 @@ def save_chains(forward: Graph, backward: Graph, outputs: int) -> int:
     saved = [node for node in results(forward)[outputs:] if isinstance(node, Node)]
     given = {node.name: node for node in backward.find_nodes(op="placeholder")}
     # torch has unchecked ones in places of their own. Where names differ, nobody knows which is which.
-    if not saved or saved[0].name not in given or any(node.meta.get(UNCHECKED) for node in saved):
+    if not saved or saved[0].name not in given or any(node.meta.get(NO_VERSION_CHECK) for node in saved):
         return 0
-    gradients = after_tangents(backward)
+    gradients = backward_nodes(backward)
     spans = _spans(backward, gradients)
     made = {node.name: node for node in forward.nodes if node.op == "call_function"}
     chain = {node for node in _long(backward, spans, len(gradients)) if _is_same(made.get(node.name), node)}
@@ -172,10 +172,10 @@ def _save(forward: Graph, outputs: int, more: Iterable[Node], less: AbstractSet[
     output, before = output_node(forward), results(forward)
     kept = [value for value in before[outputs:] if not (isinstance(value, Node) and value.name in less)]
     output.args = ((*before[:outputs], *more, *kept),)
-    described = output.meta.get(DESCRIBED)
+    described = output.meta.get(DESC)
     if described is not None:
         first, count = described[outputs], len(results(forward)) - outputs
-        output.meta[DESCRIBED] = [*described[:outputs], *(replace(first, idx=index) for index in range(count))]
+        output.meta[DESC] = [*described[:outputs], *(replace(first, idx=index) for index in range(count))]
 
 
 def _take(backward: Graph, chain: Iterable[Node], first: Node) -> None:
@@ -183,7 +183,7 @@ def _take(backward: Graph, chain: Iterable[Node], first: Node) -> None:
     for node in chain:
         with backward.inserting_before(first):
             given = backward.placeholder(f"{node.name}_saved")
-        given.meta = node.meta | ({DESCRIBED: first.meta[DESCRIBED]} if DESCRIBED in first.meta else {})
+        given.meta = node.meta | ({DESC: first.meta[DESC]} if DESC in first.meta else {})
         name: Any = node.name
         node.replace_all_uses_with(given)
         backward.erase_node(node)

@@ -22,11 +22,11 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import TANGENTS
 from lightning_zero.compile.graph import cast_dtype, gathers, is_view_or_cast, readers, shard_of
-from lightning_zero.compile.passes.grouping import most_bytes
-from lightning_zero.compile.passes.waits import Waits
+from lightning_zero.compile.passes.grouping import max_group_bytes
+from lightning_zero.compile.passes.waits import BackwardWaits
 from lightning_zero.profiling.graph_tensors import nbytes
 
-__all__ = ["NOTHING_SAVED", "SavedLimits", "after_tangents", "choose_saved"]
+__all__ = ["NOTHING_SAVED", "SavedLimits", "backward_nodes", "choose_saved"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def choose_saved(graph: Graph, limits: SavedLimits) -> list[Node]:
 
 def _weights(graph: Graph) -> list[_Weight]:
     """Those that forward gathers, the last first."""
-    backward = after_tangents(graph)
+    backward = backward_nodes(graph)
     position = {node: number for number, node in enumerate(graph.nodes)}
     forms: dict[tuple[object, torch.dtype], list[Node]] = {}
     for gather in reversed(gathers(graph)):
@@ -111,7 +111,7 @@ def _last_group(
     forward and at the beginning of backward. So long as they are no more than the group that would be in flight then.
     """
     left = list(weights)
-    held, limit = 0, most_bytes((weight.size for weight in weights), group_bytes, parts)
+    held, limit = 0, max_group_bytes((weight.size for weight in weights), group_bytes, parts)
     for weight in again:
         left.remove(weight)
         held += weight.size
@@ -129,7 +129,7 @@ def _within(again: Sequence[_Weight], saved: AbstractSet[_Weight], budget_bytes:
     fits = [place for place, weight in enumerate(again) if weight not in saved and weight.size <= budget_bytes]
     if sum(again[place].size for place in fits) <= budget_bytes:
         return [again[place] for place in fits]
-    waits = Waits([weight.size for weight in again], [weight in saved for weight in again])
+    waits = BackwardWaits([weight.size for weight in again], [weight in saved for weight in again])
     chosen: list[_Weight] = []
     # What a weight was worth when it was looked at last: it is never worth more later, so whichever still is worth what
     # is noted of it, and is the first, is worth the most of all.
@@ -161,7 +161,7 @@ def _forms(gather: Node) -> list[Node]:
     return narrow + ([gather] if len(narrow) < len(gather.users) else [])
 
 
-def after_tangents(graph: Graph) -> set[Node]:
+def backward_nodes(graph: Graph) -> set[Node]:
     """What a joint graph computes in backward: all that depends on gradients of the outputs."""
     behind = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith(TANGENTS)]
     found = set(behind)

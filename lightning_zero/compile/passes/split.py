@@ -12,14 +12,14 @@ from torch.fx import Graph
 from lightning_zero.compat.graphs import RECOMPUTE
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import gathers, ops
-from lightning_zero.compile.successors import Successors
+from lightning_zero.compile.successors import NodeReplacer
 
 __all__ = ["split_gathers"]
 
 
 def split_gathers(graph: Graph) -> Graph:
     """``w = gather(s)`` becomes ``f = gather_start(s); w = wait_tensor(f)``, in place."""
-    waits = Successors(graph)
+    waits = NodeReplacer(graph)
     for node in gathers(graph):
         with graph.inserting_before(node):
             start = graph.call_function(ops("gather_start"), node.args[:3])

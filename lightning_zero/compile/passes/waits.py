@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-__all__ = ["Waits"]
+__all__ = ["BackwardWaits"]
 
 _Span = tuple[float, float]  # what weights in a row make of a lead: (a, b) for min(lead - a, b)
 _NOTHING: _Span = (0.0, inf)
 
 
-class Waits:
+class BackwardWaits:
     """Of weights in the order in which backward uses them.
 
     Args:

@@ -16,19 +16,19 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.subgraphs.cut_points import choose_seams
-from lightning_zero.compile.subgraphs.node_kinds import Kind, is_kernel, kinds_of, reads
-from lightning_zero.compile.subgraphs.node_order import Order, graph_work
-from lightning_zero.compile.subgraphs.repeats import Run, find_runs
-from lightning_zero.compile.subgraphs.signatures import Signatures
-from lightning_zero.compile.subgraphs.subgraph import Piece, make_piece, symbol_inputs
+from lightning_zero.compile.subgraphs.cut_points import choose_cut_points
+from lightning_zero.compile.subgraphs.node_kinds import NodeKind, is_kernel, classify_nodes, reads
+from lightning_zero.compile.subgraphs.node_order import NodeOrder, graph_work
+from lightning_zero.compile.subgraphs.repeats import RepeatedRun, find_repeats
+from lightning_zero.compile.subgraphs.signatures import NodeSignatures
+from lightning_zero.compile.subgraphs.subgraph import Subgraph, make_subgraph, symbol_inputs
 from lightning_zero.profiling.graph_tensors import nodes_where
 
-__all__ = ["PARTS", "cut", "repeats"]
+__all__ = ["MAX_PARTS", "cut", "repeats"]
 
 # Where our ops can run within a layer; more places let them come closer to where they are needed, for more calls.
-PARTS = 4
-SHORTEST = 6  # nodes: what repeats in fewer is not worth a cut
+MAX_PARTS = 4
+MIN_PERIOD = 6  # nodes: what repeats in fewer is not worth a cut
 REPEATED_SHARE = 0.3  # a graph of which less repeats is compiled as a whole
 _convolution = torch.ops.aten.convolution.default
 
@@ -39,16 +39,16 @@ def repeats(graph: Graph) -> bool:
     Graphs stay whole in which ranks wait for each other by more than our own ops, and whose repeated parts convolve:
     the code generator chooses one layout of memory for all convolutions of a graph.
     """
-    work = graph_work(graph, kinds_of(graph))
+    work = graph_work(graph, classify_nodes(graph))
     if any(node.target is wait_tensor for node in work):
         return False
-    runs = _runs(work, Signatures())
+    runs = _runs(work, NodeSignatures())
     if any(node.target is _convolution for run in runs for node in work[run.start : run.stop]):
         return False
     return sum(run.stop - run.start - run.period for run in runs) >= max(1, REPEATED_SHARE * len(work))
 
 
-def cut(graph: Graph, parts: int = PARTS) -> list[Piece | Node] | None:
+def cut(graph: Graph, parts: int = MAX_PARTS) -> list[Subgraph | Node] | None:
     """What runs one after the other: pieces, and nodes between them. None where an op between pieces needs what the
     piece makes that needs it.
 
@@ -56,30 +56,30 @@ def cut(graph: Graph, parts: int = PARTS) -> list[Piece | Node] | None:
         graph: after the passes; is not changed.
         parts: at most so many pieces for each repetition.
     """
-    kinds, seen = kinds_of(graph), Signatures()
-    order = Order(graph, kinds, seen)
+    kinds, seen = classify_nodes(graph), NodeSignatures()
+    order = NodeOrder(graph, kinds, seen)
     at = order.between(graph)
-    seams = choose_seams(order, _runs(order.work, seen), sorted(set(at.values())), parts)
-    return _assemble(graph, kinds, order.work, [0, *seams, len(order.work)], at, seen)
+    cut_points = choose_cut_points(order, _runs(order.work, seen), sorted(set(at.values())), parts)
+    return _assemble(graph, kinds, order.work, [0, *cut_points, len(order.work)], at, seen)
 
 
-def _runs(work: Sequence[Node], signatures: Signatures) -> list[Run]:
-    runs = find_runs([signatures[node] for node in work], SHORTEST)
+def _runs(work: Sequence[Node], signatures: NodeSignatures) -> list[RepeatedRun]:
+    runs = find_repeats([signatures[node] for node in work], MIN_PERIOD)
     return [run for run in runs if nodes_where(work[run.start : run.start + run.period], is_kernel)]
 
 
 def _assemble(
     graph: Graph,
-    kinds: dict[Node, Kind],
+    kinds: dict[Node, NodeKind],
     work: Sequence[Node],
     bounds: Sequence[int],
     at: dict[Node, int],
-    signatures: Signatures | None = None,
-) -> list[Piece | Node] | None:
-    home = {node: number for number in range(len(bounds) - 1) for node in work[bounds[number] : bounds[number + 1]]}
+    signatures: NodeSignatures | None = None,
+) -> list[Subgraph | Node] | None:
+    subgraph_of = {node: number for number in range(len(bounds) - 1) for node in work[bounds[number] : bounds[number + 1]]}
     read = reads(graph, kinds)
-    made_in = _Homes(read, home)
-    readers = _first_readers(graph, home)
+    made_in = _SourceSubgraphs(read, subgraph_of)
+    readers = _first_readers(graph, subgraph_of)
     slots: list[list[Node]] = [[] for _ in bounds]  # before each piece, and behind the last
     slot_of: dict[Node, int] = {}
     handed = 0  # where gradients were handed over last: what concerns them stays in order
@@ -88,14 +88,14 @@ def _assemble(
         slot = min(slot, readers.get(node, slot))
         for one in read[node]:
             # Behind what it needs; and in order among what runs between.
-            slot = max(slot, home[one] + 1 if one in home else slot_of.get(one, 0))
+            slot = max(slot, subgraph_of[one] + 1 if one in subgraph_of else slot_of.get(one, 0))
         if made_in[node]:
             slot = handed = max(slot, handed)
         slot_of[node] = slot
         slots[slot].append(node)
-    wanted, symbols = _wanted(graph, kinds, home, read, made_in), symbol_inputs(graph)
-    made = {node for node in graph.nodes if kinds[node] is Kind.INPUT or node.op == "get_attr"}
-    steps: list[Piece | Node] = []
+    wanted, symbols = _wanted(graph, kinds, subgraph_of, read, made_in), symbol_inputs(graph)
+    made = {node for node in graph.nodes if kinds[node] is NodeKind.INPUT or node.op == "get_attr"}
+    steps: list[Subgraph | Node] = []
     for number, slot_nodes in enumerate(slots):
         for node in slot_nodes:
             for needed in [*_views_outside(node, kinds, made), node]:
@@ -103,42 +103,42 @@ def _assemble(
                 made.add(needed)
         if number + 1 < len(bounds):
             own = work[bounds[number] : bounds[number + 1]]
-            steps.append(make_piece(own, wanted[number], kinds, symbols, signatures))
+            steps.append(make_subgraph(own, wanted[number], kinds, symbols, signatures))
             made.update(wanted[number])
     steps += _views_outside(output_node(graph), kinds, made)
     return steps if _in_order(graph, kinds, steps) else None
 
 
-class _Homes(dict[Node, AbstractSet[int]]):
+class _SourceSubgraphs(dict[Node, AbstractSet[int]]):
     """By node: pieces whose work it reads, through views."""
 
-    def __init__(self, read: dict[Node, list[Node]], home: dict[Node, int]) -> None:
+    def __init__(self, read: dict[Node, list[Node]], subgraph_of: dict[Node, int]) -> None:
         super().__init__()
-        self._read, self._home = read, home
+        self._read, self._home = read, subgraph_of
 
     def __missing__(self, node: Node) -> AbstractSet[int]:
         found = self[node] = {self._home[one] for one in self._read[node] if one in self._home}
         return found
 
 
-def _first_readers(graph: Graph, home: dict[Node, int]) -> dict[Node, int]:
+def _first_readers(graph: Graph, subgraph_of: dict[Node, int]) -> dict[Node, int]:
     """The first piece that reads a node's result, through whatever is no work. Work may have been moved to the other
     side of a cut than what it reads."""
     first: dict[Node, int] = {}
     for node in reversed(graph.nodes):
         for user in node.users:
-            if user in home or user in first:
-                piece = home[user] if user in home else first[user]
-                if node not in first or piece < first[node]:
-                    first[node] = piece
+            if user in subgraph_of or user in first:
+                subgraph = subgraph_of[user] if user in subgraph_of else first[user]
+                if node not in first or subgraph < first[node]:
+                    first[node] = subgraph
     return first
 
 
-def _in_order(graph: Graph, kinds: dict[Node, Kind], steps: Sequence[Piece | Node]) -> bool:
+def _in_order(graph: Graph, kinds: dict[Node, NodeKind], steps: Sequence[Subgraph | Node]) -> bool:
     """Whether each step reads only what is there."""
-    made = {node for node in graph.nodes if kinds[node] is Kind.INPUT or node.op == "get_attr"}
+    made = {node for node in graph.nodes if kinds[node] is NodeKind.INPUT or node.op == "get_attr"}
     for step in steps:
-        reads, makes = (step.inputs, step.outputs) if isinstance(step, Piece) else (step.all_input_nodes, [step])
+        reads, makes = (step.inputs, step.outputs) if isinstance(step, Subgraph) else (step.all_input_nodes, [step])
         if not made.issuperset(reads):
             return False
         made.update(makes)
@@ -146,40 +146,40 @@ def _in_order(graph: Graph, kinds: dict[Node, Kind], steps: Sequence[Piece | Nod
 
 
 def _wanted(
-    graph: Graph, kinds: dict[Node, Kind], home: dict[Node, int], read: dict[Node, list[Node]], homes: _Homes
+    graph: Graph, kinds: dict[Node, NodeKind], subgraph_of: dict[Node, int], read: dict[Node, list[Node]], source_subgraphs: _SourceSubgraphs
 ) -> list[list[Node]]:
     """What each piece has to return: work that others read, and views of it that leave the pieces."""
-    wanted: list[dict[Node, None]] = [{} for _ in range(max(home.values(), default=0) + 1)]
+    wanted: list[dict[Node, None]] = [{} for _ in range(max(subgraph_of.values(), default=0) + 1)]
     for node in graph.nodes:
-        if node in home:
+        if node in subgraph_of:
             for one in read[node]:
-                if one in home and home[one] != home[node]:
-                    wanted[home[one]][one] = None
-        elif kinds[node] in (Kind.BETWEEN, Kind.OUTPUT):
+                if one in subgraph_of and subgraph_of[one] != subgraph_of[node]:
+                    wanted[subgraph_of[one]][one] = None
+        elif kinds[node] in (NodeKind.COMM, NodeKind.OUTPUT):
             for outside in node.all_input_nodes:
-                for made in _leaving(outside, kinds, home, read, homes):
-                    wanted[home[made] if made in home else max(homes[made])][made] = None
+                for made in _leaving(outside, kinds, subgraph_of, read, source_subgraphs):
+                    wanted[subgraph_of[made] if made in subgraph_of else max(source_subgraphs[made])][made] = None
     return [list(nodes) for nodes in wanted]
 
 
 def _leaving(
-    node: Node, kinds: dict[Node, Kind], home: dict[Node, int], read: dict[Node, list[Node]], homes: _Homes
+    node: Node, kinds: dict[Node, NodeKind], subgraph_of: dict[Node, int], read: dict[Node, list[Node]], source_subgraphs: _SourceSubgraphs
 ) -> Sequence[Node]:
     """What has to leave a piece so that ``node`` can be read outside: itself, where one piece alone makes it; otherwise
     what it is a view of."""
-    if node in home:
+    if node in subgraph_of:
         return (node,)
-    if kinds[node] is not Kind.FREE:
+    if kinds[node] is not NodeKind.VIEW:
         return ()
-    if len(homes[node]) == 1 and Kind.BETWEEN not in [kinds[one] for one in read[node]]:
+    if len(source_subgraphs[node]) == 1 and NodeKind.COMM not in [kinds[one] for one in read[node]]:
         return (node,)
-    return [one for one in read[node] if one in home]
+    return [one for one in read[node] if one in subgraph_of]
 
 
-def _views_outside(node: Node, kinds: dict[Node, Kind], made: set[Node]) -> Iterator[Node]:
+def _views_outside(node: Node, kinds: dict[Node, NodeKind], made: set[Node]) -> Iterator[Node]:
     """Views and constants that have to be made before ``node`` can run, in order."""
     for read in node.all_input_nodes:
-        if kinds[read] is Kind.FREE and read not in made:
+        if kinds[read] is NodeKind.VIEW and read not in made:
             yield from _views_outside(read, kinds, made)
             made.add(read)
             yield read

@@ -7,17 +7,17 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_zero.compile.subgraphs.node_order import Order
-from lightning_zero.compile.subgraphs.repeats import Run
+from lightning_zero.compile.subgraphs.node_order import NodeOrder
+from lightning_zero.compile.subgraphs.repeats import RepeatedRun
 
-__all__ = ["choose_seams"]
+__all__ = ["choose_cut_points"]
 
 # What ops hand each other in registers goes through memory at a seam: at most so much of what kernels write anyway.
 LOST_SHARE = 0.001
 
 
 @dataclass(frozen=True)
-class _Places:
+class _Candidates:
     """Of seams: where they may be, in order, and by place what has been done before, and what each would lose."""
 
     possible: Sequence[int]
@@ -32,7 +32,7 @@ class _Places:
         return cheap or sorted(here, key=lambda place: self.lost[place])[:1]
 
 
-def choose_seams(order: Order, runs: Sequence[Run], between: Sequence[int], parts: int) -> list[int]:
+def choose_cut_points(order: NodeOrder, runs: Sequence[RepeatedRun], between: Sequence[int], parts: int) -> list[int]:
     """Places in ``order.work`` before which the graph is cut, in order; 0 and the end are not among them.
 
     Args:
@@ -44,18 +44,18 @@ def choose_seams(order: Order, runs: Sequence[Run], between: Sequence[int], part
     done = [0]
     for effort in order.effort():
         done.append(done[-1] + effort)
-    places = _Places(order.seams(), done, order.lost(), LOST_SHARE * order.written())
-    seams: set[int] = set()
+    places = _Candidates(order.cut_points(), done, order.lost(), LOST_SHARE * order.written())
+    cut_points: set[int] = set()
     at = 1
     for run in runs:
         chosen = _in_run(run, places, parts)
-        seams |= {*chosen, *_snapped(between, places, at, min(chosen, default=run.start))}
+        cut_points |= {*chosen, *_snapped(between, places, at, min(chosen, default=run.start))}
         at = max(chosen, default=run.start) + 1
-    seams |= _snapped(between, places, at, len(order.work))
-    return sorted(seams - {0, len(order.work)})
+    cut_points |= _snapped(between, places, at, len(order.work))
+    return sorted(cut_points - {0, len(order.work)})
 
 
-def _in_run(run: Run, places: _Places, parts: int) -> list[int]:
+def _in_run(run: RepeatedRun, places: _Candidates, parts: int) -> list[int]:
     """Cuts every repetition alike, into about equal parts."""
     middle = run.start + (run.repetitions // 2) * run.period  # one repetition stands for all
     begin = min(middle, run.stop - run.period)
@@ -72,7 +72,7 @@ def _in_run(run: Run, places: _Places, parts: int) -> list[int]:
     return [place for place in repeated if place <= run.stop]
 
 
-def _snapped(between: Sequence[int], places: _Places, begin: int, end: int) -> set[int]:
+def _snapped(between: Sequence[int], places: _Candidates, begin: int, end: int) -> set[int]:
     """Where nothing repeats: cuts at the places nearest before what runs between pieces."""
     cheap = places.cheap(begin, end)
     behind = (bisect_right(cheap, place) for place in between if begin <= place < end)

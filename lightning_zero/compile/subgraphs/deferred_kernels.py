@@ -10,31 +10,31 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from lightning_zero.compat.cache_saves import KERNELS_LATER
+from lightning_zero.compat.cache_saves import DEFERRED_KERNELS
 from lightning_zero.compat.compiler import AsyncCompile, TritonBundler
-from lightning_zero.compat.patches import swapped
+from lightning_zero.compat.patches import swap_attribute
 
-__all__ = ["Kernels"]
+__all__ = ["DeferredKernels"]
 
 
-class Kernels:
+class DeferredKernels:
     """Those of pieces that were lowered; a context that waits for them when it ends in an error: other graphs may have
     the same pieces."""
 
     def __init__(self) -> None:
         self._waits: list[Callable[[], None]] = []
-        self._pieces: list[tuple[Any, list[Callable[[], None]]]] = []
+        self._subgraphs: list[tuple[Any, list[Callable[[], None]]]] = []
 
-    def __enter__(self) -> Kernels:
+    def __enter__(self) -> DeferredKernels:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.finish()
 
-    @KERNELS_LATER
+    @DEFERRED_KERNELS
     @contextmanager
-    def not_waited_for(self) -> Iterator[None]:
+    def defer(self) -> Iterator[None]:
         """A context in which nobody waits for kernels."""
         now, mine = AsyncCompile.wait, threading.get_ident()
 
@@ -45,24 +45,24 @@ class Kernels:
                 now(compiler, scope)
 
         try:
-            with swapped(AsyncCompile, "wait", later):
+            with swap_attribute(AsyncCompile, "wait", later):
                 yield
         finally:
-            self.belong_to(None)  # those of a piece that failed half-way: others may find its code in memory
+            self.assign_to(None)  # those of a piece that failed half-way: others may find its code in memory
 
-    def belong_to(self, compiled: Any) -> None:
+    def assign_to(self, compiled: Any) -> None:
         """What nobody has waited for since the last call belongs to this piece."""
-        self._pieces.append((compiled, self._waits))
+        self._subgraphs.append((compiled, self._waits))
         self._waits = []
 
     def finish(self) -> None:
         """Waits for all, and gives each piece its own. Harmless when repeated; those before which it fails, or is
         interrupted, are waited for then."""
-        while self._pieces:
-            compiled, waits = self._pieces[0]
+        while self._subgraphs:
+            compiled, waits = self._subgraphs[0]
             if waits:
                 _finish(compiled, waits)
-            self._pieces.pop(0)
+            self._subgraphs.pop(0)
 
 
 def _finish(compiled: Any, waits: list[Callable[[], None]]) -> None:

@@ -19,12 +19,12 @@ from lightning_zero.compat.compiler import (
     inductor_config,
 )
 
-__all__ = ["compile_piece", "of_a_piece", "packed", "tell_strides", "unpacked"]
+__all__ = ["compile_subgraph", "subgraph_context", "pack_subgraph", "report_strides", "unpack_subgraph"]
 
 Compiled = Callable[[list[Any]], Any]
 
 
-def compile_piece(module: GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Compiled:
+def compile_subgraph(module: GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Compiled:
     """What a piece does, as code: takes its inputs in a list, which it empties, and returns its outputs.
 
     Args:
@@ -33,12 +33,12 @@ def compile_piece(module: GraphModule, inputs: Sequence[Any], settings: dict[str
         settings: for Inductor, as it gives them to what compiles a graph.
     """
     # Pieces are also kept one by one, for another plan of the same layers.
-    with of_a_piece(), functorch_config.patch(bundled_autograd_cache=False):
+    with subgraph_context(), functorch_config.patch(bundled_autograd_cache=False):
         return compile_fx_inner(module, inputs, **settings)
 
 
 @contextmanager
-def of_a_piece() -> Iterator[None]:
+def subgraph_context() -> Iterator[None]:
     """Inductor knows nothing of the whole graph: not the strides of its results, which are told once; not the passes
     over it; and not which of its inputs a backward may overwrite, by their numbers: a piece's are others."""
     context = TracingContext.try_get()
@@ -60,7 +60,7 @@ def of_a_piece() -> Iterator[None]:
             metadata.bw_donated_idxs = donated
 
 
-def tell_strides(strides: Sequence[Any]) -> None:
+def report_strides(strides: Sequence[Any]) -> None:
     """Of the whole graph's results, to whoever compiles it; None for those that are as they were traced."""
     context = TracingContext.try_get()
     if context is not None and context.output_strides is not None:
@@ -68,22 +68,22 @@ def tell_strides(strides: Sequence[Any]) -> None:
         context.output_strides.extend(strides)
 
 
-def packed(piece: Any) -> Any:
+def pack_subgraph(subgraph: Any) -> Any:
     """A piece in a form that can be pickled."""
-    if isinstance(piece, CompiledFxGraph):
-        piece = copy(piece)
-        piece.prepare_for_serialization()
-    return piece
+    if isinstance(subgraph, CompiledFxGraph):
+        subgraph = copy(subgraph)
+        subgraph.prepare_for_serialization()
+    return subgraph
 
 
-def unpacked(piece: Any, settings: Any) -> Compiled:
-    """What :func:`packed` packed, as code again. ``settings``: as for :func:`compile_piece`."""
-    if isinstance(piece, CompiledFxGraph):
+def unpack_subgraph(subgraph: Any, settings: Any) -> Compiled:
+    """What :func:`pack_subgraph` packed, as code again. ``settings``: as for :func:`compile_subgraph`."""
+    if isinstance(subgraph, CompiledFxGraph):
         constants = CompiledFxGraphConstants()
-        found, _ = FxGraphCache.cache_hit_post_compile(piece, {}, constants)
+        found, _ = FxGraphCache.cache_hit_post_compile(subgraph, {}, constants)
         if found is None:
             raise RuntimeError("A compiled piece of a graph could not be loaded again. Empty the compiler's cache.")
-        with of_a_piece():
+        with subgraph_context():
             found.post_compile((), constants, settings)
         return found
-    return piece
+    return subgraph

@@ -10,18 +10,18 @@ from weakref import WeakKeyDictionary
 
 from torch.fx import GraphModule, Node
 
-from lightning_zero.compat.graphs import SEEN_BY_USERS
+from lightning_zero.compat.graphs import USER_VISIBLE_OUTPUTS
 from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.subgraphs.deferred_kernels import Kernels
-from lightning_zero.compile.subgraphs.inductor_calls import Compiled, compile_piece
+from lightning_zero.compile.subgraphs.deferred_kernels import DeferredKernels
+from lightning_zero.compile.subgraphs.inductor_calls import Compiled, compile_subgraph
 from lightning_zero.compile.subgraphs.strides import check_strides
-from lightning_zero.compile.subgraphs.subgraph import Piece
-from lightning_zero.compile.subgraphs.subgraph_program import Program
+from lightning_zero.compile.subgraphs.subgraph import Subgraph
+from lightning_zero.compile.subgraphs.subgraph_program import SubgraphProgram
 
-__all__ = ["PieceCache", "lower"]
+__all__ = ["SubgraphCache", "lower"]
 
 
-class PieceCache:
+class SubgraphCache:
     """Pieces that have been compiled, for other graphs that have the same: those of a plan that is made again, or of an
     evaluation.
 
@@ -53,8 +53,8 @@ class PieceCache:
 
 
 def lower(
-    module: GraphModule, cache: PieceCache, kernels: Kernels, steps: Sequence[Piece | Node], **settings: Any
-) -> Program:
+    module: GraphModule, cache: SubgraphCache, kernels: DeferredKernels, steps: Sequence[Subgraph | Node], **settings: Any
+) -> SubgraphProgram:
     """What a graph that was cut does, as code.
 
     Args:
@@ -65,39 +65,39 @@ def lower(
         settings: for Inductor, as it gives them to what compiles a graph.
 
     Raises:
-        DifferentStrides: pieces would not go together.
+        StrideMismatch: pieces would not go together.
     """
     settings = {**settings, "static_input_idxs": ()}
-    with kernels.not_waited_for():
-        compiled = [_compiled(module, step, cache, settings, kernels) for step in steps if isinstance(step, Piece)]
-    return Program(module, steps, compiled)
+    with kernels.defer():
+        compiled = [_compiled(module, step, cache, settings, kernels) for step in steps if isinstance(step, Subgraph)]
+    return SubgraphProgram(module, steps, compiled)
 
 
 def _compiled(
-    module: GraphModule, piece: Piece, cache: PieceCache, settings: dict[str, Any], kernels: Kernels
+    module: GraphModule, subgraph: Subgraph, cache: SubgraphCache, settings: dict[str, Any], kernels: DeferredKernels
 ) -> Compiled:
     def make() -> Compiled:
         # What a piece returns is read by others, who were told its strides.
-        output_node(piece.graph).meta[SEEN_BY_USERS] = list(range(len(piece.outputs)))
-        inputs = [node.meta["val"] for node in piece.graph.find_nodes(op="placeholder")]
-        compiled = compile_piece(GraphModule(module, piece.graph), inputs, settings)
-        kernels.belong_to(compiled)
-        check_strides(compiled, [node.meta.get("val") for node in piece.outputs])
+        output_node(subgraph.graph).meta[USER_VISIBLE_OUTPUTS] = list(range(len(subgraph.outputs)))
+        inputs = [node.meta["val"] for node in subgraph.graph.find_nodes(op="placeholder")]
+        compiled = compile_subgraph(GraphModule(module, subgraph.graph), inputs, settings)
+        kernels.assign_to(compiled)
+        check_strides(compiled, [node.meta.get("val") for node in subgraph.outputs])
         return compiled
 
-    return cache.get(_fingerprint(module, piece, settings, cache.number), make)
+    return cache.get(_fingerprint(module, subgraph, settings, cache.number), make)
 
 
 def _fingerprint(
-    module: GraphModule, piece: Piece, settings: dict[str, Any], number_of: Callable[[Any], int]
+    module: GraphModule, subgraph: Subgraph, settings: dict[str, Any], number_of: Callable[[Any], int]
 ) -> Hashable:
     """Equal for pieces that do the same with the same layouts, whatever their nodes are called."""
-    seen = piece.signatures
-    names = {node: number for number, node in enumerate([*piece.inputs, *piece.steps])}
+    seen = subgraph.signatures
+    names = {node: number for number, node in enumerate([*subgraph.inputs, *subgraph.steps])}
     does: list[Hashable] = [str(sorted((key, settings.get(key)) for key in ("is_backward", "is_inference")))]
-    does += [seen.value(node, number_of) for node in piece.inputs]
-    for node in piece.steps:
+    does += [seen.value(node, number_of) for node in subgraph.inputs]
+    for node in subgraph.steps:
         called = node.op if node.op != "get_attr" else number_of(attrgetter(str(node.target))(module))
         signature = seen[node] if node.op != "get_attr" else None
         does.append((called, signature, seen.reads(node, names), seen.value(node, number_of)))
-    return *does, *(names[node] for node in piece.outputs)
+    return *does, *(names[node] for node in subgraph.outputs)

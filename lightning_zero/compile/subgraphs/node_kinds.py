@@ -20,10 +20,10 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.compat.ops import OpOverload, inductor_seeds, wait_tensor
 from lightning_zero.compile.graph import is_start
-from lightning_zero.native.ops import op_of
+from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.graph_tensors import aliased_argument, called_op, is_view, is_view_op, tensors_of
 
-__all__ = ["Kind", "all_read", "is_kernel", "is_pointwise", "is_random", "kinds_of", "readers", "reads"]
+__all__ = ["NodeKind", "all_read", "is_kernel", "is_pointwise", "is_random", "classify_nodes", "readers", "reads"]
 
 _aten = torch.ops.aten
 _CUTS_OUT = {_aten.slice.Tensor, _aten.view.default}  # a weight out of a group
@@ -32,35 +32,35 @@ _CUTS_OUT = {_aten.slice.Tensor, _aten.view.default}  # a weight out of a group
 _SCALARS = (int, float, bool, SymInt, SymFloat, SymBool)
 
 
-class Kind(Enum):
+class NodeKind(Enum):
     """Of a node."""
 
     INPUT = auto()
-    WORK = auto()
-    FREE = auto()  # a view, or a constant
-    BETWEEN = auto()
+    COMPUTE = auto()
+    VIEW = auto()  # a view, or a constant
+    COMM = auto()
     OUTPUT = auto()
 
 
-class _Usual(Enum):
+class _TargetKind(Enum):
     """What calls an op, as a rule: where it is given a node first, and makes a tensor."""
 
-    WORK = auto()  # where it is given a tensor
+    COMPUTE = auto()  # where it is given a tensor
     OURS = auto()  # in any case
     VIEW = auto()
     CUT = auto()  # out of a group, or a view
     PART = auto()  # of what it is given
 
 
-def kinds_of(graph: Graph) -> dict[Node, Kind]:
+def classify_nodes(graph: Graph) -> dict[Node, NodeKind]:
     """Of all nodes."""
-    kinds: dict[Node, Kind] = {}
-    usual: dict[int, _Usual | None] = {}  # by ids of what is called: few, where there are many nodes
+    kinds: dict[Node, NodeKind] = {}
+    usual: dict[int, _TargetKind | None] = {}  # by ids of what is called: few, where there are many nodes
     for node in graph.nodes:
         if node.op == "call_function":
             key = id(node.target)
             if key not in usual:
-                usual[key] = _usual(node.target)
+                usual[key] = _target_kind(node.target)
             found = _by_rule(node, usual[key], kinds)
             kinds[node] = _kind(node, kinds) if found is None else found
         else:
@@ -68,85 +68,85 @@ def kinds_of(graph: Graph) -> dict[Node, Kind]:
     return kinds
 
 
-def _usual(target: Any) -> _Usual | None:
-    if op_of(target) is not None or target in inductor_seeds:
-        return _Usual.OURS
+def _target_kind(target: Any) -> _TargetKind | None:
+    if find_op(target) is not None or target in inductor_seeds:
+        return _TargetKind.OURS
     if target is operator.getitem:
-        return _Usual.PART
+        return _TargetKind.PART
     if target is wait_tensor or not isinstance(target, OpOverload):
         return None
     if not is_view_op(target):
-        return _Usual.WORK
-    return (_Usual.CUT if target in _CUTS_OUT else _Usual.VIEW) if aliased_argument(target) == 0 else None
+        return _TargetKind.COMPUTE
+    return (_TargetKind.CUT if target in _CUTS_OUT else _TargetKind.VIEW) if aliased_argument(target) == 0 else None
 
 
-def _by_rule(node: Node, usual: _Usual | None, kinds: dict[Node, Kind]) -> Kind | None:
+def _by_rule(node: Node, usual: _TargetKind | None, kinds: dict[Node, NodeKind]) -> NodeKind | None:
     """What :func:`_kind` finds, where little has to be asked for that."""
-    if usual is _Usual.OURS:
-        return Kind.BETWEEN
+    if usual is _TargetKind.OURS:
+        return NodeKind.COMM
     args = node.args
     first = args[0] if args else None
     if usual is None or type(first) is not Node or not ("val" in node.meta and isinstance(node.meta["val"], Tensor)):
         return None
-    if usual is _Usual.WORK:
-        return Kind.WORK if "val" in first.meta and isinstance(first.meta["val"], Tensor) else None
-    if usual is _Usual.PART or (usual is _Usual.CUT and kinds[first] is Kind.BETWEEN):
+    if usual is _TargetKind.COMPUTE:
+        return NodeKind.COMPUTE if "val" in first.meta and isinstance(first.meta["val"], Tensor) else None
+    if usual is _TargetKind.PART or (usual is _TargetKind.CUT and kinds[first] is NodeKind.COMM):
         return kinds[first]
-    return Kind.FREE
+    return NodeKind.VIEW
 
 
-def _kind(node: Node, kinds: dict[Node, Kind]) -> Kind:
+def _kind(node: Node, kinds: dict[Node, NodeKind]) -> NodeKind:
     value = node.meta.get("val")
     if node.op == "placeholder":
-        return Kind.INPUT
+        return NodeKind.INPUT
     if node.op == "get_attr":  # a constant; or the body of a higher-order op, which goes where it is called
-        return Kind.INPUT if isinstance(value, Tensor) else Kind.FREE
+        return NodeKind.INPUT if isinstance(value, Tensor) else NodeKind.VIEW
     if node.op == "output":
-        return Kind.OUTPUT
+        return NodeKind.OUTPUT
     reads = node.all_input_nodes
-    if op_of(node.target) is not None or node.target in inductor_seeds:
-        return Kind.BETWEEN
+    if find_op(node.target) is not None or node.target in inductor_seeds:
+        return NodeKind.COMM
     if node.target is wait_tensor and is_start(reads[0]):
-        return Kind.BETWEEN
-    if node.target in _CUTS_OUT and kinds[reads[0]] is Kind.BETWEEN:
-        return Kind.BETWEEN
-    if isinstance(value, _SCALARS) and not any(kinds[read] in (Kind.WORK, Kind.FREE) for read in reads):
-        return Kind.BETWEEN
+        return NodeKind.COMM
+    if node.target in _CUTS_OUT and kinds[reads[0]] is NodeKind.COMM:
+        return NodeKind.COMM
+    if isinstance(value, _SCALARS) and not any(kinds[read] in (NodeKind.COMPUTE, NodeKind.VIEW) for read in reads):
+        return NodeKind.COMM
     if node.target is operator.getitem:
         return kinds[reads[0]]  # with what it is a part of
     if is_view(node) and node.target is not wait_tensor:
-        return Kind.FREE
+        return NodeKind.VIEW
     constant = isinstance(value, Tensor) and not any(tensors_of(read.meta.get("val")) for read in reads)
-    return Kind.FREE if constant and not node.is_impure() and not is_random(node) else Kind.WORK
+    return NodeKind.VIEW if constant and not node.is_impure() and not is_random(node) else NodeKind.COMPUTE
 
 
-def all_read(node: Node, kinds: dict[Node, Kind]) -> Iterator[Node]:
+def all_read(node: Node, kinds: dict[Node, NodeKind]) -> Iterator[Node]:
     """What a node reads, through views."""
     for read in node.all_input_nodes:
-        if kinds[read] is Kind.FREE:
+        if kinds[read] is NodeKind.VIEW:
             yield from all_read(read, kinds)
         else:
             yield read
 
 
-def reads(graph: Graph, kinds: dict[Node, Kind]) -> dict[Node, list[Node]]:
+def reads(graph: Graph, kinds: dict[Node, NodeKind]) -> dict[Node, list[Node]]:
     """By node: what :func:`all_read` gives."""
     found: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         through: list[Node] = []
         for read in node.all_input_nodes:
-            through += found[read] if kinds[read] is Kind.FREE else (read,)
+            through += found[read] if kinds[read] is NodeKind.VIEW else (read,)
         found[node] = through
     return found
 
 
-def readers(graph: Graph, kinds: dict[Node, Kind]) -> dict[Node, list[Node]]:
+def readers(graph: Graph, kinds: dict[Node, NodeKind]) -> dict[Node, list[Node]]:
     """By node: those of it and of its views."""
     found: dict[Node, list[Node]] = {}
     for node in reversed(graph.nodes):
         through: list[Node] = []
         for user in node.users:
-            through += found[user] if kinds[user] is Kind.FREE else (user,)
+            through += found[user] if kinds[user] is NodeKind.VIEW else (user,)
         found[node] = through
     return found
 

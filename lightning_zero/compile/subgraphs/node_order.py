@@ -8,18 +8,18 @@ from itertools import accumulate
 
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.subgraphs.node_kinds import Kind, all_read, is_kernel, is_pointwise, is_random, readers
-from lightning_zero.compile.subgraphs.signatures import Signatures
+from lightning_zero.compile.subgraphs.node_kinds import NodeKind, all_read, is_kernel, is_pointwise, is_random, readers
+from lightning_zero.compile.subgraphs.signatures import NodeSignatures
 from lightning_zero.profiling.graph_tensors import nbytes, nodes_where
 from lightning_zero.profiling.node_costs import FlopCache
 
-__all__ = ["Order", "graph_work"]
+__all__ = ["NodeOrder", "graph_work"]
 
 # A pointwise op is done late only if what it reads is at most so many times as large as what it makes.
-GROWTH = 2
+MAX_GROWTH = 2
 
 
-class Order:
+class NodeOrder:
     """Graph order, but for pointwise ops, each of which comes right before its first reader, or, where nothing in the
     graph reads it, right behind what it reads: so it is seldom on the other side of a cut, and does not become a kernel
     of its own.
@@ -35,10 +35,10 @@ class Order:
         place: of each.
     """
 
-    def __init__(self, graph: Graph, kinds: dict[Node, Kind], signatures: Signatures | None = None) -> None:
+    def __init__(self, graph: Graph, kinds: dict[Node, NodeKind], signatures: NodeSignatures | None = None) -> None:
         self.kinds = kinds
         self._graph = graph
-        self._signatures = Signatures() if signatures is None else signatures
+        self._signatures = NodeSignatures() if signatures is None else signatures
         self._readers = readers(graph, kinds)
         self._bytes = _Bytes()
         before = graph_work(graph, kinds)
@@ -46,7 +46,7 @@ class Order:
         self._pointwise = nodes_where(before, is_pointwise)
         self._end = _first_impure(before)  # what is written in place must not be read later than before, or earlier
         self._moved: set[Node] = set()
-        self.work: Sequence[Node] = self._raised(self._sunk(before))
+        self.work: Sequence[Node] = self._hoist_unread(self._sink_pointwise(before))
         self.place = {node: number for number, node in enumerate(self.work)}
 
     def between(self, graph: Graph) -> dict[Node, int]:
@@ -54,7 +54,7 @@ class Order:
         at: dict[Node, int] = {}
         following = len(self.work)
         for node in reversed(graph.nodes):
-            if self.kinds[node] is Kind.BETWEEN:
+            if self.kinds[node] is NodeKind.COMM:
                 at[node] = following
             elif node in self.place and node not in self._moved:
                 following = self.place[node] if self.place[node] < following else following
@@ -72,7 +72,7 @@ class Order:
         """Bytes of all results of kernels."""
         return sum([self._bytes[node] for node in self.work if node in self._kernels])
 
-    def seams(self) -> list[int]:
+    def cut_points(self) -> list[int]:
         """Places where a kernel ends or begins anyway, in order."""
         pairs = zip(self.work, self.work[1:], strict=False)
         return [
@@ -119,7 +119,7 @@ class Order:
                     levels[user] = behind
         return levels
 
-    def _sunk(self, before: Sequence[Node]) -> list[Node]:
+    def _sink_pointwise(self, before: Sequence[Node]) -> list[Node]:
         first = {node: number for number, node in enumerate(before)}
         moved: dict[int, list[Node]] = {}  # last first
         for node in reversed(before[: self._end]):
@@ -133,7 +133,7 @@ class Order:
                 moved.setdefault(to, []).append(node)
         return self._rearranged(before, {to: nodes[::-1] for to, nodes in moved.items()})
 
-    def _raised(self, before: Sequence[Node]) -> list[Node]:
+    def _hoist_unread(self, before: Sequence[Node]) -> list[Node]:
         """What a forward makes of each layer for its backward alone stands behind the last layer, in one piece, which
         would have more nodes with each layer."""
         place = {node: number for number, node in enumerate(before)}
@@ -178,7 +178,7 @@ class Order:
             if node not in self._pointwise:
                 continue
             for user in self._readers[node]:
-                if user not in found and self.kinds[user] is not Kind.OUTPUT:
+                if user not in found and self.kinds[user] is not NodeKind.OUTPUT:
                     break
             else:
                 found.add(node)
@@ -187,7 +187,7 @@ class Order:
     def _can_wait(self, node: Node) -> bool:
         if node not in self._pointwise or is_random(node):
             return False
-        return sum([self._bytes[read] for read in node.all_input_nodes]) <= GROWTH * self._bytes[node]
+        return sum([self._bytes[read] for read in node.all_input_nodes]) <= MAX_GROWTH * self._bytes[node]
 
 
 class _Bytes(dict[Node, int]):
@@ -207,11 +207,11 @@ def _first_impure(nodes: Sequence[Node]) -> int:
     return len(nodes)
 
 
-def graph_work(graph: Graph, kinds: dict[Node, Kind]) -> list[Node]:
+def graph_work(graph: Graph, kinds: dict[Node, NodeKind]) -> list[Node]:
     """A graph's work in its own order; parts of a result right behind it."""
     work: list[Node] = []
     for node in graph.nodes:
-        if kinds[node] is Kind.WORK and node.target is not operator.getitem:
+        if kinds[node] is NodeKind.COMPUTE and node.target is not operator.getitem:
             work.append(node)
             for user in node.users:
                 if user.target is operator.getitem:

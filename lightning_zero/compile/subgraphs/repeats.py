@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Run", "find_runs"]
+__all__ = ["RepeatedRun", "find_repeats"]
 
 
 @dataclass(frozen=True)
-class Run:
+class RepeatedRun:
     """Items ``start`` to ``stop`` (exclusive) repeat after ``period``: each equals the one ``period`` before it.
 
     The last repetition may be incomplete.
@@ -27,7 +27,7 @@ class Run:
         return (self.stop - self.start) // self.period
 
 
-def find_runs(items: Sequence[Hashable], shortest: int) -> list[Run]:
+def find_repeats(items: Sequence[Hashable], shortest: int) -> list[RepeatedRun]:
     """Runs that do not overlap, in order: first the one that spares most, then what is left and right of it.
 
     Args:
@@ -36,20 +36,20 @@ def find_runs(items: Sequence[Hashable], shortest: int) -> list[Run]:
     """
     numbers: dict[Hashable, int] = {}
     encoded = np.array([numbers.setdefault(item, len(numbers)) for item in items], dtype=np.int64)
-    found: list[Run] = []
+    found: list[RepeatedRun] = []
     pending = [(0, len(encoded))]
     while pending:
         begin, end = pending.pop()
         run = _longest(encoded[begin:end], shortest)
         if run is None:
             continue
-        run = Run(begin + run.start, begin + run.stop, run.period)
+        run = RepeatedRun(begin + run.start, begin + run.stop, run.period)
         found.append(run)
         pending += [(begin, run.start), (run.stop, end)]
     return sorted(found, key=lambda run: run.start)
 
 
-def _longest(items: np.ndarray, shortest: int) -> Run | None:
+def _longest(items: np.ndarray, shortest: int) -> RepeatedRun | None:
     """The run with most items that repeat others; of several, the one with the shortest period."""
     best, spared = None, 0
     for period in range(shortest, len(items) // 2 + 1):
@@ -63,5 +63,5 @@ def _longest(items: np.ndarray, shortest: int) -> Run | None:
         length = int(stops[longest] - starts[longest])
         # A shorter stretch than a period repeats nothing whole.
         if length >= period and length > spared:
-            best, spared = Run(int(starts[longest]), int(stops[longest]) + period, period), length
+            best, spared = RepeatedRun(int(starts[longest]), int(stops[longest]) + period, period), length
     return best

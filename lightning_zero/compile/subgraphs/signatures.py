@@ -9,13 +9,13 @@ import torch
 from torch import Generator, SymFloat, SymInt, Tensor
 from torch.fx import Node
 
-__all__ = ["Signatures", "shape", "signature"]
+__all__ = ["NodeSignatures", "shape", "signature"]
 
 # Stands where a node is read; an argument that is a text with it in it is looked at once more, for nothing.
 _READ = "<- "
 
 
-class Signatures(dict[Node, tuple[str, str, str]]):
+class NodeSignatures(dict[Node, tuple[str, str, str]]):
     """By node: equal for nodes that do the same with inputs of the same sizes, wherever these come from.
 
     Holds for as long as nobody changes what nodes read, or what is noted of their values.
@@ -38,7 +38,7 @@ class Signatures(dict[Node, tuple[str, str, str]]):
         """What of a node's value the code goes by that is generated for whatever reads it.
 
         Args:
-            number_of: gives numbers to what no text describes, see :class:`~.lower.PieceCache`.
+            number_of: gives numbers to what no text describes, see :class:`~.lower.SubgraphCache`.
         """
         noted = self._shapes[node]
         if node in self._shapes.symbolic:
@@ -95,7 +95,7 @@ class _Shapes(dict[Node, str]):
 
 def signature(node: Node) -> Hashable:
     """Of one node."""
-    return Signatures()[node]
+    return NodeSignatures()[node]
 
 
 def shape(node: Node) -> str:

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import OpOverload
-from lightning_zero.compile.subgraphs.signatures import Signatures, signature
-from lightning_zero.native.ops import op_of
+from lightning_zero.compile.subgraphs.signatures import NodeSignatures, signature
+from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.graph_tensors import is_view, nodes_where, tensors_of
 
-__all__ = ["DifferentStrides", "check_strides", "settle_strides"]
+__all__ = ["StrideMismatch", "check_strides", "fix_strides"]
 
 _aten = torch.ops.aten
 
 
-def settle_strides(graph: Graph, inputs: Sequence[Any]) -> None:
+def fix_strides(graph: Graph, inputs: Sequence[Any]) -> None:
     """Notes the strides that views, and what is made from them, really have.
 
     Args:
@@ -31,7 +31,7 @@ def settle_strides(graph: Graph, inputs: Sequence[Any]) -> None:
     """
     changed: set[Node] = set()
     right: set[Hashable] = set()  # views as they are noted; equal layers have equal ones
-    seen, views = Signatures(), nodes_where(graph.nodes, is_view)
+    seen, views = NodeSignatures(), nodes_where(graph.nodes, is_view)
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         _note(node, value, changed)
     for node in graph.nodes:
@@ -47,7 +47,7 @@ def settle_strides(graph: Graph, inputs: Sequence[Any]) -> None:
 
 
 def check_strides(compiled: Any, outputs: Sequence[Any]) -> None:
-    """Raises :class:`DifferentStrides` where the results of a compiled piece are not as was noted.
+    """Raises :class:`StrideMismatch` where the results of a compiled piece are not as was noted.
 
     Args:
         compiled: what Inductor made.
@@ -62,10 +62,10 @@ def check_strides(compiled: Any, outputs: Sequence[Any]) -> None:
         # Symbols may be written in other ways.
         known = [pair for pair in zip(noted, found, strict=True) if all(stride.isdecimal() for stride in pair)]
         if any(one != other for one, other in known):
-            raise DifferentStrides(f"strides of a result are {found}, and others were told {noted}")
+            raise StrideMismatch(f"strides of a result are {found}, and others were told {noted}")
 
 
-class DifferentStrides(Exception):
+class StrideMismatch(Exception):
     """Inductor has chosen a layout for a piece's result that nobody expects."""
 
 
@@ -83,7 +83,7 @@ def _is_known(node: Node) -> bool:
 
 def _is_copy(target: OpOverload) -> bool:
     """Whether it is an op of ours that copies a tensor as it lies in memory."""
-    op = op_of(target)
+    op = find_op(target)
     return op is not None and op.name in ("offload", "offload_start", "reload", "reload_start")
 
 

@@ -10,15 +10,15 @@ from torch import SymFloat, SymInt
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import free_symbols
 
-from lightning_zero.compile.subgraphs.node_kinds import Kind
-from lightning_zero.compile.subgraphs.signatures import Signatures
+from lightning_zero.compile.subgraphs.node_kinds import NodeKind
+from lightning_zero.compile.subgraphs.signatures import NodeSignatures
 from lightning_zero.profiling.graph_tensors import tensors_of
 
-__all__ = ["Piece", "make_piece", "symbol_inputs"]
+__all__ = ["Subgraph", "make_subgraph", "symbol_inputs"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class Subgraph:
     """A part of a graph that is compiled by itself.
 
     Attributes:
@@ -31,7 +31,7 @@ class Piece:
     inputs: tuple[Node, ...]
     steps: tuple[Node, ...]
     outputs: tuple[Node, ...]
-    signatures: Signatures = field(default_factory=Signatures, compare=False, repr=False)
+    signatures: NodeSignatures = field(default_factory=NodeSignatures, compare=False, repr=False)
 
     @cached_property
     def graph(self) -> Graph:
@@ -52,13 +52,13 @@ def symbol_inputs(graph: Graph) -> list[Node]:
     return [node for node in inputs if isinstance(node.meta.get("val"), SymInt | SymFloat)]
 
 
-def make_piece(
+def make_subgraph(
     work: Sequence[Node],
     wanted: Sequence[Node],
-    kinds: dict[Node, Kind],
+    kinds: dict[Node, NodeKind],
     symbols: Sequence[Node],
-    signatures: Signatures | None = None,
-) -> Piece:
+    signatures: NodeSignatures | None = None,
+) -> Subgraph:
     """The piece that does ``work`` and returns ``wanted``, with views and constants of its own.
 
     Args:
@@ -68,7 +68,7 @@ def make_piece(
         symbols: by :func:`symbol_inputs`.
         signatures: of what has been asked for, of the whole graph.
     """
-    own, seen = {node: number for number, node in enumerate(work)}, Signatures() if signatures is None else signatures
+    own, seen = {node: number for number, node in enumerate(work)}, NodeSignatures() if signatures is None else signatures
     wanted = _in_order(wanted, own, seen)
     inputs: dict[Node, None] = {}
     steps: dict[Node, None] = {}
@@ -76,7 +76,7 @@ def make_piece(
     def add(node: Node) -> None:
         """What has to be done before ``node``, and it."""
         for read in node.all_input_nodes:
-            if read in own or kinds[read] is Kind.FREE:
+            if read in own or kinds[read] is NodeKind.VIEW:
                 if read not in steps:
                     add(read)
             else:
@@ -87,10 +87,10 @@ def make_piece(
         if node not in steps:
             add(node)
     inputs |= dict.fromkeys(_used(symbols, steps, inputs))
-    return Piece(tuple(inputs), tuple(steps), tuple(wanted), seen)
+    return Subgraph(tuple(inputs), tuple(steps), tuple(wanted), seen)
 
 
-def _in_order(wanted: Sequence[Node], own: Mapping[Node, int], seen: Signatures) -> list[Node]:
+def _in_order(wanted: Sequence[Node], own: Mapping[Node, int], seen: NodeSignatures) -> list[Node]:
     """Work by its place among ``own``; a view behind what it is a view of, and several of one node by what they do."""
     places = {node: _place(node, own) for node in wanted}
     if len({*places.values()}) < len(places):
@@ -106,7 +106,7 @@ def _place(node: Node, own: Mapping[Node, int]) -> tuple[int, int]:
     return place, views + 1
 
 
-def _worded(node: Node, own: Mapping[Node, int], seen: Signatures) -> tuple[int, int, str]:
+def _worded(node: Node, own: Mapping[Node, int], seen: NodeSignatures) -> tuple[int, int, str]:
     """And what they do."""
     if node in own:
         return own[node], 0, ""

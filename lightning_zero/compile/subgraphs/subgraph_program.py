@@ -21,16 +21,16 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from lightning_zero.compat.compiler import BypassCache, OutputCode
 from lightning_zero.compat.ops import OpOverload, draw_seeds
 from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.subgraphs.inductor_calls import packed, tell_strides, unpacked
-from lightning_zero.compile.subgraphs.subgraph import Piece
+from lightning_zero.compile.subgraphs.inductor_calls import pack_subgraph, report_strides, unpack_subgraph
+from lightning_zero.compile.subgraphs.subgraph import Subgraph
 
-__all__ = ["Program"]
+__all__ = ["SubgraphProgram"]
 
 _numbers = count()
 _PIECE = "lightning_zero_piece"  # no node of a graph is called so
 
 
-class Program(OutputCode):
+class SubgraphProgram(OutputCode):
     """What a compiled graph is to AOTAutograd: takes its inputs in a list, which it empties. AOTAutograd's cache keeps
     it, with its pieces, so that a later process need not trace.
 
@@ -45,23 +45,23 @@ class Program(OutputCode):
     """
 
     def __init__(
-        self, module: GraphModule, steps: Sequence[Piece | Node], compiled: Sequence[Callable[[list[Any]], Any]]
+        self, module: GraphModule, steps: Sequence[Subgraph | Node], compiled: Sequence[Callable[[list[Any]], Any]]
     ) -> None:
         super().__init__()
         writer = _Writer(module, steps)
         self.code = writer.write(compiled)
         self.calls = len(compiled)
         self._boxed_call = True  # of the object, or wrappers would not have it
-        self._pieces = {name: value for name, value in writer.names.items() if name.startswith(_PIECE)}
-        self._others = {name: value for name, value in writer.names.items() if name not in self._pieces}
+        self._subgraphs = {name: value for name, value in writer.names.items() if name.startswith(_PIECE)}
+        self._others = {name: value for name, value in writer.names.items() if name not in self._subgraphs}
         self._link()
         results: Any = output_node(module.graph).args[0]
-        tell_strides([_strides(result.meta.get("val")) if isinstance(result, Node) else None for result in results])
+        report_strides([_strides(result.meta.get("val")) if isinstance(result, Node) else None for result in results])
 
     def _link(self) -> None:
         file = f"<lightning_zero program {next(_numbers)}>"
         linecache.cache[file] = (len(self.code), None, self.code.splitlines(True), file)  # for tracebacks
-        names = {**self._others, **self._pieces}
+        names = {**self._others, **self._subgraphs}
         exec(compile(self.code, file, "exec"), names)
         self._run: Callable[[list[Any]], Any] | None = names["run"]
 
@@ -72,13 +72,13 @@ class Program(OutputCode):
     def prepare_for_serialization(self) -> None:
         """Of a copy, which is pickled next."""
         self._run = None
-        self._pieces = {name: packed(piece) for name, piece in self._pieces.items()}
+        self._subgraphs = {name: pack_subgraph(subgraph) for name, subgraph in self._subgraphs.items()}
         self._others = {name: _named(value) for name, value in self._others.items()}
 
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
         """Once it has come out of the cache."""
         if self._run is None:
-            self._pieces = {name: unpacked(piece, graph_kwargs) for name, piece in self._pieces.items()}
+            self._subgraphs = {name: unpack_subgraph(subgraph, graph_kwargs) for name, subgraph in self._subgraphs.items()}
             self._others = {n: v.find() if isinstance(v, _Op) else v for n, v in self._others.items()}
             self._link()
 
@@ -87,7 +87,7 @@ class Program(OutputCode):
 
 
 class _Writer:
-    def __init__(self, module: GraphModule, steps: Sequence[Piece | Node]) -> None:
+    def __init__(self, module: GraphModule, steps: Sequence[Subgraph | Node]) -> None:
         self._graph: Graph = module.graph
         self._steps = steps
         self._last = self._last_reads()
@@ -100,9 +100,9 @@ class _Writer:
     def _last_reads(self) -> Mapping[Node, int]:
         last: dict[Node, int] = {}
         for number, step in enumerate(self._steps):
-            reads = step.inputs if isinstance(step, Piece) else step.all_input_nodes
+            reads = step.inputs if isinstance(step, Subgraph) else step.all_input_nodes
             last.update(dict.fromkeys(reads, number))
-            if isinstance(step, Piece):
+            if isinstance(step, Subgraph):
                 for made in step.outputs:
                     last.setdefault(made, number)
             else:
@@ -117,17 +117,17 @@ class _Writer:
         lines += [f"del {', '.join(unread)}"] if unread else []
         functions = iter(compiled)
         for number, step in enumerate(self._steps):
-            lines += self._call(number, step, functions) if isinstance(step, Piece) else self._op(number, step)
+            lines += self._call(number, step, functions) if isinstance(step, Subgraph) else self._op(number, step)
         lines.append(f"return {self._text(output_node(self._graph).args[0])}")
         return "def run(inputs):\n" + "".join(f"    {line}\n" for line in lines)
 
-    def _call(self, number: int, piece: Piece, functions: Any) -> list[str]:
+    def _call(self, number: int, subgraph: Subgraph, functions: Any) -> list[str]:
         name = self._name(next(functions), _PIECE)
-        lines = [f"arguments = [{', '.join(node.name for node in piece.inputs)}]"]
-        lines += self._free(number, piece.inputs)
-        results = ", ".join(node.name for node in piece.outputs)
+        lines = [f"arguments = [{', '.join(node.name for node in subgraph.inputs)}]"]
+        lines += self._free(number, subgraph.inputs)
+        results = ", ".join(node.name for node in subgraph.outputs)
         lines.append(f"[{results}] = {name}(arguments)" if results else f"{name}(arguments)")
-        lines += self._free(number, [node for node in piece.outputs if self._last[node] == number])
+        lines += self._free(number, [node for node in subgraph.outputs if self._last[node] == number])
         return lines
 
     def _op(self, number: int, node: Node) -> list[str]:

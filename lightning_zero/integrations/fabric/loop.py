@@ -19,10 +19,10 @@ from lightning_zero.integrations.oom_hint import explain
 from lightning_zero.report.engine_report import startup_summary
 from lightning_zero.report.startup_timer import StartupTimer
 
-__all__ = ["Loop"]
+__all__ = ["LoopTracker"]
 
 
-class Loop:
+class LoopTracker:
     """Tells one engine what happens to its model.
 
     Args:
@@ -36,16 +36,16 @@ class Loop:
 
     def __init__(self, engine: Engine, compiler: str, show: Callable[[str], None]) -> None:
         self.engine = engine
-        self.begun = False
+        self.has_trained = False
         self._optimizers: list[weakref.ref[Optimizer]] = []
         steppers = self._optimizers  # a clock that held this loop would keep the model after its last user
-        self._start = StartupTimer(lambda: engine.session.progress.spent, compiler, lambda: _running(engine, steppers))
+        self._start = StartupTimer(lambda: engine.session.progress.metrics, compiler, lambda: _run_summary(engine, steppers))
         self._show = show
-        self._inside = False  # of a forward
-        self._awaited = False  # a backward
+        self._in_forward = False  # of a forward
+        self._backward_pending = False  # a backward
 
     @property
-    def is_over(self) -> bool:
+    def is_unsharded(self) -> bool:
         """Whether the model is a plain one again."""
         module = self.engine.module
         return module is None or engine_of(module) is not self.engine
@@ -53,7 +53,7 @@ class Loop:
     @property
     def optimizers(self) -> list[Optimizer]:
         """That step its parameters, in the order of their setup, which is the same on every rank."""
-        return _alive(self._optimizers)
+        return _live_optimizers(self._optimizers)
 
     def add(self, optimizer: Optimizer) -> None:
         """It steps these parameters from now on."""
@@ -68,32 +68,32 @@ class Loop:
         Raises:
             RuntimeError: while an optimizer steps.
         """
-        if self._inside:  # the model calls itself
+        if self._in_forward:  # the model calls itself
             yield
             return
-        training = torch.is_grad_enabled() or self._awaited
+        training = torch.is_grad_enabled() or self._backward_pending
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled():
                 # What is made here must not be an inference tensor, which training could not use afterwards.
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
             stack.enter_context(self._training() if training else self._evaluation())
-            stack.callback(setattr, self, "_inside", False)
-            self._inside = True
+            stack.callback(setattr, self, "_in_forward", False)
+            self._in_forward = True
             yield
 
     @contextmanager
     def _training(self) -> Iterator[None]:
-        for line in () if self._awaited else self._start.batch():
+        for line in () if self._backward_pending else self._start.batch():
             self._show(line)
         with self.engine.cycle.train_step():
-            self.begun = True
+            self.has_trained = True
             try:
                 yield
             except BaseException as error:
-                self.drop(error)
+                self.reset(error)
                 raise
-            self._awaited = self._awaited or torch.is_grad_enabled()
+            self._backward_pending = self._backward_pending or torch.is_grad_enabled()
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
@@ -111,28 +111,28 @@ class Loop:
         """
         self.engine.cycle.before_backward()
         try:
-            with self.engine.session.explaining():
+            with self.engine.session.explain_errors():
                 yield
         except BaseException as error:
-            self.drop(error)
+            self.reset(error)
             raise
-        self._awaited = False
+        self._backward_pending = False
         self.engine.cycle.after_backward()
 
-    def stepped(self) -> None:
+    def after_step(self) -> None:
         """An optimizer has stepped: what was computed before is of older weights."""
-        self._awaited = False
+        self._backward_pending = False
 
-    def drop(self, error: BaseException) -> None:
+    def reset(self, error: BaseException) -> None:
         """After an exception: what is half done is dropped, and the next step begins anew."""
         explain(error, self.engine)
-        self._awaited = False
+        self._backward_pending = False
         self.engine.cycle.reset()
 
 
-def _alive(references: list[weakref.ref[Optimizer]]) -> list[Optimizer]:
+def _live_optimizers(references: list[weakref.ref[Optimizer]]) -> list[Optimizer]:
     return [optimizer for reference in references if (optimizer := reference()) is not None]
 
 
-def _running(engine: Engine, optimizers: list[weakref.ref[Optimizer]]) -> str:
-    return startup_summary(engine, _alive(optimizers))
+def _run_summary(engine: Engine, optimizers: list[weakref.ref[Optimizer]]) -> str:
+    return startup_summary(engine, _live_optimizers(optimizers))

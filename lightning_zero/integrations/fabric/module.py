@@ -9,20 +9,20 @@ from lightning.fabric import wrappers
 from torch import nn
 from typing_extensions import override
 
-from lightning_zero.integrations.fabric.loop import Loop
+from lightning_zero.integrations.fabric.loop import LoopTracker
 
-__all__ = ["ShardedModule", "unwrapped"]
+__all__ = ["ShardedModule", "unwrap_module"]
 
 
 class ShardedModule(nn.Module):
-    """Says of each call what it is: see :class:`Loop`.
+    """Says of each call what it is: see :class:`LoopTracker`.
 
     Args:
         module: the user's, in which the parameters are shards.
         loop: hears of its calls.
     """
 
-    def __init__(self, module: nn.Module, loop: Loop) -> None:
+    def __init__(self, module: nn.Module, loop: LoopTracker) -> None:
         super().__init__()
         self.module = module
         self.loop = loop
@@ -31,18 +31,18 @@ class ShardedModule(nn.Module):
     @override
     @torch.compiler.disable
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.loop.is_over:
-            return self._called()(*args, **kwargs)
+        if self.loop.is_unsharded:
+            return self._target()(*args, **kwargs)
         with self.loop.forward():
-            return self._called()(*args, **kwargs)
+            return self._target()(*args, **kwargs)
 
-    def _called(self) -> Any:
+    def _target(self) -> Any:
         """The module; or a method of it that was marked as one (``training_step``), which Fabric puts in the place of
         its ``forward``: the modules that such a method calls are compiled then, and what it logs stays outside."""
         forward = self.module.forward
         return forward if getattr(forward, "__module__", None) == wrappers.__name__ else self.module
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap_module(module: nn.Module) -> nn.Module:
     """The user's own module."""
     return module.module if isinstance(module, ShardedModule) else module

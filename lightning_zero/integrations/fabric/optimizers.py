@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 from lightning_zero.compat.lightning_private import optimizer_to_device
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.integrations.fabric.loop import Loop
-from lightning_zero.optim.state_placement import keep_aside
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.integrations.fabric.loop import LoopTracker
+from lightning_zero.optim.state_placement import register_placement_hooks
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 
-__all__ = ["find_loop", "prepare"]
+__all__ = ["find_loop", "prepare_optimizer"]
 
 
-def find_loop(optimizer: Optimizer, loops: list[Loop]) -> Loop:
+def find_loop(optimizer: Optimizer, loops: list[LoopTracker]) -> LoopTracker:
     """That of the model whose parameters the optimizer has.
 
     Raises:
@@ -33,12 +33,12 @@ def find_loop(optimizer: Optimizer, loops: list[Loop]) -> Loop:
     for loop in loops:
         if any(known is optimizer for known in loop.optimizers):
             return loop
-    found: dict[int, Loop] = {}
+    found: dict[int, LoopTracker] = {}
     for number, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
             owner = next((loop for loop in loops if loop.engine.sharder.find(param) is not None), None)
             if owner is None:
-                raise UnsupportedError(_unknown(name, number, position, param))
+                raise UnsupportedError(_unknown_parameter(name, number, position, param))
             found[id(owner)] = owner
     if len(found) > 1:
         raise UnsupportedError(
@@ -48,7 +48,7 @@ def find_loop(optimizer: Optimizer, loops: list[Loop]) -> Loop:
     return next(iter(found.values()), loops[-1])
 
 
-def _unknown(name: str, number: int, position: int, param: nn.Parameter) -> str:
+def _unknown_parameter(name: str, number: int, position: int, param: nn.Parameter) -> str:
     where = f"Parameter {position} of group {number} in {name} (shape {tuple(param.shape)})"
     if param.is_meta:
         return (
@@ -63,7 +63,7 @@ def _unknown(name: str, number: int, position: int, param: nn.Parameter) -> str:
     )
 
 
-def prepare(optimizer: Optimizer, loop: Loop) -> None:
+def prepare_optimizer(optimizer: Optimizer, loop: LoopTracker) -> None:
     """Makes an optimizer step shards. Harmless when repeated.
 
     Raises:
@@ -75,7 +75,7 @@ def prepare(optimizer: Optimizer, loop: Loop) -> None:
         return
     loop.add(optimizer)
     engine.optimizers.arrange(loop.optimizers)  # first: a plan may have state lie on the host
-    if _has_whole_state(optimizer, engine):  # made with the optimizer, as Adagrad's, or loaded before
+    if _has_full_state(optimizer, engine):  # made with the optimizer, as Adagrad's, or loaded before
         engine.load_optimizer_state(optimizer, optimizer.state_dict())
 
     def to_shards(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -86,23 +86,23 @@ def prepare(optimizer: Optimizer, loop: Loop) -> None:
                 "fabric.load(), which give every rank its part."
             )
         own = loop.engine  # which also keeps the loop
-        return own.checkpoints.optimizer_part(optimizer, state, own.optimizers.room)
+        return own.checkpoints.local_optimizer_state(optimizer, state, own.optimizers.empty_state)
 
     optimizer.register_load_state_dict_pre_hook(to_shards)
-    if (places := engine.optimizers.places) is not None:
-        keep_aside(optimizer, places)
+    if (places := engine.optimizers.make_placer) is not None:
+        register_placement_hooks(optimizer, places)
     else:
         optimizer.register_load_state_dict_post_hook(lambda loaded: optimizer_to_device(loaded, engine.device))
 
 
-def _has_whole_state(optimizer: Optimizer, engine: Engine) -> bool:
+def _has_full_state(optimizer: Optimizer, engine: Engine) -> bool:
     """Whether the optimizer's state is of whole parameters, and not of shards."""
     whole = False
-    with plainly():
+    with no_shard_dispatch():
         for param, entries in optimizer.state.items():
             record = engine.sharder.find(param)
             values = [value for value in entries.values() if isinstance(value, Tensor)]
-            if record is None or any(record.is_like_shard(value) for value in values):
+            if record is None or any(record.has_shard_shape(value) for value in values):
                 return False
             whole = whole or any(value.shape == record.layout.shape for value in values)
     return whole

@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine import Engine
-from lightning_zero.integrations.precision import CHOICES, check_complex, flat_scaler, to_dtype, true_dtype
+from lightning_zero.integrations.precision import CHOICES, check_complex, to_flat_scaler, convert_unsharded, true_dtype
 from lightning_zero.sharding.module_patching import is_sharded
 
-__all__ = ["for_shards"]
+__all__ = ["zero_precision"]
 
 FindEngine = Callable[[Optimizer], Engine]
 
 
-class _ForShards(Precision):
+class _ZeroPlugin(Precision):
     """What all plugins share.
 
     Attributes:
@@ -48,11 +48,11 @@ class _ForShards(Precision):
             return super().optimizer_step(optimizer, closure=last, **kwargs)
 
 
-class ZeroPrecision(_ForShards):
+class ZeroPrecision(_ZeroPlugin):
     """``32-true``."""
 
 
-class _OneDtype(_ForShards):
+class _TruePrecision(_ZeroPlugin):
     """Parameters, gradients and everything on the wire in one dtype."""
 
     @override
@@ -62,18 +62,18 @@ class _OneDtype(_ForShards):
             return super().convert_module(module)
         dtype = true_dtype(self.precision)
         assert dtype is not None
-        return to_dtype(module, dtype)
+        return convert_unsharded(module, dtype)
 
 
-class ZeroHalfPrecision(_OneDtype, HalfPrecision):
+class ZeroHalfPrecision(_TruePrecision, HalfPrecision):
     """``bf16-true`` and ``16-true``."""
 
 
-class ZeroDoublePrecision(_OneDtype, DoublePrecision):
+class ZeroDoublePrecision(_TruePrecision, DoublePrecision):
     """``64-true``."""
 
 
-class ZeroMixedPrecision(_ForShards, MixedPrecision):
+class ZeroMixedPrecision(_ZeroPlugin, MixedPrecision):
     """``bf16-mixed`` and ``16-mixed``: parameters in float32, autocast in forward. ``16-mixed`` scales the loss; an
     overflow on any rank skips the step on all."""
 
@@ -94,14 +94,14 @@ class ZeroMixedPrecision(_ForShards, MixedPrecision):
         return MixedPrecision.optimizer_step(self, optimizer, **kwargs)  # our scaler announces the step
 
 
-def for_shards(plugin: Precision, engine: FindEngine) -> Precision:
+def zero_precision(plugin: Precision, engine: FindEngine) -> Precision:
     """Our counterpart of one of Fabric's precision plugins.
 
     Raises:
         MisconfigurationException: a precision that is not supported, by name.
     """
-    ours: _ForShards
-    if isinstance(plugin, _ForShards):
+    ours: _ZeroPlugin
+    if isinstance(plugin, _ZeroPlugin):
         ours = plugin
     elif type(plugin) is Precision:
         ours = ZeroPrecision()
@@ -110,7 +110,7 @@ def for_shards(plugin: Precision, engine: FindEngine) -> Precision:
     elif type(plugin) is DoublePrecision:
         ours = ZeroDoublePrecision()
     elif type(plugin) is MixedPrecision:
-        scaler = flat_scaler(plugin.scaler, engine, plugin.device)
+        scaler = to_flat_scaler(plugin.scaler, engine, plugin.device)
         ours = ZeroMixedPrecision(cast(Any, plugin.precision), plugin.device, scaler)
     else:
         raise MisconfigurationException(

@@ -16,21 +16,21 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_zero.integrations.launchers import FabricLauncher, check_interactive
-from lightning_zero.integrations.processes import Processes, reduce_in_place
-from lightning_zero.native.failures import NamedAgain
+from lightning_zero.integrations.processes import ProcessGroupMixin, reduce_in_place
+from lightning_zero.native.failures import ShownErrorHook
 
-__all__ = ["FabricProcesses"]
+__all__ = ["FabricProcessStrategy"]
 
 
-class FabricProcesses(Processes, ParallelStrategy):
+class FabricProcessStrategy(ProcessGroupMixin, ParallelStrategy):
     """One process for each device, in one process group."""
 
-    asker = "Fabric"
+    api_name = "Fabric"
 
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        check_interactive(self.cluster_environment, self.num_processes * self.num_nodes, self.asker)
+        check_interactive(self.cluster_environment, self.num_processes * self.num_nodes, self.api_name)
         # Always: when processes are started from outside, the launcher is what compares `devices` with their number.
         self._launcher = FabricLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
@@ -40,16 +40,16 @@ class FabricProcesses(Processes, ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        announce_exceptions(self)
+        install_excepthook(self)
 
     def failed(self, error: BaseException) -> None:
         """An exception ends this process."""
         if self._startup is not None:
             self._startup.fail(error)
 
-    def _waiting_in(self, group: Any, what: str) -> AbstractContextManager[None]:
+    def _watch_collective_of(self, group: Any, what: str) -> AbstractContextManager[None]:
         every = group is None or group is torch.distributed.group.WORLD
-        return self._waiting(what) if every and torch.distributed.is_initialized() else nullcontext()
+        return self._watch_collective(what) if every and torch.distributed.is_initialized() else nullcontext()
 
     @override
     def all_reduce(
@@ -57,21 +57,21 @@ class FabricProcesses(Processes, ParallelStrategy):
     ) -> Tensor | Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        with self._waiting_in(group, "Fabric's all_reduce"):
+        with self._watch_collective_of(group, "Fabric's all_reduce"):
             return reduce_in_place(tensor, group, reduce_op)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        with self._waiting_in(group, "Fabric's all_gather"):
+        with self._watch_collective_of(group, "Fabric's all_gather"):
             return super().all_gather(tensor, group, sync_grads)
 
 
-class _Announcer:
+class _ExceptHook:
     """In the place of ``sys.excepthook``: the other ranks hear of an exception that ends this process. Nobody else
     would tell them, as nobody surrounds a user's loop."""
 
     def __init__(self, before: Callable[..., Any]) -> None:
-        self.strategies: weakref.WeakSet[FabricProcesses] = weakref.WeakSet()
+        self.strategies: weakref.WeakSet[FabricProcessStrategy] = weakref.WeakSet()
         self._before = before
 
     def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -82,8 +82,8 @@ class _Announcer:
             self._before(kind, error, traceback)
 
 
-def announce_exceptions(strategy: FabricProcesses) -> None:
+def install_excepthook(strategy: FabricProcessStrategy) -> None:
     """From now on the strategy is told of an exception that ends this process."""
-    if not isinstance(sys.excepthook, _Announcer):
-        sys.excepthook = _Announcer(NamedAgain(sys.excepthook))
+    if not isinstance(sys.excepthook, _ExceptHook):
+        sys.excepthook = _ExceptHook(ShownErrorHook(sys.excepthook))
     sys.excepthook.strategies.add(strategy)

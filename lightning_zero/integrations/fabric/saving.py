@@ -16,26 +16,26 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.checkpoint.checkpoints import Checkpoints
-from lightning_zero.checkpoint.sharded.opened import kind_of
-from lightning_zero.checkpoint.sharded.owned import own_extra_state
+from lightning_zero.checkpoint.sharded.opened import checkpoint_kind
+from lightning_zero.checkpoint.sharded.owned import materialize_extra_state
 from lightning_zero.compat.lightning_private import convert_state
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.integrations.fabric.module import unwrapped
+from lightning_zero.integrations.fabric.module import unwrap_module
 from lightning_zero.integrations.files import (
     BackgroundFileIO,
     FileIO,
     check_storage_options,
     load_file,
-    told_by,
-    told_for,
+    report_progress_of,
+    report_user_io,
 )
-from lightning_zero.integrations.folders import parted, read_together, read_whole
+from lightning_zero.integrations.folders import parted, read_on_all_ranks, read_folder
 
-__all__ = ["Saving"]
+__all__ = ["FabricCheckpointing"]
 
 
-class _Lazy(TorchCheckpointIO):
+class _LazyCheckpointIO(TorchCheckpointIO):
     """Gives a checkpoint, either kind, of which tensors are read when they are wanted."""
 
     def __init__(self, io: CheckpointIO, checkpoints: Checkpoints | None) -> None:
@@ -46,19 +46,19 @@ class _Lazy(TorchCheckpointIO):
         own = self._checkpoints
         if own is None:  # nothing is set up
             return (
-                read_whole(path, weights_only) if kind_of(path) == "folder" else load_file(self._io, path, weights_only)
+                read_folder(path, weights_only) if checkpoint_kind(path) == "folder" else load_file(self._io, path, weights_only)
             )
         if own.is_folder(path):
-            return read_together(own, path, weights_only)
+            return read_on_all_ranks(own, path, weights_only)
         return load_file(self._io, path, weights_only, own.together)
 
 
-class Saving(ParallelStrategy):
+class FabricCheckpointing(ParallelStrategy):
     """For a strategy, which knows the engine of an optimizer, and the one that was set up last."""
 
     _engine: Engine | None
     _options: EngineConfig
-    _loading: object = "a state dict"  # or where it comes from
+    _load_source: object = "a state dict"  # or where it comes from
 
     @property
     def _sharded(self) -> bool:
@@ -83,7 +83,7 @@ class Saving(ParallelStrategy):
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Whole values: of a model that was set up on rank 0's CPU, and empty elsewhere. For a sharded checkpoint, on
         every rank its part. Collective."""
-        module = unwrapped(module)
+        module = unwrap_module(module)
         engine = engine_of(module)
         if engine is None or engine.module is not module:
             return module.state_dict()
@@ -92,19 +92,19 @@ class Saving(ParallelStrategy):
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Takes this rank's part of whole values. On every rank."""
-        module = unwrapped(module)
+        module = unwrap_module(module)
         engine = engine_of(module)
         if engine is None:
             module.load_state_dict(state_dict, strict=strict)
             return
         engine.before_step()
-        state_dict = own_extra_state(state_dict)
+        state_dict = materialize_extra_state(state_dict)
         try:
-            with engine.checkpoints.loading_weights(self._loading):
+            with engine.checkpoints.loading_weights(self._load_source):
                 module.load_state_dict(state_dict, strict=strict)
         finally:
-            engine.sharder.access.may_have_changed()
-            engine.sharder.access.done_writing()
+            engine.sharder.sync.invalidate_copies()
+            engine.sharder.sync.after_writing()
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Saving(ParallelStrategy):
         check_storage_options(self.checkpoint_io, storage_options, sharded)
         if isinstance(self._checkpoint_io, BackgroundFileIO) and self._engine is not None:
             together = self._engine.checkpoints.together
-            with self._telling(), together.busy("waits until the file before is written"):
+            with self._show_progress(), together.busy("waits until the file before is written"):
                 self._checkpoint_io.wait()
         checkpoint = convert_state(self, state, filter or {})
         if self._engine is None:
@@ -140,19 +140,19 @@ class Saving(ParallelStrategy):
         if sharded:
             checkpoints.save(path, *parted(checkpoint), background=self._options.async_save)
             return
-        with self._telling():
+        with self._show_progress():
             checkpoints.together.first(
                 f"save the checkpoint {path}", lambda: self._write(checkpoints, checkpoint, path, storage_options)
             )
 
     def _write(self, checkpoints: Checkpoints, checkpoint: Any, path: str | Path, storage_options: Any | None) -> None:
         io = self.checkpoint_io
-        with told_for(io, f"saving {path}", checkpoints.telling_for):
+        with report_user_io(io, f"saving {path}", checkpoints.telling_for):
             io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
-    def _telling(self) -> AbstractContextManager[None]:
+    def _show_progress(self) -> AbstractContextManager[None]:
         """Inside, what takes long is told of."""
-        return nullcontext() if self._engine is None else told_by(self.checkpoint_io, self._engine.checkpoints.telling)
+        return nullcontext() if self._engine is None else report_progress_of(self.checkpoint_io, self._engine.checkpoints.telling)
 
     @override
     def load_checkpoint(
@@ -161,23 +161,23 @@ class Saving(ParallelStrategy):
         if self._engine is not None:
             self._engine.checkpoints.saver.finish()
         io = self.checkpoint_io
-        telling = self._telling()
-        self.checkpoint_io = _Lazy(io, None if self._engine is None else self._engine.checkpoints)
-        self._loading = path
+        telling = self._show_progress()
+        self.checkpoint_io = _LazyCheckpointIO(io, None if self._engine is None else self._engine.checkpoints)
+        self._load_source = path
         try:
             halfway = nullcontext() if self._engine is None else self._engine.checkpoints.halfway.after_weights(path)
             with telling, halfway:
                 left = super().load_checkpoint(path, state, strict, weights_only)
         finally:
             self.checkpoint_io = io
-            del self._loading
+            del self._load_source
         if isinstance(state, dict):
             for key, value in state.items():
                 if not hasattr(value, "load_state_dict"):
-                    state[key] = _own(value)
-        return _own(left)
+                    state[key] = _clone_tensors(value)
+        return _clone_tensors(left)
 
 
-def _own(value: Any) -> Any:
+def _clone_tensors(value: Any) -> Any:
     """The same outside of a file's mapping, which would go with the file."""
     return apply_to_collection(value, Tensor, torch.clone)

@@ -19,27 +19,27 @@ from typing_extensions import override
 from lightning_zero.compat.lightning_private import BackwardSyncControl, EmptyInit
 from lightning_zero.compile.listener import GraphObserver, PassObserver
 from lightning_zero.compile.warm_up import warm_up
-from lightning_zero.compile.workers import start_workers
+from lightning_zero.compile.workers import start_compile_workers
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.integrations.arguments import chosen, taking
+from lightning_zero.integrations.arguments import engine_config, options_init
 from lightning_zero.integrations.fabric.arguments import Arguments
-from lightning_zero.integrations.fabric.loop import Loop
+from lightning_zero.integrations.fabric.loop import LoopTracker
 from lightning_zero.integrations.fabric.module import ShardedModule
-from lightning_zero.integrations.fabric.optimizers import find_loop, prepare
-from lightning_zero.integrations.fabric.precision import for_shards
-from lightning_zero.integrations.fabric.processes import FabricProcesses
-from lightning_zero.integrations.fabric.saving import Saving
+from lightning_zero.integrations.fabric.optimizers import find_loop, prepare_optimizer
+from lightning_zero.integrations.fabric.precision import zero_precision
+from lightning_zero.integrations.fabric.processes import FabricProcessStrategy
+from lightning_zero.integrations.fabric.saving import FabricCheckpointing
 from lightning_zero.integrations.inspection import Inspection
-from lightning_zero.integrations.precision import computing_in
-from lightning_zero.integrations.processes import nccl_lets_errors_show
-from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
-from lightning_zero.native.ahead import BuildAhead
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.integrations.precision import with_precision
+from lightning_zero.integrations.processes import without_nccl_abort
+from lightning_zero.integrations.uncompile import save_compiled_names, accept_compiled_names, uncompile_modules
+from lightning_zero.native.ahead import BackgroundBuild
+from lightning_zero.native.watchdog import SequenceId
 
 __all__ = ["FabricZeroStrategy"]
 
 
-class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
+class FabricZeroStrategy(Inspection, FabricCheckpointing, FabricProcessStrategy):
     """ZeRO-3 for Fabric: parameters, gradients and optimizer state are sharded over all ranks, and what a training step
     calls is compiled. With ``stage`` 2 or 1 less is sharded.
 
@@ -55,14 +55,14 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
 
     lightning_module = None
 
-    @taking(Arguments)
+    @options_init(Arguments)
     def __init__(self, arguments: Arguments) -> None:
-        self._options = chosen(arguments)
+        self._options = engine_config(arguments)
         self._engine: Engine | None = None
         self._observers: list[GraphObserver] = []
         self._pass_observers: list[PassObserver] = []
         self._under_construction: list[Engine] = []  # whose models have not been set up
-        self._known: list[weakref.ref[Loop]] = []  # in the order of their setup, the same on every rank
+        self._loop_refs: list[weakref.ref[LoopTracker]] = []  # in the order of their setup, the same on every rank
         super().__init__(
             accelerator=arguments.accelerator,
             parallel_devices=arguments.parallel_devices,
@@ -70,25 +70,25 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
             checkpoint_io=arguments.checkpoint_io,
             precision=arguments.precision,
         )
-        self._begin_processes(arguments.process_group_backend, arguments.timeout, arguments.tuning.report_stall_after_s)
-        self._backward_sync_control = _Accumulates()
-        self._build = BuildAhead(self)
+        self._init_processes(arguments.process_group_backend, arguments.timeout, arguments.tuning.report_stall_after_s)
+        self._backward_sync_control = _BackwardSync()
+        self._build = BackgroundBuild(self)
 
     @property
     @override
     def precision(self) -> Precision:
         plugin = self._precision
-        return plugin if plugin is not None else for_shards(Precision(), self._find_engine)
+        return plugin if plugin is not None else zero_precision(Precision(), self._find_engine)
 
     @precision.setter
     def precision(self, plugin: Precision | None) -> None:
-        self._precision = None if plugin is None else for_shards(plugin, self._find_engine)
+        self._precision = None if plugin is None else zero_precision(plugin, self._find_engine)
 
     # -- engines
 
     @property
-    def _loops(self) -> list[Loop]:
-        return [loop for reference in self._known if (loop := reference()) is not None and not loop.is_over]
+    def _loops(self) -> list[LoopTracker]:
+        return [loop for reference in self._loop_refs if (loop := reference()) is not None and not loop.is_unsharded]
 
     def _find_engine(self, optimizer: Optimizer) -> Engine:
         return find_loop(optimizer, self._loops).engine
@@ -111,18 +111,18 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
             raise MisconfigurationException(
                 "The strategy was asked for something before processes were started. Call fabric.launch() first."
             )
-        config = computing_in(self.precision.precision, self._options)
-        start_workers(config.compiled, self.root_device)
-        if self._build.waits:
+        config = with_precision(self.precision.precision, self._options)
+        start_compile_workers(config.compiled, self.root_device)
+        if self._build.is_pending:
             warm_up(config.compiled, self.root_device)
         waited = self._build.finish()
-        with nccl_lets_errors_show():
+        with without_nccl_abort():
             engine = Engine(self.root_device, config, skip_modules=(Metric,), report=rank_zero_info)
         if waited > 1:
             rank_zero_info(f"Waited {waited:.0f} s for the C++ executor to be built.")
         self._observe_engine(engine)
         engine.cycle.begin_stage()
-        self._end_startup()
+        self._close_startup()
         return engine
 
     def _engine_for(self, module: nn.Module) -> Engine:
@@ -179,15 +179,15 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
             )
         engine = self._engine_for(module)
         self._engine = engine
-        compiled = take_apart_compiled(module)
-        read_compiled_names(module, compiled)
+        compiled = uncompile_modules(module)
+        accept_compiled_names(module, compiled)
         engine.shard(module)
-        keep_compiled_names(compiled)
+        save_compiled_names(compiled)
         for child in module.modules():
             if isinstance(child, Metric):
                 child.to(self.root_device)
-        loop = Loop(engine, self._options.compile_backend, rank_zero_info)
-        self._known = [*(weakref.ref(known) for known in self._loops), weakref.ref(loop)]
+        loop = LoopTracker(engine, self._options.compile_backend, rank_zero_info)
+        self._loop_refs = [*(weakref.ref(known) for known in self._loops), weakref.ref(loop)]
         return ShardedModule(module, loop)
 
     @override
@@ -196,7 +196,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
         Raises:
             UnsupportedError: it needs whole parameters, or has others than those of one model that was set up.
         """
-        prepare(optimizer, find_loop(optimizer, self._loops))
+        prepare_optimizer(optimizer, find_loop(optimizer, self._loops))
         return optimizer
 
     # -- steps
@@ -205,7 +205,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
     def backward(self, tensor: Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         with ExitStack() as stack:
             for loop in self._loops:
-                if loop.begun:
+                if loop.has_trained:
                     stack.enter_context(loop.backward())
             super().backward(tensor, module, *args, **kwargs)
 
@@ -213,7 +213,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         loop = find_loop(optimizer, self._loops)
         result = super().optimizer_step(optimizer, **kwargs)
-        loop.stepped()
+        loop.after_step()
         return result
 
     @override
@@ -235,7 +235,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
         if float(norm_type) != 2.0:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         self.precision.unscale_gradients(optimizer)
-        engine.cycle.gradients_are_final()
+        engine.cycle.finalize_gradients()
         norm = engine.optimizers.stepper(optimizer).clip_norm(float(max_norm))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
@@ -248,17 +248,17 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
     def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
         engine = self._find_engine(optimizer)
         self.precision.unscale_gradients(optimizer)
-        engine.cycle.gradients_are_final()
+        engine.cycle.finalize_gradients()
         engine.optimizers.stepper(optimizer).clip_value(float(clip_val))
 
     # -- what ranks do together
 
     @override
-    def _waiting(self, what: str) -> AbstractContextManager[None]:
+    def _watch_collective(self, what: str) -> AbstractContextManager[None]:
         loops = self._loops
         for loop in loops:
-            loop.engine.sharder.access.done_writing()  # whoever comes last may want to read what this rank has written
-        return loops[0].engine.watchdog.waiting(what, Lane.WORLD) if loops else nullcontext()
+            loop.engine.sharder.sync.after_writing()  # whoever comes last may want to read what this rank has written
+        return loops[0].engine.watchdog.waiting(what, SequenceId.WORLD) if loops else nullcontext()
 
     @override
     def failed(self, error: BaseException) -> None:
@@ -270,7 +270,7 @@ class FabricZeroStrategy(Inspection, Saving, FabricProcesses):
         return f"{type(self).__name__}({', '.join(repr(loop.engine) for loop in self._loops) or 'nothing set up'})"
 
 
-class _Accumulates(BackwardSyncControl):
+class _BackwardSync(BackwardSyncControl):
     """Gradients are reduced in each backward and added up in shards; where there are several hosts, these may wait."""
 
     @override

@@ -17,16 +17,16 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.inventory import gather_value
-from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointShard
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.uncompile import (
-    keep_compiled_names,
-    plain_name,
-    read_compiled_names,
-    take_apart_compiled,
+    save_compiled_names,
+    uncompiled_name,
+    accept_compiled_names,
+    uncompile_modules,
 )
-from lightning_zero.sharding.copying import NotCopied
-from lightning_zero.sharding.host_memory import on_host
+from lightning_zero.sharding.copying import PickledAsNone
+from lightning_zero.sharding.host_memory import copy_to_host
 from lightning_zero.sharding.mapped import mapped
 
 if TYPE_CHECKING:
@@ -46,16 +46,16 @@ def average_shards(trainer: pl.Trainer, engine: Engine, module: nn.Module, devic
             continue
         average: Any = callback._average_model.module
         if not getattr(average, "_zero_average", False):
-            average._zero_average = _AveragedShards(engine, module, average)
+            average._zero_average = _ShardedAverage(engine, module, average)
             average.to(callback._device or device)
             for name in ("_swap_models", "_copy_average_to_current"):
                 callback.__dict__.pop(name, None)  # of an earlier fit
-                callback.__dict__[name] = partial(_announced, getattr(callback, name))
-            if getattr(callback.should_update, "func", None) is not _told:
-                callback.__dict__["should_update"] = partial(_told, callback, callback.should_update)
+                callback.__dict__[name] = partial(_flush_before, getattr(callback, name))
+            if getattr(callback.should_update, "func", None) is not _notify_update:
+                callback.__dict__["should_update"] = partial(_notify_update, callback, callback.should_update)
 
 
-def _announced(exchange: Callable[[Any], None], module: Any) -> None:
+def _flush_before(exchange: Callable[[Any], None], module: Any) -> None:
     engine = engine_of(module)
     if engine is not None:
         # It writes to `param.data`, which nobody notices: weights read earlier would win over it.
@@ -63,7 +63,7 @@ def _announced(exchange: Callable[[Any], None], module: Any) -> None:
     exchange(module)
 
 
-def _told(callback: Any, decide: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+def _notify_update(callback: Any, decide: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
     """Who decides for an update tells a save of it, which may be copying the averages."""
     updates = decide(*args, **kwargs)
     shards = getattr(callback._average_model.module, "_zero_average", None) if updates else None
@@ -72,15 +72,15 @@ def _told(callback: Any, decide: Callable[..., bool], *args: Any, **kwargs: Any)
     return updates
 
 
-class _AveragedShards(NotCopied):
+class _ShardedAverage(PickledAsNone):
     """Cuts an averaged copy like the module that it is a copy of; its hooks make its state dict one of whole
     values."""
 
     def __init__(self, engine: Engine, module: nn.Module, average: nn.Module) -> None:
         self._engine = engine
         self._average = average
-        compiled = take_apart_compiled(average)
-        read_compiled_names(average, compiled)
+        compiled = uncompile_modules(average)
+        accept_compiled_names(average, compiled)
         named = dict(module.named_parameters(remove_duplicate=False))
         copies = dict(average.named_parameters(remove_duplicate=False))
         if list(named) != list(copies):
@@ -99,12 +99,12 @@ class _AveragedShards(NotCopied):
             copies[name].data = record.param.detach().to(copies[name].dtype, copy=True)
         average.register_state_dict_post_hook(partial(self._gather))  # torch leaves a mark on the function
         average.register_load_state_dict_pre_hook(self._scatter)
-        keep_compiled_names(compiled)
+        save_compiled_names(compiled)
         average.__dict__["__deepcopy__"] = self._deepcopy
         average.__dict__["__reduce_ex__"] = self._reduce
 
     def before_update(self) -> None:
-        self._engine.sharder.access.beside()
+        self._engine.sharder.sync.on_before_write()
 
     def _gather(self, average: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Whole values on rank 0's CPU, which writes the file; nothing elsewhere. For a sharded checkpoint, on every
@@ -113,17 +113,17 @@ class _AveragedShards(NotCopied):
         sharded, rank = self._engine.config.state_dict_type == "sharded", self._engine.rank
         mesh = self._engine.mesh
         for key, shard in state.items():
-            record = self._records.get(plain_name(key[len(prefix) :])) if key.startswith(prefix) else None
+            record = self._records.get(uncompiled_name(key[len(prefix) :])) if key.startswith(prefix) else None
             if record is None:
                 if key.startswith(prefix) and not sharded and isinstance(shard, Tensor):
                     # A buffer: a copy, too, since a file may be written while it changes.
-                    state[key] = on_host(shard)
+                    state[key] = copy_to_host(shard)
                 continue
             if sharded:
-                whole.setdefault(record.index, ShardedValue(record.layout, shard, mesh.shard_number, mesh.replica))
+                whole.setdefault(record.index, CheckpointShard(record.layout, shard, mesh.shard_index, mesh.replica))
             if record.index not in whole:
                 value = gather_value(shard, record, mesh)
-                whole[record.index] = on_host(value) if rank == 0 else shard
+                whole[record.index] = copy_to_host(value) if rank == 0 else shard
             state[key] = whole[record.index]
         if rank != 0 and not sharded:
             state.clear()
@@ -132,7 +132,7 @@ class _AveragedShards(NotCopied):
         for name, record in self._records.items():
             full = state.get(prefix + name)
             if full is not None and full.shape == record.layout.shape:
-                state[prefix + name] = record.part_of(mapped(full))
+                state[prefix + name] = record.local_part(mapped(full))
 
     def _deepcopy(self, memo: dict[Any, Any]) -> Any:
         """A plain module with whole values on the average's device. Collective."""
@@ -156,7 +156,7 @@ class _AveragedShards(NotCopied):
             self._fill(shards)
 
     def _reduce(self, protocol: Any) -> Any:
-        return _itself, (copy.deepcopy(self._average).to("cpu"),)
+        return _identity, (copy.deepcopy(self._average).to("cpu"),)
 
     def _fill(self, values: dict[str, Tensor]) -> None:
         for name, param in self._average.named_parameters():
@@ -167,5 +167,5 @@ class _AveragedShards(NotCopied):
         return getattr(getattr(function, "func", function), "__self__", None) is self
 
 
-def _itself(module: nn.Module) -> nn.Module:
+def _identity(module: nn.Module) -> nn.Module:
     return module

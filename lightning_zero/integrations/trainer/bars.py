@@ -11,12 +11,12 @@ from tqdm import tqdm
 
 from lightning_zero.checkpoint.telling import Bar, Show
 
-__all__ = ["bars_of"]
+__all__ = ["progress_bar_for"]
 
-AFTER_S = 3.0
+BAR_DELAY_S = 3.0
 
 
-def bars_of(trainer: pl.Trainer) -> Show | None:
+def progress_bar_for(trainer: pl.Trainer) -> Show | None:
     """None where nobody looks, or Lightning shows none. Beside Rich's, which draws all of the screen anew, a line now
     and then is what there is."""
     bar = trainer.progress_bar_callback
@@ -26,4 +26,4 @@ def bars_of(trainer: pl.Trainer) -> Show | None:
 
 def _show(what: str, total: int) -> Bar:
     units: dict[str, Any] = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-    return tqdm(desc=what, total=total, delay=AFTER_S, leave=False, file=sys.stdout, dynamic_ncols=True, **units)
+    return tqdm(desc=what, total=total, delay=BAR_DELAY_S, leave=False, file=sys.stdout, dynamic_ncols=True, **units)

@@ -15,14 +15,14 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero.checkpoint.sharded.folder import full_path
-from lightning_zero.integrations.trainer.interrupted import save_together_after_exceptions
+from lightning_zero.integrations.trainer.interrupted import synchronize_exception_saves
 
-__all__ = ["adapt_checkpoint_callbacks"]
+__all__ = ["patch_checkpoint_callbacks"]
 
 
-def adapt_checkpoint_callbacks(trainer: pl.Trainer) -> None:
+def patch_checkpoint_callbacks(trainer: pl.Trainer) -> None:
     """Of all callbacks of this Trainer. Harmless when repeated. What users have put there instead stays."""
-    save_together_after_exceptions(trainer)
+    synchronize_exception_saves(trainer)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, ModelCheckpoint):
             vars(callback).setdefault("file_exists", partial(_exists, callback))
@@ -32,7 +32,7 @@ def _exists(callback: Any, filepath: str | Path, trainer: pl.Trainer) -> bool:
     if type(callback).file_exists(callback, filepath, trainer):
         return True
     strategy: Any = trainer.strategy  # another one, where this is another Trainer's callback by now
-    if not getattr(strategy, "saves_beside", False):
+    if not getattr(strategy, "saves_async", False):
         return False
     taken = trainer.is_global_zero and full_path(filepath) == strategy.saving_to()
     return bool(strategy.broadcast(taken))

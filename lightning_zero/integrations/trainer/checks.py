@@ -18,10 +18,10 @@ from lightning_zero.integrations.precision import check_complex, true_dtype
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["check_adopted", "check_trainable", "refuse_callbacks"]
+__all__ = ["check_sharded_module", "check_trainable", "check_callbacks"]
 
 
-_INSTEAD = {
+_ALTERNATIVES = {
     StochasticWeightAveraging: (
         "it copies the module once it is sharded. Use lightning.pytorch.callbacks.WeightAveraging or "
         "EMAWeightAveraging in its place, which average shards; for a constant learning rate at the end, add "
@@ -35,10 +35,10 @@ _INSTEAD = {
 }
 
 
-def refuse_callbacks(trainer: pl.Trainer) -> None:
+def check_callbacks(trainer: pl.Trainer) -> None:
     """Raises ``MisconfigurationException`` for callbacks that would silently work on shards."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        for refused, instead in _INSTEAD.items():
+        for refused, instead in _ALTERNATIVES.items():
             if isinstance(callback, refused):
                 kind, own = refused.__name__, type(callback).__name__
                 name = kind if own == kind else f"{own}, a {kind},"
@@ -54,7 +54,7 @@ def check_trainable(engine: Engine, module: nn.Module) -> None:
         )
 
 
-def check_adopted(
+def check_sharded_module(
     engine: Engine, module: nn.Module, device: torch.device, precision: Precision, sync_batchnorm: bool
 ) -> None:
     """Raises ``MisconfigurationException`` when a module sharded earlier does not fit now, or has grown since."""

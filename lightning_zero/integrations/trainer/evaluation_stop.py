@@ -12,7 +12,7 @@ from lightning_zero.mesh import Mesh
 __all__ = ["EvaluationStop"]
 
 # Ranks that gather weights together are at most one batch apart: when the last of them says so, none is further.
-APART = 2
+MAX_BATCH_SKEW = 2
 
 
 class EvaluationStop:
@@ -27,7 +27,7 @@ class EvaluationStop:
         self._store = mesh.store(f"sigterm/{stage}")
         self._rank, self._names = mesh.rank, [f"{rank}" for rank in range(mesh.world_size)]
         self._batches = 0
-        self._said = False
+        self._posted = False
 
     def after_batch(self, noted: bool) -> bool:
         """Whether this rank stops now. Not collective; asks the store only once a signal has come.
@@ -37,9 +37,9 @@ class EvaluationStop:
         self._batches += 1
         if not noted:
             return False
-        if not self._said:
+        if not self._posted:
             self._store.set(f"{self._rank}", f"{self._batches}")
-            self._said = True
+            self._posted = True
         if not self._store.check(self._names):
             return False
-        return self._batches >= max(int(self._store.get(name)) for name in self._names) + APART
+        return self._batches >= max(int(self._store.get(name)) for name in self._names) + MAX_BATCH_SKEW

@@ -1,7 +1,7 @@
 """What users mean by ``ckpt_path`` and ``load_from_checkpoint``: Lightning knows neither folders with tensors, nor what
 to do when the last checkpoint is no good.
 
-:func:`install` puts both into Lightning when this package is imported; for other strategies nothing changes, but that
+:func:`install_checkpoint_lookup` puts both into Lightning when this package is imported; for other strategies nothing changes, but that
 ``load_from_checkpoint`` reads folders.
 """
 
@@ -26,30 +26,30 @@ from lightning_zero.checkpoint.places import INCOMPLETE
 from lightning_zero.checkpoint.sharded.folder import is_complete
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST
 from lightning_zero.checkpoint.sharded.metadata import METADATA
-from lightning_zero.checkpoint.sharded.opened import kind_of
-from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.sharded.opened import checkpoint_kind
+from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.compat.lightning_private import CheckpointConnector
 from lightning_zero.integrations.files import named, naming
-from lightning_zero.integrations.folders import as_trainers, read_whole
+from lightning_zero.integrations.folders import to_trainer_keys, read_folder
 
-__all__ = ["install", "named_by_word", "newest_first"]
+__all__ = ["install_checkpoint_lookup", "asked_by_keyword", "other_checkpoints"]
 
-WORDS = (None, "last", "best", "hpc")  # None: Lightning chooses
+KEYWORDS = (None, "last", "best", "hpc")  # None: Lightning chooses
 
 
-def install() -> None:
+def install_checkpoint_lookup() -> None:
     """Harmless when repeated."""
     if not hasattr(saving.pl_load, "__wrapped__"):
-        saving.pl_load = _reads_folders(saving.pl_load)
-        CheckpointConnector._parse_ckpt_path = _remembers(CheckpointConnector._parse_ckpt_path)  # type: ignore[method-assign]
+        saving.pl_load = _read_folders(saving.pl_load)
+        CheckpointConnector._parse_ckpt_path = _remember_request(CheckpointConnector._parse_ckpt_path)  # type: ignore[method-assign]
 
 
-def named_by_word(trainer: pl.Trainer) -> bool:
+def asked_by_keyword(trainer: pl.Trainer) -> bool:
     """Whether the user has asked for ``"last"`` or ``"best"``, or left it to Lightning, and not for a certain file."""
-    return getattr(trainer._checkpoint_connector, "_zero_asked", "a file") in WORDS
+    return getattr(trainer._checkpoint_connector, "_zero_asked", "a file") in KEYWORDS
 
 
-def newest_first(path: str | Path) -> list[str]:
+def other_checkpoints(path: str | Path) -> list[str]:
     """The other checkpoints beside one that is no good, whole or not."""
     fs, place = located(path)
     home = os.path.dirname(place)
@@ -72,53 +72,53 @@ def _age(fs: Any, entry: str) -> float:
     return 0.0
 
 
-def _remembers(parse: Callable[..., Any]) -> Callable[..., Any]:
+def _remember_request(parse: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(parse)
     def parsed(self: Any, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
         self._zero_asked = ckpt_path
         found = parse(self, state_fn, ckpt_path, *args, **kwargs)
         name = getattr(self.trainer.strategy, "strategy_name", "")  # DDPStrategy has none
         if found is None and ckpt_path == "last" and str(name).startswith("zero3"):
-            return _beside_lost_link(self.trainer)
+            return _replace_broken_last(self.trainer)
         return found
 
     return parsed
 
 
-def _beside_lost_link(trainer: pl.Trainer) -> str | None:
+def _replace_broken_last(trainer: pl.Trainer) -> str | None:
     """Whoever is killed before a save ends leaves a ``last.ckpt`` that leads nowhere: Lightning makes links at once,
     and would begin anew. It does so, too, where checkpoints lie at a URL, whose names it takes for those of files."""
     for callback in trainer.checkpoint_callbacks:
         home = getattr(callback, "dirpath", None)
         if home and "://" in str(home):
-            for path in newest_first(f"{str(home).rstrip('/')}/*"):
+            for path in other_checkpoints(f"{str(home).rstrip('/')}/*"):
                 rank_zero_warn(f"Lightning finds no last checkpoint in {home}. Going on from {path}, the newest.")
                 return path
-        for path in newest_first(Path(home) / "last.ckpt") if home and _had_last(Path(home), callback) else ():
+        for path in other_checkpoints(Path(home) / "last.ckpt") if home and _has_last_remains(Path(home), callback) else ():
             rank_zero_warn(f"The last checkpoint in {home} was not saved to its end. Going on from {path}, the newest.")
             return path
     return None
 
 
-def _had_last(home: Path, callback: Any) -> bool:
+def _has_last_remains(home: Path, callback: Any) -> bool:
     """Whether anything is left of a last one, if only a link or what was begun; else there was none to go on from."""
     begins = str(getattr(callback, "CHECKPOINT_NAME_LAST", "last")).partition("{")[0]
     return home.is_dir() and any(entry.name.startswith(begins) for entry in home.iterdir())
 
 
-def _reads_folders(load: Callable[..., Any]) -> Callable[..., Any]:
+def _read_folders(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def loaded(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
-        if named(path, lambda: kind_of(path)) != "folder":
+        if named(path, lambda: checkpoint_kind(path)) != "folder":
             return naming(path, lambda: load(path, map_location=map_location, weights_only=weights_only))
-        checkpoint = as_trainers(named(path, lambda: read_whole(path, weights_only)))
-        whole = partial(_whole, map_location=map_location)
-        return checkpoint | {"state_dict": apply_to_collection(checkpoint.get("state_dict", {}), SavedValue, whole)}
+        checkpoint = to_trainer_keys(named(path, lambda: read_folder(path, weights_only)))
+        whole = partial(_full_value, map_location=map_location)
+        return checkpoint | {"state_dict": apply_to_collection(checkpoint.get("state_dict", {}), CheckpointTensor, whole)}
 
     return loaded
 
 
-def _whole(value: SavedValue, map_location: Any) -> Any:
+def _full_value(value: CheckpointTensor, map_location: Any) -> Any:
     if isinstance(map_location, dict):
         map_location = map_location.get("cpu", "cpu")
     return value.whole().to(map_location) if isinstance(map_location, str | torch.device) else value.whole()

@@ -20,18 +20,18 @@ from lightning_zero.engine import Engine
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["tell_shards_apart"]
+__all__ = ["compare_shards_by_identity"]
 
 
-def tell_shards_apart(trainer: pl.Trainer, engine: Engine) -> None:
+def compare_shards_by_identity(trainer: pl.Trainer, engine: Engine) -> None:
     """Makes the Trainer's finetuning callbacks compare parameters by identity. Harmless when repeated."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, BaseFinetuning):
             callback.__dict__.pop("on_train_epoch_start", None)  # of an earlier engine
-            callback.__dict__["on_train_epoch_start"] = _ByIdentity(engine, callback.on_train_epoch_start)
+            callback.__dict__["on_train_epoch_start"] = _IdentityEqual(engine, callback.on_train_epoch_start)
 
 
-class _ByIdentity(TorchFunctionMode):
+class _IdentityEqual(TorchFunctionMode):
     """Calls a hook; inside, ``torch.equal`` of two shards says whether they are the same parameter's."""
 
     def __init__(self, engine: Engine, hook: Callable[..., None]) -> None:

@@ -16,12 +16,12 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_zero.native.collector import no_collector
+from lightning_zero.native.collector import pause_gc
 
-__all__ = ["save_together_after_exceptions"]
+__all__ = ["synchronize_exception_saves"]
 
 
-def save_together_after_exceptions(trainer: pl.Trainer) -> None:
+def synchronize_exception_saves(trainer: pl.Trainer) -> None:
     """Of all callbacks of this Trainer. Harmless when repeated. What users have put there instead stays."""
     vars(trainer).setdefault("save_checkpoint", partial(_save, trainer))
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -33,19 +33,19 @@ def save_together_after_exceptions(trainer: pl.Trainer) -> None:
 
 
 def _save(trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-    if trainer.interrupted and not _all_came(trainer):
+    if trainer.interrupted and not _all_ranks_can_save(trainer):
         return
     # A save makes so many small objects that Python would look for garbage, for some 0.3 s of a training that waits.
-    with no_collector() if getattr(trainer.strategy, "saves_beside", False) else nullcontext():
+    with pause_gc() if getattr(trainer.strategy, "saves_async", False) else nullcontext():
         type(trainer).save_checkpoint(trainer, *args, **kwargs)
 
 
 def _on_exception(callback: Any, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
     # a callback that would not save asks nobody: another one may be on the way
-    if not getattr(callback, "save_on_exception", True) or _all_came(trainer):
+    if not getattr(callback, "save_on_exception", True) or _all_ranks_can_save(trainer):
         type(callback).on_exception(callback, trainer, *args, **kwargs)
 
 
-def _all_came(trainer: pl.Trainer) -> bool:
-    came = getattr(trainer.strategy, "all_came_to_save", None)  # it may be another Trainer's callback by now
+def _all_ranks_can_save(trainer: pl.Trainer) -> bool:
+    came = getattr(trainer.strategy, "all_ranks_can_save", None)  # it may be another Trainer's callback by now
     return came is None or came()

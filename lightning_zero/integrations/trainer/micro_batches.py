@@ -10,7 +10,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 __all__ = ["one_micro_batch"]
 
 # Hooks in which users add gradients up, or call backward as often as they like.
-BY_HAND = ("backward", "optimizer_step", "optimizer_zero_grad")
+MANUAL_HOOKS = ("backward", "optimizer_step", "optimizer_zero_grad")
 
 
 def one_micro_batch(trainer: pl.Trainer) -> bool:
@@ -20,5 +20,5 @@ def one_micro_batch(trainer: pl.Trainer) -> bool:
         module.automatic_optimization
         and trainer.accumulate_grad_batches == 1
         and not any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
-        and not any(is_overridden(name, module, pl.LightningModule) for name in BY_HAND)
+        and not any(is_overridden(name, module, pl.LightningModule) for name in MANUAL_HOOKS)
     )

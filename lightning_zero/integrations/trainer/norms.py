@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.sharding.unsupported import plainly
+from lightning_zero.sharding.unsupported import no_shard_dispatch
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-__all__ = ["WholeNorms", "grad_norm"]
+__all__ = ["GlobalNormPrecision", "grad_norm"]
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Any]:
@@ -62,7 +62,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     return norms
 
 
-class WholeNorms(Precision):
+class GlobalNormPrecision(Precision):
     """The part of a precision plugin that calls the hooks in which users look at gradients."""
 
     engine: Callable[[], Engine]
@@ -98,7 +98,7 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.norm:
-            caller = _outside_torch(sys._getframe(1))
+            caller = _caller_of_torch(sys._getframe(1))
             if caller is not None and caller.f_globals.get("__name__", "") == lightnings_grad_norm.__module__:
                 # until Python 3.12 a comprehension has a frame of its own
                 call = caller if caller.f_code is lightnings_grad_norm.__code__ else caller.f_back
@@ -111,12 +111,12 @@ class _Watch(TorchFunctionMode):
 
     def _measure(self, p: float) -> dict[int, Tensor]:
         found = self._engine.optimizers.grad_norms(p)
-        with plainly():
+        with no_shard_dispatch():
             grads = [(record.index, record.param.grad) for record in self._engine.sharder.live]
             return {grad.data_ptr(): found[index] for index, grad in grads if grad is not None}
 
 
-def _outside_torch(frame: FrameType | None) -> FrameType | None:
+def _caller_of_torch(frame: FrameType | None) -> FrameType | None:
     """Who called torch."""
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
         frame = frame.f_back

@@ -1,6 +1,6 @@
 """Lightning's precision plugins, for sharded parameters.
 
-Lightning picks a plugin by the strategy's type and gives ours the ones for whole parameters. :func:`for_shards` puts in
+Lightning picks a plugin by the strategy's type and gives ours the ones for whole parameters. :func:`zero_precision` puts in
 the place of each the same kind of plugin, so that everything that asks for its type still finds it, with three
 differences: norms are taken over all ranks, a fused optimizer may be clipped where no scaler is in play, and the
 executor hears of each optimizer step.
@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine import Engine
-from lightning_zero.integrations.precision import CHOICES, check_complex, flat_scaler, to_dtype, true_dtype
-from lightning_zero.integrations.trainer.norms import WholeNorms
+from lightning_zero.integrations.precision import CHOICES, check_complex, to_flat_scaler, convert_unsharded, true_dtype
+from lightning_zero.integrations.trainer.norms import GlobalNormPrecision
 from lightning_zero.sharding.module_patching import is_sharded
 
 if TYPE_CHECKING:
@@ -33,63 +33,63 @@ __all__ = [
     "ZeroHalfPrecision",
     "ZeroMixedPrecision",
     "ZeroPrecision",
-    "for_shards",
-    "plain",
+    "zero_precision",
+    "unwrap_optimizer",
 ]
 
 
-class _ForShards(WholeNorms):
+class _ZeroPlugin(GlobalNormPrecision):
     """What the three plugins share. ``engine`` finds the strategy's engine when it is needed; it does not exist before
     setup."""
 
     engine: Callable[[], Engine]
-    _clips_itself = False
+    _clips_automatically = False
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         # What the user's own hook clips it may look at; otherwise nobody sees gradients before the step that comes now.
-        later = self._clips_itself
-        self.engine().cycle.gradients_are_final()
-        self.engine().optimizers.stepper(plain(optimizer)).clip_norm(clip_val, later=later)
+        later = self._clips_automatically
+        self.engine().cycle.finalize_gradients()
+        self.engine().optimizers.stepper(unwrap_optimizer(optimizer)).clip_norm(clip_val, later=later)
 
     @override
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        with self.engine().session.explaining():
+        with self.engine().session.explain_errors():
             super().backward(*args, **kwargs)
 
     @override
     def clip_grad_by_value(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        self.engine().cycle.gradients_are_final()
-        self.engine().optimizers.stepper(plain(optimizer)).clip_value(clip_val)
+        self.engine().cycle.finalize_gradients()
+        self.engine().optimizers.stepper(unwrap_optimizer(optimizer)).clip_value(clip_val)
 
     @override
     def _clip_gradients(self, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         overridden = (is_overridden(name, model) for name in ("configure_gradient_clipping", "clip_gradients"))
-        self._clips_itself = not any(overridden)
+        self._clips_automatically = not any(overridden)
         try:
             super()._clip_gradients(model, optimizer, *args, **kwargs)
         finally:
-            self._clips_itself = False
+            self._clips_automatically = False
 
     @override
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: pl.LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
-        with self.engine().optimizers.with_closure(plain(optimizer)) as wrap:
+        with self.engine().optimizers.with_closure(unwrap_optimizer(optimizer)) as wrap:
             return super().optimizer_step(optimizer, model=model, closure=wrap(closure), **kwargs)
 
     @override
     def _wrap_closure(self, model: pl.LightningModule, optimizer: Any, closure: Callable[[], Any]) -> Any:
         result = super()._wrap_closure(model, optimizer, closure)
-        self.engine().optimizers.begin(plain(optimizer))
+        self.engine().optimizers.begin(unwrap_optimizer(optimizer))
         return result
 
 
-class ZeroPrecision(_ForShards):
+class ZeroPrecision(_ZeroPlugin):
     """``32-true``."""
 
 
-class _OneDtype(_ForShards):
+class _TruePrecision(_ZeroPlugin):
     """Parameters, gradients and everything on the wire in one dtype."""
 
     @override
@@ -99,18 +99,18 @@ class _OneDtype(_ForShards):
             return super().convert_module(module)
         dtype = true_dtype(self.precision)
         assert dtype is not None
-        return to_dtype(module, dtype)
+        return convert_unsharded(module, dtype)
 
 
-class ZeroHalfPrecision(_OneDtype, HalfPrecision):
+class ZeroHalfPrecision(_TruePrecision, HalfPrecision):
     """``bf16-true`` and ``16-true``."""
 
 
-class ZeroDoublePrecision(_OneDtype, DoublePrecision):
+class ZeroDoublePrecision(_TruePrecision, DoublePrecision):
     """``64-true``."""
 
 
-class ZeroMixedPrecision(_ForShards, MixedPrecision):
+class ZeroMixedPrecision(_ZeroPlugin, MixedPrecision):
     """``bf16-mixed`` and ``16-mixed``: parameters in float32, autocast in forward. ``16-mixed`` scales the loss; an
     overflow on any rank skips the step on all."""
 
@@ -145,19 +145,19 @@ class ZeroMixedPrecision(_ForShards, MixedPrecision):
             self.load_state_dict(checkpoint[MixedPrecision.__qualname__])
 
 
-def plain(optimizer: Any) -> Optimizer:
+def unwrap_optimizer(optimizer: Any) -> Optimizer:
     """The user's optimizer, without Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
-def for_shards(plugin: Precision, engine: Callable[[], Engine]) -> Precision:
+def zero_precision(plugin: Precision, engine: Callable[[], Engine]) -> Precision:
     """Our counterpart of one of Lightning's precision plugins.
 
     Raises:
         MisconfigurationException: a precision that is not supported, by name.
     """
-    ours: _ForShards
-    if isinstance(plugin, _ForShards):
+    ours: _ZeroPlugin
+    if isinstance(plugin, _ZeroPlugin):
         ours = plugin
     elif type(plugin) is Precision:
         ours = ZeroPrecision()
@@ -166,7 +166,7 @@ def for_shards(plugin: Precision, engine: Callable[[], Engine]) -> Precision:
     elif type(plugin) is DoublePrecision:
         ours = ZeroDoublePrecision()
     elif type(plugin) is MixedPrecision:
-        scaler = flat_scaler(plugin.scaler, lambda optimizer: engine(), plugin.device)
+        scaler = to_flat_scaler(plugin.scaler, lambda optimizer: engine(), plugin.device)
         ours = ZeroMixedPrecision(cast(Any, plugin.precision), plugin.device, scaler)
     else:
         raise MisconfigurationException(

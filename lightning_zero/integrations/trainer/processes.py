@@ -18,12 +18,12 @@ from torch.distributed.constants import default_pg_timeout
 from typing_extensions import override
 
 from lightning_zero.integrations.launchers import TrainerLauncher, check_interactive
-from lightning_zero.integrations.processes import Processes, reduce_in_place
+from lightning_zero.integrations.processes import ProcessGroupMixin, reduce_in_place
 
 __all__ = ["ProcessStrategy"]
 
 
-class ProcessStrategy(Processes, ParallelStrategy):
+class ProcessStrategy(ProcessGroupMixin, ParallelStrategy):
     """One process for each device, in one process group.
 
     Args:
@@ -32,7 +32,7 @@ class ProcessStrategy(Processes, ParallelStrategy):
         report_stall_after_s: after how long a rank that waits for others to join says for which.
     """
 
-    asker = "Trainer"
+    api_name = "Trainer"
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ProcessStrategy(Processes, ParallelStrategy):
             checkpoint_io=checkpoint_io,
             precision_plugin=precision_plugin,
         )
-        self._begin_processes(process_group_backend, timeout, report_stall_after_s)
+        self._init_processes(process_group_backend, timeout, report_stall_after_s)
 
     @property
     def is_distributed(self) -> bool:
@@ -62,7 +62,7 @@ class ProcessStrategy(Processes, ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        check_interactive(self.cluster_environment, self.num_processes * self.num_nodes, self.asker)
+        check_interactive(self.cluster_environment, self.num_processes * self.num_nodes, self.api_name)
         # Always: when processes are started from outside, the launcher is what compares `devices` with their number.
         self._launcher = TrainerLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
 
@@ -77,5 +77,5 @@ class ProcessStrategy(Processes, ParallelStrategy):
     ) -> Tensor | Any:
         if not isinstance(tensor, Tensor):
             return tensor
-        with self._waiting("the reduction of a logged value") if group is None else nullcontext():
+        with self._watch_collective("the reduction of a logged value") if group is None else nullcontext():
             return reduce_in_place(tensor, group, reduce_op)

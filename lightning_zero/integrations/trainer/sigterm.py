@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-__all__ = ["ask_now", "ask_on_cpu", "has_noted", "note_sigterm", "show"]
+__all__ = ["check_stop_now", "check_stop_on_cpu", "has_deferred_sigterm", "defer_sigterm", "expose_sigterm"]
 
 Start = Callable[[bool], dist.Work | None]
 
@@ -38,12 +38,12 @@ _NOTED = "_zero_requeue"  # our attribute of Lightning's connector: the signal
 _TERM = "_zero_sigterm"  # another: whether this rank has got one
 
 
-def _at_once(start: Start) -> None:
+def _run_now(start: Start) -> None:
     start(False)
 
 
-def ask_on_cpu(
-    trainer: pl.Trainer, group: dist.ProcessGroup, collective: Callable[[Start], None] = _at_once
+def check_stop_on_cpu(
+    trainer: pl.Trainer, group: dist.ProcessGroup, collective: Callable[[Start], None] = _run_now
 ) -> Callable[[], None]:
     """From now on the training loop asks over ``group``, of all ranks on CPUs. Returns what undoes this.
 
@@ -79,25 +79,25 @@ def ask_on_cpu(
     return undo
 
 
-def ask_now(trainer: pl.Trainer) -> None:
+def check_stop_now(trainer: pl.Trainer) -> None:
     """At the end of training, after which nobody asks any more."""
     ask = vars(trainer.fit_loop.epoch_loop).get(_METHOD)
     if ask is not None:
         ask()
 
 
-def has_noted(trainer: pl.Trainer) -> bool:
+def has_deferred_sigterm(trainer: pl.Trainer) -> bool:
     """Whether this rank has got a SIGTERM of which Lightning's loops do not know."""
     return bool(getattr(trainer._signal_connector, _TERM, False))
 
 
-def show(trainer: pl.Trainer, whether: bool) -> None:
+def expose_sigterm(trainer: pl.Trainer, whether: bool) -> None:
     """What this rank has noted, if anything, to Lightning's loops, which then stop; or no more."""
-    if has_noted(trainer):
+    if has_deferred_sigterm(trainer):
         trainer._signal_connector.received_sigterm = whether
 
 
-def note_sigterm(trainer: pl.Trainer) -> None:
+def defer_sigterm(trainer: pl.Trainer) -> None:
     """A SIGTERM is only noted from now on, and passed on to the processes that the Trainer has started; and so is, with
     several ranks, the signal by which SLURM says that a job will be requeued.
 
@@ -105,19 +105,19 @@ def note_sigterm(trainer: pl.Trainer) -> None:
     connector = trainer._signal_connector
     setattr(connector, _TERM, False)
     if callable(getattr(type(connector), _HANDLER, None)):
-        setattr(connector, _HANDLER, partial(_note, connector))
+        setattr(connector, _HANDLER, partial(_defer, connector))
     if trainer.world_size > 1 and all(
         callable(getattr(kind, name, None))
         for kind, name in ((type(connector), _REQUEUE), (type(trainer.fit_loop.epoch_loop), _METHOD))
     ):
-        setattr(connector, _REQUEUE, partial(_note_requeue, connector))  # a Trainer may be pickled
+        setattr(connector, _REQUEUE, partial(_defer_requeue, connector))  # a Trainer may be pickled
 
 
-def _note_requeue(connector: Any, signum: Any, _: Any) -> None:
+def _defer_requeue(connector: Any, signum: Any, _: Any) -> None:
     setattr(connector, _NOTED, int(signum))
 
 
-def _note(connector: Any, signum: Any, _: Any) -> None:
+def _defer(connector: Any, signum: Any, _: Any) -> None:
     trainer = connector.trainer
     launcher = trainer.strategy.launcher
     if not connector.received_sigterm and not getattr(connector, _TERM) and launcher is not None:

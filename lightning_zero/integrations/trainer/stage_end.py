@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 
 from lightning_zero.engine import Engine
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.native.watchdog import SequenceId
 
-__all__ = ["meet_at_end"]
+__all__ = ["wait_for_stage_end"]
 
 POLL_S = 0.02
 
 
-def meet_at_end(engine: Engine, stage: int, report_s: float) -> None:
+def wait_for_stage_end(engine: Engine, stage: int, report_s: float) -> None:
     """Wait until all ranks have ended the stage. Collective.
 
     No timeout ends this, since rank 0 may upload for hours in a last hook; a rank that fails or is killed does.
@@ -35,21 +35,21 @@ def meet_at_end(engine: Engine, stage: int, report_s: float) -> None:
     begun = time.monotonic()
     # Who says that it is busy is not ended by the timeout, and yet ends when another rank fails.
     busy = watchdog.busy("waits until all ranks have ended the stage")
-    with busy, watchdog.waiting("the end of the stage", Lane.UNCOUNTED):
-        meeting = mesh.meeting()
-        while not meeting.is_completed():
+    with busy, watchdog.waiting("the end of the stage", SequenceId.UNCOUNTED):
+        barrier = mesh.barrier()
+        while not barrier.is_completed():
             watchdog.check()
             if (waited := time.monotonic() - begun) > report_s:
                 report_s *= 10
                 missing = [f"rank {rank}" for rank in range(mesh.world_size) if not store.check([f"{rank}"])]
-                watchdog.say(
+                watchdog.print_line(
                     f"No progress. This rank has ended its stage, and has waited for {waited:.0f} s for others to run "
                     f"their last hooks, such as on_fit_end() and teardown(): {', '.join(missing) or 'none is missing'}."
                 )
             time.sleep(POLL_S)
         try:
-            meeting.wait()
+            barrier.wait()
         except RuntimeError:  # a connection broke, and the watchdog finds out which rank broke it
-            if watchdog.verdict_comes():
+            if watchdog.wait_for_verdict():
                 watchdog.check()
             raise

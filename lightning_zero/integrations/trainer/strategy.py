@@ -24,30 +24,30 @@ from typing_extensions import override
 from lightning_zero.compat.lightning_private import optimizers_to_device
 from lightning_zero.compile.listener import GraphObserver, PassObserver
 from lightning_zero.compile.warm_up import warm_up
-from lightning_zero.compile.workers import start_workers
+from lightning_zero.compile.workers import start_compile_workers
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.integrations.arguments import chosen, taking
+from lightning_zero.integrations.arguments import engine_config, options_init
 from lightning_zero.integrations.inspection import Inspection
 from lightning_zero.integrations.oom_hint import explain
-from lightning_zero.integrations.precision import computing_in
-from lightning_zero.integrations.processes import nccl_lets_errors_show
+from lightning_zero.integrations.precision import with_precision
+from lightning_zero.integrations.processes import without_nccl_abort
 from lightning_zero.integrations.trainer.arguments import Arguments
 from lightning_zero.integrations.trainer.averaging import average_shards
-from lightning_zero.integrations.trainer.checkpoint_callbacks import adapt_checkpoint_callbacks
-from lightning_zero.integrations.trainer.checks import check_adopted, check_trainable, refuse_callbacks
+from lightning_zero.integrations.trainer.checkpoint_callbacks import patch_checkpoint_callbacks
+from lightning_zero.integrations.trainer.checks import check_sharded_module, check_trainable, check_callbacks
 from lightning_zero.integrations.trainer.evaluation_stop import EvaluationStop
-from lightning_zero.integrations.trainer.finetuning import tell_shards_apart
+from lightning_zero.integrations.trainer.finetuning import compare_shards_by_identity
 from lightning_zero.integrations.trainer.micro_batches import one_micro_batch
-from lightning_zero.integrations.trainer.precision import for_shards
+from lightning_zero.integrations.trainer.precision import zero_precision
 from lightning_zero.integrations.trainer.processes import ProcessStrategy
-from lightning_zero.integrations.trainer.saving import Saving
-from lightning_zero.integrations.trainer.sigterm import Start, ask_now, ask_on_cpu, has_noted, note_sigterm, show
-from lightning_zero.integrations.trainer.stage_end import meet_at_end
-from lightning_zero.integrations.uncompile import keep_compiled_names, read_compiled_names, take_apart_compiled
-from lightning_zero.native.ahead import BuildAhead
-from lightning_zero.native.watchdog import Lane
+from lightning_zero.integrations.trainer.saving import TrainerCheckpointing
+from lightning_zero.integrations.trainer.sigterm import Start, check_stop_now, check_stop_on_cpu, has_deferred_sigterm, defer_sigterm, expose_sigterm
+from lightning_zero.integrations.trainer.stage_end import wait_for_stage_end
+from lightning_zero.integrations.uncompile import save_compiled_names, accept_compiled_names, uncompile_modules
+from lightning_zero.native.ahead import BackgroundBuild
+from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.report.engine_report import startup_summary
 from lightning_zero.report.startup_timer import StartupTimer
 
@@ -56,7 +56,7 @@ __all__ = ["ZeroStrategy"]
 log = logging.getLogger(__name__)
 
 
-class ZeroStrategy(Inspection, Saving, ProcessStrategy):
+class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
     """ZeRO-3: parameters, gradients and optimizer state are sharded over all ranks, and the modules a training step
     calls are compiled. With ``stage`` 2 or 1 less is sharded.
 
@@ -67,16 +67,16 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
 
     strategy_name = "zero3"
 
-    @taking(Arguments)
+    @options_init(Arguments)
     def __init__(self, arguments: Arguments) -> None:
-        self._options = chosen(arguments)
+        self._options = engine_config(arguments)
         self._engine: Engine | None = None
-        self._ask_again: Callable[[], None] | None = None
+        self._remove_stop_check: Callable[[], None] | None = None
         self._observers: list[GraphObserver] = []
         self._pass_observers: list[PassObserver] = []
         self._lightning_module_ref: pl.LightningModule | None = None
         self._prepared = False  # in this stage
-        self._came, self._opening = None, False
+        self._ranks_can_save, self._is_loading = None, False
         self._stop: EvaluationStop | None = None
         self._stage = 0
         super().__init__(
@@ -89,8 +89,8 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             timeout=arguments.timeout,
             report_stall_after_s=arguments.tuning.report_stall_after_s,
         )
-        self._build = BuildAhead(self)
-        self._start = StartupTimer(self._spent)
+        self._build = BackgroundBuild(self)
+        self._start = StartupTimer(self._compile_timings)
 
     # -- what the Trainer asks before anything runs
 
@@ -98,11 +98,11 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     @override
     def precision_plugin(self) -> Precision:
         plugin = self._precision_plugin
-        return plugin if plugin is not None else for_shards(Precision(), self._require_engine)
+        return plugin if plugin is not None else zero_precision(Precision(), self._require_engine)
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = None if plugin is None else for_shards(plugin, self._require_engine)
+        self._precision_plugin = None if plugin is None else zero_precision(plugin, self._require_engine)
 
     # Lightning assigns this before it checks whether the strategy accepts a compiled LightningModule. Ours compiles by
     # itself, so what the user compiled is taken apart here.
@@ -121,37 +121,37 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._came, self._opening = None, False
+        self._ranks_can_save, self._is_loading = None, False
         module = self.lightning_module
         if module is not None:
-            adapt_checkpoint_callbacks(module.trainer)
-        with nccl_lets_errors_show():
+            patch_checkpoint_callbacks(module.trainer)
+        with without_nccl_abort():
             super().setup_environment()
             engine = (module is not None and engine_of(module)) or self._require_engine()
         # From here on, so that whatever keeps a rank away in one of the user's hooks is seen by the others.
         engine.cycle.begin_stage()
         self._stage = engine.checkpoints.together.begin_stage()
         self._stop = EvaluationStop(engine.mesh, self._stage)
-        self._end_startup()
+        self._close_startup()
 
     @override
-    def _waiting(self, what: str) -> AbstractContextManager[None]:
+    def _watch_collective(self, what: str) -> AbstractContextManager[None]:
         if self._engine is None:
             return nullcontext()
-        self._engine.sharder.access.done_writing()  # whoever comes last may want to read what this rank has written
-        return self._engine.watchdog.waiting(what, Lane.WORLD)
+        self._engine.sharder.sync.after_writing()  # whoever comes last may want to read what this rank has written
+        return self._engine.watchdog.waiting(what, SequenceId.WORLD)
 
     @override
-    def _group_of_objects(self) -> Any:
+    def _object_group(self) -> Any:
         mesh = None if self._engine is None else self._engine.mesh
         if mesh is None or mesh.world_size != self.world_size:
-            return super()._group_of_objects()
+            return super()._object_group()
         return mesh.control_group  # by way of a device, the host would wait for all that it was given
 
-    def _ask_for_sigterms(self, start: Start) -> None:
+    def _run_stop_check(self, start: Start) -> None:
         engine = self._require_engine()
-        engine.sharder.access.done_writing()
-        engine.executor.collective("the question before each batch whether to stop for a SIGTERM", Lane.CONTROL, start)
+        engine.sharder.sync.after_writing()
+        engine.executor.collective("the question before each batch whether to stop for a SIGTERM", SequenceId.CONTROL, start)
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
@@ -160,8 +160,8 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
                     "The strategy was asked for something before it was set up. Call this inside a hook of the "
                     "LightningModule or a callback, while trainer.fit() or another stage is running."
                 )
-            start_workers(self._options.compiled, self.root_device)
-            if self._build.waits:
+            start_compile_workers(self._options.compiled, self.root_device)
+            if self._build.is_pending:
                 warm_up(self._options.compiled, self.root_device)
             self._start.built(self._build.finish())
             self._engine = Engine(self.root_device, self._config(), skip_modules=(Metric,), report=rank_zero_info)
@@ -171,7 +171,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     def _config(self) -> EngineConfig:
         """The options, and what the Trainer's precision decides."""
         plugin = self._precision_plugin
-        return computing_in(plugin.precision, self._options) if plugin is not None else self._options
+        return with_precision(plugin.precision, self._options) if plugin is not None else self._options
 
     @contextmanager
     @override
@@ -188,7 +188,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         if not self._prepared:
-            self._prepare(trainer)
+            self._prepare_module(trainer)
         engine = self._require_engine()
         engine.executor.begin_stage()
         if (left := engine.checkpoints.halfway.left) is not None:
@@ -204,18 +204,18 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             if not engine.optimizers.on_host:
                 optimizers_to_device(self.optimizers, self.root_device)
-            self._ask_again = ask_on_cpu(trainer, engine.mesh.control_group, self._ask_for_sigterms)
+            self._remove_stop_check = check_stop_on_cpu(trainer, engine.mesh.control_group, self._run_stop_check)
 
     @override
     def connect(self, model: pl.LightningModule) -> None:
         self._prepared = False
-        self._start = StartupTimer(self._spent, self._options.compile_backend, self._running)
+        self._start = StartupTimer(self._compile_timings, self._options.compile_backend, self._run_summary)
         super().connect(model)
 
-    def _spent(self) -> Mapping[str, float]:
-        return {} if self._engine is None else self._engine.session.progress.spent
+    def _compile_timings(self) -> Mapping[str, float]:
+        return {} if self._engine is None else self._engine.session.progress.metrics
 
-    def _running(self) -> str:
+    def _run_summary(self) -> str:
         if self._engine is None or self.lightning_module is None:
             return ""
         return startup_summary(self._engine, self.optimizers)
@@ -224,7 +224,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         for line in lines:
             rank_zero_info(line)
 
-    def _prepare(self, trainer: pl.Trainer) -> None:
+    def _prepare_module(self, trainer: pl.Trainer) -> None:
         """Shards the module and what callbacks hold of it: in ``setup``, or before that, when weights are loaded.
 
         A checkpoint is read before ``setup``, so that ``configure_optimizers`` and ``on_fit_start`` find what it
@@ -234,8 +234,8 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        refuse_callbacks(trainer)
-        note_sigterm(trainer)
+        check_callbacks(trainer)
+        defer_sigterm(trainer)
         module = self.lightning_module
         if (adopted := engine_of(module)) is None:
             self._shard(module)
@@ -246,14 +246,14 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         if trainer.state.fn != TrainerFn.FITTING:  # no plan comes, and ranks may evaluate unevenly
             engine.sharder.memory.settle()
         average_shards(trainer, engine, module, self.root_device)
-        tell_shards_apart(trainer, engine)
+        compare_shards_by_identity(trainer, engine)
         self.model = module
         self._prepared = True
 
     def _shard(self, module: pl.LightningModule) -> None:
         engine = self._require_engine()
-        compiled = take_apart_compiled(module)
-        read_compiled_names(module, compiled)
+        compiled = uncompile_modules(module)
+        accept_compiled_names(module, compiled)
         self.precision_plugin.convert_module(module)
         # Before evaluation, too: a fit may follow, and synchronised layers evaluate like any others.
         if self._layer_sync is not None:
@@ -263,10 +263,10 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             engine.shard(module)
         except UnsupportedError as error:
             raise MisconfigurationException(str(error)) from error
-        keep_compiled_names(compiled)
+        save_compiled_names(compiled)
 
     def _adopt(self, engine: Engine, module: pl.LightningModule) -> None:
-        check_adopted(engine, module, self.root_device, self.precision_plugin, self._layer_sync is not None)
+        check_sharded_module(engine, module, self.root_device, self.precision_plugin, self._layer_sync is not None)
         self._engine = engine
         try:
             engine.configure(self._config())
@@ -285,7 +285,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         engine = self._require_engine()
-        with engine.shards_in_sight():
+        with engine.registered_parameters():
             super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             try:
@@ -301,7 +301,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         assert self.lightning_module is not None
         lines = self._start.batch()
-        if lines and self.saves_beside:
+        if lines and self.saves_async:
             # What the start has made is looked at now; else the first save's many small objects would have Python look
             # at all there is in the midst of it, or soon after, which takes some 0.5 s.
             gc.collect()
@@ -319,18 +319,18 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         yield
         self._require_engine().cycle.after_eval()
         module = self.lightning_module
-        if module is not None and self._stop is not None and self._stop.after_batch(has_noted(module.trainer)):
-            show(module.trainer, True)
+        if module is not None and self._stop is not None and self._stop.after_batch(has_deferred_sigterm(module.trainer)):
+            expose_sigterm(module.trainer, True)
 
     @override
     def on_validation_end(self) -> None:
         assert self.lightning_module is not None
-        show(self.lightning_module.trainer, False)  # that was its last batch
+        expose_sigterm(self.lightning_module.trainer, False)  # that was its last batch
 
     @override
     def on_train_end(self) -> None:
         assert self.lightning_module is not None
-        ask_now(self.lightning_module.trainer)
+        check_stop_now(self.lightning_module.trainer)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -372,7 +372,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         except UnsupportedError as error:
             raise MisconfigurationException(str(error)) from error
-        if self._sharded and self.saves_beside:
+        if self._sharded and self.saves_async:
             self._require_engine().checkpoints.prepare(self.optimizers)
         return result
 
@@ -383,17 +383,17 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
         if self._engine is not None:
             explain(exception, self._engine)
             self._engine.watchdog.fail(exception)
-            self._engine.cycle.tidy_up()
+            self._engine.cycle.clean_up()
 
     @override
     def teardown(self) -> None:
         # The module stays sharded and on its device: another stage, save_checkpoint() or state_dict() may follow.
         self._show_start(self._start.ends())
         self._finish_saving()
-        if self._ask_again is not None:
-            self._ask_again()
+        if self._remove_stop_check is not None:
+            self._remove_stop_check()
         if self._engine is not None:
-            self._engine.cycle.tidy_up()
+            self._engine.cycle.clean_up()
         assert self.cluster_environment is not None
         assert self.accelerator is not None
         self.cluster_environment.teardown()
@@ -403,7 +403,7 @@ class ZeroStrategy(Inspection, Saving, ProcessStrategy):
     def end_stage(self) -> None:
         """End ``fit`` or another stage on all ranks, after its last hook. Collective."""
         if self._engine is not None:
-            meet_at_end(self._engine, self._stage, self._report_s)
+            wait_for_stage_end(self._engine, self._stage, self._stall_report_s)
 
     def leave(self) -> None:
         """End this process within a few seconds after a failure, whatever it still waits for."""

@@ -18,23 +18,23 @@ _STATE = ("exp_avg", "exp_avg_sq")
 
 
 def adam(group: Mapping[str, Any]) -> Rule:
-    return _adam(Descent.of(group), group["amsgrad"])
+    return _adam(Descent.from_group(group), group["amsgrad"])
 
 
 def adamw(group: Mapping[str, Any]) -> Rule:
-    return _adam(Descent.of(group, decoupled=True), group["amsgrad"])
+    return _adam(Descent.from_group(group, decoupled=True), group["amsgrad"])
 
 
 def adamax(group: Mapping[str, Any]) -> Rule:
-    return _adamax(Descent.of(group))
+    return _adamax(Descent.from_group(group))
 
 
 def nadam(group: Mapping[str, Any]) -> Rule:
-    return _nadam(Descent.of(group))
+    return _nadam(Descent.from_group(group))
 
 
 def radam(group: Mapping[str, Any]) -> Rule:
-    return _radam(Descent.of(group))
+    return _radam(Descent.from_group(group))
 
 
 def _constants(setting: Tensors) -> Tensors:

@@ -63,7 +63,7 @@ class Descent(NamedTuple):
     decoupled: bool
 
     @classmethod
-    def of(cls, group: Mapping[str, Any], decoupled: bool = False) -> Descent:
+    def from_group(cls, group: Mapping[str, Any], decoupled: bool = False) -> Descent:
         """As the group says; ``decoupled`` where it does not."""
         return cls(
             bool(group["maximize"]),

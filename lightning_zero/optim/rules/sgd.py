@@ -15,11 +15,11 @@ __all__ = ["asgd", "sgd"]
 
 
 def sgd(group: Mapping[str, Any]) -> Rule:
-    return _sgd(Descent.of(group), bool(group["momentum"]), group["nesterov"])
+    return _sgd(Descent.from_group(group), bool(group["momentum"]), group["nesterov"])
 
 
 def asgd(group: Mapping[str, Any]) -> Rule:
-    return _asgd(Descent.of(group))
+    return _asgd(Descent.from_group(group))
 
 
 @cache

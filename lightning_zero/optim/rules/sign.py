@@ -15,7 +15,7 @@ __all__ = ["rprop"]
 
 
 def rprop(group: Mapping[str, Any]) -> Rule:
-    return _rprop(Descent.of(group))
+    return _rprop(Descent.from_group(group))
 
 
 @cache

@@ -14,15 +14,15 @@ __all__ = ["adadelta", "adagrad", "rmsprop"]
 
 
 def adadelta(group: Mapping[str, Any]) -> Rule:
-    return _adadelta(Descent.of(group))
+    return _adadelta(Descent.from_group(group))
 
 
 def adagrad(group: Mapping[str, Any]) -> Rule:
-    return _adagrad(Descent.of(group))
+    return _adagrad(Descent.from_group(group))
 
 
 def rmsprop(group: Mapping[str, Any]) -> Rule:
-    return _rmsprop(Descent.of(group), group["momentum"] > 0, bool(group["centered"]))
+    return _rmsprop(Descent.from_group(group), group["momentum"] > 0, bool(group["centered"]))
 
 
 @cache

@@ -10,15 +10,15 @@ import torch
 from lightning_zero.config import EngineConfig
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.sharding.symm_mem.memory import PeerMemory
-from lightning_zero.sharding.symm_mem.transport_choice import Way, wanted
+from lightning_zero.sharding.symm_mem.memory import SymmetricMemory
+from lightning_zero.sharding.symm_mem.transport_choice import TransportChoice, wanted
 
-__all__ = ["GradientWay"]
+__all__ = ["GradientTransport"]
 
 log = logging.getLogger(__name__)
 
 
-class GradientWay(Way):
+class GradientTransport(TransportChoice):
     """Of gradients."""
 
     what, option = "gradients", "reduce_transport"
@@ -43,12 +43,12 @@ class GradientWay(Way):
         if not self._staged:
             self.memory = None
 
-    def _stage(self, executor: Executor, memory: PeerMemory, bucket_mb: float) -> None:
+    def _stage(self, executor: Executor, memory: SymmetricMemory, bucket_mb: float) -> None:
         unit = executor.transport.staging_unit
         size = max(1, math.ceil(2 * bucket_mb * 2**20 / unit)) * unit
         mine, others = memory.empty(size, torch.uint8)
-        staging = [mine if rank == self.mesh.inside.rank else other for rank, other in enumerate(others)]
-        executor.transport.set_staging(staging, self.mesh.inside.gather_group, self.mesh.timeout_s)
+        staging = [mine if rank == self.mesh.intra_host.rank else other for rank, other in enumerate(others)]
+        executor.transport.set_staging(staging, self.mesh.intra_host.gather_group, self.mesh.timeout_s)
         if executor.device.type == "cuda":
             try:
                 executor.transport.compile_means()

@@ -16,17 +16,17 @@ from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
-from lightning_zero.native.links import uuid_of, why_no_atomics
+from lightning_zero.native.links import gpu_uuid, no_atomics_reason
 from lightning_zero.sharding.shared_memory import Claim, mapped
 from lightning_zero.sharding.symm_mem.probe import barrier_waits
 
-__all__ = ["PeerMemory"]
+__all__ = ["SymmetricMemory"]
 
 BACKEND = "CUDA"  # of torch's symmetric memory: NVSHMEM's barrier has been an empty stub
 PROBE_MS = 60_000  # all ranks come at once: one that is not there then has ended
 
 
-class PeerMemory:
+class SymmetricMemory:
     """Allocates such memory for the ranks of a mesh; see :meth:`of`. Ranks of one host reach each other's; whether
     there is any is the same on all hosts, so that all ranks do the same.
 
@@ -35,17 +35,17 @@ class PeerMemory:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh, self._inside = mesh, mesh.inside
+        self._mesh, self._inside = mesh, mesh.intra_host
         self._device = mesh.device
         self._owners: list[Any] = []  # what keeps peers' memory mapped
         self._named = False  # whether memory of the CPU needs a name
         self.nbytes = 0  # of this rank's
 
     @classmethod
-    def of(cls, mesh: Mesh) -> tuple[PeerMemory | None, str]:
+    def of(cls, mesh: Mesh) -> tuple[SymmetricMemory | None, str]:
         """This memory if there can be any, or None and the reason. The same on every rank. Collective."""
-        if mesh.inside.size == 1:
-            return None, "there is one rank" if mesh.across is None else "there is one rank on each host"
+        if mesh.intra_host.size == 1:
+            return None, "there is one rank" if mesh.inter_host is None else "there is one rank on each host"
         memory = cls(mesh)
         try:
             reason = memory._objection() or memory._probe()
@@ -95,17 +95,17 @@ class PeerMemory:
             result = job()
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}".splitlines()[0]
-        first = self.first_error(error)
+        first = self.first_rank_error(error)
         if first is not None:
             if undo is not None and error is None:
                 undo(result)
             raise UnsupportedError(f"memory that all ranks can read cannot be {what} {first}")
         return result
 
-    def first_error(self, error: str | None) -> str | None:
+    def first_rank_error(self, error: str | None) -> str | None:
         """The first that a rank reports, and on which, in words; None if none does. The same on every rank.
         Collective."""
-        first = self._mesh.first_error(error)
+        first = self._mesh.first_rank_error(error)
         return None if first is None else "on rank {} ({})".format(*first)
 
     def _of_host(self, values: list[Any]) -> list[Any]:
@@ -114,23 +114,23 @@ class PeerMemory:
 
     def _objection(self) -> str | None:
         """Why nothing should even be tried."""
-        machines = self._mesh.machines
+        physical_hosts = self._mesh.physical_hosts
         for rank, host in enumerate(self._mesh.hosts):
             first = self._mesh.hosts.index(host)
-            if machines[first] != machines[rank]:
+            if physical_hosts[first] != physical_hosts[rank]:
                 return f"ranks {first} and {rank} are on different hosts"
         if self._device.type != "cuda":
             return None
-        uuids = self._of_host(self._mesh.gathered(self._all(lambda: uuid_of(self._device), "identified")))
-        mine = self._all(lambda: _other_backend(self._device) or why_no_atomics(self._device, uuids), "judged")
-        return next(filter(None, self._mesh.gathered(mine)), None)
+        uuids = self._of_host(self._mesh.all_gather_values(self._all(lambda: gpu_uuid(self._device), "identified")))
+        mine = self._all(lambda: _other_backend(self._device) or no_atomics_reason(self._device, uuids), "judged")
+        return next(filter(None, self._mesh.all_gather_values(mine)), None)
 
     def _probe(self) -> str | None:
         mine, everyone = self.empty(self._inside.size, torch.int64)
         waits = barrier_waits(mine, everyone, self._inside.rank, self._meet, self._line_up)
-        reasons = self._mesh.gathered(None if waits else "a barrier between their devices does not wait")
+        reasons = self._mesh.all_gather_values(None if waits else "a barrier between their devices does not wait")
         if self._device.type == "cuda":  # known for certain only now that there is some memory
-            reasons += self._mesh.gathered(_other_backend(self._device))
+            reasons += self._mesh.all_gather_values(_other_backend(self._device))
         return next(filter(None, reasons), None)
 
     def _line_up(self) -> None:
@@ -170,7 +170,7 @@ class PeerMemory:
             return self._shared(numel, dtype)
 
     def _map(self, claim: Claim, numel: int, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        claims = self._of_host(self._mesh.gathered((claim.path, claim.identity)))
+        claims = self._of_host(self._mesh.all_gather_values((claim.path, claim.identity)))
         try:
             tensors = [mapped(path, identity, numel, dtype) for path, identity in claims]
         finally:

@@ -11,17 +11,17 @@ from typing import ClassVar
 import torch
 
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.engine import settled
+from lightning_zero.config.engine import cannot_change_error
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
-from lightning_zero.sharding.symm_mem.memory import PeerMemory
+from lightning_zero.sharding.symm_mem.memory import SymmetricMemory
 
-__all__ = ["Way", "wanted"]
+__all__ = ["TransportChoice", "wanted"]
 
 log = logging.getLogger(__name__)
 
 
-class Way(ABC):
+class TransportChoice(ABC):
     """Of weights, or of gradients.
 
     Args:
@@ -40,7 +40,7 @@ class Way(ABC):
 
     def __init__(self, config: EngineConfig, mesh: Mesh) -> None:
         self.mesh = mesh
-        self.memory: PeerMemory | None = None
+        self.memory: SymmetricMemory | None = None
         self.reason = ""
         self._choice: str = getattr(config.tuning, self.option)
 
@@ -48,7 +48,7 @@ class Way(ABC):
     def copies(self, config: EngineConfig) -> bool:
         """Whether these options mean copies, where memory can be had."""
 
-    def use(self, memory: PeerMemory | None, reason: str) -> None:
+    def use(self, memory: SymmetricMemory | None, reason: str) -> None:
         """Takes that memory; ``reason`` says why there is none, or none that is of use here.
 
         Raises:
@@ -83,7 +83,7 @@ class Way(ABC):
         sharded."""
         before, now = self._choice, getattr(config.tuning, self.option)
         if now != before and self.copies(config) != (self.memory is not None):
-            raise settled(self.option, before, now)
+            raise cannot_change_error(self.option, before, now)
 
     def configure(self, config: EngineConfig) -> None:
         """Options that :meth:`check` has nothing against."""
@@ -94,7 +94,7 @@ class Way(ABC):
         if self.memory is not None:
             return (
                 "copies in memory that all ranks of a host can read"
-                if self.mesh.across
+                if self.mesh.inter_host
                 else "copies in memory that all ranks can read"
             )
         return f"collectives ({self.reason or f'{self.option}={self._choice!r} means that on this device'})"

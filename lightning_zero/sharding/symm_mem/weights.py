@@ -10,13 +10,13 @@ from torch import Tensor
 from lightning_zero.config import EngineConfig
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.sharding.symm_mem.memory import PeerMemory
-from lightning_zero.sharding.symm_mem.transport_choice import Way, wanted
+from lightning_zero.sharding.symm_mem.memory import SymmetricMemory
+from lightning_zero.sharding.symm_mem.transport_choice import TransportChoice, wanted
 
-__all__ = ["WeightWay"]
+__all__ = ["WeightTransport"]
 
 
-class WeightWay(Way):
+class WeightTransport(TransportChoice):
     """Of weights."""
 
     what, option = "weights", "gather_transport"
@@ -33,14 +33,14 @@ class WeightWay(Way):
             return False
         return wanted(config.tuning.gather_transport, self.mesh.device, usable=config.compile, on_cpu=True)
 
-    def use(self, memory: PeerMemory | None, reason: str) -> None:
+    def use(self, memory: SymmetricMemory | None, reason: str) -> None:
         super().use(memory, "master weights lie on the host, by offload" if self._away else reason)
 
     def allocate_shards(
         self,
         executor: Executor,
         sizes: dict[torch.dtype, int],
-        take_turns: Callable[[Executor, PeerMemory], None],
+        take_turns: Callable[[Executor, SymmetricMemory], None],
     ) -> dict[torch.dtype, tuple[Tensor, list[Tensor]]]:
         """Memory for the shards themselves, 1-D zeros of so many elements, by dtype: this rank's, and that of all
         ranks. Empty where shards are to lie in memory of their own. Collective.
@@ -49,14 +49,14 @@ class WeightWay(Way):
             UnsupportedError: on every rank, when there is not enough and weights must be copied.
         """
         memory, found = self.memory, {}
-        if memory is None or self.mesh.exchanging is not None or self.shards_wait:
+        if memory is None or self.mesh.inter_host_shard_group is not None or self.shards_wait:
             return {}  # no rank reaches all shards
 
         def allocate() -> None:
             found.update({dtype: memory.empty(size, dtype) for dtype, size in sizes.items()})
             for mine, _ in found.values():
                 mine.zero_()
-            if not executor.weights.takes_turns():
+            if not executor.weights.uses_epoch_lock():
                 take_turns(executor, memory)
 
         if not self.attempt(allocate):
@@ -76,7 +76,7 @@ class WeightWay(Way):
         """No rank reaches shards from now on; before one did. Collectives move weights."""
         self.shards_wait, self.memory, self.reason = False, None, "a memory plan has put master weights on the host"
 
-    def allocate_compute_copies(self, executor: Executor, allocate: Callable[[PeerMemory | None], None]) -> None:
+    def allocate_compute_shards(self, executor: Executor, allocate: Callable[[SymmetricMemory | None], None]) -> None:
         """Calls ``allocate`` with peers' memory for copies of shards, or with None where peers gather these.
 
         Raises:
@@ -85,6 +85,6 @@ class WeightWay(Way):
         memory = self.memory
         if memory is not None and self.attempt(lambda: allocate(memory)):
             return
-        if not executor.weights.takes_turns():  # otherwise shards are read, and cast
+        if not executor.weights.uses_epoch_lock():  # otherwise shards are read, and cast
             self.memory = None
             allocate(None)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import disk
-from lightning_zero.checkpoint.archive import write_archive
-from lightning_zero.checkpoint.behind import SMALL, WrittenBehind, lasting
+from lightning_zero.checkpoint.archive import write_checkpoint_file
+from lightning_zero.checkpoint.behind import SMALL, ThreadedWriter, lasting
 from lightning_zero.checkpoint.disk import AT_ONCE, Disk
 
 
@@ -23,7 +23,7 @@ def test_all_kinds_of_memory_come_in_their_order(tmp_path: Path) -> None:
     kept = torch.arange(AT_ONCE // 4 + 99, dtype=torch.int32)
     passing = bytearray(b"p" * (SMALL + 1))
     told: list[int] = []
-    with open(tmp_path / "x", "xb", buffering=0) as file, WrittenBehind(file, lasting([kept]), told.append) as behind:
+    with open(tmp_path / "x", "xb", buffering=0) as file, ThreadedWriter(file, lasting([kept]), told.append) as behind:
         for _ in range(3):
             behind.write(b"small")
             behind.write(kept.numpy())
@@ -50,7 +50,7 @@ def test_files_are_what_torch_writes(tmp_path: Path) -> None:
     (tmp_path / "ours").mkdir()
     with open(tmp_path / "theirs" / "x", "wb") as file:
         torch.save(value, file)
-    write_archive(value, tmp_path / "ours" / "x")
+    write_checkpoint_file(value, tmp_path / "ours" / "x")
     assert (tmp_path / "ours" / "x").read_bytes() == (tmp_path / "theirs" / "x").read_bytes()
 
 
@@ -76,7 +76,7 @@ def test_a_full_disk_is_named(tmp_path: Path, calls: int) -> None:
 
     def save() -> None:
         file: Any = Full(open(tmp_path / "x", "xb", buffering=0), calls)  # noqa: SIM115
-        with WrittenBehind(file, lasting(value)) as behind:
+        with ThreadedWriter(file, lasting(value)) as behind:
             torch.save(value, behind)  # type: ignore[arg-type]
 
     with pytest.raises(OSError, match="No space left on device: '/full/x'"):
@@ -95,7 +95,7 @@ def test_a_full_disk_is_named(tmp_path: Path, calls: int) -> None:
 def test_a_stores_own_words_are_kept(error: OSError, said: str) -> None:
     file: Any = SimpleNamespace(name="/full/x", write=Mock(side_effect=error))
     with pytest.raises(OSError, match=f"^{re.escape(said)}$"):
-        disk.write_whole(file, memoryview(b"x"))
+        disk.write_all(file, memoryview(b"x"))
 
 
 # -- on its way to the disk

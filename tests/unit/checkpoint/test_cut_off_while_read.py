@@ -14,11 +14,11 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lightning_zero.checkpoint.archive import write_archive
-from lightning_zero.checkpoint.opening import open_folder
+from lightning_zero.checkpoint.archive import write_checkpoint_file
+from lightning_zero.checkpoint.opening import open_checkpoint
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.together import Alone
-from lightning_zero.checkpoint.weights.files import saved_values
+from lightning_zero.checkpoint.weights.files import open_safetensors
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.files import FileIO, load_file
 from lightning_zero.sharding.layout import ShardLayout
@@ -30,7 +30,7 @@ Values = dict[str, Tensor]
 
 
 def _file(path: Path) -> Callable[[], Values]:
-    write_archive({"state_dict": VALUES, "step": torch.tensor(7.0)}, path)
+    write_checkpoint_file({"state_dict": VALUES, "step": torch.tensor(7.0)}, path)
 
     def opened() -> Values:
         found = load_file(FileIO(), path, None)
@@ -41,19 +41,19 @@ def _file(path: Path) -> Callable[[], Values]:
 
 def _folder(path: Path) -> Callable[[], Values]:
     save_sharded(path, {"state_dict": {key: sharded(value) for key, value in VALUES.items()}}, {}, Alone())
-    return lambda: open_folder(str(path)).content()["state_dict"]
+    return lambda: open_checkpoint(str(path)).content()["state_dict"]
 
 
 def _others(path: Path) -> Callable[[], Values]:
     dcp.save({"state_dict": VALUES}, checkpoint_id=path, no_dist=True)
     torch.save({}, path / "meta.pt")
-    return lambda: open_folder(str(path)).content()["state_dict"]
+    return lambda: open_checkpoint(str(path)).content()["state_dict"]
 
 
 def _safetensors(path: Path) -> Callable[[], Values]:
     path.mkdir()
     save_file(VALUES, path / "model.safetensors")
-    return lambda: saved_values(path)  # type: ignore[return-value]
+    return lambda: open_safetensors(path)  # type: ignore[return-value]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

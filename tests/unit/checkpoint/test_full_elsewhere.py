@@ -14,7 +14,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST
-from lightning_zero.checkpoint.sharded.opened import kind_of
+from lightning_zero.checkpoint.sharded.opened import checkpoint_kind
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.together import Alone
 from lightning_zero.errors import CheckpointError
@@ -118,9 +118,9 @@ def test_what_a_killed_sharded_save_has_left_beside_is_neither_in_the_way_nor_be
     if not complete:
         fs, place = fsspec.core.url_to_fs(left)
         fs.rm_file(f"{place}/{MANIFEST}")
-    assert kind_of(url) == ("folder" if complete else "file")
+    assert checkpoint_kind(url) == ("folder" if complete else "file")
     _save(url, 2)
-    assert kind_of(url) == "file"
+    assert checkpoint_kind(url) == "file"
     assert load_file(FileIO(), url, None)["value"] == 2
     assert _names(root) == ["x.ckpt"]
 
@@ -133,7 +133,7 @@ def test_a_file_is_read_though_something_is_left_of_the_folder_whose_place_it_to
         _save(url, 1)
         Store.objects.update(left)  # who wrote it was killed
         Store.versions.update(dict.fromkeys(left, 0))
-        assert kind_of(url) == "file"
+        assert checkpoint_kind(url) == "file"
         assert load_file(FileIO(), url, None)["value"] == 1
         _save(url, 2)
         assert load_file(FileIO(), url, None)["value"] == 2

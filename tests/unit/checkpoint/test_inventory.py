@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.full import shard_optimizer_state
-from lightning_zero.checkpoint.inventory import Entry, OptimizerInventory, gather_value
+from lightning_zero.checkpoint.inventory import Entry, OptimizerStateEntries, gather_value
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.rules import state_names
 from lightning_zero.sharding.layout import ShardLayout
@@ -27,9 +27,9 @@ class Sharder:
         for index, shape in enumerate(shapes):
             layout = ShardLayout.of(torch.Size(shape), torch.float32, WORLD)
             param = nn.Parameter(torch.zeros(layout.visible_shape))
-            sight: Any = MagicMock(number=rank)
+            spec: Any = MagicMock(number=rank)
             memory = {Role.MASTER_SHARD: param.data.view(-1)}
-            self.records.add(ShardedParameter(index, f"p{index}", param, layout, memory, sight))
+            self.records.add(ShardedParameter(index, f"p{index}", param, layout, memory, spec))
         self.find = self.records.find
         self.params = [record.param for record in self.records]
 
@@ -40,7 +40,7 @@ class NoRule(Lion):
 
 def held(optimizer: torch.optim.Optimizer, sharder: Any) -> dict[int, dict[str, bool]]:
     """Whether each entry is cut."""
-    return _cut(OptimizerInventory(optimizer, sharder).held(optimizer.state_dict()))
+    return _cut(OptimizerStateEntries(optimizer, sharder).held(optimizer.state_dict()))
 
 
 def _cut(found: dict[int, list[Entry]]) -> dict[int, dict[str, bool]]:
@@ -86,7 +86,7 @@ CUT: dict[Any, set[str]] = {
 def test_moments_are_cut_and_counters_are_not(cls: Any, shapes: list[tuple[int, ...]]) -> None:
     sharder: Any = Sharder(*shapes)
     optimizer, saved = stepped(cls, sharder), whole(cls, *shapes)
-    for found in (held(optimizer, sharder), _cut(OptimizerInventory(optimizer, sharder).saved(saved))):
+    for found in (held(optimizer, sharder), _cut(OptimizerStateEntries(optimizer, sharder).saved(saved))):
         assert list(found) == list(range(len(shapes)))
         for entries in found.values():
             assert {key for key, cut in entries.items() if cut} == CUT[cls]
@@ -96,7 +96,7 @@ def test_what_a_state_dict_wraps_or_renames_is_cut() -> None:
     sharder: Any = Sharder((7, 10), rank=1)
     for cls, path in ((Wrapping, ("wrapped", "more", "exp_avg")), (Renaming, ("momentum",))):
         optimizer, saved = stepped(cls, sharder), whole(cls, (7, 10))
-        inventory = OptimizerInventory(optimizer, sharder)
+        inventory = OptimizerStateEntries(optimizer, sharder)
         for found in (inventory.held(optimizer.state_dict()), inventory.saved(saved)):
             assert [entry.path for entry in found[0] if entry.record is not None] == [path]
         optimizer.load_state_dict(shard_optimizer_state(saved, optimizer, sharder))
@@ -144,12 +144,12 @@ def test_a_state_dict_that_no_rank_can_put_together_is_refused_by_name(cls: Any,
 def test_an_entry_knows_how_it_is_cut() -> None:
     sharder: Any = Sharder((7, 10), rank=1)
     saved = whole(torch.optim.AdamW, (7, 10))
-    [entries] = OptimizerInventory(stepped(torch.optim.AdamW, sharder), sharder).saved(saved).values()
+    [entries] = OptimizerStateEntries(stepped(torch.optim.AdamW, sharder), sharder).saved(saved).values()
     entry = next(entry for entry in entries if entry.key == "exp_avg")
     assert entry.value is saved["state"][0]["exp_avg"]
     assert entry.record is sharder.records[0]
     assert entry.record.layout.shape == (7, 10)
-    assert entry.record.layout.range_of(1) == (64, 70)
+    assert entry.record.layout.shard_range(1) == (64, 70)
 
 
 def test_a_rank_loads_its_part_and_what_all_have() -> None:
@@ -183,7 +183,7 @@ def test_moments_that_a_setting_left_behind_are_cut() -> None:
     for group in (*optimizer.param_groups, *saved["param_groups"]):
         group["momentum"] = 0.0
     assert held(optimizer, sharder) == {0: {"momentum_buffer": True}, 1: {"momentum_buffer": True}}
-    assert _cut(OptimizerInventory(optimizer, sharder).saved(saved)) == held(optimizer, sharder)
+    assert _cut(OptimizerStateEntries(optimizer, sharder).saved(saved)) == held(optimizer, sharder)
 
 
 def test_names_follow_the_settings_that_are_loaded() -> None:
@@ -197,7 +197,7 @@ def test_names_follow_the_settings_that_are_loaded() -> None:
     optimizer = Own(sharder.params)
     optimizer.param_groups[0]["second"] = False
     saved: Any = {"state": {0: {"second": torch.ones(7, 10)}}, "param_groups": [{"params": [0], "second": True}]}
-    assert _cut(OptimizerInventory(optimizer, sharder).saved(saved)) == {0: {"second": True}}
+    assert _cut(OptimizerStateEntries(optimizer, sharder).saved(saved)) == {0: {"second": True}}
 
 
 @pytest.mark.parametrize("cls", [torch.optim.AdamW, NoRule])
@@ -207,7 +207,7 @@ def test_moments_of_another_shape_are_refused(cls: Any) -> None:
         with pytest.raises(
             ValueError, match=r"state 'exp_avg' for parameter 'p[01]' has shape .*but the parameter has"
         ):
-            OptimizerInventory(stepped(cls, sharder), sharder).saved(whole(cls, *shapes))
+            OptimizerStateEntries(stepped(cls, sharder), sharder).saved(whole(cls, *shapes))
 
 
 def counted(shapes: list[tuple[int, ...]], **seen: Any) -> dict[int, dict[str, bool]]:
@@ -217,7 +217,7 @@ def counted(shapes: list[tuple[int, ...]], **seen: Any) -> dict[int, dict[str, b
     for key, values in seen.items():
         for number, value in enumerate(values):
             saved["state"][number][key] = value
-    return _cut(OptimizerInventory(stepped(NoRule, sharder), sharder).saved(saved))
+    return _cut(OptimizerStateEntries(stepped(NoRule, sharder), sharder).saved(saved))
 
 
 def test_what_is_one_number_for_a_larger_parameter_is_a_counter_for_scalars_too() -> None:
@@ -235,14 +235,14 @@ def test_what_is_one_number_for_a_larger_parameter_is_a_counter_for_scalars_too(
 def test_a_single_number_is_no_counter_where_the_rule_says_otherwise() -> None:
     sharder: Any = Sharder((7, 10))
     with pytest.raises(ValueError, match="'exp_avg'"):
-        OptimizerInventory(stepped(torch.optim.AdamW, sharder), sharder).saved(whole(torch.optim.AdamW, ()))
+        OptimizerStateEntries(stepped(torch.optim.AdamW, sharder), sharder).saved(whole(torch.optim.AdamW, ()))
 
 
 def test_of_whole_values_those_of_others_parameters_are_left_out() -> None:
     sharder: Any = Sharder((7, 10), (3,))
     optimizer, saved = stepped(NoRule, sharder), whole(NoRule, (7, 10), (3,))
     sharder.find = lambda param: sharder.records.find(param) if param is sharder.params[1] else None
-    assert list(OptimizerInventory(optimizer, sharder).saved(saved)) == [1]
+    assert list(OptimizerStateEntries(optimizer, sharder).saved(saved)) == [1]
 
 
 def test_what_is_cut_is_gathered_in_its_parameters_shape_and_its_own_dtype() -> None:
@@ -250,11 +250,11 @@ def test_what_is_cut_is_gathered_in_its_parameters_shape_and_its_own_dtype() -> 
     mesh: Any = MagicMock()
     all_ranks = torch.arange(WORLD * record.layout.shard_numel, dtype=torch.float64)
 
-    def all_shards(shard: Tensor) -> Tensor:
+    def all_gather_shard(shard: Tensor) -> Tensor:
         assert shard.equal(all_ranks[: record.layout.shard_numel])
         return all_ranks
 
-    mesh.all_shards = all_shards
+    mesh.all_gather_shard = all_gather_shard
     shard = all_ranks[: record.layout.shard_numel].view(record.layout.visible_shape)
     assert gather_value(shard, record, mesh).equal(all_ranks[:70].view(7, 10))
     assert gather_value(shard, None, mesh) is shard

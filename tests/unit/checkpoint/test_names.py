@@ -14,7 +14,7 @@ import pytest
 from lightning_zero.checkpoint import places
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.files import FileIO
-from lightning_zero.integrations.trainer.finding import newest_first
+from lightning_zero.integrations.trainer.finding import other_checkpoints
 from tests.helpers.saves import save, seed_of
 from tests.helpers.threaded import values_of
 
@@ -53,7 +53,7 @@ def test_any_name(tmp_path: Path, name: str, exchanges: bool, saves: Any, monkey
         assert os.listdir(path.parent) == [path.name]
         assert seed_of(path) == seed
     assert os.listdir(tmp_path) == [name.split("/")[0]]
-    assert newest_first(path.parent / "other.ckpt") == [str(path)]
+    assert other_checkpoints(path.parent / "other.ckpt") == [str(path)]
 
 
 def test_a_name_that_no_file_has_is_named(tmp_path: Path, saves: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import ranges
-from lightning_zero.checkpoint.ranges import LocalRanges, Placed, bytes_of_memory
+from lightning_zero.checkpoint.ranges import RangeReader, Placed, bytes_of_memory
 from lightning_zero.errors import CheckpointError
 
 START = 24
@@ -41,7 +41,7 @@ def test_any_part_of_any_layout(
     memory = torch.arange(400).to(dtype)
     sizes, strides = LAYOUTS[layout]
     lies = memory[: torch.Size(sizes).numel()].view(sizes) if strides is None else memory.as_strided(sizes, strides)
-    placed = Placed(LocalRanges(_write(tmp_path / "x", memory)), START, dtype, sizes, strides)
+    placed = Placed(RangeReader(_write(tmp_path / "x", memory)), START, dtype, sizes, strides)
     assert (placed.shape, placed.dtype) == (lies.shape, dtype)
     draw = random.Random(1)
     for _ in range(30):
@@ -58,7 +58,7 @@ def test_any_part_of_any_layout(
 
 
 def test_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
-    class Counted(LocalRanges):
+    class Counted(RangeReader):
         count = 0
 
         def read(self, begin: int, into: memoryview) -> None:
@@ -75,7 +75,7 @@ def test_no_more_is_read_than_is_asked_for(tmp_path: Path) -> None:
 def test_a_file_that_ends_too_early_is_named(tmp_path: Path, left: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "BLOCK", 256)
     values = torch.randn(1000)
-    placed = Placed(LocalRanges(_write(tmp_path / "x", values)), START, values.dtype, values.shape)
+    placed = Placed(RangeReader(_write(tmp_path / "x", values)), START, values.dtype, values.shape)
     os.truncate(tmp_path / "x", left)
     with pytest.raises(CheckpointError, match=rf"{tmp_path}/x was cut off, .*it ends at {left:,} bytes"):
         placed.copy((slice(0, 1000),), torch.empty(1000))
@@ -83,7 +83,7 @@ def test_a_file_that_ends_too_early_is_named(tmp_path: Path, left: int, monkeypa
 
 def test_what_a_disk_says_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(10)
-    placed = Placed(LocalRanges(_write(tmp_path / "x", values)), START, values.dtype, values.shape)
+    placed = Placed(RangeReader(_write(tmp_path / "x", values)), START, values.dtype, values.shape)
 
     def broken(*args: Any) -> int:
         raise OSError(5, "Input/output error")

@@ -19,7 +19,7 @@ import torch
 
 from lightning_zero.checkpoint.remote import RemoteFile
 from lightning_zero.checkpoint.remote_ranges import BUFFER
-from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.files import FileIO, load_file
 from lightning_zero.sharding.layout import ShardLayout, memory_order
@@ -72,7 +72,7 @@ def test_each_rank_reads_its_parts_and_they_compare_it_together() -> None:
         parts = {}
         for key, value in values.items():
             layout = ShardLayout.of(value.shape, value.dtype, together.world_size)
-            assert isinstance(found["state_dict"][key], SavedValue) == (key != "bias")
+            assert isinstance(found["state_dict"][key], CheckpointTensor) == (key != "bias")
             parts[key] = layout.part(found["state_dict"][key], together.rank)
             assert torch.equal(parts[key], layout.part(value, together.rank))
         return parts
@@ -108,7 +108,7 @@ def test_what_callbacks_keep_is_read_at_once() -> None:
     _put(content | {"state_dict": {"w": torch.ones(50000)}})
     found = load_file(FileIO(), URL, None)
     assert type(found["callbacks"]["mine"]["w"]) is torch.Tensor
-    assert type(found["state_dict"]["w"]) is SavedValue
+    assert type(found["state_dict"]["w"]) is CheckpointTensor
 
 
 class Kind(enum.Enum):

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder
+from lightning_zero.checkpoint.sharded.opened import CheckpointReader
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations import files
 from lightning_zero.integrations.files import FileIO, load_file
@@ -24,7 +24,7 @@ WORLD = 2
 def test_a_folder(tmp_path: Path, mapped: bool) -> None:
     path = tmp_path / "x.ckpt"
     save(path, 1.0)
-    folder = OpenedFolder(str(path))
+    folder = CheckpointReader(str(path))
     folder.check(folder.sizes())
     state = folder.content()["state_dict"]
     if mapped:  # of one file
@@ -41,7 +41,7 @@ def test_a_folder(tmp_path: Path, mapped: bool) -> None:
             assert torch.equal(found, wanted[key]), key
     assert gone
     assert all("x.ckpt/__" in said and "is missing" in said for said in gone)
-    assert OpenedFolder(str(path)).content()["seed"] == 2.0
+    assert CheckpointReader(str(path)).content()["seed"] == 2.0
 
 
 @pytest.mark.parametrize("when", ["after it was compared", "before rank 1 looked"])

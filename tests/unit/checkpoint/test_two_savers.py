@@ -15,14 +15,14 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_zero.checkpoint.held import HeldFolder
+from lightning_zero.checkpoint.held import PinnedDirectory
 from lightning_zero.checkpoint.places import INCOMPLETE, beside, remove
-from lightning_zero.checkpoint.sharded.folder import RemoteFolder, folder_at
+from lightning_zero.checkpoint.sharded.folder import RemoteFolder, save_folder_at
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.together import Alone
 from lightning_zero.checkpoint.weights.exporting import Weight, export
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import read_whole
+from lightning_zero.integrations.folders import read_folder
 from tests.helpers.elsewhere import stored
 from tests.helpers.save_points import observed
 from tests.helpers.saves import save_file, seed_of
@@ -40,7 +40,7 @@ def _folder(path: Path, seed: float) -> None:
 
 def _begin_folder(path: Path) -> None:
     """As one that is killed a moment later."""
-    folder_at(path).begin("another save")
+    save_folder_at(path).begin("another save")
     (beside(path, INCOMPLETE) / "__0_0.distcp").write_bytes(b"half")
 
 
@@ -126,7 +126,7 @@ def _tried(attempt: Callable[[], object]) -> Exception | None:
 
 def test_a_second_one_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
-    first = folder_at(path)
+    first = save_folder_at(path)
     first.begin("one")
     for save in SAVES.values():
         with pytest.raises(CheckpointError, match=r"another save to .*x\.ckpt goes on at the same time"):
@@ -150,7 +150,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_one_that_was_too_late_leaves_the_other_alone(tmp_path: Path, no_locks: None) -> None:
     """Of one folder: the second begins when the first has written some of its files."""
     path = tmp_path / "x.ckpt"
-    first = folder_at(path)
+    first = save_folder_at(path)
     first.begin("one")
     first.create("__0_0.distcp").close()
     _begin_folder(path)
@@ -190,7 +190,7 @@ def test_of_two_at_the_same_time_one_wins(
 
 
 def test_two_exports_into_one_folder(tmp_path: Path) -> None:
-    held = HeldFolder(tmp_path)
+    held = PinnedDirectory(tmp_path)
     assert held.claim()
     weights = {"w": Weight(12, lambda: torch.ones(3), lambda value: value.clone())}
     with pytest.raises(CheckpointError, match="goes on at the same time"):
@@ -218,4 +218,4 @@ def test_in_an_object_store(store: None) -> None:
     first.discard()
     assert second.sees("other")
     second.discard()
-    assert read_whole(path, None)["seed"] == 1.0
+    assert read_folder(path, None)["seed"] == 1.0

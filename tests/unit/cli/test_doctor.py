@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.cli.doctor import gather_facts, notes, to_mend
+from lightning_zero.cli.doctor import gather_facts, notes, to_fix
 from lightning_zero.cli.main import main
 from lightning_zero.errors import NativeBuildError
 
@@ -38,7 +38,7 @@ def with_(**changes: Any) -> dict[str, Any]:
 
 
 def test_where_all_is_well_there_is_nothing_to_mend_or_note() -> None:
-    assert to_mend(FINE) == []
+    assert to_fix(FINE) == []
     assert notes(FINE) == []
 
 
@@ -53,17 +53,17 @@ def test_where_all_is_well_there_is_nothing_to_mend_or_note() -> None:
             "NCCL_SOCKET_IFNAME names ens1, which this host does not have (network interfaces with an address: lo, eth0)",
         ),
         ({"network__missing": {"NCCL_IB_HCA": "=mlx5_9"}}, "(InfiniBand devices: mlx5_0). Unset it"),
-        ({"hosts": {"to_mend": ["torch is not the same"]}}, "torch is not the same"),
+        ({"hosts": {"to_fix": ["torch is not the same"]}}, "torch is not the same"),
         ({"self_test": {"failed": "rank 1 ended"}}, "The self-test failed: rank 1 ended"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], words: str) -> None:
-    [found] = to_mend(with_(**changes))
+    [found] = to_fix(with_(**changes))
     assert words in found
 
 
 def test_the_reason_comes_before_what_follows_from_it() -> None:
-    found = to_mend(with_(build_error="the compiler does not run", self_test={"failed": "no executor"}))
+    found = to_fix(with_(build_error="the compiler does not run", self_test={"failed": "no executor"}))
     assert "compiler" in found[0]
     assert "self-test" in found[1]
 
@@ -92,7 +92,7 @@ def test_small_shared_memory_is_noted() -> None:
 def test_what_slows_several_hosts_down_is_noted(changes: dict[str, Any], words: str) -> None:
     [note] = notes(with_(**changes))
     assert words in note
-    assert to_mend(with_(**changes)) == []
+    assert to_fix(with_(**changes)) == []
 
 
 def test_variables_that_leave_things_on_are_no_news() -> None:
@@ -100,7 +100,7 @@ def test_variables_that_leave_things_on_are_no_news() -> None:
 
 
 def test_what_is_gathered_here_is_what_the_verdict_reads() -> None:
-    assert isinstance(to_mend(gather_facts()), list)
+    assert isinstance(to_fix(gather_facts()), list)
 
 
 def test_an_executor_that_cannot_be_built_is_what_is_to_be_mended(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_zero.alone import without_lightning
+from lightning_zero.alone import program_without_lightning
 from lightning_zero.cli.hosts import MUST_BE_EQUAL, Job, compare_hosts, summarize
 from lightning_zero.cli.local_ranks import run_ranks
 from lightning_zero.errors import UnsupportedError
@@ -20,34 +20,34 @@ from tests.helpers.ports import free_port
 LAUNCHED = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}
 
 
-def one(host: str, to_mend: list[str] | None = None, **changes: Any) -> dict[str, Any]:
+def one(host: str, to_fix: list[str] | None = None, **changes: Any) -> dict[str, Any]:
     versions = dict.fromkeys(MUST_BE_EQUAL, "1.0") | changes
     variables = {name: versions.pop(name) for name in list(versions) if name.startswith("NCCL")}
     return summarize(
-        {"versions": versions, "variables": variables | {"CUDA_VISIBLE_DEVICES": host}}, host, to_mend or []
+        {"versions": versions, "variables": variables | {"CUDA_VISIBLE_DEVICES": host}}, host, to_fix or []
     )
 
 
 def test_hosts_that_are_alike_have_nothing_to_mend() -> None:
     found = compare_hosts(3, {0: one("a"), 1: one("a"), 2: one("b")})
-    assert found == {"heard": {"a": "ranks 0 to 1", "b": "rank 2"}, "to_mend": [], "notes": []}
+    assert found == {"heard": {"a": "ranks 0 to 1", "b": "rank 2"}, "to_fix": [], "notes": []}
 
 
 @pytest.mark.parametrize("name", MUST_BE_EQUAL)
 def test_versions_that_differ_are_named_with_their_hosts(name: str) -> None:
-    [line] = compare_hosts(3, {0: one("a"), 1: one("b", **{name: "2.0"}), 2: one("b", **{name: None})})["to_mend"]
+    [line] = compare_hosts(3, {0: one("a"), 1: one("b", **{name: "2.0"}), 2: one("b", **{name: None})})["to_fix"]
     assert f"{name} is not the same everywhere: 1.0 on a (rank 0); 2.0 on b (rank 1); none on b (rank 2)." in line
 
 
 def test_who_says_nothing_is_named_first() -> None:
-    found = compare_hosts(4, {0: one("a"), 2: one("b", torch="2.0")})["to_mend"]
+    found = compare_hosts(4, {0: one("a"), 2: one("b", torch="2.0")})["to_fix"]
     assert "Of 4 ranks ranks 1, 3 said nothing" in found[0]
     assert "torch" in found[1]
 
 
 def test_what_another_host_has_to_mend_is_said_once_with_its_name() -> None:
     found = compare_hosts(3, {0: one("a"), 1: one("b", ["no compiler"]), 2: one("b", ["no compiler"])})
-    assert found["to_mend"] == ["b: no compiler"]
+    assert found["to_fix"] == ["b: no compiler"]
 
 
 def test_variables_of_nccl_that_differ_are_noted() -> None:
@@ -86,7 +86,7 @@ import json
 from lightning_zero.cli.hosts import Job
 assert Job(1, 3, 0, "127.0.0.1", {port}, False).gather(json.loads(sys.argv[1]), 60.0) == {{}}
 """
-    other = subprocess.Popen([sys.executable, "-c", without_lightning(later), json.dumps(one("b"))])
+    other = subprocess.Popen([sys.executable, "-c", program_without_lightning(later), json.dumps(one("b"))])
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         store.set("said", "")  # something else of the same store
@@ -114,7 +114,7 @@ def test_two_processes_that_claim_different_versions_of_torch() -> None:
     # With torch 2.15, triton prints more behind it.
     facts, _ = json.JSONDecoder().raw_decode(end.outputs[0][end.outputs[0].index("{") :])
     assert "{" not in end.outputs[1], "rank 0 speaks for all"
-    [line] = [line for line in facts["to_mend"] if line.startswith("torch is not")]
+    [line] = [line for line in facts["to_fix"] if line.startswith("torch is not")]
     assert "2.13.0 on" in line
     assert "2.11.0 on" in line
     assert "(rank 1)" in line

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.alone import without_lightning
+from lightning_zero.alone import program_without_lightning
 from lightning_zero.cli.local_ranks import run_ranks
 from tests.helpers.command import python_path
 
@@ -42,7 +42,7 @@ dist.destroy_process_group()
 
 
 def test_a_rank_that_fails_is_quoted_and_those_who_wait_for_it_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_zero.cli.local_ranks.OTHERS_END_S", 0.2)
+    monkeypatch.setattr("lightning_zero.cli.local_ranks.EXIT_GRACE_S", 0.2)
     script = """
 import os, time
 if os.environ["RANK"] == "1":
@@ -96,7 +96,7 @@ time.sleep(600)
     parent = f"from lightning_zero.cli.local_ranks import run_ranks; run_ranks(['-c', {rank!r}], 2, 500.0)"
     files = [tmp_path / f"rank{number}" for number in range(2)]
     job = subprocess.Popen(
-        [sys.executable, "-c", without_lightning(parent)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()}
+        [sys.executable, "-c", program_without_lightning(parent)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()}
     )
     try:
         deadline = time.monotonic() + 90

@@ -1,8 +1,8 @@
 """What the self-test makes of what its ranks do; the ranks themselves run in tests/trainer/test_commands.py."""
 
-from lightning_zero.alone import without_lightning
+from lightning_zero.alone import program_without_lightning
 from lightning_zero.cli.local_ranks import run_ranks
-from lightning_zero.cli.self_test import RANK, self_test
+from lightning_zero.cli.self_test import RANK_COMMAND, self_test
 
 WRITE = "import os, sys; os.environ['RANK'] == '0' and open(sys.argv[1], 'w').write('{}')"
 
@@ -28,6 +28,6 @@ def test_ranks_that_fail_or_say_nothing_fail() -> None:
 
 
 def test_ranks_do_without_lightning() -> None:
-    assert "from lightning_zero.cli.self_test import main" in RANK[1]
+    assert "from lightning_zero.cli.self_test import main" in RANK_COMMAND[1]
     looks = "import lightning_zero.cli.self_test\nassert not {'lightning', 'torchmetrics'} & set(sys.modules)"
-    assert run_ranks(["-c", without_lightning(looks)], 1, 100.0).failed == ""
+    assert run_ranks(["-c", program_without_lightning(looks)], 1, 100.0).failed == ""

@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from lightning_zero.cli.show import in_words, show_section
-from lightning_zero.config.text import plain_table
+from lightning_zero.cli.show import format_value, show_section
+from lightning_zero.config.text import format_table
 
 
 @pytest.mark.parametrize("rich", [True, False])
@@ -25,12 +25,12 @@ def test_a_section_shows_names_and_values(
 
 
 def test_columns_are_as_wide_as_what_is_in_them() -> None:
-    assert plain_table(("name", "ms"), [("a", "12.5"), ("longer", "1")]) == [
+    assert format_table(("name", "ms"), [("a", "12.5"), ("longer", "1")]) == [
         "  name    ms",
         "  a       12.5",
         "  longer  1",
     ]
-    assert plain_table(("", ""), []) == []
+    assert format_table(("", ""), []) == []
 
 
 @pytest.mark.parametrize(
@@ -48,4 +48,4 @@ def test_columns_are_as_wide_as_what_is_in_them() -> None:
     ],
 )
 def test_values_in_words(value: object, words: str) -> None:
-    assert in_words(value) == words
+    assert format_value(value) == words

@@ -11,7 +11,7 @@ from lightning_zero.compat.autograd import (
     graph_task_id,
     inside_functorch,
     is_functorch_wrapped,
-    keeps_graph,
+    retains_graph,
     preserve_versions,
     top_saved_tensors_hooks,
 )
@@ -37,7 +37,7 @@ def test_graph_task_id_is_minus_one_outside_of_a_backward() -> None:
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_keeps_graph_tells_what_the_backward_was_asked(keeps: bool) -> None:
-    assert in_backward(keeps_graph, retain_graph=keeps) == [keeps]
+    assert in_backward(retains_graph, retain_graph=keeps) == [keeps]
 
 
 def test_top_saved_tensors_hooks_are_the_innermost_pair() -> None:

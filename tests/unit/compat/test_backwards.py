@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._functorch._aot_autograd import graph_compile
 from torch.fx import GraphModule
 
-from lightning_zero.compat.backwards import not_kept_twice
+from lightning_zero.compat.backwards import skip_backward_copies
 from lightning_zero.compat.compiler import functorch_config, lookup_backend
 
 
@@ -46,13 +46,13 @@ def test_backwards_compute_the_same(at_once: bool, monkeypatch: pytest.MonkeyPat
     copies = []
     plain = copy.deepcopy
     monkeypatch.setattr(copy, "deepcopy", lambda value, *rest: copies.append(value) or plain(value, *rest))
-    assert torch.equal(gradient(compiled(not_kept_twice(), at_once)), gradient(compiled(nullcontext(), at_once)))
+    assert torch.equal(gradient(compiled(skip_backward_copies(), at_once)), gradient(compiled(nullcontext(), at_once)))
     # In the first one none, or, when it runs, that of the runtime; torch's own in the second.
     assert len([value for value in copies if isinstance(value, GraphModule)]) == (1 if at_once else 2)
 
 
 def test_compiled_autograd_finds_nothing_rather_than_something_else() -> None:
-    run = compiled(not_kept_twice())
+    run = compiled(skip_backward_copies())
     assert torch.equal(gradient(run), gradient(lambda x: (x.sin() * x).sum()))
     x = torch.linspace(-1, 1, 6, requires_grad=True)
     with (
@@ -65,7 +65,7 @@ def test_compiled_autograd_finds_nothing_rather_than_something_else() -> None:
 def test_with_compiled_autograd_all_is_kept() -> None:
     x = torch.linspace(-1, 1, 6, requires_grad=True)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
-        compiled(not_kept_twice())(x).backward()
+        compiled(skip_backward_copies())(x).backward()
     assert x.grad is not None
     assert torch.allclose(x.grad, gradient(lambda x: (x.sin() * x).sum()))
 
@@ -73,6 +73,6 @@ def test_with_compiled_autograd_all_is_kept() -> None:
 def test_torch_has_its_own_functions_back() -> None:
     names = ("copy", "AutogradLazyBackwardCompileInfo", "serialize_graph_module")
     before = [getattr(graph_compile, name) for name in names]
-    with pytest.raises(ZeroDivisionError), not_kept_twice():
+    with pytest.raises(ZeroDivisionError), skip_backward_copies():
         raise ZeroDivisionError
     assert [getattr(graph_compile, name) for name in names] == before

@@ -22,7 +22,7 @@ from lightning_zero.compat.compiler import (
     inductor_compile,
     lookup_backend,
     min_cut_partition,
-    numbers_stay_numbers,
+    keep_python_scalars,
     stable_topological_sort,
 )
 
@@ -135,7 +135,7 @@ def test_numbers_of_a_graph_are_tensors_of_it_unless_they_are_to_stay() -> None:
         stay.append(bool(module.graph.find_nodes(op="call_function", target=read)))
         return module.forward
 
-    for within in (nullcontext, numbers_stay_numbers, nullcontext):
+    for within in (nullcontext, keep_python_scalars, nullcontext):
         torch.compiler.reset()
         compiled = torch.compile(lambda x, number: x * number, backend=aot_autograd(fw_compiler=note))
         x = torch.randn(3)

@@ -13,7 +13,7 @@ from torch._functorch import compile_utils, partitioners
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lightning_zero.compat.cse import merging_in_place
+from lightning_zero.compat.cse import cse_in_place
 
 
 def repeated(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
@@ -58,7 +58,7 @@ def test_the_same_is_left_as_of_the_copy(function: Callable[..., Any]) -> None:
     module = traced(function)
     expected = described(compile_utils.fx_graph_cse(deepcopy(module.graph)))
     nodes = list(module.graph.nodes)
-    with merging_in_place():
+    with cse_in_place():
         merged = partitioners.fx_graph_cse(module.graph)
     assert merged is module.graph
     assert set(merged.nodes) <= set(nodes)
@@ -71,7 +71,7 @@ def test_something_is_merged_and_something_is_not() -> None:
     for function in (repeated, drawn, returned):
         module = traced(function)
         counts[function.__name__] = len(module.graph.nodes)
-        with merging_in_place():
+        with cse_in_place():
             counts[function.__name__] -= len(partitioners.fx_graph_cse(module.graph).nodes)
     assert counts["repeated"] >= 3
     assert counts["drawn"] == 0
@@ -87,7 +87,7 @@ def test_numbers_that_python_calls_equal_are_not() -> None:
     x = graph.placeholder("x")
     made = [graph.call_function(torch.ops.aten.div.Tensor, (x, by)) for by in (*NUMBERS, 1)]
     graph.output(tuple(made))
-    with merging_in_place():
+    with cse_in_place():
         partitioners.fx_graph_cse(graph)
     left = graph.find_nodes(op="call_function", target=torch.ops.aten.div.Tensor)
     assert [repr(node.args[1]) for node in left] == list(map(repr, NUMBERS))
@@ -98,6 +98,6 @@ def test_numbers_that_python_calls_equal_are_not() -> None:
 
 def test_torch_has_its_own_function_back() -> None:
     before = partitioners.fx_graph_cse
-    with pytest.raises(ZeroDivisionError), merging_in_place():
+    with pytest.raises(ZeroDivisionError), cse_in_place():
         raise ZeroDivisionError
     assert partitioners.fx_graph_cse is before

@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from lightning_zero.compat import cuts
 from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
-from lightning_zero.compat.cuts import cutting_fast
+from lightning_zero.compat.cuts import fast_minimum_cut
 
 BUDGETS = (0.2, 0.4, 0.6, 1.0)
 
@@ -66,5 +66,5 @@ def test_the_faster_way_finds_the_same_cuts(
     monkeypatch.setattr(cuts, "minimum_cut", counted)
     expected = halves(joint, nullcontext())
     assert count == 0
-    assert halves(joint, cutting_fast()) == expected
+    assert halves(joint, fast_minimum_cut()) == expected
     assert count > 0

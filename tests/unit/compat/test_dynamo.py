@@ -36,7 +36,7 @@ from lightning_zero.compat.dynamo import (
     was_there,
     wrap_proxy,
 )
-from lightning_zero.compat.graphs import EXAMPLE
+from lightning_zero.compat.graphs import EXAMPLE_VALUE
 
 
 class Inner(nn.Module):
@@ -118,7 +118,7 @@ def test_an_input_and_a_result_can_be_made() -> None:
         made, again = (VariableBuilder(tx, path)(value) for _ in range(2))
         node = made.as_proxy().node
         doubled = tx.output.create_proxy("call_function", torch.add, (made.as_proxy(), made.as_proxy()), {})
-        fake = node.meta[EXAMPLE]
+        fake = node.meta[EXAMPLE_VALUE]
         with fake.fake_mode:
             result = wrap_proxy(tx, doubled, fake + fake)
         return node.op, again.as_proxy().node is node, type(result), result.as_proxy().node.target

@@ -12,8 +12,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from lightning_zero.compat.compiler import aot_autograd
-from lightning_zero.compat.fakes import fake_like, weights_made_at_once, without_gradients
-from lightning_zero.compat.tensors import FakeTensor, FakeTensorMode, no_python_dispatcher, without_modes
+from lightning_zero.compat.fakes import fake_like, fake_weights_from_sizes, skip_gradient_fakes
+from lightning_zero.compat.tensors import FakeTensor, FakeTensorMode, no_python_dispatcher, no_dispatch_modes
 
 
 def with_gradient() -> Tensor:
@@ -24,7 +24,7 @@ def with_gradient() -> Tensor:
 
 def test_fakes_have_gradients_but_inside() -> None:
     assert FakeTensorMode().from_tensor(with_gradient()).grad is not None
-    with without_gradients():
+    with skip_gradient_fakes():
         fake = FakeTensorMode().from_tensor(with_gradient())
     assert fake.grad is None
     assert fake.requires_grad
@@ -40,7 +40,7 @@ def test_a_graph_still_reads_a_gradient() -> None:
         return run
 
     def backend(module: GraphModule, inputs: Any) -> Any:
-        with without_gradients():
+        with skip_gradient_fakes():
             return aot_autograd(fw_compiler=compiler)(module, inputs)
 
     torch._dynamo.reset()
@@ -53,7 +53,7 @@ def test_a_graph_still_reads_a_gradient() -> None:
 
 def test_torch_has_its_own_function_back() -> None:
     before = meta_utils.safe_grad
-    with pytest.raises(ZeroDivisionError), without_gradients():
+    with pytest.raises(ZeroDivisionError), skip_gradient_fakes():
         raise ZeroDivisionError
     assert meta_utils.safe_grad is before
 
@@ -75,7 +75,7 @@ def form(fake: Any) -> Any:
 )
 def test_weights_have_the_fakes_that_torch_makes(made: Callable[[], Weight]) -> None:
     tensor, mode, plain = made(), FakeTensorMode(), FakeTensorMode()
-    with weights_made_at_once(Weight):
+    with fake_weights_from_sizes(Weight):
         fake = mode.from_tensor(tensor)
         assert mode.from_tensor(tensor) is fake
     assert mode.from_tensor(tensor) is fake, "torch goes by the same memory"
@@ -87,13 +87,13 @@ def test_memory_is_their_own() -> None:
     whole = torch.arange(8.0)
     one, other = Weight(whole[:4]), Weight(whole[4:])
     mode = FakeTensorMode()
-    with weights_made_at_once(Weight):
+    with fake_weights_from_sizes(Weight):
         fakes = [mode.from_tensor(part) for part in (one, other)]
     assert fakes[0].untyped_storage()._cdata != fakes[1].untyped_storage()._cdata
 
 
 def test_what_sizes_do_not_say_is_left_to_torch() -> None:
-    with weights_made_at_once(Weight):
+    with fake_weights_from_sizes(Weight):
         assert isinstance(FakeTensorMode().from_tensor(nn.Parameter(torch.ones(3))), nn.Parameter)  # of its own alone
         shapes = FakeTensorMode(shape_env=ShapeEnv())
         context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
@@ -109,7 +109,7 @@ def test_code_still_finds_the_gradient_of_a_weight(backend: str) -> None:
     torch._dynamo.reset()
     x, scale = torch.ones(4), weight()
     run = torch.compile(scaled, backend=backend)
-    with weights_made_at_once(Weight):
+    with fake_weights_from_sizes(Weight):
         assert run(x, scale) == scaled(x, scale)
         scale.grad = torch.arange(4.0)
         assert run(x, scale) == scaled(x, scale) == (scale * torch.arange(1.0, 5.0)).sum()
@@ -128,7 +128,7 @@ def test_inside_a_transform_they_are_left_to_torch() -> None:
             return torch.func.vmap(lambda row: (row * self.weight).sum())(x)
 
     torch._dynamo.reset()
-    with weights_made_at_once(Weight):
+    with fake_weights_from_sizes(Weight):
         for module in (Mapped(weight()), Mapped(weight(requires_grad=False))):
             found = torch.compile(module, backend="aot_eager", fullgraph=True)(torch.ones(3, 4))
             assert torch.equal(found, module(torch.ones(3, 4)))
@@ -140,13 +140,13 @@ def test_gradients_of_another_dtype_are_left_to_torch() -> None:
     other = weight()
     other.grad_dtype = None  # any
     expected = FakeTensorMode().from_tensor(other).grad_dtype
-    with weights_made_at_once(Weight):
+    with fake_weights_from_sizes(Weight):
         assert FakeTensorMode().from_tensor(other).grad_dtype is expected
 
 
 def test_torch_makes_them_again_behind() -> None:
     before = fake_tensor.FakeTensorConverter.from_real_tensor
-    with pytest.raises(ZeroDivisionError), weights_made_at_once(Weight):
+    with pytest.raises(ZeroDivisionError), fake_weights_from_sizes(Weight):
         raise ZeroDivisionError
     assert fake_tensor.FakeTensorConverter.from_real_tensor is before
 
@@ -180,7 +180,7 @@ def test_graphs_of_dynamo_and_its_guards_are_the_same() -> None:
     # As compiled modules are called: or torch 2.11 would not look at the weight again.
     with torch.compiler.config.patch(skip_tensor_guards_with_matching_dict_tags=False):
         plain = seen()
-        with weights_made_at_once(Weight):
+        with fake_weights_from_sizes(Weight):
             assert seen() == plain
     assert plain[1] == 2
 
@@ -217,7 +217,7 @@ def test_a_number_in_a_fake_stays_its_own() -> None:
         torch.nonzero(asked)
     fixed.constant = torch.tensor(3)
     for value in (fixed, asked):
-        with without_modes(), no_python_dispatcher():
+        with no_dispatch_modes(), no_python_dispatcher():
             made = fake_like(value, torch.empty(4, device="meta"))
         assert made.constant is None
         assert made.nonzero_memo is None

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.compat import graph_extract
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
-from lightning_zero.compat.graph_extract import copying_less
+from lightning_zero.compat.graph_extract import skip_graph_copies
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -105,7 +105,7 @@ def _boxed(module: Any, inputs: Any) -> Any:
 def test_halves_are_the_same_and_fewer_nodes_are_copied(name: str, rows: int) -> None:
     x = torch.linspace(-1, 1, rows * 16).view(rows, 16)
     expected, before, results = partitioned(LOSSES[name](), nullcontext(), x)
-    found, after, same = partitioned(LOSSES[name](), copying_less(), x)
+    found, after, same = partitioned(LOSSES[name](), skip_graph_copies(), x)
     assert found == expected
     assert len(found) == 2
     assert 0 < after[0] < before[0]
@@ -156,7 +156,7 @@ def test_a_backward_is_brought_in_order_where_it_is() -> None:
         return GraphModule(nn.Module(), graph)
 
     expected, made = reorder(backward()), backward()
-    with copying_less():
+    with skip_graph_copies():
         assert graph_extract.partitioners.reordering_to_mimic_autograd_engine(made) is made
     made.graph.lint()
     assert str(made.graph) == str(expected.graph)
@@ -168,7 +168,7 @@ def test_a_backward_is_brought_in_order_where_it_is() -> None:
 def test_torch_has_its_own_functions_back() -> None:
     names = ("_extract_graph_with_inputs_outputs", "classify_nodes", "reordering_to_mimic_autograd_engine")
     before = [getattr(graph_extract.partitioners, name) for name in names]
-    with pytest.raises(ZeroDivisionError), copying_less():
+    with pytest.raises(ZeroDivisionError), skip_graph_copies():
         assert not any(
             getattr(graph_extract.partitioners, name) is one for name, one in zip(names, before, strict=True)
         )

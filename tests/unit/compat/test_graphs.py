@@ -12,20 +12,20 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
 from lightning_zero.compat.graphs import (
-    BACKWARD,
+    MUST_BE_IN_BACKWARD,
     CUSTOM,
-    DESCRIBED,
-    EXAMPLE,
-    MODULES,
-    ORIGIN,
-    POLICY,
-    POLICY_HASH,
+    DESC,
+    EXAMPLE_VALUE,
+    NN_MODULE_STACK,
+    GRAPH_ARG,
+    CHECKPOINT_POLICY,
+    CHECKPOINT_POLICY_HASH,
     RECOMPUTE,
-    REGION,
-    SEEN_BY_USERS,
-    SIDE,
+    AC_GRAPH_ID,
+    USER_VISIBLE_OUTPUTS,
+    PARTITIONER_TAG,
     TANGENTS,
-    UNCHECKED,
+    NO_VERSION_CHECK,
 )
 
 aten = torch.ops.aten
@@ -88,7 +88,7 @@ def test_the_partitioner_does_as_it_is_told_in_a_region(policy: CheckpointPolicy
     def tag(nodes: list[Node]) -> None:
         for node in nodes:
             if node.op == "call_function":
-                node.meta[REGION] = 1
+                node.meta[AC_GRAPH_ID] = 1
         calls(nodes, aten.mm.default)[0].meta[RECOMPUTE] = policy
 
     x, w = (torch.ones(4, 4, requires_grad=True) for _ in range(2))
@@ -102,7 +102,7 @@ def _chosen() -> Any:
 
 def test_the_graph_of_a_region_holds_what_users_choose_to_save_of_it() -> None:
     def noted(module: GraphModule, inputs: Any) -> Any:
-        found.append({name: part.meta.get(POLICY) for name, part in module.named_children()})
+        found.append({name: part.meta.get(CHECKPOINT_POLICY) for name, part in module.named_children()})
         return module.forward
 
     found: list[dict[str, Any]] = []
@@ -119,7 +119,7 @@ def test_torch_calls_that_choice_by_the_name_we_do() -> None:
     def named() -> Any:
         return _chosen()
 
-    setattr(named, POLICY_HASH, "products")
+    setattr(named, CHECKPOINT_POLICY_HASH, "products")
     assert _get_context_fn_cache_hash(named) == "products"
 
 
@@ -140,7 +140,7 @@ class _Made(torch.autograd.Function):
 def test_what_must_be_in_backward_is(told: bool) -> None:
     def tag(nodes: list[Node]) -> None:
         for node in calls(nodes, aten.mm.default) if told else ():
-            node.meta[SIDE] = BACKWARD
+            node.meta[PARTITIONER_TAG] = MUST_BE_IN_BACKWARD
 
     found = graphs_of(_Made.apply, torch.ones(4, 4, requires_grad=True), tag=tag)
     assert bool(calls(found["backward"], aten.mm.default)) is told
@@ -181,7 +181,7 @@ def of_module() -> tuple[Graphs, list[Any]]:
         return module._call_impl(x)
 
     def look(nodes: list[Node]) -> None:
-        sources.extend(node.meta[ORIGIN].source for node in nodes if node.op == "placeholder")
+        sources.extend(node.meta[GRAPH_ARG].source for node in nodes if node.op == "placeholder")
 
     return graphs_of(call, torch.ones(4, 4), look=look), sources
 
@@ -195,14 +195,14 @@ def test_dynamos_values_share_storages_as_tensors_do(of_module: tuple[Graphs, li
     edited = next(node for node in of_module[0]["dynamo"] if node.target == "mul_")
     made = edited.args[0]
     assert isinstance(made, Node)
-    before, after = (node.meta[EXAMPLE].untyped_storage()._cdata for node in (made, edited))
+    before, after = (node.meta[EXAMPLE_VALUE].untyped_storage()._cdata for node in (made, edited))
     assert before == after
 
 
 def test_nodes_know_the_modules_they_were_called_in(of_module: tuple[Graphs, list[Any]]) -> None:
     joint = of_module[0]["joint"]
-    called = next(node for node in joint if node.target is aten.mm.default and MODULES in node.meta)
-    path, kind = next(reversed(called.meta[MODULES].values()))
+    called = next(node for node in joint if node.target is aten.mm.default and NN_MODULE_STACK in node.meta)
+    path, kind = next(reversed(called.meta[NN_MODULE_STACK].values()))
     assert path == "L['module'].inner.0"
     assert kind is nn.Linear
 
@@ -212,12 +212,12 @@ def test_inductor_notes_which_outputs_users_see() -> None:
 
     from torch._inductor import compile_fx
 
-    assert f'"{SEEN_BY_USERS}"' in inspect.getsource(compile_fx)
+    assert f'"{USER_VISIBLE_OUTPUTS}"' in inspect.getsource(compile_fx)
 
 
 def test_aotautograd_writes_at_results_what_they_are(of_module: tuple[Graphs, list[Any]]) -> None:
     output = of_module[0]["forward"][-1]
-    assert len(output.meta[DESCRIBED]) == len(output.args[0])  # type: ignore[arg-type]
+    assert len(output.meta[DESC]) == len(output.args[0])  # type: ignore[arg-type]
 
 
 def test_the_partitioner_puts_what_is_not_checked_behind_all_else() -> None:
@@ -225,4 +225,4 @@ def test_the_partitioner_puts_what_is_not_checked_behind_all_else() -> None:
 
     from torch._functorch import partitioners
 
-    assert f'"{UNCHECKED}"' in inspect.getsource(partitioners)
+    assert f'"{NO_VERSION_CHECK}"' in inspect.getsource(partitioners)

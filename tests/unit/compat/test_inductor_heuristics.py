@@ -14,7 +14,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from lightning_zero.compat.inductor_heuristics import choices_by_hints
+from lightning_zero.compat.inductor_heuristics import choose_by_hints
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def guards(size: torch.SymInt) -> int:
 
 
 def test_padding_a_product_is_chosen_without_a_guard(rows: torch.SymInt) -> None:
-    with choices_by_hints():
+    with choose_by_hints():
         chosen = pad_mm.is_mm_compute_bound(rows, 768, 50257, torch.bfloat16)  # type: ignore[arg-type]
     assert guards(rows) == 0
     assert chosen is pad_mm.is_mm_compute_bound(2560, 768, 50257, torch.bfloat16)
@@ -51,7 +51,7 @@ def test_sharing_a_kernel_between_sums_is_chosen_without_a_guard(rows: torch.Sym
 
     graph: Any = SimpleNamespace(sizevars=sizes)
     with patch.object(scheduler.MixOrderReduction, "can_fuse", can_fuse), V.set_graph_handler(graph):
-        with choices_by_hints():
+        with choose_by_hints():
             assert not scheduler.MixOrderReduction.can_fuse("one", "other")  # type: ignore[arg-type]
             assert not scheduler.MixOrderReduction.are_mix_order_reductions("one", "other")  # type: ignore[arg-type]
         assert asked == [("one", "other")] * 2
@@ -62,6 +62,6 @@ def test_sharing_a_kernel_between_sums_is_chosen_without_a_guard(rows: torch.Sym
 
 def test_torch_has_its_own_choices_back() -> None:
     before = pad_mm.is_mm_compute_bound, scheduler.MixOrderReduction.__dict__["can_fuse"]
-    with pytest.raises(ZeroDivisionError), choices_by_hints():
+    with pytest.raises(ZeroDivisionError), choose_by_hints():
         raise ZeroDivisionError
     assert (pad_mm.is_mm_compute_bound, scheduler.MixOrderReduction.__dict__["can_fuse"]) == before

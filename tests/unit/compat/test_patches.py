@@ -14,7 +14,7 @@ import torch
 from lightning_zero.compat import patches
 from lightning_zero.compat.lookup import ABSENT, Absent, find, private
 from lightning_zero.compat.newer import failure_of_newer_torch
-from lightning_zero.compat.patches import PATCHES, Patch, counted, parameters, swapped
+from lightning_zero.compat.patches import PATCHES, Patch, counted, parameters, swap_attribute
 from lightning_zero.errors import UnsupportedError
 
 PACKAGE = Path(__file__).resolve().parents[3] / "lightning_zero"
@@ -40,7 +40,7 @@ def doubled_again(patch: Patch) -> Any:
     @patch
     @contextmanager
     def quadruple() -> Iterator[str]:
-        with swapped(TARGET, "double", lambda number: 4 * number):
+        with swap_attribute(TARGET, "double", lambda number: 4 * number):
             yield "entered"
 
     return quadruple
@@ -105,7 +105,7 @@ def test_swapped_sets_back_static_methods_and_inherited_ones() -> None:
     class Derived(Base):
         pass
 
-    with swapped(Derived, "method", lambda self: "other"), swapped(Base, "static", staticmethod(lambda: "other")):
+    with swap_attribute(Derived, "method", lambda self: "other"), swap_attribute(Base, "static", staticmethod(lambda: "other")):
         assert (Derived().method(), Base().method(), Base.static()) == ("other", "base", "other")
     assert (Derived().method(), Base().static(), vars(Derived).get("method")) == ("base", "static", None)
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compat.graphs import MODULES
+from lightning_zero.compat.graphs import NN_MODULE_STACK
 from lightning_zero.compile.tagging import _module_path, tag_activations, tag_gathers
 from tests.unit.compile.graphs import Builder
 
@@ -58,13 +58,13 @@ def test_the_compiler_writes_paths_that_are_read() -> None:
     module, stacks = Nested(), []
 
     def backend(graph: GraphModule, inputs: object) -> GraphModule:
-        stacks.extend(node.meta[MODULES] for node in graph.graph.nodes if MODULES in node.meta)
+        stacks.extend(node.meta[NN_MODULE_STACK] for node in graph.graph.nodes if NN_MODULE_STACK in node.meta)
         return graph
 
     torch.compile(lambda x: module(x), backend=backend)(torch.ones(2, 3))
     node = Graph().placeholder("x")
     found = set()
-    for node.meta[MODULES] in stacks:
+    for node.meta[NN_MODULE_STACK] in stacks:
         found.add(_module_path(node))
     assert found == {"layers.0", "layers.1", "last.0", "last.1"}
 

@@ -16,7 +16,7 @@ from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import run_passes
 from lightning_zero.compile.passes.pass_trace import PassTrace
 from lightning_zero.compile.passes.publish_plan import read_plan
-from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.compile.plan_book import PlanStore
 from lightning_zero.compile.selection import PassSelection
 from lightning_zero.config import CompileConfig
 from lightning_zero.native import load
@@ -35,7 +35,7 @@ class Silent:
     def compiling(self, what: str, busy: bool, seconds: float) -> None:
         pass
 
-    def spend(self, what: str, amount: float) -> None:
+    def add_metric(self, what: str, amount: float) -> None:
         pass
 
     def report(self, line: str) -> None:
@@ -69,7 +69,7 @@ def test_inputs_are_freed_after_their_last_use() -> None:
 def test_the_guard_that_failed_is_named_where_something_is_compiled_again() -> None:
     load()
     told = Silent()
-    for_users = Compiler(PassContext(CompileConfig(backend="aot_eager"), 2), PassSelection(), PlanBook(), told)
+    for_users = Compiler(PassContext(CompileConfig(backend="aot_eager"), 2), PassSelection(), PlanStore(), told)
     for _ in range(2):  # other arguments are no guard of Dynamo's
         doubled = torch.compile(_doubled, **for_users.arguments())
         assert doubled(torch.ones(4)).tolist() == [2.0] * 4
@@ -90,16 +90,16 @@ def compiler(**options: object) -> Compiler:
     return made(PassContext(CompileConfig(**options), 2))  # type: ignore[arg-type]
 
 
-def made(context: PassContext, plans: PlanBook | None = None) -> Compiler:
-    return Compiler(context, PassSelection(), plans or PlanBook(), Silent())
+def made(context: PassContext, plans: PlanStore | None = None) -> Compiler:
+    return Compiler(context, PassSelection(), plans or PlanStore(), Silent())
 
 
 def test_what_decides_how_graphs_are_rewritten_decides_what_a_cache_may_return() -> None:
     digest = compiler()._digest()
     assert digest == compiler()._digest()
-    assert digest != compiler(resident_mb=1)._digest()
+    assert digest != compiler(unsharded_cache_mb=1)._digest()
     assert digest != made(PassContext(CompileConfig(), 3))._digest()
-    plans = PlanBook()
+    plans = PlanStore()
     later = made(PassContext(CompileConfig(), 2), plans)
     plans.add(read_plan(run_passes(named_products(), later.passes())))
     assert later._digest() != digest
@@ -127,7 +127,7 @@ def test_backwards_are_not_written_as_code_before_they_are_compiled(monkeypatch:
         "lightning_zero.compile.backend._boxed",
         lambda module: lazy.append(isinstance(module, _LazyGraphModule)) or _boxed(module),
     )
-    compiler = Compiler(PassContext(CompileConfig(backend="aot_eager"), 2), PassSelection(), PlanBook(), Silent())
+    compiler = Compiler(PassContext(CompileConfig(backend="aot_eager"), 2), PassSelection(), PlanStore(), Silent())
     x = torch.ones(3, requires_grad=True)
     x.grad = torch.ones(3)  # of the step before
     fakes = Counter[bool]()

@@ -7,25 +7,25 @@ import pytest
 from torch.fx import Graph
 
 from lightning_zero.compile import compile_timer
-from lightning_zero.compile.compile_timer import Lowered
+from lightning_zero.compile.compile_timer import CompileTimer
 
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     kinds = iter(["forward", "backward"])
-    monkeypatch.setattr(compile_timer, "kind_of", lambda graph: next(kinds))
+    monkeypatch.setattr(compile_timer, "graph_kind", lambda graph: next(kinds))
     return []
 
 
-def make(told: list[tuple[str, bool]]) -> Lowered:
+def make(told: list[tuple[str, bool]]) -> CompileTimer:
     listener: Any = SimpleNamespace(compiling=lambda what, busy, seconds: told.append((what, busy)))
-    return Lowered("'net' (Net)", listener)
+    return CompileTimer("'net' (Net)", listener)
 
 
 def test_forward_and_backward_have_their_seconds(told: list[tuple[str, bool]]) -> None:
     both = make(told)
     for _ in range(2):
-        with both.of(Graph()):
+        with both.measure(Graph()):
             pass
     assert told == [], "the backend says that it compiles"
     both.end(1.0)
@@ -34,11 +34,11 @@ def test_forward_and_backward_have_their_seconds(told: list[tuple[str, bool]]) -
 
 def test_a_late_backward_is_told_by_its_module(told: list[tuple[str, bool]]) -> None:
     late = make(told)
-    with late.of(Graph()):
+    with late.measure(Graph()):
         pass
     late.end(1.0)
     assert told.pop() == ("forward 0.0 s", False)
-    with pytest.raises(ValueError, match="broken"), late.of(Graph()):
+    with pytest.raises(ValueError, match="broken"), late.measure(Graph()):
         raise ValueError("broken")
     assert told == [("the backward of 'net' (Net) for training", True), ("", False)], "also where it fails"
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from lightning_zero.compile.consensus import Agreement
+from lightning_zero.compile.consensus import RankConsensus
 from lightning_zero.errors import RankMismatchError
 
 
@@ -26,14 +26,14 @@ class Store:
         return all(key in self.values for key in keys)
 
 
-def together(*ranks: Callable[[Agreement], object], patience_s: float = 3.0, limit_s: float = 20.0) -> list[object]:
+def together(*ranks: Callable[[RankConsensus], object], patience_s: float = 3.0, limit_s: float = 20.0) -> list[object]:
     """What each rank's function returns or raises, run in threads of their own."""
     store = Store()
     out: list[object] = [None] * len(ranks)
 
     def run(rank: int) -> None:
         try:
-            out[rank] = ranks[rank](Agreement(store, rank, len(ranks), patience_s, limit_s))
+            out[rank] = ranks[rank](RankConsensus(store, rank, len(ranks), patience_s, limit_s))
         except RankMismatchError as error:
             out[rank] = str(error)
 
@@ -47,8 +47,8 @@ def together(*ranks: Callable[[Agreement], object], patience_s: float = 3.0, lim
 
 
 def test_ranks_with_the_same_plans_go_on() -> None:
-    def rank(delay: float) -> Callable[[Agreement], object]:
-        def run(agreement: Agreement) -> str:
+    def rank(delay: float) -> Callable[[RankConsensus], object]:
+        def run(agreement: RankConsensus) -> str:
             time.sleep(delay)
             for digest in ("forward", "backward", "forward", "other"):
                 agreement.check(digest, [f"gather {digest}"])
@@ -60,10 +60,10 @@ def test_ranks_with_the_same_plans_go_on() -> None:
 
 
 def test_a_plan_that_was_agreed_on_needs_nobody() -> None:
-    def other(agreement: Agreement) -> None:
+    def other(agreement: RankConsensus) -> None:
         agreement.check("a", ["gather a"])
 
-    def alone(agreement: Agreement) -> str:
+    def alone(agreement: RankConsensus) -> str:
         agreement.check("a", ["gather a"])
         time.sleep(0.2)  # the other is gone
         agreement.check("a", ["gather a"])
@@ -75,7 +75,7 @@ def test_a_plan_that_was_agreed_on_needs_nobody() -> None:
 def test_ranks_with_different_plans_are_told_the_first_difference_at_once() -> None:
     common = ["forward: gather x as float32, 8 bytes"]
 
-    def rank(own: str) -> Callable[[Agreement], object]:
+    def rank(own: str) -> Callable[[RankConsensus], object]:
         return lambda agreement: agreement.check(own, [*common, f"forward: gather {own} as float32, 8 bytes"])
 
     begun = time.monotonic()
@@ -89,10 +89,10 @@ def test_ranks_with_different_plans_are_told_the_first_difference_at_once() -> N
 
 
 def test_a_rank_that_compiles_alone_is_told_who_did_not_come() -> None:
-    def follows(agreement: Agreement) -> None:
+    def follows(agreement: RankConsensus) -> None:
         agreement.check("a", ["gather a"])
 
-    def goes_on(agreement: Agreement) -> None:
+    def goes_on(agreement: RankConsensus) -> None:
         agreement.check("a", ["gather a"])
         agreement.check("b", ["gather b", "gather c"])
 
@@ -104,14 +104,14 @@ def test_a_rank_that_compiles_alone_is_told_who_did_not_come() -> None:
 
 
 def test_a_rank_that_is_still_compiling_is_waited_for() -> None:
-    def slow(agreement: Agreement) -> str:
+    def slow(agreement: RankConsensus) -> str:
         agreement.compiling(True)
         time.sleep(2.5)  # more than the others' patience
         agreement.compiling(False)
         agreement.check("a", ["gather a"])
         return "done"
 
-    def quick(agreement: Agreement) -> str:
+    def quick(agreement: RankConsensus) -> str:
         time.sleep(0.1)
         agreement.check("a", ["gather a"])
         return "done"
@@ -120,7 +120,7 @@ def test_a_rank_that_is_still_compiling_is_waited_for() -> None:
 
 
 def test_even_a_rank_that_compiles_is_not_waited_for_without_end() -> None:
-    def stuck(agreement: Agreement) -> None:
+    def stuck(agreement: RankConsensus) -> None:
         agreement.compiling(True)
 
     out = together(stuck, lambda agreement: agreement.check("a", ["gather a"]), limit_s=0.5)
@@ -132,7 +132,7 @@ def test_one_rank_agrees_with_itself() -> None:
         def __getattr__(self, name: str) -> object:
             raise AssertionError("nobody to talk to")
 
-    agreement = Agreement(NoStore(), 0, 1, 0.1, 1.0)
+    agreement = RankConsensus(NoStore(), 0, 1, 0.1, 1.0)
     agreement.compiling(True)
     agreement.check("a", ["gather a"])
 
@@ -152,7 +152,7 @@ class Meanwhile(Store):
 def test_a_rank_that_has_gone_on_to_its_next_plan_is_no_mismatch() -> None:
     """The slower rank may find the faster one waiting with the next plan already."""
     store = Meanwhile()
-    agreement = Agreement(store, 0, 2, patience_s=1.0, limit_s=2.0)
+    agreement = RankConsensus(store, 0, 2, patience_s=1.0, limit_s=2.0)
     agreement.check("first", ["first"])
     assert store.get("wants/1") == b"second"
     agreement.check("second", ["second"])

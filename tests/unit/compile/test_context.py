@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, SMALL_BYTES, PassContext
-from lightning_zero.compile.passes import default_passes, saved_for_backward
+from lightning_zero.compile.passes import default_passes, saved_limits
 from lightning_zero.compile.passes.saved_weights import SavedLimits
 from lightning_zero.config import CompileConfig
 
@@ -26,9 +26,9 @@ def test_no_weight_is_small_where_each_is_gathered_by_itself() -> None:
     [
         ({}, False, SavedLimits(SMALL_BYTES, 0.0, 0, GROUPS_PER_GRAPH, 0.25)),
         ({}, True, SavedLimits(SMALL_BYTES, 0.0, 128 * MIB, GROUPS_PER_GRAPH, 0.25)),
-        ({"resident_mb": 7}, False, SavedLimits(SMALL_BYTES, 7.0 * MIB, 0, GROUPS_PER_GRAPH, 0.25)),
+        ({"unsharded_cache_mb": 7}, False, SavedLimits(SMALL_BYTES, 7.0 * MIB, 0, GROUPS_PER_GRAPH, 0.25)),
         (
-            {"resident_mb": 7, "resident_until": "step"},
+            {"unsharded_cache_mb": 7, "unsharded_cache_until": "step"},
             False,
             SavedLimits(SMALL_BYTES, 0.0, 0, GROUPS_PER_GRAPH, 0.25),
         ),
@@ -37,10 +37,10 @@ def test_no_weight_is_small_where_each_is_gathered_by_itself() -> None:
 )
 def test_what_is_kept_for_backward(options: dict[str, float], follows: bool, kept: SavedLimits) -> None:
     config = CompileConfig(**options)  # type: ignore[arg-type]
-    assert saved_for_backward(PassContext(config, 2, saved_share=0.25, backward_follows=follows)) == kept
+    assert saved_limits(PassContext(config, 2, saved_share=0.25, backward_follows=follows)) == kept
 
 
 @pytest.mark.parametrize("borrow", [True, False])
 def test_gradients_are_borrowed_only_where_the_executor_sends_them_from_where_they_lie(borrow: bool) -> None:
-    names = [spec.name for spec in default_passes(PassContext(CompileConfig(), 2, borrow_gradients=borrow))]
-    assert ("borrow_gradients" in names) is borrow
+    names = [spec.name for spec in default_passes(PassContext(CompileConfig(), 2, zero_copy_gradients=borrow))]
+    assert ("zero_copy_gradients" in names) is borrow

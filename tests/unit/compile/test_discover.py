@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.compile.discover import CompiledCalls
+from lightning_zero.compile.discover import CompiledModules
 from lightning_zero.errors import UnsupportedError
 from tests.unit.compile.backends import Backend
 
@@ -36,7 +36,7 @@ class Counting(nn.Linear):
         super().__init__(3, 3)
 
 
-class Calls(CompiledCalls):
+class Calls(CompiledModules):
     def __init__(self, net: nn.Module | None = None) -> None:
         self.backend, self.lines = Backend(), []  # type: ignore[var-annotated]
         self.net = net or Net()
@@ -61,7 +61,7 @@ def test_what_has_no_parameters_or_is_somebody_elses_is_left_alone() -> None:
     calls, other = Calls(), nn.Linear(3, 3)
     assert calls.shown(lambda net: net.loss(other(net.encoder[1](X)), X)) == []
     assert calls.shown(lambda net: net.counting(X)) == []
-    assert calls.eager == {}
+    assert calls.eager_reasons == {}
 
 
 def test_the_first_step_runs_eagerly_and_later_ones_compiled() -> None:
@@ -72,7 +72,7 @@ def test_the_first_step_runs_eagerly_and_later_ones_compiled() -> None:
         with calls.step(first=False):
             assert torch.equal(calls.net(X), Net.forward(calls.net, X))
     assert calls.backend.graphs == 1
-    assert calls.notes.called == "the whole Net"
+    assert calls.call_info.called == "the whole Net"
 
 
 def test_calls_outside_of_a_step_are_not_watched() -> None:
@@ -127,7 +127,7 @@ def with_others_inside(net: Any) -> None:
 def test_what_compiled_code_cannot_do_stays_eager_and_is_told(step: Callable[[Any], None], name: str, why: str) -> None:
     calls = Calls()
     assert calls.shown(step) == []
-    assert calls.eager == {name: why}
+    assert calls.eager_reasons == {name: why}
     shown = f"'{name}' ({type(calls.net.get_submodule(name)).__name__})"
     assert calls.lines == [f"Not compiling {shown}: {why}, which compiled code does not support."]
 
@@ -143,7 +143,7 @@ def test_modules_that_call_others_inside_a_transform_stay_eager() -> None:
 
     calls = Calls(Outer())
     assert calls.shown(lambda net: net(X)) == []
-    assert calls.eager == {"": "it calls modules inside torch.func (grad, vmap, ...)"}
+    assert calls.eager_reasons == {"": "it calls modules inside torch.func (grad, vmap, ...)"}
 
 
 def test_a_backward_after_the_first_step_counts_too() -> None:
@@ -155,14 +155,14 @@ def test_a_backward_after_the_first_step_counts_too() -> None:
     torch.autograd.grad(loss, x, create_graph=True)
     assert calls.modules == {}
     assert calls.net.encoder._compiled_call_impl is None
-    assert list(calls.eager) == ["encoder"]
+    assert list(calls.eager_reasons) == ["encoder"]
 
 
 @pytest.mark.parametrize("retain", [True, False])
 def test_a_graph_that_is_kept_for_another_backward_is_noted(retain: bool) -> None:
     calls = Calls()
     calls.shown(lambda net: net.encoder(X).sum().backward(retain_graph=retain))
-    assert calls.notes.keeps_graphs is retain
+    assert calls.call_info.retains_graph is retain
 
 
 def test_calls_are_compiled_again_with_other_arguments() -> None:
@@ -178,9 +178,9 @@ def test_calls_are_compiled_again_with_other_arguments() -> None:
 def test_a_new_beginning_shows_again_what_to_compile() -> None:
     calls, other = Calls(), Backend()
     calls.shown(lambda net: net.encoder(X))
-    again = calls.anew({"backend": other})
+    again = calls.restart({"backend": other})
     assert calls.net.encoder._compiled_call_impl is None
-    assert (again.modules, again.eager) == ({}, {})
+    assert (again.modules, again.eager_reasons) == ({}, {})
     with again.step(first=True):
         calls.net.decoder(X)
     with again.step(first=False):
@@ -209,9 +209,9 @@ def test_torchs_own_errors_are_explained(words: str) -> None:
     calls = Calls()
     calls.shown(lambda net: net.decoder(net.encoder(X)))
     compiled = r"Compiled: 'encoder' \(Sequential\), 'decoder' \(Linear\)\."
-    with pytest.raises(UnsupportedError, match=compiled), calls.explaining():
+    with pytest.raises(UnsupportedError, match=compiled), calls.explain_errors():
         raise RuntimeError(words)
-    with pytest.raises(RuntimeError, match="another"), calls.explaining():
+    with pytest.raises(RuntimeError, match="another"), calls.explain_errors():
         raise RuntimeError("another")
 
 
@@ -337,7 +337,7 @@ def test_an_int_of_a_module_that_changes_is_compiled_twice(make: Callable[[], An
             assert torch.equal(net(X), plain(X))
     assert calls.backend.graphs == 2
     assert [m.calls for m in net.modules() if isinstance(m, Counter)] == [13] * (3 if make is Counters else 1)
-    assert not calls.given_up
+    assert not calls.limit_reasons
 
 
 def test_code_that_torch_compiles_no_more_is_named_once_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -354,6 +354,6 @@ def test_code_that_torch_compiles_no_more_is_named_once_with_the_reason(caplog: 
     assert "said" in record.getMessage()
     assert "torch.compiler.disable" in record.getMessage()
     assert not any("torch._dynamo hit" in record.getMessage() for record in caplog.records)
-    assert list(calls.given_up) == [""]
+    assert list(calls.limit_reasons) == [""]
     calls.restore()
-    assert not calls.given_up
+    assert not calls.limit_reasons

@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.compat.graphs import CUSTOM
-from lightning_zero.compile.frontend import has_collectives, last_read, name_weights, refuse_edits
+from lightning_zero.compile.frontend import has_collectives, last_read, tag_weight_names, check_weight_edits
 from lightning_zero.compile.graph import WEIGHT
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import load
@@ -87,10 +87,10 @@ def seen_by_a_backend(module: nn.Module, look: Callable[[GraphModule, Any], Any]
 
 
 def named(graph: GraphModule, inputs: Any) -> tuple[list[str], list[str], Any]:
-    names = name_weights(graph)
+    names = tag_weight_names(graph)
     bodies = [part for part in graph.modules() if isinstance(part, GraphModule) and part is not graph]
     inside = [node for body in bodies for node in body.graph.nodes if "gather" in str(node.target)]
-    refuse_edits(graph)
+    check_weight_edits(graph)
     return names, sorted(node.meta[CUSTOM][WEIGHT] for node in inside), last_read(graph, inputs)
 
 
@@ -105,7 +105,7 @@ def test_weights_of_checkpointed_regions_have_their_names(kind: str) -> None:
 
 def refused(graph: GraphModule, inputs: Any) -> str:
     with pytest.raises(UnsupportedError) as caught:
-        refuse_edits(graph)
+        check_weight_edits(graph)
     return str(caught.value)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from lightning_zero.compile.grad_leaves import leaves_of_nobody
+from lightning_zero.compile.grad_leaves import ignore_grad_leaves
 
 WEIGHT = torch.tensor([2.0, 3.0])
 
@@ -23,7 +23,7 @@ def graphs(function: Callable[..., Any], *args: Any, context: AbstractContextMan
         return module.forward
 
     torch._dynamo.reset()
-    with context or leaves_of_nobody():
+    with context or ignore_grad_leaves():
         result = torch.compile(function, backend=backend)(*args)
     return [result, len(found)]
 
@@ -193,7 +193,7 @@ def test_outside_dynamo_is_as_it_was() -> None:
         hidden.requires_grad = True
         return (hidden * weight).sum()
 
-    with leaves_of_nobody():
+    with ignore_grad_leaves():
         pass
     weight = WEIGHT.clone().requires_grad_()
     _, count = graphs(forward, torch.ones(2), weight, context=nullcontext())

@@ -8,13 +8,13 @@ from lightning_zero.compile.graph import (
     GATHER,
     calls,
     gathers,
-    in_role,
+    nodes_in_role,
     is_reduce,
     is_start,
     is_view_or_cast,
     weight_nodes,
 )
-from lightning_zero.native.ops import OPS, Role, in_graphs
+from lightning_zero.native.ops import OPS, Role, graph_overloads
 from lightning_zero.planning.fake_compiler import fake_op
 from tests.unit.compile.graphs import Builder, aten
 from tests.unit.compile.subgraphs.graphs import layers
@@ -36,18 +36,18 @@ def test_gathers_are_found_in_order_those_on_paper_among_them() -> None:
 def test_ops_are_found_by_what_they_do() -> None:
     graph = layers(4, at=1, grads=True)
     starts, handed = ([node for node in graph.nodes if asked(node)] for asked in (is_start, is_reduce))
-    assert in_role(graph, Role.START) == starts
-    assert in_role(graph, Role.REDUCE) == handed
+    assert nodes_in_role(graph, Role.START) == starts
+    assert nodes_in_role(graph, Role.REDUCE) == handed
     both = {*starts, *handed}
-    assert in_role(graph, Role.START, Role.REDUCE) == [node for node in graph.nodes if node in both]
+    assert nodes_in_role(graph, Role.START, Role.REDUCE) == [node for node in graph.nodes if node in both]
     assert starts
     assert handed
 
 
 def test_an_op_without_a_form_on_paper_has_its_own_alone() -> None:
     Builder()  # loads them
-    assert in_graphs(OPS["gather_group"]) == [OPS["gather_group"].overload]
-    assert in_graphs(OPS[GATHER]) == [OPS[GATHER].overload, fake_op("gather")]
+    assert graph_overloads(OPS["gather_group"]) == [OPS["gather_group"].overload]
+    assert graph_overloads(OPS[GATHER]) == [OPS[GATHER].overload, fake_op("gather")]
 
 
 def test_weights_are_gathers_and_what_has_their_values_in_any_form() -> None:

@@ -17,10 +17,10 @@ from torch.fx import Graph, GraphModule, Node
 import lightning_zero
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.graph import WEIGHT
-from lightning_zero.compile.passes import default_passes, run_passes, saved_for_backward
-from lightning_zero.compile.subgraphs import Piece, PieceCache, cut, repeats
+from lightning_zero.compile.passes import default_passes, run_passes, saved_limits
+from lightning_zero.compile.subgraphs import Subgraph, SubgraphCache, cut, repeats
 from lightning_zero.compile.subgraphs.lower import _fingerprint
-from lightning_zero.compile.subgraphs.subgraph_program import Program
+from lightning_zero.compile.subgraphs.subgraph_program import SubgraphProgram
 from lightning_zero.compile.tagging import tag_gathers
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder, aten
@@ -70,24 +70,24 @@ def counted(work: Callable[[], Any]) -> Counter[str]:
 
 def compile_passes(graph: Graph, options: dict[str, Any]) -> None:
     context = PassContext(
-        CompileConfig(gather_group_mb=0.002, reduce_group_mb=0.002, **options), 2, borrow_gradients=True
+        CompileConfig(gather_group_mb=0.002, reduce_group_mb=0.002, **options), 2, zero_copy_gradients=True
     )
-    tag_gathers(graph, saved_for_backward(context))
+    tag_gathers(graph, saved_limits(context))
     repeats(graph)
     run_passes(graph, default_passes(context), check_each=False)
     module = GraphModule(torch.nn.Module(), graph)
     steps = cut(graph)
     assert steps is not None
-    pieces = [step for step in steps if isinstance(step, Piece)]
+    pieces = [step for step in steps if isinstance(step, Subgraph)]
     assert len(pieces) > 4
-    number = PieceCache().number
+    number = SubgraphCache().number
     for piece in pieces:
         _fingerprint(module, piece, {}, number)
-    Program(module, steps, [lambda inputs: None for _ in pieces])
+    SubgraphProgram(module, steps, [lambda inputs: None for _ in pieces])
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("options", [{}, {"resident_mb": float("inf")}], ids=["gathered", "kept"])
+@pytest.mark.parametrize("options", [{}, {"unsharded_cache_mb": float("inf")}], ids=["gathered", "kept"])
 @pytest.mark.exhaustive_variants("gathered-True", "kept-False")
 def test_four_times_the_layers_are_four_times_the_work(backward: bool, options: dict[str, Any]) -> None:
     few, many = (counted(partial(compile_passes, model(count, backward), options)) for count in (FEW, MANY))

@@ -2,7 +2,7 @@
 
 from torch.fx import Graph
 
-from lightning_zero.compile.listener import Progress
+from lightning_zero.compile.listener import CompileProgress
 from lightning_zero.compile.passes.pass_trace import PassTrace
 
 
@@ -10,7 +10,7 @@ def test_compiling_is_told_to_the_user_the_watchdog_and_the_other_ranks() -> Non
     others: list[bool] = []
     busy: list[str] = []
     lines: list[str] = []
-    progress = Progress(others.append, busy.append, lines.append)
+    progress = CompileProgress(others.append, busy.append, lines.append)
     progress.compiling("the whole Net", True, 0.0)
     progress.compiling("forward 1.0 s", False, 1.25)
     progress.compiling("", False, 1.25)
@@ -25,13 +25,13 @@ def test_a_store_that_fails_hides_no_exception_of_the_compiler() -> None:
     def fails(busy: bool) -> None:
         raise RuntimeError("the store is gone")
 
-    progress = Progress(fails)
+    progress = CompileProgress(fails)
     progress.compiling("a module", False, 0.0)
     assert progress.compiled == 1
 
 
 def test_observers_see_graphs_and_passes_and_only_they_make_them_wanted() -> None:
-    progress, graph = Progress(lambda busy: None), Graph()
+    progress, graph = CompileProgress(lambda busy: None), Graph()
     trace = PassTrace("look", 0.1, 0, (), (), (), (), "")
     graphs: list[tuple[str, Graph]] = []
     traces: list[PassTrace] = []

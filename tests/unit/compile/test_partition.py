@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
-from lightning_zero.compile.partition import halves
-from lightning_zero.compile.recompute_policy import saved_within
+from lightning_zero.compile.partition import partition_joint_graph
+from lightning_zero.compile.recompute_policy import partitioner_settings
 
 
 def loss(weights: list[Tensor], x: Tensor) -> Tensor:
@@ -40,10 +40,10 @@ def cut(joint: tuple[GraphModule, Any, dict[str, Any]], budget: float, alone: bo
     module, inputs, settings = joint
     copy = GraphModule(module, deepcopy(module.graph))
     others = {name: value for name, value in settings.items() if name != "num_fwd_outputs"}
-    with functorch_config.patch(saved_within(budget)):
+    with functorch_config.patch(partitioner_settings(budget)):
         if alone:
             return (*min_cut_partition(copy, inputs, **settings), [])
-        return halves(copy, inputs, settings["num_fwd_outputs"], budget, **others)
+        return partition_joint_graph(copy, inputs, settings["num_fwd_outputs"], budget, **others)
 
 
 def saved(forward: GraphModule) -> int:
@@ -66,11 +66,11 @@ def test_within_one_less_is_saved_and_sums_through_layers_are_looked_for(
 ) -> None:
     seen = []
 
-    def save_chains(*given: Any) -> bool:
+    def save_residual_sums(*given: Any) -> bool:
         seen.append(given)
         return chains
 
-    monkeypatch.setattr("lightning_zero.compile.partition.save_chains", save_chains)
+    monkeypatch.setattr("lightning_zero.compile.partition.save_residual_sums", save_residual_sums)
     whole = cut(joint, 1.0, alone=False)
     assert seen == []
     forward, backward, changed = cut(joint, 0.5, alone=False)

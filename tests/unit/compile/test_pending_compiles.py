@@ -11,20 +11,20 @@ from torch._functorch import config
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
 from lightning_zero.compat.compiler import AsyncCompile, dynamo_config, inductor_config
-from lightning_zero.compile.discover import CompiledCalls
-from lightning_zero.compile.pending_compiles import Rest, Unfinished
-from lightning_zero.compile.subgraphs import Kernels
+from lightning_zero.compile.discover import CompiledModules
+from lightning_zero.compile.pending_compiles import PendingCompile, PendingCompiles
+from lightning_zero.compile.subgraphs import DeferredKernels
 
 
 def test_it_is_done_once_and_in_order() -> None:
     done: list[str] = []
     told: list[float] = []
-    unfinished = Unfinished()
-    unfinished.add(lambda: done.append("first"), 3.0, told.append)
-    unfinished.add(lambda: done.append("second"), 5.0, told.append)
+    pending_compiles = PendingCompiles()
+    pending_compiles.add(lambda: done.append("first"), 3.0, told.append)
+    pending_compiles.add(lambda: done.append("second"), 5.0, told.append)
     assert done == told == []
-    unfinished.finish()
-    unfinished.finish()
+    pending_compiles.finish()
+    pending_compiles.finish()
     assert done == ["first", "second"]
     assert told == [pytest.approx(3.0, abs=0.5), pytest.approx(5.0, abs=0.5)]
 
@@ -41,34 +41,34 @@ def failing(*errors: BaseException) -> Callable[[], None]:
 
 def test_what_fails_is_raised_and_told_once_and_tried_again() -> None:
     told: list[float] = []
-    unfinished = Unfinished()
-    unfinished.add(failing(ValueError("no kernel"), KeyboardInterrupt()), 3.0, told.append)
+    pending_compiles = PendingCompiles()
+    pending_compiles.add(failing(ValueError("no kernel"), KeyboardInterrupt()), 3.0, told.append)
     with pytest.raises(ValueError, match="no kernel"):
-        unfinished.finish()
+        pending_compiles.finish()
     assert len(told) == 1, "or other ranks would take this one for busy"
     with pytest.raises(KeyboardInterrupt):
-        unfinished.finish()
-    unfinished.finish()
-    unfinished.finish()
+        pending_compiles.finish()
+    pending_compiles.finish()
+    pending_compiles.finish()
     assert len(told) == 1
 
 
 def test_no_thread_runs_a_graph_that_another_one_finishes() -> None:
     begun, go, seen = threading.Event(), threading.Event(), list[str]()
-    unfinished = Unfinished()
+    pending_compiles = PendingCompiles()
 
     def rest() -> None:
         begun.set()
         go.wait(20)
         seen.append("finished")
 
-    unfinished.add(rest, 0.0, lambda seconds: None)
-    first = threading.Thread(target=unfinished.finish)
+    pending_compiles.add(rest, 0.0, lambda seconds: None)
+    first = threading.Thread(target=pending_compiles.finish)
     first.start()
     assert begun.wait(20)
 
     def call() -> None:
-        unfinished.finish()
+        pending_compiles.finish()
         seen.append("ran")
 
     second = threading.Thread(target=call)
@@ -82,19 +82,19 @@ def test_no_thread_runs_a_graph_that_another_one_finishes() -> None:
 
 
 def test_a_failure_under_way_is_not_hidden(caplog: pytest.LogCaptureFixture) -> None:
-    unfinished = Unfinished()
-    unfinished.add(failing(ValueError("one"), ValueError("two")), 0.0, lambda seconds: None)
-    unfinished.finish_behind(RuntimeError("the user's"))
+    pending_compiles = PendingCompiles()
+    pending_compiles.add(failing(ValueError("one"), ValueError("two")), 0.0, lambda seconds: None)
+    pending_compiles.finish_after(RuntimeError("the user's"))
     assert "What was left of a compilation failed, too." in caplog.text
     with pytest.raises(ValueError, match="two"):
-        unfinished.finish_behind(None)
+        pending_compiles.finish_after(None)
 
 
 def test_settings_are_as_before_where_what_is_left_fails() -> None:
-    calls = CompiledCalls(nn.Linear(1, 1), {})
+    calls = CompiledModules(nn.Linear(1, 1), {})
     before = dynamo_config.ignore_logging_functions
-    calls.notes.unfinished.add(failing(ValueError("no kernel")), 0.0, lambda seconds: None)
-    with pytest.raises(RuntimeError, match="the user's"), calls.calling():
+    calls.call_info.pending_compiles.add(failing(ValueError("no kernel")), 0.0, lambda seconds: None)
+    with pytest.raises(RuntimeError, match="the user's"), calls.dynamo_settings():
         raise RuntimeError("the user's")
     assert dynamo_config.ignore_logging_functions is before
 
@@ -107,13 +107,13 @@ def test_a_graph_is_saved_once_its_kernels_are_there(monkeypatch: pytest.MonkeyP
         seen.append((key, entry, remote, globals_["kernel"], config.bundled_autograd_cache))
 
     monkeypatch.setattr(AOTAutogradCache, "save", save)
-    kernels = Kernels()
+    kernels = DeferredKernels()
     with (
         inductor_config.patch(compile_threads=2),
         config.patch(bundled_autograd_cache=False),
-        Rest(kernels, {"bundled_autograd_cache": True}) as rest,
+        PendingCompile(kernels, {"bundled_autograd_cache": True}) as rest,
     ):
-        with kernels.not_waited_for():
+        with kernels.defer():
             AsyncCompile().wait(globals_)
         AOTAutogradCache.save("key", "entry", remote=False)
         assert seen == []
@@ -128,12 +128,12 @@ def test_a_compilation_that_fails_leaves_no_kernel_unfinished() -> None:
     """Those of its first pieces are other graphs', too."""
     globals_: dict[str, Any] = {"kernel": Future()}
     globals_["kernel"].set_result("compiled")
-    kernels = Kernels()
+    kernels = DeferredKernels()
     with (
         inductor_config.patch(compile_threads=2),
         pytest.raises(ValueError, match="a later piece"),
-        Rest(kernels, {}),
-        kernels.not_waited_for(),
+        PendingCompile(kernels, {}),
+        kernels.defer(),
     ):
         AsyncCompile().wait(globals_)
         raise ValueError("a later piece")

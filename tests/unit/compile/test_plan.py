@@ -8,7 +8,7 @@ from torch.fx import Graph
 
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import default_passes, run_passes
-from lightning_zero.compile.passes.publish_plan import announce_plan, read_plan
+from lightning_zero.compile.passes.publish_plan import publish_plan, read_plan
 from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce, first_difference
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder, named_products, order
@@ -21,9 +21,9 @@ def no_weight_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_zero.compile.context.SMALL_BYTES", 0)
 
 
-def planned(graph: Graph, prefetch: bool = True, agreed: tuple[GraphPlan, ...] = ()) -> GraphPlan:
+def planned(graph: Graph, prefetch: bool = True, agreed_plans: tuple[GraphPlan, ...] = ()) -> GraphPlan:
     config = CompileConfig(prefetch=prefetch, gather_group_mb=0.04)
-    return read_plan(run_passes(graph, default_passes(PassContext(config, 2, agreed=agreed))))
+    return read_plan(run_passes(graph, default_passes(PassContext(config, 2, agreed_plans=agreed_plans))))
 
 
 def test_the_plan_says_what_is_gathered_when_and_for_whom() -> None:
@@ -58,7 +58,7 @@ def test_the_graph_announces_its_plan_before_its_first_collective() -> None:
 def test_a_graph_without_collectives_announces_nothing() -> None:
     b = Builder()
     x = b.input("x", 2, 2)
-    assert "check_plan" not in order(announce_plan(b.done(b.call(aten.mm.default, x, x))))
+    assert "check_plan" not in order(publish_plan(b.done(b.call(aten.mm.default, x, x))))
 
 
 def test_what_ranks_compare_does_not_depend_on_the_batch() -> None:
@@ -89,7 +89,7 @@ def test_a_later_graph_follows_the_plan_that_was_agreed_on() -> None:
     first = planned(named_products("abcd"))
     # The same weights in another order of use: a and b change places.
     graph = run_passes(
-        named_products("bacd"), default_passes(PassContext(CompileConfig(gather_group_mb=0.04), 2, agreed=(first,)))
+        named_products("bacd"), default_passes(PassContext(CompileConfig(gather_group_mb=0.04), 2, agreed_plans=(first,)))
     )
     assert [g.weights for g in read_plan(graph).gathers] == [g.weights for g in first.gathers]
     assert read_plan(graph).digest == first.digest
@@ -101,9 +101,9 @@ def test_a_later_graph_follows_the_plan_that_was_agreed_on() -> None:
 
 def test_a_plan_for_other_weights_is_not_followed() -> None:
     first = planned(named_products("abc"))
-    assert planned(named_products("abe"), agreed=(first,)) == planned(named_products("abe"))
+    assert planned(named_products("abe"), agreed_plans=(first,)) == planned(named_products("abe"))
     # Nor is a forward's in a backward.
-    assert planned(named_products("cba", backward=True), agreed=(first,)) == planned(
+    assert planned(named_products("cba", backward=True), agreed_plans=(first,)) == planned(
         named_products("cba", backward=True)
     )
 

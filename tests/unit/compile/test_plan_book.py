@@ -3,37 +3,37 @@
 import pytest
 
 from lightning_zero.compile.plan import Gather, GraphPlan
-from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.compile.plan_book import PlanStore
 
 FIRST, SECOND, THIRD = (GraphPlan("forward", nodes, (), ()) for nodes in (1, 2, 3))
 
 
 def test_graphs_follow_plans_of_the_same_passes_and_no_others() -> None:
-    book = PlanBook()
-    book.turn_to("default")
+    book = PlanStore()
+    book.select("default")
     book.add(FIRST)
-    book.turn_to("minimal")
-    assert book.agreed == ()
+    book.select("minimal")
+    assert book.agreed_plans == ()
     book.add(SECOND)
-    assert book.agreed == (SECOND,)
-    book.turn_to("default")
+    assert book.agreed_plans == (SECOND,)
+    book.select("default")
     book.add(THIRD)
-    assert book.agreed == (FIRST, THIRD)
+    assert book.agreed_plans == (FIRST, THIRD)
     assert book.plan.graphs == (FIRST, SECOND, THIRD)
     assert book.count == 3
 
 
 def test_with_other_options_no_plan_is_followed_and_all_are_remembered() -> None:
-    book = PlanBook()
+    book = PlanStore()
     book.add(FIRST)
     book.forget()
-    assert book.agreed == ()
+    assert book.agreed_plans == ()
     assert book.plan.graphs == (FIRST,)
 
 
-def book(*plans: tuple[str, tuple[tuple[int, int], ...]]) -> PlanBook:
+def book(*plans: tuple[str, tuple[tuple[int, int], ...]]) -> PlanStore:
     """Of graphs of a kind, with groups of (number of weights, bytes)."""
-    found = PlanBook()
+    found = PlanStore()
     for kind, groups in plans:
         gathers = tuple(Gather(("w",) * count, "float32", size, 0, "", 0, "") for count, size in groups)
         found.add(GraphPlan(kind, 9, gathers, (), compute_s=0.5))
@@ -58,5 +58,5 @@ def test_a_weight_that_is_not_small_fits_until_the_step(budget: float, fits: boo
 
 
 def test_where_nothing_is_gathered_nothing_fits() -> None:
-    assert not PlanBook().keeps_more(1.0, 1e9, 0)
+    assert not PlanStore().keeps_more(1.0, 1e9, 0)
     assert not book(("backward", ())).keeps_more(1.0, 1e9, 0)

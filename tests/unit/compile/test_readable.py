@@ -5,7 +5,7 @@ import operator
 import torch
 from torch.fx import Graph
 
-from lightning_zero.compile.readable import node_lines, readable
+from lightning_zero.compile.readable import format_nodes, readable
 from tests.helpers.tracing import traced
 from tests.unit.compile.graphs import Builder
 
@@ -42,9 +42,9 @@ def test_a_line_without_its_number_stays_the_same_wherever_its_node_stands() -> 
     x = b.input("x", 4)
     relu, neg = b.call(aten.relu.default, x), b.call(aten.neg.default, x)
     graph = b.done(relu, neg)
-    before = dict(node_lines(graph))
+    before = dict(format_nodes(graph))
     neg.append(relu)
-    after = dict(node_lines(graph))
+    after = dict(format_nodes(graph))
     assert before == after
     assert (list(before), list(after)) == (
         ["x", "relu_default", "neg_default", "output"],

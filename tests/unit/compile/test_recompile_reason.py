@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_zero.compile import recompile_reason
-from lightning_zero.compile.recompile_reason import LONGEST, why_again
+from lightning_zero.compile.recompile_reason import LONGEST, find_recompile_reason
 
 
 @pytest.mark.parametrize(
@@ -21,4 +21,4 @@ from lightning_zero.compile.recompile_reason import LONGEST, why_again
 def test_one_guard_is_told(monkeypatch: pytest.MonkeyPatch, reason: str | None, told: str | None) -> None:
     notes = {} if reason is None else {"recompile_reason": reason}
     monkeypatch.setattr(recompile_reason, "metrics_context", lambda: SimpleNamespace(_metrics=notes))
-    assert why_again() == told
+    assert find_recompile_reason() == told

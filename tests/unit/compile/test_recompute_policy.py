@@ -9,26 +9,26 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
-from lightning_zero.compile.recompute_policy import SavedEvenly, evenly, saved_within
+from lightning_zero.compile.recompute_policy import EvenKnapsack, space_evenly, partitioner_settings
 
 LAYERS = 16
 
 
 def test_as_many_of_each_kind_are_saved_and_evenly_spaced() -> None:
     kinds = ["product", "product", "attention"] * 8
-    found = evenly({0, 1, 3, 4, 2, 5}, kinds, range(24))
+    found = space_evenly({0, 1, 3, 4, 2, 5}, kinds, range(24))
     assert Counter(kinds[index] for index in found) == {"product": 4, "attention": 2}
     assert [index for index in sorted(found) if kinds[index] == "product"] == [4, 9, 13, 18]
     assert [index for index in sorted(found) if kinds[index] == "attention"] == [8, 17]
 
 
 def test_places_decide_what_is_evenly_spaced() -> None:
-    assert evenly({0}, ["a"] * 3, [2, 0, 1]) == {2}
+    assert space_evenly({0}, ["a"] * 3, [2, 0, 1]) == {2}
 
 
 @pytest.mark.parametrize("count", range(6))
 def test_all_and_nothing_stay_what_they_are(count: int) -> None:
-    assert len(evenly(set(range(count)), ["a"] * 5, range(5))) == min(count, 5)
+    assert len(space_evenly(set(range(count)), ["a"] * 5, range(5))) == min(count, 5)
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
@@ -49,7 +49,7 @@ def test_no_long_chain_is_computed_again_at_once(budget: float) -> None:
     run: Any = aot_function(
         loss, fw_compiler=forward, bw_compiler=lambda module, _: module, partition_fn=min_cut_partition
     )
-    with functorch_config.patch(saved_within(budget)):
+    with functorch_config.patch(partitioner_settings(budget)):
         run([*layers.parameters()], torch.randn(64, 16)).backward()
     saved = sum(products)
     assert 0 < saved <= LAYERS
@@ -80,10 +80,10 @@ def test_what_costs_most_is_saved_and_of_products_of_equal_worth_what_layers_han
     nodes = sorted(sum(kinds, []), key=lambda node: -node.meta["val"].numel())
     total = sum(node.meta["val"].numel() for node in nodes)
     sizes = [node.meta["val"].numel() / total for node in nodes]
-    saved, again = SavedEvenly()(sizes, graph, budget, None, nodes)
+    saved, again = EvenKnapsack()(sizes, graph, budget, None, nodes)
     assert sorted(saved + again) == list(range(9))
     assert nodes.index(x) in saved, "the last one is, whatever the budget"
-    assert nodes.index(x) in SavedEvenly()(sizes, graph, 0.01, None, nodes)[0]
+    assert nodes.index(x) in EvenKnapsack()(sizes, graph, 0.01, None, nodes)[0]
     assert tuple(sum(nodes[index] in kind for index in saved) for kind in kinds) == kept
 
 
@@ -96,7 +96,7 @@ def test_what_layers_hand_on_is_saved_first_however_torch_rounds_its_size(units:
     x = product(graph, x, 16)  # the last one is saved in any case
     nodes = [*wide, *narrow, x]
     sizes = [node.meta["val"].shape[1] / 16 * units * 1e-4 for node in nodes]
-    saved, _ = SavedEvenly()(sizes, graph, 0.3, None, nodes)
+    saved, _ = EvenKnapsack()(sizes, graph, 0.3, None, nodes)
     assert sum(nodes.index(node) in saved for node in narrow) > 90, "all but those that fill what is left over"
 
 
@@ -109,6 +109,6 @@ def test_what_sums_up_something_much_larger_is_saved_whatever_the_budget() -> No
     most.meta["val"], half.meta["val"] = (torch.empty(64, width, device="meta") for width in (1, 2048))
     nodes = [*products, half, most]
     total = sum(node.meta["val"].numel() for node in nodes)
-    saved, _ = SavedEvenly()([node.meta["val"].numel() / total for node in nodes], graph, 0.01, None, nodes)
+    saved, _ = EvenKnapsack()([node.meta["val"].numel() / total for node in nodes], graph, 0.01, None, nodes)
     assert nodes.index(most) in saved
     assert nodes.index(half) not in saved

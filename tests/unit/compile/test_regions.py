@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
-from lightning_zero.compile.regions import save_boundaries
+from lightning_zero.compile.regions import save_region_boundaries
 from lightning_zero.compile.tagging import OF_WEIGHTS, tag_gathers
 from lightning_zero.native import load
 from tests.unit.compile.graphs import Builder
@@ -50,7 +50,7 @@ def partitioned(step: Callable[[Tensor, Tensor], Tensor]) -> tuple[list[Node], l
     found: dict[str, list[Node]] = {}
 
     def split(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
-        save_boundaries(module.graph, set())
+        save_region_boundaries(module.graph, set())
         return min_cut_partition(module, inputs, **kwargs)
 
     def noted(kind: str) -> Callable[..., Any]:
@@ -121,7 +121,7 @@ def test_what_only_derivatives_read_is_not_saved() -> None:
     noted = b.call(aten.detach.default, inside)
     out = tagged(b.call(aten.sin.default, inside), 3)
     graph = b.done(out, b.call(aten.mul.Tensor, tangent, noted))
-    save_boundaries(graph, set())
+    save_region_boundaries(graph, set())
     assert inside.meta["recompute"] is AGAIN
 
 
@@ -130,5 +130,5 @@ def test_a_graph_without_regions_is_left_alone() -> None:
     x = b.input("primals_1", 8, 8)
     graph = b.done(b.call(aten.sin.default, b.call(aten.tanh.default, x)))
     before = {node: dict(node.meta) for node in graph.nodes}
-    save_boundaries(graph, set())
+    save_region_boundaries(graph, set())
     assert {node: dict(node.meta) for node in graph.nodes} == before

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.compat.compiler import dynamo_config
-from lightning_zero.compile.discover import CompiledCalls
+from lightning_zero.compile.discover import CompiledModules
 from lightning_zero.compile.requires_grad_hooks import asking, left_out
 from tests.unit.compile.backends import Backend
 
@@ -55,7 +55,7 @@ class Adapted(nn.Module):
 def trained(net: Adapted, loss: Callable[[Any], Tensor]) -> tuple[int, list[list[Tensor]]]:
     """Graphs that were compiled, and gradients of a first step, which runs eagerly, and of two more."""
     backend, found = Backend(), []
-    calls = CompiledCalls(net, {"backend": backend})
+    calls = CompiledModules(net, {"backend": backend})
     for number in range(3):
         with calls.step(first=number == 0):
             loss(net(TOKENS)).backward()
@@ -76,7 +76,7 @@ def test_no_graph_is_broken_where_checkpoints_do_not_need_that() -> None:
 def test_hooks_are_guarded_only_where_compiled_code_goes_with_them(shows: bool) -> None:
     net, backend = Adapted(shows=shows), Backend()
     net.other = nn.Embedding(4, 3)  # of the class of the one that has a hook
-    calls = CompiledCalls(net, {"backend": backend})
+    calls = CompiledModules(net, {"backend": backend})
     for number in range(2):
         with calls.step(first=number == 0):
             net(TOKENS)

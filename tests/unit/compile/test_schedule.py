@@ -16,12 +16,12 @@ MINIMAL_NAMES = [spec.name for spec in MINIMAL_PASSES]
 
 
 def test_the_built_in_lists_are_accepted() -> None:
-    assert check_passes(MINIMAL_NAMES, KNOWN) == ("split_gathers", "hand_over_gradients", "announce_plan")
+    assert check_passes(MINIMAL_NAMES, KNOWN) == ("split_gathers", "enqueue_gradients", "publish_plan")
     check_passes([spec.name for spec in DEFAULT], KNOWN)
 
 
 def test_ones_own_pass_can_stand_where_its_contract_allows() -> None:
-    names = ["sink_gathers", "own", "split_gathers", "hand_over_gradients", "announce_plan"]
+    names = ["sink_gathers", "own", "split_gathers", "enqueue_gradients", "publish_plan"]
     assert check_passes(names, KNOWN) == tuple(names)
     with pytest.raises(ValueError, match=r"Pass 'own' requires \['ordered'\], which no earlier pass provides"):
         check_passes(["own", *MINIMAL_NAMES], KNOWN)
@@ -33,8 +33,8 @@ def test_ones_own_pass_can_stand_where_its_contract_allows() -> None:
         (["prefetch"], r"There is no pass 'prefetch'\. Choose from split_gathers, .*register yours"),
         ("split_gathers", r"Passes must be a list of names, not 'split_gathers'"),
         ([1], r"Passes must be a list of names"),
-        ([*MINIMAL_NAMES, "announce_plan"], r"Pass 'announce_plan' is named twice"),
-        (["split_gathers"], r"not \['announced', 'handed over'\]\. Add 'hand_over_gradients', 'announce_plan'"),
+        ([*MINIMAL_NAMES, "publish_plan"], r"Pass 'publish_plan' is named twice"),
+        (["split_gathers"], r"not \['announced', 'handed over'\]\. Add 'enqueue_gradients', 'publish_plan'"),
         ([], r"leave a graph that is not"),
         (["sink_gathers", "split_gathers", "group_gathers", *MINIMAL_NAMES[1:]], r"conflicts with \['started'\]"),
     ],

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("nothing_compiled_before")
 class Executor:
     def __init__(self) -> None:
         self.turns = False
-        self.weights = SimpleNamespace(takes_turns=lambda: self.turns)
+        self.weights = SimpleNamespace(uses_epoch_lock=lambda: self.turns)
 
     def counters(self) -> dict[str, int]:
         return {}
@@ -43,7 +43,7 @@ class Executor:
         pass
 
 
-class Replays:
+class CUDAGraphManager:
     """Wraps nothing, and counts how often captures are given back."""
 
     def __init__(self, wrap: Any = lambda compiled: compiled) -> None:
@@ -52,7 +52,7 @@ class Replays:
     def drop(self) -> None:
         self.drops += 1
 
-    def lasting(self) -> tuple[()]:
+    def static_tensors(self) -> tuple[()]:
         return ()
 
 
@@ -78,12 +78,12 @@ class Alone(CompileSession):
         self.waits: list[str] = []
         self.store = Store()
         self.executor: Any = Executor()
-        self.peers: Any = SimpleNamespace(for_weights=None, borrows_gradients=False)
+        self.transports: Any = SimpleNamespace(weight_memory=None, zero_copy_gradients=False)
         mesh: Any = SimpleNamespace(
             device=torch.device("cpu"),
             rank=0,
             world_size=world_size,
-            holders=SimpleNamespace(rank=0, size=world_size),
+            shard_group=SimpleNamespace(rank=0, size=world_size),
             timeout_s=1.0,
             control_group=None,
             store=lambda prefix: self.store,
@@ -91,10 +91,10 @@ class Alone(CompileSession):
         watchdog: Any = SimpleNamespace(
             check=lambda: None, native=SimpleNamespace(busy=lambda what: None), waiting=self._waiting
         )
-        chosen = config(**options, agreement_timeout_s=0.2)
-        super().__init__(chosen, mesh, self.executor, watchdog, self.peers, report=self.lines.append)
+        chosen = config(**options, consensus_timeout_s=0.2)
+        super().__init__(chosen, mesh, self.executor, watchdog, self.transports, report=self.lines.append)
         if begin:
-            self.begin(Replays())  # type: ignore[arg-type]
+            self.begin(CUDAGraphManager())  # type: ignore[arg-type]
 
     def _waiting(self, what: str) -> Any:
         self.waits.append(what)
@@ -104,12 +104,12 @@ class Alone(CompileSession):
         losses = []
         for _ in range(steps):
             self.next_pass()
-            first = self.discovers
+            first = self.is_discovering
             with self.step():
                 loss = model(X).square().sum()
             if first:
-                self.first_step_showed(None)
-            with self.explaining():
+                self.set_last_read(None)
+            with self.explain_errors():
                 loss.backward()
             losses.append(loss.item())
         return losses
@@ -125,10 +125,10 @@ def attached(session: Alone) -> nn.Module:
 def test_the_first_step_is_eager_and_the_next_one_compiles_what_it_called() -> None:
     session = Alone()
     model = attached(session)
-    assert session.discovers
+    assert session.is_discovering
     (eager,) = session.train(model)
     assert session.lines == []
-    assert not session.discovers
+    assert not session.is_discovering
     assert session.train(model, 2) == [eager] * 2
     assert [line.split(";")[0] for line in session.lines if "Compiling" in line] == [
         "Compiling the whole Sequential for training, forward and backward (a graph of no weights)"
@@ -146,7 +146,7 @@ def test_what_is_called_instead_of_compiled_code_is_what_the_engine_wraps() -> N
 
         return run
 
-    session.begin(Replays(wrap))  # type: ignore[arg-type]
+    session.begin(CUDAGraphManager(wrap))  # type: ignore[arg-type]
     session.train(attached(session), 3)
     assert ran == ["wrapped"] * 2
 
@@ -155,9 +155,9 @@ def test_without_compilation_every_step_is_eager() -> None:
     session = Alone(dict(EXACT, compile=False))
     model = attached(session)
     session.train(model, 2)
-    assert not session.discovers
-    assert session.calls is not None
-    assert session.calls.modules == {}
+    assert not session.is_discovering
+    assert session.compiled_modules is not None
+    assert session.compiled_modules.modules == {}
 
 
 def test_links_are_measured_once_where_passes_need_it_and_again_when_they_change() -> None:
@@ -169,10 +169,10 @@ def test_links_are_measured_once_where_passes_need_it_and_again_when_they_change
         measure.assert_not_called()
         session = Alone()
         assert session.costs is measured
-        session.configure(config(**EXACT, resident_mb=1.0))
+        session.configure(config(**EXACT, unsharded_cache_mb=1.0))
         assert [call.args[1] for call in measure.mock_calls] == [False]
-        session.peers.for_weights = object()
-        session.links_changed()
+        session.transports.weight_memory = object()
+        session.remeasure_links()
         assert [call.args[1] for call in measure.mock_calls] == [False, True]
     with patch("lightning_zero.compile.session.measure_costs", return_value=NOMINAL_COSTS):
         assert Alone().costs is None, "nothing was measured"
@@ -180,10 +180,10 @@ def test_links_are_measured_once_where_passes_need_it_and_again_when_they_change
 
 def test_graphs_hold_gradients_that_are_sent_from_where_they_lie() -> None:
     session = Alone()
-    assert "borrow_gradients" not in session.known_passes
-    session.peers.borrows_gradients = True
-    session.links_changed()
-    assert "borrow_gradients" in session.known_passes
+    assert "zero_copy_gradients" not in session.known_passes
+    session.transports.zero_copy_gradients = True
+    session.remeasure_links()
+    assert "zero_copy_gradients" in session.known_passes
 
 
 def test_other_passes_compile_again_and_the_same_ones_do_not() -> None:
@@ -193,7 +193,7 @@ def test_other_passes_compile_again_and_the_same_ones_do_not() -> None:
     losses = session.train(model, 2)
     compiled = session.progress.compiled
     assert session.use_passes(MINIMAL)
-    replays: Any = session._replays
+    replays: Any = session._cuda_graphs
     assert replays.drops == 1
     losses += session.train(model)
     assert session.progress.compiled == 2 * compiled
@@ -222,7 +222,7 @@ def test_options_that_need_a_pass_which_is_switched_off_are_refused() -> None:
     session = Alone()
     session.disable_passes(["split_gathers"])
     with pytest.raises(ValueError, match=r"cannot do without 'split_gathers'"):
-        session.check(config(**EXACT, agreement_timeout_s=0.2, prefetch=False))
+        session.check(config(**EXACT, consensus_timeout_s=0.2, prefetch=False))
     session.check(config(**EXACT, gather_group_mb=7.0))
 
 
@@ -238,23 +238,23 @@ def test_ones_own_passes_run_on_what_is_compiled() -> None:
     session.use_passes(["look", *MINIMAL])
     session.train(attached(session), 2)
     assert len(ran) == 2  # forward and backward
-    with pytest.raises(ValueError, match=r"There is a pass named 'announce_plan' already"):
-        session.register_pass(PassSpec("announce_plan", look))
+    with pytest.raises(ValueError, match=r"There is a pass named 'publish_plan' already"):
+        session.register_pass(PassSpec("publish_plan", look))
 
 
 def test_options_about_compiling_begin_anew_and_others_do_not() -> None:
     session = Alone()
     model = attached(session)
     session.train(model, 2)
-    calls = session.calls
-    session.configure(config(**EXACT, agreement_timeout_s=3.0))
-    assert session.calls is calls
-    assert session._agreement.patience_s == 3.0
+    compiled_modules = session.compiled_modules
+    session.configure(config(**EXACT, consensus_timeout_s=3.0))
+    assert session.compiled_modules is compiled_modules
+    assert session._consensus.patience_s == 3.0
     session.plans.add(PLAN)
-    session.configure(config(**EXACT, agreement_timeout_s=3.0, gather_group_mb=7.0))
-    assert session.discovers, "the next step runs eagerly"
+    session.configure(config(**EXACT, consensus_timeout_s=3.0, gather_group_mb=7.0))
+    assert session.is_discovering, "the next step runs eagerly"
     assert model._compiled_call_impl is None
-    assert session.plans.agreed == ()
+    assert session.plans.agreed_plans == ()
     session.train(model, 2)
     assert session.progress.compiled == 4
 
@@ -262,7 +262,7 @@ def test_options_about_compiling_begin_anew_and_others_do_not() -> None:
 def test_chosen_passes_stay_chosen_with_other_options() -> None:
     session = Alone()
     session.use_passes(MINIMAL)
-    session.configure(config(**EXACT, agreement_timeout_s=3.0, gather_group_mb=7.0))
+    session.configure(config(**EXACT, consensus_timeout_s=3.0, gather_group_mb=7.0))
     assert not session.use_passes(MINIMAL)
 
 
@@ -274,7 +274,7 @@ def test_a_budget_that_is_measured_compiles_again_with_a_share_to_keep() -> None
     with patch.object(session.planner, "update", side_effect=[PlanUpdate(MemoryConfig(), 0.25), None]):
         assert session.next_pass() == 0.0
         assert session._compiler.context().saved_share == 0.25
-        assert session.plans.agreed == (), "graphs that keep other weights follow other plans"
+        assert session.plans.agreed_plans == (), "graphs that keep other weights follow other plans"
         session.train(model)
     assert session.progress.compiled == 4
 
@@ -283,28 +283,28 @@ def test_gradients_that_a_plan_has_laid_over_copies_lie_apart_once_a_later_train
     planned = EXACT | {"memory": 1.0, "compute_dtype": torch.bfloat16}
     session, applied = Alone(planned), []
     attached(session)
-    session.planner.connect(lambda config, chosen: applied.append(config.tuning.gradients_over_copies), lambda: False)
-    session.hold(PlanUpdate(MemoryConfig(over_copies=True)))
+    session.planner.connect(lambda config, chosen: applied.append(config.tuning.grad_aliasing), lambda: False)
+    session.apply_update(PlanUpdate(MemoryConfig(over_copies=True)))
     session.planner._current = MemoryConfig(over_copies=True)
-    session.configure(config(**planned, agreement_timeout_s=3.0))
-    session.configure(config(**planned, agreement_timeout_s=3.0, gradients_over_copies=False))
+    session.configure(config(**planned, consensus_timeout_s=3.0))
+    session.configure(config(**planned, consensus_timeout_s=3.0, grad_aliasing=False))
     assert applied == [True, True, False]
 
 
 def test_weights_that_stay_until_the_step_are_told_in_bytes() -> None:
-    assert Alone(dict(EXACT, resident_mb=3.0, resident_until="step")).next_pass() == 3 * 2**20
-    assert Alone(dict(EXACT, resident_mb=3.0)).next_pass() == 0.0
+    assert Alone(dict(EXACT, unsharded_cache_mb=3.0, unsharded_cache_until="step")).next_pass() == 3 * 2**20
+    assert Alone(dict(EXACT, unsharded_cache_mb=3.0)).next_pass() == 0.0
 
 
 def test_a_plan_is_kept_once_the_ranks_have_agreed_on_it() -> None:
     session = Alone(world_size=2)
     with pytest.raises(RankMismatchError, match=r"rank 1 did not come"):
-        session.new_plan(PLAN.digest, PLAN.to_json())
+        session.check_plan(PLAN.digest, PLAN.to_json())
     assert session.plans.count == 0
     assert session.waits == ["the agreement on a newly compiled graph"]
     session.executor.turns = True  # ranks do nothing at the same time, and need not agree
-    session.new_plan(PLAN.digest, PLAN.to_json())
-    assert session.plans.agreed == (PLAN,)
+    session.check_plan(PLAN.digest, PLAN.to_json())
+    assert session.plans.agreed_plans == (PLAN,)
 
 
 def test_other_ranks_know_when_this_one_compiles() -> None:
@@ -319,10 +319,10 @@ def test_the_graph_that_reads_the_last_weight_is_the_one_that_backward_follows()
     session = Alone()
     attached(session)
     weight = torch.ones(3)
-    session.first_step_showed(weight)
+    session.set_last_read(weight)
     assert session._compiler.last_weight is weight
-    assert session.calls is not None
-    assert session._compiler.notes is session.calls.notes
+    assert session.compiled_modules is not None
+    assert session._compiler.call_info is session.compiled_modules.call_info
 
 
 def test_a_compiler_that_torch_keeps_does_not_keep_the_executor() -> None:

@@ -12,7 +12,7 @@ from lightning_zero.compile.passes.group import group_gathers
 from lightning_zero.compile.passes.grouping import GroupLimits
 from lightning_zero.compile.passes.resident import use_resident
 from lightning_zero.compile.passes.split import split_gathers
-from lightning_zero.compile.successors import Successors
+from lightning_zero.compile.successors import NodeReplacer
 from tests.unit.compile.graphs import Builder, aten
 
 BF16 = torch.bfloat16
@@ -26,7 +26,7 @@ def test_all_that_read_a_node_read_its_successor() -> None:
     graph = b.done(one, None, reader, other, one)
     with graph.inserting_before(reader):
         new, newer = (graph.call_function(op, (x,)) for op in (aten.cos.default, aten.sin.default))
-    successors = Successors(graph)
+    successors = NodeReplacer(graph)
     successors.replace(one, new)
     assert reader.args == (new, other)
     assert output_node(graph).args == ((one, None, reader, other, one),)
@@ -45,7 +45,7 @@ def test_what_only_replaced_nodes_read_is_erased_with_them() -> None:
     whole = b.call(aten.neg.default, x)
     part = b.call(aten.neg.default, whole)
     graph = b.done(part)
-    successors = Successors(graph)
+    successors = NodeReplacer(graph)
     successors.replace(part, x)
     successors.erase(whole)
     successors.done()

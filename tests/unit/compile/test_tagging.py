@@ -6,7 +6,7 @@ from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compile.graph import reduces
-from lightning_zero.compile.passes.reduce import hand_over_gradients
+from lightning_zero.compile.passes.reduce import enqueue_gradients
 from lightning_zero.compile.tagging import tag_gathers
 from tests.unit.compile.graphs import Builder
 
@@ -126,6 +126,6 @@ def test_equal_gradients_of_a_tied_weight_are_all_handed_over() -> None:
     left = fx_graph_cse(joint)
     assert len(left.find_nodes(op="call_function", target=aten.mul.Tensor)) == 2, "nothing was eliminated"
     assert [node.args[1].name for node in reduces(left)] == ["shard", "shard", "shard", "other"]
-    hand_over_gradients(left)
+    enqueue_gradients(left)
     handed = left.find_nodes(op="call_function", target=torch.ops.lightning_zero.reduce_add.default)
     assert [len(node.args) for node in handed] == [2] * 4

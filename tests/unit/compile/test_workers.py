@@ -26,7 +26,7 @@ def test_workers_are_started_where_kernels_will_be_compiled(
     start, summed = Mock(), Queue[int]()
     monkeypatch.setattr(workers, "maybe_warm_pool", start)
     monkeypatch.setattr(workers, "triton_key", lambda: summed.put(get_ident()))
-    workers.start_workers(config, torch.device(device))
+    workers.start_compile_workers(config, torch.device(device))
     assert start.call_count == times
     for _ in range(times):
         assert summed.get(timeout=10) != get_ident(), "in a thread of its own, beside what comes next"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.integrations.children import ChildWatch, end_gently
+from lightning_zero.integrations.children import ChildWatch, terminate_after_grace
 
 
 def _started(script: str) -> subprocess.Popen[bytes]:
@@ -60,6 +60,6 @@ def test_children_that_end_well_are_no_failure(tmp_path: Path) -> None:
 
 def test_children_may_end_by_themselves_before_they_are_killed() -> None:
     soon, never = _started("raise SystemExit(5)"), _started("import time; time.sleep(60)")
-    end_gently([soon, never], 1.0)
+    terminate_after_grace([soon, never], 1.0)
     assert soon.wait(10) == 5
     assert never.wait(10) == -signal.SIGKILL

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zero.compat.compiler import compiled_from
-from lightning_zero.integrations.compiled_functions import take_apart_functions
+from lightning_zero.integrations.compiled_functions import uncompile_functions
 
 
 def loudly(function: Any) -> Any:
@@ -61,7 +61,7 @@ def test_functions_that_hold_the_modules_run_as_they_were_written() -> None:
     x = torch.randn(3, 2)
     expected = model.net(x)
     taken = ["by_closure", "by_default", "of_a_method", "around_another", "several", "named", "hidden", "decorated"]
-    assert sorted(take_apart_functions(root)) == sorted(f"a.{name}" for name in taken)
+    assert sorted(uncompile_functions(root)) == sorted(f"a.{name}" for name in taken)
     for name in ("by_closure", "by_default", "of_a_method", "around_another", "hidden"):
         assert compiled_from(before[name]) is getattr(model, name) if name != "hidden" else model.hidden is model.net
         torch.testing.assert_close(getattr(model, name)(x), expected)
@@ -72,12 +72,12 @@ def test_functions_that_hold_the_modules_run_as_they_were_written() -> None:
     for name in ("of_no_weights", "of_others", "louder", "left_alone", "numbers"):
         assert vars(model)[name] is before[name]
     assert "kept" not in vars(model)
-    assert take_apart_functions(root) == []
+    assert uncompile_functions(root) == []
 
 
 def test_methods_that_override_compiled_ones_stay() -> None:
     model = Inner()
-    take_apart_functions(model)
+    uncompile_functions(model)
     x = torch.randn(3, 2)
     assert "decorated" not in vars(model)
     torch.testing.assert_close(model.decorated(x), 3 * model.loss(x))

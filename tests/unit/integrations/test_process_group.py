@@ -14,7 +14,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.integrations.process_group import check_backend, check_rank, check_size
+from lightning_zero.integrations.process_group import check_backend, check_rank, check_world_size
 
 CPU = torch.device("cpu")
 
@@ -62,13 +62,13 @@ def test_another_size_is_refused_before_a_process_is_started(choices: dict[str, 
 def test_fewer_devices_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with group():
         monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-        check_size("Trainer", 2, 2)
+        check_world_size("Trainer", 2, 2)
         with pytest.raises(
             MisconfigurationException, match=r"asks for .* 2 ranks.*of 4 ranks.*Trainer\(devices=4\) here"
         ):
-            check_size("Trainer", 2, 1)
+            check_world_size("Trainer", 2, 1)
         with pytest.raises(MisconfigurationException, match=r"Use Fabric\(devices=2, num_nodes=2\) here"):
-            check_size("Fabric", 4, 2)
+            check_world_size("Fabric", 4, 2)
 
 
 def test_another_number_of_this_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,6 +104,6 @@ def test_a_slower_backend_that_was_not_asked_for_is_named() -> None:
 
 
 def test_without_a_process_group_all_is_well() -> None:
-    check_size("Trainer", 2, 1)
+    check_world_size("Trainer", 2, 1)
     check_rank("Trainer", 1)
     check_backend("Trainer", "nccl", CPU)

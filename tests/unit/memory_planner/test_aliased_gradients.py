@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.config.engine import refuse_changes
+from lightning_zero.config.engine import check_changes
 from lightning_zero.config.tuning import Tuning
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.memory_planner.choices import with_measured_peak
@@ -66,9 +66,9 @@ def test_the_table_has_a_row_of_it_and_options_say_it() -> None:
     (line,) = (line for line in plan.lines if line.what == "gradients")
     assert (line.choice, line.nbytes, line.saved) == ("over copies of weights, in bfloat16", 0, 4 * GIB)
     assert (line.seconds, line.by_hand) == (0, False)
-    assert plan.options() == {"tuning": Tuning(gradients_over_copies=True)}
+    assert plan.options() == {"tuning": Tuning(grad_aliasing=True)}
     chosen = apply_memory_config(config(memory=57.0, compute_dtype=torch.bfloat16, poison=True), plan.chosen)
-    assert chosen.tuning == Tuning(gradients_over_copies=True, poison=True)
+    assert chosen.tuning == Tuning(grad_aliasing=True, poison=True)
     assert memory_config(chosen).over_copies
 
 
@@ -126,8 +126,8 @@ BF16: dict[str, Any] = {"memory": 20.0, "compute_dtype": torch.bfloat16}
     "against",
     [
         {"memory": None},
-        {"gradients_over_copies": False},
-        {"gradients_over_copies": True},
+        {"grad_aliasing": False},
+        {"grad_aliasing": True},
         {"compile": False},
         {"stage": 1},
         {"compute_dtype": None},
@@ -143,9 +143,9 @@ def test_options_that_leave_no_choice(against: dict[str, Any]) -> None:
 
 
 def test_a_later_training_may_say_no_where_nobody_had_said_yes() -> None:
-    left, no, yes = (config(**BF16, gradients_over_copies=over) for over in (None, False, True))
-    refuse_changes(left, no)
-    refuse_changes(no, left)
+    left, no, yes = (config(**BF16, grad_aliasing=over) for over in (None, False, True))
+    check_changes(left, no)
+    check_changes(no, left)
     for before, now in ((left, yes), (yes, left), (no, yes)):
-        with pytest.raises(UnsupportedError, match="gradients_over_copies"):
-            refuse_changes(before, now)
+        with pytest.raises(UnsupportedError, match="grad_aliasing"):
+            check_changes(before, now)

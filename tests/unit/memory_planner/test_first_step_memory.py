@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.memory_planner.first_step_memory import SAVED_SHARE, UNCHECKED_SHARE, FirstStep
-from lightning_zero.offload.mutation_check import Unchanged
-from lightning_zero.offload.saved import SavedOnHost
+from lightning_zero.offload.mutation_check import VersionedTensor
+from lightning_zero.offload.saved import SavedTensorOffload
 from lightning_zero.profiling.device_gauges import DeviceMemory, memory_limit
 
 MIB = 2**20
@@ -22,7 +22,7 @@ class Saving:
     def __init__(self, memory: float | None = None, reports: bool = True, stays: int = STAYS) -> None:
         self.made = self.reads = 0
         self.stays = stays
-        self.saves: SavedOnHost | None = None
+        self.saves: SavedTensorOffload | None = None
         gauge: Any = SimpleNamespace(
             reports_memory=reports,
             is_capturing=False,
@@ -51,7 +51,7 @@ def test_nobody_reads_the_device_until_a_quarter_of_its_room_is_taken() -> None:
     saving = Saving()
     before = saving.reads
     quarter = int(UNCHECKED_SHARE * ROOM / (8 * MIB))
-    assert all(isinstance(one, Unchanged) for one in saving.save(quarter))
+    assert all(isinstance(one, VersionedTensor) for one in saving.save(quarter))
     assert saving.reads == before
     assert saving.save(4)
     assert saving.reads > before

@@ -58,7 +58,7 @@ class Alone(MemoryPlanner):
         gauge: Any = SimpleNamespace(
             reports_memory=reports, is_capturing=False, start=self._begin, read=self._read, empty=int, device=CPU
         )
-        access = CompilerAccess(
+        sync = CompilerAccess(
             compiled=lambda: self.compilations,
             gathered=lambda: self.bytes,
             forward_s=lambda: 0.0,
@@ -110,7 +110,7 @@ def test_passes_count_between_steps_and_only_steps_are_measured() -> None:
 def test_the_search_for_steps_without_compiling_ends() -> None:
     budget = Alone()
     assert [budget.batch(number % 3 == 0) for number in range(MAX_STEPS + 50)] == [None] * (MAX_STEPS + 50)
-    assert ["Set resident_mb to keep some" in line for line in budget.said] == [True]
+    assert ["Set unsharded_cache_mb to keep some" in line for line in budget.said] == [True]
 
 
 def test_other_options_are_measured_anew() -> None:
@@ -128,7 +128,7 @@ def test_a_device_that_does_not_tell_keeps_nothing_and_says_so_once() -> None:
     ]
 
 
-@pytest.mark.parametrize("chosen", [{}, {"resident_mb": 7}, {"reshard_after_forward": "auto", "compile": False}])
+@pytest.mark.parametrize("chosen", [{}, {"unsharded_cache_mb": 7}, {"reshard_after_forward": "auto", "compile": False}])
 def test_without_auto_nothing_is_measured(chosen: dict[str, Any]) -> None:
     budget = Alone()
     assert [budget.batch(config=options(**chosen)) for _ in range(9)] == [None] * 9
@@ -136,15 +136,15 @@ def test_without_auto_nothing_is_measured(chosen: dict[str, Any]) -> None:
 
 
 def test_until_the_step_the_budget_is_one_of_bytes() -> None:
-    budget, config = Alone(), options(reshard_after_forward="auto", resident_until="step")
+    budget, config = Alone(), options(reshard_after_forward="auto", unsharded_cache_until="step")
     budget.plans = PlanBook()
     budget.plans.add(plan("forward", (1, 10**6)))
     assert budget.step_resident_bytes(config.compiled) == 0.0
     for number in range(9):
         assert budget.batch(number == 1, config=config) is None
     assert budget.step_resident_bytes(config.compiled) == 0.0
-    assert budget.step_resident_bytes(CompileConfig(resident_mb=3, resident_until="step")) == 3 * 2**20
-    assert budget.step_resident_bytes(CompileConfig(resident_mb=3)) == 0.0
+    assert budget.step_resident_bytes(CompileConfig(unsharded_cache_mb=3, unsharded_cache_until="step")) == 3 * 2**20
+    assert budget.step_resident_bytes(CompileConfig(unsharded_cache_mb=3)) == 0.0
 
 
 def test_a_device_is_not_read_in_backward_once_all_is_decided() -> None:
@@ -210,7 +210,7 @@ class Simulated(MemoryPlanner):
             empty=self._begin,
             device=torch.device("cpu"),
         )
-        access = CompilerAccess(
+        sync = CompilerAccess(
             compiled=lambda: self.compiled,
             gathered=lambda: 0,
             forward_s=lambda: 0.0,

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.alone import without_lightning
+from lightning_zero.alone import program_without_lightning
 from lightning_zero.errors import NativeBuildError
-from lightning_zero.native.ahead import BuildAhead
+from lightning_zero.native.ahead import BackgroundBuild
 from lightning_zero.native.build import build, is_built
 from lightning_zero.native.commands import children
 from tests.unit.native.stand_in import WRITE, Compiler
@@ -57,12 +57,12 @@ def test_what_is_built_ahead_is_there_when_it_is_needed(
     compiler = use(tmp_path, monkeypatch, WRITE.format(pause=0))
     owner = Owner()
     with caplog.at_level(logging.WARNING):
-        ahead = BuildAhead(owner)
+        ahead = BackgroundBuild(owner)
         assert ahead._running is not None
-        assert ahead.waits
+        assert ahead.is_pending
         ahead._running._thread.join(60)
         assert ahead.finish() < 5
-        assert not ahead.waits
+        assert not ahead.is_pending
         assert ahead.finish() < 0.1, "harmless when repeated"
     calls = len(compiler.calls())
     assert build().read_text() == "whole\n"
@@ -76,7 +76,7 @@ def test_who_comes_early_waits_and_is_told_why(
     compiler = use(tmp_path, monkeypatch, WRITE.format(pause=0.3))
     owner = Owner()
     with caplog.at_level(logging.WARNING):
-        ahead = BuildAhead(owner)
+        ahead = BackgroundBuild(owner)
         wait_for(compiler.calls)
         assert "Building" not in caplog.text
         assert ahead.finish() > 0.2
@@ -90,7 +90,7 @@ def test_errors_come_where_the_executor_is_needed_and_then_it_is_tried_again(
 ) -> None:
     use(tmp_path, monkeypatch, "echo 'ops.cpp:1: error: no such thing' >&2; exit 1")
     owner = Owner()
-    ahead = BuildAhead(owner)
+    ahead = BackgroundBuild(owner)
     with pytest.raises(NativeBuildError) as early:
         ahead.finish()
     with pytest.raises(NativeBuildError) as today:
@@ -105,8 +105,8 @@ def test_errors_come_where_the_executor_is_needed_and_then_it_is_tried_again(
 def test_other_ranks_of_a_host_build_nothing(slowly: Compiler, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "1")
     owner = Owner()
-    ahead = BuildAhead(owner)
-    assert ahead.waits, "for the first one"
+    ahead = BackgroundBuild(owner)
+    assert ahead.is_pending, "for the first one"
     assert ahead.finish() < 0.1
     assert not slowly.calls()
 
@@ -114,8 +114,8 @@ def test_other_ranks_of_a_host_build_nothing(slowly: Compiler, monkeypatch: pyte
 def test_what_is_there_is_not_built(slowly: Compiler, tmp_path: Path) -> None:
     build(compiler=Compiler(tmp_path, version="2.0").path)
     owner = Owner()
-    assert not BuildAhead(owner).waits
-    assert BuildAhead(owner).finish() < 1
+    assert not BackgroundBuild(owner).is_pending
+    assert BackgroundBuild(owner).finish() < 1
     assert not slowly.calls()
 
 
@@ -125,7 +125,7 @@ def test_an_owner_that_goes_away_takes_the_build_with_it(
     before = set(children().get(os.getpid(), []))
     owner = Owner()
     with caplog.at_level(logging.DEBUG):
-        ahead = BuildAhead(owner)
+        ahead = BackgroundBuild(owner)
         wait_for(slowly.calls)
         assert set(children().get(os.getpid(), [])) > before
         del owner
@@ -142,12 +142,12 @@ def test_a_program_that_ends_does_not_wait_and_leaves_nothing(slowly: Compiler, 
     script = (
         "import time, lightning_zero.native.ahead as a\n"
         "class Owner: pass\n"
-        "owner = Owner(); ahead = a.BuildAhead(owner)\n"
+        "owner = Owner(); ahead = a.BackgroundBuild(owner)\n"
         f"while not open({str(slowly.log)!r}, 'a+').seek(0, 2) > 200: time.sleep(0.02)\n"
         "print(time.monotonic())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", without_lightning(script)], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program_without_lightning(script)], capture_output=True, text=True, timeout=120
     )
     # The triton that torch 2.15 brings tells at exit of objects of its own.
     said = [line for line in done.stderr.splitlines() if not re.match(r"nanobind:| - |See https://nanobind", line)]
@@ -161,7 +161,7 @@ def test_a_program_that_ends_does_not_wait_and_leaves_nothing(slowly: Compiler, 
 @pytest.mark.exhaustive
 def test_a_forked_process_neither_waits_for_the_thread_nor_ends_the_build(slowly: Compiler) -> None:
     owner = Owner()
-    ahead = BuildAhead(owner)
+    ahead = BackgroundBuild(owner)
     wait_for(slowly.calls)
     pid = os.fork()
     if pid == 0:

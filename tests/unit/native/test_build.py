@@ -50,7 +50,7 @@ def test_every_source_is_compiled_and_linked_once_and_then_never_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, cores: int
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
-    units = build_module.UNITS * (2 if cores == 64 else 1)
+    units = build_module.MAX_UNITS * (2 if cores == 64 else 1)
     compiler = Compiler(tmp_path)
     with caplog.at_level(logging.WARNING):
         library = build(tmp_path / "cache", compiler.path)
@@ -168,7 +168,7 @@ def test_nobody_sees_half_a_library(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert seen <= {"whole\n"}
     assert len(results) == 3
     assert len(set(results)) == 1
-    assert len(compiler.calls()) == build_module.UNITS + 1, "built more than once"
+    assert len(compiler.calls()) == build_module.MAX_UNITS + 1, "built more than once"
 
 
 def test_a_failed_build_leaves_nothing_and_can_be_repeated(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_library_that_does_not_load_is_named_with_the_remedy(tmp_path: Path, m
 
 
 def test_a_torch_that_needs_more_than_the_lean_headers_is_given_its_own() -> None:
-    class Commands:
+    class CommandRunner:
         def __init__(self, refuses: str) -> None:
             self.refuses, self.ran = refuses, list[list[str]]()
 
@@ -304,11 +304,11 @@ def test_a_torch_that_needs_more_than_the_lean_headers_is_given_its_own() -> Non
             code = int(self.refuses in command)
             return subprocess.CompletedProcess(command, code, "", "error: no such member" if code else "")
 
-    lean = [build_module.LEAN, "-I/lean"]
+    lean = [build_module.LEAN_HEADERS, "-I/lean"]
     command = ["g++", *lean, "-I/torch", "-c", "unit.cpp"]
     for refuses, ran in (("nothing", [command]), (lean[0], [command, ["g++", "-I/torch", "-c", "unit.cpp"]])):
-        commands: Any = Commands(refuses)
+        commands: Any = CommandRunner(refuses)
         build_module._compile_unit(commands, lean, command)
         assert commands.ran == ran
     with pytest.raises(NativeBuildError, match="no such member"):
-        build_module._compile_unit(Commands("g++"), lean, command)  # type: ignore[arg-type]
+        build_module._compile_unit(CommandRunner("g++"), lean, command)  # type: ignore[arg-type]

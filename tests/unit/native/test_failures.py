@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_zero.native import failures
-from lightning_zero.native.failures import Failures, NamedAgain
+from lightning_zero.native.failures import Failures, ShownErrorHook
 
 TRACE = "Traceback (most recent call last)"
 
@@ -104,8 +104,8 @@ def test_without_a_store_each_rank_shows_its_own(capsys: Any) -> None:
 
     store: Any = Gone()
     ours = Failures(store, 1, 2)
-    ours.hear()
-    ours.wait_until_heard()
+    ours.acknowledge()
+    ours.wait_until_acknowledged()
     ours.show(_caught(ValueError, "alone"))
     assert "rank 1] Rank 1 failed:" in capsys.readouterr().err
 
@@ -123,7 +123,7 @@ def test_the_end_of_a_process_only_names_what_was_shown(capsys: Any) -> None:
     errors = {rank: _caught(ValueError, "shared\nsecond line") for rank in range(2)}
     other = _caught(TypeError, "another")
     shown(errors, 2, capsys)
-    assert isinstance(sys.excepthook, NamedAgain)
+    assert isinstance(sys.excepthook, ShownErrorHook)
     said: Callable[[Exception], None] = lambda error: sys.excepthook(type(error), error, error.__traceback__)  # noqa: E731
     said(errors[0])
     assert capsys.readouterr().err == "ValueError: shared (traceback: above)\n"
@@ -137,8 +137,8 @@ def test_the_end_of_a_process_only_names_what_was_shown(capsys: Any) -> None:
 def test_the_rank_that_serves_the_store_waits_until_the_others_know() -> None:
     store = dist.HashStore()
     first, second, third = (Failures(store, rank, 3) for rank in range(3))
-    second.hear()
-    third.hear()
+    second.acknowledge()
+    third.acknowledge()
     begun = time.monotonic()
-    first.wait_until_heard()
+    first.wait_until_acknowledged()
     assert time.monotonic() - begun < 1

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import os, subprocess, sys, threading, time
-from lightning_zero.native.host_process import end_compilers
+from lightning_zero.native.host_process import kill_compilers
 from lightning_zero.native.build import MARK
 
 COMPILER = [sys.executable, "-c", "import time; time.sleep(60)", MARK]
@@ -19,7 +19,7 @@ threads = [threading.Thread(target=build, daemon=True) for _ in range(2)]
 for thread in threads:
     thread.start()
 time.sleep(float(sys.argv[1]))
-end_compilers()
+kill_compilers()
 time.sleep(0.3)  # a machine that is busy
 print(other.poll() is None, flush=True)
 other.kill()

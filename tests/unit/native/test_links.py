@@ -40,7 +40,7 @@ class Driver:
 @pytest.fixture(autouse=True)
 def _two_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        links, "uuid_of", lambda device: "ab"[device.index if isinstance(device, torch.device) else device]
+        links, "gpu_uuid", lambda device: "ab"[device.index if isinstance(device, torch.device) else device]
     )
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
@@ -57,13 +57,13 @@ def use(monkeypatch: pytest.MonkeyPatch, driver: Any) -> Any:
 
 def test_the_driver_is_asked_about_each_other_gpu_that_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = use(monkeypatch, Driver())
-    assert links.why_no_atomics(GPU, ["a", "b", "a"]) == ""
+    assert links.no_atomics_reason(GPU, ["a", "b", "a"]) == ""
     assert driver.asked == [(3, 40, 41)]
 
 
 def test_without_atomic_operations_it_names_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, Driver(able=False))
-    reason = links.why_no_atomics(GPU, ["b", "a"])
+    reason = links.no_atomics_reason(GPU, ["b", "a"])
     assert "the GPUs of ranks 1 and 0 have no atomic operations on each other's memory" in reason
     assert "NVLink" in reason
 
@@ -73,7 +73,7 @@ def test_about_a_gpu_that_is_not_seen_the_management_library_is_asked(
     monkeypatch: pytest.MonkeyPatch, able: bool
 ) -> None:
     driver = use(monkeypatch, Driver(able))
-    assert bool(links.why_no_atomics(GPU, ["a", "c"])) is not able
+    assert bool(links.no_atomics_reason(GPU, ["a", "c"])) is not able
     assert driver.asked == [(3, "a", "c")]
 
 
@@ -88,6 +88,6 @@ def test_about_a_gpu_that_is_not_seen_the_management_library_is_asked(
 )
 def test_what_cannot_be_told_counts_as_no(monkeypatch: pytest.MonkeyPatch, driver: Any, other: str) -> None:
     use(monkeypatch, driver)
-    reason = links.why_no_atomics(GPU, ["a", other])
+    reason = links.no_atomics_reason(GPU, ["a", other])
     assert "it cannot be told whether rank 0's GPU can use atomic operations on the memory of rank 1's" in reason
     assert "101" in reason or "cannot open" in reason

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from lightning_zero.offload.amount import PassAmount
+from lightning_zero.offload.amount import OffloadQuota
 
 MOST = 1000.0
 
 
-def run_pass(amount: PassAmount, calls: list[list[str]], wanted: dict[str, int], graphs: dict[str, int]) -> int:
+def run_pass(amount: OffloadQuota, calls: list[list[str]], wanted: dict[str, int], graphs: dict[str, int]) -> int:
     """Of graphs by name, compiled where they are called first; returns bytes that it sent."""
     amount.begin_pass(MOST)
     for names in calls:
@@ -27,23 +27,23 @@ def test_passes_keep_to_the_amount(seed: int) -> None:
     wanted = {name: rng.choice([0, 50, 400, 2000]) for name in "abcdef"}
     kinds = [["a", "b"], ["c"], ["d", "e", "f"]]  # what modules run, of which some look alike
     calls = [rng.choice(kinds) for _ in range(rng.randint(1, 6))]
-    amount, graphs = PassAmount(calls=len(calls)), dict[str, int]()
+    amount, graphs = OffloadQuota(calls=len(calls)), dict[str, int]()
     for _ in range(2):
         assert run_pass(amount, calls, wanted, graphs) <= MOST
         assert amount.beyond == ""
 
 
 def test_one_call_may_send_all_of_it_and_what_a_call_leaves_over_goes_to_later_ones() -> None:
-    assert run_pass(PassAmount(), [["a", "b", "c"]], {"a": 700, "b": 700, "c": 700}, {}) == MOST
+    assert run_pass(OffloadQuota(), [["a", "b", "c"]], {"a": 700, "b": 700, "c": 700}, {}) == MOST
     graphs: dict[str, int] = {}
-    run_pass(PassAmount(calls=2), [["a"], ["b"]], {"a": 100, "b": 2000}, graphs)
+    run_pass(OffloadQuota(calls=2), [["a"], ["b"]], {"a": 100, "b": 2000}, graphs)
     assert graphs == {"a": 100, "b": 900}
-    run_pass(PassAmount(calls=2), [["a"], ["b"]], {"a": 2000, "b": 2000}, again := {})
+    run_pass(OffloadQuota(calls=2), [["a"], ["b"]], {"a": 2000, "b": 2000}, again := {})
     assert again == {"a": 500, "b": 500}
 
 
 def test_who_goes_beyond_it_is_named() -> None:
-    amount = PassAmount()
+    amount = OffloadQuota()
     run_pass(amount, [["a"], ["a"]], {"a": 700}, {})
     assert (amount.sent, amount.beyond) == (1400, "a")
     amount.begin_pass(MOST)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import HostMemoryError
-from lightning_zero.offload.blocks import SPARE, UNIT, Held, HostBlocks
+from lightning_zero.offload.blocks import SPARE, UNIT, ReservedBlocks, HostBlocks
 
 CPU = torch.device("cpu")
 
@@ -103,7 +103,7 @@ def test_where_the_host_has_no_more_what_is_free_is_given_back_first() -> None:
 
 def test_what_graphs_hold_stays_theirs_and_the_next_graph_that_holds_it_uses_it_again() -> None:
     blocks, memory = blocks_of()
-    held = Held()
+    held = ReservedBlocks()
     with blocks.holding(held):
         places = [blocks.take(n * UNIT).data_ptr() for n in (1, 1, 9)]
     assert len(set(places)) == 3

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.mutation_check import Unchanged
+from lightning_zero.offload.mutation_check import VersionedTensor
 
 
 def hooks() -> Any:
-    return torch.autograd.graph.saved_tensors_hooks(Unchanged.of, Unchanged.unpack)
+    return torch.autograd.graph.saved_tensors_hooks(VersionedTensor.of, VersionedTensor.unpack)
 
 
 def test_what_was_changed_before_backward_is_an_error() -> None:

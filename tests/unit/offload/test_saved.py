@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.offload import saved
-from lightning_zero.offload.mutation_check import Unchanged
-from lightning_zero.offload.saved import SavedOnHost, SavedTensor
+from lightning_zero.offload.mutation_check import VersionedTensor
+from lightning_zero.offload.saved import SavedTensorOffload, SavedTensor
 
 CPU = torch.device("cpu")
 
 
-def unpack(value: Unchanged | SavedTensor) -> Tensor:
+def unpack(value: VersionedTensor | SavedTensor) -> Tensor:
     return value.unpack()
 
 
@@ -26,7 +26,7 @@ def net() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def trained(saves: SavedOnHost | None) -> list[Tensor]:
+def trained(saves: SavedTensorOffload | None) -> list[Tensor]:
     """Gradients, with views (a chunk, a transposed tensor), what is saved twice and what is changed after it was."""
     module, x = net(), torch.randn(32, 16, generator=torch.Generator().manual_seed(1), requires_grad=True)
     torch.manual_seed(2)
@@ -47,7 +47,7 @@ def trained(saves: SavedOnHost | None) -> list[Tensor]:
 
 @pytest.mark.parametrize("excess", [lambda: -1.0, lambda: 1.0, lambda: 1e9])
 def test_gradients_are_the_same_to_the_last_bit(excess: Callable[[], float]) -> None:
-    saves = SavedOnHost(CPU, excess, least_bytes=0)
+    saves = SavedTensorOffload(CPU, excess, least_bytes=0)
     for mine, theirs in zip(trained(saves), trained(None), strict=True):
         assert torch.equal(mine, theirs)
     assert (saves.nbytes > 0) == (excess() > 0)
@@ -59,7 +59,7 @@ def big(n: int, value: float) -> Tensor:
 
 def test_the_oldest_leave_first_and_no_more_than_is_too_much() -> None:
     room = [-1.0, -1.0, 900.0, *[-1.0] * 5]
-    saves = SavedOnHost(CPU, lambda: room.pop(0), least_bytes=1)
+    saves = SavedTensorOffload(CPU, lambda: room.pop(0), least_bytes=1)
     tensors = [big(100, value) for value in (1.0, 2.0, 3.0, 4.0)]
     packed: list[Any] = [saves.pack(tensor) for tensor in tensors]
     assert saves.nbytes == 3 * 400
@@ -70,9 +70,9 @@ def test_the_oldest_leave_first_and_no_more_than_is_too_much() -> None:
 
 
 def test_what_is_saved_first_stays_where_nobody_is_to_watch_it() -> None:
-    saves = SavedOnHost(CPU, lambda: 1e9, least_bytes=1, unwatched=500)
+    saves = SavedTensorOffload(CPU, lambda: 1e9, least_bytes=1, unwatched=500)
     packed = [saves.pack(big(100, value)) for value in (1.0, 2.0, 3.0)]
-    assert [type(one) for one in packed] == [Unchanged, Unchanged, saved.SavedTensor]
+    assert [type(one) for one in packed] == [VersionedTensor, VersionedTensor, saved.SavedTensor]
     assert (saves.nbytes, saves.largest) == (400, 400)
     for one, value in zip(packed, (1.0, 2.0, 3.0), strict=True):
         assert torch.equal(unpack(one), big(100, value))
@@ -81,7 +81,7 @@ def test_what_is_saved_first_stays_where_nobody_is_to_watch_it() -> None:
 def test_what_is_too_much_once_backward_runs_leaves_then() -> None:
     """A loss takes for a moment what nobody has seen coming."""
     more = [0.0]
-    saves = SavedOnHost(CPU, lambda: more[0], least_bytes=0)
+    saves = SavedTensorOffload(CPU, lambda: more[0], least_bytes=0)
     packed = [saves.pack(big(10, value)) for value in (1.0, 2.0, 3.0)]
     assert saves.nbytes == 0
     more[0] = 50.0  # bytes
@@ -92,7 +92,7 @@ def test_what_is_too_much_once_backward_runs_leaves_then() -> None:
 
 
 def test_memory_that_left_is_let_go_of() -> None:
-    saves, tensor = SavedOnHost(CPU, lambda: 1e9, least_bytes=1), big(100, 1.0)
+    saves, tensor = SavedTensorOffload(CPU, lambda: 1e9, least_bytes=1), big(100, 1.0)
     gone = weakref.ref(tensor.untyped_storage())
     packed = saves.pack(tensor)
     del tensor
@@ -101,7 +101,7 @@ def test_memory_that_left_is_let_go_of() -> None:
 
 
 def test_what_shares_memory_leaves_once() -> None:
-    saves, tensor = SavedOnHost(CPU, lambda: 1e9, least_bytes=1), torch.arange(100.0)
+    saves, tensor = SavedTensorOffload(CPU, lambda: 1e9, least_bytes=1), torch.arange(100.0)
     packed = [saves.pack(tensor), saves.pack(tensor.view(10, 10).t()), saves.pack(tensor[50:])]
     assert saves.nbytes == 400
     for value, expected in zip(packed, (tensor, tensor.view(10, 10).t(), tensor[50:]), strict=True):
@@ -115,7 +115,7 @@ def test_what_shares_memory_leaves_once() -> None:
 
 
 def test_what_is_small_or_lies_elsewhere_stays_as_it_is() -> None:
-    saves = SavedOnHost(CPU, lambda: 1e9, least_bytes=1000)
+    saves = SavedTensorOffload(CPU, lambda: 1e9, least_bytes=1000)
     for tensor in (
         big(10, 1.0),
         big(10000, 1.0)[:300],
@@ -124,13 +124,13 @@ def test_what_is_small_or_lies_elsewhere_stays_as_it_is() -> None:
         nn.Parameter(big(1000, 1.0)),
     ):
         packed = saves.pack(tensor)
-        assert isinstance(packed, Unchanged)
+        assert isinstance(packed, VersionedTensor)
         assert packed.unpack().data_ptr() == tensor.data_ptr() if tensor.layout is torch.strided else True
     assert saves.nbytes == 0
 
 
 def test_a_host_that_is_full_takes_nothing() -> None:
-    saves = SavedOnHost(CPU, lambda: 1e9, least_bytes=1)
+    saves = SavedTensorOffload(CPU, lambda: 1e9, least_bytes=1)
     with patch.object(saved, "free_bytes", lambda: 100):
         assert torch.equal(unpack(saves.pack(big(100, 1.0))), big(100, 1.0))
     assert saves.nbytes == 0
@@ -138,7 +138,7 @@ def test_a_host_that_is_full_takes_nothing() -> None:
 
 def test_what_was_changed_while_it_was_here_is_an_error_and_does_not_leave() -> None:
     room = [-1.0, -1.0, 1e9, *[-1.0] * 3]
-    saves = SavedOnHost(CPU, lambda: room.pop(0), least_bytes=1)
+    saves = SavedTensorOffload(CPU, lambda: room.pop(0), least_bytes=1)
     tensor, other = big(100, 1.0), big(100, 2.0)
     packed, then = saves.pack(tensor), saves.pack(other)
     tensor.mul_(2)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_zero.offload.staging_ring import LEAST_SLOTS, Load, Loads, Pass, Ring
+from lightning_zero.offload.staging_ring import LEAST_SLOTS, StagedChunk, StagedChunks, RingPass, StagingRing
 from tests.helpers.lanes import ORDERS, DelayedLanes, Event
 
 CPU = torch.device("cpu")
@@ -15,16 +15,16 @@ LOADS, SIZE = 3 * LEAST_SLOTS + 1, 40
 SMALL = 1 << 14  # bytes of a ring with as few slots as can be
 
 
-def host() -> Loads:
-    return Loads({"a": torch.full((SIZE,), float(n)), "b": torch.full((SIZE,), 100.0 + n)} for n in range(LOADS))
+def host() -> StagedChunks:
+    return StagedChunks({"a": torch.full((SIZE,), float(n)), "b": torch.full((SIZE,), 100.0 + n)} for n in range(LOADS))
 
 
-def step(buffers: Load) -> None:
+def step(buffers: StagedChunk) -> None:
     for tensor in buffers.values():
         tensor.mul_(2).add_(1)
 
 
-def pass_through(through: Pass, lanes: DelayedLanes, joined: bool) -> None:
+def pass_through(through: RingPass, lanes: DelayedLanes, joined: bool) -> None:
     if joined:
         through.join()
     for number in range(LOADS):
@@ -41,15 +41,15 @@ def in_every_order(without: str = "", joined: bool = False, slots: int = LEAST_S
     found = []
     for order in ORDERS:
         lanes = DelayedLanes(without)
-        ring = Ring(CPU, slots * SMALL // LEAST_SLOTS, lanes)
+        ring = StagingRing(CPU, slots * SMALL // LEAST_SLOTS, lanes)
         assert ring.slots == slots
         loads, expected = host(), host()
-        given_up = Pass(ring, loads)
+        given_up = RingPass(ring, loads)
         given_up.ahead()
         buffers = given_up.open(0)
         lanes.compute(lambda buffers=buffers: step(buffers))
         for _ in range(2):
-            through = Pass(ring, loads)
+            through = RingPass(ring, loads)
             through.ahead()
             pass_through(through, lanes, joined)
             for load in expected:
@@ -87,11 +87,11 @@ def test_each_wait_is_needed(race: str, slots: int) -> None:
 def test_what_comes_ahead_waits_for_no_buffer_but_its_own(slots: int) -> None:
     """If it waited for all, nothing would come while the last ones leave: twice the time where buffers hold much."""
     lanes = DelayedLanes()
-    ring, loads = Ring(CPU, slots * SMALL // LEAST_SLOTS, lanes), host()
-    through = Pass(ring, loads)
+    ring, loads = StagingRing(CPU, slots * SMALL // LEAST_SLOTS, lanes), host()
+    through = RingPass(ring, loads)
     through.ahead()
     pass_through(through, lanes, joined=False)
-    behind = Pass(ring, loads)
+    behind = RingPass(ring, loads)
     leaving = ring.leaving[1]
     behind.ahead()
     assert ring.leaving[1] == {}, "a pass that is given up does not leave twice"
@@ -106,22 +106,22 @@ def test_what_comes_ahead_waits_for_no_buffer_but_its_own(slots: int) -> None:
 
 
 def test_what_is_on_its_way_out_does_not_hold_what_its_owner_has_dropped() -> None:
-    ring, loads = Ring(CPU, SMALL), host()
-    through = Pass(ring, loads)
+    ring, loads = StagingRing(CPU, SMALL), host()
+    through = RingPass(ring, loads)
     through.ahead()
     through.leave(range(LOADS))
     gone = weakref.ref(loads)
     del through, loads
     assert gone() is None
-    Pass(ring, host()).ahead()
+    RingPass(ring, host()).ahead()
 
 
 def test_buffers_are_gone_with_what_they_served() -> None:
     """And not only once Python looks for cycles: until then a device would hold the buffers of an earlier plan as well."""
     gc.disable()
     try:
-        ring, loads = Ring(CPU, SMALL), host()
-        through = Pass(ring, loads)
+        ring, loads = StagingRing(CPU, SMALL), host()
+        through = RingPass(ring, loads)
         for _ in range(2):
             through.ahead()
             for number in range(LOADS):
@@ -139,29 +139,29 @@ def test_buffers_are_gone_with_what_they_served() -> None:
 def test_copies_in_wait_for_what_fills_the_new_buffers() -> None:
     """Which is compute's, where torch's algorithms are deterministic: NaN would meet what comes."""
 
-    class Lanes(DelayedLanes):
+    class CopyStreams(DelayedLanes):
         def now(self) -> Event:
             there.append(ring.nbytes > 0)
             return super().now()
 
     there: list[bool] = []
-    ring = Ring(CPU, SMALL, Lanes())
-    Pass(ring, [{}]).ahead()
+    ring = StagingRing(CPU, SMALL, CopyStreams())
+    RingPass(ring, [{}]).ahead()
     assert ring.nbytes == 0  # nothing comes
-    Pass(ring, host()).ahead()
+    RingPass(ring, host()).ahead()
     assert there == [False, True]
 
 
 def test_whoever_gets_the_buffers_next_waits_for_copies_and_so_does_a_ring_of_another_size() -> None:
     lanes = DelayedLanes()
-    ring, loads = Ring(CPU, SMALL, lanes), host()
+    ring, loads = StagingRing(CPU, SMALL, lanes), host()
     for nbytes in (SMALL, 2 * SMALL):
         ring.resize(nbytes)
         lanes.compute(lambda: order.append(sum(map(len, map(lanes.waiting, ("in", "out"))))))
-        through = Pass(ring, loads)
+        through = RingPass(ring, loads)
         through.ahead()
         pass_through(through, lanes, joined=False)
-        Pass(ring, loads).ahead()
+        RingPass(ring, loads).ahead()
     ring.resize(SMALL)
     lanes.compute(lambda: order.append(sum(map(len, map(lanes.waiting, ("in", "out"))))))
     assert [memory.nbytes for memory in lanes.used] == [SMALL, 2 * SMALL]
@@ -174,8 +174,8 @@ def test_whoever_gets_the_buffers_next_waits_for_copies_and_so_does_a_ring_of_an
 def test_copies_out_copies_in_and_compute_are_under_way_at_once() -> None:
     lanes = DelayedLanes()
     loads = host()
-    ring = Ring(CPU, SMALL, lanes)
-    through = Pass(ring, loads)
+    ring = StagingRing(CPU, SMALL, lanes)
+    through = RingPass(ring, loads)
     through.ahead()
     for number in range(LEAST_SLOTS - 1):
         buffers = through.open(number)
@@ -197,7 +197,7 @@ def test_compute_goes_on_behind_all_that_was_captured() -> None:
     for order in ORDERS:
         lanes = DelayedLanes()
         loads, seen = host(), []
-        through = Pass(Ring(CPU, SMALL, lanes), loads)
+        through = RingPass(StagingRing(CPU, SMALL, lanes), loads)
         through.ahead()
         through.join()
         for number in range(LOADS):
@@ -211,36 +211,36 @@ def test_compute_goes_on_behind_all_that_was_captured() -> None:
 
 
 def test_what_came_ahead_is_good_until_it_is_written_to_or_another_pass_comes() -> None:
-    ring, loads = Ring(CPU, SMALL), host()
-    through = Pass(ring, loads)
-    assert not through.is_good
+    ring, loads = StagingRing(CPU, SMALL), host()
+    through = RingPass(ring, loads)
+    assert not through.is_valid
     through.ahead()
-    assert through.is_good
+    assert through.is_valid
     loads[LEAST_SLOTS]["a"].zero_()  # which has not come yet
-    assert through.is_good
+    assert through.is_valid
     loads[1]["b"][3:].zero_()
-    assert not through.is_good
+    assert not through.is_valid
     through.ahead()
-    assert through.is_good
-    Pass(ring, loads).ahead()
-    assert not through.is_good
+    assert through.is_valid
+    RingPass(ring, loads).ahead()
+    assert not through.is_valid
 
 
 def test_what_came_ahead_is_not_good_once_somebody_says_so() -> None:
     """Of memory that a device writes to as well, no version tells."""
     told = [0]
-    through = Pass(Ring(CPU, SMALL, stamp=lambda: told[0]), host())
+    through = RingPass(StagingRing(CPU, SMALL, stamp=lambda: told[0]), host())
     through.ahead()
-    assert through.is_good
+    assert through.is_valid
     told[0] += 1
-    assert not through.is_good
+    assert not through.is_valid
 
 
 def test_a_load_goes_out_with_what_was_not_there_when_it_came() -> None:
-    ring = Ring(CPU, SMALL)
+    ring = StagingRing(CPU, SMALL)
     count = LEAST_SLOTS + 2
     memory, value = torch.zeros(count, SIZE), torch.arange(count * SIZE).float().view(count, SIZE)
-    through = Pass(ring, [{}] * count)
+    through = RingPass(ring, [{}] * count)
     through.ahead()
     for number in range(count):
         assert through.open(number) == {}
@@ -250,8 +250,8 @@ def test_a_load_goes_out_with_what_was_not_there_when_it_came() -> None:
 
 
 def test_what_is_given_up_leaves_nothing() -> None:
-    ring, loads = Ring(CPU, SMALL), host()
-    through = Pass(ring, loads)
+    ring, loads = StagingRing(CPU, SMALL), host()
+    through = RingPass(ring, loads)
     through.ahead()
     for number in range(2):
         step(through.open(number))
@@ -263,28 +263,28 @@ def test_what_is_given_up_leaves_nothing() -> None:
 def test_there_are_no_more_buffers_than_a_pass_has_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_zero.offload.staging_ring.MOST_BYTES", SMALL // LEAST_SLOTS)
     wide = 3 * LOADS * SMALL // LEAST_SLOTS
-    ring = Ring(CPU, wide)
+    ring = StagingRing(CPU, wide)
     for short in (LOADS - 2, LOADS - 3):
-        through = Pass(ring, host()[:short])
+        through = RingPass(ring, host()[:short])
         through.ahead()
         through.leave(())
         assert ring.nbytes == (LOADS - 2) * ring.slot_bytes
-    assert not ring.is_short
-    Pass(ring, host()).ahead()
-    assert ring.is_short
+    assert not ring.can_grow
+    RingPass(ring, host()).ahead()
+    assert ring.can_grow
     ring.resize(wide)
-    assert not ring.is_short
-    Pass(ring, host()[:LEAST_SLOTS]).ahead()
+    assert not ring.can_grow
+    RingPass(ring, host()[:LEAST_SLOTS]).ahead()
     assert ring.nbytes == LOADS * ring.slot_bytes, "a longer one is still to come"
-    assert not ring.is_short
+    assert not ring.can_grow
     monkeypatch.setattr("lightning_zero.offload.staging_ring.MOST_BYTES", 4 * SMALL)
     ring.resize(100 * SMALL)
-    Pass(ring, host()[: LEAST_SLOTS + 1]).ahead()
+    RingPass(ring, host()[: LEAST_SLOTS + 1]).ahead()
     assert ring.nbytes == (LEAST_SLOTS + 1) * ring.slot_bytes, "of wider ones fewer loads are made"
 
 
 def test_what_a_slot_holds_fits_into_it_and_stays_apart() -> None:
-    ring = Ring(CPU, 10_000)
+    ring = StagingRing(CPU, 10_000)
     for itemsizes in ([4], [4, 4], [8, 4, 2], [2] * 5):
         numel = ring.elements(itemsizes)
         assert numel % 32 == 0
@@ -298,7 +298,7 @@ def test_what_a_slot_holds_fits_into_it_and_stays_apart() -> None:
         values = [[float(t[0]), float(t[-1])] for slot in slots for t in ring.buffers(slot, load).values()]
         assert values == [[10 * slot + n] * 2 for slot in slots for n in range(len(itemsizes))]
     assert ring.nbytes == 4 * 8 * 512  # as little as can be
-    assert (Ring(CPU, 2**28).slots, Ring(CPU, 2**28).slot_bytes) == (4, 2**26)
-    assert (Ring(CPU, 2**30).slots, Ring(CPU, 2**30).slot_bytes) == (16, 2**26)
+    assert (StagingRing(CPU, 2**28).slots, StagingRing(CPU, 2**28).slot_bytes) == (4, 2**26)
+    assert (StagingRing(CPU, 2**30).slots, StagingRing(CPU, 2**30).slot_bytes) == (16, 2**26)
     with pytest.raises(ValueError, match="does not fit into a slot of 4096"):
-        Ring(CPU, 1).buffers(0, {"large": torch.empty(5000)})
+        StagingRing(CPU, 1).buffers(0, {"large": torch.empty(5000)})

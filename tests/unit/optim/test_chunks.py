@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.staging_ring import LEAST_SLOTS, Ring
-from lightning_zero.optim.chunks import Part, Parts
-from lightning_zero.optim.flat_runs import Segment
+from lightning_zero.offload.staging_ring import LEAST_SLOTS, StagingRing
+from lightning_zero.optim.chunks import LoadedChunk, ChunkedState
+from lightning_zero.optim.flat_runs import FlatRun
 from tests.helpers.lanes import ORDERS, DelayedLanes
 
 CPU = torch.device("cpu")
@@ -17,18 +17,18 @@ SMALL = 1 << 14  # bytes of a ring with as few slots as can be
 NUMEL = 3 * LEAST_SLOTS * 320
 
 
-def segment(away: bool) -> Segment:
+def run(away: bool) -> FlatRun:
     param = torch.nn.Parameter(torch.arange(float(NUMEL)))
     param.grad = torch.ones(NUMEL)
-    found = Segment(0, [], param, param.grad, state={"average": torch.zeros(NUMEL)})
+    found = FlatRun(0, [], param, param.grad, state={"average": torch.zeros(NUMEL)})
     if away:
         found.on_host, found.copy = param.data, torch.full((NUMEL,), -1.0)
     return found
 
 
-def step(part: Part) -> None:
+def step(part: LoadedChunk) -> None:
     part.state["average"].add_(part.param)
-    part.param.mul_(2).add_(part.stretch.of(part.stretch.segment.grad))
+    part.param.mul_(2).add_(part.chunk.of(part.chunk.run.grad))
     if part.copy is not None:
         part.copy.copy_(part.param)
 
@@ -39,19 +39,19 @@ AWAY = (True, False, True)  # segments: masters come first, and leave last
 def train(order: Any, without: str = "", steps: int = 3) -> list[Tensor]:
     """What is left in memory, and what was seen behind each step."""
     lanes, seen = DelayedLanes(without), []
-    segments = [segment(away) for away in AWAY]
-    parts = Parts(segments, lambda s: list(s.state), Ring(CPU, SMALL, lanes))
+    runs = [run(away) for away in AWAY]
+    parts = ChunkedState(runs, lambda s: list(s.state), StagingRing(CPU, SMALL, lanes))
     for _ in range(steps):
-        parts.bring_ahead()
-        with parts.passing():
-            for part in parts.with_state():
+        parts.prefetch_from_host()
+        with parts.stream_state():
+            for part in parts.iter_chunks():
                 lanes.compute(lambda part=part: step(part))
-        for stepped in segments:  # behind it, compute reads masters, and writes them as users may
+        for stepped in runs:  # behind it, compute reads masters, and writes them as users may
             lanes.compute(lambda stepped=stepped: seen.append(stepped.param.detach().clone()))
             lanes.compute(lambda stepped=stepped: stepped.param.data.add_(1))
     lanes.run(order)
-    kept = [t for s in segments for t in (s.param.data, s.state["average"])]
-    return [*kept, *(s.copy for s in segments if s.copy is not None), *seen]
+    kept = [t for s in runs for t in (s.param.data, s.state["average"])]
+    return [*kept, *(s.copy for s in runs if s.copy is not None), *seen]
 
 
 def expected(steps: int = 3) -> list[Tensor]:
@@ -88,9 +88,9 @@ def test_each_wait_is_needed(race: str) -> None:
 
 def test_what_is_on_the_device_stays_there() -> None:
     """And without a ring all is as it was."""
-    both = [segment(False), segment(False)]
-    for part in Parts(both, lambda s: list(s.state), None).with_state():
-        assert part.param.data_ptr() == part.stretch.segment.param.data_ptr()
+    both = [run(False), run(False)]
+    for part in ChunkedState(both, lambda s: list(s.state), None).iter_chunks():
+        assert part.param.data_ptr() == part.chunk.run.param.data_ptr()
         assert part.copy is None
         step(part)
     for stepped in both:
@@ -98,6 +98,6 @@ def test_what_is_on_the_device_stays_there() -> None:
 
 
 def test_a_stretch_has_room_for_its_master() -> None:
-    ring = Ring(CPU, SMALL)
-    counts = [len(list(Parts([segment(away)], lambda s: list(s.state), ring)._parts)) for away in (False, True)]
+    ring = StagingRing(CPU, SMALL)
+    counts = [len(list(ChunkedState([run(away)], lambda s: list(s.state), ring)._parts)) for away in (False, True)]
     assert counts[1] > counts[0] > LEAST_SLOTS

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from lightning_zero.optim.flat_runs import Segment
+from lightning_zero.optim.flat_runs import FlatRun
 from lightning_zero.optim.kernel import StepKernel
 
 CPU = torch.device("cpu")
@@ -43,10 +43,10 @@ class Pair:
         self.counts = {key: value.repeat(2) for key, value in own.items() if value.dim() == 0}
         flat = torch.nn.Parameter(self.param.detach().clone())
         own.update({key: counts[0] for key, counts in self.counts.items()})
-        self.segment = Segment(0, [], flat, torch.zeros(12, dtype=dtype), self.counts, own)
+        self.flat_run = FlatRun(0, [], flat, torch.zeros(12, dtype=dtype), self.counts, own)
         groups = self.optimizer.param_groups
-        assert StepKernel.covers(self.optimizer, groups, [self.segment])
-        self.kernel = StepKernel(self.optimizer, groups, [self.segment], CPU, compile)
+        assert StepKernel.supports(self.optimizer, groups, [self.flat_run])
+        self.kernel = StepKernel(self.optimizer, groups, [self.flat_run], CPU, compile)
         self.squared = torch.zeros(())
 
     def step(self, max_norm: float | None = None) -> None:
@@ -56,14 +56,14 @@ class Pair:
         self.optimizer.step()
 
     def run(self, skip: float | None = None, max_norm: float | None = None) -> None:
-        self.segment.grad.copy_(self.grads[0])
+        self.flat_run.grad.copy_(self.grads[0])
         if max_norm is not None:
             self.squared.fill_(self.grads[0].norm().square())
         flag = None if skip is None else torch.tensor(skip)
         self.kernel.run(self.optimizer.param_groups, self.squared, max_norm, flag)
 
     def kept(self) -> dict[str, Tensor]:
-        return {**self.segment.state, **self.counts, "param": self.segment.param.detach()}
+        return {**self.flat_run.state, **self.counts, "param": self.flat_run.param.detach()}
 
 
 @pytest.mark.parametrize("name", MAKES)
@@ -74,12 +74,12 @@ def test_state_is_the_plain_optimizers(name: str) -> None:
         pair.run()
         pair.step()
     theirs = pair.optimizer.state[pair.param]
-    assert list(pair.segment.state) == list(theirs)
+    assert list(pair.flat_run.state) == list(theirs)
     for key, value in theirs.items():
-        torch.testing.assert_close(pair.segment.state[key], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(pair.flat_run.state[key], value, rtol=1e-5, atol=1e-6)
         if key in pair.counts:
-            assert pair.counts[key].tolist() == [float(pair.segment.state[key])] * 2
-    torch.testing.assert_close(pair.segment.param, pair.param, rtol=2e-6, atol=1e-6)
+            assert pair.counts[key].tolist() == [float(pair.flat_run.state[key])] * 2
+    torch.testing.assert_close(pair.flat_run.param, pair.param, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", [*MAKES, *MORE])
@@ -88,9 +88,9 @@ def test_complex_state_is_the_plain_optimizers(name: str) -> None:
     for limit in (None, 0.4, None, 100.0, 0.4):
         pair.run(max_norm=limit)
         pair.step(limit)
-    torch.testing.assert_close(pair.segment.param, pair.param, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(pair.flat_run.param, pair.param, rtol=2e-6, atol=1e-6)
     for key, value in pair.optimizer.state[pair.param].items():
-        torch.testing.assert_close(pair.segment.state[key], value, rtol=1e-5, atol=1e-6, msg=key)
+        torch.testing.assert_close(pair.flat_run.state[key], value, rtol=1e-5, atol=1e-6, msg=key)
 
 
 @pytest.mark.parametrize("name", MAKES)
@@ -104,10 +104,10 @@ def test_gradients_are_clipped_as_they_are_used(name: str) -> None:
         pair.run(max_norm=limit)
         pair.step(limit)
         assert pair.param.grad is not None
-        torch.testing.assert_close(pair.segment.grad, pair.param.grad, rtol=2e-6, atol=0)
-        torch.testing.assert_close(pair.segment.param, pair.param, rtol=2e-6, atol=1e-6)
+        torch.testing.assert_close(pair.flat_run.grad, pair.param.grad, rtol=2e-6, atol=0)
+        torch.testing.assert_close(pair.flat_run.param, pair.param, rtol=2e-6, atol=1e-6)
     for key, value in pair.optimizer.state[pair.param].items():
-        torch.testing.assert_close(pair.segment.state[key], value, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(pair.flat_run.state[key], value, rtol=1e-5, atol=1e-7)
 
 
 def test_a_step_that_is_clipped_and_skipped_changes_no_state() -> None:
@@ -117,7 +117,7 @@ def test_a_step_that_is_clipped_and_skipped_changes_no_state() -> None:
     assert {key: value.tolist() for key, value in pair.kept().items()} == {k: v.tolist() for k, v in before.items()}
     pair.run(skip=0.0, max_norm=0.1)
     pair.step(0.1)
-    torch.testing.assert_close(pair.segment.param, pair.param, rtol=2e-6, atol=1e-6)
+    torch.testing.assert_close(pair.flat_run.param, pair.param, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MAKES)
@@ -134,8 +134,8 @@ def test_a_skipped_step_changes_nothing(name: str) -> None:
 def test_a_state_that_lacks_a_number_is_not_covered() -> None:
     pair = Pair("NAdam")
     without: dict[str, Any] = {key: value for key, value in pair.counts.items() if key != "mu_product"}
-    segment = Segment(0, [], pair.segment.param, pair.segment.grad, without, pair.segment.state)
-    assert not StepKernel.covers(pair.optimizer, pair.optimizer.param_groups, [segment])
+    flat_run = FlatRun(0, [], pair.flat_run.param, pair.flat_run.grad, without, pair.flat_run.state)
+    assert not StepKernel.supports(pair.optimizer, pair.optimizer.param_groups, [flat_run])
 
 
 def test_a_compiled_update_is_found_again_in_inductors_caches() -> None:
@@ -145,7 +145,7 @@ def test_a_compiled_update_is_found_again_in_inductors_caches() -> None:
         pair = Pair("AdamW", compile=True)
         pair.run()
         pair.step()
-        torch.testing.assert_close(pair.segment.param.detach(), pair.param.detach(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(pair.flat_run.param.detach(), pair.param.detach(), rtol=1e-6, atol=1e-7)
         found.append(dict(counters["inductor"]))
     assert found[1]["fxgraph_cache_hit"]
     assert not {"fxgraph_cache_miss", "fxgraph_cache_bypass"} & found[1].keys()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero.optim.move_to_host import leave_device
+from lightning_zero.optim.move_to_host import move_state_to_host
 
 
 class OnDevice:
@@ -21,13 +21,13 @@ class OnDevice:
 
 def test_what_is_as_large_as_shards_leaves_and_the_rest_stays() -> None:
     shard, stranger = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
-    record: Any = SimpleNamespace(is_like_shard=lambda value: getattr(value, "shape", None) == (4,))
+    record: Any = SimpleNamespace(has_shard_shape=lambda value: getattr(value, "shape", None) == (4,))
     optimizer: Any = SimpleNamespace(state={})
     count, kept = OnDevice(()), OnDevice((4,))
     optimizer.state[shard] = {"exp_avg": OnDevice((4,)), "step": count, "lr": 0.1}
     optimizer.state[stranger] = {"exp_avg": kept}
     entries = optimizer.state[shard]
-    leave_device(optimizer, lambda param: record if param is shard else None)
+    move_state_to_host(optimizer, lambda param: record if param is shard else None)
     assert optimizer.state[shard] is entries
     assert entries == {"exp_avg": "(4,) on cpu", "step": count, "lr": 0.1}
     assert optimizer.state[stranger] == {"exp_avg": kept}

@@ -8,7 +8,7 @@ import torch
 from lightning_zero import Rule, register_rule
 from lightning_zero.optim.kernel import StepKernel
 from lightning_zero.optim.rules import rule_for
-from lightning_zero.step.captured import why_not_captured
+from lightning_zero.step.captured import reason_not_captured
 from tests.helpers.lion import Lion, lion, make_lion
 
 
@@ -24,14 +24,14 @@ def rule_of(cls: Any) -> Rule | None:
 def test_an_optimizer_has_the_rule_that_was_registered_and_is_covered() -> None:
     assert rule_of(Lion) is lion()
     optimizer = of(Lion)
-    assert StepKernel.covers(optimizer, optimizer.param_groups)
+    assert StepKernel.supports(optimizer, optimizer.param_groups)
 
 
 def test_a_users_rule_does_not_cover_complex_parameters() -> None:
     for cls, covered in ((Lion, False), (torch.optim.AdamW, True)):
         optimizer: Any = cls([torch.zeros(3, dtype=torch.complex64, requires_grad=True)])
-        assert StepKernel.covers(optimizer, optimizer.param_groups) is covered
-        assert covered or "complex64" in str(why_not_captured(optimizer, torch.device("cpu"), True, emulate=True))
+        assert StepKernel.supports(optimizer, optimizer.param_groups) is covered
+        assert covered or "complex64" in str(reason_not_captured(optimizer, torch.device("cpu"), True, emulate=True))
 
 
 def test_a_subclass_may_do_anything_and_has_a_rule_of_its_own() -> None:

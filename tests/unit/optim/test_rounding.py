@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.optim.rounding import Places, keys_of, noise_at, rounded
+from lightning_zero.optim.rounding import ElementPositions, noise_keys, rounding_noise, stochastic_round
 from tests.helpers.one_rank import OneRank
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ def test_a_value_is_kept_on_average_over_all_noise_exactly(number: int) -> None:
     values = torch.cat([torch.randn(40), 1e-39 * torch.randn(8), 1e38 * torch.randn(8), torch.tensor([1.0, -1.0])])
     for value in values.tolist():
         exact = torch.full((len(WORDS),), value)
-        found = rounded(exact, WORDS, number)
+        found = stochastic_round(exact, WORDS, number)
         assert found.dtype is torch.bfloat16
         assert found.double().mean().item() == exact[0].double().item()
         below = exact[0].view(torch.int32).bitwise_and(-65536).view(torch.float32)
@@ -36,15 +36,15 @@ def test_a_value_is_kept_on_average_over_all_noise_exactly(number: int) -> None:
 def test_what_bfloat16_holds_stays_as_it_is(number: int) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     for word in (0, 0xFFFFFFFF, 0x12345678):
-        found = rounded(every.float(), torch.tensor(word), number)
+        found = stochastic_round(every.float(), torch.tensor(word), number)
         torch.testing.assert_close(found, every, rtol=0, atol=0, equal_nan=True)
         assert torch.equal(found.signbit()[~found.isnan()], every.signbit()[~every.isnan()])
 
 
 def noise(bench: OneRank, step: float = 7.0) -> Tensor:
     records: Any = bench.live
-    at = Places.of(records, CPU)
-    return noise_at(at.owners, at.shifts, at.begin, keys_of(at.salts, torch.tensor(step)))
+    at = ElementPositions.of(records, CPU)
+    return rounding_noise(at.owners, at.shifts, at.begin, noise_keys(at.salts, torch.tensor(step)))
 
 
 def whole(world_size: int) -> list[Tensor]:
@@ -64,8 +64,8 @@ def test_noise_is_the_same_on_any_number_of_ranks() -> None:
 
 def test_a_part_has_the_noise_that_it_has_in_the_whole() -> None:
     bench: Any = OneRank(SHAPES)
-    at = Places.of(bench.live, CPU).part(64, 864)
-    found = noise_at(at.owners, at.shifts, at.begin, keys_of(at.salts, torch.tensor(7.0)))
+    at = ElementPositions.of(bench.live, CPU).part(64, 864)
+    found = rounding_noise(at.owners, at.shifts, at.begin, noise_keys(at.salts, torch.tensor(7.0)))
     assert torch.equal(found, noise(bench)[64:864])
 
 
@@ -113,16 +113,16 @@ def test_adams_steps_are_off_by_a_few_percent_where_rounding_to_the_nearest_is_o
     torch.manual_seed(0)
     steps, betas = 2000, (0.9, 0.999)
     records: Any = OneRank([LARGE]).live
-    at = Places.of(records, CPU)
+    at = ElementPositions.of(records, CPU)
     exact, narrow, nearest = (torch.zeros(2, math.prod(LARGE)) for _ in range(3))
     for step in range(steps):
         new = gradient(step / steps)
         for kept in (exact, narrow, nearest):
             for average, beta, value in zip(kept, betas, (new, new * new), strict=True):
                 average.lerp_(value, 1 - beta)
-        words = noise_at(at.owners, at.shifts, at.begin, keys_of(at.salts, torch.tensor(step)))
+        words = rounding_noise(at.owners, at.shifts, at.begin, noise_keys(at.salts, torch.tensor(step)))
         for number, average in enumerate(narrow):
-            average.copy_(rounded(average, words, number))
+            average.copy_(stochastic_round(average, words, number))
         nearest.copy_(nearest.bfloat16())
 
     def off(kept: Tensor) -> float:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.optim.bf16_state import ROUNDINGS
-from lightning_zero.optim.state_placement import keeping_aside
+from lightning_zero.optim.bf16_state import ROUNDING_COUNT
+from lightning_zero.optim.state_placement import place_loaded_state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -22,7 +22,7 @@ def test_only_what_has_one_element_goes_to_the_parameters_device(dtype: torch.dt
     seen: list[Any] = []
     optimizer.register_load_state_dict_pre_hook(lambda _, state: seen.append(type(state["state"][0]["exp_avg"])))
     optimizer.register_load_state_dict_post_hook(lambda o: seen.append(type(o.state[param]["exp_avg"])))
-    with keeping_aside(optimizer, lambda _: lambda param, key, value: value.to(param.dtype)):
+    with place_loaded_state(optimizer, lambda _: lambda param, key, value: value.to(param.dtype)):
         optimizer.load_state_dict(saved)
     state = optimizer.state[param]
     assert seen == [torch.Tensor, torch.Tensor]
@@ -41,8 +41,8 @@ def test_a_count_of_ours_is_as_wide_as_it_was() -> None:
     param = torch.nn.Parameter(torch.zeros(40, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([param], momentum=0.9)
     saved = optimizer.state_dict()
-    saved["state"][0] = {"momentum_buffer": torch.zeros(40), ROUNDINGS: torch.tensor(1001.0)}
-    with keeping_aside(optimizer, lambda _: lambda param, key, value: value.to(param.dtype)):
+    saved["state"][0] = {"momentum_buffer": torch.zeros(40), ROUNDING_COUNT: torch.tensor(1001.0)}
+    with place_loaded_state(optimizer, lambda _: lambda param, key, value: value.to(param.dtype)):
         optimizer.load_state_dict(saved)
-    assert optimizer.state[param][ROUNDINGS].tolist() == 1001
+    assert optimizer.state[param][ROUNDING_COUNT].tolist() == 1001
     assert optimizer.state[param]["momentum_buffer"].dtype is torch.bfloat16

@@ -180,7 +180,7 @@ def test_master_weights_of_a_large_model_lie_on_the_host_where_it_does_not_fit_o
     masters = sum(param.nbytes for param in net.parameters() if param.dim() == 2)
     whole = plan(net, batch, device=card, training=training)
     limit = (whole.peak - 2.5 * masters) / GIB + 0.25  # state is twice as large; a quarter of a GiB are buffers
-    by_hand = {"tuning": Tuning(gradients_over_copies=False)}
+    by_hand = {"tuning": Tuning(grad_aliasing=False)}
     found = plan(net, batch, device=card, training=training, memory=limit, **by_hand)
     assert found.memory is not None
     assert {"optimizer", "parameters"} <= set(found.memory.chosen.offload)

@@ -8,7 +8,7 @@ import torch
 
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, CompileConfig, PassContext
 from lightning_zero.compile.passes import FIRST_GROUPS
-from lightning_zero.compile.passes.reduce import hand_over_gradients
+from lightning_zero.compile.passes.reduce import enqueue_gradients
 from lightning_zero.planning.graph_memory import Span, graph_peak, host_activations, weight_spans
 from tests.unit.compile import graphs
 from tests.unit.compile.graphs import WEIGHT, Builder
@@ -57,7 +57,7 @@ def test_gradients_that_a_graph_hands_over_leave_as_those_do_that_it_returns() -
     x, y = b.input("x", 64, 64), b.input("y", 64, 64)
     shards = [b.shard(f"primals_{number}") for number in range(several)]
     reduced = [b.reduce(b.call(aten.mm.default, x, y), shard) for shard in shards]
-    graph = hand_over_gradients(b.done(*reduced))
+    graph = enqueue_gradients(b.done(*reduced))
     assert peak(graph, 0) == peak(products(several), several) == 4
 
 

@@ -83,7 +83,7 @@ def test_a_host_with_a_replica_holds_what_it_would_alone(stage: int, inside: int
 
 def test_gradients_that_wait_for_the_last_micro_batch_are_a_hosts() -> None:
     shards = shard_parameters(model(), 4)
-    once = persistent_bytes(shards, config(replicate_over="hosts", reduce_across="step"), hosts=3, accumulate=2)
+    once = persistent_bytes(shards, config(replicate_over="hosts", cross_host_reduce="step"), hosts=3, accumulate=2)
     assert once["deferred_gradient"] == once["gradient"]
     whole = persistent_bytes(shards, config(replicate_over="hosts", stage=1), hosts=3, accumulate=2)
     assert whole["deferred_gradient"] == 4 * once["gradient"]

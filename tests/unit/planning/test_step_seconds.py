@@ -17,7 +17,7 @@ def _estimate(
 ) -> StepSeconds:
     tuning = SimpleNamespace(gather_group_mb=32, replicate_over=more.pop("replicate_over", None))
     bf16 = torch.bfloat16
-    given = {"stage": 3, "resident_until": "step", "resident_mb": 0, "compute_dtype": bf16, "wire_dtype": bf16}
+    given = {"stage": 3, "unsharded_cache_until": "step", "unsharded_cache_mb": 0, "compute_dtype": bf16, "wire_dtype": bf16}
     config = SimpleNamespace(tuning=tuning, **given | more)
     cuts = [SimpleNamespace(layout=SimpleNamespace(numel=PARAMETERS))]
     step = SimpleNamespace(forward_s=compute_s / 3, backward_s=compute_s * 2 / 3)
@@ -47,5 +47,5 @@ def test_hosts_replicas_stages_and_kept_weights_change_the_bytes() -> None:
     assert _estimate(16, accumulate=4).exposed < 4 * two.exposed  # weights cross hosts once in a step
     assert _estimate(16, replicate_over="hosts").optimizer > two.optimizer
     assert _estimate(8, accumulate=4, stage=1).exposed < _estimate(8, accumulate=4).exposed
-    kept = {"resident_until": "step", "resident_mb": float("inf")}
+    kept = {"unsharded_cache_until": "step", "unsharded_cache_mb": float("inf")}
     assert _estimate(8, accumulate=4, **kept).exposed < _estimate(8, accumulate=4).exposed

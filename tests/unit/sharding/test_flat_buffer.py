@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_zero.sharding.flat_buffer import Arena
+from lightning_zero.sharding.flat_buffer import FlatBuffer
 from lightning_zero.sharding.layout import ALIGNMENT_BYTES, ShardLayout
 
 CPU = torch.device("cpu")
@@ -23,7 +23,7 @@ MIXED = [
 
 
 def test_pieces_of_one_dtype_are_neighbours_in_the_order_given() -> None:
-    arena = Arena(MIXED, CPU)
+    arena = FlatBuffer(MIXED, CPU)
     assert [view.dtype for view in arena.views] == [dtype for _, dtype in MIXED]
     assert [view.numel() for view in arena.views] == [layout.shard_numel for layout, _ in MIXED]
     for dtype, flat in arena.flat.items():
@@ -36,7 +36,7 @@ def test_pieces_of_one_dtype_are_neighbours_in_the_order_given() -> None:
 
 
 def test_memory_starts_as_zeros_and_views_write_into_it() -> None:
-    arena = Arena(MIXED, CPU)
+    arena = FlatBuffer(MIXED, CPU)
     assert not any(flat.any() for flat in arena.flat.values())
     for number, view in enumerate(arena.views, start=1):
         view.fill_(number)
@@ -47,11 +47,11 @@ def test_memory_starts_as_zeros_and_views_write_into_it() -> None:
 
 
 def test_it_says_how_large_it_is() -> None:
-    arena = Arena([piece(2**18, world=1), piece(2**18, dtype=torch.bfloat16, world=1)], CPU)
+    arena = FlatBuffer([piece(2**18, world=1), piece(2**18, dtype=torch.bfloat16, world=1)], CPU)
     assert arena.nbytes == 2**20 + 2**19
     assert repr(arena) == "Arena(torch.float32: 262,144, torch.bfloat16: 262,144; 1.5 MiB)"
 
 
 def test_an_arena_of_nothing_is_empty() -> None:
-    arena = Arena([], CPU)
+    arena = FlatBuffer([], CPU)
     assert (arena.flat, arena.views, arena.nbytes) == ({}, [], 0)

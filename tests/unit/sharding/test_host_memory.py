@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.sharding import host_memory as copies
-from lightning_zero.sharding.host_memory import copy_through, on_host
+from lightning_zero.sharding.host_memory import copy_through, copy_to_host
 
 BLOCK = 1000
 
@@ -69,7 +69,7 @@ def test_what_goes_wrong_in_a_thread_is_raised() -> None:
 
 def test_what_is_on_the_host_already_is_copied_all_the_same() -> None:
     value = torch.randn(7, 5).t().requires_grad_()
-    copy = on_host(value)
+    copy = copy_to_host(value)
     assert torch.equal(copy, value)
     assert not copy.requires_grad
     assert copy.stride() == value.stride()

@@ -18,7 +18,7 @@ CASES = list(itertools.product(SHAPES, DTYPES, WORLDS))
 def test_ranges_cover_the_parameter_once_in_order(world: int) -> None:
     for shape, dtype in itertools.product(SHAPES, DTYPES):
         layout = ShardLayout.of(torch.Size(shape), dtype, world)
-        covered = [i for rank in range(world) for i in range(*layout.range_of(rank))]
+        covered = [i for rank in range(world) for i in range(*layout.shard_range(rank))]
         assert covered == list(range(math.prod(shape))), layout
         assert layout.numel == math.prod(shape)
 
@@ -42,9 +42,9 @@ def test_written_pieces_put_together_are_the_parameter_and_zeros(world: int) -> 
         pieces = torch.full((world, layout.shard_numel), 77, dtype=dtype)  # stale values everywhere
         for rank in range(world):
             layout.write(pieces[rank], full, rank)
-        whole = pieces.reshape(-1)
-        assert torch.equal(whole[: full.numel()].view(shape), full)
-        assert not whole[full.numel() :].any(), f"padding of {layout} is not zero"
+        full_view = pieces.reshape(-1)
+        assert torch.equal(full_view[: full.numel()].view(shape), full)
+        assert not full_view[full.numel() :].any(), f"padding of {layout} is not zero"
 
 
 def test_a_parameter_of_another_layout_dtype_or_with_a_history_is_written_as_values() -> None:
@@ -79,12 +79,12 @@ def test_a_channels_last_parameter_is_cut_as_it_lies_in_memory(shape: tuple[int,
     shards = [torch.full((layout.shard_numel,), math.nan) for _ in range(2)]
     for rank, shard in enumerate(shards):
         layout.write(shard, full, rank)
-    whole = layout.whole(torch.cat(shards))
-    assert torch.equal(whole, full)
-    assert whole.stride() == full.stride()
+    full_view = layout.full_view(torch.cat(shards))
+    assert torch.equal(full_view, full)
+    assert full_view.stride() == full.stride()
     # Whatever the strides of what is written.
     layout.write(shards[0], full.contiguous(), 0)
-    assert torch.equal(layout.whole(torch.cat(shards)), full)
+    assert torch.equal(layout.full_view(torch.cat(shards)), full)
 
 
 def test_other_strides_are_not_kept() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding import mapped as module
 from lightning_zero.sharding.layout import ShardLayout, memory_order
-from lightning_zero.sharding.mapped import copy_mapped, mapped, take_small
+from lightning_zero.sharding.mapped import copy_mapped, mapped, copy_small_values
 
 VALUES = {
     "rows": torch.randn(300, 70),
@@ -115,7 +115,7 @@ def test_small_ones_need_the_file_no_longer(tmp_path: Path) -> None:
     torch.save({"a": pair, "row": pair[1], "large": torch.randn(1 << 15)}, tmp_path / "x")
     found = torch.load(tmp_path / "x", mmap=True)
     found["param"] = torch.nn.Parameter(found["row"])
-    take_small(found.values())
+    copy_small_values(found.values())
     os.truncate(tmp_path / "x", 0)
     assert torch.equal(found["a"], pair)
     found["row"].zero_()
@@ -126,7 +126,7 @@ def test_what_is_no_plain_memory_stays_what_it_is(tmp_path: Path) -> None:
     sparse, quantized = torch.eye(3).to_sparse(), torch.quantize_per_tensor(torch.arange(4.0), 0.5, 0, torch.qint8)
     torch.save({"sparse": sparse, "rows": torch.eye(3).to_sparse_csr(), "quantized": quantized}, tmp_path / "x")
     found = torch.load(tmp_path / "x", mmap=True)
-    take_small(found.values())
+    copy_small_values(found.values())
     assert torch.equal(found["sparse"].to_dense(), torch.eye(3))
     assert torch.equal(found["rows"].to_dense(), torch.eye(3))
     assert torch.equal(found["quantized"].dequantize(), torch.arange(4.0))

@@ -90,8 +90,8 @@ def test_what_is_sharded_already_is_whole_for_a_while_and_keeps_its_values(monke
     layer, records = Layer(), Records()
     layout = ShardLayout.of(torch.Size((2, 3)), torch.float32, 2)
     tied = nn.Parameter(torch.zeros(layout.visible_shape), requires_grad=False)
-    sight: Any = MagicMock()
-    record = ShardedParameter(0, "p", tied, layout, {Role.MASTER_SHARD: tied.data.view(-1)}, sight)
+    spec: Any = MagicMock()
+    record = ShardedParameter(0, "p", tied, layout, {Role.MASTER_SHARD: tied.data.view(-1)}, spec)
     records.add(record)
     layer.weight = tied
     layer.__dict__[SHAPES] = {"weight": (2, 3)}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.sharding.host_policy import Away
+from lightning_zero.sharding.host_policy import HostMasterPolicy
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.memory import ShardMemory
-from lightning_zero.sharding.module_patching import RESIDENT
+from lightning_zero.sharding.module_patching import UNSHARDED_CACHE
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
 
 CPU = torch.device("cpu")
@@ -35,8 +35,8 @@ def add(records: Records, owner: nn.Module | None, *shape: int, dtype: torch.dty
     index = len(list(records))
     shard = torch.full((layout.shard_numel,), index + 1, dtype=dtype)
     param = nn.Parameter(shard.view(layout.visible_shape), requires_grad=trained and dtype.is_floating_point)
-    sight: Any = MagicMock(rank=0)
-    record = ShardedParameter(index, f"p{index}", param, layout, {Role.MASTER_SHARD: shard}, sight)
+    spec: Any = MagicMock(rank=0)
+    record = ShardedParameter(index, f"p{index}", param, layout, {Role.MASTER_SHARD: shard}, spec)
     record.owners = [] if owner is None else [(owner, f"p{index}")]
     records.add(record)
     return record
@@ -59,12 +59,12 @@ def records() -> Records:
 @pytest.fixture
 def executor() -> Any:
     executor = MagicMock()
-    executor.weights.takes_turns.return_value = False
+    executor.weights.uses_epoch_lock.return_value = False
     return executor
 
 
 def memory_of(records: Records, executor: Any, peers: Any = None) -> ShardMemory:
-    memory = ShardMemory(executor, MagicMock(device=CPU, shard_hosts=1), records, peers)
+    memory = ShardMemory(executor, MagicMock(device=CPU, shard_host_count=1), records, peers)
     memory.place(records.live)
     return memory
 
@@ -90,7 +90,7 @@ def test_shards_are_neighbours_in_the_order_given_and_keep_their_values(records:
     names = [name for name, *_ in executor.mock_calls]
     assert names[0] == "weights.begin_writing"
     assert names[-1] == "weights.end_writing"
-    executor.parameters.set_shards.assert_not_called()
+    executor.parameters.set_peer_shards.assert_not_called()
 
 
 def test_other_ranks_shards_are_told_where_they_can_be_read(records: Records, executor: Any) -> None:
@@ -101,7 +101,7 @@ def test_other_ranks_shards_are_told_where_they_can_be_read(records: Records, ex
     for record in records.live:
         everyone = next(both for mine, both in theirs.given if mine.dtype == record.param.dtype)
         begin = record.shard.data_ptr() - everyone[0].data_ptr()
-        told = next(c.args[1] for c in executor.parameters.set_shards.mock_calls if c.args[0] == record.index)
+        told = next(c.args[1] for c in executor.parameters.set_peer_shards.mock_calls if c.args[0] == record.index)
         assert [part.data_ptr() for part in told] == [whole.data_ptr() + begin for whole in everyone]
         assert all(part.numel() == record.layout.shard_numel for part in told)
 
@@ -115,7 +115,7 @@ def away_of(records: Records, executor: Any) -> tuple[ShardMemory, list[tuple[Te
         given.append((seen, seen.detach()))
         return given[-1]
 
-    memory = ShardMemory(executor, MagicMock(device=CPU, shard_hosts=1), records, away=Away(BF16, allocate))
+    memory = ShardMemory(executor, MagicMock(device=CPU, shard_host_count=1), records, away=HostMasterPolicy(BF16, allocate))
     memory.place(records.live)
     return memory, given
 
@@ -124,9 +124,9 @@ def test_masters_leave_that_compiled_code_reads_in_another_dtype(records: Record
     add(records, nn.Linear(1, 1), 6, 9)
     memory, given = away_of(records, executor)
     [(seen, _)] = given
-    assert [record.index for record in records if record.is_away] == [0, 7], "matrices, in float32, but no embedding"
+    assert [record.index for record in records if record.is_on_host] == [0, 7], "matrices, in float32, but no embedding"
     assert are_neighbours([records[0].shard, records[7].shard])
-    assert [c.args[0] for c in executor.parameters.lie_on_host.mock_calls] == [0, 7]
+    assert [c.args[0] for c in executor.parameters.mark_on_host.mock_calls] == [0, 7]
     assert memory.on_host is not None
     assert memory.shards is not None
     assert memory.on_host.flat[FP32] is seen
@@ -154,12 +154,12 @@ def test_masters_leave_that_compiled_code_reads_in_another_dtype(records: Record
     assert are_neighbours([records[index].memory[Role.GRADIENT] for index in (7, 0)])
 
 
-def away_to_cpu() -> Away:
+def away_to_cpu() -> HostMasterPolicy:
     def allocate(numel: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         seen = torch.zeros(numel, dtype=dtype)
         return seen, seen.detach()
 
-    return Away(BF16, allocate)
+    return HostMasterPolicy(BF16, allocate)
 
 
 def waiting(records: Records, executor: Any) -> tuple[ShardMemory, Any]:
@@ -167,7 +167,7 @@ def waiting(records: Records, executor: Any) -> tuple[ShardMemory, Any]:
     peers = MagicMock(shards_wait=True)
     peers.allocate_shards.return_value = {}
     peers.shards_settle = peers.shards_leave = MagicMock(side_effect=lambda: setattr(peers, "shards_wait", False))
-    memory = ShardMemory(executor, MagicMock(device=CPU, first_error=lambda error: None), records, peers)
+    memory = ShardMemory(executor, MagicMock(device=CPU, first_rank_error=lambda error: None), records, peers)
     memory.place(records.live)
     return memory, peers
 
@@ -192,11 +192,11 @@ def test_masters_may_leave_until_something_is_laid_out_like_them_or_read_by_othe
 ) -> None:
     memory, _ = waiting(records, executor)
     assert memory.may_leave
-    executor.weights.takes_turns.return_value = True
+    executor.weights.uses_epoch_lock.return_value = True
     assert not memory.may_leave
-    executor.weights.takes_turns.return_value = False
+    executor.weights.uses_epoch_lock.return_value = False
     memory.leave(away_to_cpu())
-    assert [record.index for record in records if record.is_away] == [0]
+    assert [record.index for record in records if record.is_on_host] == [0]
     for record in records.live:
         assert record.shard.eq(record.index + 1).all()
         assert record.param.data_ptr() == record.shard.data_ptr()
@@ -214,13 +214,13 @@ def test_masters_stay_once_training_has_begun(records: Records, executor: Any) -
 def test_copies_of_masters_that_left_lie_like_them_and_are_written_by_steps(records: Records, executor: Any) -> None:
     add(records, nn.Linear(1, 1), 6, 9)
     memory, _ = away_of(records, executor)
-    memory.allocate_compute_copies(BF16)
-    assert having(records, Role.COMPUTE_COPY) == [0, 1, 2, 4, 7]
-    assert are_neighbours([records[index].memory[Role.COMPUTE_COPY] for index in (0, 7)])
+    memory.allocate_compute_shards(BF16)
+    assert having(records, Role.COMPUTE_SHARD) == [0, 1, 2, 4, 7]
+    assert are_neighbours([records[index].memory[Role.COMPUTE_SHARD] for index in (0, 7)])
     assert memory.shards is not None
-    [((_, masters), _)] = executor.parameters.add_compute_copy_memory.call_args_list
+    [((_, masters), _)] = executor.parameters.add_compute_shard_memory.call_args_list
     assert masters is memory.shards.flat[FP32], "those on the host are not read over the link at each step"
-    assert [c.args[0] for c in executor.parameters.set_compute_copy.mock_calls] == [0, 1, 2, 4, 7]
+    assert [c.args[0] for c in executor.parameters.set_compute_shard.mock_calls] == [0, 1, 2, 4, 7]
 
 
 def test_optimizers_arrange_shards_until_training_begins(records: Records, executor: Any) -> None:
@@ -257,33 +257,33 @@ def test_gradients_lie_as_their_shards_do_for_what_is_trained(records: Records, 
 def test_wider_shards_have_compute_copies_laid_out_like_them(records: Records, executor: Any) -> None:
     memory = memory_of(records, executor)
     for _ in range(2):
-        memory.allocate_compute_copies(BF16)
-    assert having(records, Role.COMPUTE_COPY) == [0, 1, 2, 4]
-    assert having(records, Role.FULL_PRECISION_COPY) == []
-    copies = memory.holds(Role.COMPUTE_COPY)
+        memory.allocate_compute_shards(BF16)
+    assert having(records, Role.COMPUTE_SHARD) == [0, 1, 2, 4]
+    assert having(records, Role.FULL_PRECISION_SHARD) == []
+    copies = memory.holds(Role.COMPUTE_SHARD)
     assert are_neighbours(copies)
     assert all(copy.dtype == BF16 for copy in copies)
     assert memory.shards is not None
-    [((whole, masters), _)] = executor.parameters.add_compute_copy_memory.call_args_list
+    [((whole, masters), _)] = executor.parameters.add_compute_shard_memory.call_args_list
     assert masters is memory.shards.flat[FP32]
     assert whole.data_ptr() == copies[0].data_ptr()
-    assert [c.args[0] for c in executor.parameters.set_compute_copy.mock_calls] == [0, 1, 2, 4]
-    executor.parameters.set_peers.assert_not_called()
+    assert [c.args[0] for c in executor.parameters.set_compute_shard.mock_calls] == [0, 1, 2, 4]
+    executor.parameters.set_peer_compute_shards.assert_not_called()
 
 
 def test_peers_read_compute_copies_and_in_full_precision_what_autocast_leaves(records: Records, executor: Any) -> None:
     memory, peers = memory_of(records, executor), Memory()
-    memory.allocate_compute_copies(BF16, peers)  # type: ignore[arg-type]
-    assert [c.args[0] for c in executor.parameters.set_peers.mock_calls] == [0, 1, 2, 4]
-    assert having(records, Role.FULL_PRECISION_COPY) == [1, 2, 4], "biases, and an embedding"
+    memory.allocate_compute_shards(BF16, peers)  # type: ignore[arg-type]
+    assert [c.args[0] for c in executor.parameters.set_peer_compute_shards.mock_calls] == [0, 1, 2, 4]
+    assert having(records, Role.FULL_PRECISION_SHARD) == [1, 2, 4], "biases, and an embedding"
     (_, both), (_, full_precision) = peers.given
-    for made in executor.parameters.set_peers.mock_calls:
+    for made in executor.parameters.set_peer_compute_shards.mock_calls:
         record = records[made.args[0]]
-        begin = record.memory[Role.COMPUTE_COPY].data_ptr() - both[0].data_ptr()
+        begin = record.memory[Role.COMPUTE_SHARD].data_ptr() - both[0].data_ptr()
         assert [part.data_ptr() for part in made.args[1]] == [whole.data_ptr() + begin for whole in both]
-    for made in executor.parameters.set_full_precision_copy.mock_calls:
+    for made in executor.parameters.set_full_precision_shard.mock_calls:
         index, mine, everyone = made.args
-        assert mine is records[index].memory[Role.FULL_PRECISION_COPY]
+        assert mine is records[index].memory[Role.FULL_PRECISION_SHARD]
         assert (mine.dtype, mine.numel()) == (FP32, records[index].layout.shard_numel)
         begin = mine.data_ptr() - full_precision[0].data_ptr()
         assert [part.data_ptr() for part in everyone] == [whole.data_ptr() + begin for whole in full_precision]
@@ -295,15 +295,15 @@ def test_nothing_is_known_of_copies_for_which_there_is_not_enough(records: Recor
     peers.empty.side_effect = [Memory().empty(1000, BF16), RuntimeError("there is no more")]
     executor.reset_mock()
     with pytest.raises(RuntimeError):
-        memory.allocate_compute_copies(BF16, peers)
+        memory.allocate_compute_shards(BF16, peers)
     assert executor.parameters.mock_calls == []
-    assert having(records, Role.COMPUTE_COPY) == []
+    assert having(records, Role.COMPUTE_SHARD) == []
 
 
 def test_where_ranks_take_turns_shards_themselves_are_read_in_full_precision(records: Records, executor: Any) -> None:
-    executor.weights.takes_turns.return_value = True
-    memory_of(records, executor).allocate_compute_copies(BF16, Memory())  # type: ignore[arg-type]
-    assert having(records, Role.FULL_PRECISION_COPY) == []
+    executor.weights.uses_epoch_lock.return_value = True
+    memory_of(records, executor).allocate_compute_shards(BF16, Memory())  # type: ignore[arg-type]
+    assert having(records, Role.FULL_PRECISION_SHARD) == []
 
 
 def test_weights_that_fit_the_budget_are_resident_and_shown_to_their_modules(records: Records, executor: Any) -> None:
@@ -311,12 +311,12 @@ def test_weights_that_fit_the_budget_are_resident_and_shown_to_their_modules(rec
     padded = 2 * records[0].layout.shard_numel
     for _ in range(2):
         # Of p0, p2 and p3, which are not small, p2 does not fit.
-        memory.keep_resident(BF16, small_bytes=100, budget_bytes=2 * padded + 300)
-    assert having(records, Role.RESIDENT) == [0, 3]
-    [view, _] = memory.holds(Role.RESIDENT)
+        memory.cache_unsharded(BF16, small_bytes=100, budget_bytes=2 * padded + 300)
+    assert having(records, Role.UNSHARDED_CACHE) == [0, 3]
+    [view, _] = memory.holds(Role.UNSHARDED_CACHE)
     assert (view.shape, view.dtype) == (torch.Size((20, 10)), BF16)
     (layer, key), *_ = records[0].owners
-    assert layer.__dict__[RESIDENT][key] is view
+    assert layer.__dict__[UNSHARDED_CACHE][key] is view
     index, flat = executor.parameters.set_resident.mock_calls[0].args
     assert (index, flat.numel(), flat.data_ptr()) == (0, padded, view.data_ptr())
     before = memory.shards
@@ -328,21 +328,21 @@ def test_all_weights_are_resident_where_nothing_limits_them_and_wide_where_autoc
     records: Records, executor: Any
 ) -> None:
     memory = memory_of(records, executor)
-    memory.keep_resident(BF16, small_bytes=100, budget_bytes=math.inf)
-    dtypes = {r.index: r.memory[Role.RESIDENT].dtype for r in records if Role.RESIDENT in r.memory}
+    memory.cache_unsharded(BF16, small_bytes=100, budget_bytes=math.inf)
+    dtypes = {r.index: r.memory[Role.UNSHARDED_CACHE].dtype for r in records if Role.UNSHARDED_CACHE in r.memory}
     assert dtypes == {0: BF16, 1: FP32, 2: FP32, 3: BF16, 4: FP32, 5: torch.int64}
 
 
 def test_another_budget_gives_memory_back(records: Records, executor: Any) -> None:
     memory = memory_of(records, executor)
-    memory.keep_resident(None, 0, 0.0)
+    memory.cache_unsharded(None, 0, 0.0)
     assert executor.parameters.set_resident.mock_calls == []
-    memory.keep_resident(None, 0, math.inf)
+    memory.cache_unsharded(None, 0, math.inf)
     (layer, key), *_ = records[0].owners
-    assert key in layer.__dict__[RESIDENT]
-    memory.keep_resident(None, 0, 0.0)
-    assert memory.holds(Role.RESIDENT) == []
-    assert key not in layer.__dict__[RESIDENT]
+    assert key in layer.__dict__[UNSHARDED_CACHE]
+    memory.cache_unsharded(None, 0, 0.0)
+    assert memory.holds(Role.UNSHARDED_CACHE) == []
+    assert key not in layer.__dict__[UNSHARDED_CACHE]
     assert executor.parameters.set_resident.mock_calls[-1] == call(5, None)
 
 

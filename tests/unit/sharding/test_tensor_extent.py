@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_zero.sharding.tensor_extent import reach
+from lightning_zero.sharding.tensor_extent import extent
 
 BASE = torch.arange(60).view(3, 4, 5)
 TENSORS = {
@@ -21,4 +21,4 @@ def test_it_is_as_far_as_the_last_element(name: str) -> None:
     tensor = TENSORS[name]
     first = tensor.storage_offset()
     last = max((int(value) for value in tensor.flatten()), default=first - 1)  # values say where they lie
-    assert reach(tensor.size(), tensor.stride()) == last + 1 - first
+    assert extent(tensor.size(), tensor.stride()) == last + 1 - first

@@ -11,7 +11,7 @@ import pytest
 
 import lightning_zero
 from lightning_zero.native.watchdog import Phase
-from lightning_zero.sharding.shard_sync import ShardAccess
+from lightning_zero.sharding.shard_sync import ShardSync
 from lightning_zero.step.cycle import State, StepCycle
 
 
@@ -47,7 +47,7 @@ class Compiled(Calls):
 class Step:
     """An optimizer's."""
 
-    under_way = False
+    in_progress = False
 
 
 class Bench:
@@ -61,7 +61,7 @@ class Bench:
         self.in_forward = False
         sharder = SimpleNamespace(
             executor=executor,
-            access=ShardAccess(executor),  # type: ignore[arg-type]
+            sync=ShardSync(executor),  # type: ignore[arg-type]
             view=SimpleNamespace(
                 begin_forward=partial(self.set_forward, True), end_forward=partial(self.set_forward, False)
             ),
@@ -85,15 +85,15 @@ class Bench:
                     self.do(inner if hasattr(self.cycle, inner) else inner.replace("_", " "))
         elif kind == "backward":
             self.cycle.before_backward()
-            self.cycle.gradients_came()
+            self.cycle.on_backward_end()
             self.cycle.after_backward()
         elif kind == "begin":
             self.cycle.begin_step(self.steps[name])
-            self.steps[name].under_way = True
+            self.steps[name].in_progress = True
         elif kind == "made":
-            self.steps[name].under_way = False
+            self.steps[name].in_progress = False
         elif kind == "end":
-            was, self.steps[name].under_way = self.steps[name].under_way, False
+            was, self.steps[name].in_progress = self.steps[name].in_progress, False
             self.cycle.end_step(self.steps[name], changed=was)
         else:
             getattr(self.cycle, what)()
@@ -110,7 +110,7 @@ STEP_A, STEP_B = ("begin a", "made a", "end a"), ("begin b", "made b", "end b")
 @pytest.mark.parametrize(
     "events",
     [
-        ("begin_stage", "forward", "backward", "before_step", *STEP_A, "tidy_up"),
+        ("begin_stage", "forward", "backward", "before_step", *STEP_A, "clean_up"),
         ("forward", "backward", "forward", "backward", *STEP_A),
         ("forward backward, begin_a, made_a, end_a, backward, begin_b, made_b, end_b",),
         ("forward begin_a, made_a, end_a, backward",),
@@ -120,10 +120,10 @@ STEP_A, STEP_B = ("begin a", "made a", "end a"), ("begin b", "made b", "end b")
         ("begin a", "made a", *STEP_B, "end a"),
         ("eval_step", "after_eval", "eval_step", "forward", "backward", "eval_step", *STEP_A),
         ("forward", "eval_step", "backward"),
-        ("begin_stage", "eval_step", "after_eval", "before_step", "eval_step", "tidy_up"),
+        ("begin_stage", "eval_step", "after_eval", "before_step", "eval_step", "clean_up"),
         ("forward", "before_backward", "forward", "backward"),
         ("begin a", "reset", "forward", "backward"),
-        ("begin a", "tidy_up", "begin_stage", "eval_step"),
+        ("begin a", "clean_up", "begin_stage", "eval_step"),
         ("after_backward", "after_eval", "end a", "end a"),
         ("eval_step", "backward", *STEP_A),
     ],
@@ -181,14 +181,14 @@ def test_a_refused_step_does_not_end_the_one_that_goes_on() -> None:
     assert bench.log == []
     assert bench.cycle.state is State.STEP
     bench.do("end a")
-    assert bench.log == ["expire_compute_copies", "end_writing"]
+    assert bench.log == ["expire_compute_shards", "end_writing"]
 
 
 def test_a_reset_drops_a_backward_before_what_it_brought_could_be_written() -> None:
     bench = Bench().run("forward")
     bench.log.clear()
     bench.do("reset")
-    assert bench.log == ["reset", "abort", "sync_edits forget", "drop", "reset"]  # compiled code first, buffers last
+    assert bench.log == ["reset", "abort", "sync_user_writes forget", "drop", "reset"]  # compiled code first, buffers last
 
 
 def test_a_training_step_is_prepared_in_one_order() -> None:
@@ -196,7 +196,7 @@ def test_a_training_step_is_prepared_in_one_order() -> None:
     assert bench.log == [
         "allocate",
         "allocate_gradients",
-        "begin_epoch",
+        "begin_training_step",
         "prepare",
         "before_forward",
         "surround",
@@ -204,21 +204,21 @@ def test_a_training_step_is_prepared_in_one_order() -> None:
         "notice",
     ]
     assert bench.in_forward
-    bench.cycle.gradients_came()
+    bench.cycle.on_backward_end()
     assert not bench.in_forward
 
 
 @pytest.mark.parametrize(
     ("event", "calls"),
     [
-        ("after_backward", ["sync_edits"]),
-        ("before_step", ["stepped", "stepped", "sync_edits forget", "begin_writing"]),
-        ("begin a", ["reduce_deferred", "stepped", "stepped", "sync_edits forget", "begin_writing"]),
+        ("after_backward", ["sync_user_writes"]),
+        ("before_step", ["stepped", "stepped", "sync_user_writes forget", "begin_writing"]),
+        ("begin a", ["reduce_deferred", "stepped", "stepped", "sync_user_writes forget", "begin_writing"]),
         ("end a", ["end_writing"]),
-        ("eval_step", ["settle", "make_room", "sync_edits", "expire_compute_copies", "before_forward"]),
-        ("after_eval", ["sync_edits forget"]),
-        ("reset", ["reset", "abort", "sync_edits forget", "drop", "reset"]),
-        ("tidy_up", ["reset", "abort", "sync_edits forget", "drop", "reset", "release_buffers"]),
+        ("eval_step", ["settle", "release_memory", "sync_user_writes", "expire_compute_shards", "before_forward"]),
+        ("after_eval", ["sync_user_writes forget"]),
+        ("reset", ["reset", "abort", "sync_user_writes forget", "drop", "reset"]),
+        ("clean_up", ["reset", "abort", "sync_user_writes forget", "drop", "reset", "release_buffers"]),
     ],
 )
 def test_when_edits_reach_shards_and_shards_are_written(event: str, calls: list[str]) -> None:
@@ -232,7 +232,7 @@ def test_when_edits_reach_shards_and_shards_are_written(event: str, calls: list[
         (("forward", *STEP_A), 1),
         (("forward", "before_backward", "after_backward", *STEP_A), 1),
         (("forward", "end_backward", "end_backward", *STEP_A), 1),
-        (("forward", "backward", "forward", "gradients_are_final", *STEP_A), 1),
+        (("forward", "backward", "forward", "finalize_gradients", *STEP_A), 1),
         (("forward backward, begin_a, made_a, end_a, begin_b, made_b, end_b",), 1),
         (("forward", "reset", *STEP_A), 0),
         ((*STEP_A, *STEP_B, "after_backward"), 0),
@@ -241,19 +241,19 @@ def test_when_edits_reach_shards_and_shards_are_written(event: str, calls: list[
 def test_a_rank_without_a_backward_ends_one_with_the_others(events: tuple[str, ...], times: int) -> None:
     bench = Bench()
     bench.cycle._executor.__dict__["world_size"] = 2
-    assert bench.run(*events).log.count("end_without") == times
+    assert bench.run(*events).log.count("end_empty_backward") == times
 
 
 def test_copies_are_void_after_a_step_and_only_then() -> None:
     bench = Bench().run("begin a")
     bench.log.clear()
-    assert bench.run("end a").log == ["expire_compute_copies", "end_writing"]
+    assert bench.run("end a").log == ["expire_compute_shards", "end_writing"]
     bench.log.clear()
     assert bench.run("end a").log == ["end_writing"]
 
 
 def test_the_watchdog_hears_of_each_phase() -> None:
-    bench = Bench().run("begin_stage", "forward", "backward", *STEP_A, "eval_step", "after_eval", "tidy_up")
+    bench = Bench().run("begin_stage", "forward", "backward", *STEP_A, "eval_step", "after_eval", "clean_up")
     assert bench.phases == [
         Phase.SETUP,
         Phase.FORWARD,
@@ -297,15 +297,15 @@ def test_what_a_lost_device_raises_does_not_hide_what_came_first() -> None:
 
     bench.cycle._executor.__dict__["abort"] = lost
     with pytest.raises(RuntimeError, match="gone"):
-        bench.cycle.tidy_up()
+        bench.cycle.clean_up()
     bench.watchdog.failed = True
-    bench.cycle.tidy_up()
+    bench.cycle.clean_up()
 
 
 def test_nobody_else_says_when_edits_are_synchronised() -> None:
-    """Writers ask ShardAccess or the cycle; who called the executor would have to remember three calls."""
+    """Writers ask ShardSync or the cycle; who called the executor would have to remember three calls."""
     package = Path(lightning_zero.__file__).parent
-    names = ("sync_edits", "begin_writing", "end_writing", "expire_compute_copies")
+    names = ("sync_user_writes", "begin_writing", "end_writing", "expire_compute_shards")
     callers = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.staging_ring import Ring
+from lightning_zero.offload.staging_ring import StagingRing
 from lightning_zero.optim.chunks import StateOnHost
 from lightning_zero.sharding.record import Role
 from lightning_zero.step.captured import CapturedRunner
@@ -31,15 +31,15 @@ class Training:
         self.optimizer = MAKES[name](self.sharder.params)
         self.marked: set[int] = set()
         weights = self.sharder.executor.weights
-        weights.mark_written, weights.written = self.mark, lambda: sorted(self.marked)
-        host = StateOnHost(HostMemory(CPU), Ring(CPU, 1 << 15)) if away else None
+        weights.mark_compute_shards_written, weights.written = self.mark, lambda: sorted(self.marked)
+        host = StateOnHost(HostMemory(CPU), StagingRing(CPU, 1 << 15)) if away else None
         if away:
             begin = self.sharder.live[0].shard
             copies = torch.full((sum(record.shard.numel() for record in self.sharder.live),), -1.0, dtype=BF16)
             for record in self.sharder.live:
                 at = (record.shard.data_ptr() - begin.data_ptr()) // 4
                 record.on_host = record.shard.detach()
-                record.memory = {Role.COMPUTE_COPY: copies[at : at + record.shard.numel()]}
+                record.memory = {Role.COMPUTE_SHARD: copies[at : at + record.shard.numel()]}
         self.stepper = OptimizerStepper(self.optimizer, self.sharder, capture, True, host, narrow)
 
     def mark(self, indices: list[int], written: bool) -> None:
@@ -60,7 +60,7 @@ class Training:
         ]
 
     def copied(self) -> list[int]:
-        found = [(r.index, torch.equal(r.memory[Role.COMPUTE_COPY], r.shard.to(BF16))) for r in self.sharder.live]
+        found = [(r.index, torch.equal(r.memory[Role.COMPUTE_SHARD], r.shard.to(BF16))) for r in self.sharder.live]
         return [index for index, same in found if same]
 
 
@@ -69,8 +69,8 @@ class Training:
 def test_all_ways_to_step_are_the_same_to_the_last_bit_and_write_copies(name: str, capture: bool, narrow: bool) -> None:
     here, away = (Training(name, away, capture, narrow) for away in (False, True))
     parts = []
-    open_ = Ring.buffers
-    with patch.object(Ring, "buffers", lambda ring, number, like: parts.append(number) or open_(ring, number, like)):
+    open_ = StagingRing.buffers
+    with patch.object(StagingRing, "buffers", lambda ring, number, like: parts.append(number) or open_(ring, number, like)):
         away.go(), here.go()
         torch.testing.assert_close(away.kept(), here.kept(), rtol=0, atol=0)
         away.go(without=(1,)), here.go(without=(1,))
@@ -81,7 +81,7 @@ def test_all_ways_to_step_are_the_same_to_the_last_bit_and_write_copies(name: st
     assert sorted(away.marked) == ([] if alone else [0, 1, 2]), "what was not stepped is what it was"
     assert set(away.marked) <= set(away.copied())
     for record in away.sharder.live:
-        begin, end = record.layout.range_of(0)
+        begin, end = record.layout.shard_range(0)
         assert not record.shard[end - begin :].any(), "padding"
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.staging_ring import Ring
-from lightning_zero.optim.bf16_state import ROUNDINGS
+from lightning_zero.offload.staging_ring import StagingRing
+from lightning_zero.optim.bf16_state import ROUNDING_COUNT
 from lightning_zero.optim.chunks import StateOnHost
 from lightning_zero.step.captured import CapturedRunner
 from lightning_zero.step.stepper import OptimizerStepper
@@ -41,7 +41,7 @@ class Training:
     def __init__(self, make: Make, narrow: bool = True, on_host: bool = False, rank: int = 0, world: int = 1) -> None:
         self.sharder: Any = OneRank(SHAPES, rank=rank, world_size=world)
         self.optimizer = make(self.sharder.params)
-        self.host = StateOnHost(HostMemory(CPU), Ring(CPU, 1 << 15)) if on_host else None
+        self.host = StateOnHost(HostMemory(CPU), StagingRing(CPU, 1 << 15)) if on_host else None
         self.narrow, self.steps = narrow, 0
         self.capture(False)
 
@@ -66,7 +66,7 @@ class Training:
         """Of each parameter: its values, and what the optimizer keeps; without padding."""
         found = []
         for record in self.sharder.live:
-            begin, end = record.layout.range_of(self.sharder.rank)
+            begin, end = record.layout.shard_range(self.sharder.rank)
             entries = {"param": record.param, **self.optimizer.state[record.param]}
             found.append(
                 {
@@ -133,7 +133,7 @@ def test_what_has_no_state_yet_is_stepped_beside_what_has_some() -> None:
 
 def test_an_optimizer_that_counts_no_steps_has_them_counted() -> None:
     training = Training(MAKES["SGD"]).go(5)
-    assert [entries.get(ROUNDINGS) for entries in training.kept()] == [5, None, 5, None, 5]
+    assert [entries.get(ROUNDING_COUNT) for entries in training.kept()] == [5, None, 5, None, 5]
 
 
 def test_a_skipped_step_changes_nothing() -> None:

@@ -19,7 +19,7 @@ from lightning_zero.step.eager import EagerRunner
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.optimizers import OptimizerSteps
 from lightning_zero.step.stepper import OptimizerStepper
-from lightning_zero.step.substitute import Own, Shown
+from lightning_zero.step.substitute import OwnParams, FlatParams
 from tests.helpers.one_rank import OneRank
 from tests.helpers.options import config
 
@@ -90,7 +90,7 @@ def test_without_capture_the_optimizer_makes_all_of_them() -> None:
     for _ in range(3):
         bench.step(clip=CLIP)
         assert type(bench.stepper.runner) is EagerRunner
-    assert bench.stepper.why_eager == "it is not to be captured"
+    assert bench.stepper.eager_reason == "it is not to be captured"
 
 
 @pytest.mark.parametrize(("capture", "deferred"), [(True, True), (False, False)])
@@ -125,22 +125,22 @@ def test_the_device_skips_a_step_only_by_replay() -> None:
 class Doubling:
     """A runner of its own kind, which does what no other does."""
 
-    clips = skips = False
+    can_clip = can_skip = False
 
     def __init__(self) -> None:
         self.log: list[str] = []
 
-    def takes(self, layout: StepLayout, own: Own) -> bool:
-        return len(layout.segments) == 1
+    def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
+        return len(layout.runs) == 1
 
-    def begin(self, layout: StepLayout, own: Own, max_norm: float | None, skip: Tensor | None) -> Shown:
+    def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
         self.log.append("begin")
         with torch.no_grad():
-            for segment in layout.segments:
-                segment.param.mul_(2)
-        return Shown([], layout.state, [])
+            for run in layout.runs:
+                run.param.mul_(2)
+        return FlatParams([], layout.state, [])
 
-    def end(self, layout: StepLayout, own: Own) -> None:
+    def end(self, layout: StepLayout, own: OwnParams) -> None:
         self.log.append("end")
 
 
@@ -250,10 +250,10 @@ def test_hooks_ahead_of_a_step_change_what_is_stepped(capture: bool, everywhere:
         assert not bench.stepper.may_skip(), "the hooks would know nothing of it"
         norm = bench.stepper.clip_norm(CLIP, later=True)
         torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(bench.copies, CLIP))
-        bench.stepper.begin(inside=False)
-        assert bench.stepper.under_way
+        bench.stepper.begin(in_closure=False)
+        assert bench.stepper.in_progress
         bench.optimizer.step()
-        assert not bench.stepper.under_way
+        assert not bench.stepper.in_progress
         assert bench.stepper.end()
         bench.plain.step()
         bench.check()
@@ -269,7 +269,7 @@ def test_where_a_hook_raises_nothing_is_stepped(capture: bool) -> None:
     bench.step()
     hook = bench.optimizer.register_step_pre_hook(refuse)
     bench.bring()
-    bench.stepper.begin(inside=False)
+    bench.stepper.begin(in_closure=False)
     with pytest.raises(ValueError, match="not now"):
         bench.optimizer.step()
     assert not bench.stepper.end()
@@ -286,22 +286,22 @@ def test_under_way_is_from_begin_to_the_end_of_the_optimizers_own_step() -> None
     bench = Bench()
     bench.bring()
     stepper = bench.stepper
-    assert not stepper.under_way
+    assert not stepper.in_progress
     stepper.begin()
-    assert stepper.under_way
+    assert stepper.in_progress
     bench.optimizer.step()
-    assert not stepper.under_way
+    assert not stepper.in_progress
     assert (stepper.end(), stepper.end()) == (True, False)
     stepper.begin()
     stepper.end()
-    assert not stepper.under_way
+    assert not stepper.in_progress
     assert bench.optimizer.param_groups[0]["params"][0] is bench.sharder.params[0]
 
 
 def test_inside_flat_there_are_a_few_parameters_with_their_gradients() -> None:
     bench = Bench()
     bench.bring()
-    with bench.stepper.flat():
+    with bench.stepper.show_flat_params():
         (group,) = bench.optimizer.param_groups
         assert len(group["params"]) == 1
         group["params"][0].grad.mul_(0.5)
@@ -318,7 +318,7 @@ class Cycle(SimpleNamespace):
         super().__init__(
             before_step=lambda stepping: log.append("before"),
             end_backward=lambda: None,
-            gradients_are_final=lambda: log.append("final"),
+            finalize_gradients=lambda: log.append("final"),
             begin_step=lambda step: log.append("begin"),
             end_step=lambda step, changed: log.append(("end", changed)),
         )
@@ -406,7 +406,7 @@ def test_a_closure_that_is_called_twice_sees_the_optimizers_own_each_time() -> N
 def test_a_layout_is_laid_out_only_once_per_change() -> None:
     bench = Bench()
     bench.step()
-    with patch("lightning_zero.step.layouts.cut", side_effect=AssertionError("laid out again")):
+    with patch("lightning_zero.step.layouts.make_flat_runs", side_effect=AssertionError("laid out again")):
         for _ in range(3):
             bench.step(clip=CLIP)
 

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from lightning_zero.checkpoint import unseen
 from lightning_zero.checkpoint.background import outcome
 from lightning_zero.checkpoint.background.outcome import Outcome
-from lightning_zero.checkpoint.sharded.hashed import FileSum
+from lightning_zero.checkpoint.sharded.hashed import FileChecksum
 from lightning_zero.checkpoint.sharded.plans import Brief
 
 TIMEOUT_S = 0.4
-BRIEF = Brief({"__0_0.distcp": FileSum(3, "ab")}, "of the plan", b"plan")
+BRIEF = Brief({"__0_0.distcp": FileChecksum(3, "ab")}, "of the plan", b"plan")
 
 Write = Callable[[Outcome], None]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.background import snapshot
-from lightning_zero.checkpoint.background.runs import ALIGNMENT, Run, in_memory, laid_out
+from lightning_zero.checkpoint.background.runs import ALIGNMENT, Run, dense_copy, layout_runs
 from lightning_zero.checkpoint.background.snapshot import Kept, Snapshot
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.writing import Blob, Piece
@@ -22,7 +22,7 @@ def _arena() -> Tensor:
 
 
 def _runs(*values: Tensor, guarded: Any = None) -> tuple[list[Run], list[int], int]:
-    return laid_out([in_memory(value) for value in values], guarded or [True] * len(values))
+    return layout_runs([dense_copy(value) for value in values], guarded or [True] * len(values))
 
 
 def test_neighbours_are_one_run_in_whatever_order_they_come() -> None:
@@ -160,7 +160,7 @@ def test_what_still_comes_to_the_host_is_copied_when_it_is_there() -> None:
         assert comes.wait(20)
 
     taken = Snapshot(torch.device("cpu"), beside=True)
-    with patch.object(snapshot, "given_so_far", lambda device: wait):
+    with patch.object(snapshot, "copy_waiter", lambda device: wait):
         [kept] = taken.take([_piece("x", arena, True)])
     arena.copy_(_arena())
     comes.set()

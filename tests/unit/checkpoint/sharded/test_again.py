@@ -12,9 +12,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_zero.checkpoint.sharded.again import fingerprint, place_of_again, save_again
+from lightning_zero.checkpoint.sharded.again import fingerprint, relink_target, relink_save
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
-from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointShard
 from lightning_zero.checkpoint.sharded.writing import packed
 from lightning_zero.errors import CheckpointError
 from tests.helpers.damage import cut
@@ -35,7 +35,7 @@ def test_it_is_whole_without_the_first(tmp_path: Path, over: str | None) -> None
     save(first, 1.0)
     if over is not None:
         save(second, 2.0)
-    assert save_again(str(first), str(second), REST)
+    assert relink_save(str(first), str(second), REST)
     assert _linked(first, second)
     shutil.rmtree(first)
     assert seed_of(second) == 1.0
@@ -51,7 +51,7 @@ def test_where_there_are_no_links(tmp_path: Path, may_copy: bool) -> None:
     first, second = tmp_path / "x.ckpt", tmp_path / "last.ckpt"
     save(first, 1.0)
     with patch.object(os, "link", _no_links):
-        assert save_again(str(first), str(second), REST, may_copy) == may_copy
+        assert relink_save(str(first), str(second), REST, may_copy) == may_copy
     assert seed_of(second) == (1.0 if may_copy else None)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == (["last.ckpt"] if may_copy else []) + ["x.ckpt"]
     assert not may_copy or not _linked(first, second)
@@ -66,15 +66,15 @@ def test_where_it_fails_all_is_as_it_was(tmp_path: Path, fault: str) -> None:
         cut(first / ".metadata", 0.5)
     full = OSError(errno.ENOSPC, "No space left on device")
     with patch.object(LocalFolder, "create", side_effect=full), pytest.raises((OSError, CheckpointError)):
-        save_again(str(first), str(second), REST)
+        relink_save(str(first), str(second), REST)
     assert seed_of(second) == 2.0
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last.ckpt", "x.ckpt"]
 
 
 def test_places(tmp_path: Path) -> None:
-    assert place_of_again(tmp_path / "last.ckpt", str(tmp_path / "x.ckpt")) == str(tmp_path / "last.ckpt")
-    assert place_of_again(tmp_path / "x.ckpt", str(tmp_path / "x.ckpt")) is None, "it would take itself away"
-    assert place_of_again("memory://last.ckpt", str(tmp_path / "x.ckpt")) is None
+    assert relink_target(tmp_path / "last.ckpt", str(tmp_path / "x.ckpt")) == str(tmp_path / "last.ckpt")
+    assert relink_target(tmp_path / "x.ckpt", str(tmp_path / "x.ckpt")) is None, "it would take itself away"
+    assert relink_target("memory://last.ckpt", str(tmp_path / "x.ckpt")) is None
 
 
 def test_fingerprints_tell_states_apart() -> None:
@@ -84,7 +84,7 @@ def test_fingerprints_tell_states_apart() -> None:
     state = sharded_state(0, 2, 1.0)
     assert given() == given()
     elsewhere = sharded_state(0, 2, 1.0)
-    part: ShardedValue = elsewhere["state_dict"]["up.weight"]
+    part: CheckpointShard = elsewhere["state_dict"]["up.weight"]
     for other in ({"buffer": torch.arange(1, 4)}, {"lr": 0.2}, {"new": 1}, {"state_dict": {"up.weight": part}}):
         assert given(**other) != given(), other
 
@@ -94,7 +94,7 @@ def test_whoever_dies_meanwhile_leaves_the_last_one_or_the_new_one(tmp_path: Pat
     home.mkdir()
     save(home / "x.ckpt", 1.0)
     save(home / "last.ckpt", 2.0)
-    copies = killed_everywhere(home, lambda: save_again(str(home / "x.ckpt"), str(home / "last.ckpt"), REST))
+    copies = killed_everywhere(home, lambda: relink_save(str(home / "x.ckpt"), str(home / "last.ckpt"), REST))
     found = [seed_of(copy / "last.ckpt") for copy in copies.values()]
     assert len(found) > 10
     assert set(found) == {1.0, 2.0}

@@ -18,7 +18,7 @@ from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.telling import Telling
 from lightning_zero.checkpoint.together import Alone
 from lightning_zero.integrations.files import FileIO
-from lightning_zero.integrations.folders import read_whole
+from lightning_zero.integrations.folders import read_folder
 from tests.helpers.folders import sharded
 
 EXTRA = OrderedDict({1: "one", 2.5: [3, None], (0, "a"): {True: torch.arange(3)}, "text": {4: 5}})
@@ -41,7 +41,7 @@ def _same(found: Any, wanted: Any) -> bool:
 
 def test_keys_are_what_they_were(tmp_path: Path) -> None:
     save_sharded(tmp_path / "x.ckpt", state(), {}, Alone())
-    found = read_whole(tmp_path / "x.ckpt", None)
+    found = read_folder(tmp_path / "x.ckpt", None)
     assert _same(found["state_dict"]["net._extra_state"], dict(EXTRA))
     assert _same(found["seen"], state()["seen"])
     assert torch.equal(found["state_dict"]["weight"].whole(), torch.ones(7, 5))
@@ -85,7 +85,7 @@ def test_buffers_of_all_kinds_are_what_torch_would_load(tmp_path: Path) -> None:
     dcp_to_torch_save(tmp_path / "x.ckpt", tmp_path / "one.pt")
     torch.save(buffers, tmp_path / "plain.pt")
     wanted = torch.load(tmp_path / "plain.pt")
-    for found in (read_whole(tmp_path / "x.ckpt", None), torch.load(tmp_path / "one.pt")):
+    for found in (read_folder(tmp_path / "x.ckpt", None), torch.load(tmp_path / "one.pt")):
         for name, value in wanted.items():
             mine = found["state_dict"][name]
             assert (mine.layout, mine.dtype, mine.shape) == (value.layout, value.dtype, value.shape), name

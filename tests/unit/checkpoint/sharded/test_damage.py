@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST
 from lightning_zero.checkpoint.sharded.metadata import METADATA
 from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.files import FileIO, load_file
-from lightning_zero.integrations.folders import read_together, read_whole
+from lightning_zero.integrations.folders import read_on_all_ranks, read_folder
 from tests.helpers.damage import RanCode, of_file, of_folder
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
 
@@ -42,11 +42,11 @@ def refusals(path: Path, full: bool = False, name: str = "") -> list[str]:
         if full and path.is_file():
             load_file(FileIO(), path, None, together)
         else:
-            read_together(checkpoints_of(together), path, None)
+            read_on_all_ranks(checkpoints_of(together), path, None)
 
     errors = on_ranks(WORLD, attempt)
     try:
-        load_file(FileIO(), path, None) if full and path.is_file() else read_whole(path, None)
+        load_file(FileIO(), path, None) if full and path.is_file() else read_folder(path, None)
     except Exception as error:
         errors.append(error)
     else:
@@ -72,7 +72,7 @@ def test_extra_files_do_no_harm(tmp_path: Path) -> None:
     folder = save(tmp_path / "x.ckpt", 1.0)
     (folder / "__7_0.distcp").write_bytes(b"of another world size")
     (folder / "notes").mkdir()
-    assert on_ranks(WORLD, lambda together: read_together(checkpoints_of(together), folder, None)["seed"]) == [1.0, 1.0]
+    assert on_ranks(WORLD, lambda together: read_on_all_ranks(checkpoints_of(together), folder, None)["seed"]) == [1.0, 1.0]
 
 
 def test_every_damage_of_a_file_is_named_on_every_rank(tmp_path: Path) -> None:
@@ -164,9 +164,9 @@ def test_damage_of_what_others_have_written(tmp_path: Path, name: str) -> None:
 
 
 def test_what_others_have_written_is_read(tmp_path: Path) -> None:
-    found = read_whole(foreign(tmp_path / "x.ckpt"), None)
+    found = read_folder(foreign(tmp_path / "x.ckpt"), None)
     for key, value in values_of(1.0).items():
-        assert isinstance(found["state_dict"][key], SavedValue)
+        assert isinstance(found["state_dict"][key], CheckpointTensor)
         assert torch.equal(found["state_dict"][key].whole(), value)
 
 
@@ -194,5 +194,5 @@ def test_nothing_is_executed(tmp_path: Path, file: str, whose: str) -> None:
         assert re.search(re.escape(file), text), text
     assert not ran.exists()
     if file == "meta.pt":
-        assert read_whole(at, False)["code"] is not None
+        assert read_folder(at, False)["code"] is not None
         assert ran.exists(), "who trusts the file gets what it says"

@@ -18,12 +18,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from lightning_zero.checkpoint import lateness, places
-from lightning_zero.checkpoint.archive import write_archive
+from lightning_zero.checkpoint.archive import write_checkpoint_file
 from lightning_zero.checkpoint.sharded import folder, opened, saving
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import read_together
+from lightning_zero.integrations.folders import read_on_all_ranks
 from tests.helpers.saves import save, save_file, seed_of
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state
 
@@ -231,8 +231,8 @@ def test_what_shows_late_on_a_rank_is_waited_for(tmp_path: Path) -> None:
     assert len(asked) == 4
     assert seed_of(path) == 2.0
 
-    late, asked = _late(opened, "read_at", opened.read_at(str(tmp_path / "nothing")))
-    found = on_hosts(lambda together: checkpoints_of(together).is_folder(path), opened, "read_at", late)
+    late, asked = _late(opened, "readable_location", opened.readable_location(str(tmp_path / "nothing")))
+    found = on_hosts(lambda together: checkpoints_of(together).is_folder(path), opened, "readable_location", late)
     assert found == [True, True]
     assert len(asked) == 4
 
@@ -241,9 +241,9 @@ def test_what_a_rank_never_sees_is_said(tmp_path: Path) -> None:
     path = tmp_path / "x.ckpt"
     save(path, 1.0)
     with patch.object(lateness, "LATE_S", 0.1):
-        nothing = opened.read_at(str(tmp_path / "nothing"))
+        nothing = opened.readable_location(str(tmp_path / "nothing"))
         errors = on_hosts(
-            lambda together: checkpoints_of(together).is_folder(path), opened, "read_at", lambda given: nothing
+            lambda together: checkpoints_of(together).is_folder(path), opened, "readable_location", lambda given: nothing
         )
     for error in errors:
         assert f"Ranks see different things at {path}: folder on rank 0, nothing on rank 1" in str(error)
@@ -273,12 +273,12 @@ def test_ranks_that_see_different_things_say_so(tmp_path: Path, seen: str) -> No
         save(other, 2.0)
     elif seen == "another's":
         dcp.save({"state_dict": {}}, checkpoint_id=other, no_dist=True)
-    real = opened.read_at
+    real = opened.readable_location
 
     def attempt(together: Any) -> None:
-        read_together(checkpoints_of(together), path, None)
+        read_on_all_ranks(checkpoints_of(together), path, None)
 
-    for error in on_hosts(attempt, opened, "read_at", lambda given: real(str(other))):
+    for error in on_hosts(attempt, opened, "readable_location", lambda given: real(str(other))):
         assert isinstance(error, CheckpointError)
         assert "rank 1" in str(error)
         assert str(path) in str(error)
@@ -305,7 +305,7 @@ def test_a_file_that_cannot_be_written_leaves_what_stood_there(tmp_path: Path, f
     if fault == "no rename" and over == "file":
         pytest.skip("one file takes another's place by another call")
     with no_exchange, hindered, pytest.raises(kind):
-        write_archive(content, path)
+        write_checkpoint_file(content, path)
     assert seed_of(path) == (None if over is None else 1.0)
     assert [entry.name for entry in tmp_path.iterdir()] == ([] if over is None else ["x.ckpt"])
     save_file(path, 3.0)

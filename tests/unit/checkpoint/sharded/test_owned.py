@@ -8,19 +8,19 @@ import torch
 from torch import nn
 
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder
-from lightning_zero.checkpoint.sharded.owned import own_extra_state, own_values
+from lightning_zero.checkpoint.sharded.opened import CheckpointReader
+from lightning_zero.checkpoint.sharded.owned import materialize_extra_state, materialize_values
 from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.sharded.values import SavedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.checkpoint.together import Alone
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.trainer.finding import _reads_folders
+from lightning_zero.integrations.trainer.finding import _read_folders
 
 WHOLE = torch.arange(35.0).view(7, 5)
 
 
-def _saved() -> SavedValue:
-    return SavedValue("w", WHOLE.shape, WHOLE.dtype, [(Box((0, 0), (7, 5)), WHOLE.clone)])
+def _saved() -> CheckpointTensor:
+    return CheckpointTensor("w", WHOLE.shape, WHOLE.dtype, [(Box((0, 0), (7, 5)), WHOLE.clone)])
 
 
 def test_parameters_and_buffers_have_memory_and_what_is_tied_stays_so() -> None:
@@ -29,7 +29,7 @@ def test_parameters_and_buffers_have_memory_and_what_is_tied_stays_so() -> None:
     module["frozen"].weight = nn.Parameter(_saved(), requires_grad=False)
     module["frozen"].register_buffer("table", _saved())
     bias = module["up"].bias
-    own_values(module)
+    materialize_values(module)
     assert module["up"].weight is module["down"].weight
     assert module["up"].bias is bias
     for name, grad in (("up", True), ("frozen", False)):
@@ -47,7 +47,7 @@ def test_a_parameter_that_lost_its_memory_is_named() -> None:
     module = nn.Sequential(nn.Linear(5, 7), nn.Linear(0, 3))
     module[0].weight.data = _saved()
     with pytest.raises(ValueError, match=r"'0\.weight' has no memory.*value\.clone\(\)"):
-        own_values(module)
+        materialize_values(module)
 
 
 def test_extra_state_has_memory_however_deep_it_lies(tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_extra_state_has_memory_however_deep_it_lies(tmp_path: Path) -> None:
     state = {"0._extra_state": extra, "_extra_state": torch.ones(4), "0.weight": WHOLE}
     path = tmp_path / "x.ckpt"
     save_sharded(path, {"state_dict": state}, {}, Alone())
-    found = own_extra_state(OpenedFolder(str(path)).content()["state_dict"])
-    assert type(found["0.weight"]) is SavedValue
-    alone = _reads_folders(torch.load)(path)["state_dict"]  # as load_from_checkpoint does
+    found = materialize_extra_state(CheckpointReader(str(path)).content()["state_dict"])
+    assert type(found["0.weight"]) is CheckpointTensor
+    alone = _read_folders(torch.load)(path)["state_dict"]  # as load_from_checkpoint does
     assert torch.equal(alone["0.weight"], WHOLE)
     for given in (found, alone):
         mine = given["0._extra_state"]
@@ -71,5 +71,5 @@ def test_extra_state_of_any_class_is_read_where_the_file_is_trusted(tmp_path: Pa
     path = tmp_path / "x.ckpt"
     save_sharded(path, {"state_dict": {"0._extra_state": io.BytesIO(b"abc")}}, {}, Alone())
     with pytest.raises(CheckpointError, match=r"(?s)holds 'state_dict\.0\._extra_state', of a class.*BytesIO"):
-        OpenedFolder(str(path)).content()
-    assert OpenedFolder(str(path)).content(weights_only=False)["state_dict"]["0._extra_state"].read() == b"abc"
+        CheckpointReader(str(path)).content()
+    assert CheckpointReader(str(path)).content(weights_only=False)["state_dict"]["0._extra_state"].read() == b"abc"

@@ -13,11 +13,11 @@ import pytest
 
 from lightning_zero.checkpoint.sharded import saving
 from lightning_zero.checkpoint.sharded.contents import flattened, planner_items
-from lightning_zero.checkpoint.sharded.metadata import metadata_of, read_metadata
-from lightning_zero.checkpoint.sharded.plan_text import packed_plan, unpacked_plan
+from lightning_zero.checkpoint.sharded.metadata import build_metadata, read_metadata
+from lightning_zero.checkpoint.sharded.plan_text import encode_plan, decode_plan
 from lightning_zero.checkpoint.sharded.plans import Plans
 from lightning_zero.checkpoint.sharded.saving import paths_of, save_sharded
-from lightning_zero.checkpoint.sharded.writing import RankFiles, write_pieces
+from lightning_zero.checkpoint.sharded.writing import RankFiles, write_items
 from lightning_zero.errors import CheckpointError
 from tests.helpers.saves import seed_of
 from tests.helpers.threaded import on_ranks, sharded_state
@@ -39,7 +39,7 @@ class _Files:
 def _written(rank: int, only_weights: bool = False) -> tuple[RankFiles, dict[str, Any]]:
     state = sharded_state(rank, WORLD, 1.0)
     flat = flattened({"state_dict": state["state_dict"]} if only_weights else state)
-    return write_pieces(planner_items(flat, rank), rank, _Files().create, lambda count: None), paths_of(flat)
+    return write_items(planner_items(flat, rank), rank, _Files().create, lambda count: None), paths_of(flat)
 
 
 def _save(plans: list[Plans], save_id: str, only_weights: bool = False) -> tuple[bytes, bytes, list[bool]]:
@@ -48,7 +48,7 @@ def _save(plans: list[Plans], save_id: str, only_weights: bool = False) -> tuple
     paths = written[0][1]
     briefs = [plan.brief(files) for plan, (files, _) in zip(plans, written, strict=True)]
     found = plans[0].metadata(briefs, paths, save_id)
-    wanted = metadata_of((place for files, _ in written for place in files.placed), paths, save_id)
+    wanted = build_metadata((place for files, _ in written for place in files.placed), paths, save_id)
     return found, pickle.dumps(wanted), [brief.plan is not None for brief in briefs]
 
 
@@ -81,8 +81,8 @@ def test_after_a_save_that_has_failed_all_is_told_again() -> None:
 def test_a_plan_travels_as_text() -> None:
     for rank in range(WORLD):
         placed = _written(rank)[0].placed
-        assert unpacked_plan(packed_plan(placed)) == list(placed)
-        assert packed_plan(placed) == packed_plan(_written(rank)[0].placed)
+        assert decode_plan(encode_plan(placed)) == list(placed)
+        assert encode_plan(placed) == encode_plan(_written(rank)[0].placed)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_plan_travels_as_text() -> None:
 def test_a_plan_that_is_none_is_refused(text: bytes) -> None:
     for packed in (zlib.compress(text), text):
         with pytest.raises(CheckpointError, match="plan of its files cannot be read"):
-            unpacked_plan(packed)
+            decode_plan(packed)
 
 
 def test_ranks_that_are_not_of_one_mind_say_so_once() -> None:
@@ -128,8 +128,8 @@ def test_many_saves_of_one_training(tmp_path: Path) -> None:
 
         return on_ranks(WORLD, attempt)
 
-    real = metadata_of
-    with patch("lightning_zero.checkpoint.sharded.plans.metadata_of", lambda *args: built.append(1) or real(*args)):
+    real = build_metadata
+    with patch("lightning_zero.checkpoint.sharded.plans.build_metadata", lambda *args: built.append(1) or real(*args)):
         for seed, only_weights, building in [(1.0, False, 1), (2.0, False, 1), (3.0, True, 2), (4.0, False, 3)]:
             assert save(seed, only_weights) == [None] * WORLD
             assert seed_of(path) == seed

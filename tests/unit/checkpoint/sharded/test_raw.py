@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder
+from lightning_zero.checkpoint.sharded.opened import CheckpointReader
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.together import Alone
 from tests.helpers.folders import sharded, write_folder
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 def test_tensors_are_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = write_folder(tmp_path / "x.ckpt")
-    found = OpenedFolder(str(tmp_path / "x.ckpt")).state()["state_dict"]
+    found = CheckpointReader(str(tmp_path / "x.ckpt")).state()["state_dict"]
 
     def refused(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a tensor was unpickled")
@@ -32,7 +32,7 @@ def test_every_dtype_and_shape_comes_back(tmp_path: Path, dtype: torch.dtype) ->
     values = {str(number): torch.randn(shape).mul(9).to(dtype) for number, shape in enumerate(shapes)}
     state = {"whole": values, "parts": {key: sharded(value) for key, value in values.items()}}
     save_sharded(tmp_path / "x", state, None, Alone())
-    found = OpenedFolder(str(tmp_path / "x")).state()
+    found = CheckpointReader(str(tmp_path / "x")).state()
     for key, value in values.items():
         for part in ("whole", "parts"):
             assert torch.equal(found[part][key].whole(), value), (part, key)
@@ -43,7 +43,7 @@ def test_what_is_read_is_a_copy(tmp_path: Path) -> None:
     write_folder(tmp_path / "x.ckpt")
     file = tmp_path / "x.ckpt" / "__0_0.distcp"
     before = file.read_bytes()
-    value = OpenedFolder(str(tmp_path / "x.ckpt")).state()["state_dict"]["a.weight"].whole()
+    value = CheckpointReader(str(tmp_path / "x.ckpt")).state()["state_dict"]["a.weight"].whole()
     value.zero_()
     assert file.read_bytes() == before
-    assert OpenedFolder(str(tmp_path / "x.ckpt")).state()["state_dict"]["a.weight"].whole().any()
+    assert CheckpointReader(str(tmp_path / "x.ckpt")).state()["state_dict"]["a.weight"].whole().any()

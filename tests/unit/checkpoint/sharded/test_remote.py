@@ -17,12 +17,12 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from lightning_zero.checkpoint.sharded.folder import INCOMPLETE, RemoteFolder
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder, kind_of
+from lightning_zero.checkpoint.sharded.opened import CheckpointReader, checkpoint_kind
 from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.sharded.values import ShardedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointShard
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import read_together, read_whole
-from lightning_zero.integrations.trainer.finding import _beside_lost_link, newest_first
+from lightning_zero.integrations.folders import read_on_all_ranks, read_folder
+from lightning_zero.integrations.trainer.finding import _replace_broken_last, other_checkpoints
 from lightning_zero.sharding.layout import ShardLayout
 from tests.helpers.elsewhere import Counted, Mounted, counting, mount, stored
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
@@ -45,9 +45,9 @@ def save(path: str, seed: float) -> list[Any]:
 
 
 def seed_of(path: str) -> float | None:
-    if kind_of(path) == "nothing":
+    if checkpoint_kind(path) == "nothing":
         return None
-    found = read_whole(path, None)
+    found = read_folder(path, None)
     for key, value in values_of(found["seed"]).items():
         assert torch.equal(found["state_dict"][key].whole(), value), key
     return found["seed"]
@@ -66,7 +66,7 @@ def test_one_after_another(root: str) -> None:
         assert seed_of(path) == seed
         assert names(root) == ["x.ckpt"]
         assert ".save_id" not in names(path)
-    found = on_ranks(WORLD, lambda together: read_together(checkpoints_of(together), path, None)["seed"])
+    found = on_ranks(WORLD, lambda together: read_on_all_ranks(checkpoints_of(together), path, None)["seed"])
     assert found == [3.0, 3.0]
 
 
@@ -75,7 +75,7 @@ def large() -> Iterator[tuple[str, torch.Tensor]]:
     """A checkpoint of one rank with one weight, of 32 MiB, in one piece."""
     value = torch.randn(2048, 4096, generator=torch.Generator().manual_seed(0))
     layout = ShardLayout.of(value.shape, value.dtype, 1)
-    state = {"w": ShardedValue(layout, value.flatten(), 0)}
+    state = {"w": CheckpointShard(layout, value.flatten(), 0)}
     path = "counted://run/x.ckpt"
     with counting(".distcp"):
         assert on_ranks(1, lambda together: save_sharded(path, {"state_dict": state}, {}, together)) == [path]
@@ -90,8 +90,8 @@ def test_of_a_large_piece_a_rank_reads_what_is_its_own(
     path, value = large
     if theirs:
         Counted().rm_file(f"{fsspec.core.url_to_fs(path)[1]}/{MANIFEST}")
-    with patch("lightning_zero.checkpoint.sharded.opened.SAVED_BY", "another") if theirs else nullcontext():
-        saved = OpenedFolder(path).state()["state_dict"]["w"]
+    with patch("lightning_zero.checkpoint.sharded.opened.SAVE_ID_PREFIX", "another") if theirs else nullcontext():
+        saved = CheckpointReader(path).state()["state_dict"]["w"]
     layout = ShardLayout.of(value.shape, value.dtype, world_size)
     for rank in range(world_size):
         Counted.read.clear()
@@ -106,7 +106,7 @@ def test_of_a_large_piece_a_rank_reads_what_is_its_own(
 
 def test_a_piece_that_is_replaced_is_not_read_as_a_mixture(large: tuple[str, torch.Tensor]) -> None:
     path, value = large
-    saved = OpenedFolder(path).state()["state_dict"]["w"]
+    saved = CheckpointReader(path).state()["state_dict"]["w"]
     layout = ShardLayout.of(value.shape, value.dtype, 4)
     shard = torch.empty(layout.shard_numel)
     saved.read_part(shard, layout, 0)
@@ -216,13 +216,13 @@ def test_a_copy_of_the_folder_is_a_checkpoint_and_a_part_of_one_is_not(root: str
     copy.mkdir()
     for name in names(path):
         (copy / name).write_bytes(fs.cat_file(f"{place}/{name}"))
-    assert read_whole(copy, None)["seed"] == 1.0
+    assert read_folder(copy, None)["seed"] == 1.0
     for name in names(path):
         part = tmp_path / "part.ckpt"
         shutil.copytree(copy, part)
         (part / name).unlink()
         with pytest.raises(CheckpointError, match=name):
-            read_whole(part, None)
+            read_folder(part, None)
         shutil.rmtree(part)
     assert MANIFEST in names(path)
 
@@ -230,7 +230,7 @@ def test_a_copy_of_the_folder_is_a_checkpoint_and_a_part_of_one_is_not(root: str
 def test_others_are_found_newest_first(root: str) -> None:
     for seed, name in enumerate(["b", "a", "c"]):
         save(f"{root}/{name}.ckpt", seed)
-    assert [entry.rsplit("/", 1)[-1] for entry in newest_first(f"{root}/c.ckpt")] == ["a.ckpt", "b.ckpt"]
+    assert [entry.rsplit("/", 1)[-1] for entry in other_checkpoints(f"{root}/c.ckpt")] == ["a.ckpt", "b.ckpt"]
 
 
 def test_the_last_one_is_found_where_lightning_does_not_look(root: str) -> None:
@@ -240,7 +240,7 @@ def test_the_last_one_is_found_where_lightning_does_not_look(root: str) -> None:
         checkpoint_callbacks=[SimpleNamespace(dirpath=f"{root}/none"), SimpleNamespace(dirpath=root)]
     )
     with pytest.warns(UserWarning, match=f"finds no last checkpoint in {root}"):
-        path = _beside_lost_link(trainer)
+        path = _replace_broken_last(trainer)
     assert path is not None
     assert seed_of(path) == 2
 
@@ -248,9 +248,9 @@ def test_the_last_one_is_found_where_lightning_does_not_look(root: str) -> None:
 def test_another_one_is_the_last_only_where_there_was_a_last_one(tmp_path: Path) -> None:
     (tmp_path / "step=1.ckpt").touch()
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[SimpleNamespace(dirpath=str(tmp_path))])
-    assert _beside_lost_link(trainer) is None
+    assert _replace_broken_last(trainer) is None
     for left in ("last.ckpt", "last.ckpt.incomplete"):
         (tmp_path / left).symlink_to("nowhere")
         with pytest.warns(UserWarning, match="was not saved to its end"):
-            assert _beside_lost_link(trainer) == str(tmp_path / "step=1.ckpt")
+            assert _replace_broken_last(trainer) == str(tmp_path / "step=1.ckpt")
         (tmp_path / left).unlink()

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from lightning_zero.checkpoint import places
-from lightning_zero.checkpoint.archive import check_archive
+from lightning_zero.checkpoint.archive import verify_archive
 from lightning_zero.errors import CheckpointError
 from tests.helpers.save_points import killed_everywhere
 from tests.helpers.saves import save, save_file, seed_of
@@ -72,4 +72,4 @@ def test_the_next_save_clears_up(tmp_path: Path) -> None:
 
 def test_a_file_that_is_written_is_not_damaged(tmp_path: Path) -> None:
     save_file(tmp_path / "x.ckpt", 1.0)
-    check_archive(tmp_path / "x.ckpt")
+    verify_archive(tmp_path / "x.ckpt")

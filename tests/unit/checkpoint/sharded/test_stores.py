@@ -19,15 +19,15 @@ from fsspec.config import conf
 from lightning_zero.checkpoint.background.snapshot import Memory
 from lightning_zero.checkpoint.background.writer import Order, serve, settings
 from lightning_zero.checkpoint.locating import located
-from lightning_zero.checkpoint.sharded.folder import RemoteFolder, remove_at
+from lightning_zero.checkpoint.sharded.folder import RemoteFolder, remove_checkpoint_at
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST
-from lightning_zero.checkpoint.sharded.opened import OpenedFolder
+from lightning_zero.checkpoint.sharded.opened import CheckpointReader
 from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles
 from lightning_zero.checkpoint.together import Alone
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import read_whole
-from lightning_zero.integrations.trainer.finding import newest_first
-from lightning_zero.integrations.trainer.saving import Saving
+from lightning_zero.integrations.folders import read_folder
+from lightning_zero.integrations.trainer.finding import other_checkpoints
+from lightning_zero.integrations.trainer.saving import TrainerCheckpointing
 from lightning_zero.sharding.shared_memory import Claim
 from tests.helpers.saves import save, seed_of
 from tests.helpers.store import Store, storing
@@ -61,13 +61,13 @@ def test_what_others_have_written_since_a_list_was_made_is_read() -> None:
     assert seed_of(PATH) == 22.0
     _list_all()
     save("stored://run/y.ckpt", 3.0)
-    assert newest_first(PATH) == ["stored://run/y.ckpt"]
+    assert other_checkpoints(PATH) == ["stored://run/y.ckpt"]
     assert seed_of("stored://run/y.ckpt") == 3.0
     _list_all()
-    threading.Thread(target=lambda: remove_at("stored://run/y.ckpt")).start()
-    remove_at("stored://run/z.ckpt")
+    threading.Thread(target=lambda: remove_checkpoint_at("stored://run/y.ckpt")).start()
+    remove_checkpoint_at("stored://run/z.ckpt")
     save("stored://run/z.ckpt", 4.0)
-    remove_at("stored://run/z.ckpt")
+    remove_checkpoint_at("stored://run/z.ckpt")
     assert _names() == ["x.ckpt"]
 
 
@@ -77,7 +77,7 @@ def test_names_are_no_patterns() -> None:
         for name in names:
             assert save(f"stored://run/{name}", seed) == [None, None]
     for name in ("x[1].ckpt", "x*.ckpt", "x?.ckpt"):
-        remove_at(f"stored://run/{name}")
+        remove_checkpoint_at(f"stored://run/{name}")
         names.remove(name)
         assert _names() == sorted(names)
     assert [seed_of(f"stored://run/{name}") for name in names] == [2.0, 2.0]
@@ -101,7 +101,7 @@ def test_a_list_that_lacks_files_loses_none() -> None:
 def test_a_file_that_nobody_has_looked_at_before_its_place_was_taken_is_not_read() -> None:
     """Rank 1's, of which the first look comes after another save, with values of the same sizes."""
     save(PATH, 1.0)
-    folder = OpenedFolder(PATH)
+    folder = CheckpointReader(PATH)
     folder.check(folder.sizes())
     value = folder.state()["state_dict"]["down.weight"]
     read = next(read for _, read in value.chunks if read.args[0].relative_path == "__1_0.distcp")
@@ -123,9 +123,9 @@ def test_one_that_has_lost_its_place_to_a_save_that_died_is_found() -> None:
         errors = save(PATH, 3.0)
     assert all("throttled" in str(error) for error in errors)
     assert _names() == ["a.ckpt", "x.ckpt.incomplete"]
-    assert newest_first("stored://run/last.ckpt") == [PATH, "stored://run/a.ckpt"]
+    assert other_checkpoints("stored://run/last.ckpt") == [PATH, "stored://run/a.ckpt"]
     assert seed_of(PATH) == 3.0
-    remove_at(PATH)
+    remove_checkpoint_at(PATH)
     assert _names() == ["a.ckpt"]
 
 
@@ -141,13 +141,13 @@ def test_the_last_one_is_tried_again_before_an_older_one_is_taken(broken: bool) 
         tried.append(path)
         if len(tried) == 1:
             raise CheckpointError("connection reset")
-        return read_whole(path, weights_only)
+        return read_folder(path, weights_only)
 
     asked = SimpleNamespace(_checkpoint_connector=SimpleNamespace(_zero_asked="last"))
     engine = SimpleNamespace(checkpoints=SimpleNamespace(together=Alone()))
-    strategy: Any = SimpleNamespace(_load=load, _attached=asked, _require_engine=lambda: engine)
+    strategy: Any = SimpleNamespace(_load=load, _attached_trainer=asked, _require_engine=lambda: engine)
     with pytest.warns(match="connection reset Going on from stored://run/old.ckpt") if broken else nullcontext():
-        found = Saving._load_this_or_another(strategy, PATH, None)
+        found = TrainerCheckpointing._load_with_fallback(strategy, PATH, None)
     assert found["seed"] == (1.0 if broken else 2.0)
     assert tried == [PATH, PATH, *(["stored://run/old.ckpt"] if broken else [])]
 

@@ -9,7 +9,7 @@ import torch
 
 from lightning_zero.checkpoint.sharded import values as module
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.values import SavedValue, ShardedValue
+from lightning_zero.checkpoint.sharded.values import CheckpointTensor, CheckpointShard
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import ShardLayout, memory_order
 
@@ -24,19 +24,19 @@ def _whole(shape: tuple[int, ...], channels_last: bool = False) -> torch.Tensor:
 CASES = [_whole(shape) for shape in SHAPES] + [_whole((8, 4, 3, 3), channels_last=True)]
 
 
-def _saved(whole: torch.Tensor, writers: int, most: int, read: list[Box]) -> SavedValue:
+def _saved(whole: torch.Tensor, writers: int, most: int, read: list[Box]) -> CheckpointTensor:
     """As it lies in a checkpoint that so many ranks have written."""
     layout = ShardLayout.of(whole.shape, whole.dtype, writers, memory_order(whole))
     chunks = []
     for rank in range(writers):
-        for box, values in ShardedValue(layout, layout.part(whole, rank), rank).parts(most):
+        for box, values in CheckpointShard(layout, layout.part(whole, rank), rank).parts(most):
 
             def load(box: Box = box, values: torch.Tensor = values) -> torch.Tensor:
                 read.append(box)
                 return values
 
             chunks.append((box, load))
-    return SavedValue("w", whole.shape, whole.dtype, chunks)
+    return CheckpointTensor("w", whole.shape, whole.dtype, chunks)
 
 
 @pytest.mark.parametrize("whole", CASES, ids=lambda value: f"{tuple(value.shape)}{value.stride()}")
@@ -63,7 +63,7 @@ def test_replicas_write_each_element_once(
     writers: dict[int, int] = {}
     for rank in range(6):
         number, replica = rank % 2, rank // 2
-        for box, part in ShardedValue(layout, layout.part(whole, number), number, (replica, 3)).parts(7):
+        for box, part in CheckpointShard(layout, layout.part(whole, number), number, (replica, 3)).parts(7):
             found[box.within(everything)] = part
             times[box.within(everything)] += 1
             writers[replica] = writers.get(replica, 0) + box.numel
@@ -79,7 +79,7 @@ def test_no_more_is_read_than_what_holds_the_part() -> None:
     saved = _saved(whole, 2, 10 * 32, read)
     layout = ShardLayout.of(whole.shape, whole.dtype, 4)
     layout.part(saved, 1)
-    begin, end = layout.range_of(1)
+    begin, end = layout.shard_range(1)
     assert sum(box.numel for box in read) <= end - begin + 2 * 10 * 32
     assert len(read) == len(set(read))
 
@@ -102,7 +102,7 @@ def test_hooks_may_compute_with_what_was_saved() -> None:
     target.copy_(saved)
     assert torch.equal(target, whole)
     assert torch.nn.Parameter(torch.empty(7, 5)).data.copy_(saved).sum() == whole.sum()
-    assert repr(saved) == "SavedValue('w', (7, 5), torch.float32)"
+    assert repr(saved) == "CheckpointTensor('w', (7, 5), torch.float32)"
 
 
 def _edits() -> dict[str, Callable[[torch.Tensor], object]]:
@@ -158,7 +158,7 @@ def test_what_torch_does_not_do_for_subclasses(taken: Callable[[torch.Tensor], t
 
 def test_nobody_computes_with_a_part_that_looks_whole() -> None:
     layout = ShardLayout.of(torch.Size((7, 5)), torch.float32, 2)
-    part = ShardedValue(layout, torch.zeros(layout.shard_numel), 1)
+    part = CheckpointShard(layout, torch.zeros(layout.shard_numel), 1)
     assert part.shape == (7, 5)
     assert part.detach() is part
     with pytest.raises(UnsupportedError, match=r"about to be saved.*full_parameters.*state_dict_type='full'"):

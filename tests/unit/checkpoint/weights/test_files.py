@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightning_zero.checkpoint.ranges import LocalRanges
-from lightning_zero.checkpoint.weights.files import INDEX, Part, parse_size, plan_files, saved_values
-from lightning_zero.checkpoint.weights.loading import load_into
+from lightning_zero.checkpoint.ranges import RangeReader
+from lightning_zero.checkpoint.weights.files import INDEX, Part, parse_size, plan_files, open_safetensors
+from lightning_zero.checkpoint.weights.loading import load_safetensors_into
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.layout import ShardLayout
 
@@ -34,7 +34,7 @@ def test_a_file_a_folder_or_an_index_will_do(tmp_path: Path) -> None:
     _two_files(tmp_path)
     save_file(WEIGHTS, tmp_path / "all.safetensors")
     for path in (tmp_path, tmp_path / INDEX, tmp_path / "all.safetensors"):
-        found = saved_values(path)
+        found = open_safetensors(path)
         assert found.keys() == WEIGHTS.keys()
         for key, value in WEIGHTS.items():
             assert torch.equal(found[key].whole(), value), key
@@ -46,12 +46,12 @@ def test_ranks_read_their_parts_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     save_file({"w": whole}, tmp_path / "model.safetensors")
     read: list[int] = []
 
-    def counted(self: LocalRanges, begin: int, into: memoryview, real: Any = LocalRanges.read) -> None:
+    def counted(self: RangeReader, begin: int, into: memoryview, real: Any = RangeReader.read) -> None:
         read.append(len(into))
         real(self, begin, into)
 
-    monkeypatch.setattr(LocalRanges, "read", counted)
-    value = saved_values(tmp_path)["w"]
+    monkeypatch.setattr(RangeReader, "read", counted)
+    value = open_safetensors(tmp_path)["w"]
     layout = ShardLayout.of(value.shape, value.dtype, world_size)
     for rank in range(world_size):
         assert torch.equal(layout.part(value, rank), layout.part(whole, rank))
@@ -73,7 +73,7 @@ def test_what_is_damaged_is_named(tmp_path: Path, damage: object, words: str) ->
     _two_files(tmp_path)
     damage(tmp_path)  # type: ignore[operator]
     with pytest.raises(CheckpointError, match=words):
-        saved_values(tmp_path)
+        open_safetensors(tmp_path)
 
 
 def test_a_truncated_file_is_named(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     data = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(data[:-100])
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read.*Download it again"):
-        saved_values(tmp_path)
+        open_safetensors(tmp_path)
 
 
 def test_tensors_are_shared_out_in_their_order() -> None:
@@ -101,11 +101,11 @@ def test_sizes() -> None:
 def test_a_plain_module_is_loaded_whole(tmp_path: Path) -> None:
     module, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
     save_file(module.state_dict(), tmp_path / "model.safetensors")
-    assert load_into(other, tmp_path) == ([], [])
+    assert load_safetensors_into(other, tmp_path) == ([], [])
     assert torch.equal(other.weight, module.weight)
     with pytest.raises(ValueError, match=r"The files lack: nothing\. The module lacks: bias"):
-        load_into(torch.nn.Linear(4, 3, bias=False), tmp_path)
+        load_safetensors_into(torch.nn.Linear(4, 3, bias=False), tmp_path)
     with pytest.raises(ValueError, match=r"'weight': \(3, 4\) in the files, \(2, 4\) in the module"):
-        load_into(torch.nn.Linear(4, 2), tmp_path)
+        load_safetensors_into(torch.nn.Linear(4, 2), tmp_path)
     with pytest.raises(ValueError, match="meta device"):
-        load_into(torch.nn.Linear(4, 3, device="meta"), tmp_path)
+        load_safetensors_into(torch.nn.Linear(4, 3, device="meta"), tmp_path)

@@ -9,9 +9,9 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
-from lightning_zero.compile.cuda_graphs import Replays
-from lightning_zero.compile.cuda_graphs.dispatch import WARMUPS
-from lightning_zero.compile.cuda_graphs.pairs import Job
+from lightning_zero.compile.cuda_graphs import CUDAGraphManager
+from lightning_zero.compile.cuda_graphs.dispatch import WARMUP_RUNS
+from lightning_zero.compile.cuda_graphs.pairs import CaptureSpec
 from tests.helpers.options import config
 
 
@@ -27,7 +27,7 @@ class Books:
     def epoch(self) -> int:
         return self.steps
 
-    def backwards(self) -> int:
+    def completed_backwards(self) -> int:
         return self.passes
 
     def defers(self) -> bool:
@@ -36,10 +36,10 @@ class Books:
     def has_deferred(self) -> bool:
         return False
 
-    def is_whole_backward(self) -> bool:
+    def is_full_backward(self) -> bool:
         return not self.partial
 
-    def why_not(self, segment: int = -1) -> str:
+    def disabled_reason(self, segment: int = -1) -> str:
         self.asked = segment
         return self.reason
 
@@ -56,10 +56,10 @@ class FakePair:
 
     made: list[FakePair] = []
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: CaptureSpec) -> None:
         if job.executor.reason == "refuse":  # type: ignore[attr-defined]
             raise NotImplementedError("an input is changed in place\nand much more")
-        self.job, self.adding, self.beside = job, job.adding, job.beside
+        self.job, self.accumulates, self.shared = job, job.accumulates, job.shared
         self.nbytes = 100
         self.fit, self.closed, self.replays = True, False, 0
         self.differentiable: Sequence[bool] = ()
@@ -99,22 +99,22 @@ class Training:
         self.settled = True
         self.runs = 0
         chosen = config(cuda_graph_model="auto", emulate_cuda_graph_model=True)
-        self.replays = Replays(
+        self.replays = CUDAGraphManager(
             self.books,
             torch.device("cpu"),
             chosen,
             self.ready,
-            self.lasting,
+            self.static_tensors,
             self.said.append,  # type: ignore[arg-type]
         )
         self.replays.pair = FakePair  # type: ignore[assignment]
-        self.replays._must = capture is True
+        self.replays._required = capture is True
         self.call = self.replays.wrap(self.compiled)
 
     def ready(self) -> bool:
         return self.settled
 
-    def lasting(self) -> list[Tensor]:
+    def static_tensors(self) -> list[Tensor]:
         return [self.weight]
 
     def compiled(self, weight: Tensor, batch: Tensor, *sizes: int) -> tuple[Tensor, Tensor]:
@@ -138,7 +138,7 @@ class Training:
 
 
 def captured(training: Training) -> Training:
-    for _ in range(WARMUPS + 1):
+    for _ in range(WARMUP_RUNS + 1):
         training.step()
     assert training.made[-1].replays == 1
     return training

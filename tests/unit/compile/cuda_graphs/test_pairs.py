@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.compat import cuda
-from lightning_zero.compile.cuda_graphs.pairs import CapturedPair, Job
+from lightning_zero.compile.cuda_graphs.pairs import CUDAGraphPair, CaptureSpec
 
 
 class Graph:
@@ -56,7 +56,7 @@ class Executor:
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **named: self.log.append((name, *args, *named.values()))
 
-    def takes_turns(self) -> bool:
+    def uses_epoch_lock(self) -> bool:
         return True
 
     def end(self) -> int:
@@ -107,23 +107,23 @@ def scaled(weight: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
     return Scaled.apply(weight, batch), batch + 1
 
 
-def capture(executor: Executor, compiled: Any = scaled, beside: Any = None, takes: int = 0) -> CapturedPair:
+def capture(executor: Executor, compiled: Any = scaled, shared: Any = None, peak_bytes: int = 0) -> CUDAGraphPair:
     batch = torch.ones(2)
     inputs = [nn.Parameter(torch.tensor(3.0)), batch]
-    return CapturedPair(Job(compiled, inputs, [batch], executor, False, beside, 5, takes))  # type: ignore[arg-type]
+    return CUDAGraphPair(CaptureSpec(compiled, inputs, [batch], executor, False, shared, 5, peak_bytes))  # type: ignore[arg-type]
 
 
 def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock) -> None:
     executor = Executor()
     pair = capture(executor)
     assert executor.log == [
-        ("sync_peers", True),  # a wait for turns must not become part of the graph
+        ("sync_compute_shards", True),  # a wait for turns must not become part of the graph
         ("begin", False, False, -1),
         ("end",),
         ("begin", True, False, 5),
         ("end",),
-        ("never_ran", 2),
-        ("never_ran", 1),
+        ("mark_not_run", 2),
+        ("mark_not_run", 1),
     ]
     executor.log.clear()
     assert pair.forward()[0].tolist() == [3, 3]
@@ -137,7 +137,7 @@ def test_a_refused_backward_leaves_nothing_that_the_forward_was_to_bring(allocat
     executor = Executor(refuse=2)
     with pytest.raises(NotImplementedError, match="travel together"):
         capture(executor)
-    assert executor.log[-3:] == [("abort",), ("never_ran", 1), ("drop", 1)]
+    assert executor.log[-3:] == [("abort",), ("mark_not_run", 1), ("drop", 1)]
     # What is gone holds no collectives any more, for which process groups would wait at their end.
     assert [graph.log for graph in Graph.made] == [["begin", "end", "reset"]] * 2
     assert not allocator.mock_calls
@@ -198,17 +198,17 @@ def test_graphs_find_what_a_run_took_in_one_piece_which_others_of_their_pool_nee
 
     allocates = patch.object(torch, "empty", lambda size, **_: allocator.empty(size))
     with allocates, nullcontext() if refuse == 0 else pytest.raises(NotImplementedError):
-        pair = capture(Executor(refuse), noted, takes=4096)
+        pair = capture(Executor(refuse), noted, peak_bytes=4096)
     assert allocator.mock_calls == asked + freed
     if refuse == 0:
-        capture(Executor(), beside=pair, takes=4096)
+        capture(Executor(), shared=pair, peak_bytes=4096)
         assert allocator.mock_calls == asked + freed
 
 
 def test_pairs_of_one_graph_share_memory_and_give_it_back(allocator: MagicMock) -> None:
     executor = Executor()
     first = capture(executor)
-    second = capture(executor, beside=first)
+    second = capture(executor, shared=first)
     assert second._pool is first._pool
     assert second._stream is first._stream
     executor.log.clear()

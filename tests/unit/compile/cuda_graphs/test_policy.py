@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from lightning_zero.compile.cuda_graphs import Replays
-from lightning_zero.compile.cuda_graphs.dispatch import MOST_CALLS, MOST_SIZES, MOST_WAITS, PATIENCE, WARMUPS, WORTH
-from lightning_zero.compile.cuda_graphs.pairs import Job
+from lightning_zero.compile.cuda_graphs import CUDAGraphManager
+from lightning_zero.compile.cuda_graphs.dispatch import MAX_PENDING_CALLS, MAX_CAPTURED_SIZES, MAX_CAPTURE_WAITS, MAX_FAILED_CAPTURES, WARMUP_RUNS, MIN_REPLAYS
+from lightning_zero.compile.cuda_graphs.pairs import CaptureSpec
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from tests.helpers.options import config
@@ -28,34 +28,34 @@ def test_the_run_after_warm_up_is_captured_and_later_ones_are_replays() -> None:
     training = Training()
     for count in range(1, 8):
         training.step()
-        assert len(training.made) == (count > WARMUPS)
-    assert training.made[0].replays == 7 - WARMUPS
+        assert len(training.made) == (count > WARMUP_RUNS)
+    assert training.made[0].replays == 7 - WARMUP_RUNS
 
 
 def test_a_step_that_adds_to_gradients_is_another_capture_beside_the_first() -> None:
     training = Training()
     for _ in range(6):
         accumulated(training)
-    assert sorted(pair.adding for pair in training.made) == [False, True]
-    assert training.made[1].beside is training.made[0]
+    assert sorted(pair.accumulates for pair in training.made) == [False, True]
+    assert training.made[1].shared is training.made[0]
     assert all(pair.replays > 2 for pair in training.made)
 
 
 def test_a_first_call_after_another_graphs_backward_is_another_capture() -> None:
     training = Training()
-    for number in range(4 * WARMUPS):
+    for number in range(4 * WARMUP_RUNS):
         if number % 2:
             training.books.passes += 1  # a backward of something else, since the optimizer stepped
         training.step()
-        training.replays.adding(training.books.steps, training.books.passes)
-    assert sorted(pair.adding for pair in training.made) == [False, True]
-    assert all(pair.replays >= WARMUPS for pair in training.made)
+        training.replays.accumulates(training.books.steps, training.books.passes)
+    assert sorted(pair.accumulates for pair in training.made) == [False, True]
+    assert all(pair.replays >= WARMUP_RUNS for pair in training.made)
 
 
 def test_nothing_is_captured_before_it_is_settled_what_is_compiled() -> None:
     training = Training()
     training.settled = False
-    for _ in range(WARMUPS + 5):
+    for _ in range(WARMUP_RUNS + 5):
         training.step()
     assert not training.made
     training.settled = True
@@ -72,16 +72,16 @@ def test_without_gradients_it_runs() -> None:
 
 def test_two_calls_before_a_backward_have_captures_of_their_own() -> None:
     training = Training()
-    for number in range(WARMUPS + 4):
+    for number in range(WARMUP_RUNS + 4):
         first, _ = training.call(training.weight, torch.ones(2))
         second, _ = training.call(training.weight, torch.full((2,), float(number)))
         assert (first.item(), second.item()) == (18, 18 * number**2)
         training.backward(first + second)
         training.books.steps += 1
     grads = [pair.job.inputs[0].grad for pair in training.made]
-    assert grads == [12 * 4, 12 * sum(n**2 for n in range(WARMUPS, WARMUPS + 4))]
-    assert [(pair.replays, pair.beside) for pair in training.made] == [(4, None), (4, None)]
-    assert not any(pair.adding for pair in training.made), "no backward has ended before"
+    assert grads == [12 * 4, 12 * sum(n**2 for n in range(WARMUP_RUNS, WARMUP_RUNS + 4))]
+    assert [(pair.replays, pair.shared) for pair in training.made] == [(4, None), (4, None)]
+    assert not any(pair.accumulates for pair in training.made), "no backward has ended before"
     assert not training.said
 
 
@@ -91,12 +91,12 @@ def hold(training: Training, calls: int) -> list[torch.Tensor]:
 
 def test_outputs_that_are_kept_without_a_backward_end_the_captures() -> None:
     training = Training()
-    losses = hold(training, MOST_CALLS)
+    losses = hold(training, MAX_PENDING_CALLS)
     assert not training.said
     losses += hold(training, 1)
-    assert f"called {MOST_CALLS} times before the backward" in training.said[0]
-    assert [loss.item() for loss in losses] == [18] * (MOST_CALLS + 1)
-    for _ in range(WARMUPS + 1):
+    assert f"called {MAX_PENDING_CALLS} times before the backward" in training.said[0]
+    assert [loss.item() for loss in losses] == [18] * (MAX_PENDING_CALLS + 1)
+    for _ in range(WARMUP_RUNS + 1):
         training.step()
     assert not training.made
 
@@ -104,7 +104,7 @@ def test_outputs_that_are_kept_without_a_backward_end_the_captures() -> None:
 def test_a_capture_is_of_the_gradients_that_the_graph_brought() -> None:
     training = captured(Training())
     assert training.books.asked == training.made[0].job.segment == len(training.books.marks) - 2
-    assert training.books.marks == [n for n in range(WARMUPS + 1) for _ in range(2)]
+    assert training.books.marks == [n for n in range(WARMUP_RUNS + 1) for _ in range(2)]
 
 
 def test_what_runs_without_gradients_in_a_step_is_replayed_too() -> None:
@@ -115,11 +115,11 @@ def test_what_runs_without_gradients_in_a_step_is_replayed_too() -> None:
         with torch.no_grad():
             return training.call(training.weight, torch.ones(2))[0]
 
-    for _ in range(WARMUPS + 2):
+    for _ in range(WARMUP_RUNS + 2):
         look()
     assert not training.made, "that is an evaluation"
     training.replays.in_step = True
-    for _ in range(WARMUPS + 2):
+    for _ in range(WARMUP_RUNS + 2):
         assert look() == 18
     assert [pair.replays for pair in training.made] == [2]
     training.replays.in_step = False
@@ -139,11 +139,11 @@ def test_a_batch_that_is_skipped_ends_no_replays() -> None:
 
 def test_a_batch_that_is_skipped_warms_nothing_up() -> None:
     training = Training()
-    for _ in range(WARMUPS + 2):
+    for _ in range(WARMUP_RUNS + 2):
         training.call(training.weight, torch.ones(2))
         training.books.steps += 1
     assert not training.made
-    for _ in range(WARMUPS):
+    for _ in range(WARMUP_RUNS):
         training.step()
     assert not training.made
     training.step()
@@ -158,7 +158,7 @@ def test_a_backward_through_one_of_several_outputs_warms_up() -> None:
         return tuple((weight * batch * factor).sum() for factor in range(8))
 
     call = training.replays.wrap(compiled)
-    for _ in range(WARMUPS + 2):
+    for _ in range(WARMUP_RUNS + 2):
         outputs = call(training.weight, torch.ones(2))
         training.backward(outputs[training.books.steps % 8])
         training.books.steps += 1
@@ -181,14 +181,14 @@ def test_sizes_are_captured_side_by_side_in_one_memory() -> None:
             assert training.step(torch.ones(size), size) == 9 * size
     # The first sizes warm up for all; each is captured when it comes again.
     assert [pair.replays for pair in training.made] == [2] * 8
-    assert all(pair.beside is not None for pair in training.made[1:])
+    assert all(pair.shared is not None for pair in training.made[1:])
     assert not any(pair.closed for pair in training.made)
 
 
 def test_sizes_that_were_not_needed_for_longest_make_room() -> None:
     training = Training()
     for _ in range(2):
-        for size in range(1, MOST_SIZES + 1):
+        for size in range(1, MAX_CAPTURED_SIZES + 1):
             training.step(torch.ones(size), size)
     training.step(torch.ones(1), 1)
     for _ in range(2):
@@ -198,10 +198,10 @@ def test_sizes_that_were_not_needed_for_longest_make_room() -> None:
 
 def test_sizes_that_vary_all_the_time_end_the_captures() -> None:
     training = Training()
-    for size in range(1, MOST_SIZES + PATIENCE + 3):
-        for _ in range(WARMUPS + 1):
+    for size in range(1, MAX_CAPTURED_SIZES + MAX_FAILED_CAPTURES + 3):
+        for _ in range(WARMUP_RUNS + 1):
             training.step(torch.ones(size), size)
-    assert len(training.made) == MOST_SIZES + PATIENCE
+    assert len(training.made) == MAX_CAPTURED_SIZES + MAX_FAILED_CAPTURES
     assert all(pair.closed for pair in training.made)
     assert "the sizes of batches vary" in training.said[0]
 
@@ -209,28 +209,28 @@ def test_sizes_that_vary_all_the_time_end_the_captures() -> None:
 def disturb(training: Training, rounds: int, replays: int) -> None:
     """Captures with so many replays each; something that needs the memory ends each."""
     for _ in range(rounds):
-        for _ in range(WARMUPS + replays):
+        for _ in range(WARMUP_RUNS + replays):
             training.step()
         training.step(call=training.replays.wrap(training.compiled))
 
 
 def test_a_capture_that_was_worth_it_makes_up_for_those_before() -> None:
     training = Training()
-    training.replays.spare = lambda: 0  # type: ignore[method-assign]
+    training.replays.free_bytes = lambda: 0  # type: ignore[method-assign]
     for count in range(1, 4):
-        disturb(training, PATIENCE, 1)
-        disturb(training, 1, WORTH + 1)
-        assert len(training.made) == count * (PATIENCE + 1)
+        disturb(training, MAX_FAILED_CAPTURES, 1)
+        disturb(training, 1, MIN_REPLAYS + 1)
+        assert len(training.made) == count * (MAX_FAILED_CAPTURES + 1)
     assert not training.said
-    disturb(training, PATIENCE + 3, WORTH)
-    assert len(training.made) == 4 * (PATIENCE + 1), "one replay less is not worth it"
+    disturb(training, MAX_FAILED_CAPTURES + 3, MIN_REPLAYS)
+    assert len(training.made) == 4 * (MAX_FAILED_CAPTURES + 1), "one replay less is not worth it"
     assert "something else needs the memory" in training.said[0]
 
 
 @pytest.mark.parametrize("spare", [99, 100])
 def test_another_graph_in_its_stead_gets_the_memory_where_little_is_left(spare: int) -> None:
     training = captured(Training())
-    training.replays.spare = lambda: spare  # type: ignore[method-assign]
+    training.replays.free_bytes = lambda: spare  # type: ignore[method-assign]
     training.step(call=training.replays.wrap(training.compiled))
     assert training.made[0].closed == (spare < training.made[0].nbytes)
     training.step()
@@ -241,15 +241,15 @@ def test_no_micro_batch_runs_beside_captures_of_others_once_each_kind_has_run() 
     training = Training()
     for _ in range(2):
         accumulated(training)
-    assert training.runs == WARMUPS + 3  # a replay of what pretends to be captured is a run here
+    assert training.runs == WARMUP_RUNS + 3  # a replay of what pretends to be captured is a run here
     assert [pair.replays for pair in training.made] == [1, 2]
-    assert sorted(pair.adding for pair in training.made) == [False, True]
+    assert sorted(pair.accumulates for pair in training.made) == [False, True]
 
 
 @pytest.mark.parametrize("spare", [99, 100])
 def test_another_run_of_the_same_graph_gets_the_memory_where_little_is_left(spare: int) -> None:
     training = captured(Training())
-    training.replays.spare = lambda: spare  # type: ignore[method-assign]
+    training.replays.free_bytes = lambda: spare  # type: ignore[method-assign]
     accumulated(training, 2)  # of which the second one is a kind that was never captured
     assert training.made[0].replays == 2
     assert training.made[0].closed == (spare < training.made[0].nbytes)
@@ -261,8 +261,8 @@ def test_another_run_of_the_same_graph_gets_the_memory_where_little_is_left(spar
 
 def test_each_kind_of_the_same_graph_gets_the_memory_once_and_is_captured_then() -> None:
     training = captured(Training())
-    training.replays.spare = lambda: 0  # type: ignore[method-assign]
-    sizes = range(2, 2 + 2 * PATIENCE)
+    training.replays.free_bytes = lambda: 0  # type: ignore[method-assign]
+    sizes = range(2, 2 + 2 * MAX_FAILED_CAPTURES)
     for size in sizes:
         training.step(torch.ones(size), size)
         assert all(pair.closed for pair in training.made)
@@ -277,18 +277,18 @@ def test_each_kind_of_the_same_graph_gets_the_memory_once_and_is_captured_then()
 
 def test_ever_other_kinds_of_the_same_graph_end_the_captures_where_little_is_left() -> None:
     training = captured(Training())
-    training.replays.spare = lambda: 0  # type: ignore[method-assign]
-    for size in range(2, 2 + 2 * MOST_SIZES):
+    training.replays.free_bytes = lambda: 0  # type: ignore[method-assign]
+    for size in range(2, 2 + 2 * MAX_CAPTURED_SIZES):
         training.step(torch.ones(size), size)
         training.step()
-    assert len(training.made) == MOST_SIZES + PATIENCE
+    assert len(training.made) == MAX_CAPTURED_SIZES + MAX_FAILED_CAPTURES
     assert len(training.said) == 1
     assert "something else needs the memory" in training.said[0]
 
 
 def test_captures_whose_backward_is_to_come_stay_where_little_is_left() -> None:
     training = captured(Training())
-    training.replays.spare = lambda: 0  # type: ignore[method-assign]
+    training.replays.free_bytes = lambda: 0  # type: ignore[method-assign]
     loss, _ = training.call(training.weight, torch.ones(2))
     other, _ = training.call(training.weight, torch.ones(2))  # beside it, so that no memory would be free
     training.backward(loss + other)
@@ -297,10 +297,10 @@ def test_captures_whose_backward_is_to_come_stay_where_little_is_left() -> None:
 
 def test_an_evaluation_gets_the_memory_where_little_is_left() -> None:
     training = captured(Training())
-    training.replays.make_room()
+    training.replays.release_memory()
     assert not training.made[0].closed
-    training.replays.spare = lambda: 0  # type: ignore[method-assign]
-    training.replays.make_room()
+    training.replays.free_bytes = lambda: 0  # type: ignore[method-assign]
+    training.replays.release_memory()
     assert training.made[0].closed
 
 
@@ -309,13 +309,13 @@ def test_a_capture_that_lacks_memory_takes_that_of_other_steps(monkeypatch: pyte
     other, made = training.replays.wrap(training.compiled), training.replays.pair
     refusals = iter([torch.OutOfMemoryError("there is no more"), None])
 
-    def pair(job: Job) -> Any:
+    def pair(job: CaptureSpec) -> Any:
         if error := next(refusals):
             raise error
         return made(job)
 
     training.replays.pair = pair  # type: ignore[assignment]
-    for _ in range(WARMUPS + 1):
+    for _ in range(WARMUP_RUNS + 1):
         training.step(call=other)
     assert [pair.closed for pair in training.made] == [True, False]
     assert not training.said
@@ -324,7 +324,7 @@ def test_a_capture_that_lacks_memory_takes_that_of_other_steps(monkeypatch: pyte
 def test_a_graph_of_the_same_step_does_not() -> None:
     training = Training()
     other = training.replays.wrap(lambda x: (x * 2,))
-    for _ in range(WARMUPS + 4):
+    for _ in range(WARMUP_RUNS + 4):
         training.books.reason = ""
         loss, _ = training.call(training.weight, torch.ones(2))
         training.books.reason = "not yet"
@@ -338,7 +338,7 @@ def test_a_graph_of_the_same_step_does_not() -> None:
 def test_a_graph_of_the_same_step_that_comes_first_does_not_either() -> None:
     training = Training()
     other = training.replays.wrap(lambda x: (x * 2,))
-    for _ in range(WARMUPS + 4):
+    for _ in range(WARMUP_RUNS + 4):
         training.books.reason = "not yet"
         (doubled,) = other(torch.ones(2, requires_grad=True))
         training.books.reason = ""
@@ -361,9 +361,9 @@ def test_parameters_that_move_are_not_replayed() -> None:
 
 def test_what_cannot_be_captured_is_said_once_and_runs() -> None:
     training = Training()
-    for _ in range(WARMUPS):
+    for _ in range(WARMUP_RUNS):
         training.step()
-    training.books.why_not = lambda segment: ""  # type: ignore[method-assign]
+    training.books.disabled_reason = lambda segment: ""  # type: ignore[method-assign]
     training.books.reason = "refuse"
     for _ in range(5):
         assert training.step() == 18
@@ -373,7 +373,7 @@ def test_what_cannot_be_captured_is_said_once_and_runs() -> None:
 def test_what_can_never_be_captured_is_said_after_a_while() -> None:
     training = Training()
     training.books.reason = "code that is not compiled holds weights"
-    for _ in range(WARMUPS + MOST_WAITS + 1):
+    for _ in range(WARMUP_RUNS + MAX_CAPTURE_WAITS + 1):
         training.step()
     assert len(training.said) == 1
     assert "code that is not compiled holds weights" in training.said[0]
@@ -383,7 +383,7 @@ def test_what_can_never_be_captured_is_said_after_a_while() -> None:
 def test_a_backward_that_could_not_be_replayed_is_noticed_before_a_capture(partial: bool) -> None:
     training = Training()
     training.books.partial = partial
-    for _ in range(WARMUPS + 3):
+    for _ in range(WARMUP_RUNS + 3):
         loss, _ = training.call(training.weight, torch.ones(2))
         loss.backward(retain_graph=not partial)
         if not partial:
@@ -393,7 +393,7 @@ def test_a_backward_that_could_not_be_replayed_is_noticed_before_a_capture(parti
     assert not training.made
     assert len(training.said) == 1
     assert "keeps its graph" in training.said[0]
-    assert training.weight.grad == 12 * (WARMUPS + 3) * (1 if partial else 2)
+    assert training.weight.grad == 12 * (WARMUP_RUNS + 3) * (1 if partial else 2)
 
 
 def test_what_is_computed_again_within_a_backward_is_not_captured() -> None:
@@ -402,13 +402,13 @@ def test_what_is_computed_again_within_a_backward_is_not_captured() -> None:
     def block(batch: torch.Tensor) -> torch.Tensor:
         return training.call(training.weight, batch)[0]
 
-    for _ in range(WARMUPS + 3):
+    for _ in range(WARMUP_RUNS + 3):
         batch = torch.ones(2, requires_grad=True)
         training.backward(torch.utils.checkpoint.checkpoint(block, batch, use_reentrant=True))
         training.books.steps += 1
         assert batch.grad.tolist() == [18, 18]
     assert not training.made
-    assert training.weight.grad == 12 * (WARMUPS + 3)
+    assert training.weight.grad == 12 * (WARMUP_RUNS + 3)
 
 
 def test_one_reason_is_told_once() -> None:
@@ -456,7 +456,7 @@ def test_what_has_become_impossible_on_a_gpu_is_refused_or_not_tried() -> None:
 @pytest.mark.parametrize("name", ["sync_collectives", "poison"])
 def test_what_looks_at_each_collective_excludes_replays_and_says_so(name: str) -> None:
     training = Training()
-    training.replays.device, training.replays._impossible = torch.device("cuda"), ""
+    training.replays.device, training.replays._unsupported_here = torch.device("cuda"), ""
     training.replays.configure(config(cuda_graphs=True))
     assert training.replays.enabled
     with pytest.raises(UnsupportedError, match=f"cuda_graphs=True, but.*{name} looks at each collective"):
@@ -478,7 +478,7 @@ def test_the_end_closes_captures_whose_backward_may_still_come() -> None:
 def test_what_torch_keeps_does_not_keep_the_engine() -> None:
     training = Training()
     call = training.replays.wrap(lambda weight, batch: ((weight * batch).square().sum(), batch))
-    for _ in range(WARMUPS + 1):
+    for _ in range(WARMUP_RUNS + 1):
         training.step(call=call)
     pair, weight = training.made[0], training.weight
     engine, replays = weakref.ref(training), weakref.ref(training.replays)
@@ -502,24 +502,24 @@ def test_dropped_captures_are_made_again_at_the_next_step() -> None:
 def test_off_is_off() -> None:
     training = Training()
     training.replays.configure(EngineConfig())
-    for _ in range(WARMUPS + 3):
+    for _ in range(WARMUP_RUNS + 3):
         training.step()
     assert not training.made
-    assert isinstance(training.replays, Replays)
+    assert isinstance(training.replays, CUDAGraphManager)
 
 
 def test_replays_are_declined_until_options_change_unless_they_are_demanded() -> None:
     training = captured(Training())
-    assert training.replays.decline("they would take too much")
+    assert training.replays.disable("they would take too much")
     assert training.made[0].closed
     assert training.said == ["Compiled code is not replayed as a CUDA graph: they would take too much."]
-    assert (training.replays.enabled, training.replays.why_not()) == (False, "they would take too much")
-    assert not training.replays.decline("once more")
-    for _ in range(WARMUPS + 1):
+    assert (training.replays.enabled, training.replays.disabled_reason()) == (False, "they would take too much")
+    assert not training.replays.disable("once more")
+    for _ in range(WARMUP_RUNS + 1):
         training.step()
     assert len(training.made) == 1
     training.replays.configure(config(cuda_graph_model="auto", emulate_cuda_graph_model=True))
     assert training.replays.enabled
     demanded = captured(Training(capture=True))
-    assert not demanded.replays.decline("they would take too much")
+    assert not demanded.replays.disable("they would take too much")
     assert not demanded.made[0].closed

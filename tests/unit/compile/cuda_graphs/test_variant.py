@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_zero.compile.cuda_graphs.dispatch import WARMUPS
-from lightning_zero.compile.cuda_graphs.variant import unfit
+from lightning_zero.compile.cuda_graphs.dispatch import WARMUP_RUNS
+from lightning_zero.compile.cuda_graphs.variant import unsupported_input
 from tests.unit.compile.cuda_graphs.fakes import Training, captured
 
 
@@ -55,7 +55,7 @@ def test_captured_is_nothing_that_autograd_knew_before() -> None:
     training = Training()
     loss, _ = training.call(training.weight, torch.ones(2))
     training.backward(loss)  # and the loss still holds the weight's node
-    for _ in range(WARMUPS):  # that was the first of them
+    for _ in range(WARMUP_RUNS):  # that was the first of them
         training.step()
     weight, batch = training.made[0].job.inputs
     assert weight is not training.weight
@@ -76,6 +76,6 @@ def test_captured_is_nothing_that_autograd_knew_before() -> None:
     ],
 )
 def test_inputs_must_be_copies_of_their_own(tensor: torch.Tensor, reason: str) -> None:
-    found = unfit((tensor, 3), torch.device("cpu"))
+    found = unsupported_input((tensor, 3), torch.device("cpu"))
     assert reason in found
     assert bool(reason) == bool(found)

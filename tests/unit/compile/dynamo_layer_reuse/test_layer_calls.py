@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
-from lightning_zero.compat.graphs import EXAMPLE, MODULES, ORIGIN, SOURCES
-from lightning_zero.compile.frontend import storage_of
+from lightning_zero.compat.graphs import EXAMPLE_VALUE, NN_MODULE_STACK, GRAPH_ARG, SOURCE_FN_STACK
+from lightning_zero.compile.frontend import node_storage
 from tests.unit.compile.dynamo_layer_reuse.layers import WIDTH, Attention, Compiled, Layer, Model
 
 X = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
@@ -28,10 +28,10 @@ def described(graph: GraphModule) -> list[Any]:
     """All that is in it, whatever nodes are called."""
     nodes = list(graph.graph.nodes)
     place = {node: at for at, node in enumerate(nodes)}
-    memory = [storage_of(node) for node in nodes]
+    memory = [node_storage(node) for node in nodes]
     found = []
     for node, storage in zip(nodes, memory, strict=True):
-        value, origin = node.meta.get(EXAMPLE), node.meta.get(ORIGIN)
+        value, origin = node.meta.get(EXAMPLE_VALUE), node.meta.get(GRAPH_ARG)
         form = (
             (value.shape, value.stride(), value.storage_offset(), value.dtype, value.requires_grad)
             if isinstance(value, Tensor)
@@ -39,8 +39,8 @@ def described(graph: GraphModule) -> list[Any]:
         )
         read = map_arg((node.args, node.kwargs), lambda one: f"%{place[one]}")
         source = origin.source.name if node.op == "placeholder" else None
-        modules = list(node.meta.get(MODULES, {}).items())
-        callers = [name for _, name in node.meta.get(SOURCES, [])]
+        modules = list(node.meta.get(NN_MODULE_STACK, {}).items())
+        callers = [name for _, name in node.meta.get(SOURCE_FN_STACK, [])]
         found.append((node.op, str(node.target) if source is None else source, str(read), memory.index(storage)))
         found.append((None if node.op == "placeholder" else (modules, callers, node.meta.get("stack_trace")), form))
     return found

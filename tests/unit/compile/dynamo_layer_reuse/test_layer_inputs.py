@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from lightning_zero.compat.graphs import EXAMPLE, MODULES, ORIGIN, STACK
+from lightning_zero.compat.graphs import EXAMPLE_VALUE, NN_MODULE_STACK, GRAPH_ARG, STACK_TRACE
 from lightning_zero.compile.dynamo_layer_reuse import layer_inputs
 from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
 from tests.unit.compile.dynamo_layer_reuse.layers import WIDTH, Compiled, Layer, Model
@@ -23,10 +23,10 @@ def noted(graph: GraphModule) -> list[Any]:
     found = []
     for node in graph.graph.nodes:
         if node.op == "placeholder":
-            value, origin = node.meta[EXAMPLE], node.meta[ORIGIN]
+            value, origin = node.meta[EXAMPLE_VALUE], node.meta[GRAPH_ARG]
             form = type(value), value.shape, value.stride(), value.dtype, value.device, value.requires_grad
             found.append((node.name, node.target, node.type, sorted(node.meta), node.meta["tensor_dict"], form))
-            found.append((list(node.meta.get(MODULES, {}).items()), node.meta.get(STACK)))
+            found.append((list(node.meta.get(NN_MODULE_STACK, {}).items()), node.meta.get(STACK_TRACE)))
             found.append((origin.source, origin.example, origin.fake_tensor is value, origin.is_tensor))
             found.append((type(value.fake_mode), isinstance(value, nn.Parameter), value.is_leaf))
     return found

@@ -16,8 +16,8 @@ from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
-from lightning_zero.compat.graphs import CUSTOM, FORWARD_MODULES, MODULES, RECOMPUTE, REGION, SIDE
-from lightning_zero.compile.layer_dedup import NotOutlined, Outline, outline, tracer
+from lightning_zero.compat.graphs import CUSTOM, FWD_NN_MODULE_STACK, NN_MODULE_STACK, RECOMPUTE, AC_GRAPH_ID, PARTITIONER_TAG
+from lightning_zero.compile.layer_dedup import DedupFailed, LayerDedup, dedup_layers, joint_tracer
 
 WIDTH = 8
 LAYERS = 4
@@ -91,7 +91,7 @@ class Windowed(Block):
         self.window = torch.tensor([3])
 
     def forward(self, x: Tensor, *given: Tensor) -> Any:
-        torch._C._log_api_usage_once("tests.outline")
+        torch._C._log_api_usage_once("tests.dedup_layers")
         length = self.window.to(torch.float64) + 1
         scale = torch.tensor([0.5, 2.0], dtype=x.dtype).repeat(WIDTH // 2)
         order = torch.arange(WIDTH).flip(0)
@@ -265,7 +265,7 @@ def joint_graph(module: nn.Module, outlined: bool, precision: torch.dtype = torc
     torch.manual_seed(0)
     x = torch.randn(3, 6, WIDTH)
 
-    def found(layers: Outline | None, graph: Graph) -> None:
+    def found(layers: LayerDedup | None, graph: Graph) -> None:
         nonlocal count
         count = 0 if layers is None else len(layers)
         lines[:] = described(graph)
@@ -285,13 +285,13 @@ def same_graph(module: nn.Module, count: int) -> list[str]:
     return whole
 
 
-def backend(outlined: bool, found: Callable[[Outline | None, Graph], None] = lambda *_: None) -> Callable[..., Any]:
+def backend(outlined: bool, found: Callable[[LayerDedup | None, Graph], None] = lambda *_: None) -> Callable[..., Any]:
     """Of torch.compile. ``found`` is told which layers are in a joint graph that holds them all."""
 
     def compile_graph(graph: GraphModule, inputs: Any) -> Any:
-        layers = outline(graph, tracer("aot_eager")) if outlined else None
+        layers = dedup_layers(graph, joint_tracer("aot_eager")) if outlined else None
 
-        def compiled(layers: Outline | None) -> Any:
+        def compiled(layers: LayerDedup | None) -> Any:
             def partition(joint: GraphModule, *args: Any, **settings: Any) -> Any:
                 if layers is not None:
                     layers.inline(joint.graph)
@@ -307,7 +307,7 @@ def backend(outlined: bool, found: Callable[[Outline | None, Graph], None] = lam
         while layers is not None:
             try:
                 return compiled(layers)
-            except NotOutlined as error:
+            except DedupFailed as error:
                 layers = layers.without(error)
         return compiled(None)
 
@@ -320,7 +320,7 @@ def described(graph: Graph) -> list[str]:
     names: dict[Any, str] = {}
     memory: dict[int, str] = {}
     lines: list[str] = []
-    regions = sorted({node.meta[REGION] for node in graph.nodes if REGION in node.meta})
+    regions = sorted({node.meta[AC_GRAPH_ID] for node in graph.nodes if AC_GRAPH_ID in node.meta})
 
     def value(found: Any, name: str) -> str:
         if isinstance(found, Tensor):
@@ -332,8 +332,8 @@ def described(graph: Graph) -> list[str]:
         called = node.name if node.op == "placeholder" else node.target
         name = f"{called} {map_arg((node.args, node.kwargs), lambda read: names[read])}"
         names[node] = hashlib.sha256(name.encode()).hexdigest()[:8]
-        modules = [[path for path, _ in (node.meta.get(key) or {}).values()] for key in (MODULES, FORWARD_MODULES)]
-        again = [regions.index(node.meta[REGION]), str(node.meta[RECOMPUTE])] if REGION in node.meta else []
-        meta = f"{modules} {node.meta.get(CUSTOM)} {node.meta.get(SIDE)} {again} {sorted(node.meta)}"
+        modules = [[path for path, _ in (node.meta.get(key) or {}).values()] for key in (NN_MODULE_STACK, FWD_NN_MODULE_STACK)]
+        again = [regions.index(node.meta[AC_GRAPH_ID]), str(node.meta[RECOMPUTE])] if AC_GRAPH_ID in node.meta else []
+        meta = f"{modules} {node.meta.get(CUSTOM)} {node.meta.get(PARTITIONER_TAG)} {again} {sorted(node.meta)}"
         lines.append(re.sub("0x[0-9a-f]+", "", f"{name} {value(node.meta.get('val'), names[node])} {meta}"))
     return lines

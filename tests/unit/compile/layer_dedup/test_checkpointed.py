@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_zero.compat.graphs import EXAMPLE, POLICY_HASH
-from lightning_zero.compile.layer_dedup import outline, tracer
+from lightning_zero.compat.graphs import EXAMPLE_VALUE, CHECKPOINT_POLICY_HASH
+from lightning_zero.compile.layer_dedup import dedup_layers, joint_tracer
 from lightning_zero.compile.layer_dedup.layer_call import forward
-from lightning_zero.compile.layer_dedup.matching import undescribed
-from lightning_zero.compile.layer_dedup.region_ids import Numbers
+from lightning_zero.compile.layer_dedup.matching import find_undescribed
+from lightning_zero.compile.layer_dedup.region_ids import RegionIds
 from tests.unit.compile.layer_dedup.modules import (
     LAYERS,
     WIDTH,
@@ -157,7 +157,7 @@ def kinds(*calls: Callable[..., Any], layers: int) -> list[str]:
     found: list[str] = []
 
     def backend(graph: GraphModule, inputs: Any) -> Any:
-        if outline(graph, tracer("aot_eager")) is not None:
+        if dedup_layers(graph, joint_tracer("aot_eager")) is not None:
             found.extend(str(node.args[0]) for node in graph.graph.nodes if node.target is forward())
         return lambda *args: (torch.zeros(()),)
 
@@ -180,11 +180,11 @@ def test_a_policy_that_has_a_name_for_caches_is_called_by_it(monkeypatch: pytest
         return create_selective_checkpoint_contexts(products)
 
     once = kinds(partial(PLAINLY, context_fn=named), layers=3)
-    setattr(named, POLICY_HASH, "products")
+    setattr(named, CHECKPOINT_POLICY_HASH, "products")
     first, again = (kinds(partial(PLAINLY, context_fn=named), layers=3) for _ in range(2))
     assert len(once) == len(first) == 3
     assert first == again != once
-    setattr(named, POLICY_HASH, "others")
+    setattr(named, CHECKPOINT_POLICY_HASH, "others")
     assert not set(kinds(partial(PLAINLY, context_fn=named), layers=3)) & set(first)
 
 
@@ -205,15 +205,15 @@ def test_a_call_that_no_text_describes_is_found() -> None:
     plain = graph.call_function(torch.sin, (x,))
     odd = graph.call_function(kinds, (plain,))
     for node in (x, plain, odd):
-        node.meta[EXAMPLE] = torch.ones(2)
-    assert undescribed([x, plain]) is None
-    assert undescribed(graph.nodes) is odd
+        node.meta[EXAMPLE_VALUE] = torch.ones(2)
+    assert find_undescribed([x, plain]) is None
+    assert find_undescribed(graph.nodes) is odd
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_numbers_of_regions_grow_as_where_each_is_traced(seed: int) -> None:
     random = Random(seed)
-    numbers, traced, given = Numbers(), random.randint(2, 50), []
+    numbers, traced, given = RegionIds(), random.randint(2, 50), []
     for _ in range(12):
         if random.random() < 0.5:  # one layer of a kind, of one to three regions; they were traced before
             own = random.sample(range(1, 40), random.randint(1, 3))
@@ -229,5 +229,5 @@ def test_numbers_of_regions_grow_as_where_each_is_traced(seed: int) -> None:
 
 
 def test_numbers_stay_where_no_layer_was_traced_once() -> None:
-    numbers = Numbers()
+    numbers = RegionIds()
     assert [numbers.of(number) for number in (7, 9, 8, 30)] == [7, 9, 8, 30]

@@ -26,6 +26,6 @@ def test_fakes_of_what_standins_return_are_those_that_torch_makes() -> None:
         return [(v.dtype, v.shape, v.stride(), v.device, v.requires_grad, v.is_leaf) for v in found]
 
     before = FakeTensorMode.cache_info().size
-    at_once = made(layer_call.standins_made_at_once())
+    at_once = made(layer_call.fast_layer_call_fakes())
     assert FakeTensorMode.cache_info().size - before <= 1, "nothing is remembered of them, for which all would be read"
     assert at_once == made(nullcontext())

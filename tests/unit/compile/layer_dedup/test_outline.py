@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.layer_dedup import NotOutlined, Outline
-from lightning_zero.compile.layer_dedup.expand import Inlined
+from lightning_zero.compile.layer_dedup import DedupFailed, LayerDedup
+from lightning_zero.compile.layer_dedup.expand import LayerExpansion
 from tests.unit.compile.layer_dedup.modules import (
     LAYERS,
     WIDTH,
@@ -78,9 +78,9 @@ def test_a_layer_takes_no_longer_to_put_in_for_those_before_it(monkeypatch: pyte
     numbered: list[str] = []
     returned: list[Node] = []
     inlining: list[bool] = []
-    inline, create, replace = Outline.inline, Graph.create_node, Node.replace_all_uses_with
+    inline, create, replace = LayerDedup.inline, Graph.create_node, Node.replace_all_uses_with
 
-    def inlined(layers: Outline, graph: Graph) -> Graph:
+    def inlined(layers: LayerDedup, graph: Graph) -> Graph:
         inlining.append(True)
         try:
             return inline(layers, graph)
@@ -98,7 +98,7 @@ def test_a_layer_takes_no_longer_to_put_in_for_those_before_it(monkeypatch: pyte
         returned.extend(user for user in users if inlining and user.op == "output")
         return users
 
-    monkeypatch.setattr(Outline, "inline", inlined)
+    monkeypatch.setattr(LayerDedup, "inline", inlined)
     monkeypatch.setattr(Graph, "create_node", created)
     monkeypatch.setattr(Node, "replace_all_uses_with", replaced)
     _, count = joint_graph(Stack(Block), True)
@@ -191,13 +191,13 @@ def test_what_layers_draw_and_hand_on_is_drawn_in_its_turn() -> None:
 def test_gradients_in_other_strides_cost_a_trace_or_two_and_not_one_for_each_layer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def counted(self: Outline, graph: Graph) -> Graph:
+    def counted(self: LayerDedup, graph: Graph) -> Graph:
         tried.append(len(self))
         return inline(self, graph)
 
     tried: list[int] = []
-    inline = Outline.inline
-    monkeypatch.setattr(Outline, "inline", counted)
+    inline = LayerDedup.inline
+    monkeypatch.setattr(LayerDedup, "inline", counted)
     assert joint_graph(Permuted(), True)[1] == LAYERS
     permuted = len(tried)
     assert permuted <= 2  # torch 2.11 happens to find them in the strides that were traced
@@ -214,12 +214,12 @@ def test_equal_parts_that_are_next_to_nothing_are_left_where_they_are() -> None:
 
 
 def test_a_kind_of_layers_that_does_not_fit_is_given_up_at_its_second_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unfit(self: Inlined, standin: Node) -> None:
+    def unfit(self: LayerExpansion, standin: Node) -> None:
         tried.append(self._number)
-        raise NotOutlined("it does not fit", self._number)
+        raise DedupFailed("it does not fit", self._number)
 
     tried: list[int] = []
-    monkeypatch.setattr(Inlined, "forward", unfit)
+    monkeypatch.setattr(LayerExpansion, "forward", unfit)
     assert joint_graph(Stack(Block), True)[1] == 0
     assert len(tried) == 2  # of four: each costs another trace of the whole graph
 

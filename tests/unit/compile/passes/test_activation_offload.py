@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compile.graph import results
-from lightning_zero.compile.passes.activation_offload import LeavingLimits, leave
+from lightning_zero.compile.passes.activation_offload import OffloadLimits, insert_offloads
 from lightning_zero.compile.passes.offload import HostCosts
 from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
 from lightning_zero.profiling.node_costs import DeviceSpeed
@@ -18,11 +18,11 @@ aten = torch.ops.aten
 ALL = float("inf")
 
 
-def limits(budget: float | None = ALL, copy: float = 1.0, least: float = 1.0) -> LeavingLimits:
+def limits(budget: float | None = ALL, copy: float = 1.0, least: float = 1.0) -> OffloadLimits:
     """Sizes in tensors of 64 x 64, of which a product takes a second."""
     speed = DeviceSpeed({torch.float32: 2 * 64**3}, 1e18, 1e-18)
     host = HostCosts(CostModel(NOMINAL_COSTS.gathers, speed, host_bytes_per_s=WEIGHT / copy))
-    return LeavingLimits(host, int(least * WEIGHT), None if budget is None else budget * WEIGHT)
+    return OffloadLimits(host, int(least * WEIGHT), None if budget is None else budget * WEIGHT)
 
 
 class Pair:
@@ -59,10 +59,10 @@ class Pair:
         return forward, self.backward.done(grad, self.backward.reduce(grad, self.shards[1])), len(given)
 
 
-def left(pair: tuple[Graph, Graph, int], chosen: LeavingLimits | None = None) -> list[str]:
+def left(pair: tuple[Graph, Graph, int], chosen: OffloadLimits | None = None) -> list[str]:
     """Names of what leaves."""
     forward, backward, outputs = pair
-    nbytes = leave(forward, backward, outputs, chosen or limits())
+    nbytes = insert_offloads(forward, backward, outputs, chosen or limits())
     forward.lint()
     backward.lint()
     ours = [node for node in forward.nodes if "offload" in str(node.target)]
@@ -88,7 +88,7 @@ def test_both_graphs_know_it_as_a_tensor_of_the_host() -> None:
     value = p.forward.call(aten.t.default, p.product())
     p.save(value)
     forward, backward, outputs = p.done(p.product())
-    leave(forward, backward, outputs, limits())
+    insert_offloads(forward, backward, outputs, limits())
     host = results(forward)[1]
     [placeholder] = [node for node in backward.find_nodes(op="placeholder") if node.name == value.name]
     for node in (host, placeholder):
@@ -155,7 +155,7 @@ def test_views_of_one_memory_leave_once_and_are_made_again() -> None:
     p = Pair()
     p.save(*split(p))
     forward, backward, outputs = p.done(p.product())
-    nbytes = leave(forward, backward, outputs, limits())
+    nbytes = insert_offloads(forward, backward, outputs, limits())
     assert nbytes == 3 * WEIGHT
     ours = torch.ops.lightning_zero
     assert len(forward.find_nodes(op="call_function", target=ours.offload.default)) == 1
@@ -191,7 +191,7 @@ def test_both_graphs_compute_what_they_did() -> None:
         p = Pair()
         p.save(*split(p), p.product())
         forward, backward, outputs = p.done(p.product())
-        leave(forward, backward, outputs, chosen)
+        insert_offloads(forward, backward, outputs, chosen)
         torch.manual_seed(0)
         shard, x = torch.randn(1, 32), torch.randn(64, 64) / 8
         given, *saved = run(plain(forward), shard, x)

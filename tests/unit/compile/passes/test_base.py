@@ -8,7 +8,7 @@ from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec, default_passes, run_passes
 from lightning_zero.compile.passes.base import check_contracts
-from lightning_zero.compile.passes.reduce import hand_over_gradients
+from lightning_zero.compile.passes.reduce import enqueue_gradients
 from lightning_zero.compile.passes.split import split_gathers
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder
@@ -75,10 +75,10 @@ def test_a_graph_without_weights_stays_as_it_is() -> None:
     graph = b.done(b.call(aten.mm.default, x, x))
     before = printed(graph)
     assert printed(split_gathers(graph)) == before
-    assert printed(hand_over_gradients(graph)) == before
+    assert printed(enqueue_gradients(graph)) == before
 
 
-# -- hand_over_gradients
+# -- enqueue_gradients
 
 
 def test_a_gradient_is_handed_over_and_none_is_returned() -> None:
@@ -87,7 +87,7 @@ def test_a_gradient_is_handed_over_and_none_is_returned() -> None:
     grad = b.call(aten.mm.default, x, g)
     graph = b.done(b.reduce(grad, shard), g, None)
     assert printed(graph)[1:] == ["reduce_default = reduce(mm_default, shard)", "return (reduce_default, g, None)"]
-    assert hand_over_gradients(graph) is graph
+    assert enqueue_gradients(graph) is graph
     assert printed(graph) == [
         "mm_default = mm(x, g)",
         "reduce_add_default = reduce_add(mm_default, shard)",
@@ -99,7 +99,7 @@ def test_a_gradient_is_handed_over_and_none_is_returned() -> None:
 def test_a_handed_over_gradient_survives_dead_code_elimination() -> None:
     b = Builder()
     shard, g = b.shard("shard"), b.input("g", 4, 8)
-    graph = hand_over_gradients(b.done(b.reduce(g, shard), None))
+    graph = enqueue_gradients(b.done(b.reduce(g, shard), None))
     graph.eliminate_dead_code()
     assert printed(graph) == ["reduce_add_default = reduce_add(g, shard)", "return (None, None)"]
 
@@ -108,7 +108,7 @@ def test_both_gradients_of_a_tied_weight_are_handed_over_and_their_sum_is_droppe
     b = Builder()
     shard, g, h = b.shard("shard"), b.input("g", 4, 8), b.input("h", 4, 8)
     total = b.call(aten.add.Tensor, b.reduce(g, shard), b.reduce(h, shard))
-    graph = hand_over_gradients(b.done(g, total))
+    graph = enqueue_gradients(b.done(g, total))
     assert printed(graph) == [
         "reduce_add_default = reduce_add(g, shard)",
         "reduce_add_default_1 = reduce_add(h, shard)",
@@ -121,7 +121,7 @@ def test_gradients_of_a_weight_that_is_used_three_times_are_all_handed_over() ->
     shard, grads = b.shard("shard"), [b.input(name, 4, 8) for name in "gh"]
     once = b.reduce(grads[0], shard)
     total = b.call(aten.add.Tensor, b.call(aten.add.Tensor, once, b.reduce(grads[1], shard)), b.reduce(grads[0], shard))
-    graph = hand_over_gradients(b.done(total))
+    graph = enqueue_gradients(b.done(total))
     assert [line.split(" = ")[1] for line in printed(graph)[:-1]] == [
         "reduce_add(g, shard)",
         "reduce_add(h, shard)",
@@ -134,14 +134,14 @@ def test_a_gradient_that_is_returned_twice_is_handed_over_once() -> None:
     b = Builder()
     shard, g = b.shard("shard"), b.input("g", 4, 8)
     reduced = b.reduce(g, shard)
-    assert printed(hand_over_gradients(b.done(reduced, reduced)))[-1] == "return (None, None)"
+    assert printed(enqueue_gradients(b.done(reduced, reduced)))[-1] == "return (None, None)"
 
 
 def test_widening_before_handing_over_is_left_to_the_executor() -> None:
     b = Builder()
     shard, g = b.shard("shard"), b.input("g", 4, 8, dtype=torch.bfloat16)
     wide = b.call(aten._to_copy.default, g, dtype=torch.float32)
-    graph = hand_over_gradients(b.done(b.reduce(wide, shard)))
+    graph = enqueue_gradients(b.done(b.reduce(wide, shard)))
     assert printed(graph) == ["reduce_add_default = reduce_add(g, shard)", "return (None,)"]
 
 
@@ -149,7 +149,7 @@ def test_narrowing_before_handing_over_stays() -> None:
     b = Builder()
     shard, g = b.shard("shard", dtype=torch.bfloat16), b.input("g", 4, 8)
     narrow = b.call(aten._to_copy.default, g, dtype=torch.bfloat16)
-    graph = hand_over_gradients(b.done(b.reduce(narrow, shard)))
+    graph = enqueue_gradients(b.done(b.reduce(narrow, shard)))
     assert printed(graph)[1] == "reduce_add_default = reduce_add(_to_copy_default, shard)"
 
 
@@ -157,7 +157,7 @@ def test_a_widened_gradient_that_is_used_elsewhere_stays() -> None:
     b = Builder()
     shard, g = b.shard("shard"), b.input("g", 4, 8, dtype=torch.bfloat16)
     wide = b.call(aten._to_copy.default, g, dtype=torch.float32)
-    graph = hand_over_gradients(b.done(b.reduce(wide, shard), wide))
+    graph = enqueue_gradients(b.done(b.reduce(wide, shard), wide))
     assert printed(graph)[-1] == "return (None, _to_copy_default)"
     graph.lint()
 
@@ -167,7 +167,7 @@ def test_a_use_of_a_reduced_gradient_that_no_pass_knows_is_an_error_not_a_wrong_
     shard, g, other = b.shard("shard"), b.input("g", 4, 8), b.input("other", 1, 32)
     mixed = b.call(aten.add.Tensor, b.reduce(g, shard), other)
     with pytest.raises(AssertionError, match=r"gradient reduce_default is used by \[add_tensor\]"):
-        hand_over_gradients(b.done(mixed))
+        enqueue_gradients(b.done(mixed))
 
 
 # -- contracts

@@ -4,7 +4,7 @@ import torch
 
 from lightning_zero.compile.graph import gathers
 from lightning_zero.compile.passes.cast import fuse_casts
-from lightning_zero.compile.passes.reduce import hand_over_gradients
+from lightning_zero.compile.passes.reduce import enqueue_gradients
 from tests.unit.compile.graphs import Builder, order
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ def test_its_gradient_is_handed_over_in_the_dtype_it_was_computed_in() -> None:
     grad = b.input("grad", 8, 4, 3, 3, dtype=BF16)
     wide = b.call(aten._to_copy.default, grad, dtype=torch.float32)
     stored = b.call(aten.permute.default, wide, [0, 2, 3, 1])
-    graph = hand_over_gradients(b.done(b.reduce(stored, b.shard("w"))))
+    graph = enqueue_gradients(b.done(b.reduce(stored, b.shard("w"))))
     graph.lint()
     assert order(graph) == "permute reduce_add(w)"
     (node,) = graph.find_nodes(op="call_function", target=torch.ops.lightning_zero.reduce_add.default)

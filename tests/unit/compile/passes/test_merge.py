@@ -5,7 +5,7 @@ from torch.fx import Graph
 
 from lightning_zero.compile.graph import REDUCE, ops
 from lightning_zero.compile.passes.merge import merge_reduces, share_gathers
-from lightning_zero.compile.passes.reduce import group_reduces, hand_over_gradients
+from lightning_zero.compile.passes.reduce import group_reduces, enqueue_gradients
 from tests.unit.compile.graphs import Builder, order
 
 aten = torch.ops.aten
@@ -68,7 +68,7 @@ def test_two_gradients_of_one_weight_in_a_row_are_added_up() -> None:
     (reduce,) = graph.find_nodes(op="call_function", target=ops(REDUCE))
     outputs = next(iter(reversed(graph.nodes))).args[0]
     assert outputs == (reduce, reduce)
-    assert order(hand_over_gradients(graph)) == "neg neg add reduce_add(a)"
+    assert order(enqueue_gradients(graph)) == "neg neg add reduce_add(a)"
 
 
 def test_three_in_a_row_are_one() -> None:
@@ -94,7 +94,7 @@ def test_a_gradient_that_is_used_before_the_second_is_there_stays() -> None:
 
 
 def grouped(names: str, group_bytes: int, parts: int = 1) -> str:
-    graph = group_reduces(hand_over_gradients(gradients(names)), group_bytes, parts)
+    graph = group_reduces(enqueue_gradients(gradients(names)), group_bytes, parts)
     graph.lint()
     graph.eliminate_dead_code()
     return order(graph)

@@ -4,7 +4,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compile.graph import results
-from lightning_zero.compile.passes.mutated_buffers import keep_as_read
+from lightning_zero.compile.passes.mutated_buffers import save_mutated_buffers
 from tests.unit.compile.graphs import Builder
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ def run(graph: Graph) -> tuple[list[torch.Tensor], torch.Tensor]:
 
 def values_of(returns: str) -> list[float]:
     graph = built(returns)
-    assert keep_as_read(graph, 1) == 1
+    assert save_mutated_buffers(graph, 1) == 1
     graph.lint()
     out, buffer = run(graph)
     assert buffer.unique().tolist() == [6.0], "the edit is made as before"
@@ -47,7 +47,7 @@ def test_so_is_a_view_of_it() -> None:
 
 def test_whoever_calls_the_graph_is_given_the_buffer_itself() -> None:
     graph = built("buffer buffer")
-    assert keep_as_read(graph, 1) == 1
+    assert save_mutated_buffers(graph, 1) == 1
     returned, saved = results(graph)
     assert returned.name == "primals_2"
     assert saved is not returned
@@ -56,7 +56,7 @@ def test_whoever_calls_the_graph_is_given_the_buffer_itself() -> None:
 def test_nothing_is_copied_that_no_backward_reads_or_nobody_edits() -> None:
     for graph in (built("buffer product x"), built("product buffer turned", edits=False)):
         before = str(graph)
-        assert keep_as_read(graph, 1) == 0
+        assert save_mutated_buffers(graph, 1) == 0
         assert str(graph) == before
 
 
@@ -66,7 +66,7 @@ def test_a_copy_lies_in_memory_as_the_input_does() -> None:
     buffer.meta["val"] = torch.empty(3, 8, device="meta")[:, :5]
     graph.call(aten.copy_.default, buffer, graph.call(aten.neg.default, buffer))
     done = graph.done(None, buffer)
-    assert keep_as_read(done, 1) == 1
+    assert save_mutated_buffers(done, 1) == 1
     given = torch.ones(3, 8)[:, :5]
     _, saved = GraphModule({}, done)(given)
     node = results(done)[1]

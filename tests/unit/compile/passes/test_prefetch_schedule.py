@@ -113,7 +113,7 @@ def test_beside_weights_that_stay_until_the_step_places_follow_the_order_of_use_
             x = b.call(aten.mm.default, x, whole)
         return b.done(x)
 
-    config = CompileConfig(resident_mb=1, resident_until="step")
+    config = CompileConfig(unsharded_cache_mb=1, unsharded_cache_until="step")
     few, many = (
         order(run_passes(mixed(rows), default_passes(PassContext(config, 2, NOMINAL_COSTS)))) for rows in (2, 2**20)
     )

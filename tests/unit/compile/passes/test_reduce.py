@@ -4,7 +4,7 @@ import torch
 from torch.fx import Graph
 
 from lightning_zero.compile.graph import is_reduce, ops
-from lightning_zero.compile.passes.reduce import borrow_gradients, group_reduces, hand_over_gradients
+from lightning_zero.compile.passes.reduce import zero_copy_gradients, group_reduces, enqueue_gradients
 from tests.unit.compile.graphs import Builder, order
 
 aten = torch.ops.aten
@@ -21,11 +21,11 @@ def products(names: str) -> Graph:
         product = b.call(aten.mm.default, left, right)
         grad = product if name.islower() else b.call(aten.neg.default, product)
         handed.append(b.reduce(grad, shards[name]))
-    return hand_over_gradients(b.done(*handed))
+    return enqueue_gradients(b.done(*handed))
 
 
 def borrowed(names: str, in_flight: int = 2) -> str:
-    graph = borrow_gradients(group_reduces(products(names), WEIGHT, 1), in_flight)
+    graph = zero_copy_gradients(group_reduces(products(names), WEIGHT, 1), in_flight)
     graph.lint()
     graph.eliminate_dead_code()
     return order(graph)
@@ -33,21 +33,21 @@ def borrowed(names: str, in_flight: int = 2) -> str:
 
 def test_gradients_are_released_when_later_ones_have_been_handed_over_or_at_the_end() -> None:
     assert borrowed("abc") == (
-        "mm reduce_borrow(a) mm reduce_borrow(b) mm reduce_release(a) reduce_borrow(c) reduce_release(b) reduce_release(c)"
+        "mm reduce_zero_copy(a) mm reduce_zero_copy(b) mm reduce_release(a) reduce_zero_copy(c) reduce_release(b) reduce_release(c)"
     )
-    assert borrowed("ab", in_flight=1) == "mm reduce_borrow(a) mm reduce_release(a) reduce_borrow(b) reduce_release(b)"
-    assert borrowed("a") == "mm reduce_borrow(a) reduce_release(a)"
+    assert borrowed("ab", in_flight=1) == "mm reduce_zero_copy(a) mm reduce_release(a) reduce_zero_copy(b) reduce_release(b)"
+    assert borrowed("a") == "mm reduce_zero_copy(a) reduce_release(a)"
 
 
 def test_what_may_be_computed_anew_for_each_use_is_copied() -> None:
     assert borrowed("A") == "mm neg reduce_add(a)"
-    assert borrowed("aB") == "mm reduce_borrow(a) mm neg reduce_add(b) reduce_release(a)"
+    assert borrowed("aB") == "mm reduce_zero_copy(a) mm neg reduce_add(b) reduce_release(a)"
 
 
 def test_a_group_says_which_of_its_gradients_are_held() -> None:
-    graph = borrow_gradients(group_reduces(products("aBc"), 3 * WEIGHT, 1))
+    graph = zero_copy_gradients(group_reduces(products("aBc"), 3 * WEIGHT, 1))
     (node,) = filter(is_reduce, graph.nodes)
-    assert node.target is ops("reduce_borrow")
+    assert node.target is ops("reduce_zero_copy")
     assert node.args[2] == [1, 0, 1]
     (release,) = graph.find_nodes(op="call_function", target=ops("reduce_release"))
     assert release.args[0] == [node.args[0][0], node.args[0][2]]
@@ -59,5 +59,5 @@ def test_a_view_of_a_product_is_held_too() -> None:
     shard = b.shard("a", 64)
     product = b.call(aten.mm.default, b.input("x", 8, 4), b.input("y", 4, 8))
     turned = b.call(aten.permute.default, product, [1, 0])
-    graph = borrow_gradients(hand_over_gradients(b.done(b.reduce(turned, shard))))
-    assert order(graph) == "mm permute reduce_borrow(a) reduce_release(a)"
+    graph = zero_copy_gradients(enqueue_gradients(b.done(b.reduce(turned, shard))))
+    assert order(graph) == "mm permute reduce_zero_copy(a) reduce_release(a)"

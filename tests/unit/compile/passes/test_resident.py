@@ -99,17 +99,17 @@ def test_a_cast_of_a_kept_weight_reads_memory_of_its_dtype() -> None:
     x, whole = b.input("x", 64, 64, dtype=BF16), b.gather(shard, 64, 64)
     whole.args = (*whole.args, memory)
     graph = b.done(b.call(aten.mm.default, x, b.call(aten._to_copy.default, whole, dtype=BF16)))
-    graph = run_passes(graph, default_passes(PassContext(CompileConfig(resident_mb=1, resident_until="step"), 2)))
+    graph = run_passes(graph, default_passes(PassContext(CompileConfig(unsharded_cache_mb=1, unsharded_cache_until="step"), 2)))
     assert order(graph) == "check_plan(a) resident_start(memory_a, a) resident_wait(memory_a, a) mm"
 
 
 def test_the_plan_says_how_long_they_stay(monkeypatch: object) -> None:
-    config = CompileConfig(resident_mb=1, resident_until="step")
+    config = CompileConfig(unsharded_cache_mb=1, unsharded_cache_until="step")
     plan = read_plan(run_passes(chain("abca", "a"), default_passes(PassContext(config, 2))))
     assert [(g.weights, g.until) for g in plan.gathers if g.until == "step"] == [(("a",), "step")]
     resident = next(g for g in plan.gathers if g.until == "step")
     assert (resident.bytes, resident.used) == (WEIGHT, "mm_default")
     assert resident.started < resident.waited
     # Another graph of the same weights follows it.
-    again = read_plan(run_passes(chain("bcaa", "a"), default_passes(PassContext(config, 2, agreed=(plan,)))))
+    again = read_plan(run_passes(chain("bcaa", "a"), default_passes(PassContext(config, 2, agreed_plans=(plan,)))))
     assert again.digest == plan.digest

@@ -9,10 +9,10 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
-from lightning_zero.compat.graphs import DESCRIBED, RECOMPUTE, UNCHECKED
+from lightning_zero.compat.graphs import DESC, RECOMPUTE, NO_VERSION_CHECK
 from lightning_zero.compile.graph import results
-from lightning_zero.compile.passes.residual_sums import save_chains
-from lightning_zero.compile.recompute_policy import saved_within
+from lightning_zero.compile.passes.residual_sums import save_residual_sums
+from lightning_zero.compile.recompute_policy import partitioner_settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 LAYERS, WIDTH = 12, 32
@@ -50,14 +50,14 @@ class Run:
             if prepare is not None:
                 prepare(*self.graphs)
             if saves:
-                self.chained = save_chains(*self.graphs, num_fwd_outputs)
+                self.chained = save_residual_sums(*self.graphs, num_fwd_outputs)
             for part in parts:
                 part.graph.lint()
                 part.recompile()
             return parts
 
         run: Any = aot_function(loss, fw_compiler=lambda m, _: m, bw_compiler=lambda m, _: m, partition_fn=partition)
-        with functorch_config.patch(saved_within(budget)):
+        with functorch_config.patch(partitioner_settings(budget)):
             found = run([*layers.parameters()], torch.randn(64, WIDTH))
             found.backward()
         self.loss, self.gradients = found.detach(), [parameter.grad for parameter in layers.parameters()]
@@ -106,7 +106,7 @@ def test_graphs_agree_about_what_crosses(now: Run) -> None:
     for ours, theirs in zip(now.saved(), given, strict=True):
         assert (ours.meta["val"].shape, ours.meta["val"].dtype) == (theirs.meta["val"].shape, theirs.meta["val"].dtype)
     output = next(iter(reversed(forward.nodes)))
-    assert len(output.meta[DESCRIBED]) == len(results(forward))
+    assert len(output.meta[DESC]) == len(results(forward))
 
 
 @pytest.mark.exhaustive  # what a custom function keeps saves no chain either
@@ -125,6 +125,6 @@ def test_what_users_want_computed_again_is() -> None:
 
 def test_what_a_custom_function_keeps_stays_where_torch_looks_for_it() -> None:
     def keep(forward: Graph, backward: Graph) -> None:
-        results(forward)[-1].meta[UNCHECKED] = True
+        results(forward)[-1].meta[NO_VERSION_CHECK] = True
 
     assert Run(0.5, keep).chained == 0

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from lightning_zero.compile.passes.saved_weights import _Weight, _within
-from lightning_zero.compile.passes.waits import Waits
+from lightning_zero.compile.passes.waits import BackwardWaits
 from tests.helpers import waits as oracle
 
 
@@ -21,7 +21,7 @@ def drawn(seed: int) -> tuple[random.Random, list[int], set[int]]:
 @pytest.mark.parametrize("seed", range(40))
 def test_waits_are_those_of_a_queue_whatever_is_kept_and_never_grow(seed: int) -> None:
     chance, sizes, kept = drawn(seed)
-    found = Waits(sizes, [place in kept for place in range(len(sizes))])
+    found = BackwardWaits(sizes, [place in kept for place in range(len(sizes))])
     before = [float("inf")] * len(sizes)
     left = [place for place in range(len(sizes)) if place not in kept]
     while left:

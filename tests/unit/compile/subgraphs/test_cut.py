@@ -7,24 +7,24 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compile.graph import is_reduce, is_start
-from lightning_zero.compile.subgraphs import Piece, PieceCache, cut, repeats
+from lightning_zero.compile.subgraphs import Subgraph, SubgraphCache, cut, repeats
 from lightning_zero.compile.subgraphs.cut import _assemble
 from lightning_zero.compile.subgraphs.lower import _fingerprint
-from lightning_zero.compile.subgraphs.node_kinds import Kind, kinds_of
-from lightning_zero.compile.subgraphs.node_order import Order
+from lightning_zero.compile.subgraphs.node_kinds import NodeKind, classify_nodes
+from lightning_zero.compile.subgraphs.node_order import NodeOrder
 from tests.unit.compile.graphs import Builder, aten, products
 from tests.unit.compile.subgraphs.graphs import WIDTH, layers
 
 
-def cut_up(graph: Graph, parts: int = 4) -> list[Piece | Node]:
+def cut_up(graph: Graph, parts: int = 4) -> list[Subgraph | Node]:
     steps = cut(graph, parts)
     assert steps is not None
     return steps
 
 
 def kinds_of_pieces(graph: Graph, parts: int = 4) -> list[str]:
-    module, number = GraphModule(torch.nn.Module(), graph), PieceCache().number
-    return [_fingerprint(module, step, {}, number) for step in cut_up(graph, parts) if isinstance(step, Piece)]
+    module, number = GraphModule(torch.nn.Module(), graph), SubgraphCache().number
+    return [_fingerprint(module, step, {}, number) for step in cut_up(graph, parts) if isinstance(step, Subgraph)]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -39,17 +39,17 @@ def test_layers_are_alike_wherever_our_ops_stand_in_them(at: int, grads: bool) -
 @pytest.mark.parametrize("at", [0, 1, 2])
 def test_every_node_is_in_one_place(at: int) -> None:
     graph = layers(8, at, grads=True)
-    kinds = kinds_of(graph)
-    inside = [node.name for step in cut_up(graph) if isinstance(step, Piece) for node in step.graph.nodes]
+    kinds = classify_nodes(graph)
+    inside = [node.name for step in cut_up(graph) if isinstance(step, Subgraph) for node in step.graph.nodes]
     for node in graph.nodes:
-        if kinds[node] is Kind.WORK:
+        if kinds[node] is NodeKind.COMPUTE:
             assert inside.count(node.name) - sum(node in step.inputs for step in pieces(graph)) == 1
     between = [step for step in cut_up(graph) if isinstance(step, Node)]
-    assert set(between) >= {node for node in graph.nodes if kinds[node] is Kind.BETWEEN}
+    assert set(between) >= {node for node in graph.nodes if kinds[node] is NodeKind.COMM}
 
 
-def pieces(graph: Graph) -> list[Piece]:
-    return [step for step in cut_up(graph) if isinstance(step, Piece)]
+def pieces(graph: Graph) -> list[Subgraph]:
+    return [step for step in cut_up(graph) if isinstance(step, Subgraph)]
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
@@ -57,9 +57,9 @@ def test_what_is_read_is_there(at: int) -> None:
     graph = layers(8, at, grads=True)
     there = set(graph.find_nodes(op="placeholder"))
     for step in cut_up(graph):
-        reads = step.inputs if isinstance(step, Piece) else step.all_input_nodes
+        reads = step.inputs if isinstance(step, Subgraph) else step.all_input_nodes
         assert there.issuperset(reads)
-        there |= set(step.outputs) if isinstance(step, Piece) else {step}
+        there |= set(step.outputs) if isinstance(step, Subgraph) else {step}
     assert there.issuperset(next(iter(reversed(graph.nodes))).all_input_nodes)
 
 
@@ -76,11 +76,11 @@ def test_a_group_is_launched_no_later_than_in_the_graph() -> None:
     order = list(graph.nodes)
     done: set[Node] = set()
     for step in cut_up(graph):
-        if isinstance(step, Piece):
+        if isinstance(step, Subgraph):
             done |= {node for node in order if node.name in {inner.name for inner in step.graph.nodes}}
         elif is_start(step):
             late = [node for node in done if node.op == "call_function" and order.index(node) > order.index(step)]
-            assert not [node for node in late if kinds_of(graph)[node] is not Kind.FREE]
+            assert not [node for node in late if classify_nodes(graph)[node] is not NodeKind.VIEW]
 
 
 def test_pieces_compute_what_the_graph_does() -> None:
@@ -188,7 +188,7 @@ def sunk(*order: str) -> list[str]:
     if order:
         b.call(aten.copy_.default, x, one)
     b.done(b.call(aten.mul.Tensor, two, early))
-    work = Order(b.graph, kinds_of(b.graph)).work
+    work = NodeOrder(b.graph, classify_nodes(b.graph)).work
     return [node.name for node in work]
 
 
@@ -219,7 +219,7 @@ def test_what_a_layer_makes_for_a_backward_alone_stands_in_the_layer() -> None:
         return graph
 
     graph = saved(6)
-    order = Order(graph, kinds_of(graph))
+    order = NodeOrder(graph, classify_nodes(graph))
     for node in graph.nodes:
         if node.target is aten.div.Tensor:
             assert order.place[node] == order.place[node.all_input_nodes[0].all_input_nodes[0]] + 1
@@ -240,7 +240,7 @@ def test_other_work_stays_behind_the_last_layer(how: str) -> None:
     last = b.call(aten.sin.default, wide)
     read = b.call(aten.mm.default, last, w) if how == "read" else last
     b.done(b.call(aten.mul.Tensor, two, two), read, one if how == "kept" else None)
-    work = Order(b.graph, kinds_of(b.graph)).work
+    work = NodeOrder(b.graph, classify_nodes(b.graph)).work
     assert work.index(last) > work.index(two)
 
 
@@ -250,8 +250,8 @@ def test_what_draws_or_checks_has_a_place_of_its_own() -> None:
     noise = b.call(aten.rand.default, [4], device=torch.device("meta"))
     mask = b.call(aten.full.default, [4], 1.0, device=torch.device("meta"))
     b.done(b.call(aten.mul.Tensor, noise, mask))
-    kinds = kinds_of(b.graph)
-    assert (kinds[noise], kinds[mask]) == (Kind.WORK, Kind.FREE)
+    kinds = classify_nodes(b.graph)
+    assert (kinds[noise], kinds[mask]) == (NodeKind.COMPUTE, NodeKind.VIEW)
 
 
 def test_what_was_moved_to_another_piece_finds_what_it_reads() -> None:
@@ -266,11 +266,11 @@ def test_what_was_moved_to_another_piece_finds_what_it_reads() -> None:
     late, later = b.call(aten.relu.default, wait), b.call(aten.relu.default, first)
     third = b.call(aten.mm.default, first, late)
     graph = b.done(b.call(aten.mm.default, third, later))
-    kinds = kinds_of(graph)
-    order = Order(graph, kinds)
+    kinds = classify_nodes(graph)
+    order = NodeOrder(graph, kinds)
     assert [order.place[node] for node in (first, late, third, later)] == [0, 1, 2, 3]
     assert order.between(graph)[wait] == 2
     steps = _assemble(graph, kinds, order.work, [0, 2, 5], order.between(graph))
     assert steps is not None
     assert steps[:2] == [start, wait]
-    assert [isinstance(step, Piece) for step in steps] == [False, False, True, True]
+    assert [isinstance(step, Subgraph) for step in steps] == [False, False, True, True]

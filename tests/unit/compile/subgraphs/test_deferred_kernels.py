@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_zero.compat.compiler import AsyncCompile, TritonBundler, inductor_config
-from lightning_zero.compile.subgraphs.deferred_kernels import Kernels
+from lightning_zero.compile.subgraphs.deferred_kernels import DeferredKernels
 
 
 @pytest.fixture(autouse=True)
@@ -35,11 +35,11 @@ def scope() -> tuple[dict[str, Any], Future[str]]:
 
 def test_all_are_waited_for_together() -> None:
     (first, one), (second, other) = scope(), scope()
-    with Kernels() as kernels:
+    with DeferredKernels() as kernels:
         for globals_ in (first, second):
-            with kernels.not_waited_for():  # one graph's, then another's
+            with kernels.defer():  # one graph's, then another's
                 AsyncCompile().wait(globals_)  # would not return
-                kernels.belong_to(object())
+                kernels.assign_to(object())
     assert first["kernel"] is one, "nobody waits where the context ends well"
     one.set_result("a")
     other.set_result("b")
@@ -50,7 +50,7 @@ def test_all_are_waited_for_together() -> None:
 def test_whoever_compiles_in_another_thread_waits_as_before() -> None:
     globals_, future = scope()
     future.set_result("a")
-    with Kernels().not_waited_for():
+    with DeferredKernels().defer():
         thread = threading.Thread(target=AsyncCompile().wait, args=(globals_,))
         thread.start()
         thread.join(20)
@@ -60,9 +60,9 @@ def test_whoever_compiles_in_another_thread_waits_as_before() -> None:
 def test_what_was_lowered_before_an_error_is_whole() -> None:
     (first, one), (second, other) = scope(), scope()
     before = AsyncCompile.wait
-    with pytest.raises(ValueError, match="the third"), Kernels() as kernels, kernels.not_waited_for():
+    with pytest.raises(ValueError, match="the third"), DeferredKernels() as kernels, kernels.defer():
         AsyncCompile().wait(first)
-        kernels.belong_to(object())
+        kernels.assign_to(object())
         AsyncCompile().wait(second)
         one.set_result("a")
         other.set_result("b")
@@ -75,13 +75,13 @@ def test_each_piece_keeps_the_kernels_that_were_compiled_for_it(monkeypatch: pyt
     collected = iter(["its own", "compiled again"])
     monkeypatch.setattr(TritonBundler, "collect", lambda: (next(collected), None))
     made, loaded = Compiled([]), Compiled(["from the cache"])
-    kernels = Kernels()
-    with kernels.not_waited_for():
+    kernels = DeferredKernels()
+    with kernels.defer():
         for compiled in (made, loaded):
             globals_, future = scope()
             future.set_result("a")
             AsyncCompile().wait(globals_)
-            kernels.belong_to(compiled)
+            kernels.assign_to(compiled)
     kernels.finish()
     assert made._triton_bundle == "its own"
     assert loaded._triton_bundle.kernel_artifacts == ["from the cache"]
@@ -94,11 +94,11 @@ def test_a_piece_is_given_what_has_been_compiled_for_it() -> None:
     globals_, future = scope()
     future.set_result("a")
     with inductor_config.patch(bundle_triton_into_fx_graph_cache=True):
-        kernels = Kernels()
-        with kernels.not_waited_for():
+        kernels = DeferredKernels()
+        with kernels.defer():
             AsyncCompile().wait(globals_)
             kernels._waits.append(lambda: seen.append(TritonBundler._entries))
-            kernels.belong_to(made)
+            kernels.assign_to(made)
         kernels.finish()
         assert seen == [[]], "kernels are noted while they are waited for"
         assert TritonBundler._entries is None
@@ -108,8 +108,8 @@ def test_a_piece_is_given_what_has_been_compiled_for_it() -> None:
 def test_they_are_finished_once() -> None:
     globals_, future = scope()
     future.set_result("a")
-    kernels = Kernels()
-    with kernels.not_waited_for():
+    kernels = DeferredKernels()
+    with kernels.defer():
         AsyncCompile().wait(globals_)
     kernels.finish()
     assert globals_["kernel"] == "a"
@@ -122,23 +122,23 @@ def test_kernels_of_a_piece_that_failed_are_not_given_to_the_next() -> None:
     (first, one), (second, other) = scope(), scope()
     one.set_result("a")
     other.set_result("b")
-    kernels = Kernels()
-    with pytest.raises(ValueError, match="failed"), kernels.not_waited_for():
+    kernels = DeferredKernels()
+    with pytest.raises(ValueError, match="failed"), kernels.defer():
         AsyncCompile().wait(first)
         raise ValueError("failed")
-    with kernels.not_waited_for():
+    with kernels.defer():
         AsyncCompile().wait(second)
-        kernels.belong_to("next")
-    assert [(piece, len(waits)) for piece, waits in kernels._pieces if waits] == [(None, 1), ("next", 1)]
+        kernels.assign_to("next")
+    assert [(subgraph, len(waits)) for subgraph, waits in kernels._subgraphs if waits] == [(None, 1), ("next", 1)]
 
 
 def test_an_interrupted_wait_goes_on_later() -> None:
     (first, one), (second, other) = scope(), scope()
-    kernels = Kernels()
-    with kernels.not_waited_for():
+    kernels = DeferredKernels()
+    with kernels.defer():
         for globals_ in (first, second):
             AsyncCompile().wait(globals_)
-            kernels.belong_to(object())
+            kernels.assign_to(object())
     one.set_exception(KeyboardInterrupt())
     other.set_result("b")
     with pytest.raises(KeyboardInterrupt):

@@ -13,10 +13,10 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_zero.compat.compiler import compile_fx_inner, functorch_config, lookup_backend
-from lightning_zero.compile.subgraphs import Kernels, PieceCache, cut, lower, repeats, settle_strides
-from lightning_zero.compile.subgraphs.inductor_calls import of_a_piece
+from lightning_zero.compile.subgraphs import DeferredKernels, SubgraphCache, cut, lower, repeats, fix_strides
+from lightning_zero.compile.subgraphs.inductor_calls import subgraph_context
 from lightning_zero.compile.subgraphs.lower import _fingerprint
-from lightning_zero.compile.subgraphs.subgraph import Piece
+from lightning_zero.compile.subgraphs.subgraph import Subgraph
 
 WIDTH = 8
 
@@ -33,17 +33,17 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def trained(module: nn.Module, batches: list[Tensor], cache: PieceCache | None) -> tuple[list[float], Tensor]:
+def trained(module: nn.Module, batches: list[Tensor], cache: SubgraphCache | None) -> tuple[list[float], Tensor]:
     """Losses, and all gradients, with pieces in this cache, or with whole graphs, which are compiled for any length."""
 
     def inner(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
         if cache is None:
             return compile_fx_inner(graph, inputs, **settings)
         assert repeats(graph.graph)
-        settle_strides(graph.graph, inputs)
+        fix_strides(graph.graph, inputs)
         steps = cut(graph.graph)
         assert steps is not None
-        kernels = Kernels()
+        kernels = DeferredKernels()
         program = lower(graph, cache, kernels, steps, **settings)
         kernels.finish()
         return program
@@ -73,7 +73,7 @@ def trained(module: nn.Module, batches: list[Tensor], cache: PieceCache | None) 
 def test_pieces_are_compiled_once_and_do_what_the_whole_does(lengths: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     batches = [torch.randn(rows, WIDTH) for rows in lengths]  # the second length makes sizes dynamic
-    module, cache = Layers(3), PieceCache()
+    module, cache = Layers(3), SubgraphCache()
     by_pieces = trained(module, batches, cache)
     assert by_pieces[1].norm() > 0
     whole = trained(module, batches, None)
@@ -109,7 +109,7 @@ def test_backward_gets_a_padded_product_of_any_length_as_it_lies(monkeypatch: py
     losses = [module(batch)[1] for batch in batches]
     expected = torch.autograd.grad(torch.stack(losses).sum(), list(module.parameters()))
     with inductor_config.patch(force_shape_pad=True, shape_padding=True):
-        found, gradients = trained(module, batches, PieceCache())
+        found, gradients = trained(module, batches, SubgraphCache())
     assert found == pytest.approx([loss.item() for loss in losses], rel=1e-5)
     torch.testing.assert_close(gradients, torch.cat([grad.flatten() for grad in expected]), rtol=2e-2, atol=1e-5)
 
@@ -119,7 +119,7 @@ def test_inductor_does_not_take_a_piece_for_the_whole_graph() -> None:
     context.output_strides = [(1,)]
     context.fw_metadata = metadata = type("Metadata", (), {"bw_donated_idxs": [0, 1]})()
     with tracing(context), inductor_config.patch(post_grad_custom_post_pass=len):
-        with of_a_piece():
+        with subgraph_context():
             # Its inputs bear other numbers: those of the whole graph would let it overwrite what others still read.
             assert metadata.bw_donated_idxs is None
             assert context.output_strides is None
@@ -128,20 +128,20 @@ def test_inductor_does_not_take_a_piece_for_the_whole_graph() -> None:
         assert context.output_strides == [(1,)]
 
 
-def piece(name: str, scale: float = 2.0, rows: int = 3, dtype: torch.dtype = torch.float32, results: int = 1) -> str:
+def subgraph(name: str, scale: float = 2.0, rows: int = 3, dtype: torch.dtype = torch.float32, results: int = 1) -> str:
     graph = Graph()
     x = graph.placeholder(name)
     x.meta["val"] = torch.empty(rows, 2, dtype=dtype, device="meta")
     y = graph.call_function(torch.ops.aten.mul.Tensor, (x, scale))
     y.meta["val"] = x.meta["val"]
-    made = Piece((x,), (y,), (y,) * results)
-    return _fingerprint(GraphModule(nn.Module(), graph), made, {"is_backward": False}, PieceCache().number)
+    made = Subgraph((x,), (y,), (y,) * results)
+    return _fingerprint(GraphModule(nn.Module(), graph), made, {"is_backward": False}, SubgraphCache().number)
 
 
 def test_pieces_are_equal_by_what_they_do() -> None:
-    assert piece("x") == piece("another_name")
-    others = {piece("x"), piece("x", scale=3.0), piece("x", rows=4), piece("x", dtype=torch.bfloat16)}
-    assert len(others | {piece("x", results=0), piece("x", results=2)}) == 6
+    assert subgraph("x") == subgraph("another_name")
+    others = {subgraph("x"), subgraph("x", scale=3.0), subgraph("x", rows=4), subgraph("x", dtype=torch.bfloat16)}
+    assert len(others | {subgraph("x", results=0), subgraph("x", results=2)}) == 6
 
 
 def with_generator() -> str:
@@ -149,15 +149,15 @@ def with_generator() -> str:
     state = graph.placeholder("state")
     state.meta["val"] = torch.Generator()
     graph.output(())
-    made = Piece((state,), (), ())
-    return _fingerprint(GraphModule(nn.Module(), graph), made, {"is_backward": False}, PieceCache().number)
+    made = Subgraph((state,), (), ())
+    return _fingerprint(GraphModule(nn.Module(), graph), made, {"is_backward": False}, SubgraphCache().number)
 
 
 def test_generators_are_equal_wherever_they_lie_in_memory() -> None:
     assert with_generator() == with_generator()
 
 
-def calling(cache: PieceCache, scale: float) -> str:
+def calling(cache: SubgraphCache, scale: float) -> str:
     """Of a piece that calls a graph of its own, as attention with a score of the user's does."""
     called = Graph()
     called.output(called.call_function(torch.mul, (called.placeholder("x"), scale)))
@@ -165,16 +165,16 @@ def calling(cache: PieceCache, scale: float) -> str:
     module.called = GraphModule(nn.Module(), called)
     x, body = graph.placeholder("x"), graph.create_node("get_attr", "called")
     call = graph.call_function(torch.cond, (x, body, body, [x]))
-    return _fingerprint(module, Piece((x,), (body, call), (call,)), {}, cache.number)  # type: ignore[arg-type]
+    return _fingerprint(module, Subgraph((x,), (body, call), (call,)), {}, cache.number)  # type: ignore[arg-type]
 
 
 def test_what_calls_another_graph_is_never_taken_for_what_called_one_that_is_gone() -> None:
-    cache = PieceCache()
+    cache = SubgraphCache()
     assert len({calling(cache, float(scale)) for scale in range(100)}) == 100  # addresses come again much earlier
 
 
 def test_symbols_of_graphs_that_are_gone_are_never_taken_for_those_of_another() -> None:
-    cache = PieceCache()
+    cache = SubgraphCache()
     assert len({cache.number(ShapeEnv()) for _ in range(100)}) == 100
     kept = ShapeEnv()
     assert cache.number(kept) == cache.number(kept)

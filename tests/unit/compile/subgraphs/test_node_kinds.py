@@ -10,11 +10,11 @@ from torch.fx import Node
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import is_start
 from lightning_zero.compile.subgraphs.node_kinds import (
-    Kind,
+    NodeKind,
     all_read,
     is_kernel,
     is_pointwise,
-    kinds_of,
+    classify_nodes,
     readers,
     reads,
 )
@@ -25,19 +25,19 @@ from tests.unit.compile.subgraphs.graphs import layers
 
 def test_our_ops_and_what_cuts_weights_out_of_a_group_run_between_pieces() -> None:
     graph = layers(2)
-    kinds = kinds_of(graph)
+    kinds = classify_nodes(graph)
     start = next(node for node in graph.nodes if is_start(node))
     ours = [start, *start.users]
     ours += [user for node in ours for user in node.users]
     assert {str(node.target) for node in ours[1:]} >= {str(wait_tensor), "aten.slice.Tensor"}
-    assert all(kinds[node] is Kind.BETWEEN for node in ours)
+    assert all(kinds[node] is NodeKind.COMM for node in ours)
     for node in graph.nodes:
         if node.target is aten.view.default:
-            assert kinds[node] is Kind.BETWEEN
+            assert kinds[node] is NodeKind.COMM
             with graph.inserting_after(node):
                 turned = graph.call_function(aten.t.default, (node,))
             turned.meta["val"] = node.meta["val"].t()
-    assert {kind for node, kind in kinds_of(graph).items() if node.target is aten.t.default} == {Kind.FREE}
+    assert {kind for node, kind in classify_nodes(graph).items() if node.target is aten.t.default} == {NodeKind.VIEW}
 
 
 def test_sizes_run_between_unless_work_makes_them() -> None:
@@ -55,9 +55,9 @@ def test_sizes_run_between_unless_work_makes_them() -> None:
     beyond = scalar(operator.add, item, 1)
     view = b.call(aten.view.default, x, [2, 2])
     of_view = scalar(aten.sym_size.int, view, 0)
-    kinds = kinds_of(b.done(doubled, item, beyond, of_view))
-    assert [kinds[node] for node in (size, doubled)] == [Kind.BETWEEN] * 2
-    assert [kinds[node] for node in (item, beyond, of_view)] == [Kind.WORK] * 3
+    kinds = classify_nodes(b.done(doubled, item, beyond, of_view))
+    assert [kinds[node] for node in (size, doubled)] == [NodeKind.COMM] * 2
+    assert [kinds[node] for node in (item, beyond, of_view)] == [NodeKind.COMPUTE] * 3
 
 
 def test_constants_parts_of_results_and_bodies_go_with_what_reads_or_makes_them() -> None:
@@ -73,11 +73,11 @@ def test_constants_parts_of_results_and_bodies_go_with_what_reads_or_makes_them(
     chunk.meta["val"] = chunks.meta["val"][0]
     waited = b.graph.call_function(wait_tensor, (x,))
     waited.meta["val"] = x.meta["val"]
-    kinds = kinds_of(b.done(part, chunk, waited))
-    assert [kinds[weight], kinds[body]] == [Kind.INPUT, Kind.FREE]
-    assert [kinds[maximum], kinds[part]] == [Kind.WORK] * 2
-    assert [kinds[chunks], kinds[chunk]] == [Kind.FREE] * 2
-    assert kinds[waited] is Kind.WORK, "users' own"
+    kinds = classify_nodes(b.done(part, chunk, waited))
+    assert [kinds[weight], kinds[body]] == [NodeKind.INPUT, NodeKind.VIEW]
+    assert [kinds[maximum], kinds[part]] == [NodeKind.COMPUTE] * 2
+    assert [kinds[chunks], kinds[chunk]] == [NodeKind.VIEW] * 2
+    assert kinds[waited] is NodeKind.COMPUTE, "users' own"
 
 
 def test_what_is_written_to_memory_by_itself_and_what_is_not() -> None:
@@ -111,9 +111,9 @@ def test_random_numbers_that_are_drawn_again_are_drawn_where_they_were_and_by_eq
         node = b.graph.call_function(again, (aten.rand.default, [4]), {"rng_state": state})
         node.meta["val"] = torch.empty(4, device="meta")
         drawn.append(node)
-    kinds = kinds_of(b.done(*found, *drawn))
+    kinds = classify_nodes(b.done(*found, *drawn))
     for nodes in (found, [part.args[0] for part in found], drawn):
-        assert {kinds[node] for node in nodes} == {Kind.WORK}
+        assert {kinds[node] for node in nodes} == {NodeKind.COMPUTE}
         assert len({signature(node) for node in nodes}) == 1
     assert all(is_kernel(node) for node in found)
     assert not any(is_kernel(node) for node in drawn)
@@ -121,10 +121,10 @@ def test_random_numbers_that_are_drawn_again_are_drawn_where_they_were_and_by_eq
 
 def test_what_nodes_read_and_who_reads_them_through_views_is_found_for_all_at_once() -> None:
     graph = layers(3)
-    kinds = kinds_of(graph)
+    kinds = classify_nodes(graph)
     read, behind = reads(graph, kinds), readers(graph, kinds)
     for node in graph.nodes:
         assert read[node] == list(all_read(node, kinds))
         for other in graph.nodes:
-            if kinds[node] is not Kind.FREE and kinds[other] is not Kind.FREE:
+            if kinds[node] is not NodeKind.VIEW and kinds[other] is not NodeKind.VIEW:
                 assert (other in behind[node]) == (node in read[other])

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from lightning_zero.compile.subgraphs.signatures import Signatures, signature
+from lightning_zero.compile.subgraphs.signatures import NodeSignatures, signature
 from tests.unit.compile.graphs import Builder, aten
 
 
@@ -39,7 +39,7 @@ def test_numbers_are_equal_only_where_python_writes_them_alike() -> None:
 def test_a_signature_is_found_once() -> None:
     b = Builder()
     x = b.input("x", 4)
-    node, seen = b.call(aten.neg.default, x), Signatures()
+    node, seen = b.call(aten.neg.default, x), NodeSignatures()
     assert seen[node] is seen[node]
 
 
@@ -48,7 +48,7 @@ def test_with_a_signature_what_is_read_tells_arguments() -> None:
     x, y = b.input("x", 4), b.input("y", 4)
     ways = [(x, y, x), (x, y, y), (y, x, x), (x, x, x), (x, x, y)]
     nodes = [b.call(aten.addcmul.default, *way) for way in ways]
-    seen = Signatures()
+    seen = NodeSignatures()
     assert len({seen[node] for node in nodes}) == 1
     assert len({seen.reads(node, {x: 0, y: 1}) for node in nodes}) == 5
 
@@ -58,7 +58,7 @@ def test_values_are_told_by_where_in_memory_they_begin() -> None:
     x = b.input("x", 64)
 
     def value(begin: int) -> object:
-        return Signatures().value(b.call(aten.slice.Tensor, x, 0, begin, begin + 4), _number)
+        return NodeSignatures().value(b.call(aten.slice.Tensor, x, 0, begin, begin + 4), _number)
 
     assert value(0) == value(4) == value(8)
     assert value(0) != value(1)
@@ -79,8 +79,8 @@ def test_symbols_of_equal_names_are_others_where_they_belong_to_other_traces() -
         return numbers.setdefault(thing, len(numbers))
 
     one, other = dynamic(), dynamic()
-    assert Signatures().value(one, number) == Signatures().value(one, number)
-    assert Signatures().value(one, number) != Signatures().value(other, number)
+    assert NodeSignatures().value(one, number) == NodeSignatures().value(one, number)
+    assert NodeSignatures().value(one, number) != NodeSignatures().value(other, number)
 
 
 def _number(thing: object) -> int:

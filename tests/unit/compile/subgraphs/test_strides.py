@@ -13,10 +13,10 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compile.subgraphs.inductor_calls import compile_piece
-from lightning_zero.compile.subgraphs.strides import DifferentStrides, check_strides, settle_strides
-from lightning_zero.compile.subgraphs.subgraph import Piece
-from lightning_zero.compile.subgraphs.subgraph_program import Program
+from lightning_zero.compile.subgraphs.inductor_calls import compile_subgraph
+from lightning_zero.compile.subgraphs.strides import StrideMismatch, check_strides, fix_strides
+from lightning_zero.compile.subgraphs.subgraph import Subgraph
+from lightning_zero.compile.subgraphs.subgraph_program import SubgraphProgram
 
 aten = torch.ops.aten
 NARROW, WIDE = 13, 16
@@ -55,7 +55,7 @@ def padded(fake: FakeTensorMode) -> tuple[Graph, list[Tensor]]:
 
 def test_views_of_a_padded_product_are_noted_as_they_are() -> None:
     graph, given = padded(FakeTensorMode())
-    settle_strides(graph, given)
+    fix_strides(graph, given)
     (outputs,) = graph.output_node().args
     assert isinstance(outputs, tuple)
     split, row, made, flat = outputs
@@ -71,23 +71,23 @@ def test_inputs_have_the_strides_they_come_with() -> None:
     graph, given = padded(fake)
     with fake:
         given[0] = torch.empty(5, 8).t()
-    settle_strides(graph, given)
+    fix_strides(graph, given)
     assert next(iter(graph.nodes)).meta["val"].stride() == (1, 8)
 
 
 def test_what_forward_hands_to_backward_is_told_as_it_is_and_comes_as_told() -> None:
     fake = FakeTensorMode()
     graph, given = padded(fake)
-    settle_strides(graph, given)
+    fix_strides(graph, given)
     inputs = tuple(graph.find_nodes(op="placeholder"))
     (outputs,) = graph.output_node().args
     assert isinstance(outputs, tuple)
-    compiled = compile_piece(GraphModule({}, graph), given, {"is_backward": False})
+    compiled = compile_subgraph(GraphModule({}, graph), given, {"is_backward": False})
     check_strides(compiled, [node.meta["val"] for node in outputs])
     context = TracingContext(None)
     context.output_strides = []
     with tracing(context):
-        program = Program(GraphModule({}, graph), [Piece(inputs, (), outputs)], [compiled])
+        program = SubgraphProgram(GraphModule({}, graph), [Subgraph(inputs, (), outputs)], [compiled])
     told = [(2 * WIDE, WIDE, 1), (WIDE, 1), (2 * NARROW, NARROW, 1), (1,)]
     assert context.output_strides == told
     a, b = torch.randn(8, 5), torch.randn(5, WIDE)
@@ -103,9 +103,9 @@ def test_a_piece_whose_results_lie_otherwise_is_not_used() -> None:
     )  # nothing follows a stride of one element
     check_strides(SimpleNamespace(output_strides=[("3*s0", "3", "1")]), [value])
     check_strides(SimpleNamespace(output_strides=None), [value])
-    with pytest.raises(DifferentStrides):
+    with pytest.raises(StrideMismatch):
         check_strides(SimpleNamespace(output_strides=[("8*s0", "3", "2")]), [value])
-    with pytest.raises(DifferentStrides, match=r"\['8', '1'\].*\['3', '1'\]"):
+    with pytest.raises(StrideMismatch, match=r"\['8', '1'\].*\['3', '1'\]"):
         check_strides(SimpleNamespace(output_strides=[("8", "3", "1")]), [value])
 
 
@@ -126,6 +126,6 @@ def test_equal_views_of_equal_layers_are_each_noted_as_they_are() -> None:
     split.meta["val"] = value.split(2, 1)
     for at, node in enumerate(parts):
         node.meta["val"] = split.meta["val"][at] if at != 1 else other[:, :2].contiguous()
-    settle_strides(graph, [value])
+    fix_strides(graph, [value])
     assert [node.meta["val"].stride() for node in views] == [(1, 6)] * 3
     assert [node.meta["val"].stride() for node in parts] == [(6, 1)] * 3

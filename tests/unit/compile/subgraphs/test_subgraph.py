@@ -10,13 +10,13 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from lightning_zero.compile.subgraphs.node_kinds import Kind, kinds_of
-from lightning_zero.compile.subgraphs.subgraph import Piece, make_piece, symbol_inputs
+from lightning_zero.compile.subgraphs.node_kinds import NodeKind, classify_nodes
+from lightning_zero.compile.subgraphs.subgraph import Subgraph, make_subgraph, symbol_inputs
 from tests.unit.compile.graphs import Builder, aten
 
 
-def targets(piece: Piece) -> list[str]:
-    return [node.name if node.op in ("placeholder", "output") else str(node.target) for node in piece.graph.nodes]
+def targets(subgraph: Subgraph) -> list[str]:
+    return [node.name if node.op in ("placeholder", "output") else str(node.target) for node in subgraph.graph.nodes]
 
 
 def test_views_and_constants_are_made_once_in_each_piece_that_reads_them() -> None:
@@ -31,19 +31,19 @@ def test_views_and_constants_are_made_once_in_each_piece_that_reads_them() -> No
     last = b.call(aten.add.Tensor, inner, view)
     turned = b.call(aten.t.default, last)
     graph = b.done(turned, inner)
-    piece = make_piece([inner, last], [turned, inner], kinds_of(graph), [])
-    assert piece.inputs == (before, x)
-    assert piece.outputs == (inner, turned)
-    assert targets(piece) == [
+    subgraph = make_subgraph([inner, last], [turned, inner], classify_nodes(graph), [])
+    assert subgraph.inputs == (before, x)
+    assert subgraph.outputs == (inner, turned)
+    assert targets(subgraph) == [
         *("add_tensor", "x", "aten.full.default", "aten.mul.Tensor", "aten.view.default", "aten.view.default"),
         *("aten.add.Tensor", "aten.t.default", "output"),
     ]
-    [output] = piece.graph.find_nodes(op="output")
+    [output] = subgraph.graph.find_nodes(op="output")
     assert [value.shape for value in output.meta["val"]] == [(3, 2), (2, 3)]
-    assert [node.meta["val"].shape for node in piece.graph.find_nodes(op="placeholder")] == [(3, 2), (2, 3)]
-    piece.graph.lint()
+    assert [node.meta["val"].shape for node in subgraph.graph.find_nodes(op="placeholder")] == [(3, 2), (2, 3)]
+    subgraph.graph.lint()
     known = {"add_tensor": torch.randn(3, 2), "x": torch.randn(2, 3)}
-    module = torch.fx.GraphModule(torch.nn.Module(), piece.graph)
+    module = torch.fx.GraphModule(torch.nn.Module(), subgraph.graph)
     for node in module.graph.find_nodes(op="call_function", target=aten.full.default):
         node.kwargs = {}
     module.recompile()
@@ -73,10 +73,10 @@ def test_a_piece_is_given_the_sizes_that_it_uses_and_no_others() -> None:
         sines.append(b.graph.call_function(aten.sin.default, (read,)))
         sines[-1].meta["val"] = read.meta["val"]
     graph = b.done(*sines)
-    kinds = kinds_of(graph)
-    assert make_piece(sines[:1], sines[:1], kinds, symbol_inputs(graph)).inputs == (x, rows)
-    assert make_piece(sines[2:], sines[2:], kinds, symbol_inputs(graph)).inputs == (fixed,)
-    assert make_piece([], [], kinds, symbol_inputs(graph)).inputs == ()
+    kinds = classify_nodes(graph)
+    assert make_subgraph(sines[:1], sines[:1], kinds, symbol_inputs(graph)).inputs == (x, rows)
+    assert make_subgraph(sines[2:], sines[2:], kinds, symbol_inputs(graph)).inputs == (fixed,)
+    assert make_subgraph([], [], kinds, symbol_inputs(graph)).inputs == ()
 
 
 def test_a_piece_that_reads_a_number_is_given_the_symbols_of_its_formula() -> None:
@@ -91,8 +91,8 @@ def test_a_piece_that_reads_a_number_is_given_the_symbols_of_its_formula() -> No
     scaled = b.graph.call_function(aten.mul.Tensor, (x, factor))
     scaled.meta["val"] = x.meta["val"]
     graph = b.done(scaled)
-    kinds = kinds_of(graph) | {factor: Kind.BETWEEN}
-    assert make_piece([scaled], [scaled], kinds, symbol_inputs(graph)).inputs == (x, factor, counter)
+    kinds = classify_nodes(graph) | {factor: NodeKind.COMM}
+    assert make_subgraph([scaled], [scaled], kinds, symbol_inputs(graph)).inputs == (x, factor, counter)
 
 
 def test_a_size_that_is_read_itself_is_given_once() -> None:
@@ -105,7 +105,7 @@ def test_a_size_that_is_read_itself_is_given_once() -> None:
     part = b.graph.call_function(operator.getitem, (parts, 0))
     part.meta["val"] = parts.meta["val"][0]
     graph = b.done(part)
-    assert make_piece([scaled], [part], kinds_of(graph), symbol_inputs(graph)).inputs == (x, two)
+    assert make_subgraph([scaled], [part], classify_nodes(graph), symbol_inputs(graph)).inputs == (x, two)
 
 
 def test_in_what_order_others_read_a_piece_makes_it_no_other() -> None:
@@ -117,9 +117,9 @@ def test_in_what_order_others_read_a_piece_makes_it_no_other() -> None:
     turned = b.call(aten.t.default, last)
     narrow = b.call(aten.view.default, first, [3, 2])
     graph = b.done(first, last, flat, turned, narrow)
-    kinds = kinds_of(graph)
+    kinds = classify_nodes(graph)
     made = {
-        make_piece([first, last], wanted, kinds, []).outputs
+        make_subgraph([first, last], wanted, kinds, []).outputs
         for wanted in itertools.permutations([first, last, flat, turned, narrow])
     }
     assert made == {(first, narrow, flat, last, turned)}

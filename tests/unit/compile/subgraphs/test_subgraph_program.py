@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 
 from lightning_zero.compat.ops import draw_seeds
-from lightning_zero.compile.subgraphs.subgraph import Piece
-from lightning_zero.compile.subgraphs.subgraph_program import Program
+from lightning_zero.compile.subgraphs.subgraph import Subgraph
+from lightning_zero.compile.subgraphs.subgraph_program import SubgraphProgram
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ def two_pieces() -> tuple[GraphModule, list[Any]]:
     root = torch.nn.Module()
     root.register_buffer("constant", torch.tensor(3.0))
     assert unread is not None
-    return GraphModule(root, graph), [Piece((x,), (y,), (y,)), z, Piece((y, z), (last,), (last,))]
+    return GraphModule(root, graph), [Subgraph((x,), (y,), (y,)), z, Subgraph((y, z), (last,), (last,))]
 
 
 def test_calls_pieces_and_ops_in_order() -> None:
@@ -38,7 +38,7 @@ def test_calls_pieces_and_ops_in_order() -> None:
         y, z = inputs
         return [y * z]
 
-    program = Program(module, steps, [lambda inputs: [-inputs[0]], second])
+    program = SubgraphProgram(module, steps, [lambda inputs: [-inputs[0]], second])
     given = [torch.tensor(2.0), torch.tensor(9.0)]
     assert [value if value is None else value.item() for value in program(given)] == [-8.0, None, -2.0]
     assert given == []
@@ -67,7 +67,7 @@ def test_lets_go_of_a_value_before_its_last_reader_begins() -> None:
         gone.append(seen[1]() is None)
         return [result]
 
-    Program(module, steps, [first, second])([torch.tensor(2.0), torch.tensor(9.0)])
+    SubgraphProgram(module, steps, [first, second])([torch.tensor(2.0), torch.tensor(9.0)])
     assert gone == [True, True]
 
 
@@ -75,7 +75,7 @@ def test_draws_the_seeds_that_a_whole_graph_would_draw() -> None:
     graph = Graph()
     seeds = graph.call_function(draw_seeds, (3, torch.device("cpu")))
     graph.output((seeds,))
-    program = Program(GraphModule(torch.nn.Module(), graph), [seeds], [])
+    program = SubgraphProgram(GraphModule(torch.nn.Module(), graph), [seeds], [])
     torch.manual_seed(7)
     [drawn] = program([])
     torch.manual_seed(7)

@@ -19,11 +19,11 @@ from lightning_zero.integrations.trainer import finding
 def test_where_there_is_no_last_checkpoint_other_strategies_begin_anew(
     strategy: Strategy, word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(finding, "_beside_lost_link", lambda trainer: "another.ckpt")
+    monkeypatch.setattr(finding, "_replace_broken_last", lambda trainer: "another.ckpt")
 
     def parse(self: Any, state_fn: Any, ckpt_path: Any) -> None:
         """Finds nothing, as Lightning's."""
 
-    found = finding._remembers(parse)(SimpleNamespace(trainer=SimpleNamespace(strategy=strategy)), None, word)
+    found = finding._remember_request(parse)(SimpleNamespace(trainer=SimpleNamespace(strategy=strategy)), None, word)
     ours = isinstance(strategy, ZeroStrategy) and word == "last"
     assert found == ("another.ckpt" if ours else None)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.config import EngineConfig
-from lightning_zero.sharding.symm_mem.gradients import GradientWay
+from lightning_zero.sharding.symm_mem.gradients import GradientTransport
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -22,8 +22,8 @@ class Memory:
         return mine, [mine, mine]
 
 
-def way_on(device: torch.device) -> tuple[GradientWay, Any]:
-    way = GradientWay(EngineConfig(), MagicMock(world_size=2, rank=0, device=device))
+def way_on(device: torch.device) -> tuple[GradientTransport, Any]:
+    way = GradientTransport(EngineConfig(), MagicMock(world_size=2, rank=0, device=device))
     way.use(Memory(), "")  # type: ignore[arg-type]
     executor = MagicMock(world_size=2, rank=0, device=device)
     executor.transport.staging_unit = 2048
@@ -49,4 +49,4 @@ def test_two_buckets_fit_in_whole_units_of_each_rank(bucket_mb: float, nbytes: i
     way.stage(executor, bucket_mb)
     (staging, group, timeout_s), _ = executor.transport.set_staging.call_args
     assert [memory.numel() for memory in staging] == [nbytes, nbytes]
-    assert (group, timeout_s) == (way.mesh.inside.gather_group, way.mesh.timeout_s)
+    assert (group, timeout_s) == (way.mesh.intra_host.gather_group, way.mesh.timeout_s)

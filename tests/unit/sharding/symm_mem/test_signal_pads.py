@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.sharding.symm_mem.signal_pads import MeetingRows
+from lightning_zero.sharding.symm_mem.signal_pads import SignalPads
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
 
-def rows_of_three() -> MeetingRows:
-    return MeetingRows(MagicMock(inside=MagicMock(rank=1, size=3)))
+def rows_of_three() -> SignalPads:
+    return SignalPads(MagicMock(intra_host=MagicMock(rank=1, size=3)))
 
 
 class Memory:
@@ -31,7 +31,7 @@ class Memory:
         self.mine = torch.full((numel,), 7, dtype=dtype)
         return self.mine, [torch.full((numel,), rank, dtype=dtype) for rank in range(3)]
 
-    def first_error(self, error: str | None) -> str | None:
+    def first_rank_error(self, error: str | None) -> str | None:
         self.errors.append(error)
         return error or self._theirs
 
@@ -89,30 +89,30 @@ def test_memory_that_comes_later_is_still_used(waited: list[Any]) -> None:
 def test_a_kernel_that_a_rank_cannot_compile_is_told_on_every_rank(own: Any, theirs: Any, said: str) -> None:
     memory: Any = Memory(theirs)
     failing = {"side_effect": RuntimeError(own) if own else None}
-    executor = executor_on(GPU, set_barrier=MagicMock(**failing), take_turns=MagicMock(**failing))
+    executor = executor_on(GPU, set_barrier=MagicMock(**failing), set_epoch_lock=MagicMock(**failing))
     with pytest.raises(
         UnsupportedError,
         match=rf"barriers between devices cannot be compiled \({said}\).*gather_transport='collective' and reduce",
     ):
         rows_of_three().set_barrier(executor, memory)
     with pytest.raises(UnsupportedError, match=rf"the kernels by which ranks take turns cannot be compiled \({said}\)"):
-        rows_of_three().take_turns(executor, memory)
+        rows_of_three().set_epoch_lock(executor, memory)
     assert memory.errors == [own, own]
 
 
 def test_gpus_take_turns_by_a_number_of_each_rank(waited: list[Any]) -> None:
     memory, executor = Memory(), executor_on(GPU)
-    rows_of_three().take_turns(executor, memory)  # type: ignore[arg-type]
+    rows_of_three().set_epoch_lock(executor, memory)  # type: ignore[arg-type]
     assert memory.given == [(3, torch.int32)]
-    ((rows,), _) = executor.transport.take_turns.call_args
+    ((rows,), _) = executor.transport.set_epoch_lock.call_args
     assert rows[1] is memory.mine
     assert waited == [GPU]
 
 
 def test_cpus_take_turns_by_one_wide_number_each(waited: list[Any]) -> None:
     memory, executor = Memory(), executor_on(CPU)
-    rows_of_three().take_turns(executor, memory)  # type: ignore[arg-type]
+    rows_of_three().set_epoch_lock(executor, memory)  # type: ignore[arg-type]
     assert memory.given == [(1, torch.int64)]
-    ((numbers,), _) = executor.transport.take_turns.call_args
+    ((numbers,), _) = executor.transport.set_epoch_lock.call_args
     assert len(numbers) == 3
     assert waited == []

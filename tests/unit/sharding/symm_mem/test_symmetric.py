@@ -10,7 +10,7 @@ import torch
 from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.symm_mem import symmetric as module
-from lightning_zero.sharding.symm_mem.symmetric import Peers
+from lightning_zero.sharding.symm_mem.symmetric import PeerTransports
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 MIXED = EngineConfig(compute_dtype=torch.bfloat16)
@@ -22,12 +22,12 @@ NOTHING = replace(MIXED, tuning=Tuning(gather_transport="collective", reduce_tra
 
 def made(
     monkeypatch: pytest.MonkeyPatch, config: EngineConfig, reason: str = "", device: torch.device = CPU, rank: int = 0
-) -> tuple[Peers, Any]:
+) -> tuple[PeerTransports, Any]:
     """With memory, or with a reason why there is none; and what asks for the memory."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     ask = MagicMock(return_value=(None if reason else MagicMock(nbytes=100), reason))
-    monkeypatch.setattr(module.PeerMemory, "of", ask)
-    return Peers.of(config, MagicMock(world_size=2, rank=rank, device=device, across=None, exchanging=None)), ask
+    monkeypatch.setattr(module.SymmetricMemory, "of", ask)
+    return PeerTransports.of(config, MagicMock(world_size=2, rank=rank, device=device, inter_host=None, inter_host_shard_group=None)), ask
 
 
 def test_ranks_ask_for_memory_once_for_all_that_is_to_be_copied(
@@ -37,29 +37,29 @@ def test_ranks_ask_for_memory_once_for_all_that_is_to_be_copied(
     peers, ask = made(monkeypatch, COPY)
     assert caplog.text == ""
     ask.assert_called_once()
-    assert peers.for_weights is peers.for_gradients is ask.return_value[0]
-    assert peers.missing == ""
+    assert peers.weight_memory is peers.gradient_memory is ask.return_value[0]
+    assert peers.collectives_used == ""
     assert peers.nbytes == 100, "one memory is counted once"
 
 
 def test_what_travels_by_collectives_needs_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     peers, _ = made(monkeypatch, WEIGHTS_ONLY)
-    assert peers.for_weights is not None
-    assert peers.for_gradients is None
-    assert peers.missing == "gradients travel by collectives"
+    assert peers.weight_memory is not None
+    assert peers.gradient_memory is None
+    assert peers.collectives_used == "gradients travel by collectives"
     peers, ask = made(monkeypatch, NOTHING)
     ask.assert_not_called()
-    assert peers.missing == "weights and gradients travel by collectives"
+    assert peers.collectives_used == "weights and gradients travel by collectives"
     assert peers.nbytes == 0
 
 
 def test_gradients_leave_from_where_they_lie_unless_something_adds_up_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert made(monkeypatch, GRADIENTS_ONLY)[0].borrows_gradients
-    assert made(monkeypatch, NOTHING, device=GPU)[0].borrows_gradients
-    assert not made(monkeypatch, NOTHING)[0].borrows_gradients, "gloo does"
+    assert made(monkeypatch, GRADIENTS_ONLY)[0].zero_copy_gradients
+    assert made(monkeypatch, NOTHING, device=GPU)[0].zero_copy_gradients
+    assert not made(monkeypatch, NOTHING)[0].zero_copy_gradients, "gloo does"
     for ranks, exchanging, borrows in ((1, MagicMock(), True), (1, None, False), (2, None, True)):
-        mesh = MagicMock(inside=MagicMock(size=ranks), exchanging=exchanging, device=GPU)  # of several hosts
-        assert Peers(NOTHING, mesh).borrows_gradients is borrows
+        mesh = MagicMock(intra_host=MagicMock(size=ranks), inter_host_shard_group=exchanging, device=GPU)  # of several hosts
+        assert PeerTransports(NOTHING, mesh).zero_copy_gradients is borrows
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -68,7 +68,7 @@ def test_one_rank_says_why_there_is_none(
 ) -> None:
     caplog.set_level("INFO")
     peers, _ = made(monkeypatch, MIXED, "there are two hosts", rank=rank)
-    assert peers.missing == "weights and gradients travel by collectives"
+    assert peers.collectives_used == "weights and gradients travel by collectives"
     assert ("move all weights and gradients: there are two hosts." in caplog.text) == (rank == 0)
     with pytest.raises(UnsupportedError, match="gather_transport='copy' is impossible here: there are two hosts"):
         made(monkeypatch, COPY, "there are two hosts")
@@ -79,8 +79,8 @@ def test_weights_are_copied_on_gpus_in_every_precision(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype | None
 ) -> None:
     chosen = replace(WEIGHTS_ONLY, compute_dtype=dtype)
-    assert made(monkeypatch, chosen, device=GPU)[0].for_weights is not None
-    assert made(monkeypatch, chosen)[0].for_weights is not None
+    assert made(monkeypatch, chosen, device=GPU)[0].weight_memory is not None
+    assert made(monkeypatch, chosen)[0].weight_memory is not None
 
 
 def test_options_are_checked_of_both_before_either_is_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,11 +100,11 @@ def test_options_are_checked_of_both_before_either_is_changed(monkeypatch: pytes
 class Recorded:
     """The ways of ``peers``, in whose order things are allocated."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: PeerTransports) -> None:
         self.order = MagicMock()
         own: Any = peers
         own._rows, own._gradients.stage = self.order.rows, self.order.stage
-        own._weights.allocate_compute_copies = self.order.copies
+        own._weights.allocate_compute_shards = self.order.copies
         self.executor, self.memory = MagicMock(), MagicMock()
         self.memory.executor = self.executor
 
@@ -134,7 +134,7 @@ def test_ranks_can_meet_before_anything_is_copied_and_copies_are_asked_for_once(
     assert order.mock_calls[:2] == [call.rows.set_barrier(executor, memory), call.stage(executor, 64.0)]
     allocate = order.copies.call_args.args[1]
     allocate(None)
-    recorded.memory.allocate_compute_copies.assert_called_once_with(torch.bfloat16, None)
+    recorded.memory.allocate_compute_shards.assert_called_once_with(torch.bfloat16, None)
 
 
 @pytest.mark.parametrize("config", [replace(COPY, compute_dtype=None), replace(COPY, compile=False)])
@@ -153,7 +153,7 @@ def test_where_memory_runs_out_that_is_told_once(monkeypatch: pytest.MonkeyPatch
     recorded = Recorded(peers)
     recorded.order.stage.side_effect = lambda *args: setattr(own._gradients, "memory", None)
     assert [peers.allocate(recorded.memory) for _ in range(2)] == [True, False]
-    assert peers.missing == "gradients travel by collectives"
+    assert peers.collectives_used == "gradients travel by collectives"
     assert peers.nbytes == 100
 
 
@@ -164,7 +164,7 @@ def test_shards_take_turns_once_ranks_can_meet(monkeypatch: pytest.MonkeyPatch) 
     own._weights.allocate_shards = lambda executor, sizes, take_turns: take_turns(executor, "memory") or sizes
     assert peers.allocate_shards(recorded.executor, {torch.float32: 64}) == {torch.float32: 64}
     meet = call.rows.set_barrier(recorded.executor, ask.return_value[0])
-    assert recorded.order.mock_calls == [meet, call.rows.take_turns(recorded.executor, "memory")]
+    assert recorded.order.mock_calls == [meet, call.rows.set_epoch_lock(recorded.executor, "memory")]
 
 
 @pytest.mark.parametrize(
@@ -181,14 +181,14 @@ def test_groups_connect_once_where_gradients_are_reduced_in_them(
     monkeypatch: pytest.MonkeyPatch, config: EngineConfig, several_hosts: bool, meet: list[str]
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(module.PeerMemory, "of", MagicMock(return_value=(MagicMock(), "")))
-    monkeypatch.setattr(module, "MeetingRows", MagicMock())
-    monkeypatch.setattr(module.GradientWay, "stage", MagicMock())
-    monkeypatch.setattr(module.WeightWay, "allocate_compute_copies", MagicMock())
+    monkeypatch.setattr(module.SymmetricMemory, "of", MagicMock(return_value=(MagicMock(), "")))
+    monkeypatch.setattr(module, "SignalPads", MagicMock())
+    monkeypatch.setattr(module.GradientTransport, "stage", MagicMock())
+    monkeypatch.setattr(module.WeightTransport, "allocate_compute_shards", MagicMock())
     started = MagicMock()
     monkeypatch.setattr(module, "_meet", started)
     sides = {"inside": MagicMock(), "across": MagicMock() if several_hosts else None}
-    peers = Peers.of(config, MagicMock(world_size=2, rank=0, device=GPU, exchanging=None, **sides))
+    peers = PeerTransports.of(config, MagicMock(world_size=2, rank=0, device=GPU, inter_host_shard_group=None, **sides))
     memory = MagicMock(**{"executor.device": GPU})
     memory.executor.collective.side_effect = lambda what, lane, start: start(True)
     for _ in range(2):

@@ -11,9 +11,9 @@ import torch
 
 from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.sharding.symm_mem.gradients import GradientWay
+from lightning_zero.sharding.symm_mem.gradients import GradientTransport
 from lightning_zero.sharding.symm_mem.transport_choice import wanted
-from lightning_zero.sharding.symm_mem.weights import WeightWay
+from lightning_zero.sharding.symm_mem.weights import WeightTransport
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 
@@ -59,7 +59,7 @@ class Memory:
 
 
 def way_of(config: EngineConfig, device: torch.device = CPU, rank: int = 0) -> Any:
-    return WeightWay(config, MagicMock(world_size=2, rank=rank, device=device))
+    return WeightTransport(config, MagicMock(world_size=2, rank=rank, device=device))
 
 
 def take_too_much(way: Any) -> bool:
@@ -125,4 +125,4 @@ def test_on_an_accelerator_compiled_code_copies_weights_in_every_precision(
     assert way_of(config, GPU).copies(config)
     eager = replace(config, compile=False)
     assert not way_of(eager, GPU).copies(eager)
-    assert GradientWay(eager, MagicMock(device=GPU)).copies(eager)
+    assert GradientTransport(eager, MagicMock(device=GPU)).copies(eager)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.sharding.symm_mem.weights import WeightWay
+from lightning_zero.sharding.symm_mem.weights import WeightTransport
 
 MIXED = EngineConfig(compute_dtype=torch.bfloat16)
 SIZES = {torch.float32: 64, torch.bfloat16: 32}
@@ -32,22 +32,22 @@ class Memory:
         return mine, [mine, mine.clone()]
 
 
-def way_with(memory: Memory | None, choice: Any = "auto") -> WeightWay:
+def way_with(memory: Memory | None, choice: Any = "auto") -> WeightTransport:
     config = replace(MIXED, tuning=Tuning(gather_transport=choice))
-    way = WeightWay(config, MagicMock(world_size=2, rank=0, device=torch.device("cpu"), across=None, exchanging=None))
+    way = WeightTransport(config, MagicMock(world_size=2, rank=0, device=torch.device("cpu"), inter_host=None, inter_host_shard_group=None))
     way.use(memory, "")  # type: ignore[arg-type]
     return way
 
 
-def executor(takes_turns: bool) -> Any:
+def executor(uses_epoch_lock: bool) -> Any:
     found = MagicMock()
-    found.weights.takes_turns.return_value = takes_turns
+    found.weights.uses_epoch_lock.return_value = uses_epoch_lock
     return found
 
 
 def test_shards_lie_where_peers_see_them_and_begin_as_zeros() -> None:
     memory, turns = Memory(), MagicMock()
-    own = executor(takes_turns=False)
+    own = executor(uses_epoch_lock=False)
     found = way_with(memory).allocate_shards(own, SIZES, turns)
     assert {dtype: mine.numel() for dtype, (mine, _) in found.items()} == SIZES
     for dtype, (mine, everywhere) in found.items():
@@ -59,7 +59,7 @@ def test_shards_lie_where_peers_see_them_and_begin_as_zeros() -> None:
 
 def test_ranks_that_take_turns_already_go_on_with_that() -> None:
     turns = MagicMock()
-    assert way_with(Memory()).allocate_shards(executor(takes_turns=True), SIZES, turns)
+    assert way_with(Memory()).allocate_shards(executor(uses_epoch_lock=True), SIZES, turns)
     turns.assert_not_called()
 
 
@@ -81,13 +81,13 @@ def test_where_there_is_not_enough_for_shards_collectives_take_over(turns: Any) 
 def test_compute_copies_lie_with_peers_where_there_is_room() -> None:
     memory, given = Memory(), []
     way = way_with(memory)
-    way.allocate_compute_copies(executor(False), given.append)
+    way.allocate_compute_shards(executor(False), given.append)
     assert given == [memory]
     assert way.memory is memory  # type: ignore[comparison-overlap]
 
 
-@pytest.mark.parametrize("takes_turns", [False, True])
-def test_without_room_copies_are_gathered_unless_shards_can_be_read(takes_turns: bool) -> None:
+@pytest.mark.parametrize("uses_epoch_lock", [False, True])
+def test_without_room_copies_are_gathered_unless_shards_can_be_read(uses_epoch_lock: bool) -> None:
     given, way = [], way_with(Memory())
 
     def allocate(peers: Any) -> None:
@@ -96,12 +96,12 @@ def test_without_room_copies_are_gathered_unless_shards_can_be_read(takes_turns:
             raise UnsupportedError("there is no more")
 
     memory = way.memory
-    way.allocate_compute_copies(executor(takes_turns), allocate)
-    assert given == ([memory] if takes_turns else [memory, None])
-    assert way.memory is (memory if takes_turns else None)
+    way.allocate_compute_shards(executor(uses_epoch_lock), allocate)
+    assert given == ([memory] if uses_epoch_lock else [memory, None])
+    assert way.memory is (memory if uses_epoch_lock else None)
 
 
 def test_where_collectives_move_weights_copies_have_memory_of_their_own() -> None:
     given: list[Any] = []
-    way_with(None).allocate_compute_copies(executor(False), given.append)
+    way_with(None).allocate_compute_shards(executor(False), given.append)
     assert given == [None]
