@@ -105,6 +105,22 @@ def llama_checkpointed() -> nn.Module:
     return model
 
 
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        hidden_size=1024,
+        intermediate_size=2048,
+        num_hidden_layers=ARGS.layers or 8,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        num_local_experts=8,
+        vocab_size=32000,
+        use_cache=False,
+    )
+    return MixtralForCausalLM(config)
+
+
 def vit() -> nn.Module:
     import timm
 
@@ -132,6 +148,7 @@ ROWS = {
     "small_gpt": Row(small_gpt, 4, 512, ("GPT2Block",)),
     "llama": Row(llama, 2, 2048, ("LlamaDecoderLayer",)),
     "llama_checkpointed": Row(llama_checkpointed, 4, 2048, ("LlamaDecoderLayer",)),
+    "mixtral": Row(mixtral, 4, 1024, ("MixtralDecoderLayer",)),
     "vit": Row(vit, 64, 224, ("Block",), images=True),
     "convnext": Row(convnext, 64, 224, ("ConvNeXtBlock",), images=True),
     "parts": Row(lambda: Parts(1024, 12), 4, 512, ("TransformerEncoderLayer",), logits=True),

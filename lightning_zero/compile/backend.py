@@ -42,7 +42,7 @@ from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.discover import CallInfo
 from lightning_zero.compile.fast_compile import sparing
 from lightning_zero.compile.foreach_checks import check_foreach_on_shards
-from lightning_zero.compile.frontend import has_collectives, last_read, tag_weight_names, check_weight_edits
+from lightning_zero.compile.frontend import check_weight_edits, has_collectives, last_read, tag_weight_names
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.joint import JointPasses
 from lightning_zero.compile.layer_dedup import DedupFailed, LayerDedup, dedup_layers, joint_tracer
@@ -55,7 +55,15 @@ from lightning_zero.compile.plan_book import PlanStore
 from lightning_zero.compile.recompile_reason import find_recompile_reason
 from lightning_zero.compile.recompute_policy import partitioner_settings
 from lightning_zero.compile.selection import PassSelection
-from lightning_zero.compile.subgraphs import StrideMismatch, DeferredKernels, SubgraphCache, cut, lower, repeats, fix_strides
+from lightning_zero.compile.subgraphs import (
+    DeferredKernels,
+    StrideMismatch,
+    SubgraphCache,
+    cut,
+    fix_strides,
+    lower,
+    repeats,
+)
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.config import CompileConfig
 from lightning_zero.sharding.unsupported import no_shard_dispatch
@@ -64,7 +72,12 @@ __all__ = ["Compiler"]
 
 log = logging.getLogger(__name__)
 
-GRAPH_PACKAGES = ("compat", "compile", "native", "profiling")  # rooms of the package whose code decides what a graph becomes
+GRAPH_PACKAGES = (
+    "compat",
+    "compile",
+    "native",
+    "profiling",
+)  # rooms of the package whose code decides what a graph becomes
 
 
 class Compiler:
@@ -175,7 +188,9 @@ class Compiler:
         compile_graph.__name__ = "lightning_zero"  # what error messages call it
         return compile_graph
 
-    def _compile_with_layer_dedup(self, inner: Callable[..., Any], module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+    def _compile_with_layer_dedup(
+        self, inner: Callable[..., Any], module: GraphModule, inputs: Any, **kwargs: Any
+    ) -> Any:
         """Compiles a graph, of which equal layers are differentiated once where that can be."""
         layers = None if self._config.whole_graphs else dedup_layers(module, joint_tracer(self._config.backend))
         while layers is not None:
@@ -236,7 +251,13 @@ class Compiler:
         return graph
 
     def _inductor(
-        self, last: bool, timer: CompileTimer, layers: LayerDedup | None, module: GraphModule, inputs: Any, **kwargs: Any
+        self,
+        last: bool,
+        timer: CompileTimer,
+        layers: LayerDedup | None,
+        module: GraphModule,
+        inputs: Any,
+        **kwargs: Any,
     ) -> Any:
         # Observers must see every graph, so they keep graphs out of the cache.
         wanted = self._listener.wants_graphs or self._listener.wants_passes
@@ -307,7 +328,13 @@ class Compiler:
         return digest.hexdigest()
 
     def _aot_eager(
-        self, last: bool, timer: CompileTimer, layers: LayerDedup | None, module: GraphModule, inputs: Any, **kwargs: Any
+        self,
+        last: bool,
+        timer: CompileTimer,
+        layers: LayerDedup | None,
+        module: GraphModule,
+        inputs: Any,
+        **kwargs: Any,
     ) -> Any:
         def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
             self._tag(last, layers, module.graph)

@@ -278,7 +278,9 @@ class CompileSession:
     def is_discovering(self) -> bool:
         """Whether the next step runs eagerly and shows what to compile."""
         assert self.compiled_modules is not None
-        return self.config.compiled.enabled and not (self.compiled_modules.modules or self.compiled_modules.eager_reasons)
+        return self.config.compiled.enabled and not (
+            self.compiled_modules.modules or self.compiled_modules.eager_reasons
+        )
 
     def step(self) -> AbstractContextManager[None]:
         """Surrounds the forward of each training step."""

@@ -31,7 +31,9 @@ class CompiledStepHooks:
         session, sharder, peers: these.
     """
 
-    def __init__(self, session: CompileSession, replays: CUDAGraphManager, sharder: Sharder, transports: PeerTransports) -> None:
+    def __init__(
+        self, session: CompileSession, replays: CUDAGraphManager, sharder: Sharder, transports: PeerTransports
+    ) -> None:
         self.session = session
         self._cuda_graphs = replays
         self.sharder = sharder
@@ -139,7 +141,9 @@ class CompiledStepHooks:
         self._reported_hooks = True
         names = [repr(record.name) for record in hooked]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        replayed = "; compiled code that reads these is not replayed as a CUDA graph" if self._cuda_graphs.enabled else ""
+        replayed = (
+            "; compiled code that reads these is not replayed as a CUDA graph" if self._cuda_graphs.enabled else ""
+        )
         self.session.progress.report(
             f"Gradient hooks (register_hook): whole gradients wait for them before they are reduced{replayed}. "
             f"(parameters={', '.join(names[:4])}{more})"

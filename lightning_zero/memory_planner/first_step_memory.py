@@ -103,7 +103,9 @@ class FirstStep:
         return self._pack(free, UNCHECKED_SHARE * free.free)
 
     def _pack(self, free: _FreeMemory, unchecked: float = 0.0) -> SavedTensorOffload:
-        saves: SavedTensorOffload = SavedTensorOffload(self._gauge.device, lambda: free.excess(saves.largest), unwatched=unchecked)
+        saves: SavedTensorOffload = SavedTensorOffload(
+            self._gauge.device, lambda: free.excess(saves.largest), unwatched=unchecked
+        )
         return saves
 
     def backward_begins(self) -> None:

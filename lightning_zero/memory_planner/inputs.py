@@ -250,7 +250,12 @@ def constraints_of(config: EngineConfig, offloadable: Iterable[str] = ()) -> Con
     """
     tuning = config.tuning
     planned = config.memory is not None
-    kept = config.stage == 3 and tuning.prefetch and tuning.unsharded_cache_mb is None and bool(config.reshard_after_forward)
+    kept = (
+        config.stage == 3
+        and tuning.prefetch
+        and tuning.unsharded_cache_mb is None
+        and bool(config.reshard_after_forward)
+    )
     return Constraints(
         activations=planned and config.compile and config.activation_memory_budget == 1.0 and tuning.recompute is None,
         weights=config.compile and kept and (planned or config.reshard_after_forward == "auto"),

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.native.build import build, is_built
-from lightning_zero.native.commands import CommandRunner, BuildCancelled
+from lightning_zero.native.commands import BuildCancelled, CommandRunner
 
 __all__ = ["BackgroundBuild"]
 

@@ -18,21 +18,19 @@ from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.compiler import (
     aot_function,
-    as_compiled,
     functorch_config,
     inductor_decompositions,
     inductor_partition,
     min_cut_partition,
+    report_compiling,
 )
 from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compat.tensors import FakeTensorMode, tree_flatten, tree_unflatten, without_modes
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.graph import results
-from lightning_zero.compile.partition import halves
-from lightning_zero.compile.passes import leaving, saved_for_backward
-from lightning_zero.compile.passes.activation_offload import leave
+from lightning_zero.compile.passes import offload_limits, saved_limits
 from lightning_zero.compile.passes.offload import place_offloads
-from lightning_zero.compile.recompute_policy import saved_within
+from lightning_zero.compile.recompute_policy import partitioner_settings
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.native.ops import FAKE_NAMESPACE
 from lightning_zero.planning.graph_memory import fresh_bytes, graph_peak, host_activations, leave_narrow
@@ -118,7 +116,7 @@ class FakeCompiler:
             arriving = iter(tensors)
             values = [next(arriving) if isinstance(value, Tensor) else value for value in given]
             args, kwargs = tree_unflatten(values, spec)
-            with self._surround(), as_compiled():
+            with self._surround(), report_compiling():
                 result = functional_call(module, (weights, buffers), args, kwargs)
             leaves, returned = tree_flatten(result)
             shape[:] = [returned, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]]
@@ -134,7 +132,7 @@ class FakeCompiler:
 
         def partition(module: GraphModule, inputs: Any, *, num_fwd_outputs: int, **settings: Any) -> Any:
             insert_gathers(module.graph, weights)
-            tag_gathers(module.graph, saved_for_backward(self._context))
+            tag_gathers(module.graph, saved_limits(self._context))
             if self._context.config.recompute is not None:
                 tag_activations(module.graph, self._context.config.recompute)
             by = inductor_partition if generates else min_cut_partition
@@ -151,8 +149,8 @@ class FakeCompiler:
         )
 
         def run(*args: Any) -> Any:
-            settings = functorch_config.patch(saved_within(budget) | {"force_non_lazy_backward_lowering": True})
-            with settings, without_modes(), self._mode:
+            settings = functorch_config.patch(partitioner_settings(budget) | {"force_non_lazy_backward_lowering": True})
+            with settings, no_dispatch_modes(), self._mode:
                 return compiled(*args)
 
         return run
@@ -189,7 +187,7 @@ class FakeCompiler:
         saved = {node for node in inputs if not node.name.startswith("primals")}
         values = [node.meta["val"] if isinstance(node, Node) else None for node in results(graph)]
         leave_narrow(graph, weights)
-        limits = leaving(self._context)
+        limits = offload_limits(self._context)
         if limits is not None:
             place_offloads(graph, limits.host, fake_op)
         peak = self._peak(graph, saved - host_activations(graph), weights)

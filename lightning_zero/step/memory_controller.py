@@ -25,7 +25,7 @@ from lightning_zero.offload.memory import free_bytes
 from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
 from lightning_zero.optim.rules import rule_for
 from lightning_zero.sharding.grad_aliasing import forget_gradients
-from lightning_zero.sharding.host_policy import leaves, compute_dtype_of
+from lightning_zero.sharding.host_policy import compute_dtype_of, leaves
 from lightning_zero.sharding.record import Role, ShardedParameter
 from lightning_zero.sharding.unsupported import no_shard_dispatch
 from lightning_zero.step.optimizers import OptimizerSteps
@@ -48,7 +48,9 @@ class MemoryController:
         gradients: placement of the gradients.
     """
 
-    def __init__(self, compiled: CompiledStepHooks, optimizers: OptimizerSteps, accumulates: Callable[[], bool]) -> None:
+    def __init__(
+        self, compiled: CompiledStepHooks, optimizers: OptimizerSteps, accumulates: Callable[[], bool]
+    ) -> None:
         self._session = session = compiled.session
         self._planner = session.planner
         self._links_changed = compiled.remeasure_links
@@ -274,7 +276,9 @@ class GradientPlacement:
         Gradients that already alias weights cannot be kept: the accumulation itself raises for these.
         """
         with no_shard_dispatch():
-            wanted = self.aliased and any(r.param.grad is not None for r in self._trained if r.grad_aliases_compute_shard)
+            wanted = self.aliased and any(
+                r.param.grad is not None for r in self._trained if r.grad_aliases_compute_shard
+            )
         if not wanted:
             self.stop_aliasing()
 

@@ -247,7 +247,10 @@ def held() -> tuple[Any, Any]:
     memory = (HELD - 1) / GIB  # nothing is free when the first step begins
     with (
         warnings.catch_warnings(),
-        patch("lightning_zero.memory_planner.first_step_memory.SavedTensorOffload", partial(SavedTensorOffload, least_bytes=1)),
+        patch(
+            "lightning_zero.memory_planner.first_step_memory.SavedTensorOffload",
+            partial(SavedTensorOffload, least_bytes=1),
+        ),
     ):
         warnings.simplefilter("ignore")  # that it cannot be held
         return train(Device(), 3, memory=memory), train(None, 3, activation_memory_budget=0.2)
@@ -261,7 +264,9 @@ def test_what_a_first_step_saves_is_on_the_host_until_its_backward(ranks: Ranks)
 
 
 def held_without_a_limit() -> tuple[dict[str, Any], dict[str, Any]]:
-    with patch("lightning_zero.memory_planner.first_step_memory.SavedTensorOffload", partial(SavedTensorOffload, least_bytes=1)):
+    with patch(
+        "lightning_zero.memory_planner.first_step_memory.SavedTensorOffload", partial(SavedTensorOffload, least_bytes=1)
+    ):
         return train(Device(fuller=TOTAL - HELD), 3), train(None, 3)
 
 

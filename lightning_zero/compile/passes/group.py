@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from lightning_zero.compat.graphs import RECOMPUTE
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import gathers, ops, readers, shard_of, weight_name
-from lightning_zero.compile.passes.grouping import GroupLimits, split_into_groups, dtype_of, groups_of_plan, size_of
+from lightning_zero.compile.passes.grouping import GroupLimits, dtype_of, groups_of_plan, size_of, split_into_groups
 from lightning_zero.compile.passes.prefetch_schedule import PrefetchBudget, prefetch_schedule
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.compile.successors import NodeReplacer

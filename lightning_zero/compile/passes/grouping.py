@@ -72,7 +72,9 @@ def max_group_bytes(sizes: Iterable[int], group_bytes: int, parts: int) -> int:
     return min(group_bytes, max(sum(sizes) // parts, 1))
 
 
-def groups_of_plan(graph: Graph, nodes: Sequence[Node], agreed_plans: Sequence[GraphPlan], resident: bool) -> list[Group] | None:
+def groups_of_plan(
+    graph: Graph, nodes: Sequence[Node], agreed_plans: Sequence[GraphPlan], resident: bool
+) -> list[Group] | None:
     """The groups of exactly these weights in a plan that ranks have agreed on, or None when there is none.
 
     ``resident``: of the weights that stay until the optimizer steps, otherwise of the others.

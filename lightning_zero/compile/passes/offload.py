@@ -24,7 +24,7 @@ from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compile.graph import calls, first_call, ops, readers
 from lightning_zero.compile.passes.prefetch_schedule import node_seconds
 from lightning_zero.compile.passes.sink import sink
-from lightning_zero.native.ops import Op, register_op, no_result
+from lightning_zero.native.ops import Op, no_result, register_op
 from lightning_zero.profiling.cost_model import CostModel
 from lightning_zero.profiling.graph_tensors import nbytes
 

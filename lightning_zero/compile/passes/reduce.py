@@ -9,15 +9,15 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import (
     cast_dtype,
-    nodes_in_role,
     is_view_or_cast,
+    nodes_in_role,
     ops,
     output_node,
     reduces,
     weight_name,
 )
 from lightning_zero.compile.passes.grouping import split_into_groups
-from lightning_zero.native.ops import Role, register_op, reduce_op
+from lightning_zero.native.ops import Role, reduce_op, register_op
 from lightning_zero.profiling.graph_tensors import nbytes
 
 __all__ = ["group_reduces", "enqueue_gradients", "zero_copy_gradients"]

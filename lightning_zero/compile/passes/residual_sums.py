@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compat.graphs import DESC, RECOMPUTE, NO_VERSION_CHECK
+from lightning_zero.compat.graphs import DESC, NO_VERSION_CHECK, RECOMPUTE
 from lightning_zero.compile.graph import output_node, results, weight_nodes
 from lightning_zero.compile.passes.saved_weights import backward_nodes
 from lightning_zero.profiling.graph_tensors import Storage, nbytes, storages, view_base

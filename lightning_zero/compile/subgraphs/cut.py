@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from lightning_zero.compat.ops import wait_tensor
 from lightning_zero.compile.graph import output_node
 from lightning_zero.compile.subgraphs.cut_points import choose_cut_points
-from lightning_zero.compile.subgraphs.node_kinds import NodeKind, is_kernel, classify_nodes, reads
+from lightning_zero.compile.subgraphs.node_kinds import NodeKind, classify_nodes, is_kernel, reads
 from lightning_zero.compile.subgraphs.node_order import NodeOrder, graph_work
 from lightning_zero.compile.subgraphs.repeats import RepeatedRun, find_repeats
 from lightning_zero.compile.subgraphs.signatures import NodeSignatures
@@ -76,7 +76,9 @@ def _assemble(
     at: dict[Node, int],
     signatures: NodeSignatures | None = None,
 ) -> list[Subgraph | Node] | None:
-    subgraph_of = {node: number for number in range(len(bounds) - 1) for node in work[bounds[number] : bounds[number + 1]]}
+    subgraph_of = {
+        node: number for number in range(len(bounds) - 1) for node in work[bounds[number] : bounds[number + 1]]
+    }
     read = reads(graph, kinds)
     made_in = _SourceSubgraphs(read, subgraph_of)
     readers = _first_readers(graph, subgraph_of)
@@ -146,7 +148,11 @@ def _in_order(graph: Graph, kinds: dict[Node, NodeKind], steps: Sequence[Subgrap
 
 
 def _wanted(
-    graph: Graph, kinds: dict[Node, NodeKind], subgraph_of: dict[Node, int], read: dict[Node, list[Node]], source_subgraphs: _SourceSubgraphs
+    graph: Graph,
+    kinds: dict[Node, NodeKind],
+    subgraph_of: dict[Node, int],
+    read: dict[Node, list[Node]],
+    source_subgraphs: _SourceSubgraphs,
 ) -> list[list[Node]]:
     """What each piece has to return: work that others read, and views of it that leave the pieces."""
     wanted: list[dict[Node, None]] = [{} for _ in range(max(subgraph_of.values(), default=0) + 1)]
@@ -163,7 +169,11 @@ def _wanted(
 
 
 def _leaving(
-    node: Node, kinds: dict[Node, NodeKind], subgraph_of: dict[Node, int], read: dict[Node, list[Node]], source_subgraphs: _SourceSubgraphs
+    node: Node,
+    kinds: dict[Node, NodeKind],
+    subgraph_of: dict[Node, int],
+    read: dict[Node, list[Node]],
+    source_subgraphs: _SourceSubgraphs,
 ) -> Sequence[Node]:
     """What has to leave a piece so that ``node`` can be read outside: itself, where one piece alone makes it; otherwise
     what it is a view of."""

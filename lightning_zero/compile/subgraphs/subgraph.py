@@ -68,7 +68,10 @@ def make_subgraph(
         symbols: by :func:`symbol_inputs`.
         signatures: of what has been asked for, of the whole graph.
     """
-    own, seen = {node: number for number, node in enumerate(work)}, NodeSignatures() if signatures is None else signatures
+    own, seen = (
+        {node: number for number, node in enumerate(work)},
+        NodeSignatures() if signatures is None else signatures,
+    )
     wanted = _in_order(wanted, own, seen)
     inputs: dict[Node, None] = {}
     steps: dict[Node, None] = {}

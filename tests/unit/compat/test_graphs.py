@@ -12,20 +12,20 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
 from lightning_zero.compat.graphs import (
-    MUST_BE_IN_BACKWARD,
+    AC_GRAPH_ID,
+    CHECKPOINT_POLICY,
+    CHECKPOINT_POLICY_HASH,
     CUSTOM,
     DESC,
     EXAMPLE_VALUE,
-    NN_MODULE_STACK,
     GRAPH_ARG,
-    CHECKPOINT_POLICY,
-    CHECKPOINT_POLICY_HASH,
-    RECOMPUTE,
-    AC_GRAPH_ID,
-    USER_VISIBLE_OUTPUTS,
-    PARTITIONER_TAG,
-    TANGENTS,
+    MUST_BE_IN_BACKWARD,
+    NN_MODULE_STACK,
     NO_VERSION_CHECK,
+    PARTITIONER_TAG,
+    RECOMPUTE,
+    TANGENTS,
+    USER_VISIBLE_OUTPUTS,
 )
 
 aten = torch.ops.aten

@@ -8,10 +8,10 @@ from lightning_zero.compile.graph import (
     GATHER,
     calls,
     gathers,
-    nodes_in_role,
     is_reduce,
     is_start,
     is_view_or_cast,
+    nodes_in_role,
     weight_nodes,
 )
 from lightning_zero.native.ops import OPS, Role, graph_overloads

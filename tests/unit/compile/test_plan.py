@@ -89,7 +89,8 @@ def test_a_later_graph_follows_the_plan_that_was_agreed_on() -> None:
     first = planned(named_products("abcd"))
     # The same weights in another order of use: a and b change places.
     graph = run_passes(
-        named_products("bacd"), default_passes(PassContext(CompileConfig(gather_group_mb=0.04), 2, agreed_plans=(first,)))
+        named_products("bacd"),
+        default_passes(PassContext(CompileConfig(gather_group_mb=0.04), 2, agreed_plans=(first,))),
     )
     assert [g.weights for g in read_plan(graph).gathers] == [g.weights for g in first.gathers]
     assert read_plan(graph).digest == first.digest

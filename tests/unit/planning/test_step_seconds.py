@@ -17,7 +17,13 @@ def _estimate(
 ) -> StepSeconds:
     tuning = SimpleNamespace(gather_group_mb=32, replicate_over=more.pop("replicate_over", None))
     bf16 = torch.bfloat16
-    given = {"stage": 3, "unsharded_cache_until": "step", "unsharded_cache_mb": 0, "compute_dtype": bf16, "wire_dtype": bf16}
+    given = {
+        "stage": 3,
+        "unsharded_cache_until": "step",
+        "unsharded_cache_mb": 0,
+        "compute_dtype": bf16,
+        "wire_dtype": bf16,
+    }
     config = SimpleNamespace(tuning=tuning, **given | more)
     cuts = [SimpleNamespace(layout=SimpleNamespace(numel=PARAMETERS))]
     step = SimpleNamespace(forward_s=compute_s / 3, backward_s=compute_s * 2 / 3)
