@@ -97,7 +97,7 @@ class CompileSession:
         report = self.progress.report
         self._calls_of = partial(CompiledModules, skip=skip_modules, report=report, amount=activations.amount)
         self.plans = PlanStore()
-        access = CompilerAccess(
+        compiler = CompilerAccess(
             compiled=lambda: self.compiled,
             gathered=lambda: executor.counters().get("gather_bytes", 0),
             forward_s=self.plans.forward_seconds,
@@ -105,9 +105,9 @@ class CompileSession:
                 share, budget, small_weight_bytes(self.config.compiled)
             ),
             captures=lambda: self._cuda_graphs is not None and self._cuda_graphs.enabled,
-            disable_captures=lambda reason: self._cuda_graphs is not None and self._cuda_graphs.decline(reason),
+            disable_captures=lambda reason: self._cuda_graphs is not None and self._cuda_graphs.disable(reason),
         )
-        self.planner = MemoryPlanner(report, access, mesh.control_group, MemoryGauge(mesh.device))
+        self.planner = MemoryPlanner(report, compiler, mesh.control_group, MemoryGauge(mesh.device))
         self.compiled_modules: CompiledModules | None = None
 
     @property

@@ -69,9 +69,9 @@ class Options:
     memory: float | Literal["auto"] | None = option(
         "limit of each device's memory in GiB, with other processes; ``'auto'``: 90 % of the device. Recomputation, "
         "kept weights and offload are planned within it, the fastest first. A plan may round gradients "
-        "(``grad_aliasing``) if nothing else fits as fast. Options that are not at their defaults stay. The "
-        "limit is held in the first step and from about the 20th on: CUDA graphs are measured once they are captured, "
-        "and planned for then. A warning says so if it cannot be held",
+        "(``grad_aliasing``) if nothing else fits as fast. Options that are not at their defaults stay. The limit is "
+        "held in the first step and from about the 20th on: CUDA graphs are measured once they are captured, and "
+        "planned for then. A warning says so if it cannot be held",
         default=None,
         check=check_memory,
         on_change=OnChange.APPLY,

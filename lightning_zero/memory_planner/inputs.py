@@ -262,7 +262,7 @@ def constraints_of(config: EngineConfig, offloadable: Iterable[str] = ()) -> Con
         offload=tuple(offloadable) if planned and not config.offload else None,
         gradients=planned and config.stage == 3,
         ring=planned and tuning.offload_buffer_mb == DEFAULT_BUFFER_MB,
-        over_copies=planned and tuning.grad_aliasing is None and config.may_lie_over_copies,
+        over_copies=planned and tuning.grad_aliasing is None and config.may_alias_gradients,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from lightning_zero.config.text import format_table, gib
+from lightning_zero.config.text import format_table
 from lightning_zero.config.tuning import Tuning
 from lightning_zero.memory_planner.choices import (
     ACTIVATIONS,
@@ -142,14 +142,18 @@ class MemoryPlan:
     def summary(self) -> str:
         """Return the peaks and the limit in words."""
         word = "expected" if self.measured is None else "measured"
-        first = "" if self.first_step is None else f", of the first step, which runs eagerly, {gib(self.first_step)}"
-        more = "" if self.fits else f", {gib(self.missing)} more than the {gib(self.limit)} allowed"
-        limit = f" of {gib(self.limit)} GiB" if self.fits and not first else " GiB"
-        return f"{word} peak {gib(self.steady)}{limit}{first}{more}"
+        first = (
+            "" if self.first_step is None else f", of the first step, which runs eagerly, {format_gib(self.first_step)}"
+        )
+        more = "" if self.fits else f", {format_gib(self.missing)} more than the {format_gib(self.limit)} allowed"
+        limit = f" of {format_gib(self.limit)} GiB" if self.fits and not first else " GiB"
+        return f"{word} peak {format_gib(self.steady)}{limit}{first}{more}"
 
     def __str__(self) -> str:
         heads = "", "choice", "GiB", "GiB saved", "ms lost"
-        rows = [(o.what, o.choice, gib(o.nbytes), gib(o.saved), f"{o.seconds * 1e3:.1f}") for o in self.lines]
+        rows = [
+            (o.what, o.choice, format_gib(o.nbytes), format_gib(o.saved), f"{o.seconds * 1e3:.1f}") for o in self.lines
+        ]
         table = [f"Memory plan, {self.source}: {self.summary()}.", *format_table(heads, rows)]
         return "\n".join([*table, *([f"  seconds: {self.seconds_known}"] if self.seconds_known else [])])
 
@@ -280,11 +284,11 @@ def _words(name: str, chosen: Variant, by_hand: bool) -> str:
         kept = "all saved" if budget == 1.0 else f"activation_memory_budget={budget:g}"
         words = f"{kept}, on the host" if offloaded else kept
     elif name == WEIGHTS:
-        words = f"{gib(chosen.nbytes)} GiB stay" if chosen.nbytes else "gathered again"
+        words = f"{format_gib(chosen.nbytes)} GiB stay" if chosen.nbytes else "gathered again"
     elif name == GRADIENTS:
         words = "stay whole, reduced once a step" if chosen.value else "reduced in each pass"
     else:
         titles, (names, ring) = {"optimizer": "optimizer state", "parameters": "master weights"}, chosen.value
         words = " and ".join(titles[one] for one in names) or "nothing"
-        buffers = f", {gib(ring)} GiB of buffers" if ring else ""  # always the plan's choice
+        buffers = f", {format_gib(ring)} GiB of buffers" if ring else ""  # always the plan's choice
     return words + mark + buffers

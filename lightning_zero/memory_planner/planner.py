@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.config import CompileConfig, EngineConfig
-from lightning_zero.config.text import gib
+from lightning_zero.config.text import format_gib
 from lightning_zero.extrema import all_min
 from lightning_zero.memory_planner.allocator_cache import AllocatorCacheLimit
 from lightning_zero.memory_planner.choices import ACTIVATIONS, WEIGHTS, with_measured_peak
@@ -187,7 +187,7 @@ class MemoryPlanner:
         """Return the bytes of weights that are kept until the optimizer steps, as far as they are known."""
         if self._current is not None and self._current.until == "step":
             return self._current.weights
-        return config.resident_bytes if config.unsharded_cache_until == "step" else 0.0
+        return config.unsharded_cache_bytes if config.unsharded_cache_until == "step" else 0.0
 
     def is_settled(self) -> bool:
         """Return True if no decision is pending; only then are CUDA graphs captured."""
@@ -305,7 +305,7 @@ class MemoryPlanner:
         self._state.first_peak = int(limit - room)
         if stats.offloaded:
             self._reporter.report(
-                f"{option(config)}: {gib(stats.offloaded)} GiB of the activations of the first step, which ran "
+                f"{option(config)}: {format_gib(stats.offloaded)} GiB of the activations of the first step, which ran "
                 "eagerly, were on the host until its backward."
             )
         room, saved, pass_s = self._least(inputs.limit - inputs.peak, -inputs.activations, -inputs.times.pass_s)
@@ -397,7 +397,7 @@ class MemoryPlanner:
             return None
         self.plan = plan = replace(self.plan, measured=int(limit - stats.room))
         self._reporter.report(
-            f"{option(config)}: the peak is {gib(plan.steady)} GiB, of {gib(limit)}; {gib(plan.peak)} were expected."
+            f"{option(config)}: the peak is {format_gib(plan.steady)} GiB, of {format_gib(limit)}; {format_gib(plan.peak)} were expected."
         )
         if stats.room >= 0:
             return None
@@ -409,12 +409,14 @@ class MemoryPlanner:
                 if choose_plan(inputs, free).chosen != plan.chosen:
                     return self._decide_within_limit(inputs, config, state.traffic)
             self.plan = plan = with_offload_advice(plan, inputs, free, self.known.before_sharding)
-        reason = f"they take {gib(-stats.room)} GiB more than {option(config)} allows"
+        reason = f"they take {format_gib(-stats.room)} GiB more than {option(config)} allows"
         if self._compiler.disable_captures(reason):
             state.checking = True
             self._profiler.restart()
             return None
-        self._reporter.warn(f"{option(config)} is not held: {gib(-stats.room)} GiB more are taken. {plan.advice()}")
+        self._reporter.warn(
+            f"{option(config)} is not held: {format_gib(-stats.room)} GiB more are taken. {plan.advice()}"
+        )
         return None
 
     def _show(self, config: EngineConfig) -> None:
@@ -443,8 +445,8 @@ class MemoryReporter:
         how_long = "until the optimizer steps" if until == "step" else "from forward to backward"
         done = f"keeping weights {how_long} within that; compiling once more" if fits else "no further weight fits in"
         self.report(
-            f"reshard_after_forward='auto': {gib(memory.reserved)} GiB reserved at the peak of the measured steps "
-            f"and {gib(memory.others)} GiB taken by others, of {gib(memory.total)}; {gib(max(room, 0.0))} left on "
+            f"reshard_after_forward='auto': {format_gib(memory.reserved)} GiB reserved at the peak of the measured steps "
+            f"and {format_gib(memory.others)} GiB taken by others, of {format_gib(memory.total)}; {format_gib(max(room, 0.0))} left on "
             f"every rank; {done}."
         )
 
@@ -470,7 +472,7 @@ class MemoryReporter:
         first = not warned_first_step and (plan.first_step or 0) > plan.limit
         if first or plan.steady > plan.limit:
             self.warn(
-                f"{option(config)} cannot be held: {gib(plan.missing)} GiB more are needed "
+                f"{option(config)} cannot be held: {format_gib(plan.missing)} GiB more are needed "
                 f"({plan.summary()}). {plan.advice()}"
             )
         return first

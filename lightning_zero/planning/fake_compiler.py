@@ -25,10 +25,12 @@ from lightning_zero.compat.compiler import (
     report_compiling,
 )
 from lightning_zero.compat.ops import OpOverload
-from lightning_zero.compat.tensors import FakeTensorMode, tree_flatten, tree_unflatten, without_modes
+from lightning_zero.compat.tensors import FakeTensorMode, no_dispatch_modes, tree_flatten, tree_unflatten
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.graph import results
+from lightning_zero.compile.partition import partition_joint_graph
 from lightning_zero.compile.passes import offload_limits, saved_limits
+from lightning_zero.compile.passes.activation_offload import insert_offloads
 from lightning_zero.compile.passes.offload import place_offloads
 from lightning_zero.compile.recompute_policy import partitioner_settings
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
@@ -37,7 +39,7 @@ from lightning_zero.planning.graph_memory import fresh_bytes, graph_peak, host_a
 from lightning_zero.planning.memory_counter import MemoryCounter
 from lightning_zero.profiling.graph_tensors import storages
 from lightning_zero.profiling.node_costs import DeviceSpeed, graph_costs
-from lightning_zero.sharding.tensor_extent import reach
+from lightning_zero.sharding.tensor_extent import extent
 
 __all__ = ["FakeCompiler", "GraphTotals", "fake_op", "insert_gathers"]
 
@@ -136,7 +138,7 @@ class FakeCompiler:
             if self._context.config.recompute is not None:
                 tag_activations(module.graph, self._context.config.recompute)
             by = inductor_partition if generates else min_cut_partition
-            forward, backward, _ = halves(module, inputs, num_fwd_outputs, budget, by, **settings)
+            forward, backward, _ = partition_joint_graph(module, inputs, num_fwd_outputs, budget, by, **settings)
             self._offload(forward, backward, num_fwd_outputs)
             return forward, backward
 
@@ -156,11 +158,11 @@ class FakeCompiler:
         return run
 
     def _offload(self, forward: GraphModule, backward: GraphModule, outputs: int) -> None:
-        limits = leaving(self._context)
+        limits = offload_limits(self._context)
         if limits is not None:
             if limits.budget_bytes is not None:  # shared by all graphs
                 limits = replace(limits, budget_bytes=max(limits.budget_bytes - self.found.offloaded, 0.0))
-            self.found.offloaded += leave(forward.graph, backward.graph, outputs, limits, fake_op)
+            self.found.offloaded += insert_offloads(forward.graph, backward.graph, outputs, limits, fake_op)
             place_offloads(forward.graph, limits.host, fake_op)
 
     def _forward(self, module: GraphModule) -> Any:
@@ -171,7 +173,7 @@ class FakeCompiler:
 
         def run(args: list[Any]) -> list[Any]:
             self._counter.add_temporary(peak)
-            with without_modes(), self._mode:
+            with no_dispatch_modes(), self._mode:
                 made = _make_results(graph, args)
             args.clear()
             on_host = host_activations(graph)
@@ -196,7 +198,7 @@ class FakeCompiler:
 
         def run(args: list[Any]) -> list[Any]:
             self._counter.add_temporary(peak)
-            with without_modes(), self._mode:
+            with no_dispatch_modes(), self._mode:
                 made = [None if v is None else torch.empty_strided(v.shape, v.stride(), dtype=v.dtype) for v in values]
             args.clear()
             self._counter.add(made[weights:])
@@ -261,8 +263,8 @@ def _make_results(graph: Graph, args: Sequence[Any]) -> list[Any]:
         assert storage is not None
         base = memory.get(storage)
         if base is None or base.dtype != value.dtype:
-            extent = int(value.storage_offset()) + reach(value.shape, value.stride()) if value.numel() else 0
-            count = max(storage.nbytes // value.dtype.itemsize, extent)
+            end = int(value.storage_offset()) + extent(value.shape, value.stride()) if value.numel() else 0
+            count = max(storage.nbytes // value.dtype.itemsize, end)
             base = memory[storage] = torch.empty(count, dtype=value.dtype)
         made.append(base.as_strided(value.shape, value.stride(), value.storage_offset()))
     return made

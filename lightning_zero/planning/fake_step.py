@@ -14,9 +14,9 @@ from torch.fx import traceback
 from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compat.graphs import RECOMPUTE, REGION
-from lightning_zero.compat.modules import CHECKPOINTED
-from lightning_zero.compat.patches import swapped
+from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
+from lightning_zero.compat.modules import CHECKPOINT_REGIONS
+from lightning_zero.compat.patches import swap_attribute
 from lightning_zero.compat.tensors import FakeTensorMode, tree_map
 from lightning_zero.compile.context import PassContext
 from lightning_zero.planning.fake_compiler import FakeCompiler, GraphTotals
@@ -181,7 +181,7 @@ def _fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype | None) -> Te
     return fake
 
 
-@CHECKPOINTED
+@CHECKPOINT_REGIONS
 @contextmanager
 def marked_regions() -> Iterator[None]:
     """Let ``torch.utils.checkpoint`` run its function once and tag its nodes, as Dynamo does."""
@@ -190,12 +190,12 @@ def marked_regions() -> Iterator[None]:
     @contextmanager
     def region() -> Iterator[None]:
         meta = traceback.current_meta
-        before = {key: meta[key] for key in (RECOMPUTE, REGION) if key in meta}
-        meta.update({RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE, REGION: next(numbers)})
+        before = {key: meta[key] for key in (RECOMPUTE, AC_GRAPH_ID) if key in meta}
+        meta.update({RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE, AC_GRAPH_ID: next(numbers)})
         try:
             yield
         finally:
-            for key in (RECOMPUTE, REGION):
+            for key in (RECOMPUTE, AC_GRAPH_ID):
                 meta.pop(key, None)
             meta.update(before)
 
@@ -217,8 +217,8 @@ def marked_regions() -> Iterator[None]:
                 return function(*args)
 
     with (
-        swapped(checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
-        swapped(checkpoint, "CheckpointFunction", Reentrant),
+        swap_attribute(checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
+        swap_attribute(checkpoint, "CheckpointFunction", Reentrant),
     ):
         yield
 

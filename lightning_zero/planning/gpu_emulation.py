@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_zero.compat.patches import swapped
+from lightning_zero.compat.patches import swap_attribute
 from lightning_zero.compat.tensors import tree_map_only
 
 __all__ = ["emulate_gpu_ops"]
@@ -47,7 +47,7 @@ def emulate_gpu_ops() -> Iterator[None]:
                     if (op := _op(name)) is not None:
                         library.impl(name, kernel(op), _KEY, allow_override=True)
         attention = _without_dropout(F.scaled_dot_product_attention)
-        with swapped(F, "scaled_dot_product_attention", attention):
+        with swap_attribute(F, "scaled_dot_product_attention", attention):
             yield
     finally:
         library._destroy()

@@ -27,7 +27,7 @@ from lightning_zero.compile.graph import (
     weight_nodes,
 )
 from lightning_zero.compile.passes import FIRST_GROUPS
-from lightning_zero.compile.passes.grouping import consecutive, most_bytes
+from lightning_zero.compile.passes.grouping import max_group_bytes, split_into_groups
 from lightning_zero.compile.passes.offload import OFFLOAD, RELOAD
 from lightning_zero.profiling.graph_tensors import Storage, nbytes, storages
 from lightning_zero.profiling.node_costs import fusion_groups
@@ -112,8 +112,8 @@ def weight_spans(graph: Graph, context: PassContext) -> list[Span]:
     forms = sorted((form for form, at in uses.items() if at), key=lambda form: min(uses[form]))
     small = [form for form in forms if _bytes(form) <= context.small_bytes]
     large = [form for form in forms if _bytes(form) > context.small_bytes]
-    limit = most_bytes(map(_bytes, large), context.group_bytes, GROUPS_PER_GRAPH)
-    groups = consecutive(large, limit, _bytes, first=FIRST_GROUPS)
+    limit = max_group_bytes(map(_bytes, large), context.group_bytes, GROUPS_PER_GRAPH)
+    groups = split_into_groups(large, limit, _bytes, first=FIRST_GROUPS)
     first_use = [min(uses[group[0]]) for group in groups]
     found = [Span(_bytes(form), 0, max(uses[form])) for form in small]
     for number, group in enumerate(groups):

@@ -113,10 +113,10 @@ def measure_costs(mesh: Mesh, copied: bool = False) -> CostModel:
     Returns:
         Equal numbers on every rank; :data:`NOMINAL_COSTS` on a CPU, and with one rank.
     """
-    holders = mesh.holders
-    if mesh.device.type == "cpu" or holders.size == 1:
+    shard_group = mesh.shard_group
+    if mesh.device.type == "cpu" or shard_group.size == 1:
         return NOMINAL_COSTS
-    gathers = _gathers(holders.gather_group, mesh.device, SIZES)
+    gathers = _gathers(shard_group.gather_group, mesh.device, SIZES)
     costs = _agreed(gathers, DeviceSpeed.of(mesh.device), mesh.control_group)
     torch.accelerator.empty_cache()  # the gathered buffers would stay in the allocator's cache
     return replace(costs, beside=COPIED_BESIDE_COMPUTE) if copied else costs

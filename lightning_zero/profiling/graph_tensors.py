@@ -19,7 +19,7 @@ from torch.fx.experimental import symbolic_shapes
 
 from lightning_zero.compat.fakes import fake_like
 from lightning_zero.compat.ops import OpOverload
-from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, tree_leaves, without_modes
+from lightning_zero.compat.tensors import FakeTensor, no_dispatch_modes, no_python_dispatcher, tree_leaves
 
 __all__ = [
     "FakeBuffer",
@@ -220,7 +220,7 @@ class FakeBuffer:
     def __init__(self, like: Tensor, numel: int) -> None:
         self._like, self.numel = like, numel
         if isinstance(like, FakeTensor):
-            with without_modes(), no_python_dispatcher():
+            with no_dispatch_modes(), no_python_dispatcher():
                 self._all = torch.empty(numel, dtype=like.dtype, device="meta")
         else:
             self._all = like.new_empty(numel)
@@ -233,5 +233,5 @@ class FakeBuffer:
         like = self._like
         if not isinstance(like, FakeTensor):
             return self._all.as_strided(shape, strides, begin)
-        with without_modes(), no_python_dispatcher():
+        with no_dispatch_modes(), no_python_dispatcher():
             return fake_like(like, self._all.as_strided(shape, strides, begin))

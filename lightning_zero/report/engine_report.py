@@ -36,7 +36,7 @@ def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] =
         found = {role.value.replace(" ", "_").replace("-", "_"): _bytes(memory.holds(role)) for role in Role}
         copies = {t.data_ptr() for what in (Role.COMPUTE_SHARD, Role.FULL_PRECISION_SHARD) for t in memory.holds(what)}
         # Gradients may alias copies, and resident weights may be host shards.
-        for name, role in (("gradient", Role.GRADIENT), ("resident_weight", Role.RESIDENT)):
+        for name, role in (("gradient", Role.GRADIENT), ("resident_weight", Role.UNSHARDED_CACHE)):
             found[name] = _bytes([tensor for tensor in memory.holds(role) if tensor.data_ptr() not in copies])
         on_host = memory.on_host.nbytes if memory.on_host is not None else 0
         found["master_shard"] -= on_host
@@ -49,7 +49,7 @@ def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] =
     found["reduce_buckets"] = engine.executor.counters().get("bucket_bytes", 0)
     found["activations_on_host"] = engine.executor.activations.nbytes
     found["captures"] = engine.replays.nbytes
-    found["peers"] = engine.peers.nbytes
+    found["peers"] = engine.transports.nbytes
     return found
 
 
@@ -58,7 +58,7 @@ def replay_blockers(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] 
     compiled = engine.config.compiled.enabled
     steps = [engine.optimizers.stepper(optimizer).eager_reason for optimizer in optimizers]
     return {
-        FORWARD_BACKWARD: engine.replays.why_not() if compiled else "nothing is compiled",
+        FORWARD_BACKWARD: engine.replays.disabled_reason() if compiled else "nothing is compiled",
         OPTIMIZER: "; ".join(sorted({reason for reason in steps if reason})),
     }
 
@@ -79,12 +79,14 @@ def _stage(engine: Engine) -> str:
 
 
 def _compiled(engine: Engine) -> str:
-    calls = engine.session.calls
-    if calls is None or not engine.config.compiled.enabled:
+    compiled = engine.session.compiled_modules
+    if compiled is None or not engine.config.compiled.enabled:
         return "nothing compiled: compile=False"
-    names = [repr(name) if name else "the whole module" for name in calls.modules if name not in calls.given_up]
+    names = [
+        repr(name) if name else "the whole module" for name in compiled.modules if name not in compiled.limit_reasons
+    ]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    reasons = calls.eager | calls.given_up
+    reasons = compiled.eager_reasons | compiled.limit_reasons
     eager = [f"{name or 'the whole module'!r} runs eagerly: {why}" for name, why in reasons.items()]
     return "; ".join([f"compiled: {', '.join(names[:MOST_NAMES]) or 'nothing yet'}{more}", *eager])
 
@@ -92,7 +94,7 @@ def _compiled(engine: Engine) -> str:
 def _transports(engine: Engine) -> list[str]:
     if engine.world_size == 1:
         return []
-    return [f"{what} travel by {how}" for what, how in engine.peers.describe().items()]
+    return [f"{what} travel by {how}" for what, how in engine.transports.describe().items()]
 
 
 def _replays(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:

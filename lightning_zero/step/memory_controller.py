@@ -15,17 +15,17 @@ import torch
 from lightning_zero.compile.steps import CompiledStepHooks
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.engine import OFFLOADABLE
-from lightning_zero.config.text import gib
+from lightning_zero.config.text import format_gib
 from lightning_zero.memory_planner.inputs import MASTERS, EngineMemoryFacts, GradientBytes, MemoryConfig, memory_config
 from lightning_zero.memory_planner.memory_plan import MemoryPlan
 from lightning_zero.mesh import Mesh
 from lightning_zero.offload.bandwidth import measure_host_bandwidth
-from lightning_zero.offload.masters import masters_away
+from lightning_zero.offload.masters import host_master_policy
 from lightning_zero.offload.memory import free_bytes
 from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
 from lightning_zero.optim.rules import rule_for
 from lightning_zero.sharding.grad_aliasing import forget_gradients
-from lightning_zero.sharding.host_policy import compute_dtype_of, leaves
+from lightning_zero.sharding.host_policy import can_be_on_host, compute_dtype_of
 from lightning_zero.sharding.record import Role, ShardedParameter
 from lightning_zero.sharding.unsupported import no_shard_dispatch
 from lightning_zero.step.optimizers import OptimizerSteps
@@ -56,7 +56,7 @@ class MemoryController:
         self._links_changed = compiled.remeasure_links
         self._optimizers = optimizers
         self._sharder = compiled.sharder
-        self._peers = compiled.peers
+        self._transports = compiled.transports
         self._mesh: Mesh = self._sharder.mesh
         self._link: float | None = None
         self._has_moved = False  # master weights, to the host
@@ -111,9 +111,9 @@ class MemoryController:
 
         Only the transport of weights was chosen before, and depends on their place.
         """
-        away = masters_away(config, self._mesh)
+        away = host_master_policy(config, self._mesh)
         assert away is not None
-        copied = self._peers.weight_memory is not None
+        copied = self._transports.weight_memory is not None
         self._sharder.memory.leave(away)
         self._has_moved = True
         if copied:
@@ -128,14 +128,14 @@ class MemoryController:
         if not self.gradients.single_micro_batch:
             self.gradients.stop_aliasing()  # an earlier training may have aliased them
         if config.memory is not None:  # so that the communicator's memory is measured
-            self._peers.connect(self._sharder.executor)
+            self._transports.connect(self._sharder.executor)
         update = self._planner.plan_before_training(config, self._facts(config, optimizers))
         if update is not None:
-            self._session.hold(update)
+            self._session.apply_update(update)
 
     def _facts(self, config: EngineConfig, optimizers: Sequence[torch.optim.Optimizer]) -> EngineMemoryFacts:
         rules = [rule_for(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
-        masters = [record for record in self._sharder.live if leaves(record, config.compute_dtype)]
+        masters = [record for record in self._sharder.live if can_be_on_host(record, config.compute_dtype)]
         may_move = bool(masters) and all(rules) and config.compile and self._can_move_masters(config)
         can_move_now = may_move and self._sharder.memory.may_leave
         possible = {"optimizer": all(rules), MASTERS: can_move_now, "activations": config.compile}
@@ -154,7 +154,7 @@ class MemoryController:
             full_weights=full if self._mesh.shard_group.size > 1 else 0,
             ring=config.offload_buffer_bytes,
             prefetches_state=len(optimizers) == 1 and self._optimizers.captures(optimizers[0]),
-            host_free=None if free is None else free / self._mesh.inside.size,
+            host_free=None if free is None else free / self._mesh.intra_host.size,
             offloadable=offloadable,
             before_sharding=(MASTERS,) if may_move and not can_move_now else (),
             on_host=WITH_MASTERS if self._sharder.memory.on_host is not None else (),
@@ -177,7 +177,7 @@ class MemoryController:
         full, buffers = self._full_weight_bytes(config), (config.tuning.gather_group_mb, config.tuning.reduce_bucket_mb)
         in_flight = sum(int(min(2 * size * MIB, full)) for size in buffers)
         taken = shards + self.gradients.bytes_taken(aliased, used) + self._compute_copy_bytes(live, used) + in_flight
-        return max(taken - self._peers.nbytes, 0)  # symmetric memory is allocated already
+        return max(taken - self._transports.nbytes, 0)  # symmetric memory is allocated already
 
     def _can_move_masters(self, config: EngineConfig) -> bool:
         tuning = config.tuning
@@ -241,7 +241,7 @@ class GradientPlacement:
     def aliasable_bytes(self, config: EngineConfig) -> int:
         """Return the bytes that aliasing would save; 0 if it is not certainly possible, or set by hand."""
         certain = self._sharder.mesh.host_count == 1 and self.single_micro_batch
-        if not (certain and config.may_lie_over_copies) or config.tuning.grad_aliasing is not None:
+        if not (certain and config.may_alias_gradients) or config.tuning.grad_aliasing is not None:
             return 0
         return sum(record.shard.nbytes for record in self._trained if _has_copy(record, config.compute_dtype))
 
@@ -265,7 +265,7 @@ class GradientPlacement:
         allocated = bool(memory.holds(Role.GRADIENT))
         memory.over_copies = aliased
         if allocated:
-            self._compiled.gradients_move()
+            self._compiled.on_gradients_moved()
             memory.gradients = None
             forget_gradients(self._sharder.executor, self._sharder.records)
             memory.allocate_gradients()
@@ -292,10 +292,10 @@ class GradientPlacement:
         update = self._session.planner.stop_grad_aliasing()
         if update is None:
             return
-        self._session.hold(update)
+        self._session.apply_update(update)
         self._session.progress.report(
             f"memory={config.memory!r}: several micro-batches share a step, so gradients have memory of their own "
-            f"again, {gib(saved)} GiB. Pass tuning=Tuning(grad_aliasing=False), so that this is planned for "
+            f"again, {format_gib(saved)} GiB. Pass tuning=Tuning(grad_aliasing=False), so that this is planned for "
             "from the beginning."
         )
 

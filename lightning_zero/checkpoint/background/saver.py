@@ -22,7 +22,7 @@ from lightning_zero.checkpoint.background.outcome import Outcome
 from lightning_zero.checkpoint.background.process import WriterProcess
 from lightning_zero.checkpoint.background.snapshot import Kept, Snapshot
 from lightning_zero.checkpoint.background.writer import Order, settings
-from lightning_zero.checkpoint.sharded.contents import flattened, planner_items
+from lightning_zero.checkpoint.sharded.contents import flattened, plan_items
 from lightning_zero.checkpoint.sharded.plans import Brief, Plans
 from lightning_zero.checkpoint.sharded.saving import begin_save, finish_save, paths_of
 from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles, packed
@@ -104,7 +104,7 @@ class AsyncSaver:
             flat.update(flattened(state))
             if self._prepared is not None:
                 self._prepared.join()
-            kept.extend(self._snapshot.take(planner_items(flat, self._mesh.rank)))
+            kept.extend(self._snapshot.take(plan_items(flat, self._mesh.rank)))
             rests.append(packed(rest) if self._mesh.rank == 0 else b"")
 
         save = begin_save(path, self._together, copy)

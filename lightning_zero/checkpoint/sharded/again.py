@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from lightning_zero.checkpoint.sharded.contents import flattened, planner_items
+from lightning_zero.checkpoint.sharded.contents import flattened, plan_items
 from lightning_zero.checkpoint.sharded.folder import LocalFolder, full_path, save_folder_at
 from lightning_zero.checkpoint.sharded.hashed import digest_of
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
@@ -45,7 +45,7 @@ def fingerprint(state: Mapping[str, Any], rank: int) -> tuple[Any, ...]:
     """Equal for states of which ``rank`` would write the same, as far as nobody has changed shards, which are only
     known by their place in memory."""
     found: list[Any] = []
-    for item in planner_items(flattened(state), rank):
+    for item in plan_items(flattened(state), rank):
         if isinstance(item, Blob):
             found.append((item.keys, digest_of(item.data)))
         elif item.guarded:

@@ -14,7 +14,7 @@ from lightning_zero.checkpoint.sharded.values import CheckpointShard
 from lightning_zero.checkpoint.sharded.writing import Blob, Piece, packed
 from lightning_zero.sharding.layout import is_strided
 
-__all__ = ["bytes_to_write", "flattened", "planner_items"]
+__all__ = ["bytes_to_write", "flattened", "plan_items"]
 
 PIECE_BYTES = 64 << 20  # so that another world size need not read much more than its part
 
@@ -101,7 +101,7 @@ def bytes_to_write(state: Mapping[str, Any], rank: int) -> int:
     return sum(sizes.values())
 
 
-def planner_items(state: Mapping[str, tuple[Keys, Any]], rank: int) -> Iterator[Piece | Blob]:
+def plan_items(state: Mapping[str, tuple[Keys, Any]], rank: int) -> Iterator[Piece | Blob]:
     """What ``rank`` writes of a flattened state, in its order. Tied values are written once."""
     keys: dict[int, list[str]] = {}
     for key, (_, value) in state.items():

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.checkpoint.lateness import shows
-from lightning_zero.checkpoint.sharded.contents import flattened, planner_items
+from lightning_zero.checkpoint.sharded.contents import flattened, plan_items
 from lightning_zero.checkpoint.sharded.folder import Folder, full_path, save_folder_at
 from lightning_zero.checkpoint.sharded.hashed import ChecksumWriter, FileChecksum
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
@@ -157,7 +157,7 @@ def discard(folder: Folder) -> None:
 
 def _planned(state: Mapping[str, Any], rank: int) -> tuple[dict[str, Any], list[Any]]:
     flat = flattened(state)
-    return flat, list(planner_items(flat, rank))
+    return flat, list(plan_items(flat, rank))
 
 
 def paths_of(flat: Mapping[str, tuple[Keys, Any]]) -> dict[str, Keys]:

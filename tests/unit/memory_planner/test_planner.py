@@ -58,7 +58,7 @@ class Alone(MemoryPlanner):
         gauge: Any = SimpleNamespace(
             reports_memory=reports, is_capturing=False, start=self._begin, read=self._read, empty=int, device=CPU
         )
-        sync = CompilerAccess(
+        access = CompilerAccess(
             compiled=lambda: self.compilations,
             gathered=lambda: self.bytes,
             forward_s=lambda: 0.0,
@@ -210,7 +210,7 @@ class Simulated(MemoryPlanner):
             empty=self._begin,
             device=torch.device("cpu"),
         )
-        sync = CompilerAccess(
+        access = CompilerAccess(
             compiled=lambda: self.compiled,
             gathered=lambda: 0,
             forward_s=lambda: 0.0,

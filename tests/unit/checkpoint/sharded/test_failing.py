@@ -103,10 +103,7 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], str]] = {
         "cannot pickle",
     ),
     "no memory": (lambda: failing(torch, "save", MemoryError("of the host")), "MemoryError: of the host"),
-    "a bug": (
-        lambda: failing(saving, "planner_items", KeyError("x"), lambda _, rank: rank == 1),
-        "rank 1: KeyError: 'x'",
-    ),
+    "a bug": (lambda: failing(saving, "plan_items", KeyError("x"), lambda _, rank: rank == 1), "rank 1: KeyError: 'x'"),
 }
 
 

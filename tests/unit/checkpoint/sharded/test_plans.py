@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from lightning_zero.checkpoint.sharded import saving
-from lightning_zero.checkpoint.sharded.contents import flattened, planner_items
+from lightning_zero.checkpoint.sharded.contents import flattened, plan_items
 from lightning_zero.checkpoint.sharded.metadata import build_metadata, read_metadata
 from lightning_zero.checkpoint.sharded.plan_text import decode_plan, encode_plan
 from lightning_zero.checkpoint.sharded.plans import Plans
@@ -39,7 +39,7 @@ class _Files:
 def _written(rank: int, only_weights: bool = False) -> tuple[RankFiles, dict[str, Any]]:
     state = sharded_state(rank, WORLD, 1.0)
     flat = flattened({"state_dict": state["state_dict"]} if only_weights else state)
-    return write_items(planner_items(flat, rank), rank, _Files().create, lambda count: None), paths_of(flat)
+    return write_items(plan_items(flat, rank), rank, _Files().create, lambda count: None), paths_of(flat)
 
 
 def _save(plans: list[Plans], save_id: str, only_weights: bool = False) -> tuple[bytes, bytes, list[bool]]:
