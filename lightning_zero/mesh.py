@@ -138,9 +138,7 @@ class Mesh:
         backend, me, mine = dist.get_backend(), dist.get_rank(), 0
         made: list[tuple[dist.ProcessGroup, ...]] = []
         for number, part in enumerate(parts):
-            made.append(
-                (*_new_group_pair(part, backend, timeout), dist.new_group(part, backend="gloo", timeout=timeout))
-            )
+            made.append((*_new_group_pair(part, backend, timeout), dist.new_group(part, backend="gloo", timeout=timeout)))
             mine = number if me in part else mine
         gather_group, reduce_group, control_group = made[mine]
         everyone = control_group if len(parts) == 1 else dist.new_group(backend="gloo", timeout=timeout)
@@ -196,26 +194,18 @@ class Mesh:
         """Which shard of each parameter lies on this rank. With several hosts, those at one place of all hosts hold
         neighbouring shards: together what a host gathers, or reduces, as one piece. Where each host holds the whole
         model, they hold the same one."""
-        return self.intra_host.rank * self.shard_host_count + (
-            0 if self.inter_host_shard_group is None else self.inter_host_shard_group.rank
-        )
+        return self.intra_host.rank * self.shard_host_count + (0 if self.inter_host_shard_group is None else self.inter_host_shard_group.rank)
 
     @property
     def replica(self) -> tuple[int, int]:
         """Which one of how many that hold this rank's shards it is: they share the work of writing them."""
-        return (
-            (self.inter_host.rank, self.inter_host.size) if self.replicated and self.inter_host is not None else (0, 1)
-        )
+        return (self.inter_host.rank, self.inter_host.size) if self.replicated and self.inter_host is not None else (0, 1)
 
     def all_gather_shard(self, shard: Tensor) -> Tensor:
         """Each rank's, 1-D and of one size and dtype, one behind the other in the order of their numbers, on the mesh's
         device. Collective."""
         shard = shard.to(self.device)
-        for side in (
-            (self.intra_host,)
-            if self.inter_host_shard_group is None
-            else (self.inter_host_shard_group, self.intra_host)
-        ):
+        for side in (self.intra_host,) if self.inter_host_shard_group is None else (self.inter_host_shard_group, self.intra_host):
             parts = shard.new_empty(shard.numel() * side.size)
             all_gather_into()(parts, shard, group=side.gather_group)
             shard = parts

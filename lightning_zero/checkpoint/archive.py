@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from lightning_zero.checkpoint.behind import ThreadedWriter, lasting
-from lightning_zero.checkpoint.claim import PATIENCE_S, claim, concurrent_save_error, release, unclaimed
+from lightning_zero.checkpoint.claim import PATIENCE_S, concurrent_save_error, claim, release, unclaimed
 from lightning_zero.checkpoint.damaged import wrap_read_errors
 from lightning_zero.checkpoint.places import (
     INCOMPLETE,
     beside,
+    restore_replaced,
     make_folders,
+    replace_atomically,
     remove,
     remove_leftover,
-    replace_atomically,
-    restore_replaced,
 )
 from lightning_zero.checkpoint.replaceable import check_replaceable_folder
 from lightning_zero.errors import CheckpointError
@@ -97,9 +97,7 @@ def verify_archive(path: Path, part: int = 0, parts: int = 1, read: Callable[[in
         verify_open_archive(file, str(path), part, parts, read)
 
 
-def verify_open_archive(
-    file: Any, name: str, part: int, parts: int, read: Callable[[int], None], block: int = BLOCK
-) -> None:
+def verify_open_archive(file: Any, name: str, part: int, parts: int, read: Callable[[int], None], block: int = BLOCK) -> None:
     """The same of a file that is open for reading, wherever it is, by reads of so many bytes at most."""
     if not file.seek(0, 2):
         raise CheckpointError(f"{name} is empty. Use another checkpoint.")

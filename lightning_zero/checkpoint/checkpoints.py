@@ -17,10 +17,10 @@ from lightning_zero.checkpoint.full import Room, model_state, optimizer_state, s
 from lightning_zero.checkpoint.halfway import Halfway
 from lightning_zero.checkpoint.lateness import shows
 from lightning_zero.checkpoint.opening import open_checkpoint
-from lightning_zero.checkpoint.sharded.again import SavedState, fingerprint, relink_save, relink_target
+from lightning_zero.checkpoint.sharded.again import SavedState, fingerprint, relink_target, relink_save
 from lightning_zero.checkpoint.sharded.contents import bytes_to_write
-from lightning_zero.checkpoint.sharded.opened import CheckpointReader, checkpoint_kind, refreshed_kind
-from lightning_zero.checkpoint.sharded.optimizers import has_parameter_names, state_by_name, state_by_number
+from lightning_zero.checkpoint.sharded.opened import CheckpointReader, refreshed_kind, checkpoint_kind
+from lightning_zero.checkpoint.sharded.optimizers import state_by_name, state_by_number, has_parameter_names
 from lightning_zero.checkpoint.sharded.plans import Plans
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import CheckpointShard
@@ -117,9 +117,7 @@ class Checkpoints:
 
     # -- what was saved
 
-    def local_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], room: Room
-    ) -> dict[str, Any]:
+    def local_optimizer_state(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], room: Room) -> dict[str, Any]:
         """This rank's part of a state dict of either form, as the optimizer of shards takes it, in memory that ``room``
         gives. Not collective.
 
@@ -232,9 +230,7 @@ class Checkpoints:
         seen = self.together.each(what, lambda: checkpoint_kind(path))
         if len(set(seen)) > 1:
             first = seen[0]
-            seen = self.together.each(
-                what, lambda: first if shows(lambda: refreshed_kind(path) == first) else checkpoint_kind(path)
-            )
+            seen = self.together.each(what, lambda: first if shows(lambda: refreshed_kind(path) == first) else checkpoint_kind(path))
         if len(set(seen)) > 1:
             other = next(rank for rank, kind in enumerate(seen) if kind != seen[0])
             raise CheckpointError(

@@ -17,7 +17,7 @@ from lightning_zero.sharding.host_memory import copy_to_host
 from lightning_zero.sharding.mapped import mapped
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.state import StateDictHooks, full_on_cpu, ignore_bytes
+from lightning_zero.sharding.state import StateDictHooks, ignore_bytes, full_on_cpu
 from lightning_zero.sharding.unsupported import without_shard_dispatch
 
 __all__ = ["Room", "model_state", "optimizer_state", "shard_optimizer_state"]
@@ -25,9 +25,7 @@ __all__ = ["Room", "model_state", "optimizer_state", "shard_optimizer_state"]
 Room = Callable[[int, torch.dtype], Tensor]  # new memory for so many elements, 1-D
 
 
-def model_state(
-    module: nn.Module, hooks: StateDictHooks, gathered: Callable[[int], object] = ignore_bytes
-) -> dict[str, Any]:
+def model_state(module: nn.Module, hooks: StateDictHooks, gathered: Callable[[int], object] = ignore_bytes) -> dict[str, Any]:
     """The module's state dict with whole values on the CPU of rank 0; empty on other ranks. Collective.
 
     gathered: is told of bytes

@@ -26,7 +26,7 @@ import torch
 from lightning_zero.cli.command import Command
 from lightning_zero.cli.hosts import Job, compare_hosts, network, summarize
 from lightning_zero.cli.self_test import self_test
-from lightning_zero.cli.show import print_progress, show_section
+from lightning_zero.cli.show import show_section, print_progress
 from lightning_zero.compat.lookup import missing
 from lightning_zero.compat.patches import PATCHES, required_but_absent
 from lightning_zero.compat.versions import tested

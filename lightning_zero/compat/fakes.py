@@ -15,8 +15,8 @@ from lightning_zero.compat.patches import Patch, swap_attribute
 from lightning_zero.compat.tensors import (
     DisableTorchFunctionSubclass,
     FakeTensor,
-    no_dispatch_modes,
     no_python_dispatcher,
+    no_dispatch_modes,
 )
 
 fake_tensor = module("torch._subclasses.fake_tensor")

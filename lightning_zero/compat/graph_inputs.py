@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from lightning_zero.compat.compiler import TensorVariable, dynamo_config
 from lightning_zero.compat.dynamo import SubclassVariable
-from lightning_zero.compat.graphs import EXAMPLE_VALUE, GRAPH_ARG, NN_MODULE_STACK, STACK_TRACE
+from lightning_zero.compat.graphs import EXAMPLE_VALUE, NN_MODULE_STACK, GRAPH_ARG, STACK_TRACE
 from lightning_zero.compat.lookup import module
 
 pgo = module("torch._dynamo.pgo")

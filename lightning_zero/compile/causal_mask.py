@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from lightning_zero.compat.graphs import EXAMPLE_VALUE
 from lightning_zero.compile.draws import ForbidRandomOps
-from lightning_zero.compile.frontend import checkpoint_body, mutated_inputs, node_storage, walk_nodes
+from lightning_zero.compile.frontend import checkpoint_body, node_storage, walk_nodes, mutated_inputs
 
 __all__ = ["drop_causal_masks"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_zero.compat.autograd import top_saved_tensors_hooks
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.mutation_check import VersionedTensor
-from lightning_zero.offload.saved import SavedTensor, SavedTensorOffload
+from lightning_zero.offload.saved import SavedTensorOffload, SavedTensor
 from lightning_zero.sharding.full import gather_full
 from lightning_zero.sharding.record import ShardedParameter
 from lightning_zero.sharding.shard import Sharder

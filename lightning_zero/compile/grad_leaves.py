@@ -23,9 +23,9 @@ from lightning_zero.compat.compiler import (
     TENSOR_GETATTR,
     UNUSED_GRADIENTS,
     OutputGraph,
-    RestartAnalysis,
     SetattrVariable,
     TensorVariable,
+    RestartAnalysis,
 )
 from lightning_zero.compat.graphs import EXAMPLE_VALUE
 from lightning_zero.compat.patches import swap_attribute

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import CUSTOM, TANGENTS
 from lightning_zero.compat.ops import OpOverload, to_copy, unsafe_view
-from lightning_zero.native.ops import OPS, Op, Role, find_op, graph_overloads
+from lightning_zero.native.ops import OPS, Op, Role, graph_overloads, find_op
 
 __all__ = [
     "GATHER",

@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
+from lightning_zero.compat.graphs import RECOMPUTE, AC_GRAPH_ID
 from lightning_zero.compile.graph import REDUCE, calls, cast_dtype, is_view_or_cast, output_node
 from lightning_zero.compile.passes.saved_weights import backward_nodes
 

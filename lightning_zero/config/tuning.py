@@ -11,10 +11,10 @@ from lightning_zero.config.option import (
     check_count,
     check_mib,
     check_options,
-    check_positive,
     option,
     option_fields,
     options,
+    check_positive,
 )
 from lightning_zero.config.text import document_options
 

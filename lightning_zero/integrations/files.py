@@ -36,16 +36,7 @@ from lightning_zero.compat.lightning_private import WrappingCheckpointIO
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.mapped import copy_small_values
 
-__all__ = [
-    "BackgroundFileIO",
-    "FileIO",
-    "check_storage_options",
-    "load_file",
-    "named",
-    "naming",
-    "report_progress_of",
-    "report_user_io",
-]
+__all__ = ["BackgroundFileIO", "FileIO", "check_storage_options", "load_file", "named", "naming", "report_progress_of", "report_user_io"]
 
 COPIES = ("state_dict", "optimizer_states")
 CUT = (*COPIES, "current_model_state")  # of a Trainer's: ranks take parts; the last is of Lightning's averages

@@ -19,15 +19,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine
 from lightning_zero.sharding.module_patching import is_sharded
 
-__all__ = [
-    "CHOICES",
-    "FlatGradScaler",
-    "check_complex",
-    "with_precision",
-    "to_flat_scaler",
-    "convert_unsharded",
-    "true_dtype",
-]
+__all__ = ["CHOICES", "FlatGradScaler", "check_complex", "with_precision", "to_flat_scaler", "convert_unsharded", "true_dtype"]
 
 CHOICES = "Choose '32-true', 'bf16-mixed', 'bf16-true', '16-mixed', '16-true' or '64-true'."
 _TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}

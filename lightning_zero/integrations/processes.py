@@ -110,12 +110,7 @@ class ProcessGroupMixin:
             first = self.node_rank * self.num_processes
             neighbours = range(first, first + self.num_processes)
             self._startup = StartupWatch(
-                cluster.main_address,
-                cluster.main_port,
-                self.global_rank,
-                self.world_size,
-                neighbours,
-                self._stall_report_s,
+                cluster.main_address, cluster.main_port, self.global_rank, self.world_size, neighbours, self._stall_report_s
             )
         self.accelerator.setup_device(self.root_device)
         backend = self._process_group_backend or torch.distributed.get_default_backend_for_device(self.root_device)

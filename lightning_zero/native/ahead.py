@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_zero.native.build import build, is_built
-from lightning_zero.native.commands import BuildCancelled, CommandRunner
+from lightning_zero.native.commands import CommandRunner, BuildCancelled
 
 __all__ = ["BackgroundBuild"]
 

@@ -204,18 +204,7 @@ def _compile(compiler: list[str], version: str, library: Path, report: Report, c
         lean = [LEAN_HEADERS, f"-I{sources / 'lean'}"]
         flags = [*FLAGS, *(GCC_HEAP_FLAGS if "Free Software Foundation" in version else ())]
         each = [
-            [
-                *compiler,
-                *flags,
-                *_optimization_flags(sources),
-                _abi(),
-                *lean,
-                *includes,
-                "-c",
-                str(unit),
-                "-o",
-                str(target),
-            ]
+            [*compiler, *flags, *_optimization_flags(sources), _abi(), *lean, *includes, "-c", str(unit), "-o", str(target)]
             for (unit, sources), target in zip(units.items(), objects, strict=True)
         ]
         commands.all(each, partial(_compile_unit, commands, lean))

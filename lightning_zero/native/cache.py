@@ -23,15 +23,7 @@ from typing import Any, TextIO
 
 from lightning_zero.errors import NativeBuildError
 
-__all__ = [
-    "check_owner",
-    "check_parents",
-    "default_cache",
-    "lock_entry",
-    "make_private_folder",
-    "resolve_cache",
-    "unwritable_error",
-]
+__all__ = ["check_owner", "check_parents", "default_cache", "lock_entry", "make_private_folder", "resolve_cache", "unwritable_error"]
 
 log = logging.getLogger(__name__)
 
@@ -224,9 +216,7 @@ def unwritable_error(folder: Path, error: OSError) -> NativeBuildError:
     return NativeBuildError(f"Cannot write the build cache {folder} ({error}). {INSTEAD}")
 
 
-def _acquire(
-    lock: TextIO, path: Path, deadline_s: float, report: Callable[..., Any], check: Callable[[], None]
-) -> None:
+def _acquire(lock: TextIO, path: Path, deadline_s: float, report: Callable[..., Any], check: Callable[[], None]) -> None:
     start = time.monotonic()
     told = False
     while True:

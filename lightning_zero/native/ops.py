@@ -16,23 +16,10 @@ from torch import Tensor
 
 from lightning_zero.compat.ops import OpOverload
 
-__all__ = [
-    "NAMESPACE",
-    "FAKE_NAMESPACE",
-    "OPS",
-    "Op",
-    "Role",
-    "register_op",
-    "graph_overloads",
-    "no_result",
-    "find_op",
-    "reduce_op",
-]
+__all__ = ["NAMESPACE", "FAKE_NAMESPACE", "OPS", "Op", "Role", "register_op", "graph_overloads", "no_result", "find_op", "reduce_op"]
 
 NAMESPACE = "lightning_zero"
-FAKE_NAMESPACE = (
-    "lightning_zero_on_paper"  # of what stands for an op where no graph is ever run, and nothing need be built
-)
+FAKE_NAMESPACE = "lightning_zero_on_paper"  # of what stands for an op where no graph is ever run, and nothing need be built
 
 
 class Role(Enum):

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from lightning_zero.native.host_process import has_ended, kill_compilers, own_process
+from lightning_zero.native.host_process import kill_compilers, has_ended, own_process
 
 __all__ = ["StartupWatch"]
 

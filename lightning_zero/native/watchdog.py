@@ -105,9 +105,7 @@ class Watchdog:
         finally:
             self.native.end_wait(wait)
 
-    def collective(
-        self, what: str, sequence: SequenceId, start: Callable[[bool], dist.Work | None], waits: bool
-    ) -> None:
+    def collective(self, what: str, sequence: SequenceId, start: Callable[[bool], dist.Work | None], waits: bool) -> None:
         """Starts a collective and waits for it. ``start`` is given whether to start it asynchronously.
 
         waits: whether the host waits, and not only the device

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.offload.amount import OffloadQuota
-from lightning_zero.offload.blocks import HostBlocks, ReservedBlocks
-from lightning_zero.offload.copy_streams import CopyStreams, Event, copy_streams_of
+from lightning_zero.offload.blocks import ReservedBlocks, HostBlocks
+from lightning_zero.offload.copy_streams import Event, CopyStreams, copy_streams_of
 from lightning_zero.sharding.tensor_extent import extent
 
 __all__ = ["HostActivations"]
@@ -47,9 +47,7 @@ class HostActivations:
         amount: counts what leaves.
     """
 
-    def __init__(
-        self, device: torch.device, blocks: HostBlocks | None = None, lanes: CopyStreams | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, blocks: HostBlocks | None = None, lanes: CopyStreams | None = None) -> None:
         self._device = device
         self._lanes = lanes
         self.amount = OffloadQuota()

@@ -16,9 +16,7 @@ __all__ = ["FRACTION_WITH_COMPUTE", "measure_host_bandwidth"]
 
 NBYTES = 64 << 20  # of a copy
 REPETITIONS = 4
-FRACTION_WITH_COMPUTE = (
-    0.9  # the share that is expected there; copies take no part of the device but its memory's bandwidth
-)
+FRACTION_WITH_COMPUTE = 0.9  # the share that is expected there; copies take no part of the device but its memory's bandwidth
 
 
 def measure_host_bandwidth(mesh: Mesh) -> float | None:

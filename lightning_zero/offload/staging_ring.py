@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.copy_streams import Copy, CopyStreams, Event, copy_streams_of
+from lightning_zero.offload.copy_streams import Copy, Event, CopyStreams, copy_streams_of
 
 __all__ = ["StagedChunk", "StagedChunks", "RingPass", "StagingRing"]
 

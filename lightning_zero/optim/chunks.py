@@ -11,21 +11,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagedChunks, StagingRing
+from lightning_zero.offload.staging_ring import StagedChunk, StagedChunks, RingPass, StagingRing
 from lightning_zero.optim.flat_runs import FlatRun
 from lightning_zero.optim.rounding import ElementPositions
 
-__all__ = [
-    "MASTER_SHARD",
-    "MAX_CHUNK_NUMEL",
-    "InPlacePass",
-    "LoadedChunk",
-    "ChunkedState",
-    "StateOnHost",
-    "Chunk",
-    "chunk_itemsizes",
-    "split_into_chunks",
-]
+__all__ = ["MASTER_SHARD", "MAX_CHUNK_NUMEL", "InPlacePass", "LoadedChunk", "ChunkedState", "StateOnHost", "Chunk", "chunk_itemsizes", "split_into_chunks"]
 
 MAX_CHUNK_NUMEL = 1 << 22  # elements whose narrow state is float32 for a moment at once
 MASTER_SHARD = "master shard"  # among the names of a state, which are words of code

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.memory import HostMemory
-from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE
+from lightning_zero.optim.bf16_state import STATE_DTYPE, ROUNDING_COUNT
 from lightning_zero.optim.support import INSTEAD, large_tensors
 from lightning_zero.sharding.record import Role, ShardedParameter
 

@@ -19,8 +19,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from lightning_zero.compat.compiler import inductor_compile
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.offload.staging_ring import StagingRing
-from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE
-from lightning_zero.optim.chunks import MAX_CHUNK_NUMEL, ChunkedState, LoadedChunk
+from lightning_zero.optim.bf16_state import STATE_DTYPE, ROUNDING_COUNT
+from lightning_zero.optim.chunks import MAX_CHUNK_NUMEL, LoadedChunk, ChunkedState
 from lightning_zero.optim.clip import clip_factor
 from lightning_zero.optim.flat_runs import FlatRun
 from lightning_zero.optim.graphed import GraphedSequence
@@ -213,10 +213,7 @@ class StepKernel:
             if positions is not None:
                 owners, shifts, begin = rest[len(names) + len(keys) :][: len(where)]
                 noise = rounding_noise(owners, shifts, begin, scalar["keys"])
-                new = {
-                    k: stochastic_round(v, noise, names.index(k)) if old[k].dtype is STATE_DTYPE else v
-                    for k, v in new.items()
-                }
+                new = {k: stochastic_round(v, noise, names.index(k)) if old[k].dtype is STATE_DTYPE else v for k, v in new.items()}
             for k, v in new.items():
                 old[k].copy_(v)
             return {}

@@ -55,9 +55,7 @@ def place_loaded_state(optimizer: torch.optim.Optimizer, make_placer: MakePlacer
 
 def _wrap_tensors(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     state = {
-        number: {
-            k: _WrappedTensor(v) if isinstance(v, Tensor) and _needs_placement(k, v) else v for k, v in entries.items()
-        }
+        number: {k: _WrappedTensor(v) if isinstance(v, Tensor) and _needs_placement(k, v) else v for k, v in entries.items()}
         for number, entries in packed["state"].items()
     }
     return packed | {"state": state}

@@ -20,7 +20,7 @@ from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.chunked_io import read_in_chunks
 from lightning_zero.sharding.layout import ShardLayout, is_strided
 from lightning_zero.sharding.madvise import advise
-from lightning_zero.sharding.tensor_extent import extent, should_read_gaps
+from lightning_zero.sharding.tensor_extent import should_read_gaps, extent
 
 __all__ = ["Mapped", "copy_mapped", "mapped", "copy_small_values"]
 

@@ -45,12 +45,12 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.sharding.flat_buffer import FlatBuffer
 from lightning_zero.sharding.grad_aliasing import alias_compute_shards
-from lightning_zero.sharding.host_policy import HostMasterPolicy, HostMasters, compute_dtype_of, stays_full_precision
+from lightning_zero.sharding.host_policy import HostMasterPolicy, HostMasters, stays_full_precision, compute_dtype_of
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.module_patching import UNSHARDED_CACHE
 from lightning_zero.sharding.record import Records, Role, ShardedParameter
 from lightning_zero.sharding.shard_sync import ShardSync
-from lightning_zero.sharding.symm_mem import PeerTransports, SymmetricMemory
+from lightning_zero.sharding.symm_mem import SymmetricMemory, PeerTransports
 from lightning_zero.sharding.unsupported import no_shard_dispatch
 
 __all__ = ["ShardMemory"]
@@ -75,12 +75,7 @@ class ShardMemory:
     """
 
     def __init__(
-        self,
-        executor: Executor,
-        mesh: Mesh,
-        records: Records,
-        peers: PeerTransports | None = None,
-        away: HostMasterPolicy | None = None,
+        self, executor: Executor, mesh: Mesh, records: Records, peers: PeerTransports | None = None, away: HostMasterPolicy | None = None
     ) -> None:
         self.executor = executor
         self._sync = ShardSync(executor)

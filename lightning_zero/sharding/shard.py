@@ -121,9 +121,7 @@ class Sharder:
             # Values of this rank's own serve nobody, and would take as long to the device as rank 0's do.
             full = torch.empty(layout.memory_shape, dtype=param.dtype, device=self.mesh.device)
         else:
-            full = (
-                layout.permute_to_memory(param.detach().to(self.mesh.device)).resolve_conj().resolve_neg().contiguous()
-            )
+            full = layout.permute_to_memory(param.detach().to(self.mesh.device)).resolve_conj().resolve_neg().contiguous()
         if self.mesh.world_size > 1 and layout.numel:
             dist.broadcast(as_real(full), group=self.mesh.gather_group, group_src=0)
         shard = layout.part(layout.permute_from_memory(full), self.mesh.shard_index)

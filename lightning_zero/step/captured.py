@@ -12,7 +12,7 @@ from lightning_zero.optim.kernel import StepKernel
 from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
-from lightning_zero.step.substitute import FlatParams, OwnParams
+from lightning_zero.step.substitute import OwnParams, FlatParams
 
 __all__ = ["CapturedRunner", "reason_not_captured"]
 

@@ -14,23 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.offload.staging_ring import RingPass, StagedChunk
+from lightning_zero.offload.staging_ring import StagedChunk, RingPass
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT
-from lightning_zero.optim.chunks import (
-    MASTER_SHARD,
-    MAX_CHUNK_NUMEL,
-    Chunk,
-    InPlacePass,
-    StateOnHost,
-    chunk_itemsizes,
-    split_into_chunks,
-)
+from lightning_zero.optim.chunks import MASTER_SHARD, MAX_CHUNK_NUMEL, InPlacePass, StateOnHost, Chunk, chunk_itemsizes, split_into_chunks
 from lightning_zero.optim.flat_runs import FlatRun
 from lightning_zero.optim.rounding import ElementPositions, noise_keys, rounding_noise, stochastic_round
 from lightning_zero.optim.rules import rule_for
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
-from lightning_zero.step.substitute import FlatParams, OwnParams
+from lightning_zero.step.substitute import OwnParams, FlatParams
 
 __all__ = ["ChunkedRunner"]
 

@@ -159,9 +159,7 @@ class StepCycle:
         Raises:
             RuntimeError: inside another, or while an optimizer steps.
         """
-        self._check_transition(
-            State.FORWARD, "train_step()", in_train_step="Leave the training step first, then begin the next one"
-        )
+        self._check_transition(State.FORWARD, "train_step()", in_train_step="Leave the training step first, then begin the next one")
         self._enter(State.FORWARD, Phase.FORWARD)
         self._in_train_step = self._expects_backward = True
         try:
@@ -333,11 +331,7 @@ class StepCycle:
     def _check_transition(self, wanted: State, what: str, in_train_step: str = "") -> None:
         if self._step is not None and self._step.in_progress:
             way_out = "Let the optimizer make its step first, or end it (end_step())"
-        elif (
-            self._in_train_step
-            and in_train_step
-            and (wanted is State.FORWARD or self.state in (State.FORWARD, State.BACKWARD))
-        ):
+        elif self._in_train_step and in_train_step and (wanted is State.FORWARD or self.state in (State.FORWARD, State.BACKWARD)):
             way_out = in_train_step
         else:
             return

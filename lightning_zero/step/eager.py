@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_zero.optim.flat_runs import State
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
-from lightning_zero.step.substitute import FlatParams, OwnParams
+from lightning_zero.step.substitute import OwnParams, FlatParams
 
 __all__ = ["EagerRunner"]
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from lightning_zero.step.layout import StepLayout
-from lightning_zero.step.substitute import FlatParams, OwnParams
+from lightning_zero.step.substitute import OwnParams, FlatParams
 
 __all__ = ["StepRunner"]
 

@@ -117,9 +117,7 @@ class ElementwiseCheck(TorchFunctionMode):
                 return self._shape(func, args, kwargs)
             if name in _DIMENSIONS or name in _SIZES:
                 return self._measured(name, func, args, kwargs)
-            if name == "__getitem__" and any(
-                map(_selects_elements, args[1] if isinstance(args[1], tuple) else args[1:])
-            ):
+            if name == "__getitem__" and any(map(_selects_elements, args[1] if isinstance(args[1], tuple) else args[1:])):
                 self._raise_unsupported("takes a row, or a part of one, of a parameter, a gradient or state")
         together = name.rpartition("foreach_")[2] in _CROSS_ELEMENT_OPS or name.startswith("linalg_")  # of lists, too
         if together and not is_of_two(name, args, kwargs) and any(map(self._is_shard, tree_leaves((args, kwargs)))):

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagingRing
+from lightning_zero.offload.staging_ring import StagedChunk, RingPass, StagingRing
 from tests.helpers.lion import Lion
 from tests.helpers.models import build
 from tests.helpers.optimizer_steps import (

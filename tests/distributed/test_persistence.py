@@ -70,10 +70,7 @@ def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
             for view in engine.sharder.memory.holds(Role.UNSHARDED_CACHE)
         }
         names = [
-            r.name
-            for r in engine.sharder.live
-            for owner, key in r.owners
-            if key in owner.__dict__.get(UNSHARDED_CACHE, {})
+            r.name for r in engine.sharder.live for owner, key in r.owners if key in owner.__dict__.get(UNSHARDED_CACHE, {})
         ]
         return names, sum(resident.values()), engine.executor.counters().get("resident_gathers", 0), out
 

@@ -150,9 +150,7 @@ def in_mixed_precision(backend: str, stages: Sequence[int]) -> list[tuple[Refere
             batches = make_batches(TiedLayer, STEPS, SAMPLES)
             out = train_sharded(engine, model, batches, sgd(model), context=autocast, before_batch=reset)
             kept = [r for r in engine.sharder.live if Role.UNSHARDED_CACHE in r.memory]
-            sizes = [
-                engine.world_size * r.layout.shard_numel * r.memory[Role.UNSHARDED_CACHE].element_size() for r in kept
-            ]
+            sizes = [engine.world_size * r.layout.shard_numel * r.memory[Role.UNSHARDED_CACHE].element_size() for r in kept]
             dtypes = {r.memory[Role.UNSHARDED_CACHE].dtype for r in kept}
             assert dtypes == ({torch.bfloat16, torch.float32} if stage == 2 else set())
             found.append((out, engine.executor.counters()["gather_bytes"], sum(sizes)))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_zero.checkpoint.ranges import BLOCK, Placed, RangeReader, bytes_of_memory
+from lightning_zero.checkpoint.ranges import BLOCK, RangeReader, Placed, bytes_of_memory
 
 pytestmark = pytest.mark.gpu(1)
 

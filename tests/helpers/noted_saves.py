@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine import engine_of
-from lightning_zero.integrations.folders import read_folder, to_trainer_keys
+from lightning_zero.integrations.folders import to_trainer_keys, read_folder
 
 __all__ = ["NotedSaves"]
 

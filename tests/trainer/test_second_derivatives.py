@@ -149,9 +149,7 @@ def _train(kind: str, make: Any) -> dict[str, Any]:
         monkeypatch.setattr("lightning_zero.integrations.trainer.strategy.rank_zero_info", said.append)
         with fitted(kind, make, STEPS) as (module, trainer):
             values = {"losses": global_losses(kind, module), "state": whole_state(module)}
-            compiled_modules = (
-                None if kind in ("ddp", "single") else trainer.strategy._require_engine().session.compiled_modules
-            )
+            compiled_modules = None if kind in ("ddp", "single") else trainer.strategy._require_engine().session.compiled_modules
             compiled = sorted(compiled_modules.modules) if compiled_modules else []
     return {"values": values, "compiled": compiled, "said": [line for line in said if line.startswith("Not compiling")]}
 

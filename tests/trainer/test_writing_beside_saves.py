@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 
 import lightning_zero
 from lightning_zero.integrations.files import BackgroundFileIO
-from lightning_zero.integrations.folders import read_folder, to_trainer_keys
+from lightning_zero.integrations.folders import to_trainer_keys, read_folder
 from tests.helpers.late_copies import Late, late_copies
 from tests.helpers.noted_saves import NotedSaves
 from tests.helpers.trainer import INPUTS, Regression, close, make_loader, make_trainer

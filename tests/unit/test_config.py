@@ -55,18 +55,10 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (Options, {"tuning": None}, r"tuning=None must be a lightning_zero\.Tuning, or a dict"),
     (Options, {"tuning": {"unsharded_cache_mb": -1}}, r"unsharded_cache_mb=-1 must be"),
     (Options, {"stage": 0}, r"stage=0 must be 1, 2 or 3"),
-    (
-        Options,
-        {"stage": 2, "tuning": {"unsharded_cache_mb": 3}},
-        r"stage=2 and unsharded_cache_mb=3 contradict each other",
-    ),
+    (Options, {"stage": 2, "tuning": {"unsharded_cache_mb": 3}}, r"stage=2 and unsharded_cache_mb=3 contradict each other"),
     (Options, {"stage": 1, "reshard_after_forward": "auto"}, r"stage=1 and reshard_after_forward='auto' contradict"),
     (Options, {"stage": 2, "tuning": {"prefetch": False}}, r"stage=2 needs the passes.*Leave prefetch on"),
-    (
-        Options,
-        {"tuning": Tuning(unsharded_cache_until="step")},
-        r"unsharded_cache_until='step' keeps.*reshard_after_forward=False",
-    ),
+    (Options, {"tuning": Tuning(unsharded_cache_until="step")}, r"unsharded_cache_until='step' keeps.*reshard_after_forward=False"),
     (
         Options,
         {"tuning": Tuning(unsharded_cache_until="step", prefetch=False), "reshard_after_forward": False},
@@ -93,11 +85,7 @@ def test_a_wrong_value_is_refused_by_name_with_the_remedy(make: Any, given: dict
 @pytest.mark.parametrize(
     ("make", "name", "words"),
     [
-        (
-            ZeroStrategy,
-            "persist_mb",
-            r"ZeroStrategy has no option 'persist_mb'\. Did .*tuning=Tuning\(unsharded_cache_mb",
-        ),
+        (ZeroStrategy, "persist_mb", r"ZeroStrategy has no option 'persist_mb'\. Did .*tuning=Tuning\(unsharded_cache_mb"),
         (ZeroStrategy, "capture_graphs", r"Did you mean cuda_graphs"),
         (ZeroStrategy, "gather_by", r"tuning=Tuning\(gather_transport=\.\.\.\)"),
         (ZeroStrategy, "gather_group_mb", r"Did you mean tuning=Tuning\(gather_group_mb=\.\.\.\)"),

@@ -179,9 +179,7 @@ def parts_on_hosts() -> None:
     mesh = Mesh.over([[0, 3], [1, 2]], CPU, ranks_per_host=1)
     assert mesh.inter_host is not None
     assert (mesh.world_size, mesh.intra_host.size, mesh.inter_host.ranks) == (2, 1, (0, 1))
-    assert dist.get_process_group_ranks(mesh.inter_host.gather_group) == (
-        [0, 3] if dist.get_rank() in (0, 3) else [1, 2]
-    )
+    assert dist.get_process_group_ranks(mesh.inter_host.gather_group) == ([0, 3] if dist.get_rank() in (0, 3) else [1, 2])
     assert mesh.all_gather_shard(torch.tensor([dist.get_rank()])).tolist() == (
         [0, 3] if dist.get_rank() in (0, 3) else [1, 2]
     )

@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from lightning_zero.checkpoint.sharded.contents import flattened, plan_items
-from lightning_zero.checkpoint.sharded.folder import LocalFolder, full_path, save_folder_at
+from lightning_zero.checkpoint.sharded.folder import LocalFolder, save_folder_at, full_path
 from lightning_zero.checkpoint.sharded.hashed import digest_of
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.checkpoint.sharded.metadata import METADATA

@@ -25,27 +25,19 @@ from lightning_zero.checkpoint.locating import located
 from lightning_zero.checkpoint.places import (
     INCOMPLETE,
     beside,
+    restore_replaced,
     make_folders,
+    replace_atomically,
     remove,
     remove_leftover,
-    replace_atomically,
-    restore_replaced,
     standing,
     sync_folder,
 )
-from lightning_zero.checkpoint.replaceable import check_replaceable, check_replaceable_folder
+from lightning_zero.checkpoint.replaceable import check_replaceable_folder, check_replaceable
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.errors import CheckpointError
 
-__all__ = [
-    "Folder",
-    "save_folder_at",
-    "full_path",
-    "is_complete",
-    "readable_location",
-    "remove_checkpoint_at",
-    "settle",
-]
+__all__ = ["Folder", "save_folder_at", "full_path", "is_complete", "readable_location", "remove_checkpoint_at", "settle"]
 
 TOKEN = ".save_id"
 BLOCK = 16 << 20  # bytes

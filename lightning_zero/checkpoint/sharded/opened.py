@@ -22,7 +22,7 @@ from lightning_zero.checkpoint.damaged import wrap_read_errors
 from lightning_zero.checkpoint.held import PinnedDirectory
 from lightning_zero.checkpoint.lateness import refresh_listing
 from lightning_zero.checkpoint.locating import located
-from lightning_zero.checkpoint.ranges import Placed, RangeReader
+from lightning_zero.checkpoint.ranges import RangeReader, Placed
 from lightning_zero.checkpoint.remote_ranges import RemoteRanges
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.folder import readable_location

@@ -18,7 +18,7 @@ from typing import Any
 from lightning_zero.checkpoint.sharded.hashed import FileChecksum, digest_of
 from lightning_zero.checkpoint.sharded.metadata import build_metadata
 from lightning_zero.checkpoint.sharded.paths import Keys
-from lightning_zero.checkpoint.sharded.plan_text import decode_plan, encode_plan
+from lightning_zero.checkpoint.sharded.plan_text import encode_plan, decode_plan
 from lightning_zero.checkpoint.sharded.writing import RankFiles
 from lightning_zero.errors import CheckpointError
 

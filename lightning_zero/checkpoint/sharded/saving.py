@@ -11,8 +11,8 @@ from typing import Any
 
 from lightning_zero.checkpoint.lateness import shows
 from lightning_zero.checkpoint.sharded.contents import flattened, plan_items
-from lightning_zero.checkpoint.sharded.folder import Folder, full_path, save_folder_at
-from lightning_zero.checkpoint.sharded.hashed import ChecksumWriter, FileChecksum
+from lightning_zero.checkpoint.sharded.folder import Folder, save_folder_at, full_path
+from lightning_zero.checkpoint.sharded.hashed import FileChecksum, ChecksumWriter
 from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
 from lightning_zero.checkpoint.sharded.metadata import METADATA
 from lightning_zero.checkpoint.sharded.paths import Keys

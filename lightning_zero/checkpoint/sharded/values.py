@@ -198,6 +198,4 @@ class CheckpointTensor(Tensor):
 def _taken(argument: Any, value: Any) -> Any:
     """What stands for an argument of torch's: plain tensors. One that is written to, or of which a view is made, is
     kept."""
-    return tree_map_only(
-        CheckpointTensor, CheckpointTensor.whole if argument.alias_info is None else CheckpointTensor.kept, value
-    )
+    return tree_map_only(CheckpointTensor, CheckpointTensor.whole if argument.alias_info is None else CheckpointTensor.kept, value)

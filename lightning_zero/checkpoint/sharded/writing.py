@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.hashed import ChecksumWriter, FileChecksum
+from lightning_zero.checkpoint.sharded.hashed import FileChecksum, ChecksumWriter
 
 __all__ = ["Blob", "Piece", "RankFiles", "Written", "file_name", "packed", "write_items"]
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from lightning_zero.checkpoint.damaged import parse_json, wrap_read_errors
-from lightning_zero.checkpoint.ranges import Placed, RangeReader
+from lightning_zero.checkpoint.damaged import wrap_read_errors, parse_json
+from lightning_zero.checkpoint.ranges import RangeReader, Placed
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.errors import CheckpointError

@@ -12,21 +12,12 @@ from torch import Tensor
 
 from lightning_zero.compat.autograd import graph_task_id, retains_graph
 from lightning_zero.compile.cuda_graphs.pairs import CaptureSpec, GraphPair
-from lightning_zero.compile.cuda_graphs.variant import CapturedCall, GraphReplay, PendingBackward, unsupported_input
+from lightning_zero.compile.cuda_graphs.variant import GraphReplay, PendingBackward, CapturedCall, unsupported_input
 
 if TYPE_CHECKING:
     from lightning_zero.compile.cuda_graphs.policy import CUDAGraphManager
 
-__all__ = [
-    "MAX_PENDING_CALLS",
-    "MAX_CAPTURED_SIZES",
-    "MAX_CAPTURE_WAITS",
-    "MAX_FAILED_CAPTURES",
-    "WARMUP_RUNS",
-    "MIN_REPLAYS",
-    "GraphDispatcher",
-    "Compiled",
-]
+__all__ = ["MAX_PENDING_CALLS", "MAX_CAPTURED_SIZES", "MAX_CAPTURE_WAITS", "MAX_FAILED_CAPTURES", "WARMUP_RUNS", "MIN_REPLAYS", "GraphDispatcher", "Compiled"]
 
 Compiled = Callable[..., Any]
 
@@ -61,9 +52,7 @@ class GraphDispatcher:
     """Called with flat inputs: tensors, and sizes where these vary. ``peak_bytes``: tells what a run has in tensors at most,
     in bytes, as far as that was looked at."""
 
-    def __init__(
-        self, compiled: Compiled, manager: weakref.ref[CUDAGraphManager], peak_bytes: Callable[[], int] = lambda: 0
-    ) -> None:
+    def __init__(self, compiled: Compiled, manager: weakref.ref[CUDAGraphManager], peak_bytes: Callable[[], int] = lambda: 0) -> None:
         self._compiled = compiled
         self._peak_bytes = peak_bytes
         self._cuda_graphs = manager
@@ -71,9 +60,7 @@ class GraphDispatcher:
         self._replayed: dict[CaptureKey, int] = {}
         self._runs: dict[CaptureKey, int] = {}  # since something changed
         self._segments: dict[int, int] = {}  # by place: the gradients that its backward brings
-        self._pending_backwards: list[
-            weakref.ref[PendingBackward] | None
-        ] = []  # by place: lives while its backward may come
+        self._pending_backwards: list[weakref.ref[PendingBackward] | None] = []  # by place: lives while its backward may come
         self._failures = self._waits = 0
         self._epoch = self._backwards = self._backwards_before = -1
         self._disabled = False
@@ -211,9 +198,7 @@ class GraphDispatcher:
         peak_bytes = self._peak_bytes()
 
         def capture(inputs: Sequence[Any], copied: Sequence[Tensor]) -> GraphPair:
-            job = CaptureSpec(
-                self._compiled, inputs, copied, manager.executor, key.accumulates, shared, segment, peak_bytes
-            )
+            job = CaptureSpec(self._compiled, inputs, copied, manager.executor, key.accumulates, shared, segment, peak_bytes)
             return manager.capture(job)
 
         try:

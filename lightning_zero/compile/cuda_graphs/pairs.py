@@ -132,12 +132,7 @@ class _Graph:
     comes before, once the books have begun."""
 
     def __init__(
-        self,
-        job: CaptureSpec,
-        pool: Any,
-        run: Callable[[], None],
-        backward: bool,
-        prepare: Callable[[], None] = lambda: None,
+        self, job: CaptureSpec, pool: Any, run: Callable[[], None], backward: bool, prepare: Callable[[], None] = lambda: None
     ) -> None:
         self._executor = job.executor
         self._graph = torch.cuda.CUDAGraph()

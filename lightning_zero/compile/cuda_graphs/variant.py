@@ -62,9 +62,7 @@ class CapturedCall:
         known = {id(tensor) for tensor in static_tensors}
         self._addresses = [(n, arg.data_ptr()) for n, arg in enumerate(args) if id(arg) in known]
         fixed = {n for n, _ in self._addresses}
-        inputs = [
-            (_alias(a) if n in fixed else _empty_copy(a)) if isinstance(a, Tensor) else a for n, a in enumerate(args)
-        ]
+        inputs = [(_alias(a) if n in fixed else _empty_copy(a)) if isinstance(a, Tensor) else a for n, a in enumerate(args)]
         self._copied = [(n, t) for n, t in enumerate(inputs) if n not in fixed and isinstance(t, Tensor)]
         self._input_count = len(args)
         self._gradients = gradients

@@ -11,7 +11,7 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_zero.compat.dynamo import Guard, Source, VariableBuilder, guard_name
 from lightning_zero.compat.graph_inputs import has_changed_before, input_like
-from lightning_zero.compat.graphs import EXAMPLE_VALUE, GRAPH_ARG, NN_MODULE_STACK, STACK_TRACE
+from lightning_zero.compat.graphs import EXAMPLE_VALUE, NN_MODULE_STACK, GRAPH_ARG, STACK_TRACE
 from lightning_zero.compile.dynamo_layer_reuse.call_signature import form_of
 from lightning_zero.compile.dynamo_layer_reuse.node_names import Names
 from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
@@ -51,9 +51,7 @@ def taken_in(tx: Any, inputs: Sequence[Node], passed: Passed, names: Names) -> d
         else:  # of an input that is there already Dynamo returns what stands for it
             found = VariableBuilder(tx, path)(value).as_proxy().node
         if is_new and found.meta[GRAPH_ARG].source == path:
-            found.meta |= names.renamed(
-                {key: node.meta[key] for key in (NN_MODULE_STACK, STACK_TRACE) if key in node.meta}
-            )
+            found.meta |= names.renamed({key: node.meta[key] for key in (NN_MODULE_STACK, STACK_TRACE) if key in node.meta})
         new[node] = found
         if _sizes(found) != _sizes(node):
             raise Unlike(f"{path.name} has another form")  # its sizes have changed before, and are symbols now

@@ -22,13 +22,13 @@ from lightning_zero.compat.dynamo import (
 from lightning_zero.compat.fakes import fake_like
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE, GRAPH_ARG, SOURCE_FN_STACK
 from lightning_zero.compat.ops import unsafe_view
-from lightning_zero.compat.tensors import FakeTensor, no_dispatch_modes, no_python_dispatcher
+from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, no_dispatch_modes
 from lightning_zero.compile.dynamo_layer_reuse.call_signature import Given, form_of
 from lightning_zero.compile.dynamo_layer_reuse.layer_inputs import look_at_numbers, taken_in
 from lightning_zero.compile.dynamo_layer_reuse.node_names import Names
 from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
 from lightning_zero.compile.dynamo_layer_reuse.trace_guards import Passed
-from lightning_zero.compile.frontend import mutated_inputs, storage_key
+from lightning_zero.compile.frontend import storage_key, mutated_inputs
 
 __all__ = ["Nodes", "calls_behind", "stamp"]
 
@@ -145,10 +145,7 @@ def stamp(
             own = {name: note for name, note in copy.meta.items() if name != CUSTOM}
             copy.meta = names.renamed(node.meta | own)
             if SOURCE_FN_STACK in node.meta:
-                copy.meta[SOURCE_FN_STACK] = [
-                    *node.meta[SOURCE_FN_STACK][:-1],
-                    (copy.name, node.meta[SOURCE_FN_STACK][-1][1]),
-                ]
+                copy.meta[SOURCE_FN_STACK] = [*node.meta[SOURCE_FN_STACK][:-1], (copy.name, node.meta[SOURCE_FN_STACK][-1][1])]
             if EXAMPLE_VALUE in node.meta:
                 copy.meta[EXAMPLE_VALUE] = memory.made_anew(node.meta[EXAMPLE_VALUE])
     variables = dict(paired)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from lightning_zero.compat.fakes import fake_like
-from lightning_zero.compat.graphs import AC_GRAPH_ID, CUSTOM, MUST_BE_IN_BACKWARD, PARTITIONER_TAG
+from lightning_zero.compat.graphs import MUST_BE_IN_BACKWARD, CUSTOM, AC_GRAPH_ID, PARTITIONER_TAG
 from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.compile.frontend import storage_key
 from lightning_zero.compile.layer_dedup.find_layers import LayerMatch

@@ -11,18 +11,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from lightning_zero.compat.graphs import (
-    ENTER_CALLS,
-    EXAMPLE_VALUE,
-    EXIT_CALLS,
-    NO_OP_CALLS,
-    SET_GRAD_ENABLED,
-    STATELESS_CALLS,
-)
+from lightning_zero.compat.graphs import ENTER_CALLS, EXIT_CALLS, EXAMPLE_VALUE, SET_GRAD_ENABLED, NO_OP_CALLS, STATELESS_CALLS
 from lightning_zero.compat.ops import CHECKPOINTS
 from lightning_zero.compile.draws import ForbidRandomOps
-from lightning_zero.compile.frontend import mutated_inputs, node_storage
-from lightning_zero.compile.layer_dedup.hop_bodies import expand_regions, hop_body
+from lightning_zero.compile.frontend import node_storage, mutated_inputs
+from lightning_zero.compile.layer_dedup.hop_bodies import hop_body, expand_regions
 from lightning_zero.compile.layer_dedup.matching import NodeFingerprints
 from lightning_zero.compile.subgraphs.repeats import RepeatedRun, find_repeats
 

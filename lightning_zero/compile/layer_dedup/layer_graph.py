@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.compiler import TracingContext, functorch_config, keep_python_scalars, tracing
-from lightning_zero.compat.graphs import AC_GRAPH_ID, CUSTOM, EXAMPLE_VALUE, PARTITIONER_TAG, TANGENTS
+from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE, AC_GRAPH_ID, PARTITIONER_TAG, TANGENTS
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.frontend import storage_key
 from lightning_zero.compile.graph import is_op, results
@@ -198,9 +198,7 @@ def _split(graph: Graph, region: LayerMatch) -> LayerGraph:
     constants = {str(node.target): _constant(graph, node) for node in work if node.op == "get_attr"}
     results_, grads = tuple(returned[:count]), tuple(returned[count:])
     numbers = frozenset(node.meta[AC_GRAPH_ID] for node in work if in_region(node))
-    return LayerGraph(
-        tuple(given), tuple(tangents), tuple(forward), tuple(backward), results_, grads, constants, numbers
-    )
+    return LayerGraph(tuple(given), tuple(tangents), tuple(forward), tuple(backward), results_, grads, constants, numbers)
 
 
 def _constant(graph: Graph, node: Node) -> Any:

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compat.graphs import AC_GRAPH_ID, EXAMPLE_VALUE
-from lightning_zero.compat.tensors import no_dispatch_modes, no_python_dispatcher
+from lightning_zero.compat.graphs import EXAMPLE_VALUE, AC_GRAPH_ID
+from lightning_zero.compat.tensors import no_python_dispatcher, no_dispatch_modes
 from lightning_zero.compile.active import OPTIMIZATION_COUNTS
 from lightning_zero.compile.graph import GATHER, results
 from lightning_zero.compile.layer_dedup.debug_log import log_unmatched_regions
 from lightning_zero.compile.layer_dedup.expand import LayerExpansion, rebase_value
 from lightning_zero.compile.layer_dedup.find_layers import MIN_REPETITIONS, LayerMatch, find_layers
-from lightning_zero.compile.layer_dedup.hop_bodies import bypass_region_inputs, expand_regions, has_own_policy, readers
+from lightning_zero.compile.layer_dedup.hop_bodies import has_own_policy, bypass_region_inputs, readers, expand_regions
 from lightning_zero.compile.layer_dedup.layer_call import DedupFailed, backward, describe, forward
 from lightning_zero.compile.layer_dedup.layer_graph import LayerGraph, trace_layer
 from lightning_zero.compile.layer_dedup.matching import NodeFingerprints
@@ -142,9 +142,7 @@ class LayerDedup:
                 layer = self._layers[number]
                 body = layer.body.passed if self._passed else layer.body
                 assert body is not None
-                begun[number] = LayerExpansion(
-                    graph, standins, number, layer.region, body, numbers.of_layer(body.numbers)
-                )
+                begun[number] = LayerExpansion(graph, standins, number, layer.region, body, numbers.of_layer(body.numbers))
                 begun[number].forward(node)
                 moved |= begun[number].moved
                 continue
@@ -166,9 +164,7 @@ def dedup_layers(module: GraphModule, trace: TraceJoint) -> LayerDedup | None:
     bypass_region_inputs(module.graph)
     once = secrets.token_hex(8)
     fingerprints = NodeFingerprints()
-    regions = [
-        (r, _digest(r, fingerprints, once)) for r in find_layers(module.graph, True, fingerprints) if _cast_alike(r)
-    ]
+    regions = [(r, _digest(r, fingerprints, once)) for r in find_layers(module.graph, True, fingerprints) if _cast_alike(r)]
     counts = Counter(digest for _, digest in regions)
     bodies: dict[str, LayerGraph | None] = {}
     layers: list[_Layer] = []
@@ -206,9 +202,7 @@ def _adds_alike(region: LayerMatch, body: LayerGraph) -> bool:
     return not any(here and there for here, there in zip(sums, shared, strict=True))
 
 
-def _try_trace_layer(
-    region: LayerMatch, trace: TraceJoint, strides: list[list[int]] | None = None
-) -> LayerGraph | None:
+def _try_trace_layer(region: LayerMatch, trace: TraceJoint, strides: list[list[int]] | None = None) -> LayerGraph | None:
     try:
         return trace_layer(region, trace, strides)
     except Exception as error:  # whatever it is, the whole graph may well be traced without it

@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 from lightning_zero.compat.compiler import BypassCache, check_node_safe
 from lightning_zero.compat.graphs import EXAMPLE_VALUE
 from lightning_zero.compat.ops import function_call
-from lightning_zero.compile.layer_dedup.hop_bodies import describe_policy, hop_body, is_region, regions
+from lightning_zero.compile.layer_dedup.hop_bodies import hop_body, is_region, describe_policy, regions
 from lightning_zero.native.ops import NAMESPACE
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from torch import SymInt
 from torch.fx import Node
 
 from lightning_zero.compat.graphs import (
-    AC_GRAPH_ID,
     CUSTOM,
     FWD_NN_MODULE_STACK,
     FWD_SOURCE_FN_STACK,
     NN_MODULE_STACK,
+    AC_GRAPH_ID,
     SOURCE_FN_STACK,
 )
 from lightning_zero.compat.tensors import FakeTensor
@@ -30,12 +30,7 @@ WITHIN = "lightning_zero.within"  # the same, of what a function does that this 
 _NUMBER = re.compile(r"_\d+$")
 
 # What nodes are told of the modules that they belong to, by where it stands in Dynamo's graph.
-ORIGINS = {
-    NN_MODULE_STACK: NN_MODULE_STACK,
-    SOURCE_FN_STACK: SOURCE_FN_STACK,
-    FWD_NN_MODULE_STACK: NN_MODULE_STACK,
-    FWD_SOURCE_FN_STACK: SOURCE_FN_STACK,
-}
+ORIGINS = {NN_MODULE_STACK: NN_MODULE_STACK, SOURCE_FN_STACK: SOURCE_FN_STACK, FWD_NN_MODULE_STACK: NN_MODULE_STACK, FWD_SOURCE_FN_STACK: SOURCE_FN_STACK}
 
 
 @dataclass(frozen=True)

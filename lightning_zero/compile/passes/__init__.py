@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from lightning_zero.compile.context import GROUPS_PER_GRAPH, MAX_OFFLOAD_BYTES_IN_FLIGHT, PassContext
+from lightning_zero.compile.context import MAX_OFFLOAD_BYTES_IN_FLIGHT, GROUPS_PER_GRAPH, PassContext
 from lightning_zero.compile.passes.activation_offload import OffloadLimits
 from lightning_zero.compile.passes.base import PassSpec, run_passes
 from lightning_zero.compile.passes.cast import fuse_casts
@@ -14,7 +14,7 @@ from lightning_zero.compile.passes.grouping import GroupLimits
 from lightning_zero.compile.passes.merge import merge_reduces, share_gathers
 from lightning_zero.compile.passes.offload import HostCosts, place_offloads
 from lightning_zero.compile.passes.publish_plan import publish_plan
-from lightning_zero.compile.passes.reduce import enqueue_gradients, group_reduces, zero_copy_gradients
+from lightning_zero.compile.passes.reduce import zero_copy_gradients, group_reduces, enqueue_gradients
 from lightning_zero.compile.passes.resident import use_resident
 from lightning_zero.compile.passes.saved_weights import SavedLimits
 from lightning_zero.compile.passes.sink import sink_gathers
@@ -103,9 +103,7 @@ def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
         ),
         *([ZERO_COPY_GRADIENTS] if context.zero_copy_gradients else []),
         *([_place(context)] if config.offload_activations else []),
-        PUBLISH_PLAN
-        if context.costs.are_nominal
-        else replace(PUBLISH_PLAN, apply=partial(publish_plan, costs=context.costs)),
+        PUBLISH_PLAN if context.costs.are_nominal else replace(PUBLISH_PLAN, apply=partial(publish_plan, costs=context.costs)),
     )
 
 

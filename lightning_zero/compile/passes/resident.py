@@ -12,11 +12,11 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.graph import gathers, ops, shard_of, weight_name
-from lightning_zero.compile.passes.grouping import GroupLimits, dtype_of, groups_of_plan, size_of, split_into_groups
+from lightning_zero.compile.passes.grouping import GroupLimits, split_into_groups, dtype_of, groups_of_plan, size_of
 from lightning_zero.compile.passes.prefetch_schedule import prefetch_schedule
 from lightning_zero.compile.plan import GraphPlan
 from lightning_zero.compile.successors import NodeReplacer
-from lightning_zero.native.ops import Op, Role, no_result, register_op
+from lightning_zero.native.ops import Op, Role, register_op, no_result
 
 __all__ = ["use_resident"]
 

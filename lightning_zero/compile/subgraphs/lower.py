@@ -53,11 +53,7 @@ class SubgraphCache:
 
 
 def lower(
-    module: GraphModule,
-    cache: SubgraphCache,
-    kernels: DeferredKernels,
-    steps: Sequence[Subgraph | Node],
-    **settings: Any,
+    module: GraphModule, cache: SubgraphCache, kernels: DeferredKernels, steps: Sequence[Subgraph | Node], **settings: Any
 ) -> SubgraphProgram:
     """What a graph that was cut does, as code.
 

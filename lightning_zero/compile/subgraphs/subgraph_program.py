@@ -78,9 +78,7 @@ class SubgraphProgram(OutputCode):
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
         """Once it has come out of the cache."""
         if self._run is None:
-            self._subgraphs = {
-                name: unpack_subgraph(subgraph, graph_kwargs) for name, subgraph in self._subgraphs.items()
-            }
+            self._subgraphs = {name: unpack_subgraph(subgraph, graph_kwargs) for name, subgraph in self._subgraphs.items()}
             self._others = {n: v.find() if isinstance(v, _Op) else v for n, v in self._others.items()}
             self._link()
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine import Engine
-from lightning_zero.integrations.precision import CHOICES, check_complex, convert_unsharded, to_flat_scaler, true_dtype
+from lightning_zero.integrations.precision import CHOICES, check_complex, to_flat_scaler, convert_unsharded, true_dtype
 from lightning_zero.sharding.module_patching import is_sharded
 
 __all__ = ["zero_precision"]

@@ -30,7 +30,7 @@ from lightning_zero.integrations.files import (
     report_progress_of,
     report_user_io,
 )
-from lightning_zero.integrations.folders import parted, read_folder, read_on_all_ranks
+from lightning_zero.integrations.folders import parted, read_on_all_ranks, read_folder
 
 __all__ = ["FabricCheckpointing"]
 
@@ -46,9 +46,7 @@ class _LazyCheckpointIO(TorchCheckpointIO):
         own = self._checkpoints
         if own is None:  # nothing is set up
             return (
-                read_folder(path, weights_only)
-                if checkpoint_kind(path) == "folder"
-                else load_file(self._io, path, weights_only)
+                read_folder(path, weights_only) if checkpoint_kind(path) == "folder" else load_file(self._io, path, weights_only)
             )
         if own.is_folder(path):
             return read_on_all_ranks(own, path, weights_only)
@@ -154,11 +152,7 @@ class FabricCheckpointing(ParallelStrategy):
 
     def _show_progress(self) -> AbstractContextManager[None]:
         """Inside, what takes long is told of."""
-        return (
-            nullcontext()
-            if self._engine is None
-            else report_progress_of(self.checkpoint_io, self._engine.checkpoints.telling)
-        )
+        return nullcontext() if self._engine is None else report_progress_of(self.checkpoint_io, self._engine.checkpoints.telling)
 
     @override
     def load_checkpoint(

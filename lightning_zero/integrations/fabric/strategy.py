@@ -32,7 +32,7 @@ from lightning_zero.integrations.fabric.saving import FabricCheckpointing
 from lightning_zero.integrations.inspection import Inspection
 from lightning_zero.integrations.precision import with_precision
 from lightning_zero.integrations.processes import without_nccl_abort
-from lightning_zero.integrations.uncompile import accept_compiled_names, save_compiled_names, uncompile_modules
+from lightning_zero.integrations.uncompile import save_compiled_names, accept_compiled_names, uncompile_modules
 from lightning_zero.native.ahead import BackgroundBuild
 from lightning_zero.native.watchdog import SequenceId
 

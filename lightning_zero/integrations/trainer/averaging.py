@@ -20,10 +20,10 @@ from lightning_zero.checkpoint.inventory import gather_value
 from lightning_zero.checkpoint.sharded.values import CheckpointShard
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.uncompile import (
-    accept_compiled_names,
     save_compiled_names,
-    uncompile_modules,
     uncompiled_name,
+    accept_compiled_names,
+    uncompile_modules,
 )
 from lightning_zero.sharding.copying import PickledAsNone
 from lightning_zero.sharding.host_memory import copy_to_host

@@ -30,7 +30,7 @@ from lightning_zero.checkpoint.sharded.opened import checkpoint_kind
 from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.compat.lightning_private import CheckpointConnector
 from lightning_zero.integrations.files import named, naming
-from lightning_zero.integrations.folders import read_folder, to_trainer_keys
+from lightning_zero.integrations.folders import to_trainer_keys, read_folder
 
 __all__ = ["install_checkpoint_lookup", "asked_by_keyword", "other_checkpoints"]
 
@@ -94,9 +94,7 @@ def _replace_broken_last(trainer: pl.Trainer) -> str | None:
             for path in other_checkpoints(f"{str(home).rstrip('/')}/*"):
                 rank_zero_warn(f"Lightning finds no last checkpoint in {home}. Going on from {path}, the newest.")
                 return path
-        for path in (
-            other_checkpoints(Path(home) / "last.ckpt") if home and _has_last_remains(Path(home), callback) else ()
-        ):
+        for path in other_checkpoints(Path(home) / "last.ckpt") if home and _has_last_remains(Path(home), callback) else ():
             rank_zero_warn(f"The last checkpoint in {home} was not saved to its end. Going on from {path}, the newest.")
             return path
     return None
@@ -115,9 +113,7 @@ def _read_folders(load: Callable[..., Any]) -> Callable[..., Any]:
             return naming(path, lambda: load(path, map_location=map_location, weights_only=weights_only))
         checkpoint = to_trainer_keys(named(path, lambda: read_folder(path, weights_only)))
         whole = partial(_full_value, map_location=map_location)
-        return checkpoint | {
-            "state_dict": apply_to_collection(checkpoint.get("state_dict", {}), CheckpointTensor, whole)
-        }
+        return checkpoint | {"state_dict": apply_to_collection(checkpoint.get("state_dict", {}), CheckpointTensor, whole)}
 
     return loaded
 

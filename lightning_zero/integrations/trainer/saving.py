@@ -34,7 +34,7 @@ from lightning_zero.integrations.files import (
     report_progress_of,
     report_user_io,
 )
-from lightning_zero.integrations.folders import parted, read_on_all_ranks, to_trainer_keys
+from lightning_zero.integrations.folders import to_trainer_keys, parted, read_on_all_ranks
 from lightning_zero.integrations.trainer.bars import progress_bar_for
 from lightning_zero.integrations.trainer.finding import asked_by_keyword, other_checkpoints
 from lightning_zero.integrations.trainer.precision import unwrap_optimizer

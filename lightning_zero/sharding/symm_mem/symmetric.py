@@ -141,9 +141,7 @@ class PeerTransports:
             return
         for side in (mesh.inter_host, None if self.gradient_memory is not None else mesh.intra_host):
             if side is not None and side not in self._met:
-                executor.collective(
-                    "ranks that reduce gradients", SequenceId.REDUCE, partial(_meet, side, executor.device)
-                )
+                executor.collective("ranks that reduce gradients", SequenceId.REDUCE, partial(_meet, side, executor.device))
                 self._met.append(side)
 
     @property

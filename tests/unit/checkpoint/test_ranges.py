@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_zero.checkpoint import ranges
-from lightning_zero.checkpoint.ranges import Placed, RangeReader, bytes_of_memory
+from lightning_zero.checkpoint.ranges import RangeReader, Placed, bytes_of_memory
 from lightning_zero.errors import CheckpointError
 
 START = 24

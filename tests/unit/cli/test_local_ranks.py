@@ -96,9 +96,7 @@ time.sleep(600)
     parent = f"from lightning_zero.cli.local_ranks import run_ranks; run_ranks(['-c', {rank!r}], 2, 500.0)"
     files = [tmp_path / f"rank{number}" for number in range(2)]
     job = subprocess.Popen(
-        [sys.executable, "-c", program_without_lightning(parent)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": python_path()},
+        [sys.executable, "-c", program_without_lightning(parent)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()}
     )
     try:
         deadline = time.monotonic() + 90

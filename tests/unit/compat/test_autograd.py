@@ -11,8 +11,8 @@ from lightning_zero.compat.autograd import (
     graph_task_id,
     inside_functorch,
     is_functorch_wrapped,
-    preserve_versions,
     retains_graph,
+    preserve_versions,
     top_saved_tensors_hooks,
 )
 

@@ -20,9 +20,9 @@ from lightning_zero.compat.compiler import (
     compiled_from,
     functorch_config,
     inductor_compile,
-    keep_python_scalars,
     lookup_backend,
     min_cut_partition,
+    keep_python_scalars,
     stable_topological_sort,
 )
 

@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from lightning_zero.compat.compiler import aot_autograd
 from lightning_zero.compat.fakes import fake_like, fake_weights_from_sizes, skip_gradient_fakes
-from lightning_zero.compat.tensors import FakeTensor, FakeTensorMode, no_dispatch_modes, no_python_dispatcher
+from lightning_zero.compat.tensors import FakeTensor, FakeTensorMode, no_python_dispatcher, no_dispatch_modes
 
 
 def with_gradient() -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_zero.compat.dynamo import ModuleVariable, VariableBuilder, guard_name
 from lightning_zero.compat.graph_inputs import MARK, has_changed_before, input_like
-from lightning_zero.compat.graphs import EXAMPLE_VALUE, GRAPH_ARG, NN_MODULE_STACK, STACK_TRACE
+from lightning_zero.compat.graphs import EXAMPLE_VALUE, NN_MODULE_STACK, GRAPH_ARG, STACK_TRACE
 from lightning_zero.compile.dynamo_layer_reuse.sources import Moved
 
 # What is of each input alone: its path, also in a cache, its node, its kind of changes, and the line that read it.
@@ -83,11 +83,7 @@ def state(tx: Any, path: Any, value: Tensor, node: Any) -> dict[str, Any]:
     """All that Dynamo knows of an input."""
     output, variable = tx.output, tx.output.input_source_to_var[path]
     known = {name: it for name, it in vars(variable).items() if name not in OWN}
-    meta = {
-        name: it
-        for name, it in node.meta.items()
-        if name not in (EXAMPLE_VALUE, GRAPH_ARG, NN_MODULE_STACK, STACK_TRACE)
-    }
+    meta = {name: it for name, it in node.meta.items() if name not in (EXAMPLE_VALUE, GRAPH_ARG, NN_MODULE_STACK, STACK_TRACE)}
     tracked = [fake for fake in output.tracked_fakes if fake.source == path]
     context = output.tracing_context.tensor_to_context[value]
     fake = node.meta[EXAMPLE_VALUE]
@@ -96,17 +92,8 @@ def state(tx: Any, path: Any, value: Tensor, node: Any) -> dict[str, Any]:
         "found": output.variable_tracker_cache[path] is variable is output.side_effects.id_to_variable[id(value)],
         "kept": any(it is value for it in output.side_effects.keepalive),
         "meta": meta,
-        "origin": (
-            type(node.meta[GRAPH_ARG]),
-            node.meta[GRAPH_ARG].source == path,
-            node.meta[GRAPH_ARG].example is value,
-        ),
-        "fake": (
-            node.meta[GRAPH_ARG].fake_tensor is fake,
-            fake.shape,
-            fake.requires_grad,
-            isinstance(fake, nn.Parameter),
-        ),
+        "origin": (type(node.meta[GRAPH_ARG]), node.meta[GRAPH_ARG].source == path, node.meta[GRAPH_ARG].example is value),
+        "fake": (node.meta[GRAPH_ARG].fake_tensor is fake, fake.shape, fake.requires_grad, isinstance(fake, nn.Parameter)),
         "memory": output.fake_mode.fake_tensor_converter._get_memo(value) is fake,
         "tracked": [(it.fake is fake, it.symbolic_context is context) for it in tracked],
         "paths": [it == path for it in output.tracked_fakes_id_to_source[id(value)]],

@@ -12,20 +12,20 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
 from lightning_zero.compat.graphs import (
-    AC_GRAPH_ID,
-    CHECKPOINT_POLICY,
-    CHECKPOINT_POLICY_HASH,
+    MUST_BE_IN_BACKWARD,
     CUSTOM,
     DESC,
     EXAMPLE_VALUE,
-    GRAPH_ARG,
-    MUST_BE_IN_BACKWARD,
     NN_MODULE_STACK,
-    NO_VERSION_CHECK,
-    PARTITIONER_TAG,
+    GRAPH_ARG,
+    CHECKPOINT_POLICY,
+    CHECKPOINT_POLICY_HASH,
     RECOMPUTE,
-    TANGENTS,
+    AC_GRAPH_ID,
     USER_VISIBLE_OUTPUTS,
+    PARTITIONER_TAG,
+    TANGENTS,
+    NO_VERSION_CHECK,
 )
 
 aten = torch.ops.aten

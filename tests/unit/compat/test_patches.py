@@ -105,10 +105,7 @@ def test_swapped_sets_back_static_methods_and_inherited_ones() -> None:
     class Derived(Base):
         pass
 
-    with (
-        swap_attribute(Derived, "method", lambda self: "other"),
-        swap_attribute(Base, "static", staticmethod(lambda: "other")),
-    ):
+    with swap_attribute(Derived, "method", lambda self: "other"), swap_attribute(Base, "static", staticmethod(lambda: "other")):
         assert (Derived().method(), Base().method(), Base.static()) == ("other", "base", "other")
     assert (Derived().method(), Base().static(), vars(Derived).get("method")) == ("base", "static", None)
 

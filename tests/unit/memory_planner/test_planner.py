@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_zero.compile.plan import Gather, GraphPlan
-from lightning_zero.compile.plan_book import PlanBook
+from lightning_zero.compile.plan_book import PlanStore
 from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.memory_planner.inputs import GIB, EngineMemoryFacts, GradientBytes, MemoryConfig
 from lightning_zero.memory_planner.planner import (
@@ -52,7 +52,7 @@ class Alone(MemoryPlanner):
     def __init__(self, reports: bool = True) -> None:
         self.said: list[str] = []
         self.starts = 0
-        self.plans = PlanBook()
+        self.plans = PlanStore()
         self.plans.add(plan("backward", (4, 400)))
         self.bytes = self.compilations = 0
         gauge: Any = SimpleNamespace(
@@ -137,7 +137,7 @@ def test_without_auto_nothing_is_measured(chosen: dict[str, Any]) -> None:
 
 def test_until_the_step_the_budget_is_one_of_bytes() -> None:
     budget, config = Alone(), options(reshard_after_forward="auto", unsharded_cache_until="step")
-    budget.plans = PlanBook()
+    budget.plans = PlanStore()
     budget.plans.add(plan("forward", (1, 10**6)))
     assert budget.step_resident_bytes(config.compiled) == 0.0
     for number in range(9):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import HostMemoryError
-from lightning_zero.offload.blocks import SPARE, UNIT, HostBlocks, ReservedBlocks
+from lightning_zero.offload.blocks import SPARE, UNIT, ReservedBlocks, HostBlocks
 
 CPU = torch.device("cpu")
 

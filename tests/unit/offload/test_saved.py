@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_zero.offload import saved
 from lightning_zero.offload.mutation_check import VersionedTensor
-from lightning_zero.offload.saved import SavedTensor, SavedTensorOffload
+from lightning_zero.offload.saved import SavedTensorOffload, SavedTensor
 
 CPU = torch.device("cpu")
 

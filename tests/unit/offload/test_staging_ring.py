@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_zero.offload.staging_ring import LEAST_SLOTS, RingPass, StagedChunk, StagedChunks, StagingRing
+from lightning_zero.offload.staging_ring import LEAST_SLOTS, StagedChunk, StagedChunks, RingPass, StagingRing
 from tests.helpers.lanes import ORDERS, DelayedLanes, Event
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.offload.staging_ring import LEAST_SLOTS, StagingRing
-from lightning_zero.optim.chunks import ChunkedState, LoadedChunk
+from lightning_zero.optim.chunks import LoadedChunk, ChunkedState
 from lightning_zero.optim.flat_runs import FlatRun
 from tests.helpers.lanes import ORDERS, DelayedLanes
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding import mapped as module
 from lightning_zero.sharding.layout import ShardLayout, memory_order
-from lightning_zero.sharding.mapped import copy_mapped, copy_small_values, mapped
+from lightning_zero.sharding.mapped import copy_mapped, mapped, copy_small_values
 
 VALUES = {
     "rows": torch.randn(300, 70),

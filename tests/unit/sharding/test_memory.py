@@ -115,9 +115,7 @@ def away_of(records: Records, executor: Any) -> tuple[ShardMemory, list[tuple[Te
         given.append((seen, seen.detach()))
         return given[-1]
 
-    memory = ShardMemory(
-        executor, MagicMock(device=CPU, shard_host_count=1), records, away=HostMasterPolicy(BF16, allocate)
-    )
+    memory = ShardMemory(executor, MagicMock(device=CPU, shard_host_count=1), records, away=HostMasterPolicy(BF16, allocate))
     memory.place(records.live)
     return memory, given
 

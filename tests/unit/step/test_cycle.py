@@ -188,13 +188,7 @@ def test_a_reset_drops_a_backward_before_what_it_brought_could_be_written() -> N
     bench = Bench().run("forward")
     bench.log.clear()
     bench.do("reset")
-    assert bench.log == [
-        "reset",
-        "abort",
-        "sync_user_writes forget",
-        "drop",
-        "reset",
-    ]  # compiled code first, buffers last
+    assert bench.log == ["reset", "abort", "sync_user_writes forget", "drop", "reset"]  # compiled code first, buffers last
 
 
 def test_a_training_step_is_prepared_in_one_order() -> None:

@@ -70,9 +70,7 @@ def test_all_ways_to_step_are_the_same_to_the_last_bit_and_write_copies(name: st
     here, away = (Training(name, away, capture, narrow) for away in (False, True))
     parts = []
     open_ = StagingRing.buffers
-    with patch.object(
-        StagingRing, "buffers", lambda ring, number, like: parts.append(number) or open_(ring, number, like)
-    ):
+    with patch.object(StagingRing, "buffers", lambda ring, number, like: parts.append(number) or open_(ring, number, like)):
         away.go(), here.go()
         torch.testing.assert_close(away.kept(), here.kept(), rtol=0, atol=0)
         away.go(without=(1,)), here.go(without=(1,))

@@ -19,7 +19,7 @@ from lightning_zero.step.eager import EagerRunner
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.optimizers import OptimizerSteps
 from lightning_zero.step.stepper import OptimizerStepper
-from lightning_zero.step.substitute import FlatParams, OwnParams
+from lightning_zero.step.substitute import OwnParams, FlatParams
 from tests.helpers.one_rank import OneRank
 from tests.helpers.options import config
 

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_zero.checkpoint.sharded.again import fingerprint, relink_save, relink_target
+from lightning_zero.checkpoint.sharded.again import fingerprint, relink_target, relink_save
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
 from lightning_zero.checkpoint.sharded.values import CheckpointShard
 from lightning_zero.checkpoint.sharded.writing import packed

@@ -20,7 +20,7 @@ from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.files import FileIO, load_file
-from lightning_zero.integrations.folders import read_folder, read_on_all_ranks
+from lightning_zero.integrations.folders import read_on_all_ranks, read_folder
 from tests.helpers.damage import RanCode, of_file, of_folder
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
 
@@ -72,10 +72,7 @@ def test_extra_files_do_no_harm(tmp_path: Path) -> None:
     folder = save(tmp_path / "x.ckpt", 1.0)
     (folder / "__7_0.distcp").write_bytes(b"of another world size")
     (folder / "notes").mkdir()
-    assert on_ranks(WORLD, lambda together: read_on_all_ranks(checkpoints_of(together), folder, None)["seed"]) == [
-        1.0,
-        1.0,
-    ]
+    assert on_ranks(WORLD, lambda together: read_on_all_ranks(checkpoints_of(together), folder, None)["seed"]) == [1.0, 1.0]
 
 
 def test_every_damage_of_a_file_is_named_on_every_rank(tmp_path: Path) -> None:

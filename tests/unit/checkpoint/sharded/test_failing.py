@@ -240,10 +240,7 @@ def test_what_a_rank_never_sees_is_said(tmp_path: Path) -> None:
     with patch.object(lateness, "LATE_S", 0.1):
         nothing = opened.readable_location(str(tmp_path / "nothing"))
         errors = on_hosts(
-            lambda together: checkpoints_of(together).is_folder(path),
-            opened,
-            "readable_location",
-            lambda given: nothing,
+            lambda together: checkpoints_of(together).is_folder(path), opened, "readable_location", lambda given: nothing
         )
     for error in errors:
         assert f"Ranks see different things at {path}: folder on rank 0, nothing on rank 1" in str(error)

@@ -9,9 +9,7 @@ from lightning_zero.checkpoint.sharded.manifest import FORMAT, Manifest, _canoni
 from lightning_zero.errors import CheckpointError
 
 WHERE = "run/x.ckpt/manifest.json"
-MANIFEST = Manifest(
-    "lightning_zero-1", 2, {"__0_0.distcp": FileChecksum(3, digest_of(b"abc")), "meta.pt": FileChecksum(0, "x")}
-)
+MANIFEST = Manifest("lightning_zero-1", 2, {"__0_0.distcp": FileChecksum(3, digest_of(b"abc")), "meta.pt": FileChecksum(0, "x")})
 
 
 def test_it_comes_back() -> None:

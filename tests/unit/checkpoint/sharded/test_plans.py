@@ -14,7 +14,7 @@ import pytest
 from lightning_zero.checkpoint.sharded import saving
 from lightning_zero.checkpoint.sharded.contents import flattened, plan_items
 from lightning_zero.checkpoint.sharded.metadata import build_metadata, read_metadata
-from lightning_zero.checkpoint.sharded.plan_text import decode_plan, encode_plan
+from lightning_zero.checkpoint.sharded.plan_text import encode_plan, decode_plan
 from lightning_zero.checkpoint.sharded.plans import Plans
 from lightning_zero.checkpoint.sharded.saving import paths_of, save_sharded
 from lightning_zero.checkpoint.sharded.writing import RankFiles, write_items

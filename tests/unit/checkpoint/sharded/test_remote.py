@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.sharded.opened import CheckpointReader, checkpoin
 from lightning_zero.checkpoint.sharded.saving import save_sharded
 from lightning_zero.checkpoint.sharded.values import CheckpointShard
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import read_folder, read_on_all_ranks
+from lightning_zero.integrations.folders import read_on_all_ranks, read_folder
 from lightning_zero.integrations.trainer.finding import _replace_broken_last, other_checkpoints
 from lightning_zero.sharding.layout import ShardLayout
 from tests.helpers.elsewhere import Counted, Mounted, counting, mount, stored

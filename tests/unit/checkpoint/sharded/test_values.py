@@ -9,7 +9,7 @@ import torch
 
 from lightning_zero.checkpoint.sharded import values as module
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.values import CheckpointShard, CheckpointTensor
+from lightning_zero.checkpoint.sharded.values import CheckpointTensor, CheckpointShard
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import ShardLayout, memory_order
 

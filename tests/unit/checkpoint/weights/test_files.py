@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_zero.checkpoint.ranges import RangeReader
-from lightning_zero.checkpoint.weights.files import INDEX, Part, open_safetensors, parse_size, plan_files
+from lightning_zero.checkpoint.weights.files import INDEX, Part, parse_size, plan_files, open_safetensors
 from lightning_zero.checkpoint.weights.loading import load_safetensors_into
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.layout import ShardLayout

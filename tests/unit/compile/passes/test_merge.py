@@ -5,7 +5,7 @@ from torch.fx import Graph
 
 from lightning_zero.compile.graph import REDUCE, ops
 from lightning_zero.compile.passes.merge import merge_reduces, share_gathers
-from lightning_zero.compile.passes.reduce import enqueue_gradients, group_reduces
+from lightning_zero.compile.passes.reduce import group_reduces, enqueue_gradients
 from tests.unit.compile.graphs import Builder, order
 
 aten = torch.ops.aten

@@ -99,9 +99,7 @@ def test_a_cast_of_a_kept_weight_reads_memory_of_its_dtype() -> None:
     x, whole = b.input("x", 64, 64, dtype=BF16), b.gather(shard, 64, 64)
     whole.args = (*whole.args, memory)
     graph = b.done(b.call(aten.mm.default, x, b.call(aten._to_copy.default, whole, dtype=BF16)))
-    graph = run_passes(
-        graph, default_passes(PassContext(CompileConfig(unsharded_cache_mb=1, unsharded_cache_until="step"), 2))
-    )
+    graph = run_passes(graph, default_passes(PassContext(CompileConfig(unsharded_cache_mb=1, unsharded_cache_until="step"), 2)))
     assert order(graph) == "check_plan(a) resident_start(memory_a, a) resident_wait(memory_a, a) mm"
 
 

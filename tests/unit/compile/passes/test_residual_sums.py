@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
-from lightning_zero.compat.graphs import DESC, NO_VERSION_CHECK, RECOMPUTE
+from lightning_zero.compat.graphs import DESC, RECOMPUTE, NO_VERSION_CHECK
 from lightning_zero.compile.graph import results
 from lightning_zero.compile.passes.residual_sums import save_residual_sums
 from lightning_zero.compile.recompute_policy import partitioner_settings

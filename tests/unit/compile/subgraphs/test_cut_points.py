@@ -37,9 +37,7 @@ class NodeOrder:
         return WRITTEN
 
 
-def chosen(
-    order: Any, runs: Sequence[RepeatedRun] = (MIDDLE,), between: Sequence[int] = (), parts: int = 1
-) -> list[int]:
+def chosen(order: Any, runs: Sequence[RepeatedRun] = (MIDDLE,), between: Sequence[int] = (), parts: int = 1) -> list[int]:
     return choose_cut_points(order, runs, between, parts)
 
 

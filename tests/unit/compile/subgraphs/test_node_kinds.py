@@ -12,9 +12,9 @@ from lightning_zero.compile.graph import is_start
 from lightning_zero.compile.subgraphs.node_kinds import (
     NodeKind,
     all_read,
-    classify_nodes,
     is_kernel,
     is_pointwise,
+    classify_nodes,
     readers,
     reads,
 )

@@ -27,9 +27,7 @@ def made(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     ask = MagicMock(return_value=(None if reason else MagicMock(nbytes=100), reason))
     monkeypatch.setattr(module.SymmetricMemory, "of", ask)
-    return PeerTransports.of(
-        config, MagicMock(world_size=2, rank=rank, device=device, inter_host=None, inter_host_shard_group=None)
-    ), ask
+    return PeerTransports.of(config, MagicMock(world_size=2, rank=rank, device=device, inter_host=None, inter_host_shard_group=None)), ask
 
 
 def test_ranks_ask_for_memory_once_for_all_that_is_to_be_copied(
@@ -60,9 +58,7 @@ def test_gradients_leave_from_where_they_lie_unless_something_adds_up_in_place(m
     assert made(monkeypatch, NOTHING, device=GPU)[0].zero_copy_gradients
     assert not made(monkeypatch, NOTHING)[0].zero_copy_gradients, "gloo does"
     for ranks, exchanging, borrows in ((1, MagicMock(), True), (1, None, False), (2, None, True)):
-        mesh = MagicMock(
-            intra_host=MagicMock(size=ranks), inter_host_shard_group=exchanging, device=GPU
-        )  # of several hosts
+        mesh = MagicMock(intra_host=MagicMock(size=ranks), inter_host_shard_group=exchanging, device=GPU)  # of several hosts
         assert PeerTransports(NOTHING, mesh).zero_copy_gradients is borrows
 
 

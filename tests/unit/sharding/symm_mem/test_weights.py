@@ -34,10 +34,7 @@ class Memory:
 
 def way_with(memory: Memory | None, choice: Any = "auto") -> WeightTransport:
     config = replace(MIXED, tuning=Tuning(gather_transport=choice))
-    way = WeightTransport(
-        config,
-        MagicMock(world_size=2, rank=0, device=torch.device("cpu"), inter_host=None, inter_host_shard_group=None),
-    )
+    way = WeightTransport(config, MagicMock(world_size=2, rank=0, device=torch.device("cpu"), inter_host=None, inter_host_shard_group=None))
     way.use(memory, "")  # type: ignore[arg-type]
     return way
 
