@@ -102,6 +102,6 @@ class AllocatorCacheLimit:
             self._reported = True
             self._report(
                 f"memory={memory!r} is held by emptying the cache of torch's allocator, most recently "
-                f"{format_gib(now.cached - self._stuck)} GiB, before passes and steps that would exceed it. Each time waits "
-                "for the device: a larger limit is faster, and so are passes that are replayed as CUDA graphs."
+                f"{format_gib(now.cached - self._stuck)} GiB, before passes and steps that would exceed it. Each time "
+                "waits for the device: a larger limit is faster, and so are passes that are replayed as CUDA graphs."
             )

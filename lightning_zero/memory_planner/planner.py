@@ -397,7 +397,8 @@ class MemoryPlanner:
             return None
         self.plan = plan = replace(self.plan, measured=int(limit - stats.room))
         self._reporter.report(
-            f"{option(config)}: the peak is {format_gib(plan.steady)} GiB, of {format_gib(limit)}; {format_gib(plan.peak)} were expected."
+            f"{option(config)}: the peak is {format_gib(plan.steady)} GiB, of {format_gib(limit)}; "
+            f"{format_gib(plan.peak)} were expected."
         )
         if stats.room >= 0:
             return None
@@ -445,9 +446,9 @@ class MemoryReporter:
         how_long = "until the optimizer steps" if until == "step" else "from forward to backward"
         done = f"keeping weights {how_long} within that; compiling once more" if fits else "no further weight fits in"
         self.report(
-            f"reshard_after_forward='auto': {format_gib(memory.reserved)} GiB reserved at the peak of the measured steps "
-            f"and {format_gib(memory.others)} GiB taken by others, of {format_gib(memory.total)}; {format_gib(max(room, 0.0))} left on "
-            f"every rank; {done}."
+            f"reshard_after_forward='auto': {format_gib(memory.reserved)} GiB reserved at the peak of the measured "
+            f"steps and {format_gib(memory.others)} GiB taken by others, of {format_gib(memory.total)}; "
+            f"{format_gib(max(room, 0.0))} left on every rank; {done}."
         )
 
     def no_device(self, config: EngineConfig, auto: bool) -> None:
