@@ -1,4 +1,4 @@
-"""``memory=``: what is planned for a device of which the tests say how much it has, and how much is taken."""
+"""``memory=``: plans for a simulated device."""
 
 import warnings
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from tests.helpers.sharded import adamw, case_loss, engine_for, train_sharded
 from tests.ranks.pool import Ranks
 
 GIB, TOTAL = 2**30, 10**6
-HELD, SAVED = 200_000, 100_000  # bytes of what stays, and of activations where none is computed again
+HELD, SAVED = 200_000, 100_000  # bytes of persistent memory, and of activations without recomputation
 
 
 @dataclass
 class Device:
-    """Takes what stays and, at the peak, activations: all of them in an eager step."""
+    """Takes persistent memory and, at the peak, activations: all of them in an eager step."""
 
     eager: int = SAVED
     fuller: int = 0  # on rank 1
@@ -35,7 +35,7 @@ class Device:
 
 
 class Gauge(MemoryGauge):
-    """Of that device."""
+    """The gauge of that device."""
 
     reports_memory = True
     simulated: Device
@@ -57,8 +57,11 @@ class Gauge(MemoryGauge):
 def train(
     device: Device | None, steps: int = 7, again: dict[str, Any] | None = None, accumulate: int = 1, **options: Any
 ) -> dict[str, Any]:
-    """A training's losses and weights, in which batches something was compiled, and what holds at its end. ``again``:
-    goes on with other options."""
+    """Return a training's losses, weights, compiling batches and final options.
+
+    Args:
+        again: continue with these options.
+    """
     torch._dynamo.reset()
     model, said = build(Blocks), []
     graphs: list[int] = [0]
@@ -118,7 +121,7 @@ STILL: dict[str, Any] = {
 
 
 def alike(ranks: Ranks, device: Device | None, steps: int = 7, world_size: int = 2, **options: Any) -> Any:
-    """What all ranks decided, which is the same; their training is that of code that is not compiled, to the last bit."""
+    """Return the common decision of all ranks; they train like eager code, bit for bit."""
     found = ranks.run(world_size, train, device, steps, **options)
     for mine, theirs in zip(found, ranks.run(world_size, train, None, steps, compile=False), strict=True):
         assert mine["losses"] == theirs["losses"]
@@ -141,7 +144,7 @@ def test_with_room_left_weights_stay_after_some_steps(ranks: Ranks) -> None:
 
 @pytest.mark.slow
 def test_what_a_first_step_shows_is_planned_away_before_anything_is_compiled(ranks: Ranks) -> None:
-    # 0.8 of what the eager step took count as activations: a fifth of them has to go, and after that all fits.
+    # 0.8 of the eager step's memory count as activations: a fifth of them has to go, and after that all fits.
     memory = (HELD + 0.85 * SAVED) / GIB
     found = alike(ranks, Device(), world_size=1, memory=memory)
     assert found["compiles_in"][0] == 1
@@ -169,7 +172,7 @@ def test_activations_leave_where_none_may_be_computed_again(ranks: Ranks) -> Non
 
 
 def test_optimizer_state_goes_to_the_host_at_setup_where_the_rest_would_not_fit(ranks: Ranks) -> None:
-    # A CPU does not say what it has: by the number alone.
+    # A CPU does not report its memory: the number alone decides.
     buffer = {"offload_buffer_mb": 0.001}
     (enough,) = ranks.run(1, train, None, 1, memory=1.0)
     assert (enough["offload"], enough["plan"]["fits"]) == ((), True)
@@ -184,7 +187,7 @@ def test_optimizer_state_goes_to_the_host_at_setup_where_the_rest_would_not_fit(
 
 
 def train_with_few_buffers(device: Device | None, steps: int, **options: Any) -> dict[str, Any]:
-    """Nobody has chosen how large they are, and they are small."""
+    """Train with small staging buffers whose size is the default."""
     mb = options["offload_buffer_mb"]
     with (
         patch("lightning_zero.memory_planner.inputs.DEFAULT_BUFFER_MB", mb),
@@ -336,7 +339,7 @@ def test_a_later_trainer_has_its_own_budget(ranks: Ranks) -> None:
 
 
 class Caching(MemoryGauge):
-    """A device whose allocator has let go of 5 GiB whenever it is looked at, but for the look behind giving back."""
+    """A device with 5 GiB cached, except when it is read right after the cache was emptied."""
 
     reports_memory = True
     given_back = 0
@@ -355,7 +358,7 @@ class Caching(MemoryGauge):
 
 
 def given_back(memory: Any, then: Any) -> list[int]:
-    """In each training step; with other options from the fourth on; and in an evaluation behind them."""
+    """Return the releases of each step, with other options from the fourth on, and of an evaluation."""
     torch._dynamo.reset()
     Caching.given_back, model, found = 0, build(Blocks), []
     with (

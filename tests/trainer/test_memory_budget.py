@@ -1,4 +1,4 @@
-"""``memory=`` under a Trainer and under Fabric: the plan that users see, and what an error says of a full device."""
+"""``memory=`` under a Trainer and under Fabric: the plan, and the hint in out-of-memory errors."""
 
 import json
 from pathlib import Path

@@ -10,7 +10,7 @@ from lightning_zero.profiling.device_gauges import DeviceMemory
 
 MIB, TOTAL = 2**20, 80 * 2**30
 LIMIT = 6.0  # GiB
-OTHERS, STAYS, FORWARD, BACKWARD = 2400, 1300, 1000, 800  # MiB; backward beside what forward has saved
+OTHERS, STAYS, FORWARD, BACKWARD = 2400, 1300, 1000, 800  # MiB; backward in addition to the saved tensors
 PEAK = OTHERS + STAYS + FORWARD + BACKWARD
 
 
@@ -23,8 +23,8 @@ def memory(cached: int, others: int = OTHERS) -> DeviceMemory:
     [
         (700, 3000, 0, False),  # 2400 + 3000 + 700 are 6100 of 6144
         (800, 3000, 0, True),
-        (800, 3000, 790, False),  # next to nothing would come free
-        (90, float("inf"), 0, False),  # likewise, whatever comes
+        (800, 3000, 790, False),  # almost nothing would be freed
+        (90, float("inf"), 0, False),  # almost nothing would be freed
         (100, float("inf"), 0, True),
     ],
 )
@@ -34,7 +34,7 @@ def test_what_could_pass_the_limit_is_in_the_way(cached: int, most: float, usele
 
 @dataclass
 class Device:
-    """Caches whatever is let go of, and serves nothing else from it: the worst that an allocator may do."""
+    """A device whose allocator caches everything and reuses nothing, which is the worst case."""
 
     reports_memory: bool = True
     is_capturing: bool = False
@@ -102,7 +102,7 @@ def test_where_all_fits_nothing_is_given_back_once_a_step_was_seen() -> None:
     training = Training(limit=40)
     training.run(2)
     assert training.run(5) == 0
-    training.compiled += 1  # what takes more, perhaps
+    training.compiled += 1  # new code may take more
     assert training.run(2) > 0
     assert training.run(1) == 0
 

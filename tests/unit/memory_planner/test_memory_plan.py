@@ -1,4 +1,4 @@
-"""Plans within a limit: what is chosen, in which order, and the advice if nothing fits."""
+"""Plans within a limit: choices, their order, and the advice if nothing fits."""
 
 import json
 from collections.abc import Iterable
@@ -70,7 +70,7 @@ def test_state_goes_to_the_host_where_many_passes_share_a_step() -> None:
     assert within(50).offload == ()
 
 
-# Nothing but state that can go, of which 4.66 GiB come, and leave, beside a pass.
+# Only state can move; 4.66 GiB of it are copied in each direction during a pass.
 LIGHT = replace(FACTS, activations=0.0, weights=0.0)
 
 
@@ -109,7 +109,7 @@ def test_buffers_stay_as_they_are_by_hand_while_nobody_knows_a_pass_and_for_mast
 
 
 def test_where_nothing_comes_ahead_no_memory_is_spent_on_it() -> None:
-    """Of several optimizers nobody knows which one steps next, and what is not captured asks for state as it steps."""
+    """With several optimizers, or without a captured step, state is not prefetched."""
     facts = replace(LIGHT, limit=55 * GIB, prefetches_state=False)
     plan = choose_plan(facts, ALL)
     assert plan.chosen == MemoryConfig(offload=("optimizer",))
@@ -179,7 +179,7 @@ def test_weights_stay_until_the_step_where_passes_share_one() -> None:
     assert within(100).until == "backward"
 
 
-# Nothing stays whole, so that what is chosen is one of the items' variants; and there are 6 GiB of master weights.
+# No weights are kept, so that a choice is one of the items' variants; and there are 6 GiB of master weights.
 HEAVY = replace(FACTS, weights=0.0, masters=6 * GIB)
 
 
@@ -190,7 +190,7 @@ def test_no_other_pick_within_the_limit_is_faster(limit: float) -> None:
 
 
 def assert_the_best(facts: PlannerInputs, picks: Iterable[tuple[Variant, ...]]) -> None:
-    """What is decided is the fastest of these within the limit, or the smallest where none is."""
+    """Assert that the choice is the fastest pick within the limit, or the smallest one."""
     base, items = facts.peak - size_of(facts.current, facts), planner_items(facts, ALL)
     sizes = [
         (
@@ -263,7 +263,7 @@ def test_how_sure_seconds_are_stands_below_the_table() -> None:
     )
 
 
-# 8 passes in a step, of which each has 12 GiB of gradients to reduce over links of 28 GB/s: 0.46 s, beside 0.07.
+# 8 passes in a step, of which each has 12 GiB of gradients to reduce over links of 28 GB/s: 0.46 s, during 0.07.
 MANY = replace(FACTS, gradients=GradientBytes(24 * GIB, 12 * GIB), times=replace(SPEED, passes=8.0, gather_s=1 / 28e9))
 
 
@@ -283,7 +283,7 @@ def test_gradients_of_micro_batches_are_reduced_once_where_that_is_faster_and_me
     "facts",
     [
         replace(MANY, times=replace(MANY.times, passes=1.0)),
-        replace(MANY, times=replace(MANY.times, gather_s=1 / 300e9)),  # hidden beside backward
+        replace(MANY, times=replace(MANY.times, gather_s=1 / 300e9)),  # hidden by backward
         replace(MANY, gradients=GradientBytes(reduced=12 * GIB)),
         replace(MANY, limit=30 * GIB),
     ],

@@ -47,7 +47,7 @@ def test_graphs_that_run_several_times_stay_within_the_budget_together() -> None
 
 
 class Alone(MemoryPlanner):
-    """Of a single rank, whose device has 2000 bytes and gives half of them; a pass gathers 800."""
+    """A planner of one rank, whose device has 2000 bytes, 300 of them free; a pass gathers 800."""
 
     def __init__(self, reports: bool = True) -> None:
         self.said: list[str] = []
@@ -165,16 +165,16 @@ def test_a_device_is_not_read_in_backward_once_all_is_decided() -> None:
     assert reads == 1
 
 
-HELD, SAVED, STATES = 10.0, 8.0, 4.0  # GiB: what stays, activations where none is computed again, optimizers' state
+HELD, SAVED, STATES = 10.0, 8.0, 4.0  # GiB: persistent memory, activations without recomputation, optimizer state
 
 
 class Simulated(MemoryPlanner):
-    """A training of one rank.
+    """A planner of one simulated rank, and its training.
 
     Args:
         limit: GiB.
-        more: GiB that compiled code takes besides, where anything is computed again.
-        kept: GiB that the allocator keeps of what ran before it was captured, until it gives them back.
+        more: extra GiB of compiled code if anything is recomputed.
+        kept: GiB of the cache of code that ran before it was captured.
         eager: GiB that the first pass takes.
         take: GiB that CUDA graphs hold once they are captured; None without them.
         must: CUDA graphs cannot be disabled.
@@ -195,7 +195,7 @@ class Simulated(MemoryPlanner):
         self.more, self.kept, self.eager = more, kept, eager
         self.config = EngineConfig(memory=limit)
         self.share = 1.0  # of activations that are saved
-        self.over = False  # gradients lie over copies, and take so many GiB less:
+        self.over = False  # gradients alias copies, which saves ``gradients`` GiB
         self.gradients = 0.0
         self.cached = self.states = 0.0
         self.compiled = self.given_back = 0
@@ -246,7 +246,7 @@ class Simulated(MemoryPlanner):
         return list(values)
 
     def step(self) -> MemoryConfig | None:
-        """What was decided before it."""
+        """Run one step and return the decision before it."""
         found = self.update(self.config)
         if found is not None:
             self.share = found.chosen.activation_memory_budget
@@ -275,7 +275,7 @@ class Simulated(MemoryPlanner):
 def test_what_a_first_step_shows_is_planned_away_though_the_optimizer_made_its_state_after_it() -> None:
     training = Simulated(18.7, eager=8.0)
     decided = training.run()
-    # It took 8 GiB beside 10, which is all there is; and what comes has 4 more of state. Later, 0.5 would just fit,
+    # It took 8 GiB in addition to 10, and later steps have 4 more of state. Later, 0.5 would just fit,
     # but that has not been measured.
     assert decided == [(1, 0.2), (5, 0.3)]
     assert training.plan is not None
@@ -439,7 +439,7 @@ def test_graphs_that_pass_a_limit_that_no_plan_holds_are_disabled(must: bool) ->
 
 
 class Rounding(Simulated):
-    """Of a training whose gradients may lie over copies of weights, which is so many GiB less."""
+    """A training whose gradients may alias compute copies, which saves ``gradients`` GiB."""
 
     def __init__(self, limit: float, eager: float, gradients: float = 2.0) -> None:
         super().__init__(limit, eager=eager)
@@ -457,7 +457,7 @@ class Rounding(Simulated):
 
 
 def test_gradients_come_to_lie_over_copies_before_anything_is_computed_again() -> None:
-    # 22 GiB with all of it. The first step shows nothing, or that even with half of what it took that is too much.
+    # All takes 22 GiB. The first step shows nothing, or that even half of its memory would be too much.
     assert Rounding(21, eager=3.0).rounded() == [(5, True, 1.0)]
     assert Rounding(16, eager=8.0).rounded()[0][:2] == (1, True)
     assert Rounding(22.5, eager=3.0).rounded() == []

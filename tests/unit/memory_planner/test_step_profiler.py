@@ -1,4 +1,4 @@
-"""Measurements of steady steps, and what ranks agree on."""
+"""Measurements of steady steps, and their reduction over ranks."""
 
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from lightning_zero.profiling.device_gauges import DeviceMemory
 
 
 class Behind:
-    """The device's clock: it has come to its moments up to ``now``, and whoever asks for a later one waits."""
+    """A device's clock that has reached the moments up to ``reached``; later ones wait."""
 
     def __init__(self) -> None:
         self.made = self.reached = 0.0
@@ -50,7 +50,7 @@ def measuring(captures: bool = False) -> tuple[StepProfiler, Behind]:
 
 
 def train(measuring: StepProfiler, clock: Behind, steps: list[float], passes: int = 1, copies: float = 7.0) -> None:
-    """Steps of which each pass takes so long on the device, and the optimizer's copies behind them."""
+    """Run steps with these seconds for each pass, followed by the optimizer's copies."""
     for seconds in steps:
         for _ in range(passes):
             measuring.pass_begins()
@@ -92,7 +92,7 @@ def test_within_a_capture_no_moment_is_taken() -> None:
 
 
 MINE = StepStats(5, room=100, captured_room=-3, forward_s=0.2, traffic=7, saved=60, took=30, pass_s=0.5, passes=2)
-OTHERS = [4, 110, -9, 0.1, -8, -50, -40, -0.4, -2]  # of the fields, as they are told: what is to be most, below 0
+OTHERS = [4, 110, -9, 0.1, -8, -50, -40, -0.4, -2]  # of the fields as they are reduced; maxima are negative
 
 
 def test_of_each_number_the_ranks_take_the_one_that_asks_for_most_care() -> None:

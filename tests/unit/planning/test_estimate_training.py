@@ -27,8 +27,7 @@ CARD = replace(find_device("H100"), context=0.0)
 
 
 class Estimates:
-    """Of a training that saves 20 GiB where nothing is computed again, and needs 2 more whatever is done than is
-    thought from one choice to the next."""
+    """Estimates of a training that saves 20 GiB without recomputation, and ``hidden`` GiB more with it."""
 
     def __init__(self, hidden: float = 0.0) -> None:
         self.asked: list[EngineConfig] = []
@@ -72,7 +71,7 @@ def test_a_choice_is_estimated_and_mended_where_it_does_not_do_what_was_thought(
 
 
 class Coarse(Estimates):
-    """As some graphs are: all shares below the whole come to the same."""
+    """Estimates in which all shares below 1 save the same."""
 
     def saved(self, budget: float) -> float:
         return 20 if budget == 1 else 13
@@ -104,7 +103,7 @@ def test_what_is_said_to_fit_does(memory: float) -> None:
 
 
 def first_step(memory: float, eager: float, least: float) -> tuple[float, bool, int]:
-    """GiB of the first step, whether all fits, and how often it was asked what an eager pass takes at least."""
+    """Return the GiB of the first step, True if all fits, and the number of offloaded passes."""
     found, _ = within(memory)
     passes = replace(found.passes, eager=StepEstimate(peak=int(eager * GIB)))
     asked: list[None] = []

@@ -18,7 +18,7 @@ GRADIENT = 64 * 64 * 4
 
 
 def products(count: int, then: int = 0) -> torch.fx.Graph:
-    """Of one pair of inputs, each a gradient that is returned; then ``then`` more, none of which lives on."""
+    """Return a graph of ``count`` gradients, followed by ``then`` products of which one is kept."""
     b = Builder()
     x, y = b.input("x", 64, 64), b.input("y", 64, 64)
     gradients = [b.call(aten.mm.default, x, y) for _ in range(count)]
@@ -62,7 +62,7 @@ def test_gradients_that_a_graph_hands_over_leave_as_those_do_that_it_returns() -
 
 
 def generated(saved: bool, **options: Any) -> float:
-    """Of a graph that reads an input for the last time in code that is generated, in gradients."""
+    """Return the peak of a graph whose generated code reads an input last, in gradients."""
     b = Builder()
     x = b.input("x", 64, 64)
     graph = b.done(b.call(aten.mm.default, b.call(aten.neg.default, x), b.input("y", 64, 1)))

@@ -64,7 +64,7 @@ def test_only_what_reads_or_writes_moves_bytes(mode: Any) -> None:
             assert counter.moved == 0
             made = given + 1
             assert counter.moved == 2 * 200
-            weight.backward(torch.empty(10, 10))  # autograd takes what it is given
+            weight.backward(torch.empty(10, 10))  # autograd keeps the given gradient
             assert counter.moved == 2 * 200
             made.clone()
             assert counter.moved == 4 * 200

@@ -1,4 +1,4 @@
-"""What a report writes, when, on which rank, and that its failures stay its own."""
+"""Files of a report, their time and rank, and failures that do not stop a training."""
 
 import gc
 import weakref
@@ -65,7 +65,7 @@ def backward() -> Graph:
 
 
 def compiled(observe: Any, name: str = "w") -> None:
-    """What the compiler does with a forward graph."""
+    """Report a forward graph as the compiler does."""
     graph = forward(name)
     observe("joint", graph)
     observe("before", graph)

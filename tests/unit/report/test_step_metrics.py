@@ -57,7 +57,7 @@ def gather(name: str, size: int, started_s: float, waited_s: float, transfer_s: 
     return Gather((name,), "float32", size, 0, "", 0, "", "last use", started_s, waited_s, transfer_s)
 
 
-# The first weight comes with nothing to hide it; the second is started at 1 s, waited for at 3 s and takes 3 s.
+# The first weight arrives with nothing to hide it; the second is started at 1 s, waited for at 3 s and takes 3 s.
 FORWARD = GraphPlan("forward", 9, (gather("a", 8, 0.0, 0.0, 0.5), gather("b", 16, 1.0, 3.0, 3.0)), (), 4.0)
 # A gradient that leaves when 1 of 2 s of compute are over and takes 1.5 s, and one at the very end.
 BACKWARD = GraphPlan(
@@ -67,7 +67,7 @@ BACKWARD = GraphPlan(
 
 def test_compute_waits_for_what_it_cannot_hide() -> None:
     assert exposed_seconds([FORWARD]) == pytest.approx(0.5 + 1.0)
-    assert exposed_seconds([BACKWARD]) == pytest.approx(0.5 + 0.25)  # the second one queues behind the first
+    assert exposed_seconds([BACKWARD]) == pytest.approx(0.5 + 0.25)  # the second one queues after the first
     assert exposed_seconds([FORWARD, BACKWARD]) == pytest.approx(2.25)
 
 

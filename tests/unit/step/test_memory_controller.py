@@ -1,4 +1,4 @@
-"""What is done about the device's memory where a plan moves an optimizer's state."""
+"""Calls that free memory when a plan moves optimizer state or gradients."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -13,8 +13,7 @@ from tests.helpers.options import config
 
 
 def calls(before: Sequence[str], after: Sequence[str], over: bool = False, lies: bool = False) -> list[str]:
-    """Of what is asked to make room, and when the state moves. ``over``, ``lies``: gradients lay over copies of weights,
-    and do now."""
+    """Return the calls in their order. ``over``, ``lies``: gradients aliased copies before, and do now."""
     found: list[str] = []
     planned: Any = MemoryController.__new__(MemoryController)
     first_step = SimpleNamespace(expect_state_from_host=lambda: found.append("comes back"))
@@ -32,9 +31,9 @@ def calls(before: Sequence[str], after: Sequence[str], over: bool = False, lies:
 @pytest.mark.parametrize(
     ("before", "after", "asked"),
     [
-        # What state leaves behind, a pass would take its own memory beside.
+        # A pass would allocate in addition to the cached blocks of the state.
         ((), ("optimizer",), ["configure", "empty cache"]),
-        # State that comes back, with the optimizer's next step, would come beside what a pass has left.
+        # State moves back with the next optimizer step, in addition to the cached blocks of a pass.
         (("optimizer",), (), ["comes back", "configure", "empty cache"]),
         (("optimizer",), ("optimizer",), ["configure"]),
         ((), (), ["configure"]),
