@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.checkpoints import Checkpoints
 from lightning_zero.compile.cuda_graphs import CUDAGraphManager
-from lightning_zero.compile.listener import GraphObserver
+from lightning_zero.compile.events import GraphObserver
 from lightning_zero.compile.session import CompileSession
-from lightning_zero.compile.steps import CompiledStepHooks
+from lightning_zero.compile.session import CompiledStepHooks
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.engine import check_changes
 from lightning_zero.errors import UnsupportedError

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,41 +34,49 @@ from lightning_zero.compat.compiler import (
     functorch_config,
     inductor_config,
     lookup_backend,
+    replace_random_passes,
+    stable_topological_sort,
 )
 from lightning_zero.compat.graphs import USER_VISIBLE_OUTPUTS
 from lightning_zero.compat.inductor_heuristics import choose_by_hints
-from lightning_zero.compile.active import OPTIMIZATION_COUNTS
+from lightning_zero.compile.async_compile import PendingCompile, PendingCompiles
 from lightning_zero.compile.budget_sweep import chart
-from lightning_zero.compile.causal_mask import drop_causal_masks
-from lightning_zero.compile.compile_timer import CompileTimer
+from lightning_zero.compile.capture.causal_mask import drop_causal_masks
+from lightning_zero.compile.capture.discovery import CallInfo, find_recompile_reason
+from lightning_zero.compile.capture.dynamo_graph import (
+    check_foreach_on_shards,
+    check_weight_edits,
+    has_collectives,
+    last_read,
+    tag_weight_names,
+)
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.discover import CallInfo
+from lightning_zero.compile.events import OPTIMIZATION_COUNTS, CompileListener, CompileTimer
 from lightning_zero.compile.fast_compile import sparing
-from lightning_zero.compile.foreach_checks import check_foreach_on_shards
-from lightning_zero.compile.frontend import has_collectives, last_read, tag_weight_names, check_weight_edits
-from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.joint import JointPasses
+from lightning_zero.compile.fx_utils import draws, output_node
+from lightning_zero.compile.graph_plan import CHART, PlanStore
 from lightning_zero.compile.layer_dedup import DedupFailed, LayerDedup, dedup_layers, joint_tracer
-from lightning_zero.compile.listener import CompileListener
-from lightning_zero.compile.partition import partition_joint_graph
+from lightning_zero.compile.partitioner.partition import partition_joint_graph, tag_activations, tag_gathers
+from lightning_zero.compile.partitioner.recompute_policy import partitioner_settings
 from lightning_zero.compile.passes import PassSpec, default_passes, offload_limits, run_passes, saved_limits
 from lightning_zero.compile.passes.activation_offload import OffloadLimits, insert_offloads
-from lightning_zero.compile.pending_compiles import PendingCompile, PendingCompiles
-from lightning_zero.compile.plan import CHART
-from lightning_zero.compile.plan_book import PlanStore
-from lightning_zero.compile.recompile_reason import find_recompile_reason
-from lightning_zero.compile.recompute_policy import partitioner_settings
-from lightning_zero.compile.selection import PassSelection
-from lightning_zero.compile.subgraphs import StrideMismatch, DeferredKernels, SubgraphCache, cut, lower, repeats, fix_strides
-from lightning_zero.compile.tagging import tag_activations, tag_gathers
+from lightning_zero.compile.passes.selection import PassSelection
+from lightning_zero.compile.subgraphs import DeferredKernels, StrideMismatch, SubgraphCache, cut, fix_strides, repeats
+from lightning_zero.compile.subgraphs import compile_subgraphs as lower
 from lightning_zero.config import CompileConfig
 from lightning_zero.sharding.unsupported import no_shard_dispatch
 
-__all__ = ["Compiler"]
+__all__ = ["Compiler", "JointPasses"]
+
 
 log = logging.getLogger(__name__)
 
-GRAPH_PACKAGES = ("compat", "compile", "native", "profiling")  # rooms of the package whose code decides what a graph becomes
+GRAPH_PACKAGES = (
+    "compat",
+    "compile",
+    "native",
+    "profiling",
+)  # rooms of the package whose code decides what a graph becomes
 
 
 class Compiler:
@@ -180,7 +189,9 @@ class Compiler:
         compile_graph.__name__ = "lightning_zero"  # what error messages call it
         return compile_graph
 
-    def _compile_with_layer_dedup(self, inner: Callable[..., Any], module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+    def _compile_with_layer_dedup(
+        self, inner: Callable[..., Any], module: GraphModule, inputs: Any, **kwargs: Any
+    ) -> Any:
         """Compiles a graph, of which equal layers are differentiated once where that can be."""
         layers = None if self._config.whole_graphs else dedup_layers(module, joint_tracer(self._config.backend))
         while layers is not None:
@@ -232,7 +243,9 @@ class Compiler:
             part.recompile()
         return forward, backward
 
-    def _sweep_budgets(self, module: GraphModule, inputs: Any, outputs: int, settings: dict[str, Any]) -> tuple[Point, ...]:
+    def _sweep_budgets(
+        self, module: GraphModule, inputs: Any, outputs: int, settings: dict[str, Any]
+    ) -> tuple[Point, ...]:
         begun = monotonic()
         points = chart(module, inputs, outputs, self._context, **settings)
         self._listener.add_metric("chart", monotonic() - begun)
@@ -249,7 +262,13 @@ class Compiler:
         return graph
 
     def _inductor(
-        self, last: bool, timer: CompileTimer, layers: LayerDedup | None, module: GraphModule, inputs: Any, **kwargs: Any
+        self,
+        last: bool,
+        timer: CompileTimer,
+        layers: LayerDedup | None,
+        module: GraphModule,
+        inputs: Any,
+        **kwargs: Any,
     ) -> Any:
         # Observers must see every graph, so they keep graphs out of the cache.
         wanted = self._listener.wants_graphs or self._listener.wants_passes
@@ -320,7 +339,13 @@ class Compiler:
         return digest.hexdigest()
 
     def _aot_eager(
-        self, last: bool, timer: CompileTimer, layers: LayerDedup | None, module: GraphModule, inputs: Any, **kwargs: Any
+        self,
+        last: bool,
+        timer: CompileTimer,
+        layers: LayerDedup | None,
+        module: GraphModule,
+        inputs: Any,
+        **kwargs: Any,
     ) -> Any:
         def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
             self._tag(last, layers, module.graph)
@@ -401,3 +426,48 @@ class _Partitioner(CustomPartitionerFn):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_function": None, "_uuid": self._uuid}
+
+
+class JointPasses(ExitStack):
+    """For one graph, which is handed on once; a context in which it is compiled.
+
+    Args:
+        layers: that were taken out of the graph.
+        finish: puts them back and does what else is ours on a joint graph.
+        first: before Inductor's passes in any case. What these make anew does not know of which layer it is, which a
+            user's policy of what is computed again may ask.
+    """
+
+    def __init__(self, layers: LayerDedup | None, finish: Callable[[Graph], Graph], first: bool = False) -> None:
+        super().__init__()
+        self._layers = None if first else layers
+        self._finish = finish
+        self._finished = False
+
+    def options(self, form: Callable[[Callable[[Graph], Any]], Any]) -> dict[str, Any]:
+        """For Inductor, which takes passes in a form of its own."""
+        options = {"joint_custom_pre_pass": form(self.before)}
+        # What users pass there expects whole layers.
+        if self._layers is not None and inductor_config.joint_custom_post_pass is None:
+            options["joint_custom_post_pass"] = form(self.behind)
+        else:
+            self._layers = None
+        return options
+
+    def before(self, graph: Graph) -> None:
+        """Before Inductor's passes."""
+        if self._layers is None or not self._layers.passes_done(graph):
+            self._finish(graph)
+            self._finished = True
+        else:
+            self.enter_context(inductor_config.patch(fallback_random=True))
+
+    def behind(self, graph: Graph) -> None:
+        """Behind them."""
+        if not self._finished:
+            self.close()
+            stable_topological_sort(graph)  # Inductor does so behind all passes; ours go by the order of nodes
+            self._finish(graph)
+            assert graph.owning_module is not None
+            if any(map(draws, graph.nodes)):  # or each node would be tried in vain
+                replace_random_passes(graph.owning_module)  # with the layers there: seeds of all are drawn at once

@@ -37,9 +37,9 @@ from lightning_zero.compile.known import (
     before_training,
     measured,
 )
-from lightning_zero.compile.listener import CompileProgress
+from lightning_zero.compile.events import CompileProgress
 from lightning_zero.compile.measuring import StepProfiler
-from lightning_zero.compile.plan_book import PlanStore
+from lightning_zero.compile.graph_plan import PlanStore
 from lightning_zero.compile.plan_with_margin import cautious, unless_it_may_fit
 from lightning_zero.compile.planner_messages import MemoryReporter, option
 from lightning_zero.compile.planner_state import PlannerState, PlanUpdate

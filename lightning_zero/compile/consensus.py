@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning_zero.compile.plan import first_difference
+from lightning_zero.compile.graph_plan import first_difference
 from lightning_zero.errors import RankMismatchError
 
 __all__ = ["RankConsensus"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_zero.compile.plan import GraphPlan
+from lightning_zero.compile.graph_plan import GraphPlan
 from lightning_zero.config import CompileConfig
 from lightning_zero.profiling.estimate import NOMINAL_COSTS, CostModel
 

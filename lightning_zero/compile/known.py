@@ -9,7 +9,7 @@ from lightning_zero.budget.curve import Curve, agreed, nested, told
 from lightning_zero.budget.facts import CAPTURE_GAP_SHARE, MemoryConfig, PlannerInputs, GradientBytes, StepTimes
 from lightning_zero.compile.first_step import FirstStepStats
 from lightning_zero.compile.measuring import SteadyStats
-from lightning_zero.compile.plan_book import PlanStore
+from lightning_zero.compile.graph_plan import PlanStore
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.nominal import HOST_BYTES_PER_S
 from lightning_zero.profiling.headroom import DeviceMemory, memory_limit

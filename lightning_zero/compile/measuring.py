@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from lightning_zero.compile.listener import CompileProgress
-from lightning_zero.compile.plan_book import PlanStore
+from lightning_zero.compile.events import CompileProgress
+from lightning_zero.compile.graph_plan import PlanStore
 from lightning_zero.compile.uncaptured_memory import Outside
 from lightning_zero.native import Executor
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from lightning_zero.compile.plan import Gather, GraphPlan
+from lightning_zero.compile.graph_plan import Gather, GraphPlan
 
 __all__ = ["another_fits", "saved_share"]
 

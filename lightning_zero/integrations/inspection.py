@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_zero.budget.plan import MemoryPlan
-from lightning_zero.compile.listener import GraphObserver, PassObserver
+from lightning_zero.compile.events import GraphObserver, PassObserver
 from lightning_zero.compile.passes import PassSpec
-from lightning_zero.compile.plan import Plan
+from lightning_zero.compile.graph_plan import Plan
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.profiling.estimate import CostModel
 

@@ -28,13 +28,13 @@ from lightning_zero.compat.tensors import FakeTensorMode, tree_flatten, tree_unf
 from lightning_zero.compile.budget_sweep.lifetimes import fresh_bytes, graph_peak, leave_narrow
 from lightning_zero.compile.budget_sweep.live_values import on_host
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.graph import results
-from lightning_zero.compile.partition import partition_joint_graph
+from lightning_zero.compile.fx_utils import results
+from lightning_zero.compile.partitioner.partition import partition_joint_graph
 from lightning_zero.compile.passes import offload_limits, saved_limits
 from lightning_zero.compile.passes.activation_offload import insert_offloads
-from lightning_zero.compile.passes.offload import place_offloads
-from lightning_zero.compile.recompute_policy import partitioner_settings
-from lightning_zero.compile.tagging import tag_activations, tag_gathers
+from lightning_zero.compile.passes.activation_offload import place_offloads
+from lightning_zero.compile.partitioner.recompute_policy import partitioner_settings
+from lightning_zero.compile.partitioner.partition import tag_activations, tag_gathers
 from lightning_zero.compile.uncaptured_memory import Outside
 from lightning_zero.planning.ledger import MemoryCounter
 from lightning_zero.planning.weights import insert_gathers, fake_op

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightning_zero.compile.plan import GraphPlan, Plan
+from lightning_zero.compile.graph_plan import GraphPlan, Plan
 
 __all__ = ["exposed_seconds", "pass_plans"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_zero.compile.passes.pass_trace import PassTrace
+from lightning_zero.compile.passes.base import PassTrace
 
 __all__ = ["write_passes"]
 

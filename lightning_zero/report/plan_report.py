@@ -19,9 +19,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.fx import Graph
 from typing_extensions import override
 
-from lightning_zero.compile.graph import graph_kind
-from lightning_zero.compile.passes.pass_trace import PassTrace
-from lightning_zero.compile.readable import readable
+from lightning_zero.compile.fx_utils import graph_kind
+from lightning_zero.compile.passes.base import PassTrace
+from lightning_zero.compile.fx_utils import readable
 from lightning_zero.integrations.trainer.lookup import zero_strategy
 from lightning_zero.report.passes import write_passes
 

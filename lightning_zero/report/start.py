@@ -30,7 +30,7 @@ class StartupTimer:
     end of the training :meth:`ends`, where there were none.
 
     Args:
-        spent: seconds and pieces so far, see :class:`~lightning_zero.compile.listener.Progress`; an engine that is not
+        spent: seconds and pieces so far, see :class:`~lightning_zero.compile.events.Progress`; an engine that is not
             there yet has spent nothing.
         compiler: the backend, by the name that torch has for it.
         running: gives the line about what runs; "" for none.

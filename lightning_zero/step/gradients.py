@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_zero.compile.steps import CompiledStepHooks
+from lightning_zero.compile.session import CompiledStepHooks
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.text import format_gib
 from lightning_zero.sharding.grad_aliasing import forget_gradients

@@ -18,7 +18,7 @@ from lightning_zero.budget.facts import MemoryConfig, GradientBytes
 from lightning_zero.budget.options import apply_memory_config, memory_config
 from lightning_zero.budget.plan import MemoryPlan
 from lightning_zero.compile.known import MASTERS, EngineMemoryFacts
-from lightning_zero.compile.steps import CompiledStepHooks
+from lightning_zero.compile.session import CompiledStepHooks
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.engine import OFFLOADABLE
 from lightning_zero.config.text import format_gib

@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compile.budget_sweep.live_values import on_host, stays
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, PassContext
-from lightning_zero.compile.graph import cast_dtype, is_reduce, output_node, results, weight_nodes
+from lightning_zero.compile.fx_utils import cast_dtype, is_reduce, output_node, results, weight_nodes
 from lightning_zero.profiling.cost import fusion_groups
 from lightning_zero.profiling.tensors import Storage, nbytes, storages
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, PassContext
-from lightning_zero.compile.graph import calls, cast_dtype, gathers, is_view_or_cast, readers
-from lightning_zero.compile.passes import FIRST_GROUPS
-from lightning_zero.compile.passes.grouping import split_into_groups, max_group_bytes
-from lightning_zero.compile.passes.offload import OFFLOAD, RELOAD
+from lightning_zero.compile.fx_utils import calls, cast_dtype, gathers, is_view_or_cast, readers
+from lightning_zero.compile.passes.pipeline import FIRST_GROUPS
+from lightning_zero.compile.passes.gather_groups import split_into_groups, max_group_bytes
+from lightning_zero.compile.passes.activation_offload import OFFLOAD, RELOAD
 from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["Stay", "on_host", "stays"]

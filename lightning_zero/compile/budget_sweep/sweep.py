@@ -14,10 +14,10 @@ from lightning_zero.compat.cuts import CannotCut, cache_minimum_cuts
 from lightning_zero.compat.graphs import TANGENTS
 from lightning_zero.compile.budget_sweep.lifetimes import fresh_bytes, graph_peak
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.partition import partition_joint_graph
-from lightning_zero.compile.passes.reduce import enqueue_gradients
-from lightning_zero.compile.recompute_policy import partitioner_settings
+from lightning_zero.compile.fx_utils import output_node
+from lightning_zero.compile.partitioner.partition import partition_joint_graph
+from lightning_zero.compile.passes.reduce_groups import enqueue_gradients
+from lightning_zero.compile.partitioner.recompute_policy import partitioner_settings
 from lightning_zero.profiling.tensors import nbytes
 
 __all__ = ["chart", "point"]

@@ -8,8 +8,8 @@ shapes and a derivative, and computes nothing (``layer_call.py``). AOTAutograd t
 (``hop_bodies.py``), is traced with its layer, and gets another region number in each layer (``region_ids.py``).
 """
 
+from lightning_zero.compile.layer_dedup.dedup import LayerDedup, dedup_layers
 from lightning_zero.compile.layer_dedup.layer_call import DedupFailed, fast_layer_call_fakes
-from lightning_zero.compile.layer_dedup.layers import LayerDedup, dedup_layers
-from lightning_zero.compile.layer_dedup.trace_layers import joint_tracer
+from lightning_zero.compile.layer_dedup.layer_graph import joint_tracer
 
 __all__ = ["DedupFailed", "LayerDedup", "dedup_layers", "fast_layer_call_fakes", "joint_tracer"]

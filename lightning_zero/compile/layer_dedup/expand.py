@@ -11,14 +11,13 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from lightning_zero.compat.fakes import fake_like
-from lightning_zero.compat.graphs import MUST_BE_IN_BACKWARD, CUSTOM, AC_GRAPH_ID, PARTITIONER_TAG
+from lightning_zero.compat.graphs import AC_GRAPH_ID, CUSTOM, MUST_BE_IN_BACKWARD, PARTITIONER_TAG
 from lightning_zero.compat.tensors import FakeTensor
-from lightning_zero.compile.frontend import storage_key
-from lightning_zero.compile.layer_dedup.find_layers import LayerMatch
+from lightning_zero.compile.capture.dynamo_graph import storage_key
+from lightning_zero.compile.fx_utils import NodeReplacer
 from lightning_zero.compile.layer_dedup.layer_call import DedupFailed
-from lightning_zero.compile.layer_dedup.layer_graph import LayerGraph
-from lightning_zero.compile.layer_dedup.node_template import NodeTemplate, View
-from lightning_zero.compile.successors import NodeReplacer
+from lightning_zero.compile.layer_dedup.layer_graph import LayerGraph, NodeTemplate, View
+from lightning_zero.compile.layer_dedup.matching import LayerMatch
 
 __all__ = ["LayerExpansion", "rebase_value"]
 

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.graphs import CHECKPOINT_POLICY, CHECKPOINT_POLICY_HASH
 from lightning_zero.compat.ops import CHECKPOINTS, function_call
-from lightning_zero.compile.graph import results
+from lightning_zero.compile.fx_utils import results
 
 __all__ = [
     "hop_body",

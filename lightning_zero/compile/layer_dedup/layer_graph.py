@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compat.compiler import TracingContext, functorch_config, keep_python_scalars, tracing
-from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE, AC_GRAPH_ID, PARTITIONER_TAG, TANGENTS
-from lightning_zero.compat.tensors import FakeTensorMode
-from lightning_zero.compile.frontend import storage_key
-from lightning_zero.compile.graph import is_op, results
-from lightning_zero.compile.layer_dedup.find_layers import LayerMatch
+from lightning_zero.compat.compiler import (
+    CustomGraphPass,
+    TracingContext,
+    aot_autograd,
+    functorch_config,
+    inductor_config,
+    keep_python_scalars,
+    lookup_backend,
+    stable_topological_sort,
+    tracing,
+)
+from lightning_zero.compat.graphs import (
+    AC_GRAPH_ID,
+    CUSTOM,
+    EXAMPLE_VALUE,
+    FWD_NN_MODULE_STACK,
+    FWD_SOURCE_FN_STACK,
+    NN_MODULE_STACK,
+    PARTITIONER_TAG,
+    SOURCE_FN_STACK,
+    TANGENTS,
+)
+from lightning_zero.compat.tensors import FakeTensor, FakeTensorMode
+from lightning_zero.compile.capture.dynamo_graph import storage_key
+from lightning_zero.compile.fx_utils import is_op, results
 from lightning_zero.compile.layer_dedup.hop_bodies import hop_body, is_region
 from lightning_zero.compile.layer_dedup.layer_call import DedupFailed, end
-from lightning_zero.compile.layer_dedup.node_template import PLACE, WITHIN, NodeTemplate
-from lightning_zero.compile.layer_dedup.region_ids import in_region
-from lightning_zero.compile.layer_dedup.trace_layers import TraceJoint
+from lightning_zero.compile.layer_dedup.matching import LayerMatch
 
-__all__ = ["LayerGraph", "fake_mode", "trace_layer"]
+__all__ = [
+    "JointGraph",
+    "LayerGraph",
+    "NodeTemplate",
+    "PLACE",
+    "RegionIds",
+    "TraceJoint",
+    "View",
+    "WITHIN",
+    "fake_mode",
+    "in_region",
+    "joint_tracer",
+    "trace_layer",
+]
 
 
 @dataclass(frozen=True)
@@ -198,7 +229,9 @@ def _split(graph: Graph, region: LayerMatch) -> LayerGraph:
     constants = {str(node.target): _constant(graph, node) for node in work if node.op == "get_attr"}
     results_, grads = tuple(returned[:count]), tuple(returned[count:])
     numbers = frozenset(node.meta[AC_GRAPH_ID] for node in work if in_region(node))
-    return LayerGraph(tuple(given), tuple(tangents), tuple(forward), tuple(backward), results_, grads, constants, numbers)
+    return LayerGraph(
+        tuple(given), tuple(tangents), tuple(forward), tuple(backward), results_, grads, constants, numbers
+    )
 
 
 def _constant(graph: Graph, node: Node) -> Any:
@@ -211,3 +244,192 @@ def _in_forward(node: Node) -> bool:
 
 def _in_backward(node: Node) -> bool:
     return str(node.meta.get(PARTITIONER_TAG)).endswith("backward")  # it is, or it has to be
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A joint graph.
+
+    Attributes:
+        traced: as AOTAutograd makes it.
+        passed: after the backend's own passes over joint graphs, but for the one that gives seeds to random numbers;
+            None where it has none.
+    """
+
+    traced: Graph
+    passed: Graph | None = None
+
+
+# Gives the joint graph of a module.
+TraceJoint = Callable[[GraphModule, Sequence[Tensor]], JointGraph]
+
+
+def joint_tracer(backend: str) -> TraceJoint:
+    """For "aot_eager", or Inductor, which has its own decompositions."""
+    return partial(_traced, _by_aot_eager if backend == "aot_eager" else _by_inductor)
+
+
+class _Taken(Exception):
+    """The joint graph, which is all that was wanted."""
+
+    def __init__(self, joint: JointGraph) -> None:
+        self.joint = joint
+
+
+def _traced(compile_with: Callable[..., Any], module: GraphModule, inputs: Sequence[Tensor]) -> JointGraph:
+    try:
+        compile_with(module, inputs)
+    except _Taken as taken:
+        return taken.joint
+    raise DedupFailed("a layer needs no backward")
+
+
+def _by_aot_eager(module: GraphModule, inputs: Sequence[Tensor]) -> None:
+    def partition(module: GraphModule, *args: Any, **settings: Any) -> NoReturn:
+        raise _Taken(JointGraph(module.graph))
+
+    def compiler(module: GraphModule, inputs: Any) -> Any:
+        return module
+
+    aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(module, inputs)
+
+
+def _by_inductor(module: GraphModule, inputs: Sequence[Tensor]) -> None:
+    compile_fx: Any = lookup_backend("inductor")
+    with ExitStack() as until_taken:
+        keep = _Keep(until_taken)
+        patches = {"joint_custom_pre_pass": keep, "joint_custom_post_pass": _Take(keep)}
+        compile_fx(module, inputs, config_patches=patches)
+
+
+class _Keep(CustomGraphPass):
+    graph: Graph
+
+    def __init__(self, until_taken: ExitStack) -> None:
+        self._until_taken = until_taken
+
+    def __call__(self, graph: Graph) -> None:
+        # Seeds are drawn for a whole graph at once.
+        self._until_taken.enter_context(inductor_config.patch(fallback_random=True))
+        self.graph = Graph(graph.owning_module)
+        self.graph.output(self.graph.graph_copy(graph, {}))
+
+    def uuid(self) -> None:
+        return None
+
+
+class _Take(CustomGraphPass):
+    def __init__(self, kept: _Keep) -> None:
+        self._kept = kept
+
+    def __call__(self, graph: Graph) -> NoReturn:
+        stable_topological_sort(graph)  # Inductor does so behind all of its passes
+        raise _Taken(JointGraph(self._kept.graph, graph))
+
+    def uuid(self) -> None:
+        return None
+
+
+PLACE = "lightning_zero.place"  # key in node.meta[CUSTOM]: which node of the layer this comes from
+WITHIN = "lightning_zero.within"  # the same, of what a function does that this node calls
+
+_NUMBER = re.compile(r"_\d+$")
+
+# What nodes are told of the modules that they belong to, by where it stands in Dynamo's graph.
+ORIGINS = {
+    NN_MODULE_STACK: NN_MODULE_STACK,
+    SOURCE_FN_STACK: SOURCE_FN_STACK,
+    FWD_NN_MODULE_STACK: NN_MODULE_STACK,
+    FWD_SOURCE_FN_STACK: SOURCE_FN_STACK,
+}
+
+
+@dataclass(frozen=True)
+class View:
+    """Of a fake tensor: which memory it is in, and how it lies there, in elements."""
+
+    value: FakeTensor
+    memory: int
+    shape: Sequence[int]
+    stride: Sequence[int]
+    offset: int | SymInt
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        """Of a node's value, or of each of its values; what is no tensor stays what it is."""
+        if isinstance(value, tuple | list):
+            return type(value)(map(cls.of, value))
+        if not isinstance(value, FakeTensor):
+            return value
+        return cls(value, storage_key(value), value.shape, value.stride(), value.storage_offset())
+
+
+@dataclass(frozen=True)
+class NodeTemplate:
+    """Of one node.
+
+    Attributes:
+        name: without its number, with which torch 2.11 would look for one that is free among those of all layers.
+        meta: what is noted of it in each layer, where nothing here says otherwise.
+        view: its value, as it lies in the layer's memory.
+        region: the number of the checkpointed region that it is in.
+        place: the node of Dynamo's graph that it comes from, by its number in the layer.
+        within: the same, of what a function does that this node calls.
+        origins: what it is told of that node, by where it stands there.
+    """
+
+    name: str
+    meta: dict[str, Any]
+    view: Any
+    region: int | None
+    place: int | None
+    within: int | None
+    origins: Sequence[tuple[str, str]]
+
+    @classmethod
+    def of(cls, node: Node) -> NodeTemplate:
+        meta = dict(node.meta)
+        view = View.of(meta.get("val"))
+        region = meta.pop(AC_GRAPH_ID) if in_region(node) else None
+        custom = dict(meta.pop(CUSTOM, {}))
+        place, within = custom.pop(PLACE, None), custom.pop(WITHIN, None)
+        if within is not None:
+            origins = [(key, NN_MODULE_STACK) for key in (NN_MODULE_STACK, FWD_NN_MODULE_STACK) if key in meta]
+        elif place is not None:
+            origins, custom = [(key, origin) for key, origin in ORIGINS.items() if key in meta], {}
+        else:
+            origins = []
+        if custom:
+            meta[CUSTOM] = custom
+        return cls(_NUMBER.sub("", node.name), meta, view, region, place, within, origins)
+
+
+_FIRST = 2  # nodes outside of all regions are given 1
+
+
+def in_region(node: Node) -> bool:
+    return node.meta.get(AC_GRAPH_ID) is not None  # torch may note that there is none
+
+
+class RegionIds:
+    """Gives numbers that grow from one region to the next, as they do where each is traced: the partitioner saves what
+    goes from one into another with a larger number. Asked in the order of the graph's forward."""
+
+    def __init__(self) -> None:
+        self._last = _FIRST - 1
+        self._shift = 0
+        self._known: dict[int, int] = {}
+
+    def of(self, number: int) -> int:
+        """For a region that was traced with the rest of the graph."""
+        if number not in self._known:
+            self._known[number] = number + self._shift
+            self._last = max(self._last, number + self._shift)
+        return self._known[number]
+
+    def of_layer(self, numbers: Sequence[int]) -> dict[int, int]:
+        """For those in one layer that was traced by itself."""
+        own = {number: self._last + at for at, number in enumerate(sorted(numbers), 1)}
+        self._last += len(own)
+        self._shift += len(own)
+        return own

@@ -20,7 +20,7 @@ from itertools import accumulate
 
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import first_call, readers
+from lightning_zero.compile.fx_utils import first_call, readers
 from lightning_zero.profiling.estimate import CostModel
 
 __all__ = ["PrefetchBudget", "node_seconds", "prefetch_schedule"]

@@ -16,10 +16,10 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import wait_tensor
-from lightning_zero.compile.graph import first_call, nodes_in_role, graph_kind, ops, output_node, weight_name
-from lightning_zero.compile.passes.grouping import dtype_name
-from lightning_zero.compile.plan import CHART, Gather, GraphPlan, Reduce
-from lightning_zero.native.ops import Op, Role, register_op, no_result, find_op
+from lightning_zero.compile.fx_utils import first_call, graph_kind, nodes_in_role, ops, output_node, weight_name
+from lightning_zero.compile.graph_plan import CHART, Gather, GraphPlan, Reduce
+from lightning_zero.compile.passes.gather_groups import dtype_name
+from lightning_zero.native.ops import Op, Role, find_op, no_result, register_op
 from lightning_zero.profiling.estimate import CostModel
 from lightning_zero.profiling.tensors import nbytes
 

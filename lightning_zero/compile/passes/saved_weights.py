@@ -16,17 +16,17 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from math import inf
 
 import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import TANGENTS
-from lightning_zero.compile.graph import cast_dtype, gathers, is_view_or_cast, readers, shard_of
-from lightning_zero.compile.passes.grouping import max_group_bytes
-from lightning_zero.compile.passes.waits import BackwardWaits
+from lightning_zero.compile.fx_utils import cast_dtype, gathers, is_view_or_cast, readers, shard_of
+from lightning_zero.compile.passes.gather_groups import max_group_bytes
 from lightning_zero.profiling.tensors import nbytes
 
-__all__ = ["NOTHING_SAVED", "SavedLimits", "backward_nodes", "choose_saved"]
+__all__ = ["BackwardWaits", "NOTHING_SAVED", "SavedLimits", "backward_nodes", "choose_saved"]
 
 
 @dataclass(frozen=True)
@@ -171,3 +171,55 @@ def backward_nodes(graph: Graph) -> set[Node]:
                 found.add(user)
                 behind.append(user)
     return found
+
+
+_Span = tuple[float, float]  # what weights in a row make of a lead: (a, b) for min(lead - a, b)
+_NOTHING: _Span = (0.0, inf)
+
+
+class BackwardWaits:
+    """Of weights in the order in which backward uses them.
+
+    Args:
+        sizes: bytes of each.
+        kept: which are not gathered again.
+    """
+
+    def __init__(self, sizes: Sequence[int], kept: Sequence[bool]) -> None:
+        self._sizes = sizes
+        self._leaves = 1 << max(len(sizes) - 1, 0).bit_length()
+        self._tree: list[_Span] = [_NOTHING] * (2 * self._leaves)  # below node n lie 2 n and 2 n + 1
+        for place, (size, keeps) in enumerate(zip(sizes, kept, strict=True)):
+            self._tree[self._leaves + place] = _kept(size) if keeps else (0.0, float(-size))
+        for node in reversed(range(1, self._leaves)):
+            self._join(node)
+
+    def of(self, place: int) -> float:
+        """For a weight that is gathered again."""
+        return max(self._lead(place) + self._sizes[place], 0.0)
+
+    def keep(self, place: int) -> None:
+        """From now on."""
+        node = self._leaves + place
+        self._tree[node] = _kept(self._sizes[place])
+        while node := node // 2:
+            self._join(node)
+
+    def _lead(self, place: int) -> float:
+        lead, node = 0.0, 1
+        half = self._leaves
+        while node < self._leaves:
+            half //= 2
+            node *= 2
+            if place & half:
+                a, b = self._tree[node]
+                lead, node = min(lead - a, b), node + 1
+        return lead
+
+    def _join(self, node: int) -> None:
+        (a, b), (later_a, later_b) = self._tree[2 * node], self._tree[2 * node + 1]
+        self._tree[node] = a + later_a, min(b - later_a, later_b)
+
+
+def _kept(size: int) -> _Span:
+    return float(size), inf

@@ -10,21 +10,21 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.ops import wait_tensor
-from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.subgraphs.cut_points import choose_cut_points
-from lightning_zero.compile.subgraphs.node_kinds import NodeKind, is_kernel, classify_nodes, reads
+from lightning_zero.compile.fx_utils import output_node
+from lightning_zero.compile.subgraphs.node_kinds import NodeKind, classify_nodes, is_kernel, reads
 from lightning_zero.compile.subgraphs.node_order import NodeOrder, graph_work
 from lightning_zero.compile.subgraphs.repeats import RepeatedRun, find_repeats
-from lightning_zero.compile.subgraphs.signatures import NodeSignatures
-from lightning_zero.compile.subgraphs.subgraph import Subgraph, make_subgraph, symbol_inputs
+from lightning_zero.compile.subgraphs.subgraph import NodeSignatures, Subgraph, make_subgraph, symbol_inputs
 from lightning_zero.profiling.tensors import nodes_where
 
-__all__ = ["MAX_PARTS", "cut", "repeats"]
+__all__ = ["MAX_PARTS", "choose_cut_points", "cut", "repeats"]
+
 
 # Where our ops can run within a layer; more places let them come closer to where they are needed, for more calls.
 MAX_PARTS = 4
@@ -76,7 +76,9 @@ def _assemble(
     at: dict[Node, int],
     signatures: NodeSignatures | None = None,
 ) -> list[Subgraph | Node] | None:
-    subgraph_of = {node: number for number in range(len(bounds) - 1) for node in work[bounds[number] : bounds[number + 1]]}
+    subgraph_of = {
+        node: number for number in range(len(bounds) - 1) for node in work[bounds[number] : bounds[number + 1]]
+    }
     read = reads(graph, kinds)
     made_in = _SourceSubgraphs(read, subgraph_of)
     readers = _first_readers(graph, subgraph_of)
@@ -146,7 +148,11 @@ def _in_order(graph: Graph, kinds: dict[Node, NodeKind], steps: Sequence[Subgrap
 
 
 def _wanted(
-    graph: Graph, kinds: dict[Node, NodeKind], subgraph_of: dict[Node, int], read: dict[Node, list[Node]], source_subgraphs: _SourceSubgraphs
+    graph: Graph,
+    kinds: dict[Node, NodeKind],
+    subgraph_of: dict[Node, int],
+    read: dict[Node, list[Node]],
+    source_subgraphs: _SourceSubgraphs,
 ) -> list[list[Node]]:
     """What each piece has to return: work that others read, and views of it that leave the pieces."""
     wanted: list[dict[Node, None]] = [{} for _ in range(max(subgraph_of.values(), default=0) + 1)]
@@ -163,7 +169,11 @@ def _wanted(
 
 
 def _leaving(
-    node: Node, kinds: dict[Node, NodeKind], subgraph_of: dict[Node, int], read: dict[Node, list[Node]], source_subgraphs: _SourceSubgraphs
+    node: Node,
+    kinds: dict[Node, NodeKind],
+    subgraph_of: dict[Node, int],
+    read: dict[Node, list[Node]],
+    source_subgraphs: _SourceSubgraphs,
 ) -> Sequence[Node]:
     """What has to leave a piece so that ``node`` can be read outside: itself, where one piece alone makes it; otherwise
     what it is a view of."""
@@ -183,3 +193,70 @@ def _views_outside(node: Node, kinds: dict[Node, NodeKind], made: set[Node]) -> 
             yield from _views_outside(read, kinds, made)
             made.add(read)
             yield read
+
+
+# What ops hand each other in registers goes through memory at a seam: at most so much of what kernels write anyway.
+LOST_SHARE = 0.001
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """Of seams: where they may be, in order, and by place what has been done before, and what each would lose."""
+
+    possible: Sequence[int]
+    done: Sequence[int]
+    lost: Sequence[int]
+    allowed: float
+
+    def cheap(self, begin: int, end: int) -> list[int]:
+        """From ``begin`` to before ``end``: those that lose next to nothing; or else the one that loses least."""
+        here = [place for place in self.possible if begin <= place < end]
+        cheap = [place for place in here if self.lost[place] <= self.allowed]
+        return cheap or sorted(here, key=lambda place: self.lost[place])[:1]
+
+
+def choose_cut_points(order: NodeOrder, runs: Sequence[RepeatedRun], between: Sequence[int], parts: int) -> list[int]:
+    """Places in ``order.work`` before which the graph is cut, in order; 0 and the end are not among them.
+
+    Args:
+        order: of the graph.
+        runs: its repetitions.
+        between: places before which something runs between pieces.
+        parts: at most so many pieces for each repetition.
+    """
+    done = [0]
+    for effort in order.effort():
+        done.append(done[-1] + effort)
+    places = _Candidates(order.cut_points(), done, order.lost(), LOST_SHARE * order.written())
+    cut_points: set[int] = set()
+    at = 1
+    for run in runs:
+        chosen = _in_run(run, places, parts)
+        cut_points |= {*chosen, *_snapped(between, places, at, min(chosen, default=run.start))}
+        at = max(chosen, default=run.start) + 1
+    cut_points |= _snapped(between, places, at, len(order.work))
+    return sorted(cut_points - {0, len(order.work)})
+
+
+def _in_run(run: RepeatedRun, places: _Candidates, parts: int) -> list[int]:
+    """Cuts every repetition alike, into about equal parts."""
+    middle = run.start + (run.repetitions // 2) * run.period  # one repetition stands for all
+    begin = min(middle, run.stop - run.period)
+    cheap = places.cheap(begin, begin + run.period)
+    if not cheap:
+        return []
+    first = cheap[0]
+    total = places.done[begin + run.period] - places.done[begin]
+    done = {place: places.done[place] - places.done[first] for place in cheap}
+    goals = (total * part / parts for part in range(1, parts))
+    chosen = {first, *(min(cheap, key=lambda place: abs(done[place] - goal)) for goal in goals)}
+    offsets = sorted(place - begin for place in chosen)
+    repeated = (run.start + number * run.period + offset for number in range(run.repetitions + 1) for offset in offsets)
+    return [place for place in repeated if place <= run.stop]
+
+
+def _snapped(between: Sequence[int], places: _Candidates, begin: int, end: int) -> set[int]:
+    """Where nothing repeats: cuts at the places nearest before what runs between pieces."""
+    cheap = places.cheap(begin, end)
+    behind = (bisect_right(cheap, place) for place in between if begin <= place < end)
+    return {cheap[number - 1] for number in behind if number}

@@ -19,9 +19,9 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.compat.ops import OpOverload, inductor_seeds, wait_tensor
-from lightning_zero.compile.graph import is_start
+from lightning_zero.compile.fx_utils import is_start
 from lightning_zero.native.ops import find_op
-from lightning_zero.profiling.tensors import called_op, is_view, aliased_argument, tensors_of, is_view_op
+from lightning_zero.profiling.tensors import aliased_argument, called_op, is_view, is_view_op, tensors_of
 
 __all__ = ["NodeKind", "all_read", "is_kernel", "is_pointwise", "is_random", "classify_nodes", "readers", "reads"]
 

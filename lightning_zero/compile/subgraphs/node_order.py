@@ -9,7 +9,7 @@ from itertools import accumulate
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.subgraphs.node_kinds import NodeKind, all_read, is_kernel, is_pointwise, is_random, readers
-from lightning_zero.compile.subgraphs.signatures import NodeSignatures
+from lightning_zero.compile.subgraphs.subgraph import NodeSignatures
 from lightning_zero.profiling.cost import FlopCache
 from lightning_zero.profiling.tensors import nbytes, nodes_where
 

@@ -7,7 +7,9 @@ saved takes no longer memory than in one graph.
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
@@ -18,13 +20,30 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from lightning_zero.compat.compiler import BypassCache, OutputCode
+from lightning_zero.compat.compiler import (
+    BypassCache,
+    CompiledFxGraph,
+    CompiledFxGraphConstants,
+    FxGraphCache,
+    OutputCode,
+    TracingContext,
+    compile_fx_inner,
+    functorch_config,
+    inductor_config,
+)
 from lightning_zero.compat.ops import OpOverload, draw_seeds
-from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.subgraphs.inductor_calls import pack_subgraph, report_strides, unpack_subgraph
+from lightning_zero.compile.fx_utils import output_node
 from lightning_zero.compile.subgraphs.subgraph import Subgraph
 
-__all__ = ["SubgraphProgram"]
+__all__ = [
+    "SubgraphProgram",
+    "compile_subgraph",
+    "pack_subgraph",
+    "report_strides",
+    "subgraph_context",
+    "unpack_subgraph",
+]
+
 
 _numbers = count()
 _PIECE = "lightning_zero_piece"  # no node of a graph is called so
@@ -78,7 +97,9 @@ class SubgraphProgram(OutputCode):
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
         """Once it has come out of the cache."""
         if self._run is None:
-            self._subgraphs = {name: unpack_subgraph(subgraph, graph_kwargs) for name, subgraph in self._subgraphs.items()}
+            self._subgraphs = {
+                name: unpack_subgraph(subgraph, graph_kwargs) for name, subgraph in self._subgraphs.items()
+            }
             self._others = {n: v.find() if isinstance(v, _Op) else v for n, v in self._others.items()}
             self._link()
 
@@ -195,3 +216,71 @@ def _named(value: Any) -> Any:
 def _seeds(count: int, device: torch.device) -> Tensor:
     """The numbers that Inductor's code draws in a graph that stays whole; its own op draws others."""
     return torch.randint(-(2**63), 2**63 - 1, [count], device=device)
+
+
+Compiled = Callable[[list[Any]], Any]
+
+
+def compile_subgraph(module: GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Compiled:
+    """What a piece does, as code: takes its inputs in a list, which it empties, and returns its outputs.
+
+    Args:
+        module: the piece.
+        inputs: fake tensors, and symbols.
+        settings: for Inductor, as it gives them to what compiles a graph.
+    """
+    # Pieces are also kept one by one, for another plan of the same layers.
+    with subgraph_context(), functorch_config.patch(bundled_autograd_cache=False):
+        return compile_fx_inner(module, inputs, **settings)
+
+
+@contextmanager
+def subgraph_context() -> Iterator[None]:
+    """Inductor knows nothing of the whole graph: not the strides of its results, which are told once; not the passes
+    over it; and not which of its inputs a backward may overwrite, by their numbers: a piece's are others."""
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    strides = None if context is None else context.output_strides
+    donated = None if metadata is None else metadata.bw_donated_idxs
+    if context is not None:
+        context.output_strides = None
+    if metadata is not None:
+        metadata.bw_donated_idxs = None
+    try:
+        passes = ("joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_post_pass")
+        with inductor_config.patch(dict.fromkeys(passes)):
+            yield
+    finally:
+        if context is not None:
+            context.output_strides = strides
+        if metadata is not None:
+            metadata.bw_donated_idxs = donated
+
+
+def report_strides(strides: Sequence[Any]) -> None:
+    """Of the whole graph's results, to whoever compiles it; None for those that are as they were traced."""
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        assert not context.output_strides
+        context.output_strides.extend(strides)
+
+
+def pack_subgraph(subgraph: Any) -> Any:
+    """A piece in a form that can be pickled."""
+    if isinstance(subgraph, CompiledFxGraph):
+        subgraph = copy(subgraph)
+        subgraph.prepare_for_serialization()
+    return subgraph
+
+
+def unpack_subgraph(subgraph: Any, settings: Any) -> Compiled:
+    """What :func:`pack_subgraph` packed, as code again. ``settings``: as for :func:`compile_subgraph`."""
+    if isinstance(subgraph, CompiledFxGraph):
+        constants = CompiledFxGraphConstants()
+        found, _ = FxGraphCache.cache_hit_post_compile(subgraph, {}, constants)
+        if found is None:
+            raise RuntimeError("A compiled piece of a graph could not be loaded again. Empty the compiler's cache.")
+        with subgraph_context():
+            found.post_compile((), constants, settings)
+        return found
+    return subgraph

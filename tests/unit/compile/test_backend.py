@@ -13,11 +13,11 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.backend import Compiler, _boxed
 from lightning_zero.compile.context import PassContext
+from lightning_zero.compile.graph_plan import PlanStore
 from lightning_zero.compile.passes import run_passes
-from lightning_zero.compile.passes.pass_trace import PassTrace
+from lightning_zero.compile.passes.base import PassTrace
 from lightning_zero.compile.passes.publish_plan import read_plan
-from lightning_zero.compile.plan_book import PlanStore
-from lightning_zero.compile.selection import PassSelection
+from lightning_zero.compile.passes.selection import PassSelection
 from lightning_zero.config import CompileConfig
 from lightning_zero.native import load
 from tests.unit.compile.graphs import named_products

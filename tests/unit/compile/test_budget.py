@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_zero.compile.budget import MEASURED_STEPS, MOST_STEPS, MemoryPlanner
-from lightning_zero.compile.plan import Gather, GraphPlan
+from lightning_zero.compile.graph_plan import Gather, GraphPlan
 from lightning_zero.compile.shares import another_fits, saved_share
 from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.profiling.headroom import DeviceMemory

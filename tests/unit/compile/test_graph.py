@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from lightning_zero.compile.graph import (
+from lightning_zero.compile.fx_utils import (
     GATHER,
     calls,
     gathers,
-    nodes_in_role,
     is_reduce,
     is_start,
     is_view_or_cast,
+    nodes_in_role,
     weight_nodes,
 )
 from lightning_zero.native.ops import OPS, Role, graph_overloads

@@ -6,10 +6,9 @@ import pytest
 
 from lightning_zero.budget.curve import CHARTED, Curve, Point, told
 from lightning_zero.budget.facts import MemoryConfig
-from lightning_zero.compile.known import StepStats, EngineMemoryFacts, measured, room_once_replayed
+from lightning_zero.compile.graph_plan import GraphPlan, PlanStore
+from lightning_zero.compile.known import EngineMemoryFacts, StepStats, measured, room_once_replayed
 from lightning_zero.compile.measuring import SteadyStats
-from lightning_zero.compile.plan import GraphPlan
-from lightning_zero.compile.plan_book import PlanStore
 from lightning_zero.profiling.headroom import DeviceMemory
 
 CURVE = Curve(tuple(Point(budget, 60 * budget, 60 * budget + 10) for budget in CHARTED))

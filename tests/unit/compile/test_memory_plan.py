@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_zero.budget.curve import Curve, Point
-from lightning_zero.budget.facts import GIB, MemoryConfig, GradientBytes
+from lightning_zero.budget.facts import GIB, GradientBytes, MemoryConfig
 from lightning_zero.compile.budget import WATCHED_STEPS, MemoryPlanner
 from lightning_zero.compile.known import EngineMemoryFacts
 from lightning_zero.config import EngineConfig

@@ -11,8 +11,8 @@ from torch._functorch import config
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
 from lightning_zero.compat.compiler import AsyncCompile, dynamo_config, inductor_config
-from lightning_zero.compile.discover import CompiledModules
-from lightning_zero.compile.pending_compiles import PendingCompile, PendingCompiles
+from lightning_zero.compile.async_compile import PendingCompile, PendingCompiles
+from lightning_zero.compile.capture.discovery import CompiledModules
 from lightning_zero.compile.subgraphs import DeferredKernels
 
 

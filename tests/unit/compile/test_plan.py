@@ -9,10 +9,10 @@ from torch.fx import Graph
 
 from lightning_zero.budget.curve import Point
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.graph import output_node
+from lightning_zero.compile.fx_utils import output_node
+from lightning_zero.compile.graph_plan import CHART, Gather, GraphPlan, Plan, Reduce, first_difference
 from lightning_zero.compile.passes import default_passes, run_passes
 from lightning_zero.compile.passes.publish_plan import publish_plan, read_plan
-from lightning_zero.compile.plan import CHART, Gather, GraphPlan, Plan, Reduce, first_difference
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder, named_products, order
 
@@ -104,7 +104,8 @@ def test_a_later_graph_follows_the_plan_that_was_agreed_on() -> None:
     first = planned(named_products("abcd"))
     # The same weights in another order of use: a and b change places.
     graph = run_passes(
-        named_products("bacd"), default_passes(PassContext(CompileConfig(gather_group_mb=0.04), 2, agreed_plans=(first,)))
+        named_products("bacd"),
+        default_passes(PassContext(CompileConfig(gather_group_mb=0.04), 2, agreed_plans=(first,))),
     )
     assert [g.weights for g in read_plan(graph).gathers] == [g.weights for g in first.gathers]
     assert read_plan(graph).digest == first.digest

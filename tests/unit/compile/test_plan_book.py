@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 from lightning_zero.budget.curve import Point
-from lightning_zero.compile.plan import GraphPlan
-from lightning_zero.compile.plan_book import PlanStore
+from lightning_zero.compile.graph_plan import GraphPlan, PlanStore
 
 FIRST, SECOND, THIRD = (GraphPlan("forward", nodes, (), ()) for nodes in (1, 2, 3))
 

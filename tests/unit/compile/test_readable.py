@@ -5,7 +5,7 @@ import operator
 import torch
 from torch.fx import Graph
 
-from lightning_zero.compile.readable import format_nodes, readable
+from lightning_zero.compile.fx_utils import format_nodes, readable
 from tests.helpers.tracing import traced
 from tests.unit.compile.graphs import Builder
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.compat.compiler import dynamo_config
-from lightning_zero.compile.discover import CompiledModules
-from lightning_zero.compile.requires_grad_hooks import asking, left_out
+from lightning_zero.compile.capture.discovery import CompiledModules
+from lightning_zero.compile.capture.requires_grad import asking, left_out
 from tests.unit.compile.backends import Backend
 
 TOKENS = torch.arange(4)

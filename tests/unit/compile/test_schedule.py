@@ -6,7 +6,7 @@ import pytest
 
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec, default_passes
-from lightning_zero.compile.schedule import Schedule, check_passes
+from lightning_zero.compile.passes.selection import Schedule, check_passes
 from lightning_zero.config import CompileConfig
 
 OWN = PassSpec("own", lambda graph: graph, requires=frozenset({"ordered"}))

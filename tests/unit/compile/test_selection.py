@@ -4,7 +4,7 @@ import pytest
 
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec, default_passes
-from lightning_zero.compile.selection import PassSelection
+from lightning_zero.compile.passes.selection import PassSelection
 from lightning_zero.config import CompileConfig
 
 DEFAULT = default_passes(PassContext(CompileConfig(), 2))

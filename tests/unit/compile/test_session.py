@@ -13,8 +13,8 @@ from torch import nn
 from torch.fx import Graph
 
 from lightning_zero.budget.facts import MemoryConfig
+from lightning_zero.compile.graph_plan import Gather, GraphPlan
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec
-from lightning_zero.compile.plan import Gather, GraphPlan
 from lightning_zero.compile.planner_state import PlanUpdate
 from lightning_zero.compile.session import CompileSession
 from lightning_zero.errors import RankMismatchError

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce
+from lightning_zero.compile.graph_plan import Gather, GraphPlan, Plan, Reduce
 from lightning_zero.report.exposed import exposed_seconds, pass_plans
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lightning_zero.compile.passes.pass_trace import PassTrace
+from lightning_zero.compile.passes.base import PassTrace
 from lightning_zero.report.passes import write_passes
 
 SWAP = PassTrace("swap", 1.25, 6, ("neg",), ("relu",), ("mm", "add"), (), "--- before\n+++ after swap\n-relu\n+neg\n")

@@ -12,10 +12,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.fx import Graph
 
-from lightning_zero.compile.passes.group import group_gathers
-from lightning_zero.compile.passes.grouping import GroupLimits
-from lightning_zero.compile.passes.pass_trace import PassTrace
-from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce
+from lightning_zero.compile.passes.gather_groups import group_gathers
+from lightning_zero.compile.passes.gather_groups import GroupLimits
+from lightning_zero.compile.passes.base import PassTrace
+from lightning_zero.compile.graph_plan import Gather, GraphPlan, Plan, Reduce
 from lightning_zero.report import PlanReport
 from tests.unit.compile.graphs import Builder
 

@@ -6,7 +6,7 @@ import torch
 
 from lightning_zero.compile.budget_sweep.lifetimes import graph_peak
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, CompileConfig, PassContext
-from lightning_zero.compile.passes.reduce import enqueue_gradients
+from lightning_zero.compile.passes.reduce_groups import enqueue_gradients
 from tests.unit.compile.graphs import Builder
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ import torch
 
 from lightning_zero.compile.budget_sweep.live_values import Stay, on_host, stays
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, CompileConfig, PassContext
-from lightning_zero.compile.passes import FIRST_GROUPS
+from lightning_zero.compile.passes.pipeline import FIRST_GROUPS
 from tests.unit.compile.graphs import WEIGHT, Builder, products
 
 aten = torch.ops.aten

@@ -15,11 +15,10 @@ from lightning_zero.compat import cuts
 from lightning_zero.compile.backend import Compiler
 from lightning_zero.compile.budget_sweep.sweep import point
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.graph import graph_kind, output_node
-from lightning_zero.compile.listener import CompileProgress
-from lightning_zero.compile.plan import CHART
-from lightning_zero.compile.plan_book import PlanStore
-from lightning_zero.compile.selection import PassSelection
+from lightning_zero.compile.events import CompileProgress
+from lightning_zero.compile.fx_utils import graph_kind, output_node
+from lightning_zero.compile.graph_plan import CHART, PlanStore
+from lightning_zero.compile.passes.selection import PassSelection
 from lightning_zero.config import CompileConfig
 from lightning_zero.native import load
 

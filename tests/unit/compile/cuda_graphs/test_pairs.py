@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.compat import cuda
-from lightning_zero.compile.cuda_graphs.pairs import CUDAGraphPair, CaptureSpec
+from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec, CUDAGraphPair
 
 
 class Graph:

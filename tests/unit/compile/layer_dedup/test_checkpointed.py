@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_zero.compat.graphs import EXAMPLE_VALUE, CHECKPOINT_POLICY_HASH
+from lightning_zero.compat.graphs import CHECKPOINT_POLICY_HASH, EXAMPLE_VALUE
 from lightning_zero.compile.layer_dedup import dedup_layers, joint_tracer
 from lightning_zero.compile.layer_dedup.layer_call import forward
+from lightning_zero.compile.layer_dedup.layer_graph import RegionIds
 from lightning_zero.compile.layer_dedup.matching import find_undescribed
-from lightning_zero.compile.layer_dedup.region_ids import RegionIds
 from tests.unit.compile.layer_dedup.modules import (
     LAYERS,
     WIDTH,

@@ -3,7 +3,7 @@
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.passes.offload import HostCosts, place_offloads
+from lightning_zero.compile.passes.activation_offload import HostCosts, place_offloads
 from lightning_zero.profiling.cost import DeviceSpeed
 from lightning_zero.profiling.estimate import NOMINAL_COSTS, CostModel
 from tests.unit.compile.graphs import WEIGHT, Builder, order

@@ -6,8 +6,7 @@ from torch.fx import Graph
 
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import default_passes, run_passes
-from lightning_zero.compile.passes.group import group_gathers
-from lightning_zero.compile.passes.grouping import GroupLimits
+from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers
 from lightning_zero.compile.passes.publish_plan import read_plan
 from lightning_zero.config import CompileConfig
 from lightning_zero.profiling.cost import DeviceSpeed
@@ -114,6 +113,8 @@ def test_beside_weights_that_stay_until_the_step_places_follow_the_order_of_use_
         return b.done(x)
 
     config = CompileConfig(unsharded_cache_mb=1, unsharded_cache_until="step")
-    few, many = (order(run_passes(mixed(rows), default_passes(PassContext(config, 2, NOMINAL_COSTS)))) for rows in (2, 2**20))
+    few, many = (
+        order(run_passes(mixed(rows), default_passes(PassContext(config, 2, NOMINAL_COSTS)))) for rows in (2, 2**20)
+    )
     assert few == many
     assert few.startswith("check_plan(a) gather_group(a) ")

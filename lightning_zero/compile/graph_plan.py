@@ -1,0 +1,225 @@
+"""What compiled graphs gather and reduce, in which order, and when.
+
+A plan is read off a graph after the passes have run. It prints as a table, saves as JSON, and its
+:meth:`GraphPlan.collectives` are what all ranks must have in common: nothing in them depends on the sizes of
+activations, so ranks may run graphs for batches of different lengths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Hashable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning_zero.budget.curve import Point
+
+__all__ = ["CHART", "Gather", "GraphPlan", "Plan", "PlanStore", "Reduce"]
+
+
+CHART = "lightning_zero.chart"  # key in the meta of a forward graph's output, where its plan finds its chart
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One launch of all-gathers.
+
+    Attributes:
+        weights: names of the parameters, in the order in which they arrive in memory.
+        dtype: on the wire, e.g. ``"bfloat16"``.
+        bytes: of the whole weights, padding included.
+        started: index of the launch, among the graph's nodes other than inputs and output.
+        before: name of the node that it is started before.
+        waited: index of the node that waits for it.
+        used: name of the first node that reads one of the weights.
+        until: what ends the weights' life: ``"last use"``, ``"backward"`` (kept for it) or ``"step"`` (kept until the
+            optimizer steps).
+        started_s, waited_s: estimated seconds of compute before these two places; see :attr:`GraphPlan.compute_s`.
+        transfer_s: estimated seconds of the transfer.
+    """
+
+    weights: tuple[str, ...]
+    dtype: str
+    bytes: int
+    started: int
+    before: str
+    waited: int
+    used: str
+    until: str = "last use"
+    started_s: float = 0.0
+    waited_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """One gradient handed over to the reduce buckets, or several at once. ``bytes``: of the whole gradients; ``at_s``:
+    estimated seconds of compute before it; ``transfer_s``: of its transfer."""
+
+    weights: tuple[str, ...]
+    dtype: str
+    bytes: int
+    at: int
+    at_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """The plan of one graph: ``kind`` is ``"forward"`` or ``"backward"``; ``nodes``, how many nodes the graph has;
+    ``compute_s``, estimated seconds of its compute. Seconds are 0 where nothing was measured to estimate them by (on
+    CPUs, on one rank, without ``prefetch``); a graph out of a cache has those of the run that compiled it. ``chart``:
+    what a forward and its backward would take under some budgets of activations, the smallest first; empty where nobody
+    asked."""
+
+    kind: str
+    nodes: int
+    gathers: tuple[Gather, ...]
+    reduces: tuple[Reduce, ...]
+    compute_s: float = 0.0
+    chart: tuple[Point, ...] = ()
+
+    def collectives(self) -> tuple[str, ...]:
+        """A line for each collective, in order: what must be the same on every rank."""
+        lines = [
+            f"{self.kind}: gather {' + '.join(g.weights)} as {g.dtype}, {g.bytes} bytes"
+            + (", kept for backward" if g.until == "backward" else "")
+            for g in self.gathers
+        ]
+        # Gradients may arrive in another order on each rank: the executor sorts them.
+        handed = sorted({weight for reduce in self.reduces for weight in reduce.weights})
+        return (*lines, *(f"{self.kind}: reduce {weight}" for weight in handed))
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256("\n".join(self.collectives()).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> GraphPlan:
+        return cls._from(json.loads(text))
+
+    @classmethod
+    def _from(cls, data: dict[str, Any]) -> GraphPlan:
+        def made(kind: Any, entries: list[dict[str, Any]]) -> tuple[Any, ...]:
+            return tuple(kind(**{**entry, "weights": tuple(entry["weights"])}) for entry in entries)
+
+        gathers, reduces = made(Gather, data["gathers"]), made(Reduce, data["reduces"])
+        chart = tuple(Point(**point) for point in data.get("chart", ()))
+        return cls(data["kind"], data["nodes"], gathers, reduces, data.get("compute_s", 0.0), chart)
+
+    def __str__(self) -> str:
+        gathered, reduced = (sum(entry.bytes for entry in entries) for entries in (self.gathers, self.reduces))
+        title = (
+            f"{self.kind} graph of {self.nodes} nodes: {len(self.gathers)} gathers of {_mib(gathered)} MiB, "
+            f"{sum(len(reduce.weights) for reduce in self.reduces)} gradients of {_mib(reduced)} MiB"
+        )
+        rows = [("bucket", "weights", "dtype", "MiB", "started before", "waited for by", "kept until")]
+        for number, gather in enumerate(self.gathers):
+            before = f"{gather.before} (node {gather.started})"
+            used = f"{gather.used} (node {gather.waited})"
+            rows.append(
+                (str(number), _some(gather.weights), gather.dtype, _mib(gather.bytes), before, used, gather.until)
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join([title, *lines])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The plans of all graphs that an engine runs, in the order in which they first ran."""
+
+    graphs: tuple[GraphPlan, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.graphs)) or "(nothing compiled yet)"
+
+    def save(self, path: str | Path) -> None:
+        """Writes JSON."""
+        text = json.dumps({"format": FORMAT, "graphs": [asdict(graph) for graph in self.graphs]}, indent=1)
+        Path(path).write_text(text + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads what :meth:`save` wrote.
+
+        Raises:
+            ValueError: the file is no plan, or one of another version.
+        """
+        try:
+            data = json.loads(Path(path).read_text())
+            if data["format"] != FORMAT:
+                raise ValueError(f"format {data['format']}, not {FORMAT}")
+            return cls(tuple(GraphPlan._from(graph) for graph in data["graphs"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path} holds no plan that this version of lightning_zero can read: {error}.") from error
+
+
+def first_difference(mine: Iterable[str], theirs: Iterable[str]) -> tuple[int, str, str]:
+    """Position and text of the first line in which two lists of collectives differ."""
+    a, b = list(mine), list(theirs)
+    for position in range(max(len(a), len(b))):
+        left, right = (lines[position] if position < len(lines) else "(nothing)" for lines in (a, b))
+        if left != right:
+            return position, left, right
+    return len(a), "(nothing)", "(nothing)"
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.2f}"
+
+
+def _some(names: tuple[str, ...], most: int = 2) -> str:
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+class PlanStore:
+    """Of one engine, the same on every rank: a graph's plan is entered once the ranks have agreed on it."""
+
+    def __init__(self) -> None:
+        self._all: list[GraphPlan] = []
+        self._agreed: dict[Hashable, list[GraphPlan]] = {}
+        self._key: Hashable = None
+
+    @property
+    def count(self) -> int:
+        """How many graphs have run."""
+        return len(self._all)
+
+    @property
+    def plan(self) -> Plan:
+        """Of all graphs that have run."""
+        return Plan(tuple(self._all))
+
+    @property
+    def agreed_plans(self) -> tuple[GraphPlan, ...]:
+        """Of the graphs that have run since :meth:`forget` under the current key; later ones follow them."""
+        return tuple(self._agreed.get(self._key, ()))
+
+    @property
+    def charts(self) -> list[tuple[Point, ...]]:
+        """What graphs that run under the current key say of other budgets of activations. Where these were announced
+        before, as those of an earlier training are, nobody hears of them again, and what was said then holds."""
+        now = [plan.chart for plan in self.agreed_plans if plan.chart]
+        return now or [plan.chart for plan in self._all if plan.chart]
+
+    def select(self, key: Hashable) -> None:
+        """Graphs are now rewritten as ``key`` says, and follow plans of the same key: other passes, or another share of
+        weights that is kept, make other groups of the same weights."""
+        self._key = key
+
+    def add(self, plan: GraphPlan) -> None:
+        """A graph has run, on every rank."""
+        self._all.append(plan)
+        self._agreed.setdefault(self._key, []).append(plan)
+
+    def forget(self) -> None:
+        """Options are others: no graph from now on need follow one before."""
+        self._agreed.clear()
