@@ -1,5 +1,7 @@
-"""What is left of compiling a graph when the backend gives it back: to wait for its kernels, which other processes
-compile, and to keep them for later trainings. Dynamo makes its guards in the meantime, seconds of a deep model's start.
+"""Finish compilations after the backend returns.
+
+Other processes compile kernels while the next subgraphs are lowered, and while Dynamo builds guards.
+:class:`DeferredKernels` collects the waits, :class:`PendingCompiles` runs them before the first call.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ log = logging.getLogger(__name__)
 
 
 class PendingCompile(ExitStack):
-    """Of one graph; a context in which it is compiled.
+    """The unfinished part of one graph's compilation; also the context in which it is compiled.
 
     Args:
-        kernels: of its pieces.
-        settings: of functorch, that it is compiled with.
+        kernels: of the graph's subgraphs.
+        settings: functorch settings of the compilation.
     """
 
     def __init__(self, kernels: DeferredKernels, settings: dict[str, Any]) -> None:
@@ -43,7 +45,7 @@ class PendingCompile(ExitStack):
         return self
 
     def __call__(self) -> None:
-        """Does it."""
+        """Wait for kernels and save the graph in caches."""
         self._kernels.finish()
         with functorch_config.patch(self._settings):
             for save in self._saves:
@@ -51,25 +53,28 @@ class PendingCompile(ExitStack):
 
 
 class PendingCompiles:
-    """What is left of graphs that have not been called yet."""
+    """Compilations of graphs that have not been called yet."""
 
     def __init__(self) -> None:
         self._left: list[tuple[Callable[[], None], float, Callable[[float], None] | None]] = []
         self._lock = RLock()
 
     def add(self, rest: Callable[[], None], seconds: float, end: Callable[[float], None]) -> None:
-        """
+        """Add a compilation.
+
         Args:
-            rest: what is left.
-            seconds: that the graph took so far.
-            end: is told the seconds of all, whether or not it failed.
+            rest: the unfinished part.
+            seconds: spent so far.
+            end: called with the total seconds, also after a failure.
         """
         self._left.append((rest, seconds, end))
 
     def finish(self) -> None:
-        """Does it all, before any of these runs, in whatever thread: the others wait. What fails, or is interrupted, is
-        left to be done. Harmless when repeated."""
-        if not self._left:  # asked by each call
+        """Finish all compilations while other threads wait. Idempotent.
+
+        A part that fails or is interrupted stays pending.
+        """
+        if not self._left:  # checked at each call
             return
         with self._lock:
             while self._left:
@@ -87,22 +92,25 @@ class PendingCompiles:
                         end(seconds + monotonic() - begun)
 
     def finish_after(self, failure: BaseException | None) -> None:
-        """Where nobody may have called them: Dynamo has failed behind the backend, and this rank is busy until then.
+        """Finish compilations that may never be called because Dynamo failed after the backend.
 
         Args:
-            failure: that is under way, and is not to be hidden by another one.
+            failure: exception in flight, which must not be replaced by another one.
         """
         try:
             self.finish()
         except Exception:
             if failure is None:
                 raise
-            log.warning("What was left of a compilation failed, too.", exc_info=True)
+            log.warning("Finalizing the failed compilation raised another error.", exc_info=True)
 
 
 class DeferredKernels:
-    """Those of pieces that were lowered; a context that waits for them when it ends in an error: other graphs may have
-    the same pieces."""
+    """Kernels of lowered subgraphs; a context that waits for them after an error, since other graphs may share them.
+
+    Inductor waits for the kernels of one graph before it continues. With many subgraphs that is most of the lowering
+    time.
+    """
 
     def __init__(self) -> None:
         self._waits: list[Callable[[], None]] = []
@@ -118,7 +126,7 @@ class DeferredKernels:
     @DEFERRED_KERNELS
     @contextmanager
     def defer(self) -> Iterator[None]:
-        """A context in which nobody waits for kernels."""
+        """Return a context in which Inductor does not wait for kernels."""
         now, mine = AsyncCompile.wait, threading.get_ident()
 
         def later(compiler: Any, scope: dict[str, Any]) -> None:
@@ -131,16 +139,15 @@ class DeferredKernels:
             with swap_attribute(AsyncCompile, "wait", later):
                 yield
         finally:
-            self.assign_to(None)  # those of a piece that failed half-way: others may find its code in memory
+            self.assign_to(None)  # kernels of a subgraph that failed: others may find its code in memory
 
     def assign_to(self, compiled: Any) -> None:
-        """What nobody has waited for since the last call belongs to this piece."""
+        """Assign the kernels deferred since the last call to this subgraph."""
         self._subgraphs.append((compiled, self._waits))
         self._waits = []
 
     def finish(self) -> None:
-        """Waits for all, and gives each piece its own. Harmless when repeated; those before which it fails, or is
-        interrupted, are waited for then."""
+        """Wait for all kernels and give each subgraph its bundle. Idempotent, also after failures."""
         while self._subgraphs:
             compiled, waits = self._subgraphs[0]
             if waits:
@@ -156,7 +163,7 @@ def _finish(compiled: Any, waits: list[Callable[[], None]]) -> None:
         bundle, _ = TritonBundler.collect()
     finally:
         TritonBundler.end_compile()
-    # One that came out of Inductor's cache may have brought them along.
+    # A result from Inductor's cache may already have kernels.
     kept = getattr(compiled, "_triton_bundle", None)
     if hasattr(compiled, "set_triton_bundle") and not (kept and (kept.kernel_artifacts or kept.static_autotuners)):
         compiled.set_triton_bundle(bundle)

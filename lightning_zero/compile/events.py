@@ -1,5 +1,4 @@
-"""Who is told what the compiler does, and what an engine makes of it: lines for the user, graphs for observers, and a
-note to the other ranks that this one is busy."""
+"""Events and metrics of compilation: user lines, graph observers, and busy flags for other ranks."""
 
 from __future__ import annotations
 
@@ -32,51 +31,57 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-GraphObserver = Callable[[str, Graph], None]  # (what: "joint", "before" or "after" passes, graph)
-PassObserver = Callable[[PassTrace], None]  # after each pass, between "before" and "after"
+GraphObserver = Callable[[str, Graph], None]  # ("joint", or "before" or "after" the passes; graph)
+PassObserver = Callable[[PassTrace], None]  # called after each pass, between "before" and "after"
 
 
 class CompileListener(Protocol):
-    """Is told what the compiler does."""
+    """Receives the events of the compiler."""
 
     def report(self, line: str) -> None:
-        """A line for the user."""
+        """Log a line for the user."""
 
     def graph(self, what: str, graph: Graph) -> None:
-        """A graph, "joint" or "before" or "after" the passes; valid during the call only."""
+        """Show a graph: "joint", or "before" or "after" the passes. It is valid only during the call."""
 
     def pass_ran(self, trace: PassTrace) -> None:
-        """What a pass did to the graph that was seen "before"; only where that is wanted."""
+        """Report the effect of one pass; called only if :attr:`wants_passes`."""
 
     def compiling(self, what: str, busy: bool, seconds: float) -> None:
-        """A graph, described in words, begins to be compiled (``busy``), or has been, in so many seconds; ``what`` then
-        says how these are spent, and may be empty."""
+        """Report that a compilation begins (``busy``) or ended after ``seconds``.
+
+        Args:
+            what: the graph at the beginning; the parts of the seconds, or "", at the end.
+            busy: True at the beginning.
+            seconds: total.
+        """
 
     def add_metric(self, what: str, amount: float) -> None:
-        """So many seconds went into that; or so many pieces were made."""
+        """Add to a metric: seconds or a count."""
 
     @property
     def wants_graphs(self) -> bool:
-        """Whether every graph must be seen, even one that could come out of a cache."""
+        """Return True if observers need every graph, also those that a cache holds."""
 
     @property
     def wants_passes(self) -> bool:
-        """Whether what each pass does must be seen."""
+        """Return True if observers need the effect of each pass."""
 
 
 class CompileProgress:
-    """The listener of one engine. Knows nothing of the engine: torch keeps what it has compiled, and with it the
-    compiler and its listener, for as long as the process lives.
+    """Events of one engine.
+
+    It must not reference the engine, since torch keeps compiled code for the life of the process.
 
     Args:
-        busy_for_others: tells the other ranks that this one compiles, or has done so.
-        busy: is told what takes long, in words, and "" when it is over.
-        report: shows a line to the user; called on every rank.
+        busy_for_others: informs other ranks that this one compiles, or has finished.
+        busy: called with a description when a long task starts, and with "" when it ends.
+        report: logs a line for the user; called on every rank.
 
     Attributes:
-        compiled: how often a graph began to be compiled, or has been.
-        spent: seconds of "compiling", and of the "passes" and the "chart" of budgets therein; the number of "graphs";
-            of "pieces" that these were cut into, and of "pieces compiled".
+        compiled: number of beginnings and ends of compilations.
+        metrics: seconds of "compiling", and of the "passes" and the budget "chart" in it; numbers of "graphs", of
+            "pieces" (subgraphs) and of "pieces compiled".
     """
 
     def __init__(
@@ -94,15 +99,15 @@ class CompileProgress:
         self.metrics: defaultdict[str, float] = defaultdict(float)
 
     def report(self, line: str) -> None:
-        """Shows a line to the user."""
+        """Log a line for the user."""
         self._report(line)
 
     def observe(self, observer: GraphObserver) -> None:
-        """``observer`` sees every graph that is compiled from now on; it must not keep graphs."""
+        """Call ``observer`` with every graph compiled from now on. It must not keep graphs."""
         self._graph_observers.append(observer)
 
     def observe_passes(self, observer: PassObserver) -> None:
-        """``observer`` is told what each pass does to each graph that is compiled from now on."""
+        """Call ``observer`` with the effect of each pass on graphs compiled from now on."""
         self._pass_observers.append(observer)
 
     # -- what a CompileListener is told
@@ -136,15 +141,15 @@ class CompileProgress:
             self.add_metric("compiling", seconds)
             log.debug("In use: %s", OPTIMIZATION_COUNTS.text())
         self._busy(f"compiling {what}," if busy else "")
-        with suppress(Exception):  # an exception of the compiler must not be hidden by one of the store
+        with suppress(Exception):  # an error of the store must not replace one of the compiler
             self._busy_for_others(busy)
 
 
 class OptimizationCounts(Counter[str]):
-    """Counts in one process, as torch shares what it has compiled between engines.
+    """Counts of optimizations in use, per process. A count of zero shows one that a new torch has disabled.
 
-    "layers stamped" and "layers traced" by Dynamo; "layers" in joint graphs and the "layers differentiated" for them;
-    "pieces" of graphs and the "pieces compiled" for them.
+    "layers stamped" and "layers traced" by Dynamo; "layers" in joint graphs and "layers differentiated" for them;
+    "pieces" (subgraphs) and "pieces compiled".
     """
 
     def text(self) -> str:
@@ -159,20 +164,20 @@ OPTIMIZATION_COUNTS = OptimizationCounts()
 
 
 def left_out() -> list[str]:
-    """Return the features that are left out with this torch, each with the reason."""
+    """Return the features that this torch lacks, each with the reason."""
     return [f"{patch.feature} ({patch.reason})" for patch in PATCHES if patch.reason]
 
 
 class CompileTimer:
-    """Of one call of the backend, and of the backward that torch compiles later, where trainings keep graphs.
+    """Measure the compilation of one graph's forward and backward, even if backward is compiled later.
 
     Args:
-        called: the module, in words.
-        listener: is told when that is over, and of what is compiled later.
+        called: description of the module.
+        listener: receives the result.
 
     Attributes:
-        kernels: of the graphs' pieces.
-        over: :meth:`end` was called.
+        kernels: kernels of the graphs' subgraphs.
+        over: True after :meth:`end`.
     """
 
     def __init__(self, called: str, listener: CompileListener) -> None:
@@ -184,9 +189,9 @@ class CompileTimer:
 
     @contextmanager
     def measure(self, graph: Graph) -> Iterator[None]:
-        """Surrounds what is done to a graph after partitioning."""
+        """Return a context that measures the compilation of a partitioned graph."""
         kind, begun = graph_kind(graph), monotonic()
-        if self.over:  # nobody else says that this takes long
+        if self.over:  # no other code reports a late backward
             self._listener.compiling(f"the {kind} of {self._called} for training", True, 0.0)
         try:
             yield
@@ -197,12 +202,11 @@ class CompileTimer:
                 self._listener.compiling("", False, seconds)
 
     def end(self, seconds: float) -> None:
-        """The call of the backend is over, and what it left to be done; both took so many seconds."""
+        """Report the total seconds of the backend's call and the work that it deferred."""
         self.over = True
         self._listener.compiling(self._in_words(), False, seconds)
 
     def _in_words(self) -> str:
-        """What the seconds went into."""
         if not self._seconds:
             return "out of torch's cache"
         return ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds in self._seconds.items())

@@ -1,6 +1,4 @@
-"""What several passes and reports ask of FX graphs: which nodes are gathers, reduces, views, casts, and of what.
-
-Our ops are looked up by :func:`ops`; a pass that alone is concerned with one of torch's ops names it itself."""
+"""Helpers for FX graphs: queries of our ops, views and casts, node replacement, random ops, and text."""
 
 from __future__ import annotations
 
@@ -52,12 +50,12 @@ __all__ = [
 
 GATHER = "gather"
 REDUCE = "reduce"
-WEIGHT = "lightning_zero.weight"  # key in node.meta[CUSTOM], which tracing carries from graph to graph
+WEIGHT = "lightning_zero.weight"  # key in node.meta[CUSTOM], which tracing copies from graph to graph
 
 _aten = torch.ops.aten
 _CASTS = {
     to_copy,
-    _aten.clone.default,  # weight.t().contiguous(): as large as the weight
+    _aten.clone.default,  # weight.t().contiguous() is as large as the weight
     unsafe_view,
     torch.ops.prims.convert_element_type.default,
     _aten.detach.default,
@@ -67,28 +65,30 @@ _CASTS = {
 
 
 def ops(name: str) -> OpOverload:
-    """One of our ops by its short name."""
+    """Return one of our ops by its short name."""
     return OPS[name].overload
 
 
 def gathers(graph: Graph) -> list[Node]:
-    """All nodes that read a whole parameter, in order."""
+    """Return all nodes that gather a parameter, in order."""
     return find_calls(graph, [OPS[GATHER]])
 
 
 def reduces(graph: Graph) -> list[Node]:
-    """All nodes that hand a gradient over, in order."""
+    """Return all nodes that pass a gradient to the executor, in order."""
     return find_calls(graph, [OPS[REDUCE]])
 
 
 def nodes_in_role(graph: Graph, *roles: Role) -> list[Node]:
-    """All nodes that call ops of ours in such a role, in order."""
+    """Return all nodes that call our ops of these roles, in order."""
     return find_calls(graph, [op for op in OPS.values() if op.role in roles])
 
 
 def find_calls(graph: Graph, rows: Iterable[Op]) -> list[Node]:
-    """All nodes that call these ops of ours, in order. The graph is asked, which keeps nodes by what they call: passes
-    ask a dozen times, and of a graph of many layers nearly all nodes call something else."""
+    """Return all nodes that call these ops, in order.
+
+    It uses the graph's index by target: passes ask often, and most nodes call other targets.
+    """
     found: list[Node] = []
     for target in (target for op in rows for target in graph_overloads(op)):
         found += graph.find_nodes(op="call_function", target=target, sort=False)
@@ -96,12 +96,12 @@ def find_calls(graph: Graph, rows: Iterable[Op]) -> list[Node]:
 
 
 def calls(node: Node, name: str) -> bool:
-    """Whether a node calls our op of this short name, or what stands for it on paper."""
+    """Return True if a node calls our op of this short name or its fake counterpart."""
     return node.op == "call_function" and find_op(node.target) is OPS[name]
 
 
 def shard_of(node: Node) -> Node:
-    """The graph's input that a gather or a reduce belongs to."""
+    """Return the graph input of a gather's or a reduce's shard."""
     op = find_op(node.target)
     shard = node.args[op.shards if op is not None else 0]
     assert isinstance(shard, Node)
@@ -109,15 +109,15 @@ def shard_of(node: Node) -> Node:
 
 
 def weight_name(node: Node) -> str:
-    """The parameter that a gather or a reduce belongs to; in graphs not made by Dynamo, the input's own name."""
+    """Return the parameter name of a gather or reduce; the input's name without Dynamo."""
     return node.meta.get(CUSTOM, {}).get(WEIGHT) or shard_of(node).name
 
 
 def weight_nodes(graph: Graph) -> set[Node]:
-    """Gathers, and their views and casts: a weight, in whatever form."""
+    """Return gathers and their views and casts."""
     forms = gathers(graph)
     found = set(forms)
-    for form in forms:  # which grows
+    for form in forms:  # the list grows
         for user in form.users:
             if user not in found and is_view_or_cast(user) and user.args and user.args[0] is form:
                 found.add(user)
@@ -126,17 +126,17 @@ def weight_nodes(graph: Graph) -> set[Node]:
 
 
 def is_op(node: Node) -> bool:
-    """Whether a node calls an op of the dispatcher."""
+    """Return True if a node calls a dispatcher op."""
     return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 
 def is_start(node: Node) -> bool:
-    """Whether a node launches all-gathers."""
+    """Return True if a node launches all-gathers."""
     return _role(node) is Role.START
 
 
 def is_reduce(node: Node) -> bool:
-    """Whether a node hands gradients over, after the passes."""
+    """Return True if a node passes gradients to the executor, after the passes."""
     return _role(node) is Role.REDUCE
 
 
@@ -146,19 +146,18 @@ def _role(node: Node) -> Role:
 
 
 def graph_kind(graph: Graph) -> str:
-    """``"backward"`` when a graph, after partitioning, is given gradients of a forward graph's outputs, otherwise
-    ``"forward"``."""
+    """Return "backward" if a partitioned graph has tangents as inputs, else "forward"."""
     inputs = graph.find_nodes(op="placeholder")
     return "backward" if any(node.name.startswith(TANGENTS) for node in inputs) else "forward"
 
 
 def first_call(graph: Graph) -> Node:
-    """The first node that is no input."""
+    """Return the first node that is not an input."""
     return next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
 
 
 def readers(node: Node) -> Iterator[Node]:
-    """All users of a node and of its views. A narrowing or widening cast is a user, and what uses it is not."""
+    """Yield all users of a node and of its views. Dtype casts are yielded, their users are not."""
     pending = [node]
     while pending:
         for user in pending.pop().users:
@@ -172,14 +171,14 @@ def output_node(graph: Graph) -> Node:
 
 
 def results(graph: Graph) -> list[Any]:
-    """What the graph returns: nodes, and what is none."""
+    """Return the graph's outputs: nodes and constants."""
     returned = output_node(graph).args[0]
     assert isinstance(returned, tuple | list)
     return list(returned)
 
 
 def cast_dtype(node: Node) -> torch.dtype | None:
-    """The dtype this node casts its input to, when that is all it does."""
+    """Return the dtype to which a node casts its input if it does nothing else, else None."""
     if node.op != "call_function":
         return None
     if node.target is torch.ops.prims.convert_element_type.default:
@@ -193,10 +192,10 @@ def cast_dtype(node: Node) -> torch.dtype | None:
 
 
 def is_view_or_cast(node: Node) -> bool:
-    """Whether the node's result is its first input's memory in another shape, or its values in another order, dtype."""
+    """Return True if the result has the values of the first input in another shape, order or dtype."""
     target = node.target
     if target is operator.getitem and isinstance(node.args[0], Node):
-        return is_view_or_cast(node.args[0])  # a part of a weight that was split or chunked
+        return is_view_or_cast(node.args[0])  # part of a weight that was split or chunked
     if node.op != "call_function" or not isinstance(target, OpOverload):
         return False
     if target in _CASTS:
@@ -206,9 +205,10 @@ def is_view_or_cast(node: Node) -> bool:
 
 
 class NodeReplacer:
-    """Of nodes of a graph.
+    """Replace nodes of a graph, and change its output only once.
 
-    Protocol: :meth:`replace` and :meth:`erase`, as often as needed; then :meth:`done`.
+    torch records all inputs of a node anew at each change, and the output reads one value per weight. Call
+    :meth:`replace` and :meth:`erase` as often as needed, then :meth:`done`.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -218,19 +218,18 @@ class NodeReplacer:
         self._gone: list[Node] = []
 
     def replace(self, node: Node, successor: Node) -> None:
-        """Whatever reads ``node`` reads ``successor``, but for the output, which does once all is done. The node is
-        erased then."""
+        """Make users of ``node`` read ``successor``, the output after :meth:`done`. Erase the node then."""
         if self._output in node.users:
             self._returned[node] = successor
         node.replace_all_uses_with(successor, delete_user_cb=lambda user: user is not self._output)
         self.erase(node)
 
     def erase(self, node: Node) -> None:
-        """Erases a node that only such nodes read as are replaced or erased before it, once all is done."""
+        """Erase a node after all; only nodes that are replaced or erased earlier may read it."""
         self._gone.append(node)
 
     def done(self) -> None:
-        """Changes the output, and erases nodes."""
+        """Change the output and erase the nodes."""
         if self._returned:
             self._output.args = map_arg(self._output.args, lambda node: self._returned.get(node, node))
         for node in self._gone:
@@ -242,7 +241,7 @@ class RandomOpFound(Exception):
 
 
 class ForbidRandomOps(TorchDispatchMode):
-    """A context in which no random number is drawn: an op that would raises :class:`RandomOpFound`."""
+    """A mode in which ops that draw random numbers raise :class:`RandomOpFound`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -251,12 +250,15 @@ class ForbidRandomOps(TorchDispatchMode):
 
 
 def draws(node: Node) -> bool:
-    """Whether a node of a graph of ops does."""
+    """Return True if a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def readable(graph: Graph) -> str:
-    """A line for each node: its number, name, op, arguments, and the dtype and shape of its result."""
+    """Return a line per node: number, name, op, arguments, and the dtype and shape of its result.
+
+    Nodes are numbered as in plans, without inputs, output and the plan's own node.
+    """
     lines, number = [], 0
     for node, (_, line) in zip(graph.nodes, format_nodes(graph), strict=True):
         shown = str(number) if is_numbered(node) else ""
@@ -266,14 +268,14 @@ def readable(graph: Graph) -> str:
 
 
 def format_nodes(graph: Graph) -> Iterator[tuple[str, str]]:
-    """Name and line of each node, without its number: that of a node which a pass leaves alone stays the same."""
+    """Yield each node's name and line without a number, which does not change unless the node does."""
     for node in graph.nodes:
         shape = _shape(node.meta.get("val"))
         yield node.name, f"{_call(node)}{f'  # {shape}' if shape else ''}"
 
 
 def is_numbered(node: Node) -> bool:
-    """Whether plans number the node."""
+    """Return True if plans number the node."""
     return (
         node.op not in ("placeholder", "get_attr", "output") and str(node.target) != "lightning_zero.check_plan.default"
     )
@@ -291,7 +293,7 @@ def _call(node: Node) -> str:
 
 
 def _argument(value: object, most: int = 60) -> str:
-    # A plan is announced in a text as long as the plan; other texts are short.
+    # The plan's own node has the whole plan as an argument.
     return f"{value[:most]!r}..." if isinstance(value, str) and len(value) > most else str(value)
 
 

@@ -1,8 +1,8 @@
-"""What compiled graphs gather and reduce, in which order, and when.
+"""Plans of compiled graphs: what they gather and reduce, in which order, and when.
 
-A plan is read off a graph after the passes have run. It prints as a table, saves as JSON, and its
-:meth:`GraphPlan.collectives` are what all ranks must have in common: nothing in them depends on the sizes of
-activations, so ranks may run graphs for batches of different lengths.
+A plan is read from a graph after the passes. It prints as a table and saves as JSON. All ranks must agree on
+:meth:`GraphPlan.collectives`, which do not depend on activation sizes, so that ranks may run batches of different
+lengths.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_zero.budget.curve import Point
 __all__ = ["CHART", "Gather", "GraphPlan", "Plan", "PlanStore", "Reduce"]
 
 
-CHART = "lightning_zero.chart"  # key in the meta of a forward graph's output, where its plan finds its chart
+CHART = "lightning_zero.chart"  # key in the meta of a forward graph's output
 FORMAT = 1
 
 
@@ -28,16 +28,15 @@ class Gather:
     """One launch of all-gathers.
 
     Attributes:
-        weights: names of the parameters, in the order in which they arrive in memory.
+        weights: parameter names, in memory order.
         dtype: on the wire, e.g. ``"bfloat16"``.
-        bytes: of the whole weights, padding included.
-        started: index of the launch, among the graph's nodes other than inputs and output.
-        before: name of the node that it is started before.
-        waited: index of the node that waits for it.
+        bytes: of the unsharded weights with padding.
+        started: position of the launch among nodes other than inputs and output.
+        before: name of the node before which it starts.
+        waited: position of the node that waits for it.
         used: name of the first node that reads one of the weights.
-        until: what ends the weights' life: ``"last use"``, ``"backward"`` (kept for it) or ``"step"`` (kept until the
-            optimizer steps).
-        started_s, waited_s: estimated seconds of compute before these two places; see :attr:`GraphPlan.compute_s`.
+        until: end of the weights' life: ``"last use"``, ``"backward"`` or ``"step"`` (until the optimizer steps).
+        started_s, waited_s: estimated seconds of compute before these positions; see :attr:`GraphPlan.compute_s`.
         transfer_s: estimated seconds of the transfer.
     """
 
@@ -56,8 +55,16 @@ class Gather:
 
 @dataclass(frozen=True)
 class Reduce:
-    """One gradient handed over to the reduce buckets, or several at once. ``bytes``: of the whole gradients; ``at_s``:
-    estimated seconds of compute before it; ``transfer_s``: of its transfer."""
+    """One or more gradients passed to the reduce buckets at once.
+
+    Attributes:
+        weights: parameter names.
+        dtype: of the gradients.
+        bytes: of the unsharded gradients.
+        at: position of the node.
+        at_s: estimated seconds of compute before it.
+        transfer_s: estimated seconds of the transfer.
+    """
 
     weights: tuple[str, ...]
     dtype: str
@@ -69,11 +76,19 @@ class Reduce:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """The plan of one graph: ``kind`` is ``"forward"`` or ``"backward"``; ``nodes``, how many nodes the graph has;
-    ``compute_s``, estimated seconds of its compute. Seconds are 0 where nothing was measured to estimate them by (on
-    CPUs, on one rank, without ``prefetch``); a graph out of a cache has those of the run that compiled it. ``chart``:
-    what a forward and its backward would take under some budgets of activations, the smallest first; empty where nobody
-    asked."""
+    """The plan of one graph.
+
+    Seconds are 0 without measurements (on CPUs, on one rank, without ``prefetch``). A graph from a cache has those of
+    the run that compiled it.
+
+    Attributes:
+        kind: ``"forward"`` or ``"backward"``.
+        nodes: number of nodes.
+        gathers: launches of all-gathers, in order.
+        reduces: gradients, in order.
+        compute_s: estimated seconds of compute.
+        chart: estimated memory under increasing activation budgets; empty unless requested.
+    """
 
     kind: str
     nodes: int
@@ -83,13 +98,13 @@ class GraphPlan:
     chart: tuple[Point, ...] = ()
 
     def collectives(self) -> tuple[str, ...]:
-        """A line for each collective, in order: what must be the same on every rank."""
+        """Return a line per collective in order, equal on all ranks."""
         lines = [
             f"{self.kind}: gather {' + '.join(g.weights)} as {g.dtype}, {g.bytes} bytes"
             + (", kept for backward" if g.until == "backward" else "")
             for g in self.gathers
         ]
-        # Gradients may arrive in another order on each rank: the executor sorts them.
+        # Gradients may arrive in another order on each rank; the executor sorts them.
         handed = sorted({weight for reduce in self.reduces for weight in reduce.weights})
         return (*lines, *(f"{self.kind}: reduce {weight}" for weight in handed))
 
@@ -133,7 +148,7 @@ class GraphPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plans of all graphs that an engine runs, in the order in which they first ran."""
+    """Plans of all graphs of a training, in the order in which they first ran; ``print()`` shows them."""
 
     graphs: tuple[GraphPlan, ...] = ()
 
@@ -141,16 +156,16 @@ class Plan:
         return "\n\n".join(map(str, self.graphs)) or "(nothing compiled yet)"
 
     def save(self, path: str | Path) -> None:
-        """Writes JSON."""
+        """Write JSON."""
         text = json.dumps({"format": FORMAT, "graphs": [asdict(graph) for graph in self.graphs]}, indent=1)
         Path(path).write_text(text + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Reads what :meth:`save` wrote.
+        """Read a file of :meth:`save`.
 
         Raises:
-            ValueError: the file is no plan, or one of another version.
+            ValueError: the file is not a plan, or has another format version.
         """
         try:
             data = json.loads(Path(path).read_text())
@@ -158,11 +173,11 @@ class Plan:
                 raise ValueError(f"format {data['format']}, not {FORMAT}")
             return cls(tuple(GraphPlan._from(graph) for graph in data["graphs"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} holds no plan that this version of lightning_zero can read: {error}.") from error
+            raise ValueError(f"{path} is not a plan that this version of lightning_zero can read: {error}.") from error
 
 
 def first_difference(mine: Iterable[str], theirs: Iterable[str]) -> tuple[int, str, str]:
-    """Position and text of the first line in which two lists of collectives differ."""
+    """Return position and texts of the first line that differs between two lists of collectives."""
     a, b = list(mine), list(theirs)
     for position in range(max(len(a), len(b))):
         left, right = (lines[position] if position < len(lines) else "(nothing)" for lines in (a, b))
@@ -181,7 +196,7 @@ def _some(names: tuple[str, ...], most: int = 2) -> str:
 
 
 class PlanStore:
-    """Of one engine, the same on every rank: a graph's plan is entered once the ranks have agreed on it."""
+    """Plans of one engine, equal on all ranks. A plan is added when all ranks agree on it."""
 
     def __init__(self) -> None:
         self._all: list[GraphPlan] = []
@@ -190,36 +205,40 @@ class PlanStore:
 
     @property
     def count(self) -> int:
-        """How many graphs have run."""
+        """Return the number of graphs that have run."""
         return len(self._all)
 
     @property
     def plan(self) -> Plan:
-        """Of all graphs that have run."""
+        """Return the plans of all graphs that have run."""
         return Plan(tuple(self._all))
 
     @property
     def agreed_plans(self) -> tuple[GraphPlan, ...]:
-        """Of the graphs that have run since :meth:`forget` under the current key; later ones follow them."""
+        """Return the plans with the current key since :meth:`forget`, which later graphs follow."""
         return tuple(self._agreed.get(self._key, ()))
 
     @property
     def charts(self) -> list[tuple[Point, ...]]:
-        """What graphs that run under the current key say of other budgets of activations. Where these were announced
-        before, as those of an earlier training are, nobody hears of them again, and what was said then holds."""
+        """Return the memory estimates of graphs with the current key, or else of all graphs.
+
+        Graphs of an earlier training publish their plan only once, so their estimates stay valid.
+        """
         now = [plan.chart for plan in self.agreed_plans if plan.chart]
         return now or [plan.chart for plan in self._all if plan.chart]
 
     def select(self, key: Hashable) -> None:
-        """Graphs are now rewritten as ``key`` says, and follow plans of the same key: other passes, or another share of
-        weights that is kept, make other groups of the same weights."""
+        """Set the key of graphs from now on.
+
+        Graphs follow only plans of the same key. Other passes or another share of saved weights give other groups.
+        """
         self._key = key
 
     def add(self, plan: GraphPlan) -> None:
-        """A graph has run, on every rank."""
+        """Add the plan of a graph that has run on all ranks."""
         self._all.append(plan)
         self._agreed.setdefault(self._key, []).append(plan)
 
     def forget(self) -> None:
-        """Options are others: no graph from now on need follow one before."""
+        """Forget agreed plans after options changed."""
         self._agreed.clear()

@@ -1,10 +1,9 @@
-"""Everything about compiling for one engine: what is compiled, by which compiler, whether the ranks compile the same,
-and when all of it is compiled again.
+"""Compilation for one engine, and the calls that each training step makes to it.
 
-Protocol: ``session = CompileSession(...)``; ``session.begin(replays)``; ``session.attach(module)`` once the module is
-sharded. In each training step, ``session.next_pass()`` comes before anything that depends on what is compiled, and
-``with session.step():`` surrounds the forward. ``session.budget.optimizer_steps()`` comes with each step of an
-optimizer.
+:class:`CompileSession` owns the compiler, the compiled modules, the plans and the memory budget. Call ``begin()``, then
+``attach(module)`` once the module is sharded. In each training step call ``next_pass()`` first, run forward inside
+``step()``, and call ``budget.optimizer_steps()`` with each optimizer step. :class:`CompiledStepHooks` does so for the
+step cycle.
 """
 
 from __future__ import annotations
@@ -50,23 +49,23 @@ __all__ = ["CompileSession", "CompiledStepHooks"]
 
 
 class CompileSession:
-    """Compiles for one engine.
+    """Compile the modules of one engine, and recompile them when options change.
 
     Args:
-        config: the engine's options.
-        mesh: the ranks that must compile the same.
-        executor: of the engine; counts what is gathered.
-        watchdog: is told what this rank waits for.
-        peers: how weights and gradients travel, as far as that decides how graphs are rewritten.
+        config: options of the engine.
+        mesh: ranks that must compile equal graphs.
+        executor: executor of the engine.
+        watchdog: receives what this rank waits for.
+        peers: transports of weights and gradients, which change how graphs are rewritten.
         skip_modules: module types that are never compiled.
-        report: shows a line to the user; called on every rank.
+        report: logs a line for the user; called on every rank.
 
     Attributes:
-        config: the options in force.
-        progress: has observers, and shows lines to the user.
-        plans: of the graphs that have run.
-        budget: of weights that stay, where it is measured.
-        calls: the modules that are compiled; None before :meth:`attach`.
+        config: options in force.
+        progress: observers and metrics of compilation.
+        plans: plans of the graphs that have run.
+        budget: measured memory budget.
+        compiled_modules: compiled modules; None before :meth:`attach`.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class CompileSession:
             mesh.timeout_s,
             check=watchdog.check,
         )
-        # Torch keeps compilers, and with them the agreement: it must not keep the executor.
+        # torch keeps compilers, and with them the consensus, which must not keep the executor.
         weak = weakref.ref(executor)
         self._consensus.needed = lambda: (held := weak()) is None or not held.weights.uses_epoch_lock()
         self._selection = PassSelection()
@@ -108,30 +107,30 @@ class CompileSession:
 
     @property
     def compiled(self) -> int:
-        """How much has been compiled so far: another number means that other code runs."""
+        """Return a count that changes whenever other code may run."""
         return self.progress.compiled + self.plans.count
 
     def begin(self, replays: CUDAGraphManager) -> None:
-        """Makes the compiler, whose graphs ``replays`` wraps. Measures transfers, on all ranks together, where the
-        options need that."""
+        """Create the compiler, whose graphs ``cuda_graphs`` wraps. Collective if the options need measured bandwidths."""
         self._cuda_graphs = replays
         self.budget.replays = replays
         self._new_compiler(self.config.compiled)
 
     def check(self, config: EngineConfig) -> None:
-        """Raises ``ValueError`` where passes that are switched off are needed with other options."""
+        """Raise ``ValueError`` if a disabled pass is required with these options."""
         self._selection.check(default_passes(self._context(config.compiled)))
 
     def configure(self, config: EngineConfig) -> None:
-        """Other options from now on; legal between steps. Where they are about compiling, everything begins anew: the
-        next step runs eagerly and shows what to compile. Otherwise what a plan has chosen still holds, and what does
-        not compile hears of the options with that alone. :meth:`check` has nothing against them.
+        """Set new options between steps; call :meth:`check` before.
+
+        Changed compile options restart everything: the next step runs eagerly and discovers modules. Otherwise a memory
+        plan stays in force, and parts that do not compile receive its options.
         """
         before, self.config = self.config, config
         try:
             self._changed(before, config)
         except BaseException:
-            self.config = before  # whoever tries again changes it all
+            self.config = before  # so that a retry applies all changes
             raise
 
     def _changed(self, before: EngineConfig, config: EngineConfig) -> None:
@@ -147,8 +146,10 @@ class CompileSession:
             self.budget.apply(config, memory_config(config))
 
     def remeasure_links(self) -> None:
-        """Weights or gradients travel another way than was thought. Measures again, and everything begins anew; what
-        was decided before training holds, since what it has put on the host is there."""
+        """Measure again and restart after weights or gradients changed their transport.
+
+        Decisions made before training stay in force, since their memory is already on the host.
+        """
         self._costs = None
         self._restart(reset=self.budget.has_begun)
 
@@ -160,7 +161,7 @@ class CompileSession:
             self.compiled_modules = self.compiled_modules.restart(self._arguments)
 
     def _new_compiler(self, compile: CompileConfig) -> None:
-        """Also settles the arguments for torch.compile, which come from nowhere else but :meth:`_compile_again`."""
+        """Create the compiler. Its arguments for torch.compile change only here and in :meth:`_compile_again`."""
         if compile.enabled:
             require_compiler()
         if self._costs is None and compile.enabled and compile.prefetch:
@@ -194,55 +195,61 @@ class CompileSession:
         )
 
     def _compile_again(self, saved_share: float | None = None) -> None:
-        """Compiles the same modules again, with other passes, or with another share of weights that are kept. What is
-        captured of graphs that were made otherwise gives its memory back first."""
+        """Recompile the same modules with other passes or another share of saved weights. Free CUDA graphs first."""
         assert self._cuda_graphs is not None
         self._cuda_graphs.drop()
-        self.budget.give_back()  # nothing but a graph could use it
+        self.budget.give_back()  # only a graph could use this memory
         self._arguments = self._compiler.arguments(saved_share)
         if self.compiled_modules is not None:
             self.compiled_modules.compile_again(self._arguments)
 
     @property
     def costs(self) -> CostModel | None:
-        """What was measured of the device and the links, the same on every rank; None where nothing was."""
+        """Return measured costs of device and links, equal on all ranks; None if nothing was measured."""
         return None if self._costs is None or self._costs.are_nominal else self._costs
 
     @property
     def costs_or_nominal(self) -> CostModel:
-        """What passes go by."""
+        """Return the costs that passes use."""
         return self._costs or NOMINAL_COSTS
 
     # -- passes
 
     @property
     def known_passes(self) -> dict[str, PassSpec]:
-        """All passes that can be used, by name."""
+        """Return all available passes by name."""
         return self._selection.known(self._compiler.default())
 
     def register_pass(self, spec: PassSpec) -> None:
-        """Makes a user's pass known, for :meth:`use_passes`.
+        """Register a user pass for :meth:`use_passes`.
 
         Raises:
-            ValueError: there is a pass of that name.
+            ValueError: a pass of that name exists.
         """
         self._selection.register(spec, self._compiler.default())
 
     def use_passes(self, names: Sequence[str] | None) -> bool:
-        """Graphs go through these passes from now on, None meaning the default ones. Whether these are others, and
-        everything is compiled again. The same on every rank.
+        """Set the passes of graphs from now on. Call it with equal names on all ranks.
+
+        Args:
+            names: names of passes in order; None for the default ones.
+
+        Returns:
+            True if the passes changed, so that everything is compiled again.
 
         Raises:
-            ValueError: unknown names, broken contracts, or passes that leave a graph unfinished.
+            ValueError: unknown names, broken contracts, or passes that leave a graph incomplete.
         """
         return self._reselected(self._selection.use(names, self._compiler.default()))
 
     def disable_passes(self, names: Sequence[str]) -> bool:
-        """Graphs go through none of these passes from now on, whichever are chosen; what was switched off before is on
-        again. Whether that changes anything, and everything is compiled again. The same on every rank.
+        """Disable these passes and enable all others. Call it with equal names on all ranks.
+
+        Returns:
+            True if the passes changed, so that everything is compiled again.
 
         Raises:
-            ValueError: unknown names, or passes that graphs cannot do without.
+            ValueError: unknown names, or passes that graphs require.
         """
         return self._reselected(self._selection.disable(names, self._compiler.default()))
 
@@ -254,15 +261,16 @@ class CompileSession:
     # -- what an engine tells
 
     def attach(self, module: nn.Module) -> None:
-        """Calls of ``module``, which is sharded, or of modules in it are compiled once a step has shown which."""
+        """Compile calls of the sharded ``module``, or of modules in it, after a step has discovered them."""
         self.compiled_modules = self._calls_of(module, self._arguments)
 
     def next_pass(self) -> float:
-        """Must come before each pass forward and backward. Compiles once more where a measured budget says so.
-        Collective, if an optimizer has stepped since the last time and the budget is not settled.
+        """Apply a new memory plan if there is one. Call it before each forward and backward pass.
+
+        Collective if an optimizer has stepped since the last call and the budget is not settled.
 
         Returns:
-            Bytes of weights that stay until the optimizer steps.
+            Bytes of unsharded weights that are kept until the optimizer step.
         """
         decided = self.budget.decided(self.config)
         if decided is not None:
@@ -271,7 +279,7 @@ class CompileSession:
         return self.budget.until_step(self.config.compiled)
 
     def apply_update(self, decided: PlanUpdate) -> None:
-        """What a plan has chosen holds from now on."""
+        """Apply the decision of a memory plan."""
         config, before = apply_memory_config(self.config, decided.chosen), self._compiler
         self.budget.apply(config, decided.chosen)
         if config.compiled != before.context().config:
@@ -283,29 +291,29 @@ class CompileSession:
 
     @property
     def is_discovering(self) -> bool:
-        """Whether the next step runs eagerly and shows what to compile."""
+        """Return True if the next step runs eagerly to discover modules."""
         assert self.compiled_modules is not None
         return self.config.compiled.enabled and not (
             self.compiled_modules.modules or self.compiled_modules.eager_reasons
         )
 
     def step(self) -> AbstractContextManager[None]:
-        """Surrounds the forward of each training step."""
+        """Return a context for the forward of a training step."""
         assert self.compiled_modules is not None
         return self.compiled_modules.step(self.is_discovering)
 
     def explain_errors(self) -> AbstractContextManager[None]:
-        """Surrounds each backward; see :meth:`CompiledModules.explain_errors`."""
+        """Return a context for each backward; see :meth:`CompiledModules.explain_errors`."""
         assert self.compiled_modules is not None
         return self.compiled_modules.explain_errors()
 
     def set_last_read(self, last_read: Tensor | None) -> None:
-        """Which shard a step's forward reads last; graphs that are compiled from now on go by it."""
+        """Set the shard that forward reads last, for graphs compiled from now on."""
         assert self.compiled_modules is not None
         self._compiler.last_weight, self._compiler.call_info = last_read, self.compiled_modules.call_info
 
     def check_plan(self, digest: str, text: str) -> None:
-        """A graph is about to run whose plan is new to this rank.
+        """Check a graph's plan with the other ranks before the graph runs for the first time.
 
         Raises:
             RankMismatchError: see :meth:`RankConsensus.check`.
@@ -317,12 +325,12 @@ class CompileSession:
 
 
 def _staying(config: EngineConfig) -> tuple[object, ...]:
-    """What is said by hand of weights that stay whole."""
+    """Return the user's options of weights kept unsharded."""
     return config.unsharded_cache_mb, config.unsharded_cache_until
 
 
 def _planned_away(config: EngineConfig) -> tuple[object, ...]:
-    """What a plan goes by besides what is compiled: of the host's memory, and of gradients."""
+    """Return options of host memory and gradients that a plan depends on but compilation does not."""
     return config.offload, config.tuning.offload_buffer_mb, config.stage, config.tuning.grad_aliasing
 
 
@@ -331,12 +339,12 @@ class CompiledStepHooks:
 
     Args:
         session: compiles.
-        replays: of what it compiles, as CUDA graphs.
-        sharder: has the weights.
-        peers: have memory that others read and write, once it is allocated.
+        cuda_graphs: captures of compiled code.
+        sharder: owner of the weights.
+        peers: owner of memory that other ranks access.
 
     Attributes:
-        session, sharder, peers: these.
+        session, sharder, peers: the arguments.
     """
 
     def __init__(
@@ -346,34 +354,34 @@ class CompiledStepHooks:
         self._cuda_graphs = replays
         self.sharder = sharder
         self.transports = transports
-        self._eager_reads = -1  # in the last step; -1 where nobody knows
+        self._eager_reads = -1  # in the last step; -1 if unknown
         self._reported_hooks = False
-        self._reported_limit: float | None = None  # the amount of activations that more has left than
+        self._reported_limit: float | None = None  # MiB of activations of the last warning
 
     def allocate(self) -> None:
-        """Memory that peers read and write, once it is known what for. Collective, the first time."""
+        """Allocate memory that other ranks access. Collective at the first call."""
         self.sharder.memory.settle()
         if self.transports.allocate(self.sharder.memory):
             self.remeasure_links()
 
     def remeasure_links(self) -> None:
-        """Weights or gradients travel another way than was thought when the engine was made. Collective."""
+        """Measure again after weights or gradients changed their transport. Collective."""
         reason = self.transports.no_capture_reason(self.sharder.executor)
         self._cuda_graphs.configure(self.session.config, reason)
         self.session.remeasure_links()
 
     def on_gradients_moved(self) -> None:
-        """They lie elsewhere than what was captured has them."""
+        """Drop captures, which contain the gradients' former addresses."""
         self._cuda_graphs.drop()
 
     def prepare(self) -> None:
-        """Before each forward of a training step; collective."""
+        """Prepare a forward of a training step. Collective."""
         config = self.session.config
         self.sharder.executor.activations.settle()
         self._check_offloaded(config.tuning.offload_activations_mb)
         if config.compiled.enabled:
             self.sharder.executor.weights.refresh_compute_shards()
-        used = config.compute_dtype if config.compiled.enabled else None  # what is not compiled casts what it has read
+        used = config.compute_dtype if config.compiled.enabled else None  # eager code casts after it reads
         kept = self.session.next_pass()
         self.sharder.memory.cache_unsharded(used, small_weight_bytes(config.compiled), kept)
         if not self._first_pass:
@@ -381,11 +389,11 @@ class CompiledStepHooks:
 
     @property
     def _first_pass(self) -> bool:
-        """Whether it is under way, which looks after what is cached by itself."""
+        """Return True in the first pass, whose statistics also manage the allocator's cache."""
         return self.session.budget.first_step.saves is not None
 
     def _check_offloaded(self, megabytes: float | None) -> None:
-        """Whether the last pass kept to the amount; see ``offload/amount.py`` for what nobody knows beforehand."""
+        """Warn if the last pass offloaded more than the limit; ``offload/amount.py`` lists the reasons."""
         amount = self.sharder.executor.activations.amount
         sent, beyond = amount.sent / 2**20, amount.beyond
         amount.begin_pass(float("inf") if megabytes is None else megabytes * 2**20)
@@ -393,20 +401,23 @@ class CompiledStepHooks:
             return
         self._reported_limit = megabytes
         self.session.progress.report(
-            f"offload_activations_mb={megabytes:g} is not held: the last pass sent {sent:.3g} MiB, and went beyond it "
+            f"offload_activations_mb={megabytes:g} is exceeded: the last pass offloaded {sent:.3g} MiB, and exceeded it "
             f"in {beyond}, where a graph ran more than once in a call, or for modules that differ, or in a call that "
-            "the first step did not have, or with a larger batch than it was compiled for. Name less where the host is "
-            f"to hold less: {megabytes * megabytes / sent:.3g} would come to about that."
+            "the first step did not have, or with a larger batch than it was compiled for. To stay near this limit, "
+            f"pass {megabytes * megabytes / sent:.3g}."
         )
 
     @contextmanager
     def surround(self) -> Iterator[None]:
-        """Around each forward of a training step. The first one runs eagerly and shows what to compile."""
+        """Return a context for each forward of a training step.
+
+        The first step runs eagerly to discover modules.
+        """
         first, (eager, gathers) = self.session.is_discovering, self._count_reads()
         saves = self._first_saves() if first else None
         with ExitStack() as stack:
             stack.enter_context(self.session.step())
-            # These cost a call for each tensor that autograd saves, for nothing where compiled code reads all weights.
+            # Saved-tensor hooks cost a call per saved tensor, and are unnecessary if compiled code reads all weights.
             if first or self._eager_reads != 0:
                 stack.enter_context(regather_saved_weights(self.sharder, saves))
             stack.callback(setattr, self._cuda_graphs, "in_step", False)
@@ -418,16 +429,16 @@ class CompiledStepHooks:
             self.session.set_last_read(self.sharder.view.last_read)
             self._report_offloaded(saves)
         eager_now, gathers_now = self._count_reads()
-        if gathers_now != gathers:  # this rank may have left the forward out, and the next one is as those before
+        if gathers_now != gathers:  # a step without forward on this rank says nothing about the next one
             self._eager_reads = eager_now - eager
 
     def _first_saves(self) -> SavedTensorOffload | None:
-        """Packs what an eager forward saves that shows what to compile."""
+        """Return the hooks that offload what the first, eager forward saves."""
         first = self.session.budget.first_step
         return first.saves if self._first_pass else first.unmeasured_saves(self.session.config.memory)
 
     def _report_offloaded(self, saves: SavedTensorOffload | None) -> None:
-        """Of what an eager forward saved; but not of one that a budget looks at, which tells itself."""
+        """Report what an eager forward offloaded; a budget's own measurement reports it itself."""
         if saves is not None and saves.nbytes and not self._first_pass:
             self.session.progress.report(
                 f"{format_gib(saves.nbytes)} GiB of what this step, which runs eagerly, saved in its forward went to the "
@@ -435,14 +446,16 @@ class CompiledStepHooks:
             )
 
     def stepped(self) -> None:
-        """An optimizer steps now. Harmless when repeated."""
+        """Call when an optimizer steps. Idempotent."""
         self.session.budget.optimizer_steps()
         if not self._first_pass:
             self.session.budget.cache.optimizer_steps(self.session.config.memory, self.session.compiled)
 
     def set_hooked_parameters(self, hooked: Collection[ShardedParameter], forward_ran: bool) -> None:
-        """Run what computes these parameters' gradients instead of replaying it. Parameters that get their first hook
-        after the forward of a step stay among them: the next such hook would come too late for a replayed forward."""
+        """Exclude code that computes these parameters' gradients from CUDA graphs.
+
+        Parameters that get their first hook after a forward stay excluded: the next hook would miss a replayed forward.
+        """
         self._cuda_graphs.set_hooked_parameters({id(record.param) for record in hooked}, forward_ran)
         if not hooked or self._reported_hooks:
             return
@@ -453,29 +466,28 @@ class CompiledStepHooks:
             "; compiled code that reads these is not replayed as a CUDA graph" if self._cuda_graphs.enabled else ""
         )
         self.session.progress.report(
-            f"Gradient hooks (register_hook): whole gradients wait for them before they are reduced{replayed}. "
+            f"Gradient hooks (register_hook): they run on unsharded gradients before these are reduced{replayed}. "
             f"(parameters={', '.join(names[:4])}{more})"
         )
 
     def backward_begins(self) -> None:
-        """A forward is over, and its backward comes."""
+        """Call between a forward and its backward."""
         self.session.budget.backward_begins()
         if not self._first_pass:
             self.session.budget.cache.phase_begins(self.session.config.memory, self.session.compiled)
 
     def release_memory(self) -> None:
-        """Something runs that is not a training step. Memory of CUDA graphs of forward and backward is given back where
-        little is left."""
+        """Free CUDA graphs before code other than a training step if little memory is left."""
         self._cuda_graphs.release_memory()
         self.session.budget.cache.evaluates(self.session.config.memory, self.session.compiled)
 
     def reset(self) -> None:
-        """Likewise, and what was half done is forgotten."""
+        """Drop captures and unfinished work."""
         self._cuda_graphs.drop()
         self.sharder.executor.activations.reset()
         self._eager_reads = -1
 
     def _count_reads(self) -> tuple[int, int]:
-        """Return how many weights eager code has read, and how many have been gathered for any code."""
+        """Return the number of weights read by eager code, and of all gathers."""
         counters = self.sharder.executor.counters()
         return counters.get("eager_gathers", 0), counters.get("gathers", 0)

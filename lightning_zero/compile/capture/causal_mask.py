@@ -1,9 +1,8 @@
-"""Masks that say no more than "causal" are taken out of attention, in graphs as Dynamo made them.
+"""Replace constant causal attention masks by ``is_causal=True``.
 
-A kernel that is given a mask computes all of it, and cannot be the fastest one; the causal one computes half. Where
-they are compiled, models write causal masks out, though they do not when they run eagerly: transformers does, for one
-graph has to serve whoever comes with padding. In a graph that is compiled for one length such a mask is a constant, and
-its value can be looked at.
+Attention kernels with a mask compute all scores; causal kernels compute half and are faster. transformers builds masks
+when it is compiled, since one graph has to serve padded inputs, too. For a fixed length the mask is a constant of the
+graph, so its value can be compared.
 """
 
 from __future__ import annotations
@@ -24,20 +23,20 @@ from lightning_zero.compile.fx_utils import ForbidRandomOps
 __all__ = ["drop_causal_masks"]
 
 
-LARGEST = 2**28  # elements of a mask that is looked at: they are in memory for a moment
+LARGEST = 2**28  # elements of a mask that is evaluated, which needs memory for a moment
 _ATTENTION = F.scaled_dot_product_attention
-_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # of its arguments without a name
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # positional arguments
 
 
 class _Unknown(Exception):
-    """What a mask is made of is known only when the graph runs."""
+    """The mask's value depends on the graph's inputs."""
 
 
 def drop_causal_masks(module: GraphModule) -> int:
-    """Replaces masks by ``is_causal=True``, in place, also inside checkpointed regions. Returns in how many calls.
+    """Replace causal masks in place, also inside checkpointed regions, and return the number of calls.
 
-    Masks of bool, and additive ones, are recognised by their values: those of queries and keys of one length, where
-    each query sees the keys up to its own place.
+    Bool and additive masks are recognized by value, for queries and keys of one length where each query attends to the
+    keys up to its own position.
     """
     edited = {node_storage(value) for node in walk_nodes(module) for value in mutated_inputs(node)}
     known: dict[Node, bool] = {}
@@ -54,9 +53,11 @@ def drop_causal_masks(module: GraphModule) -> int:
 
 
 def _masked(module: GraphModule, outside: Mapping[Node, Node]) -> Iterator[tuple[GraphModule, Node, Node]]:
-    """Attention with a mask: in which graph, the call, and the mask, a node of the outermost graph that has it.
+    """Yield attention calls with masks: the module, the call, and the mask's node in the outermost graph.
 
-    outside: what the graph's own inputs are there
+    Args:
+        module: graph to search.
+        outside: maps the graph's inputs to nodes of the outermost graph.
     """
     called = Counter(node.target for node in module.graph.find_nodes(op="get_attr"))
     for node in list(module.graph.nodes):
@@ -73,8 +74,7 @@ def _masked(module: GraphModule, outside: Mapping[Node, Node]) -> Iterator[tuple
 
 
 def _is_square(arguments: Mapping[str, Any]) -> bool:
-    """Whether there are as many keys as queries. By what was seen, unless sizes are symbols: asking would add a
-    guard."""
+    """Return True if there are as many keys as queries; False for symbolic sizes, which would add a guard."""
     lengths = [_sizes(arguments.get(name))[-2:-1] for name in ("query", "key")]
     return lengths[0] == lengths[1] and all(isinstance(length, int) for (length,) in lengths if lengths[0])
 
@@ -87,7 +87,7 @@ def _sizes(node: Any) -> tuple[Any, ...]:
 def _is_causal(mask: Node, edited: set[int | None]) -> bool:
     try:
         value = _value(mask, edited)
-    except Exception:  # whatever it is, it must not end a compilation that can do without
+    except Exception:  # unusual masks must not fail the compilation
         return False
     length = value.shape[-1] if value.dim() > 1 else -1
     if value.shape[-2:] != (length, length):
@@ -101,11 +101,11 @@ def _is_causal(mask: Node, edited: set[int | None]) -> bool:
 
 @torch.no_grad()
 def _value(mask: Node, edited: set[int | None]) -> Tensor:
-    """The mask's value, which nothing but constants decide.
+    """Return the mask's value.
 
     Raises:
-        _Unknown: something else does.
-        Drawn: random numbers are among it.
+        _NotConstant: it depends on an input.
+        RandomOpFound: it depends on random numbers.
     """
     values: dict[Node, Any] = {}
     with ForbidRandomOps():
@@ -122,10 +122,10 @@ def _value(mask: Node, edited: set[int | None]) -> Tensor:
 
 
 def _made_of(mask: Node, edited: set[int | None]) -> list[Node]:
-    """All that a node is made from, in order, and it.
+    """Return all nodes that the mask is computed from, in order, and the mask.
 
     Raises:
-        _Unknown: an input of the graph is among it, something that is written to later on, or too much.
+        _NotConstant: one is an input of the graph, is mutated, or is too large.
     """
     found: set[Node] = set()
     pending = [mask]
@@ -144,7 +144,7 @@ def _made_of(mask: Node, edited: set[int | None]) -> list[Node]:
 
 
 def _is_small(value: Tensor) -> bool:
-    # Expanded ones take the memory of what they are a view of.
+    # Expanded tensors need only the memory of their base.
     elements = 1
     for size, stride in zip(value.shape, value.stride(), strict=True):
         if not isinstance(size, int):

@@ -1,6 +1,7 @@
-"""What the first compilation of a process does whatever it compiles: importing the compiler's parts, making its tables
-of ops and patterns, waking the generator of kernels. Done while the C++ executor builds, for which a process waits
-anyway.
+"""Start work that every compilation of a process needs while the C++ executor is built.
+
+It imports compiler modules, builds tables of ops and patterns, starts Inductor's worker processes, and hashes Triton's
+files for cache keys.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ log = logging.getLogger(__name__)
 
 
 def warm_up(config: CompileConfig, device: torch.device) -> None:
-    """Compiles a small function and its derivative. On CPUs without generating code, for which the compilers that build
-    the executor are needed."""
-    # With compiler collectives ranks compile together, and not all may have come before the executor was built.
+    """Compile a small function and its derivative.
+
+    On CPUs no code is generated, since the compilers are building the executor.
+    """
+    # With compiler collectives ranks compile together, and some may not have arrived yet.
     if not config.enabled or dynamo_config.enable_compiler_collectives:
         return
     backend = config.backend if device.type != "cpu" else "aot_eager"
@@ -32,8 +35,8 @@ def warm_up(config: CompileConfig, device: torch.device) -> None:
         with torch.enable_grad():
             x = torch.ones(16, 16, device=device, requires_grad=True)
             torch.compile(_small, backend=backend, dynamic=False)(x).backward()
-    except Exception as error:  # what matters will be said when the user's modules are compiled
-        log.info("A small function could not be compiled: %s: %s", type(error).__name__, error)
+    except Exception as error:  # a later compilation of the user's modules reports the error
+        log.info("Compiler warm-up failed: %s: %s", type(error).__name__, error)
 
 
 def _small(x: Tensor) -> Tensor:
@@ -41,12 +44,12 @@ def _small(x: Tensor) -> Tensor:
 
 
 def start_compile_workers(config: CompileConfig, device: torch.device) -> None:
-    """Returns at once. Harmless when repeated. On CPUs Inductor has no use for them."""
+    """Start compile workers and return at once. Idempotent; CPUs need none."""
     if config.enabled and config.backend == "inductor" and device.type != "cpu":
         maybe_warm_pool()
         Thread(target=_sum_up, name="lightning_zero-triton", daemon=True).start()
 
 
 def _sum_up() -> None:
-    with suppress(Exception):  # who compiles will hear of it
+    with suppress(Exception):  # the compilation reports the error
         triton_key()

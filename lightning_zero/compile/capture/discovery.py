@@ -1,12 +1,11 @@
-"""Finds the modules a training step calls, and compiles those calls in place.
+"""Discover the modules that a training step calls, and compile these calls in place.
 
 The unit is the outermost module call: ``self(x)`` compiles the LightningModule's forward; ``self.encoder(x)`` and
-``self.decoder(y)`` in one step compile both. Everything between the calls stays plain Python: logging, metrics, manual
-backward, optimizer toggling. Metrics are modules too, but bookkeeping: they are left alone, and so are modules without
-parameters.
+``self.decoder(y)`` in one step compile both. Code between the calls stays plain Python: logging, manual backward,
+toggling of optimizers. Modules without parameters and skipped types, such as metrics, stay eager.
 
-Compiled code can be differentiated once, and not inside a transform of ``torch.func``. Modules of which the first step
-shows that they need more (a gradient penalty, forces) stay as they are.
+Compiled code can be differentiated only once, and not inside ``torch.func``. Modules whose first step needs more
+(gradient penalties, forces) stay eager.
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class CallInfo:
-    """What a compiler should know of the calls that it compiles.
+    """State of the calls being compiled, for the backend.
 
     Attributes:
-        called: the module that is being called, or was last, in words.
-        retains_graph: a backward of the first step left its graph as it was, for another (``retain_graph=True``).
-        amount: of what calls save for backward, that leaves for the host.
-        unfinished: graphs that were compiled for calls, and have not been called.
+        called: description of the module that is called now, or was called last.
+        retains_graph: a backward of the first step kept its graph for another one (``retain_graph=True``).
+        amount: bytes of activations that the calls offload.
+        pending_compiles: graphs that were compiled and have not been called yet.
     """
 
     called: str = ""
@@ -70,7 +69,7 @@ class CallInfo:
     pending_compiles: PendingCompiles = field(default_factory=PendingCompiles)
 
     def begin(self, called: str) -> None:
-        """A call of a compiled module."""
+        """Begin a call of a compiled module."""
         self.called = called
         self.amount.begin_call(called)
 
@@ -79,17 +78,17 @@ class CompiledModules:
     """The modules compiled for one engine.
 
     Args:
-        root: modules that are not ``root`` or inside it are ignored.
-        arguments: for ``torch.compile``.
+        root: only ``root`` and modules inside it are compiled.
+        arguments: keyword arguments of ``torch.compile``.
         skip: module types that are never compiled.
-        report: shows a line to the user.
-        amount: hears of calls.
+        report: logs a line for the user.
+        amount: counts offloaded bytes per call.
 
     Attributes:
-        modules: those that are compiled, by name.
-        eager: why others are not, that would be.
-        limit_reasons: those of ``modules`` that torch does not compile any more, and why; calls run eagerly, unless they
-            are like one that was compiled.
+        modules: compiled modules by name.
+        eager_reasons: reasons why other modules that were called stay eager.
+        limit_reasons: reasons for those of ``modules`` that torch does not recompile any more. Their calls run eagerly
+            unless they match earlier compiled code.
     """
 
     def __init__(
@@ -106,26 +105,28 @@ class CompiledModules:
         self._skip = skip
         self._codes: dict[Any, CodeType] = {}
         self._report = report
-        self._outermost: str | None = None  # of the modules that a watched step is in
+        self._outermost: str | None = None  # outermost module of the current call in a discovered step
         self._see_input_gradients: set[str] = set()
         self._ints = ChangingInts()
         self.modules: dict[str, nn.Module] = {}
         self.eager_reasons: dict[str, str] = {}
         self.limit_reasons: dict[str, str] = {}
         self.call_info = CallInfo(amount=amount or OffloadQuota())
-        # Since some module has got a hook, or lost one, after it was compiled; or since there are some from the start.
+        # True if hooks changed after compilation, or if modules of one class differ in hooks.
         self._guards_hooks = False
 
     @contextmanager
     def step(self, first: bool) -> Iterator[None]:
-        """Surrounds each training step; the first one runs eagerly, to be watched."""
+        """Return a context for each training step. The first one runs eagerly and is discovered."""
         with self.discover() if first else self.dynamo_settings(), self.explain_errors():
             yield
 
     @contextmanager
     def discover(self) -> Iterator[None]:
-        """Watches a step that runs eagerly; on leaving, compiles what it called. Nothing is compiled when the step
-        fails."""
+        """Return a context that records the modules called by an eager step and then compiles them.
+
+        Nothing is compiled if the step fails.
+        """
         depth = 0
         found: dict[str, nn.Module] = {}
         calls: Counter[str] = Counter()
@@ -178,7 +179,7 @@ class CompiledModules:
 
     def _watch_backward(self, name: str, module: nn.Module, output: Any) -> None:
         def backward(grads: tuple[Tensor, ...]) -> None:
-            if torch.is_grad_enabled():  # only with create_graph=True
+            if torch.is_grad_enabled():  # True only with create_graph=True
                 self._leave_eager(name, module, "it is differentiated twice (create_graph=True)")
             elif retains_graph():
                 self.call_info.retains_graph = True
@@ -221,10 +222,10 @@ class CompiledModules:
 
     @contextmanager
     def explain_errors(self) -> Iterator[None]:
-        """Around what may run a backward: says what to do where compiled code is asked for more than it can.
+        """Return a context for a backward that replaces torch's errors about unsupported differentiation.
 
         Raises:
-            UnsupportedError: in place of torch's own errors about it.
+            UnsupportedError: compiled code was differentiated twice or kept its graph; names what to do.
         """
         try:
             yield
@@ -240,16 +241,16 @@ class CompiledModules:
             which = ", ".join(self._show(name, module) for name, module in list(self.modules.items())[:4])
             raise UnsupportedError(
                 "Compiled code was differentiated twice (create_graph=True), or its graph was kept for another "
-                f"backward (retain_graph=True), which it was not compiled for. Compiled: {which}. A module of which "
-                "the first training step does so is recognised; this began later. Decorate its forward with "
+                f"backward (retain_graph=True), which it was not compiled for. Compiled: {which}. Modules "
+                "that do so in the first training step are recognized; this began later. Decorate its forward with "
                 "torch.compiler.disable, or pass compile=False to the strategy (strategy='zero3')."
             ) from error
 
     @contextmanager
     def dynamo_settings(self) -> Iterator[None]:
-        """Surrounds a later step."""
-        # Or torch 2.11 would take a parameter for unchanged as long as its module holds the same one, and would run
-        # code in which weights that were unfrozen since get no gradient. (``config.patch`` takes milliseconds.)
+        """Return a context that sets Dynamo's options for a step after the first."""
+        # Otherwise torch 2.11 would not notice that a parameter was unfrozen if its module still holds the same object,
+        # and would run code that computes no gradient. (``config.patch`` takes milliseconds.)
         config = torch.compiler.config
         before = config.skip_tensor_guards_with_matching_dict_tags
         config.skip_tensor_guards_with_matching_dict_tags = False
@@ -265,11 +266,13 @@ class CompiledModules:
             config.skip_tensor_guards_with_matching_dict_tags = before
             dynamo_config.ignore_logging_functions = ignored
             self.call_info.pending_compiles.finish_after(failure)
-            del failure  # which knows this frame
+            del failure  # its traceback references this frame
 
     def compile(self, name: str, module: nn.Module) -> None:
-        """Compiles calls of ``module`` from now on. The module object, its class and its state dict keys stay as they
-        are."""
+        """Compile calls of ``module`` from now on.
+
+        The module, its class and its state dict keys do not change.
+        """
         self.limit_reasons.pop(name, None)
         plain = self._plain_call(module)
         compiled = torch.compile(plain, **self._arguments)
@@ -277,7 +280,7 @@ class CompiledModules:
         notes, shown, first = self.call_info, self._show(name, module), True
         hooks = ModuleHooks(module)
         asking = [] if name in self._see_input_gradients else requires_grad_hooks.asking(hooks.all)
-        # Where one module goes without such hooks, and another of its class with them, they do differ.
+        # Modules differ if compiled code ignores these hooks of one module and guards those of another of its class.
         left_out = () if self._see_input_gradients else asking
         self._guards_hooks = self._guards_hooks or needs_hook_guards(self._root, left_out)
 
@@ -289,7 +292,7 @@ class CompiledModules:
             run = module._call_impl if inside_functorch() else compiled
             if not self._guards_hooks and hooks.changed():
                 self._guards_hooks = True
-                torch.compiler.reset()  # what was compiled so far has no such guards
+                torch.compiler.reset()  # earlier code has no guards on hooks
             leave_out = asking and not torch.compiler.is_compiling()
             leaving_out = requires_grad_hooks.left_out(asking) if leave_out else nullcontext()
             guarding = guard_hooks() if self._guards_hooks else nullcontext()
@@ -312,18 +315,18 @@ class CompiledModules:
         log.debug("compiling calls of %s (%s)", name or "the root module", type(module).__name__)
 
     def compile_again(self, arguments: dict[str, Any]) -> None:
-        """Compiles the same modules with other arguments, when they are next called."""
+        """Compile the same modules with other arguments at their next call."""
         self._arguments = arguments
         for name, module in self.modules.items():
             self.compile(name, module)
 
     def restart(self, arguments: dict[str, Any]) -> CompiledModules:
-        """For another beginning with other arguments; nothing is compiled until then."""
+        """Restore eager calls and return a copy that discovers modules again with other arguments."""
         self.restore()
         return CompiledModules(self._root, arguments, self._skip, self._report, self.call_info.amount)
 
     def restore(self) -> None:
-        """Makes the calls plain again."""
+        """Restore eager calls."""
         for module in self.modules.values():
             module._compiled_call_impl = None
         self.modules.clear()
@@ -331,12 +334,12 @@ class CompiledModules:
         self.limit_reasons.clear()
 
     def _plain_call(self, module: nn.Module) -> Any:
-        # An outer frame of ours: Dynamo does not compile the frames of torch.nn's own modules when they come first.
+        # A frame of ours around the module: Dynamo does not compile outermost frames of torch.nn's own modules.
         def call(*args: Any, **kwargs: Any) -> Any:
             return module._call_impl(*args, **kwargs)
 
-        # Dynamo counts what it compiles by code object, and gives up after eight: modules that look alike share one,
-        # and its graphs; others have their own.
+        # Dynamo counts compilations per code object and stops after eight. Modules of equal parameters share one code
+        # object and its graphs; others have their own.
         looks = tuple((name, param.shape, param.dtype) for name, param in module.named_parameters())
         code = call.__code__.replace(co_name=f"call of {type(module).__name__}")
         call.__code__ = self._codes.setdefault((type(module), looks), code)
@@ -344,9 +347,11 @@ class CompiledModules:
 
 
 class _LogOnceMethods(list[Any]):
-    """What Dynamo leaves out: what the user wants it to, and methods that somebody gave to loggers, that say each thing
-    once (transformers' ``warning_once``): they have said it in the first step, which runs eagerly, and would break each
-    graph in two. No set, whose members torch 2.11 would write down as JSON after each compilation, and cannot."""
+    """Functions that Dynamo ignores: the user's, and logger methods such as ``warning_once``.
+
+    These have logged in the first, eager step, and would break graphs. It is not a set, because torch 2.11 writes it as
+    JSON after each compilation.
+    """
 
     def __init__(self, wanted: Collection[Any]) -> None:
         super().__init__()
@@ -364,8 +369,10 @@ _OURS = str(Path(__file__).parents[2])
 
 
 def explain_unsupported(error: Exception) -> UnsupportedError | None:
-    """What to do, in place of Dynamo's error, where it cannot trace our code. None of what it cannot trace in the
-    user's own, as under any strategy."""
+    """Return the error to raise instead of Dynamo's if it cannot trace our code inside user-compiled code.
+
+    Only ``fullgraph=True`` fails; otherwise Dynamo breaks the graph. Errors about user code are returned as None.
+    """
     frames = re.findall(r'File "(.+)", line (\d+), in (.+)', str(error))
     if not isinstance(error, Unsupported) or not any(path.startswith(_OURS) for path, _, _ in frames):
         return None
@@ -378,12 +385,14 @@ def explain_unsupported(error: Exception) -> UnsupportedError | None:
     )
 
 
-LONGEST = 300  # characters: guards over symbols can go on for pages
+LONGEST = 300  # characters; guards over symbols can be pages long
 
 
 def find_recompile_reason() -> str | None:
-    """Inside a backend, in Dynamo's words; None where nothing was compiled before, or with other passes or options, of
-    which others tell."""
+    """Return Dynamo's reason for the current recompilation.
+
+    None for a first compilation, and for other passes or options.
+    """
     reason = metrics_context()._metrics.get("recompile_reason")
     if not reason or "BACKEND_MATCH" in reason:
         return None
@@ -391,7 +400,7 @@ def find_recompile_reason() -> str | None:
 
 
 def format_first_guard(reason: str) -> str:
-    """Return the first guard of what Dynamo says of a recompilation."""
+    """Return the first guard of a recompilation reason, shortened."""
     lines = re.sub(r"^\d+/\d+(_\d+)?: ?", "", reason).splitlines()
     guard = re.sub(r" {2,}", "  ", lines[0]) if lines else "Dynamo does not say which guard failed"
     return guard if len(guard) <= LONGEST else f"{guard[:LONGEST]} ..."

@@ -1,11 +1,10 @@
-"""Looks at graphs as Dynamo made them, before they are differentiated.
+"""Checks and annotations of Dynamo's graphs, before AOTAutograd traces them.
 
-Only these know what parameters are called: each gather is given its weight's name, which later graphs inherit. And only
-these still show in-place edits, which later ones have turned into new values: a gathered weight is a value of the
-graph, so an edit of it would be lost, and is refused. Here, too, inputs are still the tensors themselves.
+Only these graphs contain parameter names and in-place edits. Each gather gets its weight's name, which later graphs
+inherit. In-place edits of gathered weights would be lost and raise an error.
 
-What is inside ``torch.utils.checkpoint`` is a graph of its own here, called by the one around it; AOTAutograd makes one
-of them. Dynamo traces both kinds of checkpoint alike, the reentrant one without its peculiarities.
+Regions of ``torch.utils.checkpoint`` are graphs of their own here, which AOTAutograd inlines. Dynamo traces reentrant
+checkpoints like the others.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ _IN_PLACE = {
 
 
 def tag_weight_names(module: GraphModule) -> list[str]:
-    """Notes in each gather's meta data which parameter it reads; see ``weight_name`` in ``compile/fx_utils.py``. Returns
-    the names."""
+    """Store the parameter's name in each gather's metadata and return all names; see ``weight_name``."""
     names = []
     for gather, shard in _gathers(module):
         names.append(_name(shard))
@@ -59,16 +57,18 @@ def tag_weight_names(module: GraphModule) -> list[str]:
 
 
 def last_read(module: GraphModule, inputs: Sequence[Any]) -> Any:
-    """The input, the shard itself, of the last gather; None for a graph without gathers."""
+    """Return the graph input (a shard) of the last gather; None without gathers."""
     given = dict(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False))
     found = list(_gathers(module))
     return given.get(found[-1][1]) if found else None
 
 
 def _gathers(module: GraphModule, outside: Mapping[Node, Node] | None = None) -> Iterator[tuple[Node, Node]]:
-    """Gathers in the order in which they run, and the inputs of the outermost graph that they read.
+    """Yield gathers in execution order, with the inputs of the outermost graph that they read.
 
-    outside: what the graph's own inputs are there; None for the outermost graph
+    Args:
+        module: graph to search.
+        outside: maps inputs of the graph to those of the outermost graph; None for that graph itself.
     """
     op = torch.ops.lightning_zero.gather
     inputs = {node: node for node in module.graph.find_nodes(op="placeholder")} if outside is None else outside
@@ -82,7 +82,10 @@ def _gathers(module: GraphModule, outside: Mapping[Node, Node] | None = None) ->
 
 
 def checkpoint_body(module: GraphModule, node: Node) -> GraphModule | None:
-    """The graph that a call of a checkpointed region runs; its inputs are the call's other arguments."""
+    """Return the graph of a checkpointed region that the node calls; None for other nodes.
+
+    Its inputs are the call's other arguments.
+    """
     if node.op != "call_function" or node.target not in CHECKPOINTS:
         return None
     called = node.args[0]
@@ -94,7 +97,7 @@ def checkpoint_body(module: GraphModule, node: Node) -> GraphModule | None:
 
 
 def walk_nodes(module: GraphModule) -> Iterator[Node]:
-    """All nodes, those of the graphs of checkpointed regions among them."""
+    """Yield all nodes, including those of checkpointed regions."""
     for node in module.graph.nodes:
         yield node
         if (body := checkpoint_body(module, node)) is not None:
@@ -102,15 +105,15 @@ def walk_nodes(module: GraphModule) -> Iterator[Node]:
 
 
 def has_collectives(module: GraphModule) -> bool:
-    """Whether ranks wait for each other inside this graph, or one that it calls, by more than our own ops."""
+    """Return True if the graph or one that it calls has collectives other than our ops."""
     graphs = [part.graph for part in module.modules() if isinstance(part, GraphModule)]
     targets = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
     return any("c10d" in str(t) or (getattr(t, "__module__", "") or "").startswith(_DISTRIBUTED) for t in targets)
 
 
 def check_weight_edits(module: GraphModule) -> None:
-    """Raises :class:`UnsupportedError`, naming the weight, when Dynamo's own graph writes to a gathered one."""
-    weights: dict[int, Node] = {}  # storage -> the input that was gathered
+    """Raise :class:`UnsupportedError` naming the weight if the graph writes to a gathered weight."""
+    weights: dict[int, Node] = {}  # maps storages to gathered inputs
     for gather, shard in _gathers(module):
         storage = node_storage(gather)
         if storage is not None:
@@ -129,24 +132,24 @@ def check_weight_edits(module: GraphModule) -> None:
 
 
 def node_storage(node: Node) -> int | None:
-    """The same number for values that share memory; None for what is no tensor."""
+    """Return a key of the storage of a node's value; None if it is not a tensor."""
     value = node.meta.get(EXAMPLE_VALUE)
     return storage_key(value) if isinstance(value, Tensor) else None
 
 
 def storage_key(value: Tensor) -> int:
-    """The same number for tensors that share memory, fake ones, too."""
+    """Return a key that is equal for tensors, also fake ones, that share storage."""
     return value.untyped_storage()._cdata
 
 
 def mutated_inputs(node: Node) -> list[Node]:
-    """The tensors that this node writes to."""
+    """Return the tensors that the node writes to."""
     target: Any = node.target
     if node.op not in ("call_function", "call_method"):
         return []
     written = [value for value in [node.kwargs.get("out")] if isinstance(value, Node)]
     name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    # operator.and_ and its like are called so for another reason.
+    # operator.and_ and similar names end in an underscore for another reason.
     in_place = name.endswith("_") and not name.endswith("__") and getattr(operator, name, None) is not target
     if (in_place or target in _IN_PLACE or node.kwargs.get("inplace") is True) and isinstance(node.args[0], Node):
         written.append(node.args[0])
@@ -162,15 +165,20 @@ def _name(shard: Node) -> str:
 
 
 def check_foreach_on_shards(module: GraphModule, inputs: Sequence[Any]) -> None:
-    """Raises :class:`UnsupportedError`, naming operation and weight, where an input is a shard that is not gathered.
+    """Raise :class:`UnsupportedError` if the graph computes with a shard that was not gathered.
 
-    inputs: of the graph, the tensors themselves
+    Dynamo does not dispatch to shard subclasses in lists, such as ``torch._foreach_norm(list(module.parameters()))``.
+    Such a graph would use this rank's shard, and edit it too late.
+
+    Args:
+        module: Dynamo's graph.
+        inputs: real tensors of the graph's inputs.
     """
     given = zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False)
     for user, spec in _uses(module, {node: s for node, value in given if (s := _sight(value)) is not None}):
         raise UnsupportedError(
-            f"{getattr(user.target, '__name__', user.target)} was given this rank's shard of {spec.name!r}, as "
-            "module.parameters() has it, in a list inside compiled code, where nothing tells it from a whole weight. "
+            f"{getattr(user.target, '__name__', user.target)} was given this rank's shard of {spec.name!r}, from "
+            "module.parameters(), in a list inside compiled code, which cannot distinguish it from the full weight. "
             "Decorate the method that does so with torch.compiler.disable, or call it between steps (in "
             "on_train_batch_end, say)."
         )

@@ -1,7 +1,7 @@
-"""Keeps whole weights from living until backward in code that is not compiled.
+"""Stop eager code from keeping unsharded weights until backward.
 
-An eager linear layer saves its weight. These hooks put in its place a note of which weight and which view, and gather
-again when the backward pass asks for it.
+An eager linear layer saves its weight. These saved-tensor hooks store the weight's record and view instead, and gather
+the weight again when backward unpacks it.
 """
 
 from __future__ import annotations
@@ -37,20 +37,25 @@ class _Note(NamedTuple):
 
 
 def regather_saved_weights(sharder: Sharder, rest: SavedTensorOffload | None = None) -> AbstractContextManager[Any]:
-    """Within the context autograd saves no gathered weight; ``rest`` packs what else it saves, of which an error says
-    when it was changed before backward, as torch says it without hooks."""
+    """Return a context in which autograd saves no gathered weight.
+
+    Args:
+        sharder: records of the weights.
+        rest: packs all other saved tensors. An in-place change before backward raises the error that torch would raise
+            without hooks.
+    """
     find = sharder.executor.weights.find_gathered
 
-    # Dynamo runs code that it cannot trace, as recurrent modules, and would compile what is called from there.
+    # Dynamo runs code that it cannot trace, such as recurrent modules, and would compile functions called from there.
     @torch.compiler.disable
     def pack(tensor: Tensor) -> Tensor | _Note | VersionedTensor | SavedTensor:
-        with no_shard_dispatch():  # what was compiled by hand saves shards
+        with no_shard_dispatch():  # code compiled by the user saves shards
             index = find(tensor)
         record = sharder.records[index] if index >= 0 else _record_of_cast(tensor, sharder)
         if record is None:
             return VersionedTensor.of(tensor) if rest is None else rest.pack(tensor)
         if not _covers(tensor, record):
-            return tensor.detach()  # or it would keep itself alive, where it is saved by what has made it
+            return tensor.detach()  # otherwise the tensor would be saved by its own grad_fn and keep itself alive
         view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         with no_shard_dispatch():
             return _Note(record, record.param._version, tensor.dtype, *view, tensor.is_conj())
@@ -77,16 +82,18 @@ def regather_saved_weights(sharder: Sharder, rest: SavedTensorOffload | None = N
 
 @contextmanager
 def _outside_of_transforms(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
-    """Saved-tensor hooks that let ``torch.func`` do its work: it refuses to differentiate while there are any. Inside
-    its transforms weights live as long as autograd needs them."""
+    """Register saved-tensor hooks that ``torch.func`` can disable.
+
+    It refuses to differentiate while hooks are registered. Inside its transforms autograd keeps the weights.
+    """
     graph: Any = torch.autograd.graph
     hooks = graph.saved_tensors_hooks(pack, unpack)
-    disable = graph.disable_saved_tensors_hooks  # what torch.func calls first
+    disable = graph.disable_saved_tensors_hooks  # called first by torch.func
 
     @contextmanager
     def step_aside(message: str) -> Iterator[None]:
         top = top_saved_tensors_hooks(True)
-        if top is None or top[0] is not pack:  # none, or a user's on top of ours
+        if top is None or top[0] is not pack:  # no hooks, or a user's above ours
             with disable(message):
                 yield
             return
@@ -109,8 +116,7 @@ _VIEWS_AND_CASTS = ("ToCopyBackward0", "TBackward0", "TransposeBackward0", "View
 
 
 def _record_of_cast(tensor: Tensor, sharder: Sharder) -> ShardedParameter | None:
-    """The weight that ``tensor`` is a cast copy of. Autocast casts a weight wherever it is used, and the copy is as
-    large as it."""
+    """Return the weight of which ``tensor`` is a cast copy; autocast makes one wherever a weight is used."""
     node = tensor.grad_fn
     cast = False
     while node is not None and node.name() in _VIEWS_AND_CASTS:
@@ -121,8 +127,10 @@ def _record_of_cast(tensor: Tensor, sharder: Sharder) -> ShardedParameter | None
 
 
 def _covers(tensor: Tensor, record: ShardedParameter) -> bool:
-    """Whether the saved view lies within the weight's own elements, in their order; a copy may be laid out
-    otherwise."""
+    """Return True if the view is within the weight's own elements, in order.
+
+    Copies may have other layouts.
+    """
     if tensor.is_complex() != record.param.is_complex() or tensor.is_neg():
         return False  # real and imaginary parts
     last = tensor.storage_offset() + extent(tensor.size(), tensor.stride()) - 1

@@ -1,4 +1,4 @@
-"""Which hooks the modules have that are compiled, and whether Dynamo has to guard them."""
+"""Detect hooks of compiled modules, and decide whether Dynamo guards them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["ModuleHooks", "guard_hooks", "module_hooks", "needs_hook_guards"]
 
 
 class ModuleHooks:
-    """Those of a module and of all in it.
+    """Hooks of a module and its submodules.
 
     Attributes:
-        all: by kind and module, and there by the handles' ids, as torch keeps them.
+        all: torch's own dicts of hooks by handle id, for each kind and module.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -27,9 +27,8 @@ class ModuleHooks:
         self._known = self._keys()
 
     def changed(self) -> bool:
-        """Whether there are others than at first. Asked before each call, so it takes a tenth of a microsecond for each
-        module."""
-        if _children(self._homes) != self._parts:  # modules may be put in the place of others
+        """Return True if hooks differ from those at construction. Called before each call; 0.1 us per module."""
+        if _children(self._homes) != self._parts:  # submodules may have been replaced
             self._look()
         return self._keys() != self._known
 
@@ -39,12 +38,12 @@ class ModuleHooks:
         self._parts = _children(self._homes)
 
     def _keys(self) -> list[tuple[int, ...]]:
-        """Which there are: no two hooks ever have the same key."""
+        """Return the ids of all hooks; torch never reuses an id."""
         return [tuple(some) for some in self.all if some]
 
 
 def _children(homes: list[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
-    """Modules are equal only to themselves. They are held, so that no other one is ever found at the address of one."""
+    """Return submodules. They compare by identity, and references keep their addresses unique."""
     return [part for home in homes for part in home.values()]
 
 
@@ -54,10 +53,14 @@ def module_hooks(module: nn.Module) -> list[dict[int, Any]]:
 
 
 def needs_hook_guards(root: nn.Module, left_out: Collection[Callable[..., Any]]) -> bool:
-    """Whether modules of one class may differ in their hooks. Without guards for these Dynamo runs what it compiled for
-    one of them for the next: layers behind a graph break in a loop, a student and its teacher.
+    """Return True if modules of one class may differ in hooks.
 
-    left_out: hooks that compiled code goes without
+    Without guards Dynamo would run code compiled for one of them for the next: layers after a graph break in a loop, or
+    a student and its teacher.
+
+    Args:
+        root: module to search.
+        left_out: hooks that compiled code ignores.
     """
     count = Counter(map(type, root.modules()))
     several = [part for part in root.modules() if count[type(part)] > 1]
@@ -66,8 +69,11 @@ def needs_hook_guards(root: nn.Module, left_out: Collection[Callable[..., Any]])
 
 @contextmanager
 def guard_hooks() -> Iterator[None]:
-    """Dynamo leaves such guards out, and never calls a hook that is put on a module once it is compiled, but goes on
-    calling one that is removed. They take twice the time of all others, so there are none before hooks change."""
+    """Return a context in which Dynamo guards hooks.
+
+    Otherwise it never calls a hook added after compilation, and keeps calling a removed one. These guards take twice
+    the time of all others, so they are used only once hooks change.
+    """
     before = dynamo_config.skip_nnmodule_hook_guards
     dynamo_config.skip_nnmodule_hook_guards = False
     try:

@@ -1,10 +1,11 @@
-"""Hooks that only have a module's output ask for gradients, as transformers and PEFT put on a frozen embedding once
-layers are checkpointed (``enable_input_require_grads``).
+"""Ignore user code that only makes activations require grad, which Dynamo cannot trace.
 
-Reentrant checkpoints need that; others do not, and neither does compiled code, whatever it checkpoints. Dynamo cannot
-trace ``requires_grad_()`` of what a graph computes: it gave up every frame around the embedding, one after the other,
-which took minutes, and left graphs in pieces. So compiled code goes without these hooks, unless what they ask for is
-seen: by a reentrant checkpoint, some of whose parts may stay eager, or because the output is handed to the caller.
+transformers and PEFT do so for reentrant checkpoints: in forward hooks on frozen embeddings
+(``enable_input_require_grads``) and by ``hidden.requires_grad = True`` inside forward (T5, wav2vec2). Dynamo would
+break the graph at each place. Compiled checkpoints do not need it.
+
+Hooks are ignored unless the effect is visible: to an eager reentrant checkpoint, or in a returned output. Assignments
+are ignored until traced code observes them; the function is then traced again with a graph break there.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ CALLING |= {"POP_TOP", "RETURN_VALUE", "RETURN_CONST"}
 
 
 def asking(hooks: Iterable[Mapping[int, Any]]) -> list[FunctionType]:
-    """Those of the hooks that do nothing but call ``requires_grad_()`` of an output."""
+    """Return the hooks that only call ``requires_grad_()`` on an output."""
     return [hook for some in hooks for hook in some.values() if _only_asks(hook)]
 
 
@@ -57,7 +58,7 @@ def _only_asks(hook: Any) -> bool:
         plain
         and code.co_names == ("requires_grad_",)
         and False not in code.co_consts
-        # It may ask for what nobody leaves out: another value in the output's place, gradients of the module.
+        # Ignored hooks must not return another output or change gradients of the module.
         and all(_of_asking(step, code.co_varnames[-1]) for step in dis.get_instructions(code))
     )
 
@@ -67,16 +68,16 @@ def _of_asking(step: dis.Instruction, output: str) -> bool:
 
 
 def output_needs_hooks(output: Any) -> bool:
-    """Whether a module that returned this, and ran eagerly, makes use of outputs that ask for gradients."""
+    """Return True if the effect of the hooks is visible in the output of an eager module."""
     tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad]
     if not all(any(map(_is_of_weight, _behind(tensor))) for tensor in tensors):
-        return True  # else it would have none
-    # torch.utils.checkpoint, with use_reentrant=True
+        return True  # the output requires grad only because of a hook
+    # torch.utils.checkpoint with use_reentrant=True
     return any(node.name() == "CheckpointFunctionBackward" for node in _behind(*tensors))
 
 
 def _behind(*tensors: Tensor) -> Iterator[Node]:
-    """What the gradients of these go through."""
+    """Yield all autograd nodes before these tensors."""
     waiting, known = [tensor.grad_fn for tensor in tensors], set()
     while waiting:
         node = waiting.pop()
@@ -93,7 +94,7 @@ def _is_of_weight(node: Node) -> bool:
 
 @contextmanager
 def left_out(hooks: list[FunctionType]) -> Iterator[None]:
-    """Inside, Dynamo takes these functions for ones that do nothing."""
+    """Return a context in which Dynamo treats these hooks as functions without effect."""
     before = dynamo_config.ignore_logging_functions
     dynamo_config.ignore_logging_functions = cast(Any, _With(before, hooks))
     try:
@@ -103,7 +104,7 @@ def left_out(hooks: list[FunctionType]) -> Iterator[None]:
 
 
 class _With(list[Any]):
-    """An empty list, of which Dynamo is told otherwise: torch 2.11 writes down as JSON what is in this setting."""
+    """List that appears empty to torch 2.11, which writes this setting as JSON, but contains the hooks."""
 
     def __init__(self, others: Any, hooks: list[FunctionType]) -> None:
         super().__init__()
@@ -117,17 +118,17 @@ class _With(list[Any]):
         yield from self._hooks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> list[Any]:
-        return []  # what is written down is a copy, which would be made of what one iterates over
+        return []  # torch writes a copy, built by iteration
 
 
-# Of a tensor: what differs where it asks for a gradient.
+# Attributes of a tensor that depend on whether it requires grad.
 _TELLING = {"requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "retain_grad", "register_hook", "backward"}
 
 
 @UNUSED_GRADIENTS
 @contextmanager
 def ignore_grad_leaves() -> Iterator[None]:
-    """Inside, what Dynamo traces for the first time, or anew, is traced so."""
+    """Return a context in which new traces ignore ``requires_grad = True`` on activations."""
     leaves = _Leaves()
     with (
         swap_attribute(SetattrVariable, "call_function", _instead(SetattrVariable.call_function, leaves.sets)),
@@ -146,11 +147,11 @@ def _instead(plain: Callable[..., Any], instead: Callable[..., Any]) -> Callable
 
 
 class _Leaves:
-    """Of what is traced by one call."""
+    """Ignored assignments during one call."""
 
     def __init__(self) -> None:
-        self._graphs: list[Any] = []  # in which something was made a leaf, and is none
-        self._ended: list[Any] = []  # logs, one for each function, of those that are not to be continued
+        self._graphs: list[Any] = []  # graphs in which an assignment was ignored
+        self._ended: list[Any] = []  # speculation logs of functions whose assignments must not be ignored
 
     def sets(self, plain: Callable[..., Any], builtin: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if getattr(builtin, "fn", setattr) is setattr and len(args) == 3:
@@ -167,7 +168,7 @@ class _Leaves:
         return plain(tensor, tx, name, args, kwargs)
 
     def reads(self, plain: Callable[..., Any], tensor: Any, tx: Any, name: str) -> Any:
-        if name != "requires_grad_":  # which is called next
+        if name != "requires_grad_":  # called next
             self._look(tx, tensor, name)
         return plain(tensor, tx, name)
 
@@ -177,7 +178,7 @@ class _Leaves:
         return plain(graph, tx, outputs, root)
 
     def _leaves_out(self, tx: Any, tensor: Any) -> bool:
-        """Whether code that is traced has made it, and goes on without a gradient for it."""
+        """Return True if traced code made the tensor and its gradient can be ignored."""
         ended = any(log is tx.speculation_log for log in self._ended)
         if ended or not isinstance(tensor, TensorVariable) or tensor.source is not None or not _asks_for_none(tensor):
             return False
@@ -193,7 +194,7 @@ class _Leaves:
 
     def _again(self, tx: Any) -> None:
         self._ended.append(tx.speculation_log)
-        tx.speculation_log.clear()  # of what comes behind the place where the graph ends this time
+        tx.speculation_log.clear()  # it contains events after the new end of the graph
         raise RestartAnalysis(restart_reason="a tensor that was made a leaf may be asked for its gradient")
 
 
@@ -202,6 +203,6 @@ def _is(variable: Any, value: Any) -> bool:
 
 
 def _asks_for_none(tensor: Any) -> bool:
-    """Whether it could have a gradient, and does not ask for one."""
+    """Return True if the tensor could require grad and does not."""
     value = tensor.as_proxy().node.meta.get(EXAMPLE_VALUE) if isinstance(tensor, TensorVariable) else None
     return isinstance(value, Tensor) and not value.requires_grad and (value.is_floating_point() or value.is_complex())

@@ -1,4 +1,7 @@
-"""One captured forward and backward, as autograd sees it: a node that copies its inputs to where graphs read them."""
+"""Autograd node of one captured forward and backward.
+
+It copies inputs to the addresses that the graphs read.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,19 @@ __all__ = ["CapturedCall", "GraphReplay", "PendingBackward", "unsupported_input"
 
 
 def unsupported_input(args: Sequence[Any], device: torch.device) -> str:
-    """Why these inputs cannot be copied to where a graph reads them; empty if they can."""
+    """Return the reason why these inputs cannot be copied into a graph's memory; "" if they can."""
     for arg in args:
         if not isinstance(arg, Tensor):
             continue
         if arg.device.type != device.type:
-            return "an input lies on another device"
+            return "an input is on another device"
         if arg.layout != torch.strided or _may_overlap(arg):
             return "elements of an input share memory"
     return ""
 
 
 def _may_overlap(tensor: Tensor) -> bool:
-    """Whether elements may share memory, as in what ``expand`` returns: they could not be copied one by one."""
+    """Return True if elements may share memory, as in results of ``expand``."""
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size > 1 and stride < extent:
@@ -39,17 +42,17 @@ def _may_overlap(tensor: Tensor) -> bool:
 
 
 class PendingBackward:
-    """Lives as long as somebody can run a backward."""
+    """Token that lives as long as a backward can still run."""
 
 
 class CapturedCall:
-    """A captured forward and backward, and the memory they read and write.
+    """A captured forward and backward, and the memory that they read and write.
 
     Args:
-        args: of a call; later ones have the same shapes.
-        lasting: tensors whose memory stays where it is.
-        gradients: are told where the graph's begin, and end.
-        capture: makes the pair, of inputs that stay where they are and a list of those that are copies.
+        args: of a call; later calls have the same shapes.
+        static_tensors: tensors whose addresses do not change.
+        gradients: informed when the backward begins and ends.
+        capture: makes the pair from inputs with fixed addresses and the list of those that are copies.
     """
 
     def __init__(
@@ -74,7 +77,7 @@ class CapturedCall:
         self.pair = capture(inputs, [tensor for _, tensor in self._copied])
 
     def fits(self, args: Sequence[Any]) -> bool:
-        """Whether a replay does what a run would do."""
+        """Return True if a replay gives the same results as a run."""
         still = all(args[n].data_ptr() == address for n, address in self._addresses)
         return still and not self._has_pending_backward and self.pair.fits()
 
@@ -83,13 +86,13 @@ class CapturedCall:
         return self.pending_backward is not None and self.pending_backward() is not None
 
     def close(self) -> None:
-        """Gives the memory back, as soon as a backward that may still come has run."""
+        """Free the memory, or do so after a backward that is still pending."""
         self._closed = True
         if not self._has_pending_backward:
             self.pair.close()
 
     def forward(self, args: Sequence[Any]) -> tuple[list[Tensor], PendingBackward]:
-        """Copies of the outputs, and what must live until the backward, or until there can be none."""
+        """Return copies of the outputs, and a token that must live until the backward."""
         self._copy_in(args)
         outputs = [output.detach().clone() for output in self.pair.forward()]
         token = PendingBackward()
@@ -97,7 +100,7 @@ class CapturedCall:
         return outputs, token
 
     def backward(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the inputs; None for parameters, whose gradients the executor has."""
+        """Return gradients of the inputs; None for parameters, whose gradients the executor has."""
         self._gradients.mark()
         found = self.pair.backward(grads)
         self._gradients.mark()
@@ -121,13 +124,13 @@ def _empty_copy(tensor: Tensor) -> Tensor:
 
 
 def _alias(tensor: Tensor) -> Tensor:
-    # A graph that somebody holds, such as that of the last loss, keeps the parameters' own nodes in autograd, which
-    # belong to another stream: the backward would wait for that stream, which no capture can.
+    # Kept autograd graphs, such as that of the last loss, keep the parameters' own nodes. Those belong to another
+    # stream, and the backward would wait for it, which a capture cannot.
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 class GraphReplay(torch.autograd.Function):
-    """``GraphReplay.apply(variant, *args)``."""
+    """Run a captured call: ``GraphReplay.apply(captured, *args)``."""
 
     @staticmethod
     def forward(ctx: Any, variant: CapturedCall, *args: Any) -> tuple[Tensor, ...]:

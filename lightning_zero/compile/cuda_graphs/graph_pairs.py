@@ -1,5 +1,7 @@
-"""A compiled graph's forward and backward as two CUDA graphs, or, for debugging, as something that behaves like them on
-any device."""
+"""Capture a compiled forward and backward as two CUDA graphs.
+
+:class:`EmulatedGraphPair` has the same interface and bookkeeping on any device, for tests and debugging.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,12 @@ class CaptureSpec:
     Args:
         compiled: called with ``inputs``.
         inputs: aliases of parameters and buffers, memory for other tensors, and sizes.
-        copied: those of them that whoever calls knows nothing of.
-        executor: keeps the books.
-        adding: whether gradients will usually be added to those that are there.
-        beside: another pair that never runs at the same time.
-        segment: the gradients that its backward brings, as the executor numbers them; -1 where nobody knows.
-        takes: bytes that a run had in tensors at most; 0 where nobody has looked.
+        copied: the inputs that are copies of the caller's tensors.
+        executor: records which gathers and reductions a capture contains.
+        accumulates: True if gradients are usually added to existing ones.
+        shared: another pair that never runs at the same time, whose memory is shared.
+        segment: the executor's number of the gradients that this backward produces; -1 if unknown.
+        peak_bytes: largest number of bytes in tensors during a run; 0 if not measured.
     """
 
     compiled: Callable[..., Any]
@@ -44,44 +46,43 @@ class CaptureSpec:
     peak_bytes: int = 0
 
     def held(self) -> ReservedBlocks:
-        """Memory of the host for what is captured: another pair's, that never runs at the same time."""
+        """Return host memory for offloaded activations, shared with the pair that never runs at the same time."""
         shared = self.shared
         return shared.held if isinstance(shared, CUDAGraphPair | EmulatedGraphPair) else ReservedBlocks()
 
     def holding(self, held: ReservedBlocks) -> AbstractContextManager[None]:
-        """Surrounds each forward that is to use it."""
+        """Return a context in which a forward uses this host memory."""
         return nullcontext() if self.executor.activations is None else self.executor.activations.holding(held)
 
     def recording(self, sent: list[int]) -> AbstractContextManager[None]:
-        """Surrounds the capture of a forward: see ``offload/activations.py``."""
+        """Return a context that records offloads while a forward is captured; see ``offload/activations.py``."""
         activations = self.executor.activations
         return nullcontext() if activations is None else activations.recording(sent)
 
     def settle(self) -> None:
-        """What is on its way to the host or back is waited for, where a forward or backward has ended by an
-        exception."""
+        """Wait for offloads and reloads in flight after a forward or backward raised."""
         if self.executor.activations is not None:
             self.executor.activations.settle()
 
     def run(self) -> list[Tensor]:
-        """The outputs.
+        """Run the compiled code and return its outputs.
 
         Raises:
-            NotImplementedError: a replay would not do the same; the message says why.
+            NotImplementedError: a replay would behave differently; the message gives the reason.
         """
         before = [tensor._version for tensor in self.copied]
         outputs = list(self.compiled(*self.inputs))
         if [tensor._version for tensor in self.copied] != before:
             raise NotImplementedError("an input is changed in place")
         if not all(isinstance(output, Tensor) for output in outputs):
-            raise NotImplementedError("an output is no tensor")
+            raise NotImplementedError("an output is not a tensor")
         owned = {value.untyped_storage().data_ptr() for value in self.inputs if isinstance(value, Tensor)}
         if any(output.untyped_storage().data_ptr() in owned for output in outputs):
             raise NotImplementedError("an output is an input, or a view of one")
         return outputs
 
     def run_backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Leaves the gradients of ``copied`` in their ``grad``; the executor gets those of parameters."""
+        """Leave the gradients of ``copied`` in ``.grad``; the executor takes those of parameters."""
         torch.autograd.backward(outputs, grads)
         copied = {id(tensor) for tensor in self.copied}
         assert all(
@@ -90,46 +91,52 @@ class CaptureSpec:
 
 
 class GraphPair(Protocol):
-    """Forward and backward of one compiled graph on fixed inputs; made of a :class:`CaptureSpec`, which may be refused with
-    ``NotImplementedError``. There is no backward where no output needs one.
+    """Forward and backward of one compiled graph on fixed inputs.
+
+    The constructor takes a :class:`CaptureSpec` and raises ``NotImplementedError`` if it cannot be captured. There is
+    no backward if no output requires grad.
 
     Attributes:
-        nbytes: of memory that it holds, and did not find with ``shared``.
+        nbytes: size of the memory that it allocated, without memory of ``shared``.
     """
 
     nbytes: int
 
-    differentiable: Sequence[bool]  # by output; known after a forward
+    differentiable: Sequence[bool]  # one per output; known after a forward
 
     def fits(self) -> bool:
-        """Whether a replay does what a run would do."""
+        """Return True if a replay gives the same results as a run."""
 
     def forward(self) -> Sequence[Tensor]:
-        """The outputs, in memory that the next forward overwrites."""
+        """Return the outputs, in memory that the next forward overwrites."""
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Takes the gradients of the outputs, of which None means zero; returns those of the copied inputs, in memory
-        that the next backward overwrites."""
+        """Take gradients of the outputs (None means zero) and return those of the copied inputs.
+
+        The next backward overwrites the memory of the results.
+        """
 
     def close(self) -> None:
-        """Gives the memory back. Nothing is replayed any more. Harmless when repeated."""
+        """Free the memory and end replays. Idempotent."""
 
 
 ACTIVATIONS_GONE = (
-    "lightning_zero: what a forward pass left for its backward pass is gone, since it was replayed as a graph, and "
+    "lightning_zero: the activations of a forward that was replayed as a CUDA graph are gone, because "
     "lightning_zero.unshard() was called, or the strategy was closed, before its backward pass. Run the backward pass "
     "first."
 )
 
 
 def _started(executor: Executor, number: int) -> None:
-    """A replay has been started, and may still be running: enters into the books what it does."""
+    """Record the effects of a replay that was launched and may still be running."""
     executor.graphs.after_replay(number)
 
 
 class _Graph:
-    """One of the two CUDA graphs, and its entries in the executor's books. Captures what ``run`` queues; ``prepare``
-    comes before, once the books have begun."""
+    """One CUDA graph and its recording in the executor.
+
+    ``run`` enqueues the captured work. ``prepare`` runs before, after the recording has begun.
+    """
 
     def __init__(
         self,
@@ -151,11 +158,12 @@ class _Graph:
                 except BaseException:
                     with suppress(RuntimeError):
                         job.settle()
-                    job.executor.graphs.abort()  # both join streams, without which the capture could not be ended
+                    job.executor.graphs.abort()  # also joins the executor's streams; otherwise the capture cannot end
                     raise
         except BaseException:
             with suppress(RuntimeError):
-                self._graph.reset()  # whoever holds the error must not keep the collectives' process groups waiting
+                # the traceback keeps this object alive, and process groups wait for its collectives
+                self._graph.reset()
             raise
 
     def replay(self) -> None:
@@ -169,7 +177,7 @@ class _Graph:
 
 
 class CUDAGraphPair:
-    """See :class:`GraphPair`."""
+    """A :class:`GraphPair` of CUDA graphs."""
 
     _pool: Any
     _stream: torch.cuda.Stream
@@ -179,9 +187,10 @@ class CUDAGraphPair:
         shared = job.shared if isinstance(job.shared, CUDAGraphPair) else None
         stream = shared._stream if shared is not None else torch.cuda.Stream(device)
         self._stream, current = stream, torch.cuda.current_stream(device)
-        executor.weights.sync_compute_shards(ahead=True)  # or the graph would hold a wait, of one step for all
+        # otherwise the graph would contain a wait for one particular step
+        executor.weights.sync_compute_shards(ahead=True)
         reserved = 0
-        self._sent: list[int] = []  # bytes that leave for the host in a forward
+        self._sent: list[int] = []  # bytes of each offload in a forward
         stream.wait_stream(current)
         self._executor = executor
         self.held = job.held()
@@ -197,7 +206,8 @@ class CUDAGraphPair:
 
             def prepare() -> None:
                 nonlocal reserved
-                # Graphs cannot use what is cached for others, the buckets among it that the books have just let go of.
+                # Captures cannot use memory cached outside of them, such as the buckets that the recording just
+                # released.
                 torch.cuda.empty_cache()
                 reserved = torch.cuda.memory_reserved(device)
                 if shared is None:
@@ -219,7 +229,7 @@ class CUDAGraphPair:
                 executor.graphs.mark_not_run(self._forward.number)
                 self._forward.close()
                 raise
-            # The backward was recorded as if the forward had run. From here on nobody may think so.
+            # The backward was recorded as if the forward had run, which no later code may assume.
             executor.graphs.mark_not_run(self._forward.number)
             self._input_grads = [tensor.grad for tensor in job.copied]
         self.nbytes = max(0, torch.cuda.memory_reserved(device) - reserved)
@@ -245,7 +255,7 @@ class CUDAGraphPair:
         return self._input_grads
 
     def close(self) -> None:
-        # Not left to whoever holds this last: a loss that the user keeps leads here.
+        # Free these now: a loss that the user keeps references this object.
         self._outputs, self._grads, self._input_grads, self.held = [], [], [], ReservedBlocks()
         for graph in (self._forward, self._backward):
             if graph is not None:
@@ -253,7 +263,7 @@ class CUDAGraphPair:
 
 
 class EmulatedGraphPair:
-    """See :class:`GraphPair`. Runs what it was given each time, with the same books, so that these can be tested."""
+    """A :class:`GraphPair` that runs the code each time with the same bookkeeping, for tests."""
 
     nbytes = 0
 
@@ -261,7 +271,7 @@ class EmulatedGraphPair:
         self._job, self._executor = job, job.executor
         self.held = job.held()
         self._numbers: dict[bool, int] = {}
-        self._adding: bool | None = None  # as the first backward found it
+        self._adding: bool | None = None  # True if the first backward found gradients
         self._outputs: list[Tensor] = []
         self.differentiable: Sequence[bool] = ()
 
@@ -281,7 +291,7 @@ class EmulatedGraphPair:
             self._executor.graphs.abort()
             raise
         if known is None and backward:
-            # Only a first run can tell its number. What comes before a replay, it has found as it should be.
+            # The number exists only after the first run. State that precedes a replay was already correct then.
             self._executor.graphs.before_replay(number)
         _started(self._executor, self._numbers.setdefault(backward, number))
         if known is not None:
@@ -322,8 +332,10 @@ class EmulatedGraphPair:
 
 @contextmanager
 def _join_streams(current: torch.cuda.Stream, stream: torch.cuda.Stream) -> Iterator[None]:
-    """``current`` goes on after ``stream``, after a failed capture, too: what was on its way when the capture began (in
-    memory of ``current``, which may give it to somebody else) was waited for on ``stream``."""
+    """Make ``current`` wait for ``stream``, also after a failed capture.
+
+    ``stream`` has waited for copies that use memory of ``current``, which ``current`` may reuse.
+    """
     try:
         yield
     finally:
@@ -332,8 +344,10 @@ def _join_streams(current: torch.cuda.Stream, stream: torch.cuda.Stream) -> Iter
 
 @contextmanager
 def _separate_cublas_workspaces() -> Iterator[None]:
-    """torch keeps cuBLAS's workspaces, one for each stream, and would keep those that are made inside for as long as it
-    lives: memory that is the graphs', and that closing them would not give back."""
+    """Release cuBLAS workspaces before and after a capture.
+
+    torch keeps one workspace per stream forever. Workspaces made during a capture would keep the graphs' memory alive.
+    """
     cuda.clear_cublas_workspaces()
     try:
         yield

@@ -1,14 +1,13 @@
-"""Replays what a compiled graph does, forward and backward, as two CUDA graphs: the host then starts a step's thousand
-kernels with two calls.
+"""Capture and replay compiled graphs as CUDA graphs, which need two launches per step.
 
-Protocol: ``replays = CUDAGraphManager(...)``; ``replays.wrap(compiled)`` is called instead of ``compiled``, what a backend of
-``torch.compile`` returns. It runs ``compiled`` while that is warming up and wherever a replay would not do the same,
-and else replays. :meth:`CUDAGraphManager.drop` gives the graphs' memory back; they are captured again when training goes on.
+:meth:`CUDAGraphManager.wrap` returns the callable that replaces compiled code. It runs the code during warm-up and
+wherever a replay would give other results, and replays otherwise. :meth:`CUDAGraphManager.drop` frees the captures;
+training captures again.
 
-A replay writes to the memory that the one before it wrote to. So a forward is replayed only once the backward of the
-one before has run, or nobody can run it any more; of a graph that is called twice before, each call has captures of its
-own. Outputs are copies; and inputs other than parameters and buffers are copied in. Each graph's gradients leave with
-its replay: see [Note: segments of a backward] in csrc/gradients/segments.h.
+A replay overwrites the memory of the previous one. Therefore a forward is replayed only after the previous backward has
+run or become impossible; a graph called twice before has a capture per call. Outputs are copies, and inputs other than
+parameters and buffers are copied in. Gradients are reduced with the replay: see [Note: segments of a backward] in
+csrc/gradients/segments.h.
 """
 
 from __future__ import annotations
@@ -48,22 +47,22 @@ __all__ = [
 
 
 class CUDAGraphManager:
-    """One engine's.
+    """CUDA graphs of one engine.
 
     Args:
-        executor: keeps the books of what is gathered and reduced.
-        device: where graphs run.
-        config: whether to, and whether really.
-        ready: a method that tells whether what is compiled now is what will stay.
-        lasting: one that gives the tensors whose memory stays where it is: parameters and buffers.
-        report: shows a line to the user.
-        impossible: why there cannot be any here; empty where there can.
+        executor: records gathers and reductions.
+        device: of the graphs.
+        config: engine options.
+        ready: bound method that returns True once compiled code is final.
+        static_tensors: bound method that returns tensors with fixed addresses: parameters and buffers.
+        report: logs a line for the user.
+        unsupported_here: reason why capturing is impossible here; "" if it is possible.
 
     Attributes:
-        in_step: a training step is under way: what is called without gradients is a part of it.
+        in_step: True during a training step, which includes calls without gradients.
 
     Raises:
-        UnsupportedError: replays were asked for and are impossible; here or when compiled code runs.
+        UnsupportedError: CUDA graphs are required and impossible, here or when compiled code runs.
     """
 
     def __init__(
@@ -80,23 +79,23 @@ class CUDAGraphManager:
         self.device = device
         self._unsupported_here = f"the device is {device}" if device.type != "cuda" else unsupported_here
         self._reported: set[str] = set()
-        # torch keeps what it has compiled for as long as it lives, and with it everything that this knows: nothing here
-        # may keep the engine, or its process groups would outlive it, on some ranks longer than on others.
+        # torch keeps compiled code for the life of the process. A strong reference would keep the engine and its
+        # process groups, on some ranks longer than on others.
         self._ready, self._static_tensors = weakref.WeakMethod(ready), weakref.WeakMethod(static_tensors)
         self._report = report
         self._calls: weakref.WeakSet[GraphDispatcher] = weakref.WeakSet()
         self._pairs: weakref.WeakSet[GraphPair] = weakref.WeakSet()
-        self._hooked: set[int] = set()  # ids of parameters whose gradients hooks see,
+        self._hooked: set[int] = set()  # ids of parameters with gradient hooks
         self._hooked_late: set[int] = set()  # and of those that got a hook between forward and backward
-        self._stepped = -1, -1  # epoch of weights, and how many backwards had ended then
+        self._stepped = -1, -1  # epoch of weights, and the number of backwards that had ended then
         self.in_step = False
         weakref.finalize(self, _end, self._calls, self._pairs).atexit = False
-        # Process groups may be destroyed at exit, by who registered that before there was an engine.
+        # Process groups may be destroyed at exit by a handler registered before the engine existed.
         atexit.register(_close, weakref.ref(self))
         self.configure(config)
 
     def check(self, config: EngineConfig) -> None:
-        """Raises :class:`UnsupportedError` where options demand replays, and there can be none here."""
+        """Raise :class:`UnsupportedError` if options require CUDA graphs that are impossible here."""
         if config.cuda_graph_model is True and not self._enabled(config):
             raise _unsupported_error(config.controlling_option("cuda_graph_model"), self.unsupported_reason(config))
 
@@ -110,14 +109,18 @@ class CUDAGraphManager:
         return chosen or self.unsupported_reason(config)
 
     def unsupported_reason(self, config: EngineConfig) -> str:
-        """Why nothing is ever replayed here with these options, in words; empty where it may be."""
+        """Return the reason why these options prevent all captures; "" if they do not."""
         tuning = config.tuning
         debugged = [name for name in ("sync_collectives", "poison") if getattr(tuning, name)]
-        return self._unsupported_here or (f"{' and '.join(debugged)} looks at each collective" if debugged else "")
+        return self._unsupported_here or (f"{' and '.join(debugged)} checks each collective" if debugged else "")
 
     def configure(self, config: EngineConfig, unsupported_here: str | None = None) -> None:
-        """Other options; what was captured with the old ones is dropped. ``unsupported_here``: and why there can be no more
-        replays here."""
+        """Set new options and drop captures.
+
+        Args:
+            config: engine options.
+            unsupported_here: new reason why capturing is impossible here; None to keep it.
+        """
         self.drop()
         if unsupported_here is not None and self.device.type == "cuda":
             self._unsupported_here = unsupported_here
@@ -130,23 +133,21 @@ class CUDAGraphManager:
 
     @property
     def enabled(self) -> bool:
-        """Whether what can be replayed is."""
+        """Return True if captures are allowed."""
         return not self._disabled_reason
 
     def disabled_reason(self) -> str:
-        """Why nothing is replayed, or why something was found that cannot be, in words; empty where nothing is known
-        against it."""
+        """Return the reasons why nothing, or not everything, is replayed; "" without any."""
         return self._disabled_reason or "; ".join(sorted(self._reported))
 
     @property
     def nbytes(self) -> int:
-        """Of memory that captures hold."""
+        """Return the bytes of all captures."""
         return sum(call.nbytes for call in self._calls)
 
     @property
     def wrap(self) -> Callable[..., Compiled]:
-        """Gives what to call instead of something compiled, of which a second argument may tell what it takes: see
-        :class:`GraphDispatcher`."""
+        """Return a function that wraps compiled code in a :class:`GraphDispatcher`."""
         weak = weakref.ref(self)
 
         def wrap(compiled: Compiled, peak_bytes: Callable[[], int] = lambda: 0) -> Compiled:
@@ -168,50 +169,49 @@ class CUDAGraphManager:
         return () if static_tensors is None else static_tensors()
 
     def drop(self) -> None:
-        """Gives the graphs' memory back."""
+        """Free the memory of all captures."""
         _drop(self._calls)
 
     def close(self) -> None:
-        """Likewise, of all graphs, even where a backward may still come: a process group that is destroyed waits for
-        whoever holds its collectives."""
+        """Free all captures, even with a pending backward: destroying a process group waits for its captured
+        collectives."""
         _end(self._calls, self._pairs)
 
     def capture(self, job: CaptureSpec) -> GraphPair:
-        """See :class:`GraphPair`."""
+        """Capture a pair."""
         pair = self.pair(job)
         self._pairs.add(pair)
         return pair
 
     def in_training_step(self) -> bool:
-        """Whether what is called now belongs to a training step."""
+        """Return True if the current call belongs to a training step."""
         return (torch.is_grad_enabled() or self.in_step) and not torch.is_inference_mode_enabled()
 
     def set_hooked_parameters(self, params: set[int], forward_ran: bool) -> None:
-        """Hooks see the gradients of the parameters with these ids, and of no others."""
+        """Set the ids of all parameters with gradient hooks."""
         if forward_ran:
             self._hooked_late |= params - self._hooked
         self._hooked = params | self._hooked_late
 
     def has_gradient_hooks(self, args: Iterable[object]) -> bool:
-        """Return True if hooks see the gradient of one of these: a replay would not run them."""
+        """Return True if an argument is a parameter with gradient hooks, which a replay would not run."""
         return bool(self._hooked) and any(id(arg) in self._hooked for arg in args)
 
     def accumulates(self, epoch: int, backwards: int) -> bool:
-        """Whether a backward has brought gradients since the optimizer stepped, to which the next one adds; by the
-        executor's counts now."""
+        """Return True if the next backward accumulates into gradients since the optimizer step."""
         if epoch != self._stepped[0]:
             self._stepped = epoch, backwards
         return backwards != self._stepped[1]
 
     def release_memory(self, call: GraphDispatcher | None = None) -> None:
-        """Something runs that is not replayed: ``call``, or an evaluation. Captures of other steps give their memory
-        back, if what is left would not be enough for another step like theirs; and those of ``call`` itself, such as of
-        batches of other sizes, if it would not be enough for one more run of it."""
-        reason = "something else needs the memory"
+        """Free captures if uncaptured code (``call``, or an evaluation) may need their memory.
+
+        Captures of other steps are freed if the free memory is below their size. Captures of ``call`` itself, such as
+        of other batch sizes, are freed if it is not enough for one more run.
+        """
+        reason = "other code needs the memory"
         others = [other for other in self._calls if call is None or not other.is_in_same_pass(call)]
-        own = (
-            None if call is None or call.has_pending_backward else call
-        )  # its memory would not be given back before that
+        own = None if call is None or call.has_pending_backward else call  # a pending backward delays its release
         held = sum(other.nbytes for other in others) + (0 if own is None else own.nbytes)
         if held > 0 and self.free_bytes() < held:
             for other in others:
@@ -220,14 +220,14 @@ class CUDAGraphManager:
                 own.yield_memory(reason)
 
     def drop_unrelated(self, call: GraphDispatcher) -> bool:
-        """The same, whatever is left. Whether that has helped."""
+        """Free captures of other steps regardless of free memory, and return True if there were any."""
         others = [other for other in self._calls if other.nbytes > 0 and not other.is_in_same_pass(call)]
         for other in others:
-            other.invalidate("something else needs the memory")
+            other.invalidate("other code needs the memory")
         return bool(others)
 
     def free_bytes(self) -> float:
-        """Bytes of the device that can be had without taking captures' memory."""
+        """Return the device bytes available without freeing captures."""
         if self.device.type != "cuda":
             return float("inf")
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -235,8 +235,7 @@ class CUDAGraphManager:
         return free + max(0, cached - sum(call.nbytes for call in self._calls))
 
     def disable(self, reason: str) -> bool:
-        """Nothing is replayed any more with these options, unless one of them demands it. Whether that has changed
-        anything."""
+        """Stop capturing with these options unless they require it, and return True if that changed anything."""
         if self._disabled_reason or self._required:
             return False
         self._disabled_reason = reason
@@ -245,7 +244,7 @@ class CUDAGraphManager:
         return True
 
     def report_unsupported(self, reason: str) -> None:
-        """Tells the user; raises :class:`UnsupportedError` where replays were asked for."""
+        """Report a reason to the user, or raise :class:`UnsupportedError` if CUDA graphs are required."""
         if self._required:
             raise _unsupported_error(self._option, reason)
         if reason not in self._reported:
@@ -282,23 +281,23 @@ def _close(reference: weakref.ref[CUDAGraphManager]) -> None:
 
 Compiled = Callable[..., Any]
 
-WARMUP_RUNS = 3  # runs with a backward before a capture: kernels are compiled, and buckets have found their order
-MAX_CAPTURE_WAITS = 50  # runs in which nothing could be captured before there are no more tries
-MIN_REPLAYS = 20  # replays that a capture is worth
-MAX_FAILED_CAPTURES = 3  # captures in a row that were not worth it before there are no more
-MAX_PENDING_CALLS = 8  # before the backward of the first one
-MAX_CAPTURED_SIZES = 16  # of batches, that are captured side by side
+WARMUP_RUNS = 3  # runs with backward before a capture: compile kernels and settle the order of buckets
+MAX_CAPTURE_WAITS = 50  # runs without a possible capture before giving up
+MIN_REPLAYS = 20  # replays that make up for the cost of a capture
+MAX_FAILED_CAPTURES = 3  # captures in a row with too few replays before giving up
+MAX_PENDING_CALLS = 8  # calls before the backward of the first one
+MAX_CAPTURED_SIZES = 16  # batch sizes captured at the same time
 
 
 @dataclass(frozen=True)
 class CaptureKey:
-    """What a capture is for.
+    """Conditions of a capture.
 
-    Args:
-        place: among the calls whose backward is still to come; each has memory of its own.
-        first: whether it is this graph's first call since the optimizer stepped.
-        adding: whether a backward has added gradients since then.
-        deferred: whether its backward's gradients are reduced later, and whether some wait for that.
+    Attributes:
+        slot: index among calls with a pending backward; each has its own memory.
+        first: True for the graph's first call since the optimizer stepped.
+        accumulates: True if a backward has added gradients since then.
+        deferred: whether its gradients are reduced later, and whether some wait for that.
         sizes: inputs that are not tensors.
     """
 
@@ -310,8 +309,13 @@ class CaptureKey:
 
 
 class GraphDispatcher:
-    """Called with flat inputs: tensors, and sizes where these vary. ``peak_bytes``: tells what a run has in tensors at most,
-    in bytes, as far as that was looked at."""
+    """Decide for each call of one compiled graph whether to run, capture or replay it.
+
+    Args:
+        compiled: takes flat inputs: tensors, and sizes if these vary.
+        manager: of the engine.
+        peak_bytes: returns the largest number of bytes in tensors during a run; 0 if not measured.
+    """
 
     def __init__(
         self, compiled: Compiled, manager: weakref.ref[CUDAGraphManager], peak_bytes: Callable[[], int] = lambda: 0
@@ -319,21 +323,20 @@ class GraphDispatcher:
         self._compiled = compiled
         self._peak_bytes = peak_bytes
         self._cuda_graphs = manager
-        self._variants: dict[CaptureKey, CapturedCall] = {}  # the one that was used last comes last
+        self._variants: dict[CaptureKey, CapturedCall] = {}  # least recently used first
         self._replayed: dict[CaptureKey, int] = {}
-        self._runs: dict[CaptureKey, int] = {}  # since something changed
-        self._segments: dict[int, int] = {}  # by place: the gradients that its backward brings
+        self._runs: dict[CaptureKey, int] = {}  # since the last invalidation
+        self._segments: dict[int, int] = {}  # by slot: number of the gradients that its backward produces
         self._pending_backwards: list[
             weakref.ref[PendingBackward] | None
-        ] = []  # by place: lives while its backward may come
+        ] = []  # by slot; alive while the backward may still run
         self._failures = self._waits = 0
         self._epoch = self._backwards = self._backwards_before = -1
         self._disabled = False
 
     def __call__(self, *args: Any) -> Any:
         manager = self._cuda_graphs()
-        # Within a backward pass, which computes something again, gradients are on their way: records would take their
-        # memory.
+        # Inside a backward (recompute) gradients are in flight, and a capture would take their memory.
         if manager is None or not manager.enabled or not manager.in_training_step() or graph_task_id() != -1:
             return self._compiled(*args)
         if manager.has_gradient_hooks(args):
@@ -360,7 +363,7 @@ class GraphDispatcher:
         return outputs
 
     def _find_free_slot(self) -> int:
-        """The first one whose backward has run, or can be run by nobody any more."""
+        """Return the first slot without a pending backward."""
         for slot, token in enumerate(self._pending_backwards):
             if not _is_pending(token):
                 return slot
@@ -378,13 +381,13 @@ class GraphDispatcher:
             return outputs
         token = PendingBackward()
         self._pending_backwards[key.slot] = weakref.ref(token)
-        held = [token]  # by the outputs' nodes, until a backward comes to one of them or nobody has them any more
+        held = [token]  # referenced by the outputs' nodes until a backward reaches one of them
 
         def begins(grads: Any) -> None:
             held.clear()
             self._on_backward_begin()
 
-        warmed = False  # which a batch that is skipped is not
+        warmed = False  # False for a skipped batch
 
         def has_ended(grads: Any, given: Any) -> None:
             nonlocal warmed
@@ -402,12 +405,12 @@ class GraphDispatcher:
         self._runs[key] = self._runs.get(key, 0) + 1
 
     def _on_backward_begin(self) -> None:
-        """What a replay would raise at is known after the first step, and nobody has to be told."""
+        """Disable replays if this backward retains its graph or computes only some gradients."""
         manager = self._cuda_graphs()
         if manager is None:
             return
         if retains_graph() or not manager.executor.gradients.is_full_backward():
-            self.disable("a backward pass keeps its graph, or is for some gradients only")
+            self.disable("a backward pass retains its graph, or computes only some gradients")
         manager.executor.gradients.mark()
 
     def _on_backward_end(self, slot: int) -> None:
@@ -416,7 +419,7 @@ class GraphDispatcher:
             self._segments[slot] = manager.executor.gradients.segment()
 
     def _variant(self, manager: CUDAGraphManager, args: Sequence[Any], key: CaptureKey) -> CapturedCall | None:
-        """What to replay."""
+        """Return the capture to replay, or None."""
         if _is_pending(self._pending_backwards[key.slot]):
             self.disable(f"a module is called {MAX_PENDING_CALLS} times before the backward pass of its first call")
             return None
@@ -425,13 +428,13 @@ class GraphDispatcher:
             return self._capture(manager, args, key)
         self._variants[key] = variant
         if not variant.fits(args):
-            self.invalidate("parameters, gradients or buffers move, or what is trained changes")
+            self.invalidate("addresses of parameters, gradients or buffers change, or requires_grad does")
             return None
         return variant
 
     def _capture(self, manager: CUDAGraphManager, args: Sequence[Any], key: CaptureKey) -> CapturedCall | None:
-        # Kernels have been compiled, and buckets have their order, whatever the sizes and whichever micro-batch it is;
-        # libraries ask for one run each. More of them would need memory beside what is captured by then.
+        # Kernels are compiled and buckets have their order for any size and micro-batch. Libraries need one run per
+        # size. More runs would need memory in addition to existing captures.
         warm = sum(runs for other, runs in self._runs.items() if other.slot == key.slot)
         if key not in self._runs or warm < WARMUP_RUNS or not manager.ready():
             return None
@@ -450,7 +453,7 @@ class GraphDispatcher:
             return None
         try:
             variant = self._captured(manager, args, key, segment)
-        except RuntimeError as error:  # out of memory, too, and what no graph can hold
+        except RuntimeError as error:  # includes out of memory, and operations that cannot be captured
             self.disable(str(error).splitlines()[0])
             return None
         self._variants[key] = variant
@@ -458,7 +461,7 @@ class GraphDispatcher:
         return variant
 
     def _captured(self, manager: CUDAGraphManager, args: Sequence[Any], key: CaptureKey, segment: int) -> CapturedCall:
-        # Calls in one place never wait for their backward at the same time, so they can share memory.
+        # Calls in one slot never have pending backwards at the same time, so they share memory.
         shared: GraphPair | None = next((v.pair for other, v in self._variants.items() if other.slot == key.slot), None)
         peak_bytes = self._peak_bytes()
 
@@ -476,38 +479,37 @@ class GraphDispatcher:
             return CapturedCall(args, manager.static_tensors(), manager.executor.gradients, capture)
 
     def _evict_oldest(self, slot: int) -> None:
-        """Of the sizes that are captured, the ones that were not needed for longest make room for others."""
+        """Close the least recently used capture of a slot."""
         oldest = next(key for key in self._variants if key.slot == slot)
         self._count_failure(self._replayed[oldest])
         self._variants.pop(oldest).close()
         if self._failures > MAX_FAILED_CAPTURES:
-            self.disable("the sizes of batches vary")
+            self.disable("batch sizes vary")
 
     def _count_failure(self, replayed: int) -> None:
         self._failures = 0 if replayed > MIN_REPLAYS else self._failures + 1
 
     def is_in_same_pass(self, other: GraphDispatcher) -> bool:
-        """Whether both are called in one pass."""
+        """Return True if both graphs are called in one pass."""
         return self._backwards in (other._backwards, other._backwards_before)
 
     @property
     def has_pending_backward(self) -> bool:
-        """Whether that of a call may still come."""
+        """Return True if a call's backward may still run."""
         return any(map(_is_pending, self._pending_backwards))
 
     @property
     def nbytes(self) -> int:
-        """Of memory that captures hold."""
+        """Return the bytes of all captures."""
         return sum(variant.pair.nbytes for variant in self._variants.values())
 
     def invalidate(self, reason: str) -> None:
-        """What was captured serves no longer, or something else needs the memory."""
+        """Drop captures that are out of date, or whose memory is needed, and warm up again."""
         self._runs.clear()
         self._end(reason)
 
     def yield_memory(self, reason: str) -> None:
-        """Another kind of run of this graph needs the memory, and is captured, too, when it comes again: what has
-        warmed up stays warm, and as many kinds as fit side by side may each do so once."""
+        """Drop captures for another kind of run of this graph, keeping it warm; at most once per kind."""
         if len(self._runs) < MAX_CAPTURED_SIZES:
             self.drop()
         else:
@@ -522,13 +524,13 @@ class GraphDispatcher:
             self.disable(reason)
 
     def drop(self) -> None:
-        """Gives the memory back."""
+        """Free the memory of all captures."""
         for variant in self._variants.values():
             variant.close()
         self._variants.clear()
 
     def disable(self, reason: str) -> None:
-        """Nothing is captured any more."""
+        """Stop capturing this graph."""
         if self._disabled:
             return
         self._disabled = True
@@ -539,5 +541,4 @@ class GraphDispatcher:
 
 
 def _is_pending(token: weakref.ref[PendingBackward] | None) -> bool:
-    """Whether the backward that it is for may still come."""
     return token is not None and token() is not None

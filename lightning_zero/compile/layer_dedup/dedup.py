@@ -1,4 +1,4 @@
-"""Puts standins into Dynamo's graph, and layers in their place again."""
+"""Replace equal layers of Dynamo's graph by layer calls, and expand them in the joint graph."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ __all__ = ["LayerDedup", "dedup_layers", "log_unmatched_regions"]
 log = logging.getLogger(__name__)
 
 
-# What fewer of a graph's nodes repeat than this is not worth it: the three projections of attention, where no two
-# layers of a Swin are alike. Each that does not fit costs a trace of the whole graph.
+# Smallest share of nodes to deduplicate. Below it (a Swin, where only attention's projections repeat) mismatches, each
+# of which costs a trace of the whole graph, outweigh the gain.
 MIN_SAVED_SHARE = 0.1
-MAX_TRACES = 3  # of a whole graph with standins in it
+MAX_TRACES = 3  # of a whole graph with layer calls
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class _Layer:
 
 
 class LayerDedup:
-    """The layers of one graph, which holds standins in their place.
+    """A graph whose layers are replaced by layer calls.
 
     Args:
-        module: Dynamo's.
-        layers: regions of its graph.
-        trace: what traced them.
-        misfits: kinds of layers that did not fit so far.
+        module: Dynamo's graph module.
+        layers: matched layers of its graph.
+        trace: traced the layers.
+        mismatched_kinds: digests of layers that failed to expand in earlier attempts.
     """
 
     def __init__(
@@ -77,23 +77,22 @@ class LayerDedup:
         return len(self._layers)
 
     def without(self, error: DedupFailed) -> LayerDedup | None:
-        """What can still be done, in the graph as it was; this one is used no more. None for nothing.
+        """Restore the graph and return what can still be deduplicated; None for nothing.
 
-        Where gradients come in other strides than those of results, as of convolutions whose channels became the last
-        dimension, this layer and its like before it are traced for such ones. Otherwise one layer is left out; a second
-        of its kind takes all of its kind along: each costs a trace of the whole graph, and where one is given another
-        layout because of the one before it, it is 48 of them. Whatever fails for the third time takes all.
+        If output gradients have other strides than outputs (channels-last convolutions), this layer and equal ones
+        before it are traced for these strides. Otherwise the layer is left out. A second failure of one kind drops the
+        kind, and a third failure drops everything, because each costs a trace of the whole graph.
         """
         self._module.graph = self._before
         if not 0 <= error.number < len(self._layers) or len(self._mismatched_kinds) + 1 >= MAX_TRACES:
-            return None  # whoever cannot say which is at fault leaves all
+            return None  # without a layer to blame, drop all
         kind = self._layers[error.number].digest
         left = self._without(error.number, kind, error.strides)
         return LayerDedup(self._module, left, self._trace, (*self._mismatched_kinds, kind)) if len(left) > 1 else None
 
     def _without(self, number: int, kind: str, strides: list[list[int]] | None) -> list[_Layer]:
         body = None if strides is None else _try_trace_layer(self._layers[number].region, self._trace, strides)
-        if body is not None:  # those behind it fitted: a backward begins with the last
+        if body is not None:  # later layers matched: backward begins with the last
             own = [at <= number and layer.digest == kind for at, layer in enumerate(self._layers)]
             return [replace(layer, body=body) if it else layer for it, layer in zip(own, self._layers, strict=True)]
         if kind in self._mismatched_kinds:
@@ -101,9 +100,11 @@ class LayerDedup:
         return [layer for at, layer in enumerate(self._layers) if at != number]
 
     def passes_done(self, graph: Graph) -> bool:
-        """Whether the backend's passes over joint graphs, which have gone over one layer of each kind, may go over this
-        graph, with standins in it, before :meth:`inline`. Not where layers are given what no input of the graph
-        decides: of that they know more than of what a layer by itself is given (a mask that is zero everywhere)."""
+        """Return True if Inductor's joint-graph passes may run on layer calls before :meth:`inline`.
+
+        They have already run on one layer of each kind. It is False if a layer's input depends on no graph input (a
+        mask of zeros), because the passes know more about such a value than about an input of the layer.
+        """
         fixed: set[Node] = set()
         given: list[Node] = []
         for node in graph.nodes:
@@ -116,18 +117,17 @@ class LayerDedup:
         return self._passed
 
     def inline(self, graph: Graph) -> Graph:
-        """Puts the layers into a joint graph, in place of their standins: as they are after the backend's passes where
-        :meth:`passes_done`.
+        """Expand the layers in a joint graph, after Inductor's passes if :meth:`passes_done`.
 
         Raises:
-            DedupFailed: one does not fit there.
+            DedupFailed: a layer does not match its trace.
         """
         try:
-            with no_dispatch_modes(), no_python_dispatcher():  # values are made on purpose
+            with no_dispatch_modes(), no_python_dispatcher():  # fake values are created on purpose
                 self._inline(graph)
         except DedupFailed:
             raise
-        except Exception as error:  # whatever it is, the whole graph may well be compiled without standins
+        except Exception as error:  # the graph may well compile without layer calls
             raise DedupFailed(f"{type(error).__name__}: {error}") from error
         return graph
 
@@ -136,7 +136,7 @@ class LayerDedup:
         moved: dict[int, Tensor] = {}
         numbers = RegionIds()
         standins = NodeReplacer(graph)
-        parts: set[Node] = set()  # of standins' results
+        parts: set[Node] = set()  # items of layer calls' results
         for node in list(graph.nodes):
             if node in parts:
                 continue
@@ -165,7 +165,7 @@ class LayerDedup:
 
 
 def dedup_layers(module: GraphModule, trace: TraceJoint) -> LayerDedup | None:
-    """Puts a standin in the place of each layer that occurs often enough; None where nothing was changed."""
+    """Replace repeated layers by layer calls; return None if nothing was changed."""
     if not torch.is_grad_enabled() or not _needs_grad(module.graph):
         return None
     bypass_region_inputs(module.graph)
@@ -190,21 +190,24 @@ def dedup_layers(module: GraphModule, trace: TraceJoint) -> LayerDedup | None:
     spared = sum(len(layer.region.places) for layer in layers) - sum(kinds.values())
     if not layers or spared < MIN_SAVED_SHARE * len(expand_regions(module.graph.nodes)):
         return None
-    log.info("%d layers are differentiated as %d", len(layers), len(kinds))
+    log.info("Layer deduplication: %d layers are differentiated as %d", len(layers), len(kinds))
     OPTIMIZATION_COUNTS["layers"] += len(layers)
     OPTIMIZATION_COUNTS["layers differentiated"] += len(kinds)
     return LayerDedup(module, layers, trace)
 
 
 def _digest(region: LayerMatch, fingerprints: NodeFingerprints, once: str) -> str | None:
-    """Where users choose by code of their own what is saved, no cache may find what was compiled for another choice."""
+    """Return the layer's digest, unique to this process if users choose saved values by code of their own."""
     digest = fingerprints.layer_digest(region)
     return f"{digest} {once}" if digest is not None and has_own_policy(region.places) else digest
 
 
 def _adds_alike(region: LayerMatch, body: LayerGraph) -> bool:
-    """A gradient to which the layer adds several parts, and the rest of the graph others, would be added up in another
-    order (T5's decoder: keys and values of all layers read what the encoder returns), and last bits would differ."""
+    """Return True if gradients are summed in the same order as in the whole graph.
+
+    A gradient with summands from the layer and from elsewhere (all T5 decoder layers read the encoder's output) would
+    be summed in another order, and last bits would differ.
+    """
     own = set(region.nodes)
     shared = [any(user not in own for user in node.users) for node in region.given]
     sums = [grad is not None and grad.target is torch.ops.aten.add.Tensor for grad in body.grads]
@@ -216,8 +219,8 @@ def _try_trace_layer(
 ) -> LayerGraph | None:
     try:
         return trace_layer(region, trace, strides)
-    except Exception as error:  # whatever it is, the whole graph may well be traced without it
-        log.info("Layers that are alike are each traced: %s", error)
+    except Exception as error:  # the graph may well be traced without it
+        log.info("Layer deduplication: skipped a kind of layer (%s)", error)
         return None
 
 
@@ -227,7 +230,10 @@ def _needs_grad(graph: Graph) -> bool:
 
 
 def _cast_alike(region: LayerMatch) -> bool:
-    """Autocast casts an input of the graph that needs a gradient once in all of it, which a layer cannot."""
+    """Return True if autocast casts no graph input that requires grad inside the layer.
+
+    Autocast casts such an input once per graph, which a layer cannot reproduce.
+    """
     values = [node.meta[EXAMPLE_VALUE] for node in region.given]
     if not any(torch.is_autocast_enabled(value.device.type) for value in values):
         return True
@@ -244,10 +250,10 @@ def _insert_layer_calls(before: Graph, layers: Sequence[_Layer]) -> Graph:
     inside = {node for layer in layers for node in layer.region.nodes}
     for node in before.nodes:
         if node.op == "get_attr" and inside.issuperset(node.users):
-            continue  # the graphs of functions that layers call
+            continue  # graphs of functions that layers call
         if node not in inside:
             new[node] = copy = after.node_copy(node, new.__getitem__)
-            # Dynamo notes where an input comes from in an attribute of the node.
+            # Dynamo stores an input's source in an attribute of the node.
             vars(copy).update({name: value for name, value in vars(node).items() if name not in vars(copy)})
         elif node in ends:
             number = ends[node]
@@ -267,12 +273,12 @@ def _values(nodes: tuple[Node | None, ...]) -> list[Tensor | None]:
 
 
 def log_unmatched_regions(graph: Graph, inside: AbstractSet[Node]) -> None:
-    """``inside``: what belongs to layers that are differentiated once."""
+    """Log at DEBUG why checkpointed regions outside of ``inside`` are not deduplicated."""
     for node in graph.nodes:
         if node.target not in CHECKPOINTS or node in inside:
             continue
         call = find_undescribed(reversed(expand_regions([node])))
-        why = "few are like it, or they share what one by itself would not"
+        why = "too few equal regions, or they share values"
         if call is not None:
-            why = f"no text says what {call} does"
-        log.debug("The checkpointed region %s is traced by itself: %s", node, why)
+            why = f"{call} cannot be described"
+        log.debug("Layer deduplication: checkpointed region %s is traced alone (%s)", node, why)

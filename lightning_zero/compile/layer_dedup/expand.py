@@ -1,4 +1,7 @@
-"""A layer's nodes in the place of its standins, with the memory, names and modules of that layer."""
+"""Replace layer calls in a joint graph by the nodes of the traced layer.
+
+The copies get the memory, names and module metadata of their own layer.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,18 @@ __all__ = ["LayerExpansion", "rebase_value"]
 
 
 class LayerExpansion:
-    """One layer of a joint graph.
+    """Expansion of one layer in a joint graph.
 
     Args:
         graph: the joint graph.
-        standins: of its nodes, by what comes in their place.
-        number: of the layer.
-        region: the layer in Dynamo's graph.
-        body: what it and its like do.
-        numbers: of the body's checkpointed regions -> of the layer's.
+        layer_calls: replaces nodes that call layers.
+        number: index of the layer.
+        match: the layer in Dynamo's graph.
+        layer: traced graph, shared by equal layers.
+        region_ids: maps checkpoint region ids of the traced graph to ids of this layer.
 
     Attributes:
-        moved: memory of the standins' results -> what is there now.
+        moved: maps the storage of the layer call's results to the tensor that replaces it.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class LayerExpansion:
         self.moved: dict[int, Tensor] = {}
 
     def forward(self, standin: Node) -> None:
-        """Puts the forward in its place."""
+        """Replace a forward layer call."""
         given = standin.args[4]
         assert isinstance(given, Sequence)
         self._begin(self._body.given, given)
@@ -65,7 +68,7 @@ class LayerExpansion:
         self._replace(standin, self._body.results)
 
     def backward(self, standin: Node) -> None:
-        """Puts the backward in its place."""
+        """Replace a backward layer call."""
         tangents = standin.args[3]
         assert isinstance(tangents, Sequence)
         with self._graph.inserting_before(standin):
@@ -75,8 +78,11 @@ class LayerExpansion:
         self._replace(standin, [grad for grad in self._body.grads if grad is not None])
 
     def _laid_out(self, tangent: Any, like: Node | None) -> Any:
-        """A tangent of the whole graph, as the layer by itself was given it: torch guesses another layout for what the
-        layer returns to whoever calls the graph (keys and values of GPT-2, views of one product)."""
+        """Return a tangent of the whole graph in the layout that the traced layer was given.
+
+        AOTAutograd guesses another layout for results that the layer returns to the graph's caller (keys and values of
+        GPT-2, views of one product).
+        """
         if like is None or not isinstance(tangent, Node) or tangent.op != "placeholder":
             return tangent
         value, wanted = tangent.meta["val"], like.meta["val"]
@@ -91,11 +97,11 @@ class LayerExpansion:
 
     def _begin(self, inputs: Sequence[Node], actual: Sequence[Any]) -> None:
         if len(inputs) != len(actual):
-            raise DedupFailed("one of a layer's results gets no gradient", self._number)
+            raise DedupFailed("a result of a layer has no gradient", self._number)
         for node, value in zip(inputs, actual, strict=True):
             if _form(node.meta["val"]) != _form(value.meta["val"]):
                 strides = _strides(actual) if inputs is self._body.tangents else None
-                raise DedupFailed("a layer is given values of another layout", self._number, strides)
+                raise DedupFailed("inputs of a layer have another layout", self._number, strides)
             self._new[node] = value
             self._memory[storage_key(node.meta["val"])] = value.meta["val"]
 
@@ -111,7 +117,7 @@ class LayerExpansion:
                 new.meta = self._meta(notes)
 
     def _constant(self, value: Tensor) -> str:
-        """The name of an attribute that is this tensor, the same one for all layers of a kind."""
+        """Return the name of an attribute with this tensor, shared by all layers of a kind."""
         module = self._graph.owning_module
         name = next(n for n in map("_layer_constant{}".format, count()) if getattr(module, n, value) is value)
         setattr(module, name, value)
@@ -143,7 +149,7 @@ class LayerExpansion:
         return meta
 
     def _own(self, view: Any) -> Any:
-        """A value of the same form in this layer's memory; views stay views."""
+        """Return a value of the same layout in this layer's memory; views stay views."""
         if isinstance(view, tuple | list):
             return type(view)(map(self._own, view))
         if not isinstance(view, View):
@@ -156,7 +162,7 @@ class LayerExpansion:
 
 
 def rebase_value(value: Any, moved: dict[int, Tensor]) -> Any:
-    """A value, if it is a view of a standin's result, as a view of what came in its place."""
+    """Return views of a layer call's result as views of its replacement, and other values unchanged."""
     if isinstance(value, tuple | list):
         return type(value)(rebase_value(part, moved) for part in value)
     memory = moved.get(storage_key(value)) if isinstance(value, FakeTensor) else None
@@ -164,7 +170,7 @@ def rebase_value(value: Any, moved: dict[int, Tensor]) -> Any:
 
 
 def _view(memory: Tensor, view: View) -> Tensor:
-    """The value, as it would be in other memory: that of a fake tensor, or all of a plain one."""
+    """Return the value in other memory: that of a fake tensor, or all of a plain one."""
     value, shape, stride = view.value, view.shape, view.stride
     offset = memory.storage_offset() * memory.itemsize // value.itemsize + view.offset
     if value.dtype != memory.dtype:  # complex numbers as pairs of real ones
@@ -173,18 +179,21 @@ def _view(memory: Tensor, view: View) -> Tensor:
     if isinstance(memory, FakeTensor):
         with value.fake_mode:
             return memory.as_strided(shape, stride, offset)
-    # A layer has hundreds of values, and to have them made by torch takes most of the time that all this takes.
+    # A layer has hundreds of values. Making each of them in torch took most of the time of the expansion.
     return fake_like(value, memory.as_strided(shape, stride, offset))
 
 
 def _strides(values: Sequence[Any]) -> list[list[int]] | None:
-    """None where one is expanded, or of no memory that it fills: such a gradient comes to one layer, and not to all."""
+    """Return the strides of values; None if one is expanded or does not fill its memory.
+
+    Such a gradient belongs to a single layer.
+    """
     found = [value.meta["val"] for value in values]
     return [list(value.stride()) for value in found] if all(map(_dense, found)) else None
 
 
 def _dense(value: Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order."""
+    """Return True if the elements are contiguous in some order of dimensions."""
     spanned = 1
     for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True)):
         if size != 1 and stride != spanned:

@@ -1,4 +1,4 @@
-"""One layer's forward and backward as nodes, traced by itself with what traces whole graphs."""
+"""Trace the forward and backward of one layer, with the tracer of whole graphs."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ __all__ = [
 
 @dataclass(frozen=True)
 class LayerGraph:
-    """A layer's joint graph.
+    """Joint graph of a layer.
 
     Attributes:
         given, tangents: its inputs.
-        forward, backward: its work, in order.
-        results: what forward returns.
-        grads: what backward returns of each that was given.
-        constants: tensors that the layer makes of numbers in its code, by the attribute that nodes of the work read.
-        numbers: of the checkpointed regions in it.
-        passed: the same after the backend's passes over joint graphs; None where it has none, or where these have to
-            see the whole graph.
+        forward, backward: its nodes, in order.
+        results: outputs of forward.
+        grads: outputs of backward, one per element of ``given``.
+        constants: tensors made from numbers in the code, by attribute name.
+        numbers: ids of checkpointed regions in it.
+        passed: the layer after the backend's joint-graph passes; None if there are none or if they need the whole
+            graph.
     """
 
     given: tuple[Node, ...]
@@ -85,12 +85,12 @@ class LayerGraph:
 
     @cached_property
     def notes(self) -> dict[Node, NodeTemplate]:
-        """On its work."""
+        """Return the template of each node."""
         return {node: NodeTemplate.of(node) for node in (*self.forward, *self.backward)}
 
 
 def fake_mode() -> FakeTensorMode:
-    """That of the graph that is being compiled."""
+    """Return the fake mode of the graph that is being compiled."""
     context = TracingContext.try_get()
     assert context is not None, "a graph is being compiled"
     assert context.fake_mode is not None, "what is compiled is traced"
@@ -98,15 +98,15 @@ def fake_mode() -> FakeTensorMode:
 
 
 def trace_layer(region: LayerMatch, trace: TraceJoint, strides: Sequence[Sequence[int]] | None = None) -> LayerGraph:
-    """The joint graph of a region.
+    """Trace the joint graph of a layer.
 
     Args:
-        region: of Dynamo's graph.
-        trace: what makes a joint graph.
-        strides: of the gradients of its results; None for those that the results have.
+        region: the layer in Dynamo's graph.
+        trace: makes joint graphs.
+        strides: of the results' gradients; None for the strides of the results.
 
     Raises:
-        DedupFailed: it does more than give results and gradients.
+        DedupFailed: the layer does more than return results and gradients.
     """
     module, inputs = _alone(region, strides)
     with _by_itself():
@@ -116,8 +116,7 @@ def trace_layer(region: LayerMatch, trace: TraceJoint, strides: Sequence[Sequenc
 
 
 def _after_passes(body: LayerGraph, graph: Graph, region: LayerMatch) -> LayerGraph | None:
-    """None where the rest of the graph would not find what it was traced with: results in another layout (products that
-    are padded), or in memory of others."""
+    """Return None if the passes changed layouts (padded products) or aliasing of results."""
     try:
         passed = _split(graph, region)
     except DedupFailed:
@@ -159,7 +158,7 @@ def _alone(region: LayerMatch, strides: Sequence[Sequence[int]] | None) -> tuple
 
 
 def _placed(called: Node, places: Mapping[Node, int]) -> GraphModule:
-    """A copy of a graph that a layer calls, whose nodes say where they stand in it: of a function, at the call."""
+    """Return a copy of a called graph whose nodes store their position in the layer, or that of the call."""
     body, caller = hop_body(called), next(iter(called.users))
     assert body is not None
     graph, copies, bodies = Graph(), dict[Node, Any](), dict[str, Any]()
@@ -172,7 +171,7 @@ def _placed(called: Node, places: Mapping[Node, int]) -> GraphModule:
         if hop_body(node) is not None:
             bodies[str(node.target)] = _placed(node, places)
     module = GraphModule(bodies, graph)
-    module.meta |= body.meta  # what users choose to save of a region
+    module.meta |= body.meta  # the region's save policy
     return module
 
 
@@ -187,15 +186,18 @@ def _like(value: Tensor) -> Tensor:
 
 @contextmanager
 def _by_itself() -> Iterator[None]:
-    """What is noted while a graph is traced is not noted of the layer. What it is given is a leaf here and is none in
-    the whole graph, and autocast casts leaves once."""
+    """Return a context for tracing a layer alone.
+
+    Metadata of the trace must not be recorded for the layer. Inputs are leaves here but not in the whole graph, and
+    autocast casts leaves once.
+    """
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
         with (
             tracing(TracingContext(fake_mode())),
             functorch_config.patch(enable_autograd_cache=False),
-            # Or a layer would be refused for a number that the rest of the graph is given as an input.
+            # Otherwise a number that the rest of the graph gets as an input would fail the layer.
             keep_python_scalars(),
         ):
             yield
@@ -212,7 +214,7 @@ def _split(graph: Graph, region: LayerMatch) -> LayerGraph:
     ]
     count = len(region.results)
     if len(given) != len(region.given) or len(tangents) != count or len(returned) != count + len(given):
-        raise DedupFailed("a layer edits what it is given, or returns what needs no gradient")
+        raise DedupFailed("a layer mutates an input, or returns a value that needs no gradient")
     work = [node for node in graph.nodes if node.op not in ("placeholder", "output") and node.target is not end()]
     for node in work:
         if node.op == "get_attr" and isinstance(_constant(graph, node), Tensor):
@@ -223,7 +225,7 @@ def _split(graph: Graph, region: LayerMatch) -> LayerGraph:
     forward, backward = work[:begin], work[begin:]
     first = set(forward)
     early = any(read in tangents for node in forward for read in node.all_input_nodes)
-    # What a user's function computes in its backward without any gradient is noted as being on neither side.
+    # Backward nodes of user functions that depend on no gradient are marked as neither side.
     if early or any(map(_in_forward, backward)) or not all(node in first for node in returned[:count]):
         raise DedupFailed("a layer's forward and backward are entangled")
     constants = {str(node.target): _constant(graph, node) for node in work if node.op == "get_attr"}
@@ -243,7 +245,7 @@ def _in_forward(node: Node) -> bool:
 
 
 def _in_backward(node: Node) -> bool:
-    return str(node.meta.get(PARTITIONER_TAG)).endswith("backward")  # it is, or it has to be
+    return str(node.meta.get(PARTITIONER_TAG)).endswith("backward")  # the value or the string
 
 
 @dataclass(frozen=True)
@@ -251,26 +253,25 @@ class JointGraph:
     """A joint graph.
 
     Attributes:
-        traced: as AOTAutograd makes it.
-        passed: after the backend's own passes over joint graphs, but for the one that gives seeds to random numbers;
-            None where it has none.
+        traced: as AOTAutograd made it.
+        passed: after the backend's joint-graph passes except the one that seeds random numbers; None if there are none.
     """
 
     traced: Graph
     passed: Graph | None = None
 
 
-# Gives the joint graph of a module.
+# Makes the joint graph of a module.
 TraceJoint = Callable[[GraphModule, Sequence[Tensor]], JointGraph]
 
 
 def joint_tracer(backend: str) -> TraceJoint:
-    """For "aot_eager", or Inductor, which has its own decompositions."""
+    """Return the tracer of "aot_eager" or of Inductor, which has its own decompositions."""
     return partial(_traced, _by_aot_eager if backend == "aot_eager" else _by_inductor)
 
 
 class _Taken(Exception):
-    """The joint graph, which is all that was wanted."""
+    """Carries the joint graph out of the compiler."""
 
     def __init__(self, joint: JointGraph) -> None:
         self.joint = joint
@@ -323,19 +324,19 @@ class _Take(CustomGraphPass):
         self._kept = kept
 
     def __call__(self, graph: Graph) -> NoReturn:
-        stable_topological_sort(graph)  # Inductor does so behind all of its passes
+        stable_topological_sort(graph)  # Inductor sorts after all of its passes
         raise _Taken(JointGraph(self._kept.graph, graph))
 
     def uuid(self) -> None:
         return None
 
 
-PLACE = "lightning_zero.place"  # key in node.meta[CUSTOM]: which node of the layer this comes from
-WITHIN = "lightning_zero.within"  # the same, of what a function does that this node calls
+PLACE = "lightning_zero.place"  # key in node.meta[CUSTOM]: position of the original node in the layer
+WITHIN = "lightning_zero.within"  # key: position of the call of a function that contains the node
 
 _NUMBER = re.compile(r"_\d+$")
 
-# What nodes are told of the modules that they belong to, by where it stands in Dynamo's graph.
+# Metadata of source modules, by the key under which Dynamo's graph has it.
 ORIGINS = {
     NN_MODULE_STACK: NN_MODULE_STACK,
     SOURCE_FN_STACK: SOURCE_FN_STACK,
@@ -346,7 +347,7 @@ ORIGINS = {
 
 @dataclass(frozen=True)
 class View:
-    """Of a fake tensor: which memory it is in, and how it lies there, in elements."""
+    """Layout of a fake tensor in its storage, in elements."""
 
     value: FakeTensor
     memory: int
@@ -356,7 +357,7 @@ class View:
 
     @classmethod
     def of(cls, value: Any) -> Any:
-        """Of a node's value, or of each of its values; what is no tensor stays what it is."""
+        """Return views of a value or of a tuple's items; other values are returned unchanged."""
         if isinstance(value, tuple | list):
             return type(value)(map(cls.of, value))
         if not isinstance(value, FakeTensor):
@@ -366,16 +367,16 @@ class View:
 
 @dataclass(frozen=True)
 class NodeTemplate:
-    """Of one node.
+    """Properties of one node that all layers of a kind share.
 
     Attributes:
-        name: without its number, with which torch 2.11 would look for one that is free among those of all layers.
-        meta: what is noted of it in each layer, where nothing here says otherwise.
-        view: its value, as it lies in the layer's memory.
-        region: the number of the checkpointed region that it is in.
-        place: the node of Dynamo's graph that it comes from, by its number in the layer.
-        within: the same, of what a function does that this node calls.
-        origins: what it is told of that node, by where it stands there.
+        name: without its number, since torch 2.11 would search for a free number among all layers.
+        meta: metadata, except what the other attributes override.
+        view: value as a view of the layer's memory.
+        region: id of its checkpointed region.
+        place: position in the layer of the node in Dynamo's graph.
+        within: position of the call of the function that contains it.
+        origins: pairs of metadata keys here and in Dynamo's graph.
     """
 
     name: str
@@ -404,16 +405,18 @@ class NodeTemplate:
         return cls(_NUMBER.sub("", node.name), meta, view, region, place, within, origins)
 
 
-_FIRST = 2  # nodes outside of all regions are given 1
+_FIRST = 2  # nodes outside of regions get 1
 
 
 def in_region(node: Node) -> bool:
-    return node.meta.get(AC_GRAPH_ID) is not None  # torch may note that there is none
+    return node.meta.get(AC_GRAPH_ID) is not None  # torch may store None
 
 
 class RegionIds:
-    """Gives numbers that grow from one region to the next, as they do where each is traced: the partitioner saves what
-    goes from one into another with a larger number. Asked in the order of the graph's forward."""
+    """Assign increasing ids to checkpointed regions in graph order, as if each layer had been traced.
+
+    The partitioner saves values that pass into regions of larger ids.
+    """
 
     def __init__(self) -> None:
         self._last = _FIRST - 1
@@ -421,14 +424,14 @@ class RegionIds:
         self._known: dict[int, int] = {}
 
     def of(self, number: int) -> int:
-        """For a region that was traced with the rest of the graph."""
+        """Return the id of a region traced with the graph."""
         if number not in self._known:
             self._known[number] = number + self._shift
             self._last = max(self._last, number + self._shift)
         return self._known[number]
 
     def of_layer(self, numbers: Sequence[int]) -> dict[int, int]:
-        """For those in one layer that was traced by itself."""
+        """Return ids of the regions of a layer that was traced alone."""
         own = {number: self._last + at for at, number in enumerate(sorted(numbers), 1)}
         self._last += len(own)
         self._shift += len(own)

@@ -1,4 +1,7 @@
-"""Whether nodes of Dynamo's graph do the same, and what they do as a text that another process would write, too."""
+"""Find repeated layers in Dynamo's graph that can be traced alone.
+
+Nodes are compared by texts that are equal in other processes, too.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +40,10 @@ _LITERALS = (int, float, complex, bool, str, type(None), torch.dtype, torch.devi
 
 
 def describe_layout(value: Any) -> str | None:
-    """What a graph may depend on of a value's form; None for what it would have to be known for itself: symbolic sizes,
-    subclasses, objects."""
+    """Return the properties of a value that a graph depends on.
+
+    None for symbolic sizes, subclasses and objects.
+    """
     if isinstance(value, Tensor):
         sizes = (*value.shape, *value.stride())
         if value.layout != torch.strided or not all(type(size) is int for size in sizes):
@@ -51,8 +56,7 @@ def describe_layout(value: Any) -> str | None:
 
 
 class NodeFingerprints:
-    """What nodes of a graph do, as texts, of which each is made once: a value's form is asked for by all that read it.
-    The graph and its values stay as they are meanwhile."""
+    """Texts that describe the nodes of a graph, computed once per node. The graph must not change meanwhile."""
 
     def __init__(self) -> None:
         self._layouts: dict[Node, str | None] = {}
@@ -60,32 +64,32 @@ class NodeFingerprints:
         self._safe: dict[Any, bool] = {}
 
     def node_key(self, node: Node) -> str | None:
-        """Equal for nodes that do the same with values of the same form; None for what cannot be compared."""
+        """Return a text that is equal for equal calls on values of equal layout; None if undescribed."""
         if node not in self._keys:
             self._keys[node] = self._key(node)
         return self._keys[node]
 
     def layer_digest(self, region: LayerMatch) -> str | None:
-        """Equal for regions that do the same, in every process; None where a text cannot say what they do."""
+        """Return a digest that is equal for equal layers in every process; None if a node is undescribed."""
         names = {node: f"%{number}" for number, node in enumerate((*region.given, *region.nodes))}
         lines = [f"given {self.describe_layout(node)} {node.op == 'placeholder'}" for node in region.given]
         for node in region.nodes:
             if not self._is_safe(node):
                 return None
-            reads: list[Node] = []  # one by one: of two values of one form the key does not say which is read where
+            reads: list[Node] = []  # separately, since the key does not tell which of two equal values is read where
             map_arg((node.args, node.kwargs), reads.append)
             lines.append(f"{self.node_key(node)} {[names.get(read) for read in reads]}")
         lines += [names[node] for node in region.results]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def describe_layout(self, node: Node) -> str | None:
-        """:func:`describe_layout` its value."""
+        """Return :func:`describe_layout` of the node's value."""
         if node not in self._layouts:
             self._layouts[node] = describe_layout(node.meta.get(EXAMPLE_VALUE))
         return self._layouts[node]
 
     def arguments(self, node: Node, names: dict[Node, str] | None = None) -> str | None:
-        """With values called as in ``names``, or described; None where no text describes one."""
+        """Return the arguments as text, with values named or described; None if one is undescribed."""
         known = names or {}
         described = {read: known.get(read) or self._described(read) for read in node.all_input_nodes}
         if None in described.values():
@@ -96,13 +100,13 @@ class NodeFingerprints:
     def _key(self, node: Node) -> str | None:
         if node.op not in ("call_function", "call_method"):
             return None
-        # Experts of transformers' mixtures are sorted so.
+        # Experts of transformers' mixtures are sorted in this way.
         layout = "nothing" if node.target is operator.setitem else self.describe_layout(node)
         arguments = None if layout is None else self.arguments(node)
         return None if arguments is None else f"{node.op} {_name(node)} {arguments} {layout}"
 
     def _is_safe(self, node: Node) -> bool:
-        if node.op != "call_function":  # of a method it matters what it is called on
+        if node.op != "call_function":  # for a method the type of its object matters
             return _safe(node)
         if node.target not in self._safe:
             self._safe[node.target] = _safe(node)
@@ -111,13 +115,15 @@ class NodeFingerprints:
     def _described(self, node: Node) -> str | None:
         if (body := hop_body(node)) is not None:
             return self._text_of(body, is_region(node))
-        # What is taken of a region's result belongs to it: to the one before, where two kinds of layers meet.
+        # An item of a region's result belongs to that region where two kinds of layers meet.
         made_by = [str(self._text_of(body, True)) for body in regions(node)]
         return f"<{self.describe_layout(node)} {made_by}>"
 
     def _text_of(self, body: GraphModule, region: bool) -> str | None:
-        """What it does; None where a text cannot say it, and where functions read weights, each of which has a name:
-        what they do is not told apart later on, as what regions do is."""
+        """Return a digest of a called graph; None if a node is undescribed.
+
+        Functions that read weights are undescribed, since each weight has its own name.
+        """
         names = {node: f"%{number}" for number, node in enumerate(body.graph.nodes)}
         lines = [describe_policy(body)]
         for node in body.graph.nodes:
@@ -135,16 +141,16 @@ class NodeFingerprints:
 
 def _safe(node: Node) -> bool:
     if node.target is function_call:
-        return True  # its graphs say what it does
+        return True  # its graphs describe it
     try:
         check_node_safe(node)
     except BypassCache:
-        return False  # its name does not say what it does
+        return False  # its name does not describe it
     return True
 
 
 def find_undescribed(nodes: Iterable[Node]) -> Node | None:
-    """The first call that no text describes."""
+    """Return the first call without a description."""
     calls = [node for node in nodes if node.op in ("call_function", "call_method")]
     fingerprints = NodeFingerprints()
     return next((node for node in calls if not _safe(node) or fingerprints.arguments(node) is None), None)
@@ -179,19 +185,19 @@ def _plain(values: Iterable[Any]) -> bool:
     return True
 
 
-MIN_NODES = 5  # of a layer
-MAX_PHASES = 8  # that are tried
-MIN_REPETITIONS = 3  # two are traced in nearly the time of one and a call
+MIN_NODES = 5  # smallest layer
+MAX_PHASES = 8  # phases to try per run
+MIN_REPETITIONS = 3  # two layers take nearly as long as one and a call
 
 
 @dataclass(frozen=True)
 class LayerMatch:
-    """A part of the graph.
+    """A layer in Dynamo's graph.
 
     Attributes:
-        nodes: in order. What stands between them has nothing to do with them.
-        given: what they read of the rest, in the order of their first uses.
-        results: those of them that the rest reads.
+        nodes: in order; nodes between them are independent of them.
+        given: inputs, in the order of first use.
+        results: nodes that the rest of the graph reads.
     """
 
     nodes: tuple[Node, ...]
@@ -200,23 +206,23 @@ class LayerMatch:
 
     @cached_property
     def places(self) -> list[Node]:
-        """The nodes, and those of the checkpointed regions that they run."""
+        """Return the nodes, followed by those of their checkpointed regions."""
         return expand_regions(self.nodes)
 
 
 def find_layers(graph: Graph, grad: bool, fingerprints: NodeFingerprints) -> list[LayerMatch]:
-    """What repeats often enough, in order; they do not overlap, and are not all alike.
+    """Return disjoint layers that repeat often enough, in order; they may be of several kinds.
 
     Args:
-        graph: Dynamo's.
-        grad: whether gradients are taken where the graph says nothing else.
-        texts: of the graph's nodes.
+        graph: Dynamo's graph.
+        grad: True if gradients are enabled by default.
+        fingerprints: of the graph's nodes.
     """
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output") and not _idle(node)]
     keys = [fingerprints.node_key(node) for node in nodes]
     plain = _in_plain_settings(nodes, grad)
     found: list[LayerMatch] = []
-    # A checkpointed layer is a call, and what is taken of its result.
+    # A checkpointed layer is a call and an item of its result.
     shortest = 2 if any(node.target in CHECKPOINTS for node in nodes) else MIN_NODES
     for run in find_repeats(keys, shortest):
         for phase in _phases(nodes, run)[:MAX_PHASES]:
@@ -236,10 +242,9 @@ def find_layers(graph: Graph, grad: bool, fingerprints: NodeFingerprints) -> lis
 
 
 def _phases(nodes: Sequence[Node], run: RepeatedRun) -> list[int]:
-    """Where the repetitions of a run may begin, the best first: such that as few values as can be go from one into the
-    next, and then such that there are as many as can be."""
+    """Return offsets at which repetitions may begin: fewest values passed on first, then most repetitions."""
     position = {node: at for at, node in enumerate(nodes)}
-    crossing = [0] * (run.stop + 2)  # by how much more values pass there than one position earlier
+    crossing = [0] * (run.stop + 2)  # change in the number of values that cross each position
     for at, node in enumerate(nodes[: run.stop]):
         last = max((position.get(user, run.stop) for user in node.users), default=at)
         if last > at:
@@ -267,8 +272,10 @@ def _region(work: Sequence[Node]) -> LayerMatch:
 
 
 def _beside(work: Sequence[Node]) -> set[Node]:
-    """What a layer makes of nothing that needs a gradient, and returns: it stays where it is. Layers of transformers
-    that attend within a window each copy its length to where their keys are, for the next call."""
+    """Return nodes that need no gradient and that other code reads; they stay in the graph.
+
+    transformers' sliding-window layers copy a length to their keys' device for the next call.
+    """
     own = set(work)
     written = {node_storage(node) for user in work for node in mutated_inputs(user)}
     found: set[Node] = set()
@@ -287,18 +294,18 @@ def _beside(work: Sequence[Node]) -> set[Node]:
 def _stays(node: Node, written: set[int | None]) -> bool:
     value = node.meta.get(EXAMPLE_VALUE)
     plain = isinstance(value, Tensor) and not value.requires_grad and node_storage(node) not in written
-    return plain and not _draws(node)  # or numbers would be drawn in another order
+    return plain and not _draws(node)  # random numbers would be drawn in another order
 
 
 def _draws(node: Node) -> bool:
-    """Whether it may draw random numbers."""
+    """Return True if the node may draw random numbers."""
     value, target = node.meta[EXAMPLE_VALUE], node.target
     try:
         args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta[EXAMPLE_VALUE])
         call = partial(getattr(args[0], target), *args[1:]) if isinstance(target, str) else partial(target, *args)
         with value.fake_mode, ForbidRandomOps(), torch.no_grad():
             call(**kwargs)
-    except Exception:  # of what cannot be run by itself nobody knows
+    except Exception:  # unknown, since the node cannot run alone
         return True
     return False
 
@@ -312,8 +319,10 @@ def _target_name(node: Node) -> str:
 
 
 def _alone(region: LayerMatch, fingerprints: NodeFingerprints) -> bool:
-    """Whether the region can be differentiated by itself: it takes and returns tensors, edits nothing of the rest, and
-    what it returns shares no memory with what it was given, or with other results."""
+    """Return True if the layer can be differentiated alone.
+
+    It takes and returns tensors, mutates no input, and its results share no memory with inputs or with each other.
+    """
     if any(not isinstance(node.meta.get(EXAMPLE_VALUE), Tensor) for node in (*region.given, *region.results)):
         return False
     if any(fingerprints.describe_layout(node) is None for node in region.given):
@@ -326,8 +335,7 @@ def _alone(region: LayerMatch, fingerprints: NodeFingerprints) -> bool:
 
 
 def _in_plain_settings(nodes: Sequence[Node], grad: bool) -> list[bool]:
-    """Of each node, whether it runs as it would by itself: in no region with another autocast, with or without
-    gradients, and with no setting made that is not known here."""
+    """Return for each node True if it runs in default modes (autocast, grad) and after known settings."""
     found = []
     depth, plain_grad, unknown = 0, True, False
     for node in nodes:

@@ -1,5 +1,8 @@
-"""A joint graph becomes a forward and a backward within a budget of activations: what a compiled graph, one that is
-only reckoned with and one on paper have in common."""
+"""Partition joint graphs into forward and backward, and tag which values are saved.
+
+Left alone, the partitioner saves gathered weights, and ZeRO-3 needs the memory of ZeRO-2. Tagging gathers and their
+views and casts as recomputed makes backward gather again. Checkpointed regions save their boundaries, as in eager code.
+"""
 
 from __future__ import annotations
 
@@ -56,17 +59,19 @@ Partition = Callable[..., tuple[GraphModule, GraphModule]]
 def partition_joint_graph(
     module: GraphModule, inputs: Any, outputs: int, budget: float, by: Partition = min_cut_partition, **settings: Any
 ) -> tuple[GraphModule, GraphModule, list[GraphModule]]:
-    """Both, and those of them whose graphs were changed behind torch's partition, so that their code is not theirs.
+    """Return forward and backward, and those of them that need new code after torch's partition.
 
-    Within torch's settings of :func:`~lightning_zero.compile.partitioner.recompute_policy.partitioner_settings` the same budget.
+    Call it within :func:`~lightning_zero.compile.partitioner.recompute_policy.partitioner_settings` of the same budget.
 
     Args:
-        module: the joint graph, which is not to be used any more.
-        outputs: of forward, which the user, or autograd, gets.
-        by: of torch's partitioners.
-        settings: for it.
+        module: joint graph, not usable afterwards.
+        inputs: of the graph.
+        outputs: number of forward outputs.
+        budget: share of activations that may be saved.
+        by: torch partitioner.
+        settings: for the partitioner.
     """
-    # Here: Inductor's passes over joint graphs have seeds drawn, which no node before them does.
+    # Random ops become seeds in Inductor's joint-graph passes, so they are tagged here.
     save_random_ops(module.graph, budget)
     with fast_minimum_cut(), skip_graph_copies(), cse_in_place():
         forward, backward = by(module, inputs, num_fwd_outputs=outputs, **settings)
@@ -76,26 +81,25 @@ def partition_joint_graph(
     return forward, backward, changed
 
 
-# Regions of activation checkpointing count up from 1. The partitioner saves what goes from one into a later one; a
-# weight that several read must not be.
+# Region ids count up from 1. The partitioner saves values that pass into later regions, which weights must not be.
 OUTSIDE, OF_WEIGHTS = 1, sys.maxsize
 
 
-NEXT_TO_NONE = 1e-6  # a budget
+NEXT_TO_NONE = 1e-6  # budget close to 0
 
 
 def save_random_ops(graph: Graph, budget: float) -> None:
-    """Has torch's partitioner, which divides this joint graph next within :func:`partitioner_settings`, save random numbers."""
-    # Of a budget of none at all it heeds no tag.
+    """Make torch's partitioner save random ops; call it right before, with the same budget."""
+    # With a budget of exactly 0 torch ignores tags.
     if budget < 1 and tag_random_ops(graph) and budget == 0:
         functorch_config.activation_memory_budget = NEXT_TO_NONE
 
 
 def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
-    """Tags what a user's policy has an opinion on, in place; runs after :func:`tag_gathers`, whose tags stay.
+    """Apply a user's recompute policy to a joint graph in place, after :func:`tag_gathers`.
 
-    Ops that draw random numbers are left out, which would draw others, and views: to save one is to save its input, and
-    where torch has them depends on its version.
+    Random ops are excluded, since recomputed ones give other numbers. Views are excluded because saving one saves its
+    input, and because their positions depend on torch's version.
     """
     backward = backward_nodes(graph)
     for node in graph.nodes:
@@ -112,9 +116,11 @@ def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
 
 
 def tag_random_ops(graph: Graph) -> bool:
-    """Tags what draws random numbers as to be saved, in place; whether anything does. Under a budget torch computes it
-    again like anything else, outside of users' regions: backward would go by other numbers than forward. What gives
-    several values cannot be saved as one thing; it is among what a solver may choose, which does."""
+    """Tag random ops as saved, in place, and return True if there are any.
+
+    Under a budget torch recomputes them outside of users' regions, and backward would use other numbers. Ops with
+    several results cannot be tagged; the knapsack saves them.
+    """
     backward = backward_nodes(graph)
     drawn = [
         node
@@ -129,7 +135,7 @@ def tag_random_ops(graph: Graph) -> bool:
 
 
 def _module_path(node: Node) -> str:
-    """Of the innermost module, as in ``named_modules()`` of the module that is compiled."""
+    """Return the path of the innermost module, as in ``named_modules()`` of the compiled module."""
     stack = node.meta.get(NN_MODULE_STACK) or {}
     path = next(reversed(stack.values()), ("",))[0] if stack else ""
     # Dynamo writes "L['module'].layers.0", "getattr(L['module'].layers, '0')" or "L['module']._modules['layers']".
@@ -140,14 +146,14 @@ def _module_path(node: Node) -> str:
 
 
 def tag_gathers(graph: Graph, keep: SavedLimits = NOTHING_SAVED) -> Graph:
-    """Tags a joint forward and backward graph, in place; within ``keep``, weights cross all the same."""
+    """Tag weights in a joint graph as recomputed in place, except those within the limits ``keep``."""
     tagged = weight_nodes(graph)
     if not tagged:
         return graph
     kept = set(choose_saved(graph, keep))
     save_region_boundaries(graph, tagged)
     for node in graph.nodes:
-        # The partitioner honours tags only among nodes that carry a region number.
+        # The partitioner honors tags only on nodes with a region id.
         if node.op == "call_function" and AC_GRAPH_ID not in node.meta:
             node.meta[AC_GRAPH_ID] = OUTSIDE
         if node in tagged:
@@ -155,12 +161,12 @@ def tag_gathers(graph: Graph, keep: SavedLimits = NOTHING_SAVED) -> Graph:
             node.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE if node in kept else CheckpointPolicy.MUST_RECOMPUTE
     seen: Counter[Node] = Counter()
     for node in reduces(graph):
-        # Equal calls become one from here on. Two equal gradients of a tied weight (of ``head(x) + other(x)``) are two.
+        # CSE merges equal calls from here on, but two equal gradients of a tied weight (of ``head(x) + other(x)``) are
+        # two.
         if number := seen[shard_of(node)]:
             node.args = (*node.args[:2], number)
         seen[shard_of(node)] += 1
-        # A gradient that does not depend on the loss (zeros, what a custom function makes up) could else be handed over
-        # in forward.
+        # A gradient independent of the loss (zeros of a custom function) could otherwise be reduced in forward.
         node.meta[PARTITIONER_TAG] = MUST_BE_IN_BACKWARD
     return graph
 
@@ -169,19 +175,21 @@ _AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def save_region_boundaries(graph: Graph, weights: AbstractSet[Node]) -> Graph:
-    """Tags a joint graph, in place: what goes into a checkpointed region, and what leaves one, is not computed again.
-    It is saved where backward needs it, or something that was made of it.
+    """Tag inputs and outputs of checkpointed regions as saved if backward needs them, in place.
 
-    Must come before nodes outside of regions are given a number.
+    torch's partitioner treats everything inside a region as free to recompute. It would recompute the last region for
+    its result, and chains of regions that end in views from the first one on, so checkpointing would save no memory.
+    Call it before nodes outside of regions get an id.
 
     Args:
-        weights: gathers, and their views and casts, which are not saved.
+        graph: joint graph.
+        weights: gathers and their views and casts, which are not saved.
     """
     if not any(AC_GRAPH_ID in node.meta for node in graph.nodes):
         return graph
-    regions: dict[Node, int] = {}  # 0: none
+    regions: dict[Node, int] = {}  # 0 means none
     for node in _forward(graph):
-        # One of several results of an op may have no number of its own.
+        # An item of an op's results may have no id of its own.
         source = node.args[0] if node.target is operator.getitem else None
         regions[node] = node.meta.get(AC_GRAPH_ID, regions.get(source, 0) if isinstance(source, Node) else 0)
     for node in regions:
@@ -194,8 +202,7 @@ def save_region_boundaries(graph: Graph, weights: AbstractSet[Node]) -> Graph:
 
 
 def _forward(graph: Graph) -> list[Node]:
-    """What the results of forward are made of, in order: not what derivatives alone ask for, before they have a
-    gradient."""
+    """Return nodes that forward outputs depend on, in order, without those used only by derivatives."""
     backward = backward_nodes(graph)
     needed: set[Node] = set()
     pending = [node for node in output_node(graph).all_input_nodes if node not in backward and not calls(node, REDUCE)]
@@ -212,7 +219,7 @@ def _again(node: Node) -> bool:
 
 
 def _made_by(node: Node) -> Node:
-    """The op in whose memory this lies: torch's partitioner takes views for free, whatever they are told."""
+    """Return the op that allocated a view's memory; torch's partitioner ignores tags on views."""
     while node.target is operator.getitem or (is_view_or_cast(node) and cast_dtype(node) is None):
         source = node.args[0]
         if not isinstance(source, Node):
@@ -224,7 +231,7 @@ def _made_by(node: Node) -> Node:
 def _save(node: Node, weights: AbstractSet[Node]) -> None:
     if node.op != "call_function" or node in weights:
         return
-    # Several results are saved one by one, and what makes them cannot be: none of them may have to be made again.
+    # Items are saved one by one, and the op itself cannot be. None of them may be recomputed.
     for part in (node, *(user for user in node.users if user.target is operator.getitem)):
         part.meta[RECOMPUTE] = CheckpointPolicy.MUST_SAVE
 
@@ -233,11 +240,15 @@ _COPY = torch.ops.aten.copy_.default
 
 
 def save_mutated_buffers(forward: Graph, outputs: int) -> int:
-    """Saves a copy in place of each edited input, in place; returns how many there are.
+    """Save a copy of each input that forward mutates, in place, and return their number.
+
+    torch's partitioner treats inputs as free to save. The mutation at the end of forward writes the same memory, so
+    backward would use the new values (running means, queues of keys). Gradients would be wrong, as they are under plain
+    ``torch.compile``.
 
     Args:
-        forward: after partitioning.
-        outputs: of its results, so many are not saved for backward.
+        forward: partitioned graph.
+        outputs: number of outputs; saved values follow them.
     """
     saved = [node for node in results(forward)[outputs:] if isinstance(node, Node)]
     read = {source for node in saved if (source := _source(node)).op == "placeholder"}
@@ -254,7 +265,7 @@ def _edits(node: Node) -> list[Node]:
 
 
 def _source(node: Node) -> Node:
-    """In whose memory it lies, or the copy of which it is."""
+    """Return the node whose memory or copy a view is."""
     while node.target is operator.getitem or (is_view_or_cast(node) and cast_dtype(node) is None):
         [node, *_] = node.all_input_nodes
     return node
@@ -267,7 +278,7 @@ def _copied(graph: Graph, node: Node) -> Node:
         copy = graph.call_function(torch.ops.aten.clone.default, (node,))
         copy.meta["val"] = packed
         return copy
-    # Its memory has gaps, and backward was traced for such an input.
+    # The storage has gaps, and backward was traced for such an input.
     empty = graph.call_function(torch.ops.aten.new_empty_strided.default, (node, value.size(), value.stride()))
     empty.meta["val"] = value.new_empty_strided(value.size(), value.stride())
     filled = graph.call_function(torch.ops.aten.copy.default, (empty, node))
@@ -276,7 +287,7 @@ def _copied(graph: Graph, node: Node) -> Node:
 
 
 def _read_instead(graph: Graph, node: Node, copy: Node, outputs: int) -> None:
-    """Everywhere but in edits, and in what is returned to whoever calls the graph."""
+    """Replace reads of ``node`` by ``copy``, except in mutations and outputs."""
     keep = {copy, *_edits(node), *copy.all_input_nodes}
     returned = results(graph)
     for user in list(node.users):

@@ -1,16 +1,11 @@
-"""Which activations are saved where only a part of them may be.
+"""Choose which activations are saved under ``activation_memory_budget``.
 
-torch chooses so that the least is computed again, and of layers that are alike the first ones are as good to it as any:
-they are saved, and all others are computed again in one go where backward begins, when what the first ones saved is
-there, too. So the peak is what it was. Here as many of each kind are saved, but evenly spaced: what is computed again
-at once are the few layers between two that are saved.
+torch's knapsack minimizes recompute and is indifferent among equal layers: it saves the first ones and recomputes the
+rest in one burst, so the peak does not drop. :class:`EvenKnapsack` saves as many, evenly spaced.
 
-Within a layer most products are worth the same for their bytes, too. Of these the smaller ones are saved: they are what
-layers hand on. Where the wide ones inside of layers are saved in their place, each layer's input has to be computed
-again from the first layer's on before backward begins. Under a budget of 0.3 that took more than no budget at all.
-The last product is saved besides, whatever the budget; and so is what sums up something much larger (a norm's scale,
-what a loss divides by), which takes next to nothing, and which torch, that adds up worths in float32, takes for
-worthless beside products. Computed again, sums over logits had these lie in memory in float32.
+Among products of equal worth per byte the smaller ones are saved, which layers pass to the next. Otherwise each layer's
+input is recomputed from the first layer on. The last product and strong reductions (norm scales, loss denominators) are
+always saved: they take little memory, and torch's float32 sum of worths loses the reductions.
 """
 
 from __future__ import annotations
@@ -32,37 +27,38 @@ from lightning_zero.profiling.tensors import nbytes
 __all__ = ["EvenKnapsack", "partitioner_settings", "space_evenly"]
 
 
-TIE = 0.02  # the share by which a product is worth more than one of twice its bytes and operations
-SMALL = 64  # times smaller than what it reads
-LEAST = 1e-6  # of a size, in shares of all: what has none is worth no more than that
-UNITS = 10_000  # of all, in which torch counts sizes
+TIE = 0.02  # share by which a product is worth more than one of twice its bytes and operations
+SMALL = 64  # ratio of read to written bytes of a strong reduction
+LEAST = 1e-6  # bound below on sizes, as shares of the total; avoids division by 0
+UNITS = 10_000  # units of the total in which torch counts sizes
 
 
 def partitioner_settings(budget: float) -> dict[str, Any]:
-    """Settings of torch's partitioner: so much of what it would like to save may be, as a share."""
+    """Return settings of torch's partitioner that save at most this share of activations."""
     return {"activation_memory_budget": budget, "activation_memory_budget_solver": EvenKnapsack()}
 
 
 class EvenKnapsack(CustomKnapsackSolver):
-    """Torch's choice, with the places among equals exchanged."""
+    """Knapsack solver that chooses as torch does, with evenly spaced nodes among equal ones."""
 
     def __call__(
         self, memory: list[float], joint_graph: Graph, max_memory: float, node_info: Any, nodes: Sequence[Node]
     ) -> tuple[list[int], list[int]]:
-        """Indices of what is saved, and of what is computed again.
+        """Return indices of saved and of recomputed nodes.
 
         Args:
-            memory: of each of the nodes, as a share of all that could be saved.
-            max_memory: that may be.
-            node_info: torch's own.
-            nodes: that could be saved.
+            memory: size of each node, as a share of all that could be saved.
+            joint_graph: the joint graph.
+            max_memory: bound on the sum of saved sizes.
+            node_info: torch's own classification.
+            nodes: candidates.
         """
-        # Torch's own count runs the ops, and here, where nobody sees them run, says the same of all.
+        # torch counts by running the ops. Here these run under fake tensors, where its count is the same for all.
         flops = [max(cost.node_flops(node), 1) for node in nodes]
         place = {node: number for number, node in enumerate(joint_graph.nodes)}
         places = [place[node] for node in nodes]
-        # Backward needs the last product, as logits, while all else that is saved is there, too: it takes nothing of
-        # the peak to save it, and what computing it again needs would come on top.
+        # Backward needs the last product (logits) while all other activations are alive. Saving it does not raise the
+        # peak, and recomputing it would.
         last = max((index for index, count in enumerate(flops) if count > 1), key=places.__getitem__, default=None)
         kept = {index for index, node in enumerate(nodes) if index == last or _sums_up(node)}
         others = [index for index in range(len(nodes)) if index not in kept]
@@ -70,12 +66,12 @@ class EvenKnapsack(CustomKnapsackSolver):
         _, saved, _ = knapsack(sizes, _worth([flops[index] for index in others], sizes), max_memory)
         kinds = [(memory[index], flops[index], nodes[index].target) for index in others]
         found = {others[index] for index in space_evenly(set(saved), kinds, [places[index] for index in others])}
-        # Computed again they would draw other numbers (attention with dropout).
+        # Recomputed random ops (attention with dropout) would give other numbers.
         found |= kept | {index for index, node in enumerate(nodes) if draws(node)}
         return sorted(found), sorted(set(range(len(nodes))) - found)
 
     def uuid(self) -> bytes:
-        """Tells Inductor's cache which version of this has chosen."""
+        """Identify this code in Inductor's cache key."""
         return Path(__file__).read_bytes() + Path(cost.__file__).read_bytes()
 
 
@@ -85,8 +81,10 @@ def _sums_up(node: Node) -> bool:
 
 
 def _worth(flops: Sequence[int], sizes: Sequence[float]) -> list[float]:
-    """Of each thing that could be saved, with what decides among those that are worth the same for their bytes, as
-    torch counts these: of 24 layers a product has some 20 units, and rounding would decide more than that."""
+    """Return worths that also decide between nodes of equal worth per byte.
+
+    torch rounds sizes to units. With 24 layers a product has about 20 units, so rounding would decide more than worths.
+    """
     largest = max((LEAST, *sizes))
     return [
         count * (1 + TIE * log2(largest / max(size, LEAST))) * _counted(size)
@@ -95,18 +93,18 @@ def _worth(flops: Sequence[int], sizes: Sequence[float]) -> list[float]:
 
 
 def _counted(size: float) -> float:
-    """How much more torch counts than there is."""
+    """Return the ratio of torch's rounded size to the size."""
     units = round(size * UNITS)
     return units / (size * UNITS) if units else 1.0
 
 
 def space_evenly(saved: AbstractSet[int], kinds: Sequence[Hashable], places: Sequence[int]) -> set[int]:
-    """As many of each kind as in ``saved``, evenly spaced among those of its kind.
+    """Return as many indices of each kind as in ``saved``, evenly spaced among those of the kind.
 
     Args:
         saved: indices.
-        kinds: of each thing; those of one kind are as good as each other.
-        places: in which order they come.
+        kinds: of each node; nodes of one kind are equally good.
+        places: order of the nodes.
     """
     alike: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index in sorted(range(len(kinds)), key=places.__getitem__):
@@ -118,7 +116,7 @@ def space_evenly(saved: AbstractSet[int], kinds: Sequence[Hashable], places: Seq
 
 
 def _spaced(members: Sequence[int], count: int) -> Iterable[int]:
-    """So that stretches between them, and before the first and behind the last, are as long as each other."""
+    """Choose members so that gaps, including those at both ends, are equal."""
     if count == len(members):
         return members
     return (members[(number + 1) * len(members) // (count + 1)] for number in range(count))

@@ -1,13 +1,12 @@
-"""Saves what a backward would compute again all at once, where it begins.
+"""Save residual sums instead of their summands if that lowers the peak.
 
-torch weighs what is saved by its bytes alone, as if what is computed again took none. Of a sum that runs through all
-layers (a residual stream) it saves the parts. The last layer's backward, which is the first to run, needs the sum over
-all of them; so all sums are computed again there, and each lies beside the parts of all layers until its own layer's
-turn. Saving the sums themselves takes no more at that moment, and nobody needs those parts any more: of 24 layers under
-a budget of 0.5 the peak was 5.9 GiB, of which sums took 1.5, and parts half of that.
+torch's partitioner ignores the memory of recomputed values. Of a sum through all layers (the residual stream) it saves
+the summands. The backward of the last layer runs first and needs the total, so all partial sums are recomputed then and
+stay alive in addition to the summands. Saving the sums takes no more memory at that moment, and the summands are no
+longer needed.
 
-Before that moment saved sums are more than saved parts, beside what the loss takes. Where that takes most of all, parts
-are saved as torch has it.
+Before that moment saved sums take more memory than summands, in addition to the loss. If that is the peak, summands
+stay saved.
 """
 
 from __future__ import annotations
@@ -30,31 +29,30 @@ from lightning_zero.profiling.tensors import Storage, nbytes, storages, view_bas
 __all__ = ["save_residual_sums"]
 
 
-# Of a backward's gradients: so few have been computed when the first layer's backward needs its inputs.
+# Share of a backward's gradients by which the first recomputed sums are needed.
 BEGINNING = 0.15
-# And so many are computed while what is worth saving lies there: a layer or two.
+# Minimum lifetime, as a share of the gradients (one or two layers), of a sum worth saving.
 LONG = 0.05
 
 
 class _Span(NamedTuple):
-    """Of something in a backward: when it is read first and last, in gradients that have been computed by then."""
+    """First and last read of a value in a backward, in numbers of gradients computed before."""
 
     first: float
     last: float
 
 
 def save_residual_sums(forward: Graph, backward: Graph, outputs: int) -> int:
-    """Changes both graphs, in place, behind their partition.
+    """Change both graphs in place after partitioning and return the number of newly saved tensors.
 
     Args:
-        outputs: of forward, which the user, or autograd, gets; behind them is what is saved.
-
-    Returns:
-        How many tensors are saved that were not.
+        forward: forward graph.
+        backward: backward graph.
+        outputs: number of forward results that are outputs; saved tensors follow them.
     """
     saved = [node for node in results(forward)[outputs:] if isinstance(node, Node)]
     given = {node.name: node for node in backward.find_nodes(op="placeholder")}
-    # torch has unchecked ones in places of their own. Where names differ, nobody knows which is which.
+    # torch passes unchecked tensors separately. If names differ, saved tensors cannot be matched.
     if not saved or saved[0].name not in given or any(node.meta.get(NO_VERSION_CHECK) for node in saved):
         return 0
     gradients = backward_nodes(backward)
@@ -82,7 +80,7 @@ def save_residual_sums(forward: Graph, backward: Graph, outputs: int) -> int:
 
 
 def _long(graph: Graph, spans: dict[Node, _Span], count: int) -> list[Node]:
-    """What is computed again at the beginning, and lies there for long."""
+    """Return nodes that are recomputed at the beginning and stay alive for long."""
     weights = weight_nodes(graph)
     return [
         node
@@ -98,12 +96,11 @@ def _long(graph: Graph, spans: dict[Node, _Span], count: int) -> list[Node]:
 
 
 def _taken(graph: Graph, gradients: AbstractSet[Node], until: float) -> tuple[int, int]:
-    """Bytes that gradients take, of those that are computed until so many have been: at once at most, and then. What
-    code generators fuse is out of memory."""
+    """Return peak and final bytes of gradients until ``until`` are computed; fused values need no memory."""
     runs, held = fusion_groups(graph), storages(graph)
     when = {node: number for number, node in enumerate(graph.nodes)}
     last = {run: when[node] for node, run in runs.items()}
-    when |= {node: last[run] for node, run in runs.items()}  # those of one kernel run at once
+    when |= {node: last[run] for node, run in runs.items()}  # nodes of one kernel run together
     first = [node for number, node in enumerate(n for n in graph.nodes if n in gradients) if number <= until]
     begin: dict[Storage, int] = {}
     end: dict[Storage, int] = {}
@@ -118,7 +115,7 @@ def _taken(graph: Graph, gradients: AbstractSet[Node], until: float) -> tuple[in
 
 
 def _spans(graph: Graph, gradients: AbstractSet[Node]) -> dict[Node, _Span]:
-    """Of all that is no gradient and that is read. What is computed again is so when it is read first."""
+    """Return the span of each value that is not a gradient; it is recomputed at its first read."""
     clock = {node: number for number, node in enumerate(node for node in graph.nodes if node in gradients)}
     found: dict[Node, _Span] = {}
     for node in reversed(graph.nodes):
@@ -140,7 +137,7 @@ def _reading(user: Node, clock: dict[Node, int], spans: dict[Node, _Span]) -> _S
 
 
 def _is_same(made: Node | None, again: Node) -> bool:
-    """Whether that is what forward makes."""
+    """Return True if forward makes the same value."""
     if made is None or made.target is not again.target or not isinstance(made.meta.get("val"), Tensor):
         return False
     there, here = made.meta["val"], again.meta["val"]
@@ -148,7 +145,7 @@ def _is_same(made: Node | None, again: Node) -> bool:
 
 
 def _needed(graph: Graph, gradients: AbstractSet[Node], chain: AbstractSet[Node] = frozenset()) -> set[Node]:
-    """All that is read on the way to gradients, and to whatever has no reader, where what is in ``chain`` is there."""
+    """Return all nodes needed for gradients and for nodes without readers, if ``chain`` is available."""
     needed = {*gradients, *(node for node in graph.nodes if not node.users and node.op != "placeholder")}
     for node in reversed(graph.nodes):
         if node in needed and node not in chain:
@@ -157,7 +154,7 @@ def _needed(graph: Graph, gradients: AbstractSet[Node], chain: AbstractSet[Node]
 
 
 def _sources(node: Node, chain: AbstractSet[Node]) -> set[Node]:
-    """What it is computed from, where the rest of ``chain`` is there."""
+    """Return all nodes that a node is computed from, if the rest of ``chain`` is available."""
     found: set[Node] = set()
     pending = list(node.all_input_nodes)
     while pending:
@@ -169,7 +166,7 @@ def _sources(node: Node, chain: AbstractSet[Node]) -> set[Node]:
 
 
 def _save(forward: Graph, outputs: int, more: Iterable[Node], less: AbstractSet[str]) -> None:
-    """``more`` comes first of what is saved, ``less``, by names, is not saved any more."""
+    """Put ``more`` first among saved tensors and remove those named in ``less``."""
     output, before = output_node(forward), results(forward)
     kept = [value for value in before[outputs:] if not (isinstance(value, Node) and value.name in less)]
     output.args = ((*before[:outputs], *more, *kept),)
@@ -180,7 +177,7 @@ def _save(forward: Graph, outputs: int, more: Iterable[Node], less: AbstractSet[
 
 
 def _take(backward: Graph, chain: Iterable[Node], first: Node) -> None:
-    """As inputs, in order, before the ``first`` of what was saved."""
+    """Make nodes inputs of backward, in order, before the ``first`` saved tensor."""
     for node in chain:
         with backward.inserting_before(first):
             given = backward.placeholder(f"{node.name}_saved")

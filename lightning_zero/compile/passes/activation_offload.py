@@ -1,12 +1,12 @@
-"""Chooses the activations that leave for the host between forward and backward, and puts it into both graphs.
+"""Offload activations to the host in forward and reload them in backward, concurrently with compute.
 
-Runs where a joint graph has been partitioned: what crosses from forward to backward is known, and neither graph has
-been compiled, so both say the same from then on, whichever of them comes out of a cache. An activation that leaves
-crosses as a tensor of the host.
+:func:`insert_offloads` chooses activations right after partitioning, before either graph is compiled, so that both
+agree wherever they are cached. Without a limit it takes those whose copies finish before forward ends and before
+backward uses them; with a limit, those unused for the longest. Small activations, inputs, weights and outputs stay.
 
-Those leave first that are not needed for longest, as far as a budget reaches; without one, as many as travel beside
-compute, out before forward ends and back before they are used, so that nobody waits for them. What is left alone: what
-is small; inputs, weights in any form, and what the user is given, whose memory would stay anyway.
+The pass :func:`place_offloads` splits each op into start and wait. Offloads start when their value is made, and its
+memory is freed at the wait. Reloads start in time for their first use, given that copies are queued. If copies are
+slower than compute, a window bounds the bytes in flight.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ __all__ = ["FindOp", "HostCosts", "OFFLOAD", "OffloadLimits", "RELOAD", "insert_
 
 @dataclass(frozen=True)
 class OffloadLimits:
-    """What leaves.
+    """Bounds of offloading.
 
     Attributes:
-        host: how long that takes.
-        least_bytes: smaller activations stay.
-        budget_bytes: for all of one graph together; None: what nobody waits for.
+        host: cost of copies.
+        least_bytes: smaller activations stay on the device.
+        budget_bytes: limit for one graph; None to offload only as much as compute hides.
     """
 
     host: HostCosts
@@ -60,15 +60,15 @@ class OffloadLimits:
 
 @dataclass(frozen=True, eq=False)
 class _Activation:
-    """Memory that forward makes, and saves for backward.
+    """Memory that forward allocates and saves for backward.
 
     Attributes:
-        node: what is copied.
-        saved: what backward is given, with the views that make each of ``node``, in order.
+        node: node to copy.
+        saved: backward inputs, each with the views that make it from ``node``, in order.
         size: bytes.
-        made: seconds from forward's beginning until it is there.
-        done: until forward has used it for the last time.
-        again: from backward's beginning until its first use there.
+        made: seconds from the beginning of forward until the value exists.
+        done: seconds until its last use in forward.
+        again: seconds from the beginning of backward until its first use.
     """
 
     node: Node
@@ -80,14 +80,14 @@ class _Activation:
 
 
 def insert_offloads(forward: Graph, backward: Graph, outputs: int, limits: OffloadLimits, op: FindOp = ops) -> int:
-    """Changes both graphs, in place.
+    """Insert offloads and reloads into both graphs, in place, and return the offloaded bytes.
 
     Args:
-        outputs: of forward, which the user, or autograd, gets; behind them is what is saved.
-        op: gives an op of ours by its name.
-
-    Returns:
-        Bytes that leave.
+        forward: forward graph.
+        backward: backward graph.
+        outputs: number of forward outputs; saved values follow them.
+        limits: bounds of offloading.
+        op: returns one of our ops by name.
     """
     shards = _shards(forward, backward)
     if shards is None:
@@ -101,7 +101,7 @@ def insert_offloads(forward: Graph, backward: Graph, outputs: int, limits: Offlo
 
 
 def _shards(forward: Graph, backward: Graph) -> tuple[Node, Node] | None:
-    """An input of both graphs by which ops find their executor; None where they have none."""
+    """Return an input of each graph by which ops find their executor; None if they share no weight."""
     mine = {shard.name: shard for shard in map(shard_of, gathers(forward))}
     for node in (*gathers(backward), *reduces(backward)):
         theirs = shard_of(node)
@@ -113,13 +113,13 @@ def _shards(forward: Graph, backward: Graph) -> tuple[Node, Node] | None:
 def _activations(
     forward: Graph, backward: Graph, outputs: int, limits: OffloadLimits
 ) -> tuple[list[_Activation], float]:
-    """Those that may leave; how long forward takes."""
+    """Return the candidates, and the seconds of forward."""
     held, clock = storages(forward), _clock(forward, limits)
     others = [*weight_nodes(forward), *(node for node in results(forward)[:outputs] if isinstance(node, Node))]
     stay = {storage for node in others for storage in held[node]}
     inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
     again = _clock(backward, limits)
-    again = {node: again.get(node.prev, 0.0) for node in again}  # when it begins
+    again = {node: again.get(node.prev, 0.0) for node in again}  # start of each node
     saved: dict[Storage, list[Node]] = {}
     for node in dict.fromkeys(value for value in results(forward)[outputs:] if isinstance(value, Node)):
         storage = held[node][0] if isinstance(node.meta.get("val"), Tensor) else None
@@ -138,13 +138,15 @@ def _activations(
 
 
 def _clock(graph: Graph, limits: OffloadLimits) -> dict[Node, float]:
-    """When each node is over, if nothing waits."""
+    """Return the end of each node if nothing waits."""
     return dict(zip(graph.nodes, accumulate(node_seconds(graph, limits.host.costs)), strict=True))
 
 
 def _copied(storage: Storage, saved: Sequence[Node]) -> tuple[Node, dict[Node, list[Node]], int] | None:
-    """What to copy of memory that a forward makes; the views behind it, for each thing that is saved; its bytes. None
-    for inputs, and where views cannot be made again."""
+    """Return the node to copy, the views after it for each saved value, and its bytes.
+
+    It is None for inputs, and for views that backward cannot make again.
+    """
     chains = {node: _views(node) for node in saved}
     base = next(iter(chains.values()))[0]
     if base.op != "call_function" or any(chain[0] is not base for chain in chains.values()):
@@ -158,22 +160,22 @@ def _copied(storage: Storage, saved: Sequence[Node]) -> tuple[Node, dict[Node, l
 
 
 def _views(node: Node) -> list[Node]:
-    """From what made the memory to ``node``, which is a view of it, or itself."""
+    """Return the chain from the node that allocated the memory to ``node``."""
     chain = [node]
     while (source := view_base(chain[-1])) is not None:
         if chain[-1].target is operator.getitem and view_base(source) is None:
-            break  # one of several results
+            break  # an item of several results
         chain.append(source)
     return chain[::-1]
 
 
 def _is_constant(view: Node) -> bool:
-    """Whether it can be made in another graph: it reads nothing but what it is a view of."""
+    """Return True if a view depends only on its base, so that another graph can make it."""
     return len(view.all_input_nodes) == 1
 
 
 def _reach(node: Node) -> int:
-    """Bytes from a tensor's first element to its last."""
+    """Return the bytes from a tensor's first to its last element."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
@@ -190,7 +192,7 @@ def _within(found: Sequence[_Activation], budget_bytes: float) -> list[_Activati
 
 
 def _hidden(found: Sequence[_Activation], end: float, host: HostCosts) -> list[_Activation]:
-    """Those whose copies are over in time, queueing one behind the other."""
+    """Return activations whose queued copies finish in time."""
     chosen: list[_Activation] = []
     for activation in found:
         if _leave_in_time([*chosen, activation], end, host) and _come_in_time([*chosen, activation], host):
@@ -217,7 +219,7 @@ def _come_in_time(chosen: Sequence[_Activation], host: HostCosts) -> bool:
 def _move(forward: Graph, backward: Graph, activation: _Activation, shards: tuple[Node, Node], op: FindOp) -> None:
     node, value = activation.node, activation.node.meta["val"]
     behind = node
-    while behind.next.target is operator.getitem:  # other results of the same op
+    while behind.next.target is operator.getitem:  # other items of the same op's results
         behind = behind.next
     with forward.inserting_after(behind):
         host = forward.call_function(op(OFFLOAD), (node, shards[0]))
@@ -259,31 +261,31 @@ register_op(Op(RELOAD, shards=1, fake=_on_device))
 register_op(Op("reload_start", shards=1, fake=_on_device))
 register_op(Op("reload_wait", shards=2, fake=_itself, has_effect=True))
 
-LAUNCH_S = 1e-5  # of a copy, whatever its size
+LAUNCH_S = 1e-5  # seconds per copy, in addition to its size
 
 
 @dataclass(frozen=True)
 class HostCosts:
-    """What decides when activations travel.
+    """Costs of copies between device and host.
 
     Attributes:
-        costs: seconds of a graph's nodes, and the bandwidth of the host.
-        window_bytes: at most so many are on their way where compute waits for copies.
+        costs: seconds of nodes, and bandwidth of the host.
+        window_bytes: bound on bytes in flight if compute waits for copies.
     """
 
     costs: CostModel
     window_bytes: float = float("inf")
 
     def seconds(self, size: int) -> float:
-        """Of one copy."""
+        """Return the seconds of one copy."""
         return size / self.costs.host_bytes_per_s + LAUNCH_S
 
 
-FindOp = Callable[[str], OpOverload]  # an op of ours by its name
+FindOp = Callable[[str], OpOverload]  # returns one of our ops by name
 
 
 def place_offloads(graph: Graph, host: HostCosts, op: FindOp = ops) -> Graph:
-    """Takes ``offload`` and ``reload`` apart into starts and waits, in place."""
+    """Split ``offload`` and ``reload`` into starts and waits, in place."""
     leaving = [node for node in graph.nodes if calls(node, OFFLOAD)]
     coming = [node for node in graph.nodes if calls(node, RELOAD)]
     if leaving:
@@ -298,15 +300,15 @@ def place_offloads(graph: Graph, host: HostCosts, op: FindOp = ops) -> Graph:
 class _Copy:
     node: Node
     size: int
-    over: float  # when it should be
-    last: int  # position of its value's last use
+    over: float  # estimated end
+    last: int  # position of the value's last use
 
 
 def _place_waits(graph: Graph, leaving: list[Node], host: HostCosts, op: FindOp) -> None:
     seconds, nodes = node_seconds(graph, host.costs), list(graph.nodes)
     position = {node: number for number, node in enumerate(nodes)}
     waiting: list[_Copy] = []
-    now = free = 0.0  # the moment, and when the lane of copies has nothing to do any more
+    now = free = 0.0  # time of the current node, and time at which the copy stream is free
 
     def wait(copy: _Copy, before: Node) -> None:
         waiting.remove(copy)
@@ -354,13 +356,13 @@ def _place_starts(graph: Graph, coming: list[Node], host: HostCosts, op: FindOp)
             wait = graph.call_function(op("reload_wait"), (begun, source, shard))
         begun.meta, wait.meta = dict(node.meta), dict(node.meta)
         node.replace_all_uses_with(wait)
-    for node in coming:  # which others may have been put before
+    for node in coming:  # erased last: others may have been inserted before them
         graph.erase_node(node)
 
 
 def _starts(begin: int, used: list[int], sizes: list[int], host: HostCosts, seconds: list[float]) -> list[int]:
-    """The positions before which copies start; found from the last to the first."""
-    clock = [0.0, *accumulate(seconds)]  # when each node begins, if nothing waits
+    """Return the positions before which reloads start, computed from the last to the first."""
+    clock = [0.0, *accumulate(seconds)]  # start of each node if nothing waits
     starts, due = list(used), float("inf")
     for number in reversed(range(len(used))):
         launch = min(due, clock[used[number]]) - host.seconds(sizes[number])
@@ -373,7 +375,10 @@ def _starts(begin: int, used: list[int], sizes: list[int], host: HostCosts, seco
 
 
 def _earliest(number: int, used: list[int], sizes: list[int], window_bytes: float) -> int:
-    """Where there is room for a copy beside those before it; where there never is, as the one before it is used."""
+    """Return the position at which a copy fits into the window with those before it.
+
+    If there is none, return the use of the copy before it.
+    """
     held, first = sizes[number], number
     while first and held + sizes[first - 1] <= window_bytes:
         first -= 1
@@ -382,5 +387,5 @@ def _earliest(number: int, used: list[int], sizes: list[int], window_bytes: floa
 
 
 def _uses(value: Node, position: dict[Node, int]) -> list[int]:
-    """Positions of what reads a value, through views, within the graph."""
+    """Return the positions of readers within the graph, through views."""
     return [position[user] for user in readers(value) if user in position and user.op != "output"]

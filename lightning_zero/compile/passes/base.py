@@ -1,8 +1,7 @@
-"""What a pass is, and the loop that runs passes.
+"""Definition of graph passes, the loop that runs them, and traces of their effect.
 
-A pass takes a forward, backward or inference graph, after partitioning, and returns a graph. It calls no collective,
-touches no device and keeps no state, so that every rank gets the same result from the same graph and a test needs no
-process group.
+A pass takes a partitioned forward, backward or inference graph and returns a graph. It calls no collective, touches no
+device and keeps no state. Equal graphs therefore give equal results on every rank, and tests need no process group.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ class PassSpec:
     """A pass and its contract.
 
     Attributes:
-        name: unique; what schedules and reports call it.
+        name: unique name in schedules and reports.
         apply: the pass.
-        requires: properties that earlier passes must have provided.
+        requires: properties that earlier passes must provide.
         provides: properties that hold afterwards.
         conflicts: properties that must not hold before.
-        version: of a pass of your own: another text whenever it changes, so that graphs it has rewritten may come out
-            of the compiler's cache; None keeps them out.
+        version: of a user's pass: change it whenever the pass changes, so that its graphs may come from the compiler's
+            cache; None disables the cache for them.
     """
 
     name: str
@@ -46,10 +45,10 @@ class PassSpec:
 
 
 def check_contracts(passes: Sequence[PassSpec]) -> set[str]:
-    """What the graph provides after all passes.
+    """Return the properties provided after all passes.
 
     Raises:
-        ValueError: a pass comes before what it requires, or after what it conflicts with.
+        ValueError: a pass precedes what it requires, or follows what it conflicts with.
     """
     held: set[str] = set()
     for spec in passes:
@@ -73,12 +72,14 @@ def run_passes(
     watch: Callable[[PassTrace], None] | None = None,
     check_each: bool = True,
 ) -> Graph:
-    """Runs ``passes`` in order and checks the graph.
+    """Run passes in order and check the graph.
 
     Args:
-        watch: is told what each did, which takes time.
-        check_each: all that torch can check, after each pass, which for a large graph takes as long as the passes
-            themselves; otherwise once, whether nodes read what stands before them.
+        graph: graph to rewrite.
+        passes: passes in order.
+        watch: receives the effect of each pass, which costs time.
+        check_each: lint after each pass, which takes as long as the passes on large graphs. Otherwise check once that
+            nodes read only earlier nodes.
     """
     check_contracts(passes)
     for spec in passes:
@@ -94,7 +95,7 @@ def run_passes(
 
 
 def _in_order(graph: Graph) -> bool:
-    """Whether each node reads what stands before it, and has a name of its own; if not, torch says more."""
+    """Return True if nodes read only earlier nodes and have unique names; lint() explains if not."""
     before: set[Node] = set()
     for node in graph.nodes:
         if not before.issuperset(node.all_input_nodes):
@@ -103,22 +104,22 @@ def _in_order(graph: Graph) -> bool:
     return len({node.name for node in before}) == len(before)
 
 
-CONTEXT_LINES = 2  # of the diff
+CONTEXT_LINES = 2  # lines of the diff
 
 
 @dataclass(frozen=True)
 class PassTrace:
-    """One run of one pass.
+    """Effect of one pass on one graph. It has only text and numbers: a graph would keep its compilation alive.
 
     Attributes:
         name: of the pass.
-        milliseconds: in the pass alone, on the host.
-        nodes: of the graph, afterwards.
-        added: names of nodes that were not there before.
-        removed: names of nodes that are not there any more.
-        changed: names of nodes with another op, other arguments or another result.
-        moved: names of nodes that are the same, but elsewhere among the others.
-        diff: unified, a line for each node; empty where nothing was done.
+        milliseconds: of the pass alone, on the host.
+        nodes: number of nodes afterwards.
+        added: names of new nodes.
+        removed: names of removed nodes.
+        changed: names of nodes with another op, arguments or result.
+        moved: names of equal nodes at another position.
+        diff: unified diff with a line per node; empty without changes.
     """
 
     name: str
@@ -132,7 +133,7 @@ class PassTrace:
 
 
 def trace_pass(graph: Graph, name: str, apply: Callable[[Graph], Graph]) -> tuple[Graph, PassTrace]:
-    """Applies the pass of that name: the graph that it returns, and what it did."""
+    """Apply the pass, and return its graph and its effect."""
     before = dict(format_nodes(graph))
     begun = perf_counter()
     graph = apply(graph)

@@ -1,13 +1,11 @@
-"""Groups gathers that are used one after the other, and starts each group before it is used.
+"""Group gathers into one launch each, start groups before their use, and use resident weights.
 
-One launch for a group costs what one launch for a weight costs, and a large transfer reaches the bandwidth that small
-ones do not. The first groups are small: nothing hides them, and compute begins when the first has arrived. The weights
-of a group arrive in one tensor and are views of it: nothing is copied. By default at most two full groups are in flight
-or in use, next to the small weights, which are gathered at the beginning and kept. See ``prefetch_schedule.py`` for
-when a group is started.
+A large transfer reaches bandwidth that small ones do not. The first groups are small, since nothing hides them. Weights
+of a group arrive in one tensor and are views of it. By default at most two full groups are in flight or in use, in
+addition to small weights, which are gathered first and kept. ``prefetch_schedule.py`` places the starts.
 
-Ranks may compile graphs of the same weights at different times and for batches of different lengths. All must gather
-the same groups in the same order, so a graph follows the plan that the ranks have agreed on, if there is one.
+Groups depend only on weights, their order of use and sizes, and follow the agreed plan if there is one. Ranks may
+compile the same weights at different times for other batch shapes, but must launch equal groups in equal order.
 """
 
 from __future__ import annotations
@@ -66,15 +64,16 @@ def group_gathers(
     costs: CostModel | None = None,
     window_bytes: float | None = None,
 ) -> Graph:
-    """Replaces gathers by groups, in place.
+    """Replace gathers by groups, in place.
 
     Args:
-        world_size: number of shards that make a weight.
-        limits: how large the groups get.
-        ahead: a group is started when the one that comes ``ahead`` before it is first waited for.
-        agreed: plans of graphs that ran before; one for the same weights is followed.
-        costs: estimates by which groups are started earlier or later than ``ahead`` says.
-        window_bytes: earlier only while at most so many bytes of groups are in flight or in use; by default two groups.
+        graph: the graph.
+        world_size: number of shards of each weight.
+        limits: bounds on group sizes.
+        ahead: a group starts at the first wait of the group this many groups earlier.
+        agreed_plans: plans of earlier graphs; one for the same weights is followed.
+        costs: estimates that start groups earlier or later.
+        window_bytes: bound on bytes of groups in flight or in use for earlier starts; None for two groups.
     """
     nodes = gathers(graph)
     if not nodes:
@@ -87,8 +86,8 @@ def group_gathers(
         groups = [*_by_dtype(small), *split_into_groups(large, limit, size_of, _kind, limits.first)]
     at_once = [all(size_of(node) <= limits.small_bytes for node in group) for group in groups]
     budget = None
-    # Launches of weights that stay until the step lie in between. The order of all launches must be the same on every
-    # rank, so it may not depend on estimates: those groups and these are started one group ahead.
+    # Resident launches are interleaved. Launch order must be equal on all ranks and cannot depend on estimates, so both
+    # kinds start one group ahead.
     if costs is not None and not graph.find_nodes(op="call_function", target=ops("resident_start")):
         sizes = [sum(_padded(node, world_size) * dtype_of(node).itemsize for node in group) for group in groups]
         budget = PrefetchBudget(costs, sizes, 2 * limit if window_bytes is None else window_bytes)
@@ -127,7 +126,7 @@ def _start(graph: Graph, group: Group, memory: FakeBuffer, before: Node) -> Node
 def _use(
     graph: Graph, views: NodeReplacer, group: Group, memory: FakeBuffer, start: Node, before: Node, world_size: int
 ) -> None:
-    """Waits for a group before its first use, and makes each weight a view of it."""
+    """Wait for a group before its first use, and make each weight a view of it."""
     with graph.inserting_before(before):
         ready = graph.call_function(wait_tensor, (start,))
     ready.meta["val"] = start.meta["val"]
@@ -146,12 +145,12 @@ def _use(
 
 
 def _padded(node: Node, world_size: int) -> int:
-    """Elements of a gathered weight, as it arrives."""
+    """Return the number of elements of a gathered weight with padding."""
     return world_size * int(shard_of(node).meta["val"].numel())
 
 
 def _kept(node: Node) -> bool:
-    """Whether the graph returns the weight: then all that lies in the same memory lives until backward."""
+    """Return True if the graph returns the weight, so that its group's memory lives until backward."""
     return any(user.op == "output" for user in readers(node))
 
 
@@ -164,13 +163,13 @@ Group = list[Node]
 
 @dataclass(frozen=True)
 class GroupLimits:
-    """How large groups of gathers get.
+    """Bounds on the size of groups of gathers.
 
     Attributes:
-        group_bytes: at most so many bytes in a group; a larger weight is a group of its own.
-        small_bytes: weights of at most this size are gathered together at the beginning of a graph.
-        parts: smaller groups where a graph gathers little: about this many for the whole graph.
-        first: shares of a group's bytes that the first groups may have, see :func:`split_into_groups`.
+        group_bytes: bound on bytes per group; a larger weight is a group of its own.
+        small_bytes: weights up to this size are gathered together at the beginning.
+        parts: minimum number of groups, for graphs with few weights.
+        first: shares of the bound for the first groups, see :func:`split_into_groups`.
     """
 
     group_bytes: int
@@ -179,7 +178,7 @@ class GroupLimits:
     first: tuple[float, ...] = ()
 
     def max_group_bytes(self, sizes: Iterable[int]) -> int:
-        """What a group of a graph that gathers weights of these sizes may hold."""
+        """Return the bound in bytes for groups of weights of these sizes."""
         return max_group_bytes(sizes, self.group_bytes, self.parts)
 
 
@@ -190,9 +189,14 @@ def split_into_groups(
     kind: Callable[[Node], Any] = lambda node: None,
     first: Sequence[float] = (),
 ) -> list[Group]:
-    """Cuts a list of nodes into groups of one kind and at most ``limit`` bytes; a larger node is alone.
+    """Split nodes into groups of one kind and at most ``limit`` bytes; a larger node is alone.
 
-    ``first``: shares of ``limit`` that hold for the first groups instead, one after the other; 0 for a single node.
+    Args:
+        nodes: in order.
+        limit: bytes.
+        size: returns the bytes of a node.
+        kind: groups contain nodes of one kind.
+        first: shares of ``limit`` for the first groups; 0 for a single node.
     """
     groups: list[Group] = []
     held, most = 0, 0.0
@@ -207,16 +211,20 @@ def split_into_groups(
 
 
 def max_group_bytes(sizes: Iterable[int], group_bytes: int, parts: int) -> int:
-    """What a group of a graph may hold: ``group_bytes``, or less for about ``parts`` groups where there is little."""
+    """Return ``group_bytes``, or less to get about ``parts`` groups."""
     return min(group_bytes, max(sum(sizes) // parts, 1))
 
 
 def groups_of_plan(
     graph: Graph, nodes: Sequence[Node], agreed_plans: Sequence[GraphPlan], resident: bool
 ) -> list[Group] | None:
-    """The groups of exactly these weights in a plan that ranks have agreed on, or None when there is none.
+    """Return the groups of exactly these weights in an agreed plan; None without such a plan.
 
-    ``resident``: of the weights that stay until the optimizer steps, otherwise of the others.
+    Args:
+        graph: its kind must match the plan's.
+        nodes: gathers.
+        agreed_plans: plans of earlier graphs.
+        resident: True for weights kept until the optimizer step.
     """
     mine = Counter((weight_name(node), dtype_name(dtype_of(node))) for node in nodes)
     for plan in agreed_plans:
@@ -231,19 +239,19 @@ def groups_of_plan(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"bfloat16"``"""
+    """Return for example ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(node: Node) -> torch.dtype:
-    """That a gather gathers in."""
+    """Return the dtype of a gather."""
     dtype = node.args[2]
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def size_of(node: Node) -> int:
-    """Bytes of a gathered weight, without padding."""
+    """Return the bytes of a gathered weight without padding."""
     return nbytes(node.meta["val"])
 
 
@@ -252,14 +260,19 @@ register_op(Op("resident_wait", shards=1, fake=no_result, has_effect=True))
 
 
 def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed_plans: Sequence[GraphPlan] = ()) -> Graph:
-    """``gather(shard, shape, dtype, resident)`` becomes ``resident``, in place, behind calls that see to it that it is
-    filled.
+    """Replace ``gather(shard, shape, dtype, resident)`` by ``resident``, in place, after ops that fill it.
 
-    One in a narrower dtype than the memory's becomes a cast of it, as an embedding's that is tied to the head; one in a
-    wider dtype stays a gather. Arguments: see :func:`group_gathers`; of the limits,
-    small weights and first groups do not matter here: nobody waits for what is there already.
+    The resident memory is a graph input. The first forward after a step fills it, one group ahead; later the ops do
+    nothing. A gather in a narrower dtype becomes a cast of it (an embedding tied to the head); one in a wider dtype
+    stays.
+
+    Args:
+        graph: the graph.
+        limits: bounds on group sizes; small and first groups do not apply.
+        ahead: see :func:`group_gathers`.
+        agreed_plans: see :func:`group_gathers`.
     """
-    firsts: dict[Node, Node] = {}  # memory -> its first reader
+    firsts: dict[Node, Node] = {}  # maps memory to its first reader
     for node in gathers(graph):
         node = _in_memory_dtype(graph, node)
         resident = _resident_memory(node)
@@ -292,7 +305,7 @@ def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed_plans
 
 
 def _in_memory_dtype(graph: Graph, node: Node) -> Node:
-    """A gather in the dtype of the weight's memory; where that is wider, with a cast behind it in place of ``node``."""
+    """Return a gather in the dtype of the resident memory, followed by a cast if that is wider."""
     memory = _resident_memory(node)
     own = dtype_of(node)
     if memory is None:
@@ -303,7 +316,7 @@ def _in_memory_dtype(graph: Graph, node: Node) -> Node:
     shard, shape, _, resident = node.args
     with graph.inserting_before(node):
         wide = graph.call_function(ops("gather"), (shard, shape, held, resident))
-        # Behind decompositions, where Inductor takes no other.
+        # After decompositions Inductor accepts no other cast.
         cast = graph.call_function(torch.ops.prims.convert_element_type.default, (wide, own))
     wide.meta, cast.meta = dict(node.meta), {"val": node.meta["val"]}
     wide.meta["val"] = node.meta["val"].new_empty(node.meta["val"].shape, dtype=held)

@@ -1,4 +1,4 @@
-"""Graph passes: pure functions from a graph to a graph, run in the order given."""
+"""The default passes and their contracts."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_zero.compile.passes.saved_weights import SavedLimits
 __all__ = ["MINIMAL_PASSES", "PassSpec", "default_passes", "offload_limits", "run_passes", "saved_limits"]
 
 PUBLISH_PLAN = PassSpec(
-    "publish_plan", publish_plan, requires=frozenset({"started", "handed over"}), provides=frozenset({"announced"})
+    "publish_plan", publish_plan, requires=frozenset({"started", "enqueued"}), provides=frozenset({"published"})
 )
-ENQUEUE_GRADIENTS = PassSpec("enqueue_gradients", enqueue_gradients, provides=frozenset({"handed over"}))
+ENQUEUE_GRADIENTS = PassSpec("enqueue_gradients", enqueue_gradients, provides=frozenset({"enqueued"}))
 
-ZERO_COPY_GRADIENTS = PassSpec("zero_copy_gradients", zero_copy_gradients, requires=frozenset({"handed over"}))
+ZERO_COPY_GRADIENTS = PassSpec("zero_copy_gradients", zero_copy_gradients, requires=frozenset({"enqueued"}))
 
 MINIMAL_PASSES = (
     PassSpec("split_gathers", split_gathers, provides=frozenset({"started"}), conflicts=frozenset({"started"})),
@@ -31,7 +31,7 @@ MINIMAL_PASSES = (
 
 
 def saved_limits(context: PassContext) -> SavedLimits:
-    """What a graph keeps of its weights for backward."""
+    """Return the limits on weights that a graph keeps for backward."""
     config = context.config
     return SavedLimits(
         context.small_bytes,
@@ -43,7 +43,7 @@ def saved_limits(context: PassContext) -> SavedLimits:
 
 
 def offload_limits(context: PassContext) -> OffloadLimits | None:
-    """What leaves for the host between a graph's forward and its backward."""
+    """Return the limits on activations to offload; None if disabled."""
     config = context.config
     if not config.offload_activations:
         return None
@@ -52,13 +52,13 @@ def offload_limits(context: PassContext) -> OffloadLimits | None:
 
 
 def _host_costs(context: PassContext) -> HostCosts:
-    hidden = context.config.offload_activations_mb is None  # what leaves was chosen so that nobody waits
+    hidden = context.config.offload_activations_mb is None  # only copies that compute hides were chosen
     window = float("inf") if hidden else MAX_OFFLOAD_BYTES_IN_FLIGHT
     return HostCosts(context.costs, window)
 
 
 def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
-    """The passes for these options: without ``prefetch`` each weight is gathered by itself, where it is used."""
+    """Return the passes for these options; without ``prefetch`` each weight is gathered alone at its use."""
     config = context.config
     if not config.prefetch:
         return MINIMAL_PASSES
@@ -88,12 +88,12 @@ def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
             conflicts=unstarted,
         ),
         PassSpec("group_gathers", group, requires=frozenset({"ordered"}), provides=unstarted, conflicts=unstarted),
-        PassSpec("merge_reduces", merge_reduces, conflicts=frozenset({"handed over"})),
+        PassSpec("merge_reduces", merge_reduces, conflicts=frozenset({"enqueued"})),
         ENQUEUE_GRADIENTS,
         PassSpec(
             "group_reduces",
             partial(group_reduces, group_bytes=int(config.reduce_group_mb * 2**20), parts=GROUPS_PER_GRAPH),
-            requires=frozenset({"handed over"}),
+            requires=frozenset({"enqueued"}),
         ),
         *([ZERO_COPY_GRADIENTS] if context.zero_copy_gradients else []),
         *([_place(context)] if config.offload_activations else []),
@@ -107,12 +107,12 @@ def _place(context: PassContext) -> PassSpec:
     return PassSpec(
         "place_offloads",
         partial(place_offloads, host=_host_costs(context)),
-        requires=frozenset({"started", "handed over"}),
-        conflicts=frozenset({"announced"}),
+        requires=frozenset({"started", "enqueued"}),
+        conflicts=frozenset({"published"}),
     )
 
 
-# Nothing hides the first groups of a graph: the weight that is needed first comes alone, and the next ones in groups
-# that grow to full size, so that compute begins early and waits for little at a time. Two of each size: compute with a
-# group takes little longer than its transfer, and must win a lead before it can hide a larger one.
+# Nothing hides the first groups of a graph. The first weight comes alone and the next groups grow, so that compute
+# begins early. There are two of each size: compute takes little longer than a transfer and must gain a lead before a
+# larger one.
 FIRST_GROUPS = (0.0, 1 / 8, 1 / 8, 1 / 4, 1 / 4, 1 / 2, 1 / 2)

@@ -1,9 +1,4 @@
-"""Splits each gather into a start and a wait.
-
-The start launches the all-gather and returns the weight's memory; the wait makes the compute stream wait for it.
-Nothing is moved
-here: passes that start gathers earlier move the starts.
-"""
+"""Passes on single gathers and reduces before grouping: split, sink, share, merge, and fuse casts."""
 
 from __future__ import annotations
 
@@ -21,7 +16,10 @@ __all__ = ["fuse_casts", "merge_reduces", "share_gathers", "sink", "sink_gathers
 
 
 def split_gathers(graph: Graph) -> Graph:
-    """``w = gather(s)`` becomes ``f = gather_start(s); w = wait_tensor(f)``, in place."""
+    """Replace ``w = gather(s)`` by ``f = gather_start(s); w = wait_tensor(f)``, in place.
+
+    The start launches the all-gather and returns the weight's memory; the compute stream waits at ``wait_tensor``.
+    """
     waits = NodeReplacer(graph)
     for node in gathers(graph):
         with graph.inserting_before(node):
@@ -35,12 +33,15 @@ def split_gathers(graph: Graph) -> Graph:
 
 
 def sink_gathers(graph: Graph) -> Graph:
-    """Reorders nodes in place; what is computed stays the same."""
+    """Move each gather, with views and casts, to the weight's first use, in place.
+
+    The partitioner orders recomputed nodes arbitrarily. Later passes rely on gathers in order of use.
+    """
     return sink(graph, gathers(graph))
 
 
 def sink(graph: Graph, nodes: Sequence[Node]) -> Graph:
-    """The same for some nodes."""
+    """Move these nodes, with views and casts, to their first use."""
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in nodes:
         chain, first = _chain_and_first_use(node, position)
@@ -52,8 +53,7 @@ def sink(graph: Graph, nodes: Sequence[Node]) -> Graph:
 
 
 def _chain_and_first_use(node: Node, position: dict[Node, int]) -> tuple[list[Node], Node | None]:
-    """The gather and everything that only reshapes or casts it, in order, and the first node that uses any of them for
-    real."""
+    """Return a node with the views and casts of it in order, and the first other user."""
     chain, uses = {node: None}, []
     pending = [node]
     while pending:
@@ -70,11 +70,14 @@ def _chain_and_first_use(node: Node, position: dict[Node, int]) -> tuple[list[No
 
 
 def share_gathers(graph: Graph, within_bytes: int, small_bytes: int) -> Graph:
-    """Replaces a gather by an earlier one of the same weight in the same dtype, in place.
+    """Replace a gather by an earlier one of the same weight and dtype, in place.
+
+    A tied weight that is used much later is gathered again, since keeping it would cost memory.
 
     Args:
-        within_bytes: when at most so many bytes of other weights are gathered in between.
-        small_bytes: weights of at most this size are shared however far apart; they are kept anyway.
+        graph: the graph.
+        within_bytes: bound on bytes of other weights gathered in between.
+        small_bytes: weights up to this size are always shared; they are kept anyway.
     """
     latest: dict[tuple[object, ...], tuple[Node, int]] = {}
     travelled = 0
@@ -93,9 +96,11 @@ def share_gathers(graph: Graph, within_bytes: int, small_bytes: int) -> Graph:
 
 
 def merge_reduces(graph: Graph) -> Graph:
-    """``reduce(a, s); reduce(b, s)`` becomes ``reduce(a + b, s)``, in place, when nothing else is reduced in between.
+    """Replace ``reduce(a, s); reduce(b, s)`` by ``reduce(a + b, s)``, in place.
 
-    Only gradients of one dtype: a sum in the wider one would make a copy.
+    No other reduce may be in between.
+
+    Gradients must have one dtype; a sum in the wider one would need a copy.
     """
     position = {node: number for number, node in enumerate(graph.nodes)}
     previous: Node | None = None
@@ -126,9 +131,10 @@ def _dtype(node: Node) -> torch.dtype:
 
 
 def fuse_casts(graph: Graph) -> Graph:
-    """``cast(gather(s, shape, wide), narrow)`` becomes ``gather(s, shape, narrow)``, in place.
+    """Replace ``cast(gather(s, shape, wide), narrow)`` by ``gather(s, shape, narrow)``, in place.
 
-    A weight that is used in both dtypes (an embedding tied to the head) is gathered in both.
+    Under autocast this halves the transfer. The executor has low-precision shards ready, written once per step. A
+    weight used in both dtypes (an embedding tied to the head) is gathered in both.
     """
     casts, wide = NodeReplacer(graph), gathers(graph)
     for node in wide:
@@ -154,7 +160,7 @@ def fuse_casts(graph: Graph) -> Graph:
 
 
 def _cast_before_permuting(graph: Graph, gather: Node) -> None:
-    """``cast(permute(gather))``, a ``channels_last`` weight's, becomes ``permute(cast(gather))``."""
+    """Replace ``cast(permute(gather))`` of a ``channels_last`` weight by ``permute(cast(gather))``."""
     for permute in [user for user in gather.users if user.target is torch.ops.aten.permute.default]:
         for cast in [user for user in permute.users if cast_dtype(user) is not None]:
             with graph.inserting_before(cast):

@@ -1,4 +1,4 @@
-"""Gradients belong to the executor: backward graphs hand them over, and return none to autograd."""
+"""Pass gradients to the executor's reduce buckets instead of returning them to autograd."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ register_op(reduce_op("reduce_release"))
 
 
 def enqueue_gradients(graph: Graph) -> Graph:
-    """``g = reduce(grad, s); return (..., g)`` becomes ``reduce_add(grad, s); return (..., None)``, in place.
+    """Enqueue gradients of reduces instead of returning them, in place.
 
-    A cast of the gradient to a wider dtype is left out: the executor casts while it copies.
+    ``g = reduce(grad, s); return (..., g)`` becomes ``reduce_add(grad, s); return (..., None)``.
 
-    A tied weight's gradients may be added up before they are returned: ``g = a + b`` of two reduces. Both are handed
-    over; the sum of the placeholders they return is dropped.
+    A widening cast of the gradient is removed, since the executor casts while it copies. Gradients of a tied weight may
+    be summed before they are returned (``g = a + b`` of two reduces): both are enqueued and the sum is dropped.
     """
     handed = reduces(graph)
     if not handed:
         return graph
     ours, made = set(handed), list(handed)
-    for node in made:  # which grows
+    for node in made:  # the list grows
         for user in node.users:
             if user.op == "call_function" and user not in ours and ours.issuperset(user.all_input_nodes):
                 ours.add(user)
@@ -66,11 +66,12 @@ def enqueue_gradients(graph: Graph) -> Graph:
 
 
 def group_reduces(graph: Graph, group_bytes: int, parts: int) -> Graph:
-    """Hands gradients over several at a time, in place: one call of the host for a block of the model.
+    """Enqueue several gradients at once, in place, to save launches by the host.
 
     Args:
-        group_bytes: at most so many bytes of gradients wait for the last of their group.
-        parts: smaller groups where there are few gradients: about this many for the whole graph.
+        graph: the graph.
+        group_bytes: bound on bytes of gradients that wait for the last of their group.
+        parts: minimum number of groups, for graphs with few gradients.
     """
     nodes = graph.find_nodes(op="call_function", target=ops("reduce_add"))
     limit = min(group_bytes, sum(map(_bytes, nodes)) // parts)
@@ -89,11 +90,11 @@ def group_reduces(graph: Graph, group_bytes: int, parts: int) -> Graph:
 
 
 def zero_copy_gradients(graph: Graph, in_flight: int = 2) -> Graph:
-    """Lets the executor read gradients where they lie, in place: none of what it is given is used for something else
-    before it says so. For that, each group of gradients is named once more, by ``reduce_release``, when ``in_flight``
-    later ones have been handed over, or at the end.
+    """Let the executor send gradients from the graph's memory without a copy, in place.
 
-    Only for results of matrix products: the code generator may compute others anew for each use, elsewhere in memory.
+    The memory must not be reused before the executor has read it. ``reduce_release`` keeps each group alive until
+    ``in_flight`` later groups were enqueued, or until the end. This works only for results of matrix products: Inductor
+    may recompute other values at each use, at another address.
     """
     groups: list[tuple[list[Node], list[Node]]] = []
     for node in nodes_in_role(graph, Role.REDUCE):
@@ -140,7 +141,7 @@ def _bytes(node: Node) -> int:
 def _skip_widening(node: Node) -> None:
     grad = node.args[0]
     assert isinstance(grad, Node)
-    # A channels_last weight's gradient is permuted behind the cast.
+    # A channels_last gradient is permuted after the cast.
     permute = grad if grad.target is torch.ops.aten.permute.default else None
     cast = grad if permute is None else permute.args[0]
     assert isinstance(cast, Node)

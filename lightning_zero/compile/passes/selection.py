@@ -1,4 +1,4 @@
-"""Which passes graphs go through: the default ones, or those that a user chooses, without those switched off."""
+"""Select the passes of graphs: default or chosen ones without disabled ones, and schedules by step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["PassSelection", "Schedule", "check_names", "check_passes"]
 
 
 class PassSelection:
-    """One engine's; the same on every rank.
+    """Pass selection of one engine, equal on all ranks.
 
-    The default passes follow from a :class:`~lightning_zero.compile.context.PassContext`, so they are given each time.
+    Default passes depend on a :class:`~lightning_zero.compile.context.PassContext`, so callers supply them.
     """
 
     def __init__(self) -> None:
@@ -24,59 +24,59 @@ class PassSelection:
 
     @property
     def key(self) -> Hashable:
-        """Another one for other passes."""
+        """Return a key that differs for other selections."""
         return self._chosen, self._disabled
 
     def known(self, default: Sequence[PassSpec]) -> dict[str, PassSpec]:
-        """All passes that can be chosen, by name."""
+        """Return all available passes by name."""
         return {spec.name: spec for spec in (*MINIMAL_PASSES, *default)} | self._registered
 
     def passes(self, default: Sequence[PassSpec]) -> list[PassSpec]:
-        """What the next graph goes through, in order."""
+        """Return the passes of the next graph, in order."""
         known = self.known(default)
         chosen = default if self._chosen is None else [known[name] for name in self._chosen]
         return [spec for spec in chosen if spec.name not in self._disabled]
 
     @property
     def has_own(self) -> bool:
-        """Whether a user has made passes known."""
+        """Return True if a user has registered passes."""
         return bool(self._registered)
 
     @property
     def unversioned(self) -> set[str]:
-        """Names of users' passes whose results must not come out of a cache: nobody says when they change."""
+        """Return names of user passes without a version, whose graphs must not come from a cache."""
         return {spec.name for spec in self._registered.values() if spec.version is None}
 
     def register(self, spec: PassSpec, default: Sequence[PassSpec]) -> None:
-        """Makes a user's pass known.
+        """Register a user pass.
 
         Raises:
-            ValueError: there is a pass of that name.
+            ValueError: a pass of that name exists.
         """
         if self.known(default).get(spec.name, spec) != spec:
             raise ValueError(f"There is a pass named {spec.name!r} already. Give yours another name.")
         self._registered[spec.name] = spec
 
     def use(self, names: Sequence[str] | None, default: Sequence[PassSpec]) -> bool:
-        """Chooses these passes, or the default ones for None. Whether that changes anything.
+        """Choose these passes, or the default ones for None, and return True if that changes anything.
 
         Raises:
-            ValueError: see :func:`check_passes`, of the names, and of what is left without those switched off.
+            ValueError: see :func:`check_passes`, for the passes that are not disabled.
         """
         chosen = None if names is None else check_passes(names, self.known(default))
         return self._change(chosen, self._disabled, default)
 
     def disable(self, names: Sequence[str], default: Sequence[PassSpec]) -> bool:
-        """Switches these passes off, wherever they are chosen, and all others on again. Whether that changes anything.
+        """Disable these passes, enable all others, and return True if that changes anything.
 
         Raises:
-            ValueError: an unknown name, or others could not run without them; see :func:`check_passes`.
+            ValueError: an unknown name, or other passes require them; see :func:`check_passes`.
         """
         disabled = frozenset(check_names(names, self.known(default)))
         return self._change(self._chosen, disabled, default)
 
     def check(self, default: Sequence[PassSpec]) -> None:
-        """Whether what is chosen and switched off goes together with other default passes, those of other options.
+        """Check the selection against other default passes.
 
         Raises:
             ValueError: see :func:`check_passes`.
@@ -101,17 +101,17 @@ class PassSelection:
             raise ValueError(f"Graphs cannot do without {', '.join(map(repr, off))}: {error}") from error
 
 
-# What a graph needs to run at all, and who gives it.
-FINISHED = {"started": "group_gathers", "handed over": "enqueue_gradients", "announced": "publish_plan"}
+# Properties that a graph needs to run, and the passes that provide them.
+FINISHED = {"started": "group_gathers", "enqueued": "enqueue_gradients", "published": "publish_plan"}
 
 Names = tuple[str, ...]
 
 
 def check_names(names: Sequence[str], known: Mapping[str, PassSpec]) -> Names:
-    """The names, when all of them are known.
+    """Return the names if all are known.
 
     Raises:
-        ValueError: no list of names, or an unknown one.
+        ValueError: not a list of names, or an unknown one.
     """
     if isinstance(names, str) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"Passes must be a list of names, not {names!r}. Choose from {', '.join(known)}.")
@@ -125,10 +125,10 @@ def check_names(names: Sequence[str], known: Mapping[str, PassSpec]) -> Names:
 
 
 def check_passes(names: Sequence[str], known: Mapping[str, PassSpec]) -> Names:
-    """The names, when these passes can run in this order.
+    """Return the names if these passes can run in this order.
 
     Raises:
-        ValueError: see :func:`check_names`; a pass twice, a broken contract, or a graph that would be left unfinished.
+        ValueError: see :func:`check_names`; a duplicate, a broken contract, or an incomplete graph.
     """
     check_names(names, known)
     twice = [name for name in names if names.count(name) > 1]
@@ -148,16 +148,19 @@ def _givers(missing: set[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Pairs of a step and the passes that apply from it on; None for the default ones. Before the first, too."""
+    """Pairs of a step and the passes from that step on; None for the default ones.
+
+    The default passes apply before the first step.
+    """
 
     entries: tuple[tuple[int, Names | None], ...]
 
     @classmethod
     def of(cls, entries: Sequence[tuple[int, Sequence[str] | None]], known: Mapping[str, PassSpec]) -> Schedule:
-        """Checks ``[(step, names), ...]``.
+        """Check ``[(step, names), ...]`` and return a schedule.
 
         Raises:
-            ValueError: steps that are no growing numbers from 0 on, or see :func:`check_passes`.
+            ValueError: steps are not increasing numbers from 0 on; see :func:`check_passes`.
         """
         checked: list[tuple[int, Names | None]] = []
         for entry in entries:
@@ -172,7 +175,7 @@ class Schedule:
         return cls(tuple(checked))
 
     def at(self, step: int) -> Names | None:
-        """The passes that apply at a step."""
+        """Return the passes of a step."""
         names: Names | None = None
         for begin, chosen in self.entries:
             if begin <= step:

@@ -1,4 +1,4 @@
-"""Compiles once what repeats: a graph is cut where its layers are, and equal pieces are compiled once."""
+"""Subgraphs: cut graphs into repeated parts, and compile each distinct part once."""
 
 from lightning_zero.compile.async_compile import DeferredKernels
 from lightning_zero.compile.subgraphs.compile_subgraphs import StrideMismatch, SubgraphCache, fix_strides, lower

@@ -1,4 +1,8 @@
-"""Compiles a graph by its pieces, each of which is compiled once, however often it occurs."""
+"""Compile the subgraphs of a graph, each distinct one once.
+
+Inductor's graph passes change layouts (padded matrix products) without updating later nodes. A whole graph is not
+affected, but subgraphs are compiled for the recorded strides, so these are fixed first and checked afterwards.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +30,11 @@ __all__ = ["StrideMismatch", "SubgraphCache", "check_strides", "fix_strides", "l
 
 
 class SubgraphCache:
-    """Pieces that have been compiled, for other graphs that have the same: those of a plan that is made again, or of an
-    evaluation.
+    """Compiled subgraphs, shared with later graphs, such as those of a new plan or of evaluation.
 
     Attributes:
-        compiled: how many.
-        found: how often a piece had been compiled before.
+        compiled: number of compiled subgraphs.
+        found: number of cache hits.
     """
 
     def __init__(self) -> None:
@@ -41,8 +44,7 @@ class SubgraphCache:
         self.compiled = self.found = 0
 
     def number(self, thing: Any) -> int:
-        """Of something that no text describes. Not its id: a later graph's would get that of one that is gone, and run
-        its piece."""
+        """Return a unique number of an object that no text describes; ids may be reused by later objects."""
         if thing not in self._numbers:
             self._numbers[thing] = next(self._count)
         return self._numbers[thing]
@@ -63,17 +65,17 @@ def lower(
     steps: Sequence[Subgraph | Node],
     **settings: Any,
 ) -> SubgraphProgram:
-    """What a graph that was cut does, as code.
+    """Compile a cut graph and return its program.
 
     Args:
         module: the whole graph.
-        cache: of pieces.
-        kernels: of the pieces, which have to be finished before they run.
-        steps: by :func:`~lightning_zero.compile.subgraphs.cut.cut`.
-        settings: for Inductor, as it gives them to what compiles a graph.
+        cache: compiled subgraphs.
+        kernels: kernels to finish before the program runs.
+        steps: result of :func:`~lightning_zero.compile.subgraphs.cut.cut`.
+        settings: Inductor's arguments for compiling a graph.
 
     Raises:
-        StrideMismatch: pieces would not go together.
+        StrideMismatch: subgraphs do not fit together.
     """
     settings = {**settings, "static_input_idxs": ()}
     with kernels.defer():
@@ -85,7 +87,7 @@ def _compiled(
     module: GraphModule, subgraph: Subgraph, cache: SubgraphCache, settings: dict[str, Any], kernels: DeferredKernels
 ) -> Compiled:
     def make() -> Compiled:
-        # What a piece returns is read by others, who were told its strides.
+        # Other subgraphs were compiled for the strides of these results.
         output_node(subgraph.graph).meta[USER_VISIBLE_OUTPUTS] = list(range(len(subgraph.outputs)))
         inputs = [node.meta["val"] for node in subgraph.graph.find_nodes(op="placeholder")]
         compiled = compile_subgraph(GraphModule(module, subgraph.graph), inputs, settings)
@@ -99,7 +101,7 @@ def _compiled(
 def _fingerprint(
     module: GraphModule, subgraph: Subgraph, settings: dict[str, Any], number_of: Callable[[Any], int]
 ) -> Hashable:
-    """Equal for pieces that do the same with the same layouts, whatever their nodes are called."""
+    """Return a key that is equal for subgraphs of equal effect and layouts, regardless of names."""
     seen = subgraph.signatures
     names = {node: number for number, node in enumerate([*subgraph.inputs, *subgraph.steps])}
     does: list[Hashable] = [str(sorted((key, settings.get(key)) for key in ("is_backward", "is_inference")))]
@@ -115,14 +117,14 @@ _aten = torch.ops.aten
 
 
 def fix_strides(graph: Graph, inputs: Sequence[Any]) -> None:
-    """Notes the strides that views, and what is made from them, really have.
+    """Record the strides that views, and values computed from them, really have.
 
     Args:
-        graph: whose nodes' ``meta["val"]`` are mended in place. A view that cannot be one any more becomes a reshape.
-        inputs: of the graph, as fake tensors, numbers and symbols, with their strides.
+        graph: its ``meta["val"]`` are fixed in place. A view that cannot be a view any more becomes a reshape.
+        inputs: fake tensors, numbers and symbols with their strides.
     """
     changed: set[Node] = set()
-    right: set[Hashable] = set()  # views as they are noted; equal layers have equal ones
+    right: set[Hashable] = set()  # views with correct strides; equal layers have equal ones
     seen, views = NodeSignatures(), nodes_where(graph.nodes, is_view)
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         _note(node, value, changed)
@@ -139,11 +141,11 @@ def fix_strides(graph: Graph, inputs: Sequence[Any]) -> None:
 
 
 def check_strides(compiled: Any, outputs: Sequence[Any]) -> None:
-    """Raises :class:`StrideMismatch` where the results of a compiled piece are not as was noted.
+    """Raise :class:`StrideMismatch` if results of a compiled subgraph differ from the recorded strides.
 
     Args:
-        compiled: what Inductor made.
-        outputs: of the piece, as noted.
+        compiled: Inductor's result.
+        outputs: recorded values of the subgraph's outputs.
     """
     made = getattr(compiled, "output_strides", None) or [None] * len(outputs)
     for strides, value in zip(made, outputs, strict=True):
@@ -151,18 +153,18 @@ def check_strides(compiled: Any, outputs: Sequence[Any]) -> None:
             continue
         noted = [str(stride) for size, stride in zip(value.shape, value.stride(), strict=True) if str(size) != "1"]
         found = [str(stride) for size, stride in zip(value.shape, strides, strict=True) if str(size) != "1"]
-        # Symbols may be written in other ways.
+        # Symbols may be written differently.
         known = [pair for pair in zip(noted, found, strict=True) if all(stride.isdecimal() for stride in pair)]
         if any(one != other for one, other in known):
-            raise StrideMismatch(f"strides of a result are {found}, and others were told {noted}")
+            raise StrideMismatch(f"a result has strides {found} instead of {noted}")
 
 
 class StrideMismatch(Exception):
-    """Inductor has chosen a layout for a piece's result that nobody expects."""
+    """Inductor has chosen an unexpected layout for a subgraph's result."""
 
 
 def _is_known(node: Node) -> bool:
-    """Whether running it with fake tensors tells its strides, and does nothing else."""
+    """Return True if running the node on fake tensors gives its strides and has no other effect."""
     target = node.target
     if any("val" not in part.meta for part in (node, *node.all_input_nodes)):
         return False
@@ -174,7 +176,7 @@ def _is_known(node: Node) -> bool:
 
 
 def _is_copy(target: OpOverload) -> bool:
-    """Whether it is an op of ours that copies a tensor as it lies in memory."""
+    """Return True if the op is ours and copies a tensor with its layout."""
     op = find_op(target)
     return op is not None and op.name in ("offload", "offload_start", "reload", "reload_start")
 
@@ -203,5 +205,5 @@ def _note(node: Node, value: Any, changed: set[Node]) -> None:
 
 
 def _strides(value: Any) -> str:
-    # By text: comparing symbols would add guards.
+    # Comparing symbols would add guards.
     return str(value.stride() if isinstance(value, Tensor) else [tensor.stride() for tensor in tensors_of(value)])

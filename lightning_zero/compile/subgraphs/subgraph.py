@@ -1,4 +1,4 @@
-"""What tells a node of a graph from others: found once for each node, however many steps of cutting ask for it."""
+"""A part of a graph as a graph of its own, and node signatures that compare such parts."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lightning_zero.profiling.tensors import tensors_of
 __all__ = ["NodeSignatures", "Subgraph", "make_subgraph", "shape", "signature", "symbol_inputs"]
 
 
-# Stands where a node is read; an argument that is a text with it in it is looked at once more, for nothing.
+# Replaces a node in the text of arguments. A string argument that contains it only costs a second check.
 _READ = "<- "
 
 
 class NodeSignatures(dict[Node, tuple[str, str, str]]):
-    """By node: equal for nodes that do the same with inputs of the same sizes, wherever these come from.
+    """Target, arguments and layout of each node: equal for nodes of equal effect on inputs of equal sizes.
 
-    Holds for as long as nobody changes what nodes read, or what is noted of their values.
+    Valid while inputs and recorded values of the nodes do not change.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._shapes = _Shapes()
-        self._targets: dict[int, str] = {}  # by id: the nodes are there for as long
+        self._targets: dict[int, str] = {}  # by id; the nodes keep the targets alive
 
     def __missing__(self, node: Node) -> tuple[str, str, str]:
         key = id(node.target)
@@ -42,10 +42,11 @@ class NodeSignatures(dict[Node, tuple[str, str, str]]):
         return found
 
     def value(self, node: Node, number_of: Callable[[Any], int]) -> Hashable:
-        """What of a node's value the code goes by that is generated for whatever reads it.
+        """Return the properties of a value that generated code depends on.
 
         Args:
-            number_of: gives numbers to what no text describes, see :class:`~.lower.SubgraphCache`.
+            node: its value is described.
+            number_of: numbers objects without a text, see :class:`~.compile_subgraphs.SubgraphCache`.
         """
         noted = self._shapes[node]
         if node in self._shapes.symbolic:
@@ -57,25 +58,26 @@ class NodeSignatures(dict[Node, tuple[str, str, str]]):
         return noted, offset * value.dtype.itemsize % 16
 
     def reads(self, node: Node, names: dict[Node, int]) -> tuple[int, ...]:
-        """Which nodes it reads: with its signature, what it is given.
+        """Return the inputs of a node; with its signature they determine the call.
 
         Args:
-            names: of the nodes.
+            node: the node.
+            names: numbers of nodes.
         """
         inputs = node.all_input_nodes
         found = tuple(map(names.__getitem__, inputs))
         if self[node][1].count(_READ) == len(inputs):
             return found
-        again: list[int] = []  # one that is read twice may stand at other places in others
+        again: list[int] = []  # one that is read twice may be at other positions in other nodes
         torch.fx.map_arg((node.args, node.kwargs), lambda read: again.append(names[read]))
         return *found, *again
 
 
 class _Shapes(dict[Node, str]):
-    """By node.
+    """Layout of each node's value.
 
     Attributes:
-        symbolic: those whose sizes have symbols in them, or that are no tensors.
+        symbolic: nodes with symbolic sizes, or whose values are not tensors.
     """
 
     def __init__(self) -> None:
@@ -91,7 +93,7 @@ class _Shapes(dict[Node, str]):
                 if key not in self._known:
                     self._known[key] = _READ + shape(node)
                 found = self._known[key]
-            except TypeError:  # symbols have no hash
+            except TypeError:  # symbols are not hashable
                 pass
         if found is None:
             self.symbolic.add(node)
@@ -101,16 +103,16 @@ class _Shapes(dict[Node, str]):
 
 
 def signature(node: Node) -> Hashable:
-    """Of one node."""
+    """Return the signature of one node."""
     return NodeSignatures()[node]
 
 
 def shape(node: Node) -> str:
-    """What of a node's value code is generated for."""
+    """Return the layout for which code is generated."""
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
-    if isinstance(value, Generator):  # each op has one of its own; its words say where in memory it lies
+    if isinstance(value, Generator):  # each op has its own, whose text contains an address
         return f"generator on {value.device}"
     return str(value) if not isinstance(value, list | tuple) else str(len(value))
 
@@ -129,19 +131,19 @@ def _described(value: Any, number_of: Callable[[Any], int]) -> str:
 
 
 def _symbolic(sizes: Sequence[Any], number_of: Callable[[Any], int]) -> str:
-    """Symbols of the same name in graphs traced at different times are others."""
+    """Symbols of equal names from different traces differ."""
     known = {number_of(size.node.shape_env) for size in sizes if isinstance(size, SymInt | SymFloat)}  # type: ignore[union-attr]
     return str(sorted(known)) if known else ""
 
 
 @dataclass(frozen=True)
 class Subgraph:
-    """A part of a graph that is compiled by itself.
+    """A part of a graph that is compiled separately.
 
     Attributes:
-        inputs: what it reads, nodes of the whole graph, in the order of the piece's own inputs.
-        steps: what it does with them, likewise.
-        outputs: what others read of it, likewise.
+        inputs: nodes of the whole graph, in the order of the subgraph's inputs.
+        steps: nodes of the whole graph, in execution order.
+        outputs: nodes of the whole graph that others read.
         signatures: of nodes of the whole graph.
     """
 
@@ -152,8 +154,7 @@ class Subgraph:
 
     @cached_property
     def graph(self) -> Graph:
-        """Of its own: inputs, steps, and a tuple as output. Most pieces are equal to one that has been compiled, and
-        need none."""
+        """Return the graph; most subgraphs equal a compiled one and need none."""
         graph = Graph()
         copies = {node: _input(graph, node) for node in self.inputs}
         for node in self.steps:
@@ -164,7 +165,7 @@ class Subgraph:
 
 
 def symbol_inputs(graph: Graph) -> list[Node]:
-    """Inputs of a whole graph that give symbols in sizes their values."""
+    """Return the inputs of a graph that define symbols."""
     inputs = graph.find_nodes(op="placeholder")
     return [node for node in inputs if isinstance(node.meta.get("val"), SymInt | SymFloat)]
 
@@ -176,14 +177,14 @@ def make_subgraph(
     symbols: Sequence[Node],
     signatures: NodeSignatures | None = None,
 ) -> Subgraph:
-    """The piece that does ``work`` and returns ``wanted``, with views and constants of its own.
+    """Return the subgraph of ``work`` with its own copies of views and constants.
 
     Args:
         work: nodes of the whole graph, in order.
-        wanted: of these, or views of them, in any order: in what order others read them differs between equal layers.
+        wanted: outputs, which may be views. Their order is normalized, since it differs between equal layers.
         kinds: of all nodes of the whole graph.
-        symbols: by :func:`symbol_inputs`.
-        signatures: of what has been asked for, of the whole graph.
+        symbols: result of :func:`symbol_inputs`.
+        signatures: of nodes of the whole graph, to reuse.
     """
     own, seen = (
         {node: number for number, node in enumerate(work)},
@@ -194,7 +195,7 @@ def make_subgraph(
     steps: dict[Node, None] = {}
 
     def add(node: Node) -> None:
-        """What has to be done before ``node``, and it."""
+        """Add a node after all that it needs."""
         for read in node.all_input_nodes:
             if read in own or kinds[read] is NodeKind.VIEW:
                 if read not in steps:
@@ -211,7 +212,7 @@ def make_subgraph(
 
 
 def _in_order(wanted: Sequence[Node], own: Mapping[Node, int], seen: NodeSignatures) -> list[Node]:
-    """Work by its place among ``own``; a view behind what it is a view of, and several of one node by what they do."""
+    """Sort by position in ``own``, then by number of views, then by their signatures."""
     places = {node: _place(node, own) for node in wanted}
     if len({*places.values()}) < len(places):
         return sorted(wanted, key=lambda node: _worded(node, own, seen))
@@ -219,7 +220,7 @@ def _in_order(wanted: Sequence[Node], own: Mapping[Node, int], seen: NodeSignatu
 
 
 def _place(node: Node, own: Mapping[Node, int]) -> tuple[int, int]:
-    """Place, and how many views behind it."""
+    """Return the position, and the number of views after it."""
     if node in own:
         return own[node], 0
     place, views = max((_place(read, own) for read in node.all_input_nodes), default=(-1, 0))
@@ -227,7 +228,7 @@ def _place(node: Node, own: Mapping[Node, int]) -> tuple[int, int]:
 
 
 def _worded(node: Node, own: Mapping[Node, int], seen: NodeSignatures) -> tuple[int, int, str]:
-    """And what they do."""
+    """Return the position, the number of views after it, and their signatures."""
     if node in own:
         return own[node], 0, ""
     place, views, what = max((_worded(read, own, seen) for read in node.all_input_nodes), default=(-1, 0, ""))
@@ -241,7 +242,7 @@ def _input(graph: Graph, node: Node) -> Node:
 
 
 def _used(symbols: Sequence[Node], steps: Iterable[Node], inputs: Iterable[Node]) -> list[Node]:
-    """Those that sizes and numbers of a piece have in them: Inductor writes a number as the formula of its symbols."""
+    """Return symbols used in sizes and numbers; Inductor writes numbers as formulas of symbols."""
     if not symbols:
         return []
     used = set()

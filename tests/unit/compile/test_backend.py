@@ -76,7 +76,7 @@ def test_the_guard_that_failed_is_named_where_something_is_compiled_again() -> N
     assert told.lines == []
     doubled(torch.ones(5))
     (line,) = told.lines
-    assert line.startswith("What was compiled before is for other calls: ")
+    assert line.startswith("Recompiling: ")
     assert "size mismatch at index 0. expected 4, actual 5" in line
     doubled(torch.ones(6))
     assert len(told.lines) == 1, "sizes are symbols by now"

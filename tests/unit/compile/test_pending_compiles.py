@@ -85,7 +85,7 @@ def test_a_failure_under_way_is_not_hidden(caplog: pytest.LogCaptureFixture) -> 
     pending_compiles = PendingCompiles()
     pending_compiles.add(failing(ValueError("one"), ValueError("two")), 0.0, lambda seconds: None)
     pending_compiles.finish_after(RuntimeError("the user's"))
-    assert "What was left of a compilation failed, too." in caplog.text
+    assert "Finalizing the failed compilation raised another error." in caplog.text
     with pytest.raises(ValueError, match="two"):
         pending_compiles.finish_after(None)
 

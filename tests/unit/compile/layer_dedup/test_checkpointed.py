@@ -195,8 +195,8 @@ def test_why_a_region_is_traced_by_itself_is_told_at_debug(caplog: pytest.LogCap
         return [record.getMessage() for record in caplog.records if record.name.startswith("lightning_zero")]
 
     caplog.set_level("DEBUG", "lightning_zero.compile.layer_dedup")
-    assert len([line for line in told(2) if "is traced by itself" in line]) == 2  # too few
-    assert told(3) == ["3 layers are differentiated as 1"]
+    assert len([line for line in told(2) if "is traced alone" in line]) == 2  # too few
+    assert told(3) == ["Layer deduplication: 3 layers are differentiated as 1"]
 
 
 def test_a_call_that_no_text_describes_is_found() -> None:
