@@ -56,7 +56,7 @@ class PendingCompiles:
     """Compilations of graphs that have not been called yet."""
 
     def __init__(self) -> None:
-        self._left: list[tuple[Callable[[], None], float, Callable[[float], None] | None]] = []
+        self._pending: list[tuple[Callable[[], None], float, Callable[[float], None] | None]] = []
         self._lock = RLock()
 
     def add(self, rest: Callable[[], None], seconds: float, end: Callable[[float], None]) -> None:
@@ -67,26 +67,26 @@ class PendingCompiles:
             seconds: spent so far.
             end: called with the total seconds, also after a failure.
         """
-        self._left.append((rest, seconds, end))
+        self._pending.append((rest, seconds, end))
 
     def finish(self) -> None:
         """Finish all compilations while other threads wait. Idempotent.
 
         A part that fails or is interrupted stays pending.
         """
-        if not self._left:  # checked at each call
+        if not self._pending:  # checked at each call
             return
         with self._lock:
-            while self._left:
-                rest, seconds, end = self._left[0]
+            while self._pending:
+                rest, seconds, end = self._pending[0]
                 begun = monotonic()
                 try:
                     rest()
                 except BaseException:
-                    self._left[0] = rest, seconds, None
+                    self._pending[0] = rest, seconds, None
                     raise
                 else:
-                    self._left.pop(0)
+                    self._pending.pop(0)
                 finally:
                     if end is not None:
                         end(seconds + monotonic() - begun)

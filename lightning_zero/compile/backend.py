@@ -49,9 +49,9 @@ from lightning_zero.compile.capture.dynamo_graph import (
     tag_weight_names,
 )
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.events import OPTIMIZATION_COUNTS, CompileListener, CompileTimer
+from lightning_zero.compile.events import OPTIMIZATION_COUNTS, CompileProgress, CompileTimer
 from lightning_zero.compile.fast_compile import sparing
-from lightning_zero.compile.fx_utils import draws, output_node
+from lightning_zero.compile.fx_utils import draws_random, output_node
 from lightning_zero.compile.graph_plan import CHART, PlanStore
 from lightning_zero.compile.layer_dedup import DedupFailed, LayerDedup, dedup_layers, joint_tracer
 from lightning_zero.compile.partitioner.partition import partition_joint_graph, tag_activations, tag_gathers
@@ -100,7 +100,7 @@ class Compiler:
         context: PassContext,
         selection: PassSelection,
         plans: PlanStore,
-        listener: CompileListener,
+        listener: CompileProgress,
         wrap: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda compiled: compiled,
     ) -> None:
         self._context = context
@@ -220,7 +220,7 @@ class Compiler:
             graph: the joint graph.
         """
         if layers is not None:
-            layers.inline(graph)
+            layers.expand(graph)
         self._listener.graph("joint", graph)
         graph, recompute = tag_gathers(graph, saved_limits(self.context(last))), self._config.recompute
         return graph if recompute is None else tag_activations(graph, recompute)
@@ -340,8 +340,8 @@ class Compiler:
         agreed_plans = [plan.collectives() for plan in context.agreed_plans]
         decides = (names, context.config, context.saved_share, context.world_size, agreed_plans)
         digest = hashlib.sha256(repr(decides).encode())
-        for room in GRAPH_PACKAGES:
-            for path in sorted(Path(__file__).parent.parent.joinpath(room).rglob("*.py")):
+        for package in GRAPH_PACKAGES:
+            for path in sorted(Path(__file__).parent.parent.joinpath(package).rglob("*.py")):
                 digest.update(path.read_bytes())
         return digest.hexdigest()
 
@@ -478,6 +478,6 @@ class JointPasses(ExitStack):
             stable_topological_sort(graph)  # Inductor sorts after all passes; ours need the order now
             self._finish(graph)
             assert graph.owning_module is not None
-            if any(map(draws, graph.nodes)):  # otherwise each node would be tried in vain
+            if any(map(draws_random, graph.nodes)):  # otherwise each node would be tried in vain
                 # after expansion, so that the seeds of all layers are drawn at once
                 replace_random_passes(graph.owning_module)

@@ -33,6 +33,7 @@ class RankConsensus:
         limit_s: seconds to wait for a rank that compiles.
         clock: monotonic clock in seconds.
         check: called while polling; raises if waiting is pointless.
+        needed: returns True if graphs must wait for other ranks.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class RankConsensus:
         limit_s: float,
         clock: Callable[[], float] = time.monotonic,
         check: Callable[[], None] = lambda: None,
+        needed: Callable[[], bool] = lambda: True,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -53,7 +55,7 @@ class RankConsensus:
         self._clock = clock
         self._check = check
         self._agreed: set[str] = set()
-        self.needed: Callable[[], bool] = lambda: True  # True if graphs wait for other ranks at all
+        self._needed = needed
 
     def compiling(self, busy: bool) -> None:
         """Inform the other ranks that this one compiles and may be late."""
@@ -66,7 +68,7 @@ class RankConsensus:
         Raises:
             RankMismatchError: a rank waits with another plan, or does not arrive.
         """
-        if self._world_size == 1 or digest in self._agreed or not self.needed():
+        if self._world_size == 1 or digest in self._agreed or not self._needed():
             return
         lines = list(lines)
         self._store.set(f"plan/{digest}/{self._rank}", "\n".join(lines))

@@ -7,7 +7,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from time import monotonic
-from typing import Protocol
 
 from torch.fx import Graph
 
@@ -18,7 +17,6 @@ from lightning_zero.compile.fx_utils import graph_kind
 from lightning_zero.compile.passes.base import PassTrace
 
 __all__ = [
-    "CompileListener",
     "CompileProgress",
     "CompileTimer",
     "GraphObserver",
@@ -33,39 +31,6 @@ log = logging.getLogger(__name__)
 
 GraphObserver = Callable[[str, Graph], None]  # ("joint", or "before" or "after" the passes; graph)
 PassObserver = Callable[[PassTrace], None]  # called after each pass, between "before" and "after"
-
-
-class CompileListener(Protocol):
-    """Receives the events of the compiler."""
-
-    def report(self, line: str) -> None:
-        """Log a line for the user."""
-
-    def graph(self, what: str, graph: Graph) -> None:
-        """Show a graph: "joint", or "before" or "after" the passes. It is valid only during the call."""
-
-    def pass_ran(self, trace: PassTrace) -> None:
-        """Report the effect of one pass; called only if :attr:`wants_passes`."""
-
-    def compiling(self, what: str, busy: bool, seconds: float) -> None:
-        """Report that a compilation begins (``busy``) or ended after ``seconds``.
-
-        Args:
-            what: the graph at the beginning; the parts of the seconds, or "", at the end.
-            busy: True at the beginning.
-            seconds: total.
-        """
-
-    def add_metric(self, what: str, amount: float) -> None:
-        """Add to a metric: seconds or a count."""
-
-    @property
-    def wants_graphs(self) -> bool:
-        """Return True if observers need every graph, also those that a cache holds."""
-
-    @property
-    def wants_passes(self) -> bool:
-        """Return True if observers need the effect of each pass."""
 
 
 class CompileProgress:
@@ -110,28 +75,40 @@ class CompileProgress:
         """Call ``observer`` with the effect of each pass on graphs compiled from now on."""
         self._pass_observers.append(observer)
 
-    # -- what a CompileListener is told
+    # -- events of the compiler
 
     @property
     def wants_graphs(self) -> bool:
+        """Return True if observers need every graph, also those that a cache holds."""
         return bool(self._graph_observers)
 
     @property
     def wants_passes(self) -> bool:
+        """Return True if observers need the effect of each pass."""
         return bool(self._pass_observers)
 
     def graph(self, what: str, graph: Graph) -> None:
+        """Show a graph: "joint", or "before" or "after" the passes. It is valid only during the call."""
         for observer in self._graph_observers:
             observer(what, graph)
 
     def pass_ran(self, trace: PassTrace) -> None:
+        """Report the effect of one pass; called only if :attr:`wants_passes`."""
         for observer in self._pass_observers:
             observer(trace)
 
     def add_metric(self, what: str, amount: float) -> None:
+        """Add seconds or a count to a metric."""
         self.metrics[what] += amount
 
     def compiling(self, what: str, busy: bool, seconds: float) -> None:
+        """Report that a compilation begins (``busy``) or ended after ``seconds``.
+
+        Args:
+            what: the graph at the beginning; the parts of the seconds, or "", at the end.
+            busy: True at the beginning.
+            seconds: total.
+        """
         self.compiled += 1
         if busy:
             self.report(f"Compiling {what}; this step takes longer.")
@@ -180,7 +157,7 @@ class CompileTimer:
         over: True after :meth:`end`.
     """
 
-    def __init__(self, called: str, listener: CompileListener) -> None:
+    def __init__(self, called: str, listener: CompileProgress) -> None:
         self._called = called
         self._listener = listener
         self._seconds: dict[str, float] = {}

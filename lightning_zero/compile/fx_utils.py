@@ -24,7 +24,7 @@ __all__ = [
     "WEIGHT",
     "calls",
     "cast_dtype",
-    "draws",
+    "draws_random",
     "find_calls",
     "first_call",
     "format_nodes",
@@ -38,7 +38,7 @@ __all__ = [
     "nodes_in_role",
     "ops",
     "output_node",
-    "readable",
+    "format_graph",
     "readers",
     "reduces",
     "results",
@@ -249,12 +249,12 @@ class ForbidRandomOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def draws(node: Node) -> bool:
+def draws_random(node: Node) -> bool:
     """Return True if a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
-def readable(graph: Graph) -> str:
+def format_graph(graph: Graph) -> str:
     """Return a line per node: number, name, op, arguments, and the dtype and shape of its result.
 
     Nodes are numbered as in plans, without inputs, output and the plan's own node.

@@ -121,10 +121,10 @@ class GraphPlan:
 
     @classmethod
     def _from(cls, data: dict[str, Any]) -> GraphPlan:
-        def made(kind: Any, entries: list[dict[str, Any]]) -> tuple[Any, ...]:
+        def parse(kind: Any, entries: list[dict[str, Any]]) -> tuple[Any, ...]:
             return tuple(kind(**{**entry, "weights": tuple(entry["weights"])}) for entry in entries)
 
-        gathers, reduces = made(Gather, data["gathers"]), made(Reduce, data["reduces"])
+        gathers, reduces = parse(Gather, data["gathers"]), parse(Reduce, data["reduces"])
         chart = tuple(Point(**point) for point in data.get("chart", ()))
         return cls(data["kind"], data["nodes"], gathers, reduces, data.get("compute_s", 0.0), chart)
 
@@ -139,7 +139,7 @@ class GraphPlan:
             before = f"{gather.before} (node {gather.started})"
             used = f"{gather.used} (node {gather.waited})"
             rows.append(
-                (str(number), _some(gather.weights), gather.dtype, _mib(gather.bytes), before, used, gather.until)
+                (str(number), _shorten(gather.weights), gather.dtype, _mib(gather.bytes), before, used, gather.until)
             )
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -190,7 +190,7 @@ def _mib(size: float) -> str:
     return f"{size / 2**20:.2f}"
 
 
-def _some(names: tuple[str, ...], most: int = 2) -> str:
+def _shorten(names: tuple[str, ...], most: int = 2) -> str:
     rest = len(names) - most
     return ", ".join(names[:most]) + (f" and {rest} more" if rest > 0 else "")
 

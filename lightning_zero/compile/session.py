@@ -82,6 +82,8 @@ class CompileSession:
         self._mesh = mesh
         self._watchdog = watchdog
         self._transports = transports
+        # torch keeps compilers, and with them the consensus, which must not keep the executor.
+        weak = weakref.ref(executor)
         self._consensus = RankConsensus(
             mesh.store("lightning_zero"),
             mesh.rank,
@@ -89,10 +91,8 @@ class CompileSession:
             config.tuning.consensus_timeout_s,
             mesh.timeout_s,
             check=watchdog.check,
+            needed=lambda: (alive := weak()) is None or not alive.weights.uses_epoch_lock(),
         )
-        # torch keeps compilers, and with them the consensus, which must not keep the executor.
-        weak = weakref.ref(executor)
-        self._consensus.needed = lambda: (held := weak()) is None or not held.weights.uses_epoch_lock()
         self._selection = PassSelection()
         self._cuda_graphs: CUDAGraphManager | None = None
         self._costs: CostModel | None = None
@@ -100,7 +100,9 @@ class CompileSession:
         executor.keep_activations(activations)
         self.progress = CompileProgress(self._consensus.compiling, watchdog.native.busy, report)
         report = self.progress.report
-        self._calls_of = partial(CompiledModules, skip=skip_modules, report=report, amount=activations.amount)
+        self._make_compiled_modules = partial(
+            CompiledModules, skip=skip_modules, report=report, amount=activations.amount
+        )
         self.plans = PlanStore()
         self.budget = MemoryPlanner(self.progress, self.plans, executor, mesh.control_group, MemoryGauge(mesh.device))
         self.compiled_modules: CompiledModules | None = None
@@ -110,10 +112,10 @@ class CompileSession:
         """Return a count that changes whenever other code may run."""
         return self.progress.compiled + self.plans.count
 
-    def begin(self, replays: CUDAGraphManager) -> None:
-        """Create the compiler, whose graphs ``cuda_graphs`` wraps. Collective if the options need measured bandwidths."""
-        self._cuda_graphs = replays
-        self.budget.replays = replays
+    def begin(self, cuda_graphs: CUDAGraphManager) -> None:
+        """Create the compiler, whose graphs are wrapped. Collective if the options need measured bandwidths."""
+        self._cuda_graphs = cuda_graphs
+        self.budget.replays = cuda_graphs
         self._new_compiler(self.config.compiled)
 
     def check(self, config: EngineConfig) -> None:
@@ -128,16 +130,16 @@ class CompileSession:
         """
         before, self.config = self.config, config
         try:
-            self._changed(before, config)
+            self._apply_changes(before, config)
         except BaseException:
             self.config = before  # so that a retry applies all changes
             raise
 
-    def _changed(self, before: EngineConfig, config: EngineConfig) -> None:
+    def _apply_changes(self, before: EngineConfig, config: EngineConfig) -> None:
         self._consensus.patience_s = config.tuning.consensus_timeout_s
-        if config.memory != before.memory or _staying(config) != _staying(before):
+        if config.memory != before.memory or _resident_options(config) != _resident_options(before):
             self.budget.reset(forget=True)
-        planned = config.memory is not None and _planned_away(config) != _planned_away(before)
+        planned = config.memory is not None and _memory_options(config) != _memory_options(before)
         if config.compiled != before.compiled or config.memory != before.memory or planned:
             self._restart()
         if config.memory is not None:
@@ -240,7 +242,7 @@ class CompileSession:
         Raises:
             ValueError: unknown names, broken contracts, or passes that leave a graph incomplete.
         """
-        return self._reselected(self._selection.use(names, self._compiler.default()))
+        return self._recompile_if(self._selection.use(names, self._compiler.default()))
 
     def disable_passes(self, names: Sequence[str]) -> bool:
         """Disable these passes and enable all others. Call it with equal names on all ranks.
@@ -251,9 +253,9 @@ class CompileSession:
         Raises:
             ValueError: unknown names, or passes that graphs require.
         """
-        return self._reselected(self._selection.disable(names, self._compiler.default()))
+        return self._recompile_if(self._selection.disable(names, self._compiler.default()))
 
-    def _reselected(self, changed: bool) -> bool:
+    def _recompile_if(self, changed: bool) -> bool:
         if changed:
             self._compile_again()
         return changed
@@ -262,7 +264,7 @@ class CompileSession:
 
     def attach(self, module: nn.Module) -> None:
         """Compile calls of the sharded ``module``, or of modules in it, after a step has discovered them."""
-        self.compiled_modules = self._calls_of(module, self._arguments)
+        self.compiled_modules = self._make_compiled_modules(module, self._arguments)
 
     def next_pass(self) -> float:
         """Apply a new memory plan if there is one. Call it before each forward and backward pass.
@@ -324,12 +326,12 @@ class CompileSession:
         self.plans.add(plan)
 
 
-def _staying(config: EngineConfig) -> tuple[object, ...]:
+def _resident_options(config: EngineConfig) -> tuple[object, ...]:
     """Return the user's options of weights kept unsharded."""
     return config.unsharded_cache_mb, config.unsharded_cache_until
 
 
-def _planned_away(config: EngineConfig) -> tuple[object, ...]:
+def _memory_options(config: EngineConfig) -> tuple[object, ...]:
     """Return options of host memory and gradients that a plan depends on but compilation does not."""
     return config.offload, config.tuning.offload_buffer_mb, config.stage, config.tuning.grad_aliasing
 
@@ -351,7 +353,9 @@ class CompiledStepHooks:
         self, session: CompileSession, replays: CUDAGraphManager, sharder: Sharder, transports: PeerTransports
     ) -> None:
         self.session = session
-        self._cuda_graphs = replays
+        self._budget, self._cache = session.budget, session.budget.cache
+        self._executor = sharder.executor
+        self._cuda_graphs = cuda_graphs
         self.sharder = sharder
         self.transports = transports
         self._eager_reads = -1  # in the last step; -1 if unknown
@@ -366,7 +370,7 @@ class CompiledStepHooks:
 
     def remeasure_links(self) -> None:
         """Measure again after weights or gradients changed their transport. Collective."""
-        reason = self.transports.no_capture_reason(self.sharder.executor)
+        reason = self.transports.no_capture_reason(self._executor)
         self._cuda_graphs.configure(self.session.config, reason)
         self.session.remeasure_links()
 
@@ -377,32 +381,32 @@ class CompiledStepHooks:
     def prepare(self) -> None:
         """Prepare a forward of a training step. Collective."""
         config = self.session.config
-        self.sharder.executor.activations.settle()
+        self._executor.activations.settle()
         self._check_offloaded(config.tuning.offload_activations_mb)
         if config.compiled.enabled:
-            self.sharder.executor.weights.refresh_compute_shards()
+            self._executor.weights.refresh_compute_shards()
         used = config.compute_dtype if config.compiled.enabled else None  # eager code casts after it reads
         kept = self.session.next_pass()
         self.sharder.memory.cache_unsharded(used, small_weight_bytes(config.compiled), kept)
         if not self._first_pass:
-            self.session.budget.cache.forward_begins(self.session.config.memory, self.session.compiled)
+            self._cache.forward_begins(self.session.config.memory, self.session.compiled)
 
     @property
     def _first_pass(self) -> bool:
         """Return True in the first pass, whose statistics also manage the allocator's cache."""
-        return self.session.budget.first_step.saves is not None
+        return self._budget.first_step.saves is not None
 
     def _check_offloaded(self, megabytes: float | None) -> None:
         """Warn if the last pass offloaded more than the limit; ``offload/amount.py`` lists the reasons."""
-        amount = self.sharder.executor.activations.amount
+        amount = self._executor.activations.amount
         sent, beyond = amount.sent / 2**20, amount.beyond
         amount.begin_pass(float("inf") if megabytes is None else megabytes * 2**20)
         if megabytes is None or not beyond or megabytes == self._reported_limit:
             return
         self._reported_limit = megabytes
         self.session.progress.report(
-            f"offload_activations_mb={megabytes:g} is exceeded: the last pass offloaded {sent:.3g} MiB, and exceeded it "
-            f"in {beyond}, where a graph ran more than once in a call, or for modules that differ, or in a call that "
+            f"offload_activations_mb={megabytes:g} is exceeded: the last pass offloaded {sent:.3g} MiB, and "
+            f"exceeded it in {beyond}, where a graph ran more than once in a call, or for modules that differ, or in a call that "
             "the first step did not have, or with a larger batch than it was compiled for. To stay near this limit, "
             f"pass {megabytes * megabytes / sent:.3g}."
         )
@@ -422,8 +426,8 @@ class CompiledStepHooks:
                 stack.enter_context(regather_saved_weights(self.sharder, saves))
             stack.callback(setattr, self._cuda_graphs, "in_step", False)
             self._cuda_graphs.in_step = True
-            stack.callback(self.sharder.executor.weights.serve_eager_from_resident, False)
-            self.sharder.executor.weights.serve_eager_from_resident(True)
+            stack.callback(self._executor.weights.serve_eager_from_resident, False)
+            self._executor.weights.serve_eager_from_resident(True)
             yield
         if first:
             self.session.set_last_read(self.sharder.view.last_read)
@@ -434,22 +438,22 @@ class CompiledStepHooks:
 
     def _first_saves(self) -> SavedTensorOffload | None:
         """Return the hooks that offload what the first, eager forward saves."""
-        first = self.session.budget.first_step
+        first = self._budget.first_step
         return first.saves if self._first_pass else first.unmeasured_saves(self.session.config.memory)
 
     def _report_offloaded(self, saves: SavedTensorOffload | None) -> None:
         """Report what an eager forward offloaded; a budget's own measurement reports it itself."""
         if saves is not None and saves.nbytes and not self._first_pass:
             self.session.progress.report(
-                f"{format_gib(saves.nbytes)} GiB of what this step, which runs eagerly, saved in its forward went to the "
-                "host until its backward, as the device had no room for them. Compiled steps save less."
+                f"Offloaded {format_gib(saves.nbytes)} GiB of activations of this eager step, because the device had "
+                "too little memory. Compiled steps save less."
             )
 
     def stepped(self) -> None:
         """Call when an optimizer steps. Idempotent."""
-        self.session.budget.optimizer_steps()
+        self._budget.optimizer_steps()
         if not self._first_pass:
-            self.session.budget.cache.optimizer_steps(self.session.config.memory, self.session.compiled)
+            self._cache.optimizer_steps(self.session.config.memory, self.session.compiled)
 
     def set_hooked_parameters(self, hooked: Collection[ShardedParameter], forward_ran: bool) -> None:
         """Exclude code that computes these parameters' gradients from CUDA graphs.
@@ -472,22 +476,22 @@ class CompiledStepHooks:
 
     def backward_begins(self) -> None:
         """Call between a forward and its backward."""
-        self.session.budget.backward_begins()
+        self._budget.backward_begins()
         if not self._first_pass:
-            self.session.budget.cache.phase_begins(self.session.config.memory, self.session.compiled)
+            self._cache.phase_begins(self.session.config.memory, self.session.compiled)
 
     def release_memory(self) -> None:
         """Free CUDA graphs before code other than a training step if little memory is left."""
         self._cuda_graphs.release_memory()
-        self.session.budget.cache.evaluates(self.session.config.memory, self.session.compiled)
+        self._cache.evaluates(self.session.config.memory, self.session.compiled)
 
     def reset(self) -> None:
         """Drop captures and unfinished work."""
         self._cuda_graphs.drop()
-        self.sharder.executor.activations.reset()
+        self._executor.activations.reset()
         self._eager_reads = -1
 
     def _count_reads(self) -> tuple[int, int]:
         """Return the number of weights read by eager code, and of all gathers."""
-        counters = self.sharder.executor.counters()
+        counters = self._executor.counters()
         return counters.get("eager_gathers", 0), counters.get("gathers", 0)

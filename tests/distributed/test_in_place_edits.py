@@ -193,7 +193,7 @@ def step_over_a_held_weight(announced: bool, fused: bool) -> tuple[dict[str, Ten
 
 
 # A fused step leaves no trace in a parameter's version, so it must be announced.
-@pytest.mark.parametrize(("published", "fused"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(("announced", "fused"), [(True, True), (True, False), (False, False)])
 def test_an_optimizer_step_is_not_undone_by_weights_that_are_held(ranks: Ranks, announced: bool, fused: bool) -> None:
     out, expected = ranks.run(2, step_over_a_held_weight, announced, fused)[0]
     assert_close_relative(out, expected, 1e-6, what="parameter")

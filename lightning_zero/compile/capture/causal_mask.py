@@ -23,12 +23,12 @@ from lightning_zero.compile.fx_utils import ForbidRandomOps
 __all__ = ["drop_causal_masks"]
 
 
-LARGEST = 2**28  # elements of a mask that is evaluated, which needs memory for a moment
+MAX_MASK_ELEMENTS = 2**28  # elements of a mask that is evaluated, which needs memory for a moment
 _ATTENTION = F.scaled_dot_product_attention
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # positional arguments
 
 
-class _Unknown(Exception):
+class _NotConstant(Exception):
     """The mask's value depends on the graph's inputs."""
 
 
@@ -41,7 +41,7 @@ def drop_causal_masks(module: GraphModule) -> int:
     edited = {node_storage(value) for node in walk_nodes(module) for value in mutated_inputs(node)}
     known: dict[Node, bool] = {}
     dropped = 0
-    for owner, call, mask in _masked(module, {}):
+    for owner, call, mask in _masked_calls(module, {}):
         if mask not in known:
             known[mask] = _is_causal(mask, edited)
         if known[mask]:
@@ -52,7 +52,7 @@ def drop_causal_masks(module: GraphModule) -> int:
     return dropped
 
 
-def _masked(module: GraphModule, outside: Mapping[Node, Node]) -> Iterator[tuple[GraphModule, Node, Node]]:
+def _masked_calls(module: GraphModule, outside: Mapping[Node, Node]) -> Iterator[tuple[GraphModule, Node, Node]]:
     """Yield attention calls with masks: the module, the call, and the mask's node in the outermost graph.
 
     Args:
@@ -70,7 +70,7 @@ def _masked(module: GraphModule, outside: Mapping[Node, Node]) -> Iterator[tuple
             own = body.graph.find_nodes(op="placeholder")
             given = [outside.get(value, value) if isinstance(value, Node) else value for value in node.args[1:]]
             inside = {name: value for name, value in zip(own, given, strict=False) if isinstance(value, Node)}
-            yield from _masked(body, inside)
+            yield from _masked_calls(body, inside)
 
 
 def _is_square(arguments: Mapping[str, Any]) -> bool:
@@ -86,7 +86,7 @@ def _sizes(node: Any) -> tuple[Any, ...]:
 
 def _is_causal(mask: Node, edited: set[int | None]) -> bool:
     try:
-        value = _value(mask, edited)
+        value = _evaluate(mask, edited)
     except Exception:  # unusual masks must not fail the compilation
         return False
     length = value.shape[-1] if value.dim() > 1 else -1
@@ -100,7 +100,7 @@ def _is_causal(mask: Node, edited: set[int | None]) -> bool:
 
 
 @torch.no_grad()
-def _value(mask: Node, edited: set[int | None]) -> Tensor:
+def _evaluate(mask: Node, edited: set[int | None]) -> Tensor:
     """Return the mask's value.
 
     Raises:
@@ -109,7 +109,7 @@ def _value(mask: Node, edited: set[int | None]) -> Tensor:
     """
     values: dict[Node, Any] = {}
     with ForbidRandomOps():
-        for node in _made_of(mask, edited):
+        for node in _ancestors(mask, edited):
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             if node.op == "call_method":
                 values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
@@ -117,11 +117,11 @@ def _value(mask: Node, edited: set[int | None]) -> Tensor:
                 target: Any = node.target
                 values[node] = target(*args, **kwargs)
     if not isinstance(values[mask], Tensor):
-        raise _Unknown
+        raise _NotConstant
     return values[mask]
 
 
-def _made_of(mask: Node, edited: set[int | None]) -> list[Node]:
+def _ancestors(mask: Node, edited: set[int | None]) -> list[Node]:
     """Return all nodes that the mask is computed from, in order, and the mask.
 
     Raises:
@@ -135,9 +135,9 @@ def _made_of(mask: Node, edited: set[int | None]) -> list[Node]:
             continue
         value = node.meta.get(EXAMPLE_VALUE)
         if node.op not in ("call_function", "call_method"):
-            raise _Unknown
+            raise _NotConstant
         if isinstance(value, Tensor) and (node_storage(node) in edited or not _is_small(value)):
-            raise _Unknown
+            raise _NotConstant
         found.add(node)
         pending += node.all_input_nodes
     return [node for node in mask.graph.nodes if node in found]
@@ -150,4 +150,4 @@ def _is_small(value: Tensor) -> bool:
         if not isinstance(size, int):
             return False
         elements *= size if stride else 1
-    return elements <= LARGEST
+    return elements <= MAX_MASK_ELEMENTS

@@ -106,7 +106,7 @@ class CompiledModules:
         self._codes: dict[Any, CodeType] = {}
         self._report = report
         self._outermost: str | None = None  # outermost module of the current call in a discovered step
-        self._see_input_gradients: set[str] = set()
+        self._needs_input_gradients: set[str] = set()
         self._ints = ChangingInts()
         self.modules: dict[str, nn.Module] = {}
         self.eager_reasons: dict[str, str] = {}
@@ -189,8 +189,8 @@ class CompiledModules:
                 value.grad_fn.register_prehook(backward)
 
     def _watch_input_gradients(self, name: str, module: nn.Module, output: Any) -> None:
-        if requires_grad_hooks.asking(ModuleHooks(module).all) and requires_grad_hooks.output_needs_hooks(output):
-            self._see_input_gradients.add(name)
+        if requires_grad_hooks.ignorable(ModuleHooks(module).all) and requires_grad_hooks.output_needs_hooks(output):
+            self._needs_input_gradients.add(name)
 
     def _leave_eager(self, name: str, module: nn.Module, why: str) -> None:
         if name in self.eager_reasons:
@@ -276,13 +276,13 @@ class CompiledModules:
         self.limit_reasons.pop(name, None)
         plain = self._plain_call(module)
         compiled = torch.compile(plain, **self._arguments)
-        give_up = partial(self._on_recompile_limit, name, module, plain.__code__)
+        on_limit = partial(self._on_recompile_limit, name, module, plain.__code__)
         notes, shown, first = self.call_info, self._show(name, module), True
         hooks = ModuleHooks(module)
-        asking = [] if name in self._see_input_gradients else requires_grad_hooks.asking(hooks.all)
+        ignorable = [] if name in self._needs_input_gradients else requires_grad_hooks.ignorable(hooks.all)
         # Modules differ if compiled code ignores these hooks of one module and guards those of another of its class.
-        left_out = () if self._see_input_gradients else asking
-        self._guards_hooks = self._guards_hooks or needs_hook_guards(self._root, left_out)
+        ignored = () if self._needs_input_gradients else ignorable
+        self._guards_hooks = self._guards_hooks or needs_hook_guards(self._root, ignored)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
@@ -293,13 +293,13 @@ class CompiledModules:
             if not self._guards_hooks and hooks.changed():
                 self._guards_hooks = True
                 torch.compiler.reset()  # earlier code has no guards on hooks
-            leave_out = asking and not torch.compiler.is_compiling()
-            leaving_out = requires_grad_hooks.left_out(asking) if leave_out else nullcontext()
+            ignores = ignorable and not torch.compiler.is_compiling()
+            ignoring = requires_grad_hooks.ignored(ignorable) if ignores else nullcontext()
             guarding = guard_hooks() if self._guards_hooks else nullcontext()
             at_once, ints = fake_weights_from_sizes(ShardParameter), self._ints.mark_as_inputs()
-            noticing = nullcontext() if torch.compiler.is_compiling() else watch_recompile_limits(give_up)
+            noticing = nullcontext() if torch.compiler.is_compiling() else watch_recompile_limits(on_limit)
             try:
-                with guarding, leaving_out, ignore_grad_leaves(), layers_traced_once(), at_once, ints, noticing:
+                with guarding, ignoring, ignore_grad_leaves(), layers_traced_once(), at_once, ints, noticing:
                     if not first:
                         return run(*args, **kwargs)
                     first = False

@@ -194,9 +194,9 @@ def _uses(module: GraphModule, shards: Mapping[Node, ShardSpec]) -> Iterator[tup
             if (body := checkpoint_body(module, user)) is not None:
                 own = zip(body.graph.find_nodes(op="placeholder"), user.args[1:], strict=False)
                 yield from _uses(body, {inner: spec for inner, outer in own if outer is node})
-            elif user.op != "output" and not _ours(user.target):
+            elif user.op != "output" and not _is_own_op(user.target):
                 yield user, spec
 
 
-def _ours(target: Any) -> bool:
+def _is_own_op(target: Any) -> bool:
     return isinstance(target, OpOverload | OpOverloadPacket) and str(target).startswith(f"{NAMESPACE}.")

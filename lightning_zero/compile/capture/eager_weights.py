@@ -26,7 +26,7 @@ from lightning_zero.sharding.unsupported import no_shard_dispatch
 __all__ = ["regather_saved_weights"]
 
 
-class _Note(NamedTuple):
+class _SavedWeight(NamedTuple):
     record: ShardedParameter
     version: int
     dtype: torch.dtype
@@ -48,23 +48,23 @@ def regather_saved_weights(sharder: Sharder, rest: SavedTensorOffload | None = N
 
     # Dynamo runs code that it cannot trace, such as recurrent modules, and would compile functions called from there.
     @torch.compiler.disable
-    def pack(tensor: Tensor) -> Tensor | _Note | VersionedTensor | SavedTensor:
+    def pack(tensor: Tensor) -> Tensor | _SavedWeight | VersionedTensor | SavedTensor:
         with no_shard_dispatch():  # code compiled by the user saves shards
             index = find(tensor)
         record = sharder.records[index] if index >= 0 else _record_of_cast(tensor, sharder)
         if record is None:
             return VersionedTensor.of(tensor) if rest is None else rest.pack(tensor)
-        if not _covers(tensor, record):
+        if not _is_within_weight(tensor, record):
             return tensor.detach()  # otherwise the tensor would be saved by its own grad_fn and keep itself alive
         view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         with no_shard_dispatch():
-            return _Note(record, record.param._version, tensor.dtype, *view, tensor.is_conj())
+            return _SavedWeight(record, record.param._version, tensor.dtype, *view, tensor.is_conj())
 
     @torch.compiler.disable
-    def unpack(saved: Tensor | _Note | VersionedTensor | SavedTensor) -> Tensor:
+    def unpack(saved: Tensor | _SavedWeight | VersionedTensor | SavedTensor) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        if not isinstance(saved, _Note):
+        if not isinstance(saved, _SavedWeight):
             return saved.unpack()
         with no_shard_dispatch():
             version = saved.record.param._version
@@ -77,11 +77,11 @@ def regather_saved_weights(sharder: Sharder, rest: SavedTensorOffload | None = N
         view = gather_full(saved.record, saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
         return view.conj() if saved.conjugated else view
 
-    return _outside_of_transforms(pack, unpack)
+    return _hooks_outside_of_transforms(pack, unpack)
 
 
 @contextmanager
-def _outside_of_transforms(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
+def _hooks_outside_of_transforms(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Iterator[None]:
     """Register saved-tensor hooks that ``torch.func`` can disable.
 
     It refuses to differentiate while hooks are registered. Inside its transforms autograd keeps the weights.
@@ -91,7 +91,7 @@ def _outside_of_transforms(pack: Callable[[Tensor], Any], unpack: Callable[[Any]
     disable = graph.disable_saved_tensors_hooks  # called first by torch.func
 
     @contextmanager
-    def step_aside(message: str) -> Iterator[None]:
+    def disable_hooks(message: str) -> Iterator[None]:
         top = top_saved_tensors_hooks(True)
         if top is None or top[0] is not pack:  # no hooks, or a user's above ours
             with disable(message):
@@ -104,7 +104,7 @@ def _outside_of_transforms(pack: Callable[[Tensor], Any], unpack: Callable[[Any]
         finally:
             hooks.__enter__()
 
-    graph.disable_saved_tensors_hooks = step_aside
+    graph.disable_saved_tensors_hooks = disable_hooks
     try:
         with hooks:
             yield
@@ -126,7 +126,7 @@ def _record_of_cast(tensor: Tensor, sharder: Sharder) -> ShardedParameter | None
     return None if shard is None else sharder.find(shard)
 
 
-def _covers(tensor: Tensor, record: ShardedParameter) -> bool:
+def _is_within_weight(tensor: Tensor, record: ShardedParameter) -> bool:
     """Return True if the view is within the weight's own elements, in order.
 
     Copies may have other layouts.

@@ -23,28 +23,28 @@ class ModuleHooks:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._look()
+        self._update()
         self._known = self._keys()
 
     def changed(self) -> bool:
         """Return True if hooks differ from those at construction. Called before each call; 0.1 us per module."""
-        if _children(self._homes) != self._parts:  # submodules may have been replaced
-            self._look()
+        if _submodules_in(self._containers) != self._submodules:  # submodules may have been replaced
+            self._update()
         return self._keys() != self._known
 
-    def _look(self) -> None:
+    def _update(self) -> None:
         self.all = [hooks for part in self._module.modules() for hooks in module_hooks(part)]
-        self._homes = [part._modules for part in self._module.modules() if part._modules]
-        self._parts = _children(self._homes)
+        self._containers = [part._modules for part in self._module.modules() if part._modules]
+        self._submodules = _submodules_in(self._containers)
 
     def _keys(self) -> list[tuple[int, ...]]:
         """Return the ids of all hooks; torch never reuses an id."""
         return [tuple(some) for some in self.all if some]
 
 
-def _children(homes: list[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
+def _submodules_in(containers: list[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
     """Return submodules. They compare by identity, and references keep their addresses unique."""
-    return [part for home in homes for part in home.values()]
+    return [part for container in containers for part in container.values()]
 
 
 def module_hooks(module: nn.Module) -> list[dict[int, Any]]:
@@ -52,7 +52,7 @@ def module_hooks(module: nn.Module) -> list[dict[int, Any]]:
     return [getattr(module, kind) for kind in kinds]
 
 
-def needs_hook_guards(root: nn.Module, left_out: Collection[Callable[..., Any]]) -> bool:
+def needs_hook_guards(root: nn.Module, ignored: Collection[Callable[..., Any]]) -> bool:
     """Return True if modules of one class may differ in hooks.
 
     Without guards Dynamo would run code compiled for one of them for the next: layers after a graph break in a loop, or
@@ -60,11 +60,11 @@ def needs_hook_guards(root: nn.Module, left_out: Collection[Callable[..., Any]])
 
     Args:
         root: module to search.
-        left_out: hooks that compiled code ignores.
+        ignored: hooks that compiled code ignores.
     """
     count = Counter(map(type, root.modules()))
     several = [part for part in root.modules() if count[type(part)] > 1]
-    return any(hook not in left_out for part in several for hooks in module_hooks(part) for hook in hooks.values())
+    return any(hook not in ignored for part in several for hooks in module_hooks(part) for hook in hooks.values())
 
 
 @contextmanager

@@ -34,7 +34,7 @@ from lightning_zero.compat.graphs import EXAMPLE_VALUE
 from lightning_zero.compat.patches import swap_attribute
 from lightning_zero.compat.tensors import tree_leaves
 
-__all__ = ["asking", "ignore_grad_leaves", "left_out", "output_needs_hooks"]
+__all__ = ["find_requires_grad_hooks", "ignore_grad_leaves", "ignore_hooks", "output_needs_hooks"]
 
 
 ARGUMENTS = 3  # module, its arguments, its output
@@ -44,12 +44,12 @@ CALLING = {"RESUME", "LOAD_METHOD", "LOAD_ATTR", "LOAD_CONST", "KW_NAMES", "PREC
 CALLING |= {"POP_TOP", "RETURN_VALUE", "RETURN_CONST"}
 
 
-def asking(hooks: Iterable[Mapping[int, Any]]) -> list[FunctionType]:
+def find_requires_grad_hooks(hooks: Iterable[Mapping[int, Any]]) -> list[FunctionType]:
     """Return the hooks that only call ``requires_grad_()`` on an output."""
-    return [hook for some in hooks for hook in some.values() if _only_asks(hook)]
+    return [hook for some in hooks for hook in some.values() if _only_sets_requires_grad(hook)]
 
 
-def _only_asks(hook: Any) -> bool:
+def _only_sets_requires_grad(hook: Any) -> bool:
     if not isinstance(hook, FunctionType):
         return False
     code = hook.__code__
@@ -59,24 +59,24 @@ def _only_asks(hook: Any) -> bool:
         and code.co_names == ("requires_grad_",)
         and False not in code.co_consts
         # Ignored hooks must not return another output or change gradients of the module.
-        and all(_of_asking(step, code.co_varnames[-1]) for step in dis.get_instructions(code))
+        and all(_is_allowed(step, code.co_varnames[-1]) for step in dis.get_instructions(code))
     )
 
 
-def _of_asking(step: dis.Instruction, output: str) -> bool:
+def _is_allowed(step: dis.Instruction, output: str) -> bool:
     return step.opname in CALLING or (step.opname in LOADS and step.argval == output)
 
 
 def output_needs_hooks(output: Any) -> bool:
     """Return True if the effect of the hooks is visible in the output of an eager module."""
     tensors = [value for value in tree_leaves(output) if isinstance(value, Tensor) and value.requires_grad]
-    if not all(any(map(_is_of_weight, _behind(tensor))) for tensor in tensors):
+    if not all(any(map(_is_parameter_leaf, _autograd_nodes(tensor))) for tensor in tensors):
         return True  # the output requires grad only because of a hook
     # torch.utils.checkpoint with use_reentrant=True
-    return any(node.name() == "CheckpointFunctionBackward" for node in _behind(*tensors))
+    return any(node.name() == "CheckpointFunctionBackward" for node in _autograd_nodes(*tensors))
 
 
-def _behind(*tensors: Tensor) -> Iterator[Node]:
+def _autograd_nodes(*tensors: Tensor) -> Iterator[Node]:
     """Yield all autograd nodes before these tensors."""
     waiting, known = [tensor.grad_fn for tensor in tensors], set()
     while waiting:
@@ -88,22 +88,22 @@ def _behind(*tensors: Tensor) -> Iterator[Node]:
         waiting += [before for before, _ in node.next_functions]
 
 
-def _is_of_weight(node: Node) -> bool:
+def _is_parameter_leaf(node: Node) -> bool:
     return isinstance(getattr(node, "variable", None), Parameter)
 
 
 @contextmanager
-def left_out(hooks: list[FunctionType]) -> Iterator[None]:
+def ignore_hooks(hooks: list[FunctionType]) -> Iterator[None]:
     """Return a context in which Dynamo treats these hooks as functions without effect."""
     before = dynamo_config.ignore_logging_functions
-    dynamo_config.ignore_logging_functions = cast(Any, _With(before, hooks))
+    dynamo_config.ignore_logging_functions = cast(Any, _HiddenList(before, hooks))
     try:
         yield
     finally:
         dynamo_config.ignore_logging_functions = before
 
 
-class _With(list[Any]):
+class _HiddenList(list[Any]):
     """List that appears empty to torch 2.11, which writes this setting as JSON, but contains the hooks."""
 
     def __init__(self, others: Any, hooks: list[FunctionType]) -> None:
@@ -122,65 +122,81 @@ class _With(list[Any]):
 
 
 # Attributes of a tensor that depend on whether it requires grad.
-_TELLING = {"requires_grad", "requires_grad_", "is_leaf", "grad", "grad_fn", "retain_grad", "register_hook", "backward"}
+_OBSERVING = {
+    "requires_grad",
+    "requires_grad_",
+    "is_leaf",
+    "grad",
+    "grad_fn",
+    "retain_grad",
+    "register_hook",
+    "backward",
+}
 
 
 @UNUSED_GRADIENTS
 @contextmanager
 def ignore_grad_leaves() -> Iterator[None]:
     """Return a context in which new traces ignore ``requires_grad = True`` on activations."""
-    leaves = _Leaves()
+    leaves = _IgnoredLeaves()
     with (
-        swap_attribute(SetattrVariable, "call_function", _instead(SetattrVariable.call_function, leaves.sets)),
-        swap_attribute(TensorVariable, TENSOR_GETATTR, _instead(getattr(TensorVariable, TENSOR_GETATTR), leaves.reads)),
-        swap_attribute(TensorVariable, "call_method", _instead(TensorVariable.call_method, leaves.calls)),
-        swap_attribute(OutputGraph, COMPILE_GRAPH, _instead(getattr(OutputGraph, COMPILE_GRAPH), leaves.ends)),
+        swap_attribute(SetattrVariable, "call_function", _intercept(SetattrVariable.call_function, leaves.on_setattr)),
+        swap_attribute(
+            TensorVariable, TENSOR_GETATTR, _intercept(getattr(TensorVariable, TENSOR_GETATTR), leaves.on_getattr)
+        ),
+        swap_attribute(TensorVariable, "call_method", _intercept(TensorVariable.call_method, leaves.on_call)),
+        swap_attribute(OutputGraph, COMPILE_GRAPH, _intercept(getattr(OutputGraph, COMPILE_GRAPH), leaves.on_compile)),
     ):
         yield
 
 
-def _instead(plain: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+def _intercept(plain: Callable[..., Any], intercepted: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        return instead(plain, self, tx, *args, **kwargs)
+        return intercepted(plain, self, tx, *args, **kwargs)
 
     return method
 
 
-class _Leaves:
+class _IgnoredLeaves:
     """Ignored assignments during one call."""
 
     def __init__(self) -> None:
         self._graphs: list[Any] = []  # graphs in which an assignment was ignored
         self._ended: list[Any] = []  # speculation logs of functions whose assignments must not be ignored
 
-    def sets(self, plain: Callable[..., Any], builtin: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+    def on_setattr(self, plain: Callable[..., Any], builtin: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if getattr(builtin, "fn", setattr) is setattr and len(args) == 3:
             tensor, name, value = args
-            if _is(name, "requires_grad") and _is(value, True) and self._leaves_out(tx, tensor):
+            if _is_constant(name, "requires_grad") and _is_constant(value, True) and self._ignore(tx, tensor):
                 return value
         return plain(builtin, tx, args, kwargs)
 
-    def calls(self, plain: Callable[..., Any], tensor: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
-        asks = name == "requires_grad_" and all(_is(value, True) for value in [*args, *kwargs.values()])
-        if asks and self._leaves_out(tx, tensor):
+    def on_call(self, plain: Callable[..., Any], tensor: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        asks = name == "requires_grad_" and all(_is_constant(value, True) for value in [*args, *kwargs.values()])
+        if asks and self._ignore(tx, tensor):
             return tensor
-        self._look(tx, tensor, name)
+        self._check_observed(tx, tensor, name)
         return plain(tensor, tx, name, args, kwargs)
 
-    def reads(self, plain: Callable[..., Any], tensor: Any, tx: Any, name: str) -> Any:
+    def on_getattr(self, plain: Callable[..., Any], tensor: Any, tx: Any, name: str) -> Any:
         if name != "requires_grad_":  # called next
-            self._look(tx, tensor, name)
+            self._check_observed(tx, tensor, name)
         return plain(tensor, tx, name)
 
-    def ends(self, plain: Callable[..., Any], graph: Any, tx: Any, outputs: Any, root: Any) -> Any:
-        if self._has(graph) and any(_asks_for_none(output) for output in outputs):
-            self._again(tx)
+    def on_compile(self, plain: Callable[..., Any], graph: Any, tx: Any, outputs: Any, root: Any) -> Any:
+        if self._has(graph) and any(_could_require_grad(output) for output in outputs):
+            self._retrace(tx)
         return plain(graph, tx, outputs, root)
 
-    def _leaves_out(self, tx: Any, tensor: Any) -> bool:
+    def _ignore(self, tx: Any, tensor: Any) -> bool:
         """Return True if traced code made the tensor and its gradient can be ignored."""
         ended = any(log is tx.speculation_log for log in self._ended)
-        if ended or not isinstance(tensor, TensorVariable) or tensor.source is not None or not _asks_for_none(tensor):
+        if (
+            ended
+            or not isinstance(tensor, TensorVariable)
+            or tensor.source is not None
+            or not _could_require_grad(tensor)
+        ):
             return False
         self._graphs.append(tx.output)
         return True
@@ -188,21 +204,21 @@ class _Leaves:
     def _has(self, graph: Any) -> bool:
         return any(one is graph for one in self._graphs)
 
-    def _look(self, tx: Any, tensor: Any, name: str) -> None:
-        if name in _TELLING and self._has(tx.output) and _asks_for_none(tensor):
-            self._again(tx)
+    def _check_observed(self, tx: Any, tensor: Any, name: str) -> None:
+        if name in _OBSERVING and self._has(tx.output) and _could_require_grad(tensor):
+            self._retrace(tx)
 
-    def _again(self, tx: Any) -> None:
+    def _retrace(self, tx: Any) -> None:
         self._ended.append(tx.speculation_log)
         tx.speculation_log.clear()  # it contains events after the new end of the graph
         raise RestartAnalysis(restart_reason="a tensor that was made a leaf may be asked for its gradient")
 
 
-def _is(variable: Any, value: Any) -> bool:
+def _is_constant(variable: Any, value: Any) -> bool:
     return bool(variable.is_python_constant()) and variable.as_python_constant() == value
 
 
-def _asks_for_none(tensor: Any) -> bool:
+def _could_require_grad(tensor: Any) -> bool:
     """Return True if the tensor could require grad and does not."""
     value = tensor.as_proxy().node.meta.get(EXAMPLE_VALUE) if isinstance(tensor, TensorVariable) else None
     return isinstance(value, Tensor) and not value.requires_grad and (value.is_floating_point() or value.is_complex())

@@ -133,12 +133,12 @@ class GraphReplay(torch.autograd.Function):
     """Run a captured call: ``GraphReplay.apply(captured, *args)``."""
 
     @staticmethod
-    def forward(ctx: Any, variant: CapturedCall, *args: Any) -> tuple[Tensor, ...]:
-        outputs, token = variant.forward(args)
-        differentiable = variant.pair.differentiable
+    def forward(ctx: Any, captured: CapturedCall, *args: Any) -> tuple[Tensor, ...]:
+        outputs, token = captured.forward(args)
+        differentiable = captured.pair.differentiable
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(o for o, yes in zip(outputs, differentiable, strict=True) if not yes))
-        ctx.variant, ctx.token = variant, token
+        ctx.captured, ctx.token = captured, token
         return tuple(outputs)
 
     @staticmethod
@@ -151,4 +151,4 @@ class GraphReplay(torch.autograd.Function):
                 "pass cuda_graphs=False to the strategy."
             )
         ctx.token = None
-        return (None, *ctx.variant.backward(grads))
+        return (None, *ctx.captured.backward(grads))

@@ -323,7 +323,7 @@ class GraphDispatcher:
         self._compiled = compiled
         self._peak_bytes = peak_bytes
         self._cuda_graphs = manager
-        self._variants: dict[CaptureKey, CapturedCall] = {}  # least recently used first
+        self._captures: dict[CaptureKey, CapturedCall] = {}  # least recently used first
         self._replayed: dict[CaptureKey, int] = {}
         self._runs: dict[CaptureKey, int] = {}  # since the last invalidation
         self._segments: dict[int, int] = {}  # by slot: number of the gradients that its backward produces
@@ -353,13 +353,13 @@ class GraphDispatcher:
             (manager.executor.gradients.defers(), manager.executor.gradients.has_deferred()),
             tuple(a for a in args if not isinstance(a, Tensor)),
         )
-        variant = None if self._disabled else self._variant(manager, args, key)
-        if variant is None:
+        captured = None if self._disabled else self._find_capture(manager, args, key)
+        if captured is None:
             manager.release_memory(self)
             return self._run(args, key)
         self._replayed[key] += 1
-        outputs = GraphReplay.apply(variant, *args)
-        self._pending_backwards[key.slot] = variant.pending_backward
+        outputs = GraphReplay.apply(captured, *args)
+        self._pending_backwards[key.slot] = captured.pending_backward
         return outputs
 
     def _find_free_slot(self) -> int:
@@ -418,19 +418,19 @@ class GraphDispatcher:
         if manager is not None and manager.executor.gradients.mark():
             self._segments[slot] = manager.executor.gradients.segment()
 
-    def _variant(self, manager: CUDAGraphManager, args: Sequence[Any], key: CaptureKey) -> CapturedCall | None:
+    def _find_capture(self, manager: CUDAGraphManager, args: Sequence[Any], key: CaptureKey) -> CapturedCall | None:
         """Return the capture to replay, or None."""
         if _is_pending(self._pending_backwards[key.slot]):
             self.disable(f"a module is called {MAX_PENDING_CALLS} times before the backward pass of its first call")
             return None
-        variant = self._variants.pop(key, None)
-        if variant is None:
+        captured = self._captures.pop(key, None)
+        if captured is None:
             return self._capture(manager, args, key)
-        self._variants[key] = variant
-        if not variant.fits(args):
+        self._captures[key] = captured
+        if not captured.fits(args):
             self.invalidate("addresses of parameters, gradients or buffers change, or requires_grad does")
             return None
-        return variant
+        return captured
 
     def _capture(self, manager: CUDAGraphManager, args: Sequence[Any], key: CaptureKey) -> CapturedCall | None:
         # Kernels are compiled and buckets have their order for any size and micro-batch. Libraries need one run per
@@ -447,22 +447,22 @@ class GraphDispatcher:
         if reason := unsupported_input(args, manager.device):
             self.disable(reason)
             return None
-        if sum(other.slot == key.slot for other in self._variants) >= MAX_CAPTURED_SIZES:
+        if sum(other.slot == key.slot for other in self._captures) >= MAX_CAPTURED_SIZES:
             self._evict_oldest(key.slot)
         if self._disabled:
             return None
         try:
-            variant = self._captured(manager, args, key, segment)
+            captured = self._captured(manager, args, key, segment)
         except RuntimeError as error:  # includes out of memory, and operations that cannot be captured
             self.disable(str(error).splitlines()[0])
             return None
-        self._variants[key] = variant
+        self._captures[key] = captured
         self._replayed[key] = 0
-        return variant
+        return captured
 
     def _captured(self, manager: CUDAGraphManager, args: Sequence[Any], key: CaptureKey, segment: int) -> CapturedCall:
         # Calls in one slot never have pending backwards at the same time, so they share memory.
-        shared: GraphPair | None = next((v.pair for other, v in self._variants.items() if other.slot == key.slot), None)
+        shared: GraphPair | None = next((v.pair for other, v in self._captures.items() if other.slot == key.slot), None)
         peak_bytes = self._peak_bytes()
 
         def capture(inputs: Sequence[Any], copied: Sequence[Tensor]) -> GraphPair:
@@ -480,9 +480,9 @@ class GraphDispatcher:
 
     def _evict_oldest(self, slot: int) -> None:
         """Close the least recently used capture of a slot."""
-        oldest = next(key for key in self._variants if key.slot == slot)
+        oldest = next(key for key in self._captures if key.slot == slot)
         self._count_failure(self._replayed[oldest])
-        self._variants.pop(oldest).close()
+        self._captures.pop(oldest).close()
         if self._failures > MAX_FAILED_CAPTURES:
             self.disable("batch sizes vary")
 
@@ -501,7 +501,7 @@ class GraphDispatcher:
     @property
     def nbytes(self) -> int:
         """Return the bytes of all captures."""
-        return sum(variant.pair.nbytes for variant in self._variants.values())
+        return sum(captured.pair.nbytes for captured in self._captures.values())
 
     def invalidate(self, reason: str) -> None:
         """Drop captures that are out of date, or whose memory is needed, and warm up again."""
@@ -516,18 +516,18 @@ class GraphDispatcher:
             self._end(reason)
 
     def _end(self, reason: str) -> None:
-        if not self._variants:
+        if not self._captures:
             return
-        self._count_failure(max(self._replayed[key] for key in self._variants))
+        self._count_failure(max(self._replayed[key] for key in self._captures))
         self.drop()
         if self._failures > MAX_FAILED_CAPTURES:
             self.disable(reason)
 
     def drop(self) -> None:
         """Free the memory of all captures."""
-        for variant in self._variants.values():
-            variant.close()
-        self._variants.clear()
+        for captured in self._captures.values():
+            captured.close()
+        self._captures.clear()
 
     def disable(self, reason: str) -> None:
         """Stop capturing this graph."""

@@ -100,7 +100,7 @@ class LayerDedup:
         return [layer for at, layer in enumerate(self._layers) if at != number]
 
     def passes_done(self, graph: Graph) -> bool:
-        """Return True if Inductor's joint-graph passes may run on layer calls before :meth:`inline`.
+        """Return True if Inductor's joint-graph passes may run on layer calls before :meth:`expand`.
 
         They have already run on one layer of each kind. It is False if a layer's input depends on no graph input (a
         mask of zeros), because the passes know more about such a value than about an input of the layer.
@@ -116,7 +116,7 @@ class LayerDedup:
         self._passed = known and fixed.isdisjoint(given)
         return self._passed
 
-    def inline(self, graph: Graph) -> Graph:
+    def expand(self, graph: Graph) -> Graph:
         """Expand the layers in a joint graph, after Inductor's passes if :meth:`passes_done`.
 
         Raises:
@@ -124,18 +124,18 @@ class LayerDedup:
         """
         try:
             with no_dispatch_modes(), no_python_dispatcher():  # fake values are created on purpose
-                self._inline(graph)
+                self._expand(graph)
         except DedupFailed:
             raise
         except Exception as error:  # the graph may well compile without layer calls
             raise DedupFailed(f"{type(error).__name__}: {error}") from error
         return graph
 
-    def _inline(self, graph: Graph) -> None:
+    def _expand(self, graph: Graph) -> None:
         begun: dict[int, LayerExpansion] = {}
         moved: dict[int, Tensor] = {}
         numbers = RegionIds()
-        standins = NodeReplacer(graph)
+        layer_calls = NodeReplacer(graph)
         parts: set[Node] = set()  # items of layer calls' results
         for node in list(graph.nodes):
             if node in parts:
@@ -148,7 +148,7 @@ class LayerDedup:
                 body = layer.body.passed if self._passed else layer.body
                 assert body is not None
                 begun[number] = LayerExpansion(
-                    graph, standins, number, layer.region, body, numbers.of_layer(body.numbers)
+                    graph, layer_calls, number, layer.region, body, numbers.of_layer(body.numbers)
                 )
                 begun[number].forward(node)
                 moved |= begun[number].moved
@@ -161,7 +161,7 @@ class LayerDedup:
                 node.meta[AC_GRAPH_ID] = numbers.of(node.meta[AC_GRAPH_ID])
             if "val" in node.meta:
                 node.meta["val"] = rebase_value(node.meta["val"], moved)
-        standins.done()
+        layer_calls.done()
 
 
 def dedup_layers(module: GraphModule, trace: TraceJoint) -> LayerDedup | None:
@@ -260,10 +260,10 @@ def _insert_layer_calls(before: Graph, layers: Sequence[_Layer]) -> Graph:
             region, body = layers[number].region, layers[number].body
             layouts = describe(_values(body.results)), describe(_values(body.grads))
             arguments = (layers[number].digest, number, *layouts, [new[read] for read in region.given])
-            standin = after.call_function(forward(), arguments)
-            standin.meta[EXAMPLE_VALUE] = [result.meta[EXAMPLE_VALUE] for result in region.results]
+            call = after.call_function(forward(), arguments)
+            call.meta[EXAMPLE_VALUE] = [result.meta[EXAMPLE_VALUE] for result in region.results]
             for at, result in enumerate(region.results):
-                new[result] = after.call_function(operator.getitem, (standin, at))
+                new[result] = after.call_function(operator.getitem, (call, at))
                 new[result].meta = dict(result.meta)
     return after
 

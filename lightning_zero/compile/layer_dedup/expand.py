@@ -43,14 +43,14 @@ class LayerExpansion:
     def __init__(
         self,
         graph: Graph,
-        standins: NodeReplacer,
+        layer_calls: NodeReplacer,
         number: int,
         region: LayerMatch,
         body: LayerGraph,
         numbers: Mapping[int, int],
     ) -> None:
         self._graph = graph
-        self._standins = standins
+        self._layer_calls = layer_calls
         self._number = number
         self._region = region
         self._body = body
@@ -59,25 +59,25 @@ class LayerExpansion:
         self._memory: dict[int, Tensor] = {}
         self.moved: dict[int, Tensor] = {}
 
-    def forward(self, standin: Node) -> None:
+    def forward(self, call: Node) -> None:
         """Replace a forward layer call."""
-        given = standin.args[4]
+        given = call.args[4]
         assert isinstance(given, Sequence)
-        self._begin(self._body.given, given)
-        self._work(standin, self._body.forward)
-        self._replace(standin, self._body.results)
+        self._bind_inputs(self._body.given, given)
+        self._copy_nodes(call, self._body.forward)
+        self._replace(call, self._body.results)
 
-    def backward(self, standin: Node) -> None:
+    def backward(self, call: Node) -> None:
         """Replace a backward layer call."""
-        tangents = standin.args[3]
+        tangents = call.args[3]
         assert isinstance(tangents, Sequence)
-        with self._graph.inserting_before(standin):
-            tangents = [self._laid_out(*pair) for pair in zip_longest(tangents, self._body.tangents)]
-        self._begin(self._body.tangents, tangents)
-        self._work(standin, self._body.backward)
-        self._replace(standin, [grad for grad in self._body.grads if grad is not None])
+        with self._graph.inserting_before(call):
+            tangents = [self._match_layout(*pair) for pair in zip_longest(tangents, self._body.tangents)]
+        self._bind_inputs(self._body.tangents, tangents)
+        self._copy_nodes(call, self._body.backward)
+        self._replace(call, [grad for grad in self._body.grads if grad is not None])
 
-    def _laid_out(self, tangent: Any, like: Node | None) -> Any:
+    def _match_layout(self, tangent: Any, like: Node | None) -> Any:
         """Return a tangent of the whole graph in the layout that the traced layer was given.
 
         AOTAutograd guesses another layout for results that the layer returns to the graph's caller (keys and values of
@@ -86,7 +86,7 @@ class LayerExpansion:
         if like is None or not isinstance(tangent, Node) or tangent.op != "placeholder":
             return tangent
         value, wanted = tangent.meta["val"], like.meta["val"]
-        if _form(value) == _form(wanted) or value.shape != wanted.shape or not wanted.is_contiguous():
+        if _layout(value) == _layout(wanted) or value.shape != wanted.shape or not wanted.is_contiguous():
             return tangent
         form = torch.contiguous_format
         copy = self._graph.call_function(torch.ops.aten.clone.default, (tangent,), {"memory_format": form})
@@ -95,26 +95,26 @@ class LayerExpansion:
         copy.meta[PARTITIONER_TAG] = MUST_BE_IN_BACKWARD
         return copy
 
-    def _begin(self, inputs: Sequence[Node], actual: Sequence[Any]) -> None:
+    def _bind_inputs(self, inputs: Sequence[Node], actual: Sequence[Any]) -> None:
         if len(inputs) != len(actual):
             raise DedupFailed("a result of a layer has no gradient", self._number)
         for node, value in zip(inputs, actual, strict=True):
-            if _form(node.meta["val"]) != _form(value.meta["val"]):
+            if _layout(node.meta["val"]) != _layout(value.meta["val"]):
                 strides = _strides(actual) if inputs is self._body.tangents else None
                 raise DedupFailed("inputs of a layer have another layout", self._number, strides)
             self._new[node] = value
             self._memory[storage_key(node.meta["val"])] = value.meta["val"]
 
-    def _work(self, standin: Node, nodes: Sequence[Node]) -> None:
-        with self._graph.inserting_before(standin):
+    def _copy_nodes(self, call: Node, nodes: Sequence[Node]) -> None:
+        with self._graph.inserting_before(call):
             for node in nodes:
                 args, kwargs = map_arg((node.args, node.kwargs), self._new.__getitem__)
-                notes = self._body.notes[node]
-                new = self._graph.create_node(node.op, node.target, args, kwargs, notes.name, node.type)
+                template = self._body.template[node]
+                new = self._graph.create_node(node.op, node.target, args, kwargs, template.name, node.type)
                 self._new[node] = new
                 if node.op == "get_attr":
                     new.target = self._constant(self._body.constants[str(node.target)])
-                new.meta = self._meta(notes)
+                new.meta = self._meta(template)
 
     def _constant(self, value: Tensor) -> str:
         """Return the name of an attribute with this tensor, shared by all layers of a kind."""
@@ -123,35 +123,35 @@ class LayerExpansion:
         setattr(module, name, value)
         return name
 
-    def _replace(self, standin: Node, results: Sequence[Node]) -> None:
-        for part in list(standin.users):
+    def _replace(self, call: Node, results: Sequence[Node]) -> None:
+        for part in list(call.users):
             at = part.args[1]
             assert isinstance(at, int)
             new = self._new[results[at]]
             self.moved[storage_key(part.meta["val"])] = new.meta["val"]
-            self._standins.replace(part, new)
-        self._standins.erase(standin)
+            self._layer_calls.replace(part, new)
+        self._layer_calls.erase(call)
 
-    def _meta(self, notes: NodeTemplate) -> dict[str, Any]:
-        meta = dict(notes.meta)
+    def _meta(self, template: NodeTemplate) -> dict[str, Any]:
+        meta = dict(template.meta)
         if "val" in meta:
-            meta["val"] = self._own(notes.view)
-        if notes.region is not None:
-            meta[AC_GRAPH_ID] = self._numbers[notes.region]
+            meta["val"] = self._rebase(template.view)
+        if template.region is not None:
+            meta[AC_GRAPH_ID] = self._numbers[template.region]
         if CUSTOM in meta:
             meta[CUSTOM] = dict(meta[CUSTOM])
-        place = notes.place if notes.within is None else notes.within
+        place = template.place if template.within is None else template.within
         if place is not None:
             source = self._region.places[place].meta
-            meta |= {key: source[origin] for key, origin in notes.origins if origin in source}
-            if notes.within is None and CUSTOM in source:
+            meta |= {key: source[origin] for key, origin in template.origins if origin in source}
+            if template.within is None and CUSTOM in source:
                 meta[CUSTOM] = dict(source[CUSTOM])
         return meta
 
-    def _own(self, view: Any) -> Any:
+    def _rebase(self, view: Any) -> Any:
         """Return a value of the same layout in this layer's memory; views stay views."""
         if isinstance(view, tuple | list):
-            return type(view)(map(self._own, view))
+            return type(view)(map(self._rebase, view))
         if not isinstance(view, View):
             return view
         memory, value = self._memory.get(view.memory), view.value
@@ -189,10 +189,10 @@ def _strides(values: Sequence[Any]) -> list[list[int]] | None:
     Such a gradient belongs to a single layer.
     """
     found = [value.meta["val"] for value in values]
-    return [list(value.stride()) for value in found] if all(map(_dense, found)) else None
+    return [list(value.stride()) for value in found] if all(map(_is_dense, found)) else None
 
 
-def _dense(value: Tensor) -> bool:
+def _is_dense(value: Tensor) -> bool:
     """Return True if the elements are contiguous in some order of dimensions."""
     spanned = 1
     for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True)):
@@ -202,5 +202,5 @@ def _dense(value: Tensor) -> bool:
     return True
 
 
-def _form(value: Tensor) -> tuple[Any, ...]:
+def _layout(value: Tensor) -> tuple[Any, ...]:
     return value.dtype, value.shape, value.stride(), value.device

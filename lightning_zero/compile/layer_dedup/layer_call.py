@@ -58,15 +58,15 @@ def describe(values: Sequence[Tensor | None]) -> str:
 
 
 @cache
-def _forms(described: str) -> list[Form]:
+def _layouts(described: str) -> list[Form]:
     return [
         Form(tuple(shape), tuple(stride), getattr(torch, dtype), torch.device(device))
         for dtype, shape, stride, device in filter(None, json.loads(described))
     ]
 
 
-def _made(described: str) -> list[Tensor]:
-    return [torch.empty_strided(*form[:2], dtype=form.dtype, device=form.device) for form in _forms(described)]
+def _fake_results(described: str) -> list[Tensor]:
+    return [torch.empty_strided(*form[:2], dtype=form.dtype, device=form.device) for form in _layouts(described)]
 
 
 def fast_layer_call_fakes() -> AbstractContextManager[None]:
@@ -74,18 +74,18 @@ def fast_layer_call_fakes() -> AbstractContextManager[None]:
 
     torch would search its cache for an equal call among all arguments, three times per layer, and never find one.
     """
-    return fake_from_specs({op: lambda args: _forms(args[2]) for op in (forward(), backward())})
+    return fake_from_specs({op: lambda args: _layouts(args[2]) for op in (forward(), backward())})
 
 
 def _forward(layer: str, number: int, results: str, grads: str, given: Sequence[Tensor]) -> list[Tensor]:
-    return _made(results)
+    return _fake_results(results)
 
 
 def _backward(layer: str, number: int, grads: str, tangents: Sequence[Tensor]) -> list[Tensor]:
-    return _made(grads)
+    return _fake_results(grads)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     layer, number, _, grads, _ = inputs
     ctx.arguments = layer, number, grads
 
@@ -93,8 +93,8 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _differentiate(ctx: Any, tangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
     layer, number, grads = ctx.arguments
     # A missing gradient is detected when the layer is expanded. Raising here would make autograd warn users.
-    come = [tangent for tangent in tangents if tangent is not None]
-    found = iter(backward()(layer, number, grads, come))
+    present = [tangent for tangent in tangents if tangent is not None]
+    found = iter(backward()(layer, number, grads, present))
     return None, None, None, None, [None if known is None else next(found) for known in json.loads(grads)]
 
 
@@ -115,7 +115,7 @@ torch.library.register_fake(END, _end, lib=_LIBRARY)
 torch.library.register_autograd(END, _pass_back, lib=_LIBRARY)
 torch.library.register_fake(FORWARD, _forward, lib=_LIBRARY)
 torch.library.register_fake(BACKWARD, _backward, lib=_LIBRARY)
-torch.library.register_autograd(FORWARD, _differentiate, setup_context=_remember, lib=_LIBRARY)
+torch.library.register_autograd(FORWARD, _differentiate, setup_context=_setup_context, lib=_LIBRARY)
 
 
 def forward() -> OpOverload:

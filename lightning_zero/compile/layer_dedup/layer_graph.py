@@ -84,7 +84,7 @@ class LayerGraph:
     passed: LayerGraph | None = None
 
     @cached_property
-    def notes(self) -> dict[Node, NodeTemplate]:
+    def templates(self) -> dict[Node, NodeTemplate]:
         """Return the template of each node."""
         return {node: NodeTemplate.of(node) for node in (*self.forward, *self.backward)}
 
@@ -108,8 +108,8 @@ def trace_layer(region: LayerMatch, trace: TraceJoint, strides: Sequence[Sequenc
     Raises:
         DedupFailed: the layer does more than return results and gradients.
     """
-    module, inputs = _alone(region, strides)
-    with _by_itself():
+    module, inputs = _extract_module(region, strides)
+    with _separate_tracing():
         joint = trace(module, inputs)
         body = _split(joint.traced, region)
         return body if joint.passed is None else replace(body, passed=_after_passes(body, joint.passed, region))
@@ -121,19 +121,19 @@ def _after_passes(body: LayerGraph, graph: Graph, region: LayerMatch) -> LayerGr
         passed = _split(graph, region)
     except DedupFailed:
         return None
-    layouts = [[_form(node) for node in (*it.results, *it.grads)] for it in (body, passed)]
+    layouts = [[_layout(node) for node in (*it.results, *it.grads)] for it in (body, passed)]
     memory = [storage_key(node.meta["val"]) for node in (*passed.given, *passed.tangents, *passed.results)]
     given = len(passed.given) + len(passed.tangents)
     apart = len({*memory[given:]} - {*memory[:given]}) == len(passed.results)
     return passed if apart and layouts[0] == layouts[1] else None
 
 
-def _form(node: Node | None) -> Any:
+def _layout(node: Node | None) -> Any:
     value = None if node is None else node.meta.get("val")
     return (value.dtype, value.shape, value.stride(), value.device) if isinstance(value, Tensor) else None
 
 
-def _alone(region: LayerMatch, strides: Sequence[Sequence[int]] | None) -> tuple[GraphModule, list[Tensor]]:
+def _extract_module(region: LayerMatch, strides: Sequence[Sequence[int]] | None) -> tuple[GraphModule, list[Tensor]]:
     graph, new = Graph(), {}
     for node in region.given:
         new[node] = graph.placeholder(node.name)
@@ -142,22 +142,22 @@ def _alone(region: LayerMatch, strides: Sequence[Sequence[int]] | None) -> tuple
     for node in region.nodes:
         for read in node.all_input_nodes:
             if read not in new and hop_body(read) is not None:
-                bodies[str(read.target)] = _placed(read, places)
+                bodies[str(read.target)] = _with_places(read, places)
                 new[read] = graph.create_node("get_attr", read.target)
         new[node] = graph.node_copy(node, new.__getitem__)
-        _note(new[node], PLACE, places[node])
+        _set_place(new[node], PLACE, places[node])
     returned = [new[node] for node in region.results]
     if strides is not None:
         returned = [graph.call_function(end(), pair) for pair in zip(returned, strides, strict=True)]
     graph.output(tuple(returned))
     with fake_mode():
-        inputs = [_like(node.meta[EXAMPLE_VALUE]) for node in region.given]
+        inputs = [_fake_leaf(node.meta[EXAMPLE_VALUE]) for node in region.given]
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         node.meta[EXAMPLE_VALUE] = value
     return GraphModule(bodies, graph), inputs
 
 
-def _placed(called: Node, places: Mapping[Node, int]) -> GraphModule:
+def _with_places(called: Node, places: Mapping[Node, int]) -> GraphModule:
     """Return a copy of a called graph whose nodes store their position in the layer, or that of the call."""
     body, caller = hop_body(called), next(iter(called.users))
     assert body is not None
@@ -165,27 +165,27 @@ def _placed(called: Node, places: Mapping[Node, int]) -> GraphModule:
     graph.output(graph.graph_copy(body.graph, copies))
     for node, copy in copies.items():
         if is_region(called):
-            _note(copy, PLACE, places[node])
+            _set_place(copy, PLACE, places[node])
         else:
-            _note(copy, WITHIN, places[caller])
+            _set_place(copy, WITHIN, places[caller])
         if hop_body(node) is not None:
-            bodies[str(node.target)] = _placed(node, places)
+            bodies[str(node.target)] = _with_places(node, places)
     module = GraphModule(bodies, graph)
     module.meta |= body.meta  # the region's save policy
     return module
 
 
-def _note(node: Node, key: str, place: int) -> None:
+def _set_place(node: Node, key: str, place: int) -> None:
     node.meta[CUSTOM] = {**node.meta.get(CUSTOM, {}), key: place}
 
 
-def _like(value: Tensor) -> Tensor:
+def _fake_leaf(value: Tensor) -> Tensor:
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     return made.requires_grad_(value.requires_grad)
 
 
 @contextmanager
-def _by_itself() -> Iterator[None]:
+def _separate_tracing() -> Iterator[None]:
     """Return a context for tracing a layer alone.
 
     Metadata of the trace must not be recorded for the layer. Inputs are leaves here but not in the whole graph, and
@@ -267,27 +267,27 @@ TraceJoint = Callable[[GraphModule, Sequence[Tensor]], JointGraph]
 
 def joint_tracer(backend: str) -> TraceJoint:
     """Return the tracer of "aot_eager" or of Inductor, which has its own decompositions."""
-    return partial(_traced, _by_aot_eager if backend == "aot_eager" else _by_inductor)
+    return partial(_trace, _trace_aot_eager if backend == "aot_eager" else _trace_inductor)
 
 
-class _Taken(Exception):
+class _JointGraphFound(Exception):
     """Carries the joint graph out of the compiler."""
 
     def __init__(self, joint: JointGraph) -> None:
         self.joint = joint
 
 
-def _traced(compile_with: Callable[..., Any], module: GraphModule, inputs: Sequence[Tensor]) -> JointGraph:
+def _trace(compile_with: Callable[..., Any], module: GraphModule, inputs: Sequence[Tensor]) -> JointGraph:
     try:
         compile_with(module, inputs)
-    except _Taken as taken:
-        return taken.joint
+    except _JointGraphFound as found:
+        return found.joint
     raise DedupFailed("a layer needs no backward")
 
 
-def _by_aot_eager(module: GraphModule, inputs: Sequence[Tensor]) -> None:
+def _trace_aot_eager(module: GraphModule, inputs: Sequence[Tensor]) -> None:
     def partition(module: GraphModule, *args: Any, **settings: Any) -> NoReturn:
-        raise _Taken(JointGraph(module.graph))
+        raise _JointGraphFound(JointGraph(module.graph))
 
     def compiler(module: GraphModule, inputs: Any) -> Any:
         return module
@@ -295,15 +295,15 @@ def _by_aot_eager(module: GraphModule, inputs: Sequence[Tensor]) -> None:
     aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)(module, inputs)
 
 
-def _by_inductor(module: GraphModule, inputs: Sequence[Tensor]) -> None:
+def _trace_inductor(module: GraphModule, inputs: Sequence[Tensor]) -> None:
     compile_fx: Any = lookup_backend("inductor")
     with ExitStack() as until_taken:
-        keep = _Keep(until_taken)
-        patches = {"joint_custom_pre_pass": keep, "joint_custom_post_pass": _Take(keep)}
+        keep = _KeepGraph(until_taken)
+        patches = {"joint_custom_pre_pass": keep, "joint_custom_post_pass": _StopAfterPasses(keep)}
         compile_fx(module, inputs, config_patches=patches)
 
 
-class _Keep(CustomGraphPass):
+class _KeepGraph(CustomGraphPass):
     graph: Graph
 
     def __init__(self, until_taken: ExitStack) -> None:
@@ -319,13 +319,13 @@ class _Keep(CustomGraphPass):
         return None
 
 
-class _Take(CustomGraphPass):
-    def __init__(self, kept: _Keep) -> None:
+class _StopAfterPasses(CustomGraphPass):
+    def __init__(self, kept: _KeepGraph) -> None:
         self._kept = kept
 
     def __call__(self, graph: Graph) -> NoReturn:
         stable_topological_sort(graph)  # Inductor sorts after all of its passes
-        raise _Taken(JointGraph(self._kept.graph, graph))
+        raise _JointGraphFound(JointGraph(self._kept.graph, graph))
 
     def uuid(self) -> None:
         return None

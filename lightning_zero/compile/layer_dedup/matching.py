@@ -61,7 +61,7 @@ class NodeFingerprints:
     def __init__(self) -> None:
         self._layouts: dict[Node, str | None] = {}
         self._keys: dict[Node, str | None] = {}
-        self._safe: dict[Any, bool] = {}
+        self._is_safe_target: dict[Any, bool] = {}
 
     def node_key(self, node: Node) -> str | None:
         """Return a text that is equal for equal calls on values of equal layout; None if undescribed."""
@@ -95,7 +95,7 @@ class NodeFingerprints:
         if None in described.values():
             return None
         arguments = map_arg((node.args, node.kwargs), lambda read: _Named(described[read]))
-        return repr(arguments) if _plain([arguments]) else None
+        return repr(arguments) if _is_literal([arguments]) else None
 
     def _key(self, node: Node) -> str | None:
         if node.op not in ("call_function", "call_method"):
@@ -107,19 +107,19 @@ class NodeFingerprints:
 
     def _is_safe(self, node: Node) -> bool:
         if node.op != "call_function":  # for a method the type of its object matters
-            return _safe(node)
-        if node.target not in self._safe:
-            self._safe[node.target] = _safe(node)
-        return self._safe[node.target]
+            return _is_safe_target(node)
+        if node.target not in self._is_safe_target:
+            self._is_safe_target[node.target] = _is_safe_target(node)
+        return self._is_safe_target[node.target]
 
     def _described(self, node: Node) -> str | None:
         if (body := hop_body(node)) is not None:
-            return self._text_of(body, is_region(node))
+            return self._describe_body(body, is_region(node))
         # An item of a region's result belongs to that region where two kinds of layers meet.
-        made_by = [str(self._text_of(body, True)) for body in regions(node)]
+        made_by = [str(self._describe_body(body, True)) for body in regions(node)]
         return f"<{self.describe_layout(node)} {made_by}>"
 
-    def _text_of(self, body: GraphModule, region: bool) -> str | None:
+    def _describe_body(self, body: GraphModule, region: bool) -> str | None:
         """Return a digest of a called graph; None if a node is undescribed.
 
         Functions that read weights are undescribed, since each weight has its own name.
@@ -139,7 +139,7 @@ class NodeFingerprints:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _safe(node: Node) -> bool:
+def _is_safe_target(node: Node) -> bool:
     if node.target is function_call:
         return True  # its graphs describe it
     try:
@@ -153,7 +153,7 @@ def find_undescribed(nodes: Iterable[Node]) -> Node | None:
     """Return the first call without a description."""
     calls = [node for node in nodes if node.op in ("call_function", "call_method")]
     fingerprints = NodeFingerprints()
-    return next((node for node in calls if not _safe(node) or fingerprints.arguments(node) is None), None)
+    return next((node for node in calls if not _is_safe_target(node) or fingerprints.arguments(node) is None), None)
 
 
 def _name(node: Node) -> str:
@@ -169,16 +169,16 @@ class _Named(str):
     __repr__ = str.__str__
 
 
-def _plain(values: Iterable[Any]) -> bool:
+def _is_literal(values: Iterable[Any]) -> bool:
     for value in values:
         if isinstance(value, dict):
-            if not _plain(value.values()):
+            if not _is_literal(value.values()):
                 return False
         elif isinstance(value, slice):
-            if not _plain((value.start, value.stop, value.step)):
+            if not _is_literal((value.start, value.stop, value.step)):
                 return False
         elif isinstance(value, tuple | list):
-            if not _plain(value):
+            if not _is_literal(value):
                 return False
         elif not (isinstance(value, _Named) or type(value) in _LITERALS or value is Ellipsis):
             return False
@@ -218,7 +218,9 @@ def find_layers(graph: Graph, grad: bool, fingerprints: NodeFingerprints) -> lis
         grad: True if gradients are enabled by default.
         fingerprints: of the graph's nodes.
     """
-    nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output") and not _idle(node)]
+    nodes = [
+        node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output") and not _is_idle(node)
+    ]
     keys = [fingerprints.node_key(node) for node in nodes]
     plain = _in_plain_settings(nodes, grad)
     found: list[LayerMatch] = []
@@ -232,7 +234,7 @@ def find_layers(graph: Graph, grad: bool, fingerprints: NodeFingerprints) -> lis
                 for begin in begins
                 if all(plain[begin : begin + run.period])
                 and None not in keys[begin : begin + run.period]
-                and _alone(region := _region(nodes[begin : begin + run.period]), fingerprints)
+                and _is_separable(region := _match(nodes[begin : begin + run.period]), fingerprints)
                 and len(region.places) >= MIN_NODES
             ]
             if regions:
@@ -260,9 +262,9 @@ def _phases(nodes: Sequence[Node], run: RepeatedRun) -> list[int]:
     return sorted(range(min(run.period, run.stop - run.start - run.period + 1)), key=cost)
 
 
-def _region(work: Sequence[Node]) -> LayerMatch:
-    beside = _beside(work)
-    work = [node for node in work if node not in beside]
+def _match(work: Sequence[Node]) -> LayerMatch:
+    independent = _independent_nodes(work)
+    work = [node for node in work if node not in independent]
     own = set(work)
     given = dict.fromkeys(
         read for node in work for read in node.all_input_nodes if read not in own and not hop_body(read)
@@ -271,7 +273,7 @@ def _region(work: Sequence[Node]) -> LayerMatch:
     return LayerMatch(tuple(work), tuple(given), tuple(results))
 
 
-def _beside(work: Sequence[Node]) -> set[Node]:
+def _independent_nodes(work: Sequence[Node]) -> set[Node]:
     """Return nodes that need no gradient and that other code reads; they stay in the graph.
 
     transformers' sliding-window layers copy a length to their keys' device for the next call.
@@ -286,18 +288,18 @@ def _beside(work: Sequence[Node]) -> set[Node]:
                 new = [read for read in pending.pop().all_input_nodes if read in own and read not in made_of]
                 made_of.update(new)
                 pending += new
-            if all(_stays(made, written) for made in made_of):
+            if all(_can_stay(made, written) for made in made_of):
                 found |= made_of
     return found
 
 
-def _stays(node: Node, written: set[int | None]) -> bool:
+def _can_stay(node: Node, written: set[int | None]) -> bool:
     value = node.meta.get(EXAMPLE_VALUE)
     plain = isinstance(value, Tensor) and not value.requires_grad and node_storage(node) not in written
-    return plain and not _draws(node)  # random numbers would be drawn in another order
+    return plain and not _may_draw_random(node)  # random numbers would be drawn in another order
 
 
-def _draws(node: Node) -> bool:
+def _may_draw_random(node: Node) -> bool:
     """Return True if the node may draw random numbers."""
     value, target = node.meta[EXAMPLE_VALUE], node.target
     try:
@@ -310,7 +312,7 @@ def _draws(node: Node) -> bool:
     return False
 
 
-def _idle(node: Node) -> bool:
+def _is_idle(node: Node) -> bool:
     return _target_name(node) in NO_OP_CALLS
 
 
@@ -318,7 +320,7 @@ def _target_name(node: Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-def _alone(region: LayerMatch, fingerprints: NodeFingerprints) -> bool:
+def _is_separable(region: LayerMatch, fingerprints: NodeFingerprints) -> bool:
     """Return True if the layer can be differentiated alone.
 
     It takes and returns tensors, mutates no input, and its results share no memory with inputs or with each other.

@@ -28,7 +28,7 @@ from lightning_zero.compile.fx_utils import (
     REDUCE,
     calls,
     cast_dtype,
-    draws,
+    draws_random,
     first_call,
     is_op,
     is_view_or_cast,
@@ -85,14 +85,14 @@ def partition_joint_graph(
 OUTSIDE, OF_WEIGHTS = 1, sys.maxsize
 
 
-NEXT_TO_NONE = 1e-6  # budget close to 0
+MIN_BUDGET = 1e-6  # budget close to 0
 
 
 def save_random_ops(graph: Graph, budget: float) -> None:
     """Make torch's partitioner save random ops; call it right before, with the same budget."""
     # With a budget of exactly 0 torch ignores tags.
     if budget < 1 and tag_random_ops(graph) and budget == 0:
-        functorch_config.activation_memory_budget = NEXT_TO_NONE
+        functorch_config.activation_memory_budget = MIN_BUDGET
 
 
 def tag_activations(graph: Graph, recompute: RecomputePolicy) -> Graph:
@@ -125,7 +125,7 @@ def tag_random_ops(graph: Graph) -> bool:
     drawn = [
         node
         for node in graph.nodes
-        if node.op == "call_function" and node not in backward and RECOMPUTE not in node.meta and draws(node)
+        if node.op == "call_function" and node not in backward and RECOMPUTE not in node.meta and draws_random(node)
     ]
     for node in drawn:
         if isinstance(node.meta.get("val"), Tensor):
@@ -171,7 +171,7 @@ def tag_gathers(graph: Graph, keep: SavedLimits = NOTHING_SAVED) -> Graph:
     return graph
 
 
-_AGAIN = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def save_region_boundaries(graph: Graph, weights: AbstractSet[Node]) -> Graph:
@@ -196,8 +196,8 @@ def save_region_boundaries(graph: Graph, weights: AbstractSet[Node]) -> Graph:
         if node in weights:
             continue
         across = [user for user in node.users if regions.get(user, regions[node]) != regions[node]]
-        if across and any(map(_again, (node, *across))):
-            _save(_made_by(node), weights)
+        if across and any(map(_is_recomputed, (node, *across))):
+            _save(_base_op(node), weights)
     return graph
 
 
@@ -214,11 +214,11 @@ def _forward(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node in needed and node.op == "call_function"]
 
 
-def _again(node: Node) -> bool:
-    return node.meta.get(RECOMPUTE) in _AGAIN
+def _is_recomputed(node: Node) -> bool:
+    return node.meta.get(RECOMPUTE) in _RECOMPUTED
 
 
-def _made_by(node: Node) -> Node:
+def _base_op(node: Node) -> Node:
     """Return the op that allocated a view's memory; torch's partitioner ignores tags on views."""
     while node.target is operator.getitem or (is_view_or_cast(node) and cast_dtype(node) is None):
         source = node.args[0]

@@ -20,7 +20,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.compiler import CustomKnapsackSolver, knapsack
-from lightning_zero.compile.fx_utils import draws
+from lightning_zero.compile.fx_utils import draws_random
 from lightning_zero.profiling import cost
 from lightning_zero.profiling.tensors import nbytes
 
@@ -28,8 +28,8 @@ __all__ = ["EvenKnapsack", "partitioner_settings", "space_evenly"]
 
 
 TIE = 0.02  # share by which a product is worth more than one of twice its bytes and operations
-SMALL = 64  # ratio of read to written bytes of a strong reduction
-LEAST = 1e-6  # bound below on sizes, as shares of the total; avoids division by 0
+REDUCTION_RATIO = 64  # ratio of read to written bytes of a strong reduction
+MIN_SIZE = 1e-6  # bound below on sizes, as shares of the total; avoids division by 0
 UNITS = 10_000  # units of the total in which torch counts sizes
 
 
@@ -60,14 +60,14 @@ class EvenKnapsack(CustomKnapsackSolver):
         # Backward needs the last product (logits) while all other activations are alive. Saving it does not raise the
         # peak, and recomputing it would.
         last = max((index for index, count in enumerate(flops) if count > 1), key=places.__getitem__, default=None)
-        kept = {index for index, node in enumerate(nodes) if index == last or _sums_up(node)}
+        kept = {index for index, node in enumerate(nodes) if index == last or _is_reduction(node)}
         others = [index for index in range(len(nodes)) if index not in kept]
         sizes = [memory[index] for index in others]
-        _, saved, _ = knapsack(sizes, _worth([flops[index] for index in others], sizes), max_memory)
+        _, saved, _ = knapsack(sizes, _worths([flops[index] for index in others], sizes), max_memory)
         kinds = [(memory[index], flops[index], nodes[index].target) for index in others]
         found = {others[index] for index in space_evenly(set(saved), kinds, [places[index] for index in others])}
         # Recomputed random ops (attention with dropout) would give other numbers.
-        found |= kept | {index for index, node in enumerate(nodes) if draws(node)}
+        found |= kept | {index for index, node in enumerate(nodes) if draws_random(node)}
         return sorted(found), sorted(set(range(len(nodes))) - found)
 
     def uuid(self) -> bytes:
@@ -75,24 +75,24 @@ class EvenKnapsack(CustomKnapsackSolver):
         return Path(__file__).read_bytes() + Path(cost.__file__).read_bytes()
 
 
-def _sums_up(node: Node) -> bool:
+def _is_reduction(node: Node) -> bool:
     reads = sum(nbytes(source.meta.get("val")) for source in node.all_input_nodes)
-    return nbytes(node.meta.get("val")) * SMALL <= reads
+    return nbytes(node.meta.get("val")) * REDUCTION_RATIO <= reads
 
 
-def _worth(flops: Sequence[int], sizes: Sequence[float]) -> list[float]:
+def _worths(flops: Sequence[int], sizes: Sequence[float]) -> list[float]:
     """Return worths that also decide between nodes of equal worth per byte.
 
     torch rounds sizes to units. With 24 layers a product has about 20 units, so rounding would decide more than worths.
     """
-    largest = max((LEAST, *sizes))
+    largest = max((MIN_SIZE, *sizes))
     return [
-        count * (1 + TIE * log2(largest / max(size, LEAST))) * _counted(size)
+        count * (1 + TIE * log2(largest / max(size, MIN_SIZE))) * _rounding_ratio(size)
         for count, size in zip(flops, sizes, strict=True)
     ]
 
 
-def _counted(size: float) -> float:
+def _rounding_ratio(size: float) -> float:
     """Return the ratio of torch's rounded size to the size."""
     units = round(size * UNITS)
     return units / (size * UNITS) if units else 1.0
@@ -111,11 +111,11 @@ def space_evenly(saved: AbstractSet[int], kinds: Sequence[Hashable], places: Seq
         alike[kinds[index]].append(index)
     found: set[int] = set()
     for members in alike.values():
-        found.update(_spaced(members, sum(index in saved for index in members)))
+        found.update(_space(members, sum(index in saved for index in members)))
     return found
 
 
-def _spaced(members: Sequence[int], count: int) -> Iterable[int]:
+def _space(members: Sequence[int], count: int) -> Iterable[int]:
     """Choose members so that gaps, including those at both ends, are equal."""
     if count == len(members):
         return members

@@ -30,9 +30,9 @@ __all__ = ["save_residual_sums"]
 
 
 # Share of a backward's gradients by which the first recomputed sums are needed.
-BEGINNING = 0.15
+FIRST_SHARE = 0.15
 # Minimum lifetime, as a share of the gradients (one or two layers), of a sum worth saving.
-LONG = 0.05
+MIN_LIFETIME = 0.05
 
 
 class _Span(NamedTuple):
@@ -58,7 +58,7 @@ def save_residual_sums(forward: Graph, backward: Graph, outputs: int) -> int:
     gradients = backward_nodes(backward)
     spans = _spans(backward, gradients)
     made = {node.name: node for node in forward.nodes if node.op == "call_function"}
-    chain = {node for node in _long(backward, spans, len(gradients)) if _is_same(made.get(node.name), node)}
+    chain = {node for node in _long_lived(backward, spans, len(gradients)) if _is_same(made.get(node.name), node)}
     inputs = {given[node.name] for node in saved if node.name in given}
     needed = _needed(backward, gradients)
     needless = needed - _needed(backward, gradients, chain)
@@ -67,19 +67,19 @@ def save_residual_sums(forward: Graph, backward: Graph, outputs: int) -> int:
         return 0
     needless = needed - _needed(backward, gradients, chain)
     gone = needless & inputs
-    most, then = _taken(backward, gradients, max(spans[node].first for node in chain))
+    most, then = _gradient_bytes(backward, gradients, max(spans[node].first for node in chain))
     if sum(nbytes(node.meta["val"]) for node in gone) <= most - then:
         return 0
     in_order = [node for node in backward.nodes if node in chain]
     _save(forward, outputs, [made[node.name] for node in in_order], {node.name for node in gone})
-    _take(backward, in_order, given[saved[0].name])
+    _make_inputs(backward, in_order, given[saved[0].name])
     for node in reversed(backward.nodes):
         if node in gone or (node in needless and node.op == "call_function"):
             backward.erase_node(node)
     return len(chain)
 
 
-def _long(graph: Graph, spans: dict[Node, _Span], count: int) -> list[Node]:
+def _long_lived(graph: Graph, spans: dict[Node, _Span], count: int) -> list[Node]:
     """Return nodes that are recomputed at the beginning and stay alive for long."""
     weights = weight_nodes(graph)
     return [
@@ -90,12 +90,12 @@ def _long(graph: Graph, spans: dict[Node, _Span], count: int) -> list[Node]:
         and view_base(node) is None
         and isinstance(node.meta.get("val"), Tensor)
         and node.meta.get(RECOMPUTE) is not CheckpointPolicy.MUST_RECOMPUTE
-        and span.first <= BEGINNING * count
-        and span.last - span.first > LONG * count
+        and span.first <= FIRST_SHARE * count
+        and span.last - span.first > MIN_LIFETIME * count
     ]
 
 
-def _taken(graph: Graph, gradients: AbstractSet[Node], until: float) -> tuple[int, int]:
+def _gradient_bytes(graph: Graph, gradients: AbstractSet[Node], until: float) -> tuple[int, int]:
     """Return peak and final bytes of gradients until ``until`` are computed; fused values need no memory."""
     runs, held = fusion_groups(graph), storages(graph)
     when = {node: number for number, node in enumerate(graph.nodes)}
@@ -176,7 +176,7 @@ def _save(forward: Graph, outputs: int, more: Iterable[Node], less: AbstractSet[
         output.meta[DESC] = [*described[:outputs], *(replace(first, idx=index) for index in range(count))]
 
 
-def _take(backward: Graph, chain: Iterable[Node], first: Node) -> None:
+def _make_inputs(backward: Graph, chain: Iterable[Node], first: Node) -> None:
     """Make nodes inputs of backward, in order, before the ``first`` saved tensor."""
     for node in chain:
         with backward.inserting_before(first):

@@ -76,7 +76,7 @@ class _Activation:
     size: int
     made: float
     done: float
-    again: float
+    next_use: float
 
 
 def insert_offloads(forward: Graph, backward: Graph, outputs: int, limits: OffloadLimits, op: FindOp = ops) -> int:
@@ -93,7 +93,7 @@ def insert_offloads(forward: Graph, backward: Graph, outputs: int, limits: Offlo
     if shards is None:
         return 0
     found, end = _activations(forward, backward, outputs, limits)
-    found.sort(key=lambda activation: activation.done - activation.again)
+    found.sort(key=lambda activation: activation.done - activation.next_use)
     chosen = _hidden(found, end, limits.host) if limits.budget_bytes is None else _within(found, limits.budget_bytes)
     for activation in chosen:
         _move(forward, backward, activation, shards, op)
@@ -118,8 +118,8 @@ def _activations(
     others = [*weight_nodes(forward), *(node for node in results(forward)[:outputs] if isinstance(node, Node))]
     stay = {storage for node in others for storage in held[node]}
     inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
-    again = _clock(backward, limits)
-    again = {node: again.get(node.prev, 0.0) for node in again}  # start of each node
+    next_use = _clock(backward, limits)
+    next_use = {node: next_use.get(node.prev, 0.0) for node in next_use}  # start of each node
     saved: dict[Storage, list[Node]] = {}
     for node in dict.fromkeys(value for value in results(forward)[outputs:] if isinstance(value, Node)):
         storage = held[node][0] if isinstance(node.meta.get("val"), Tensor) else None
@@ -127,7 +127,7 @@ def _activations(
             saved.setdefault(storage, []).append(node)
     found = []
     for storage, nodes in saved.items():
-        used = [again[user] for node in nodes for user in readers(inputs[node.name]) if user.op != "output"]
+        used = [next_use[user] for node in nodes for user in readers(inputs[node.name]) if user.op != "output"]
         copied = _copied(storage, nodes)
         if copied is None or not used or copied[2] < limits.least_bytes:
             continue
@@ -151,11 +151,11 @@ def _copied(storage: Storage, saved: Sequence[Node]) -> tuple[Node, dict[Node, l
     base = next(iter(chains.values()))[0]
     if base.op != "call_function" or any(chain[0] is not base for chain in chains.values()):
         return None
-    size = _reach(base)
+    size = _extent_bytes(base)
     plain = all(_is_constant(view) for chain in chains.values() for view in chain[1:])
     if plain and size <= storage.nbytes:
         return base, {node: chain[1:] for node, chain in chains.items()}, size
-    (alone, *others), size = saved, _reach(saved[0])
+    (alone, *others), size = saved, _extent_bytes(saved[0])
     return None if others or size > storage.nbytes else (alone, {alone: []}, size)
 
 
@@ -174,7 +174,7 @@ def _is_constant(view: Node) -> bool:
     return len(view.all_input_nodes) == 1
 
 
-def _reach(node: Node) -> int:
+def _extent_bytes(node: Node) -> int:
     """Return the bytes from a tensor's first to its last element."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
@@ -195,23 +195,23 @@ def _hidden(found: Sequence[_Activation], end: float, host: HostCosts) -> list[_
     """Return activations whose queued copies finish in time."""
     chosen: list[_Activation] = []
     for activation in found:
-        if _leave_in_time([*chosen, activation], end, host) and _come_in_time([*chosen, activation], host):
+        if _offloads_in_time([*chosen, activation], end, host) and _reloads_in_time([*chosen, activation], host):
             chosen.append(activation)
     return chosen
 
 
-def _leave_in_time(chosen: Sequence[_Activation], end: float, host: HostCosts) -> bool:
+def _offloads_in_time(chosen: Sequence[_Activation], end: float, host: HostCosts) -> bool:
     free = 0.0
     for activation in sorted(chosen, key=lambda activation: activation.made):
         free = max(free, activation.made) + host.seconds(activation.size)
     return free <= end
 
 
-def _come_in_time(chosen: Sequence[_Activation], host: HostCosts) -> bool:
+def _reloads_in_time(chosen: Sequence[_Activation], host: HostCosts) -> bool:
     free = 0.0
-    for activation in sorted(chosen, key=lambda activation: activation.again):
+    for activation in sorted(chosen, key=lambda activation: activation.next_use):
         free += host.seconds(activation.size)
-        if free > activation.again:
+        if free > activation.next_use:
             return False
     return True
 
@@ -249,7 +249,7 @@ def _on_device(host: Tensor, shard: Tensor) -> Tensor:
     return host.new_empty_strided(host.size(), host.stride(), device=shard.device)
 
 
-def _itself(value: Tensor, host: Tensor, shard: Tensor) -> Tensor:
+def _same_value(value: Tensor, host: Tensor, shard: Tensor) -> Tensor:
     return value
 
 
@@ -259,7 +259,7 @@ register_op(Op("offload_start", shards=1, fake=_on_host))
 register_op(Op("offload_wait", shards=2, fake=no_result, has_effect=True))
 register_op(Op(RELOAD, shards=1, fake=_on_device))
 register_op(Op("reload_start", shards=1, fake=_on_device))
-register_op(Op("reload_wait", shards=2, fake=_itself, has_effect=True))
+register_op(Op("reload_wait", shards=2, fake=_same_value, has_effect=True))
 
 LAUNCH_S = 1e-5  # seconds per copy, in addition to its size
 
@@ -286,13 +286,13 @@ FindOp = Callable[[str], OpOverload]  # returns one of our ops by name
 
 def place_offloads(graph: Graph, host: HostCosts, op: FindOp = ops) -> Graph:
     """Split ``offload`` and ``reload`` into starts and waits, in place."""
-    leaving = [node for node in graph.nodes if calls(node, OFFLOAD)]
-    coming = [node for node in graph.nodes if calls(node, RELOAD)]
-    if leaving:
-        _place_waits(graph, leaving, host, op)
-    if coming:
-        sink(graph, coming)
-        _place_starts(graph, coming, host, op)
+    offloads = [node for node in graph.nodes if calls(node, OFFLOAD)]
+    reloads = [node for node in graph.nodes if calls(node, RELOAD)]
+    if offloads:
+        _place_waits(graph, offloads, host, op)
+    if reloads:
+        sink(graph, reloads)
+        _place_starts(graph, reloads, host, op)
     return graph
 
 
@@ -304,7 +304,7 @@ class _Copy:
     last: int  # position of the value's last use
 
 
-def _place_waits(graph: Graph, leaving: list[Node], host: HostCosts, op: FindOp) -> None:
+def _place_waits(graph: Graph, offloads: list[Node], host: HostCosts, op: FindOp) -> None:
     seconds, nodes = node_seconds(graph, host.costs), list(graph.nodes)
     position = {node: number for number, node in enumerate(nodes)}
     waiting: list[_Copy] = []
@@ -316,7 +316,7 @@ def _place_waits(graph: Graph, leaving: list[Node], host: HostCosts, op: FindOp)
             value, shard = copy.node.args
             graph.call_function(op("offload_wait"), (value, copy.node, shard)).meta["val"] = None
 
-    starts = set(leaving)
+    starts = set(offloads)
     for number, node in enumerate(nodes):
         for copy in [c for c in waiting if node.op == "output" or (c.over <= now and c.last < number)]:
             wait(copy, node)
@@ -340,14 +340,14 @@ def _place_waits(graph: Graph, leaving: list[Node], host: HostCosts, op: FindOp)
         now += seconds[number]
 
 
-def _place_starts(graph: Graph, coming: list[Node], host: HostCosts, op: FindOp) -> None:
+def _place_starts(graph: Graph, reloads: list[Node], host: HostCosts, op: FindOp) -> None:
     seconds, nodes = node_seconds(graph, host.costs), list(graph.nodes)
     position = {node: number for number, node in enumerate(nodes)}
-    used = {node: min(_uses(node, position), default=position[node]) for node in coming}
-    coming = sorted(coming, key=used.__getitem__)
-    sizes = [nbytes(node.meta["val"]) for node in coming]
-    starts = _starts(position[first_call(graph)], [used[node] for node in coming], sizes, host, seconds)
-    for node, start in zip(coming, starts, strict=True):
+    used = {node: min(_uses(node, position), default=position[node]) for node in reloads}
+    reloads = sorted(reloads, key=used.__getitem__)
+    sizes = [nbytes(node.meta["val"]) for node in reloads]
+    starts = _starts(position[first_call(graph)], [used[node] for node in reloads], sizes, host, seconds)
+    for node, start in zip(reloads, starts, strict=True):
         source, shard = node.args
         first = min(node.users, key=position.__getitem__)
         with graph.inserting_before(nodes[start]):
@@ -356,7 +356,7 @@ def _place_starts(graph: Graph, coming: list[Node], host: HostCosts, op: FindOp)
             wait = graph.call_function(op("reload_wait"), (begun, source, shard))
         begun.meta, wait.meta = dict(node.meta), dict(node.meta)
         node.replace_all_uses_with(wait)
-    for node in coming:  # erased last: others may have been inserted before them
+    for node in reloads:  # erased last: others may have been inserted before them
         graph.erase_node(node)
 
 

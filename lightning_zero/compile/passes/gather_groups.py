@@ -96,7 +96,7 @@ def group_gathers(
     launches = [_start(graph, *each) for each in zip(groups, memory, begin, strict=True)]
     views = NodeReplacer(graph)
     for each in zip(groups, memory, launches, waits, strict=True):
-        _use(graph, views, *each, world_size)
+        _insert_wait(graph, views, *each, world_size)
     views.done()
     return graph
 
@@ -119,11 +119,11 @@ def _start(graph: Graph, group: Group, memory: FakeBuffer, before: Node) -> Node
         )
     start.meta["val"] = memory.part(0, [memory.numel])
     start.meta["weights"] = tuple(weight_name(node) for node in group)
-    start.meta["until"] = "backward" if any(map(_kept, group)) else "last use"
+    start.meta["until"] = "backward" if any(map(_is_returned, group)) else "last use"
     return start
 
 
-def _use(
+def _insert_wait(
     graph: Graph, views: NodeReplacer, group: Group, memory: FakeBuffer, start: Node, before: Node, world_size: int
 ) -> None:
     """Wait for a group before its first use, and make each weight a view of it."""
@@ -149,13 +149,13 @@ def _padded(node: Node, world_size: int) -> int:
     return world_size * int(shard_of(node).meta["val"].numel())
 
 
-def _kept(node: Node) -> bool:
+def _is_returned(node: Node) -> bool:
     """Return True if the graph returns the weight, so that its group's memory lives until backward."""
     return any(user.op == "output" for user in readers(node))
 
 
 def _kind(node: Node) -> tuple[torch.dtype, bool]:
-    return dtype_of(node), _kept(node)
+    return dtype_of(node), _is_returned(node)
 
 
 Group = list[Node]

@@ -42,7 +42,7 @@ def publish_plan(graph: Graph, costs: CostModel | None = None) -> Graph:
     """
     plan = read_plan(graph)
     if costs is not None and (plan.gathers or plan.reduces):
-        plan = _timed(plan, graph, costs)
+        plan = _estimate_seconds(plan, graph, costs)
     first = next(iter(nodes_in_role(graph, Role.START, Role.REDUCE)), None)
     if first is None:
         return graph
@@ -62,7 +62,7 @@ def read_plan(graph: Graph) -> GraphPlan:
     position = {node: number for number, node in enumerate(nodes)}
     starts = nodes_in_role(graph, Role.START)
     ours = {*starts, *_parts(graph)}
-    before, waits = _users_behind(nodes, ours), _resident_waits(graph)
+    before, waits = _next_user_nodes(nodes, ours), _resident_waits(graph)
     gathers = tuple(_gather(node, position, before, waits, ours) for node in starts)
     reduces = tuple(_reduce(node, position) for node in nodes_in_role(graph, Role.REDUCE))
     chart = output_node(graph).meta.get(CHART, ())
@@ -77,7 +77,7 @@ def _calls(graph: Graph, target: Any) -> list[Node]:
     return graph.find_nodes(op="call_function", target=target)
 
 
-def _users_behind(nodes: list[Node], ours: AbstractSet[Node]) -> list[str]:
+def _next_user_nodes(nodes: list[Node], ours: AbstractSet[Node]) -> list[str]:
     """Return for each node the name of the next node that belongs to the user."""
     names, name = [""] * len(nodes), "the end"
     for number in reversed(range(len(nodes))):
@@ -106,7 +106,7 @@ def _counted(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op not in apart and node.target is not check]
 
 
-def _timed(plan: GraphPlan, graph: Graph, costs: CostModel) -> GraphPlan:
+def _estimate_seconds(plan: GraphPlan, graph: Graph, costs: CostModel) -> GraphPlan:
     """Return the plan with estimated seconds; each gradient has its share of one large transfer."""
     try:
         seconds = dict(zip(graph.nodes, costs.node_seconds(graph), strict=True))

@@ -85,7 +85,7 @@ def _assemble(
     readers = _first_readers(graph, subgraph_of)
     slots: list[list[Node]] = [[] for _ in bounds]  # before each subgraph, and after the last
     slot_of: dict[Node, int] = {}
-    handed = 0  # slot of the last enqueued gradient; gradients stay in order
+    last_enqueued = 0  # slot of the last enqueued gradient; gradients stay in order
     for node, passed in at.items():
         slot = bisect_right(bounds, passed) - 1
         slot = min(slot, readers.get(node, slot))
@@ -93,7 +93,7 @@ def _assemble(
             # After its inputs, and in order among other nodes between subgraphs.
             slot = max(slot, subgraph_of[one] + 1 if one in subgraph_of else slot_of.get(one, 0))
         if made_in[node]:
-            slot = handed = max(slot, handed)
+            slot = last_enqueued = max(slot, last_enqueued)
         slot_of[node] = slot
         slots[slot].append(node)
     wanted, symbols = _wanted(graph, kinds, subgraph_of, read, made_in), symbol_inputs(graph)
@@ -243,14 +243,14 @@ def choose_cut_points(order: NodeOrder, runs: Sequence[RepeatedRun], between: Se
     cut_points: set[int] = set()
     at = 1
     for run in runs:
-        chosen = _in_run(run, places, parts)
-        cut_points |= {*chosen, *_snapped(between, places, at, min(chosen, default=run.start))}
+        chosen = _cuts_in_run(run, places, parts)
+        cut_points |= {*chosen, *_cuts_near(between, places, at, min(chosen, default=run.start))}
         at = max(chosen, default=run.start) + 1
-    cut_points |= _snapped(between, places, at, len(order.work))
+    cut_points |= _cuts_near(between, places, at, len(order.work))
     return sorted(cut_points - {0, len(order.work)})
 
 
-def _in_run(run: RepeatedRun, places: _Candidates, parts: int) -> list[int]:
+def _cuts_in_run(run: RepeatedRun, places: _Candidates, parts: int) -> list[int]:
     """Cut every repetition at equal offsets, into parts of about equal FLOPs."""
     middle = run.start + (run.repetitions // 2) * run.period  # one repetition represents all
     begin = min(middle, run.stop - run.period)
@@ -267,7 +267,7 @@ def _in_run(run: RepeatedRun, places: _Candidates, parts: int) -> list[int]:
     return [place for place in repeated if place <= run.stop]
 
 
-def _snapped(between: Sequence[int], places: _Candidates, begin: int, end: int) -> set[int]:
+def _cuts_near(between: Sequence[int], places: _Candidates, begin: int, end: int) -> set[int]:
     """Return the nearest possible cuts before nodes between subgraphs, where nothing repeats."""
     cheap = places.cheap(begin, end)
     behind = (bisect_right(cheap, place) for place in between if begin <= place < end)

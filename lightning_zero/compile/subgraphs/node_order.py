@@ -139,7 +139,7 @@ class NodeOrder:
         """
         place = {node: number for number, node in enumerate(before)}
         moved: dict[int, list[Node]] = {}
-        unread = self._unread(before[: self._end])
+        unread = self._unread_pointwise(before[: self._end])
 
         def at(node: Node) -> int:
             return place.get(node, len(before))
@@ -172,7 +172,7 @@ class NodeOrder:
                 order.append(node)
         return order
 
-    def _unread(self, nodes: Sequence[Node]) -> set[Node]:
+    def _unread_pointwise(self, nodes: Sequence[Node]) -> set[Node]:
         """Return pointwise ops that only other such ops or the output read."""
         found: set[Node] = set()
         for node in reversed(nodes):

@@ -207,7 +207,7 @@ def make_subgraph(
     for node in [*work, *wanted]:
         if node not in steps:
             add(node)
-    inputs |= dict.fromkeys(_used(symbols, steps, inputs))
+    inputs |= dict.fromkeys(_used_symbols(symbols, steps, inputs))
     return Subgraph(tuple(inputs), tuple(steps), tuple(wanted), seen)
 
 
@@ -215,7 +215,7 @@ def _in_order(wanted: Sequence[Node], own: Mapping[Node, int], seen: NodeSignatu
     """Sort by position in ``own``, then by number of views, then by their signatures."""
     places = {node: _place(node, own) for node in wanted}
     if len({*places.values()}) < len(places):
-        return sorted(wanted, key=lambda node: _worded(node, own, seen))
+        return sorted(wanted, key=lambda node: _sort_key(node, own, seen))
     return sorted(wanted, key=places.__getitem__)
 
 
@@ -227,11 +227,11 @@ def _place(node: Node, own: Mapping[Node, int]) -> tuple[int, int]:
     return place, views + 1
 
 
-def _worded(node: Node, own: Mapping[Node, int], seen: NodeSignatures) -> tuple[int, int, str]:
+def _sort_key(node: Node, own: Mapping[Node, int], seen: NodeSignatures) -> tuple[int, int, str]:
     """Return the position, the number of views after it, and their signatures."""
     if node in own:
         return own[node], 0, ""
-    place, views, what = max((_worded(read, own, seen) for read in node.all_input_nodes), default=(-1, 0, ""))
+    place, views, what = max((_sort_key(read, own, seen) for read in node.all_input_nodes), default=(-1, 0, ""))
     return place, views + 1, f"{what} {seen[node]}"
 
 
@@ -241,7 +241,7 @@ def _input(graph: Graph, node: Node) -> Node:
     return new
 
 
-def _used(symbols: Sequence[Node], steps: Iterable[Node], inputs: Iterable[Node]) -> list[Node]:
+def _used_symbols(symbols: Sequence[Node], steps: Iterable[Node], inputs: Iterable[Node]) -> list[Node]:
     """Return symbols used in sizes and numbers; Inductor writes numbers as formulas of symbols."""
     if not symbols:
         return []

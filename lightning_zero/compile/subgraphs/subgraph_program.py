@@ -46,7 +46,7 @@ __all__ = [
 
 
 _numbers = count()
-_PIECE = "lightning_zero_piece"  # no node has this name
+_SUBGRAPH = "lightning_zero_piece"  # no node has this name
 
 
 class SubgraphProgram(OutputCode):
@@ -70,7 +70,7 @@ class SubgraphProgram(OutputCode):
         self.code = writer.write(compiled)
         self.calls = len(compiled)
         self._boxed_call = True  # on the instance, otherwise wrappers would not have it
-        self._subgraphs = {name: value for name, value in writer.names.items() if name.startswith(_PIECE)}
+        self._subgraphs = {name: value for name, value in writer.names.items() if name.startswith(_SUBGRAPH)}
         self._others = {name: value for name, value in writer.names.items() if name not in self._subgraphs}
         self._link()
         results: Any = output_node(module.graph).args[0]
@@ -142,7 +142,7 @@ class _Writer:
         return "def run(inputs):\n" + "".join(f"    {line}\n" for line in lines)
 
     def _call(self, number: int, subgraph: Subgraph, functions: Any) -> list[str]:
-        name = self._name(next(functions), _PIECE)
+        name = self._name(next(functions), _SUBGRAPH)
         lines = [f"arguments = [{', '.join(node.name for node in subgraph.inputs)}]"]
         lines += self._free(number, subgraph.inputs)
         results = ", ".join(node.name for node in subgraph.outputs)

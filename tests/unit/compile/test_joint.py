@@ -122,7 +122,7 @@ def passed(module: nn.Module, outlined: bool, first: bool = False) -> tuple[list
         def finish(joint: Graph) -> Graph:
             sizes.append(len(joint.nodes))
             if layers is not None:
-                layers.inline(joint)
+                layers.expand(joint)
             sizes.append(len(joint.nodes))
             return joint
 

@@ -301,7 +301,7 @@ def backend(outlined: bool, found: Callable[[LayerDedup | None, Graph], None] = 
         def compiled(layers: LayerDedup | None) -> Any:
             def partition(joint: GraphModule, *args: Any, **settings: Any) -> Any:
                 if layers is not None:
-                    layers.inline(joint.graph)
+                    layers.expand(joint.graph)
                 joint.graph.lint()
                 found(layers, joint.graph)
                 return min_cut_partition(joint, *args, **settings)
