@@ -176,10 +176,10 @@ class CompileSession:
         self._selection.check(default_passes(context))
         assert self._cuda_graphs is not None
         self.plans.forget()
-        wrap, outside, replays = self._cuda_graphs.wrap, self.budget.outside, weakref.ref(self._cuda_graphs)
+        wrap, outside, manager = self._cuda_graphs.wrap, self.budget.outside, weakref.ref(self._cuda_graphs)
 
         def static_tensors() -> Iterable[Tensor]:
-            return () if (held := replays()) is None else held.static_tensors()
+            return () if (alive := manager()) is None else alive.static_tensors()
 
         def called(compiled: Callable[..., Any]) -> Callable[..., Any]:
             watched = outside.watched(compiled, static_tensors)
@@ -350,7 +350,7 @@ class CompiledStepHooks:
     """
 
     def __init__(
-        self, session: CompileSession, replays: CUDAGraphManager, sharder: Sharder, transports: PeerTransports
+        self, session: CompileSession, cuda_graphs: CUDAGraphManager, sharder: Sharder, transports: PeerTransports
     ) -> None:
         self.session = session
         self._budget, self._cache = session.budget, session.budget.cache
@@ -405,10 +405,10 @@ class CompiledStepHooks:
             return
         self._reported_limit = megabytes
         self.session.progress.report(
-            f"offload_activations_mb={megabytes:g} is exceeded: the last pass offloaded {sent:.3g} MiB, and "
-            f"exceeded it in {beyond}, where a graph ran more than once in a call, or for modules that differ, or in a call that "
-            "the first step did not have, or with a larger batch than it was compiled for. To stay near this limit, "
-            f"pass {megabytes * megabytes / sent:.3g}."
+            f"offload_activations_mb={megabytes:g} is exceeded: the last pass offloaded {sent:.3g} MiB, and exceeded it in "
+            f"{beyond}, where a graph ran more than once in a call, or for modules that differ, or in a call that the first "
+            "step did not have, or with a larger batch than it was compiled for. To stay near this limit, pass "
+            f"{megabytes * megabytes / sent:.3g}."
         )
 
     @contextmanager
