@@ -405,10 +405,10 @@ class CompiledStepHooks:
             return
         self._reported_limit = megabytes
         self.session.progress.report(
-            f"offload_activations_mb={megabytes:g} is exceeded: the last pass offloaded {sent:.3g} MiB, and exceeded it in "
-            f"{beyond}, where a graph ran more than once in a call, or for modules that differ, or in a call that the first "
-            "step did not have, or with a larger batch than it was compiled for. To stay near this limit, pass "
-            f"{megabytes * megabytes / sent:.3g}."
+            f"offload_activations_mb={megabytes:g} is exceeded: the last pass offloaded {sent:.3g} MiB, and exceeded "
+            f"it in {beyond}, where a graph ran more than once in a call, or for modules that differ, or in a call "
+            "that the first step did not have, or with a larger batch than it was compiled for. To stay near this "
+            f"limit, pass {megabytes * megabytes / sent:.3g}."
         )
 
     @contextmanager
