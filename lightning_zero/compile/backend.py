@@ -136,7 +136,6 @@ class Compiler:
         return replace(self._context, agreed_plans=self._plans.agreed_plans, backward_follows=backward_follows)
 
     def passes(self) -> Sequence[PassSpec]:
-        """Return the passes of the next graph."""
         return self._selection.passes(self.default())
 
     def default(self) -> Sequence[PassSpec]:
@@ -191,7 +190,6 @@ class Compiler:
     def _compile_with_layer_dedup(
         self, inner: Callable[..., Any], module: GraphModule, inputs: Any, **kwargs: Any
     ) -> Any:
-        """Compile a graph, with equal layers differentiated once if possible."""
         layers = None if self._config.whole_graphs else dedup_layers(module, joint_tracer(self._config.backend))
         while layers is not None:
             try:
@@ -226,7 +224,6 @@ class Compiler:
         return graph if recompute is None else tag_activations(graph, recompute)
 
     def _offload_limits(self) -> OffloadLimits | None:
-        """Return the offload limits of the next graph: the remainder of a limit per pass."""
         limits = offload_limits(self._context)
         if limits is None or limits.budget_bytes is None:
             return limits

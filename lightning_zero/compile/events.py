@@ -64,7 +64,6 @@ class CompileProgress:
         self.metrics: defaultdict[str, float] = defaultdict(float)
 
     def report(self, line: str) -> None:
-        """Log a line for the user."""
         self._report(line)
 
     def observe(self, observer: GraphObserver) -> None:

@@ -126,12 +126,10 @@ def weight_nodes(graph: Graph) -> set[Node]:
 
 
 def is_op(node: Node) -> bool:
-    """Return True if a node calls a dispatcher op."""
     return node.op == "call_function" and isinstance(node.target, OpOverload)
 
 
 def is_start(node: Node) -> bool:
-    """Return True if a node launches all-gathers."""
     return _role(node) is Role.START
 
 
@@ -152,7 +150,6 @@ def graph_kind(graph: Graph) -> str:
 
 
 def first_call(graph: Graph) -> Node:
-    """Return the first node that is not an input."""
     return next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
 
 
@@ -171,7 +168,6 @@ def output_node(graph: Graph) -> Node:
 
 
 def results(graph: Graph) -> list[Any]:
-    """Return the graph's outputs: nodes and constants."""
     returned = output_node(graph).args[0]
     assert isinstance(returned, tuple | list)
     return list(returned)

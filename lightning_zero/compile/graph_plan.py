@@ -156,7 +156,6 @@ class Plan:
         return "\n\n".join(map(str, self.graphs)) or "(nothing compiled yet)"
 
     def save(self, path: str | Path) -> None:
-        """Write JSON."""
         text = json.dumps({"format": FORMAT, "graphs": [asdict(graph) for graph in self.graphs]}, indent=1)
         Path(path).write_text(text + "\n")
 

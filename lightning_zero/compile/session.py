@@ -212,7 +212,6 @@ class CompileSession:
 
     @property
     def costs_or_nominal(self) -> CostModel:
-        """Return the costs that passes use."""
         return self._costs or NOMINAL_COSTS
 
     # -- passes
@@ -327,7 +326,6 @@ class CompileSession:
 
 
 def _resident_options(config: EngineConfig) -> tuple[object, ...]:
-    """Return the user's options of weights kept unsharded."""
     return config.unsharded_cache_mb, config.unsharded_cache_until
 
 
@@ -437,7 +435,6 @@ class CompiledStepHooks:
             self._eager_reads = eager_now - eager
 
     def _first_saves(self) -> SavedTensorOffload | None:
-        """Return the hooks that offload what the first, eager forward saves."""
         first = self._budget.first_step
         return first.saves if self._first_pass else first.unmeasured_saves(self.session.config.memory)
 
@@ -492,6 +489,5 @@ class CompiledStepHooks:
         self._eager_reads = -1
 
     def _count_reads(self) -> tuple[int, int]:
-        """Return the number of weights read by eager code, and of all gathers."""
         counters = self._executor.counters()
         return counters.get("eager_gathers", 0), counters.get("gathers", 0)

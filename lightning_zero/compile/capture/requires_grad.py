@@ -77,7 +77,6 @@ def output_needs_hooks(output: Any) -> bool:
 
 
 def _autograd_nodes(*tensors: Tensor) -> Iterator[Node]:
-    """Yield all autograd nodes before these tensors."""
     waiting, known = [tensor.grad_fn for tensor in tensors], set()
     while waiting:
         node = waiting.pop()
@@ -158,8 +157,6 @@ def _intercept(plain: Callable[..., Any], intercepted: Callable[..., Any]) -> Ca
 
 
 class _IgnoredLeaves:
-    """Ignored assignments during one call."""
-
     def __init__(self) -> None:
         self._graphs: list[Any] = []  # graphs in which an assignment was ignored
         self._ended: list[Any] = []  # speculation logs of functions whose assignments must not be ignored
@@ -219,6 +216,5 @@ def _is_constant(variable: Any, value: Any) -> bool:
 
 
 def _could_require_grad(tensor: Any) -> bool:
-    """Return True if the tensor could require grad and does not."""
     value = tensor.as_proxy().node.meta.get(EXAMPLE_VALUE) if isinstance(tensor, TensorVariable) else None
     return isinstance(value, Tensor) and not value.requires_grad and (value.is_floating_point() or value.is_complex())

@@ -32,7 +32,6 @@ def unsupported_input(args: Sequence[Any], device: torch.device) -> str:
 
 
 def _may_overlap(tensor: Tensor) -> bool:
-    """Return True if elements may share memory, as in results of ``expand``."""
     extent = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
         if size > 1 and stride < extent:

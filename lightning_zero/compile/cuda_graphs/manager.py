@@ -363,7 +363,6 @@ class GraphDispatcher:
         return outputs
 
     def _find_free_slot(self) -> int:
-        """Return the first slot without a pending backward."""
         for slot, token in enumerate(self._pending_backwards):
             if not _is_pending(token):
                 return slot
@@ -419,7 +418,6 @@ class GraphDispatcher:
             self._segments[slot] = manager.executor.gradients.segment()
 
     def _find_capture(self, manager: CUDAGraphManager, args: Sequence[Any], key: CaptureKey) -> CapturedCall | None:
-        """Return the capture to replay, or None."""
         if _is_pending(self._pending_backwards[key.slot]):
             self.disable(f"a module is called {MAX_PENDING_CALLS} times before the backward pass of its first call")
             return None
@@ -479,7 +477,6 @@ class GraphDispatcher:
             return CapturedCall(args, manager.static_tensors(), manager.executor.gradients, capture)
 
     def _evict_oldest(self, slot: int) -> None:
-        """Close the least recently used capture of a slot."""
         oldest = next(key for key in self._captures if key.slot == slot)
         self._count_failure(self._replayed[oldest])
         self._captures.pop(oldest).close()

@@ -193,7 +193,6 @@ def _strides(values: Sequence[Any]) -> list[list[int]] | None:
 
 
 def _is_dense(value: Tensor) -> bool:
-    """Return True if the elements are contiguous in some order of dimensions."""
     spanned = 1
     for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True)):
         if size != 1 and stride != spanned:

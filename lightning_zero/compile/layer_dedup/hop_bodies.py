@@ -70,7 +70,6 @@ def readers(node: Node, users: Iterable[Node]) -> Iterator[Node]:
 
 
 def _inputs(body: GraphModule, call: Node) -> Iterator[tuple[Node, Any]]:
-    """Pair the inputs of a region's graph with the arguments of its call."""
     return zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True)
 
 

@@ -271,8 +271,6 @@ def joint_tracer(backend: str) -> TraceJoint:
 
 
 class _JointGraphFound(Exception):
-    """Carries the joint graph out of the compiler."""
-
     def __init__(self, joint: JointGraph) -> None:
         self.joint = joint
 

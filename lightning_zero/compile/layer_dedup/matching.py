@@ -300,7 +300,6 @@ def _can_stay(node: Node, written: set[int | None]) -> bool:
 
 
 def _may_draw_random(node: Node) -> bool:
-    """Return True if the node may draw random numbers."""
     value, target = node.meta[EXAMPLE_VALUE], node.target
     try:
         args, kwargs = map_arg((node.args, node.kwargs), lambda read: read.meta[EXAMPLE_VALUE])

@@ -265,7 +265,6 @@ def _edits(node: Node) -> list[Node]:
 
 
 def _source(node: Node) -> Node:
-    """Return the node whose memory or copy a view is."""
     while node.target is operator.getitem or (is_view_or_cast(node) and cast_dtype(node) is None):
         [node, *_] = node.all_input_nodes
     return node

@@ -46,8 +46,6 @@ def save_residual_sums(forward: Graph, backward: Graph, outputs: int) -> int:
     """Change both graphs in place after partitioning and return the number of newly saved tensors.
 
     Args:
-        forward: forward graph.
-        backward: backward graph.
         outputs: number of forward results that are outputs; saved tensors follow them.
     """
     saved = [node for node in results(forward)[outputs:] if isinstance(node, Node)]
@@ -80,7 +78,6 @@ def save_residual_sums(forward: Graph, backward: Graph, outputs: int) -> int:
 
 
 def _long_lived(graph: Graph, spans: dict[Node, _Span], count: int) -> list[Node]:
-    """Return nodes that are recomputed at the beginning and stay alive for long."""
     weights = weight_nodes(graph)
     return [
         node
@@ -137,7 +134,6 @@ def _reading(user: Node, clock: dict[Node, int], spans: dict[Node, _Span]) -> _S
 
 
 def _is_same(made: Node | None, again: Node) -> bool:
-    """Return True if forward makes the same value."""
     if made is None or made.target is not again.target or not isinstance(made.meta.get("val"), Tensor):
         return False
     there, here = made.meta["val"], again.meta["val"]
@@ -154,7 +150,6 @@ def _needed(graph: Graph, gradients: AbstractSet[Node], chain: AbstractSet[Node]
 
 
 def _sources(node: Node, chain: AbstractSet[Node]) -> set[Node]:
-    """Return all nodes that a node is computed from, if the rest of ``chain`` is available."""
     found: set[Node] = set()
     pending = list(node.all_input_nodes)
     while pending:

@@ -83,8 +83,6 @@ def insert_offloads(forward: Graph, backward: Graph, outputs: int, limits: Offlo
     """Insert offloads and reloads into both graphs, in place, and return the offloaded bytes.
 
     Args:
-        forward: forward graph.
-        backward: backward graph.
         outputs: number of forward outputs; saved values follow them.
         limits: bounds of offloading.
         op: returns one of our ops by name.
@@ -113,7 +111,6 @@ def _shards(forward: Graph, backward: Graph) -> tuple[Node, Node] | None:
 def _activations(
     forward: Graph, backward: Graph, outputs: int, limits: OffloadLimits
 ) -> tuple[list[_Activation], float]:
-    """Return the candidates, and the seconds of forward."""
     held, clock = storages(forward), _clock(forward, limits)
     others = [*weight_nodes(forward), *(node for node in results(forward)[:outputs] if isinstance(node, Node))]
     stay = {storage for node in others for storage in held[node]}
@@ -175,7 +172,6 @@ def _is_constant(view: Node) -> bool:
 
 
 def _extent_bytes(node: Node) -> int:
-    """Return the bytes from a tensor's first to its last element."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
@@ -387,5 +383,4 @@ def _earliest(number: int, used: list[int], sizes: list[int], window_bytes: floa
 
 
 def _uses(value: Node, position: dict[Node, int]) -> list[int]:
-    """Return the positions of readers within the graph, through views."""
     return [position[user] for user in readers(value) if user in position and user.op != "output"]

@@ -67,7 +67,6 @@ def group_gathers(
     """Replace gathers by groups, in place.
 
     Args:
-        graph: the graph.
         world_size: number of shards of each weight.
         limits: bounds on group sizes.
         ahead: a group starts at the first wait of the group this many groups earlier.
@@ -145,7 +144,6 @@ def _insert_wait(
 
 
 def _padded(node: Node, world_size: int) -> int:
-    """Return the number of elements of a gathered weight with padding."""
     return world_size * int(shard_of(node).meta["val"].numel())
 
 
@@ -239,12 +237,10 @@ def groups_of_plan(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return for example ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_of(node: Node) -> torch.dtype:
-    """Return the dtype of a gather."""
     dtype = node.args[2]
     assert isinstance(dtype, torch.dtype)
     return dtype
@@ -267,7 +263,6 @@ def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed_plans
     stays.
 
     Args:
-        graph: the graph.
         limits: bounds on group sizes; small and first groups do not apply.
         ahead: see :func:`group_gathers`.
         agreed_plans: see :func:`group_gathers`.

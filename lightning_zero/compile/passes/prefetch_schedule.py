@@ -53,7 +53,6 @@ def prefetch_schedule(
     """Return the nodes before which each group starts and is waited for; groups start in order.
 
     Args:
-        graph: the graph.
         groups: gathers of each group.
         at_once: True for small groups, which may start at the beginning.
         ahead: a large group starts at the first use of the group this many groups earlier.
@@ -98,7 +97,6 @@ def _ahead(waits: Sequence[int], at_once: Sequence[bool], ahead: int, begin: int
 
 
 def _in_order(starts: list[int]) -> list[int]:
-    """Make each start at most as late as the next."""
     return list(accumulate(reversed(starts), min))[::-1]
 
 

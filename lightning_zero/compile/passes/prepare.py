@@ -75,7 +75,6 @@ def share_gathers(graph: Graph, within_bytes: int, small_bytes: int) -> Graph:
     A tied weight that is used much later is gathered again, since keeping it would cost memory.
 
     Args:
-        graph: the graph.
         within_bytes: bound on bytes of other weights gathered in between.
         small_bytes: weights up to this size are always shared; they are kept anyway.
     """

@@ -88,7 +88,6 @@ def _next_user_nodes(nodes: list[Node], ours: AbstractSet[Node]) -> list[str]:
 
 
 def _resident_waits(graph: Graph) -> dict[tuple[Any, ...], Node]:
-    """Return the first wait of each group of resident weights."""
     waits: dict[tuple[Any, ...], Node] = {}
     for node in _calls(graph, ops("resident_wait")):
         waits.setdefault(_group(node), node)
@@ -163,7 +162,6 @@ def _gather(
 
 
 def _uses(memory: Node, ours: AbstractSet[Node]) -> list[Node]:
-    """Return the users of weights in this memory, through views that cut a group into weights."""
     found, pending = [], [memory]
     while pending:
         for user in pending.pop().users:

@@ -69,7 +69,6 @@ def group_reduces(graph: Graph, group_bytes: int, parts: int) -> Graph:
     """Enqueue several gradients at once, in place, to save launches by the host.
 
     Args:
-        graph: the graph.
         group_bytes: bound on bytes of gradients that wait for the last of their group.
         parts: minimum number of groups, for graphs with few gradients.
     """

@@ -80,7 +80,6 @@ def choose_saved(graph: Graph, limits: SavedLimits) -> list[Node]:
 
 
 def _weights(graph: Graph) -> list[_Weight]:
-    """Return the weights that forward gathers, last first."""
     backward = backward_nodes(graph)
     position = {node: number for number, node in enumerate(graph.nodes)}
     forms: dict[tuple[object, torch.dtype], list[Node]] = {}

@@ -175,7 +175,6 @@ class Schedule:
         return cls(tuple(checked))
 
     def at(self, step: int) -> Names | None:
-        """Return the passes of a step."""
         names: Names | None = None
         for begin, chosen in self.entries:
             if begin <= step:

@@ -176,7 +176,6 @@ def _is_known(node: Node) -> bool:
 
 
 def _is_copy(target: OpOverload) -> bool:
-    """Return True if the op is ours and copies a tensor with its layout."""
     op = find_op(target)
     return op is not None and op.name in ("offload", "offload_start", "reload", "reload_start")
 

@@ -140,7 +140,6 @@ def _first_readers(graph: Graph, subgraph_of: dict[Node, int]) -> dict[Node, int
 
 
 def _in_order(graph: Graph, kinds: dict[Node, NodeKind], steps: Sequence[Subgraph | Node]) -> bool:
-    """Return True if each step reads only existing values."""
     made = {node for node in graph.nodes if kinds[node] is NodeKind.INPUT or node.op == "get_attr"}
     for step in steps:
         reads, makes = (step.inputs, step.outputs) if isinstance(step, Subgraph) else (step.all_input_nodes, [step])

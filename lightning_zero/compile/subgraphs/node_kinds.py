@@ -32,8 +32,6 @@ _SCALARS = (int, float, bool, SymInt, SymFloat, SymBool)
 
 
 class NodeKind(Enum):
-    """Kind of a node."""
-
     INPUT = auto()
     COMPUTE = auto()
     VIEW = auto()  # a view or a constant
@@ -170,6 +168,5 @@ def is_pointwise(node: Node) -> bool:
 
 
 def is_random(node: Node) -> bool:
-    """Return True if the node draws random numbers."""
     op, _ = called_op(node)
     return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags

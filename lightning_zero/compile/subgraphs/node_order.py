@@ -198,7 +198,6 @@ class _Bytes(dict[Node, int]):
 
 
 def _first_impure(nodes: Sequence[Node]) -> int:
-    """Return the position of the first node with side effects, random numbers excepted."""
     impure = nodes_where(nodes, lambda node: node.is_impure(impure_random=False))
     for number, node in enumerate(nodes):
         if node in impure:

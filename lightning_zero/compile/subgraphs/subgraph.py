@@ -61,7 +61,6 @@ class NodeSignatures(dict[Node, tuple[str, str, str]]):
         """Return the inputs of a node; with its signature they determine the call.
 
         Args:
-            node: the node.
             names: numbers of nodes.
         """
         inputs = node.all_input_nodes
@@ -220,7 +219,6 @@ def _in_order(wanted: Sequence[Node], own: Mapping[Node, int], seen: NodeSignatu
 
 
 def _place(node: Node, own: Mapping[Node, int]) -> tuple[int, int]:
-    """Return the position, and the number of views after it."""
     if node in own:
         return own[node], 0
     place, views = max((_place(read, own) for read in node.all_input_nodes), default=(-1, 0))

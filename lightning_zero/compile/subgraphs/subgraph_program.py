@@ -183,8 +183,6 @@ class _Writer:
 
 @dataclass(frozen=True)
 class _Op:
-    """Name of an op, which is not picklable itself."""
-
     namespace: str
     name: str
     overload: str
