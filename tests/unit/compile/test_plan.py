@@ -142,7 +142,7 @@ def test_a_plan_survives_a_file(tmp_path: Path) -> None:
 def test_a_file_that_is_no_plan_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"other\.json holds no plan that this version"):
+    with pytest.raises(ValueError, match=r"other\.json is not a plan that this version"):
         Plan.load(path)
 
 
