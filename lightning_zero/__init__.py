@@ -18,7 +18,7 @@ from torch import nn
 
 from lightning_zero.compat.versions import warn_of_newer
 from lightning_zero.compile.passes import PassSpec
-from lightning_zero.compile.plan import Plan
+from lightning_zero.compile.graph_plan import Plan
 from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import (

@@ -16,6 +16,7 @@ partitioners = module("torch._functorch.partitioners")
 __all__ = ["fast_minimum_cut"]
 
 
+
 # Torch 2.15 has a fast one of its own, which the partitioner calls instead.
 HAS_ITS_OWN = hasattr(partitioners, "minimum_cut")
 
@@ -33,3 +34,5 @@ def fast_minimum_cut() -> Iterator[None]:
     0.1 CPU s instead of 3.0. Whichever way finds it, there is one smallest cut next to backward."""
     with nullcontext() if HAS_ITS_OWN else swap_attribute(networkx, "minimum_cut", minimum_cut):
         yield
+
+

@@ -12,16 +12,16 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero.config.option import (
     OnChange,
-    check_fraction,
+    check_options,
     check_memory,
     check_offload,
-    check_options,
     option,
     option_fields,
     options,
+    check_fraction,
 )
 from lightning_zero.config.text import document_options
-from lightning_zero.config.tuning import GROUPS, CaptureMode, RecomputePolicy, Transport, Tuning
+from lightning_zero.config.tuning import GROUPS, RecomputePolicy, Transport, Tuning, CaptureMode
 
 __all__ = ["GROUPS", "Options", "RecomputePolicy", "Transport", "Tuning"]
 
@@ -120,10 +120,7 @@ class Options:
         on_change=OnChange.APPLY,
     )
     timeout: timedelta | None = option(
-        "how long ranks wait for each other",
-        default=default_pg_timeout,
-        on_change=OnChange.REFUSE,
-        default_text="30 minutes",
+        "how long ranks wait for each other", default=default_pg_timeout, on_change=OnChange.REFUSE, default_text="30 minutes"
     )
     process_group_backend: str | None = option(
         "of ``torch.distributed``; by default ``'nccl'`` on CUDA and ``'gloo'`` on the CPU",

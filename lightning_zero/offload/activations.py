@@ -1,6 +1,6 @@
 """Activations that lie in the host's memory between forward and backward.
 
-Compiled graphs call four steps, by ops that ``compile/passes/offload.py`` puts into them:
+Compiled graphs call four steps, by ops that ``compile/passes/activation_offload.py`` puts into them:
 
     ``leave``   a copy to the host starts, behind whatever compute was given before
     ``left``    compute waits for it: from here on the device's memory may be used for something else

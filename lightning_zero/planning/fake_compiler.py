@@ -27,13 +27,11 @@ from lightning_zero.compat.compiler import (
 from lightning_zero.compat.ops import OpOverload
 from lightning_zero.compat.tensors import FakeTensorMode, no_dispatch_modes, tree_flatten, tree_unflatten
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.graph import results
-from lightning_zero.compile.partition import partition_joint_graph
+from lightning_zero.compile.fx_utils import results
+from lightning_zero.compile.partitioner.partition import partition_joint_graph, tag_activations, tag_gathers
+from lightning_zero.compile.partitioner.recompute_policy import partitioner_settings
 from lightning_zero.compile.passes import offload_limits, saved_limits
-from lightning_zero.compile.passes.activation_offload import insert_offloads
-from lightning_zero.compile.passes.offload import place_offloads
-from lightning_zero.compile.recompute_policy import partitioner_settings
-from lightning_zero.compile.tagging import tag_activations, tag_gathers
+from lightning_zero.compile.passes.activation_offload import insert_offloads, place_offloads
 from lightning_zero.native.ops import FAKE_NAMESPACE
 from lightning_zero.planning.graph_memory import fresh_bytes, graph_peak, host_activations, leave_narrow
 from lightning_zero.planning.memory_counter import MemoryCounter

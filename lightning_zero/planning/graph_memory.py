@@ -15,7 +15,7 @@ from typing import Any
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, PassContext
-from lightning_zero.compile.graph import (
+from lightning_zero.compile.fx_utils import (
     calls,
     cast_dtype,
     gathers,
@@ -26,9 +26,9 @@ from lightning_zero.compile.graph import (
     results,
     weight_nodes,
 )
-from lightning_zero.compile.passes import FIRST_GROUPS
-from lightning_zero.compile.passes.grouping import max_group_bytes, split_into_groups
-from lightning_zero.compile.passes.offload import OFFLOAD, RELOAD
+from lightning_zero.compile.passes.activation_offload import OFFLOAD, RELOAD
+from lightning_zero.compile.passes.gather_groups import max_group_bytes, split_into_groups
+from lightning_zero.compile.passes.pipeline import FIRST_GROUPS
 from lightning_zero.profiling.graph_tensors import Storage, nbytes, storages
 from lightning_zero.profiling.node_costs import fusion_groups
 

@@ -19,9 +19,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.fx import Graph
 from typing_extensions import override
 
-from lightning_zero.compile.graph import graph_kind
-from lightning_zero.compile.passes.pass_trace import PassTrace
-from lightning_zero.compile.readable import readable
+from lightning_zero.compile.fx_utils import format_graph, graph_kind
+from lightning_zero.compile.passes.base import PassTrace
 from lightning_zero.integrations.trainer.lookup import zero_strategy
 
 __all__ = ["PlanReport", "write_passes"]
@@ -73,10 +72,10 @@ class PlanReport(Callback):
         """Keep the text of a graph; ``what`` is ``"joint"``, or ``"before"`` or ``"after"`` the passes."""
         with self._forgiving("look at a compiled graph"):
             if what == "before":
-                self._before, self._traces = readable(graph), []
+                self._before, self._traces = format_graph(graph), []
             elif what == "after":
                 before, self._before = self._before, ""
-                self._seen.append(_GraphText(graph_kind(graph), before, readable(graph), tuple(self._traces)))
+                self._seen.append(_GraphText(graph_kind(graph), before, format_graph(graph), tuple(self._traces)))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

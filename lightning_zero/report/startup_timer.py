@@ -30,7 +30,7 @@ class StartupTimer:
     Call :meth:`batch` before each training batch until it returns lines, and :meth:`ends` after the training.
 
     Args:
-        spent: returns the seconds and counts of :class:`~lightning_zero.compile.listener.Progress`; empty without an
+        spent: returns the seconds and counts of :class:`~lightning_zero.compile.events.Progress`; empty without an
             engine.
         compiler: torch's name of the backend.
         running: returns the line about what runs; "" for none.

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_zero.compile.plan import GraphPlan, Plan
+from lightning_zero.compile.graph_plan import GraphPlan, Plan
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.device_gauges import DeviceTimer, MemoryGauge
 from lightning_zero.profiling.devices import PeakFlops

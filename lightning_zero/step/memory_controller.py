@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from lightning_zero.compile.steps import CompiledStepHooks
+from lightning_zero.compile.session import CompiledStepHooks
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.engine import OFFLOADABLE
 from lightning_zero.config.text import format_gib

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.planning.persistent_memory import persistent_bytes, shard_parameters
-from lightning_zero.report.engine_report import memory_by_role, startup_summary
+from lightning_zero.report.engine_report import memory_by_role
+from lightning_zero.report.engine_report import startup_summary
 from tests.helpers.models import Batch, Case, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch, train_reference
 from tests.helpers.sharded import (
@@ -90,9 +91,7 @@ def train(
             before_batch=reset,
         )
         nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.mesh.shard_group.size
-        planned = persistent_bytes(
-            shard_parameters(build(Wide), engine.mesh.shard_group.size), engine.config, engine.mesh.host_count
-        )
+        planned = persistent_bytes(shard_parameters(build(Wide), engine.mesh.shard_group.size), engine.config, engine.mesh.host_count)
         held = memory_by_role(engine, [])
         assert accumulate > 1 or planned == {role: held[role] for role in planned}
         return out, engine.executor.counters(), nbytes

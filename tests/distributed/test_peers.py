@@ -151,13 +151,7 @@ def trained(nth: int, choices: dict[str, str]) -> tuple[list[float], dict[str, i
         batches = make_batches(OneLayer, 5, 12)
         got = train_sharded(engine, model, batches, sgd(model), context=autocast)
         measured = [call.args[1] for call in links.mock_calls]
-        return (
-            got.losses,
-            engine.executor.counters(),
-            engine.transports.nbytes,
-            engine.transports.collectives_used,
-            measured,
-        )
+        return got.losses, engine.executor.counters(), engine.transports.nbytes, engine.transports.collectives_used, measured
 
 
 def falls_back(nth: int, oracle: dict[str, str]) -> tuple[Any, Any]:
@@ -410,10 +404,7 @@ def placed_twice() -> tuple[int, int, int, Reference]:
         optimizer = torch.optim.SGD([{"params": params[::2]}, {"params": params[1::2], "lr": 0.05}], lr=0.1)
         before, order = engine.transports.nbytes, [param.data_ptr() for param in params]
         engine.optimizers.arrange([optimizer])
-        after, moved = (
-            engine.transports.nbytes,
-            sum(param.data_ptr() != at for param, at in zip(params, order, strict=True)),
-        )
+        after, moved = engine.transports.nbytes, sum(param.data_ptr() != at for param, at in zip(params, order, strict=True))
         return (
             before,
             after,

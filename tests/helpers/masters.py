@@ -113,7 +113,7 @@ def least_with_masters(name: str = "AdamW", **options: Any) -> float:
             optimizer = OPTIMIZERS[name](model)
         engine.optimizers.arrange([optimizer])
         assert engine.memory.plan is not None
-        return (engine.memory.plan.peak - engine.session.budget.known.states - 1) / 2**30
+        return (engine.memory.plan.peak - engine.session.planner.known.states - 1) / 2**30
 
 
 def planned(name: str = "AdamW", **options: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.compile.cuda_graphs.dispatch import WARMUP_RUNS, GraphDispatcher
+from lightning_zero.compile.cuda_graphs.manager import WARMUP_RUNS, GraphDispatcher
 from tests.helpers.models import Case, _regression, build, make_batches
 from tests.helpers.oracle import Reference, train_reference
 from tests.helpers.sharded import engine_for, sgd, train_sharded

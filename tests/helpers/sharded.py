@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
-from lightning_zero.compile.listener import GraphObserver
+from lightning_zero.compile.events import GraphObserver
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
 from lightning_zero.sharding.unsupported import without_shard_dispatch

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.compile.plan import Plan
+from lightning_zero.compile.graph_plan import Plan
 from lightning_zero.report import PlanReport
 from tests.helpers.trainer import fitted
 from tests.ranks.pool import Ranks

@@ -14,7 +14,7 @@ from lightning_zero.compat.graphs import EXAMPLE_VALUE
 from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
 from lightning_zero.compile.dynamo_layer_reuse.trace_guards import constant
-from lightning_zero.compile.frontend import node_storage
+from lightning_zero.compile.capture.dynamo_graph import node_storage
 
 __all__ = ["Given", "form_of"]
 

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 from lightning_zero.compat.dynamo import LAYERS_ONCE, ModuleVariable, hooks_of_all_modules
 from lightning_zero.compat.patches import swap_attribute
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
-from lightning_zero.compile.active import OPTIMIZATION_COUNTS
+from lightning_zero.compile.events import OPTIMIZATION_COUNTS
 from lightning_zero.compile.dynamo_layer_reuse.call_signature import Given
 from lightning_zero.compile.dynamo_layer_reuse.identity import asked_for_identity
 from lightning_zero.compile.dynamo_layer_reuse.reached import reached_elsewhere

@@ -28,7 +28,7 @@ from lightning_zero.compile.dynamo_layer_reuse.layer_inputs import look_at_numbe
 from lightning_zero.compile.dynamo_layer_reuse.node_names import Names
 from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
 from lightning_zero.compile.dynamo_layer_reuse.trace_guards import Passed
-from lightning_zero.compile.frontend import storage_key, mutated_inputs
+from lightning_zero.compile.capture.dynamo_graph import storage_key, mutated_inputs
 
 __all__ = ["Nodes", "calls_behind", "stamp"]
 

@@ -17,7 +17,7 @@ from lightning_zero.compat.modules import STATE_DICT_HOOKS
 from lightning_zero.compile.dynamo_layer_reuse.implied_guards import CONSTANTS, not_implied
 from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
 from lightning_zero.compile.dynamo_layer_reuse.sources import Moved, begins_at
-from lightning_zero.compile.hooks import module_hooks
+from lightning_zero.compile.capture.module_hooks import module_hooks
 
 __all__ = ["Known", "Passed", "are_built_alike", "constant"]
 

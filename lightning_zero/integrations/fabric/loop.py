@@ -39,9 +39,7 @@ class LoopTracker:
         self.has_trained = False
         self._optimizers: list[weakref.ref[Optimizer]] = []
         steppers = self._optimizers  # a clock that held this loop would keep the model after its last user
-        self._start = StartupTimer(
-            lambda: engine.session.progress.metrics, compiler, lambda: _run_summary(engine, steppers)
-        )
+        self._start = StartupTimer(lambda: engine.session.progress.metrics, compiler, lambda: _run_summary(engine, steppers))
         self._show = show
         self._in_forward = False  # of a forward
         self._backward_pending = False  # a backward

@@ -17,9 +17,9 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.compat.lightning_private import BackwardSyncControl, EmptyInit
-from lightning_zero.compile.listener import GraphObserver, PassObserver
-from lightning_zero.compile.warm_up import warm_up
-from lightning_zero.compile.workers import start_compile_workers
+from lightning_zero.compile.events import GraphObserver, PassObserver
+from lightning_zero.compile.capture.compiler_warm_up import warm_up
+from lightning_zero.compile.capture.compiler_warm_up import start_compile_workers
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.arguments import engine_config, options_init
 from lightning_zero.integrations.fabric.arguments import Arguments

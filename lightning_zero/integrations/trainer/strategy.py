@@ -22,9 +22,9 @@ from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.compat.lightning_private import optimizers_to_device
-from lightning_zero.compile.listener import GraphObserver, PassObserver
-from lightning_zero.compile.warm_up import warm_up
-from lightning_zero.compile.workers import start_compile_workers
+from lightning_zero.compile.events import GraphObserver, PassObserver
+from lightning_zero.compile.capture.compiler_warm_up import warm_up
+from lightning_zero.compile.capture.compiler_warm_up import start_compile_workers
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
@@ -36,23 +36,16 @@ from lightning_zero.integrations.processes import without_nccl_abort
 from lightning_zero.integrations.trainer.arguments import Arguments
 from lightning_zero.integrations.trainer.averaging import average_shards
 from lightning_zero.integrations.trainer.checkpoint_callbacks import patch_checkpoint_callbacks
-from lightning_zero.integrations.trainer.checks import check_callbacks, check_sharded_module, check_trainable
+from lightning_zero.integrations.trainer.checks import check_sharded_module, check_trainable, check_callbacks
 from lightning_zero.integrations.trainer.evaluation_stop import EvaluationStop
 from lightning_zero.integrations.trainer.finetuning import compare_shards_by_identity
 from lightning_zero.integrations.trainer.micro_batches import one_micro_batch
 from lightning_zero.integrations.trainer.precision import zero_precision
 from lightning_zero.integrations.trainer.processes import ProcessStrategy
 from lightning_zero.integrations.trainer.saving import TrainerCheckpointing
-from lightning_zero.integrations.trainer.sigterm import (
-    Start,
-    check_stop_now,
-    check_stop_on_cpu,
-    defer_sigterm,
-    expose_sigterm,
-    has_deferred_sigterm,
-)
+from lightning_zero.integrations.trainer.sigterm import Start, check_stop_now, check_stop_on_cpu, has_deferred_sigterm, defer_sigterm, expose_sigterm
 from lightning_zero.integrations.trainer.stage_end import wait_for_stage_end
-from lightning_zero.integrations.uncompile import accept_compiled_names, save_compiled_names, uncompile_modules
+from lightning_zero.integrations.uncompile import save_compiled_names, accept_compiled_names, uncompile_modules
 from lightning_zero.native.ahead import BackgroundBuild
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.report.engine_report import startup_summary
@@ -158,9 +151,7 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
     def _run_stop_check(self, start: Start) -> None:
         engine = self._require_engine()
         engine.sharder.sync.after_writing()
-        engine.executor.collective(
-            "the question before each batch whether to stop for a SIGTERM", SequenceId.CONTROL, start
-        )
+        engine.executor.collective("the question before each batch whether to stop for a SIGTERM", SequenceId.CONTROL, start)
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
@@ -328,11 +319,7 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
         yield
         self._require_engine().cycle.after_eval()
         module = self.lightning_module
-        if (
-            module is not None
-            and self._stop is not None
-            and self._stop.after_batch(has_deferred_sigterm(module.trainer))
-        ):
+        if module is not None and self._stop is not None and self._stop.after_batch(has_deferred_sigterm(module.trainer)):
             expose_sigterm(module.trainer, True)
 
     @override

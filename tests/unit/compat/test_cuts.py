@@ -51,6 +51,8 @@ def halves(joint: tuple[GraphModule, dict[str, Any]], inside: AbstractContextMan
     return found
 
 
+
+
 @pytest.mark.skipif(cuts.HAS_ITS_OWN, reason="torch 2.15 has a fast way of its own, which it calls")
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 def test_the_faster_way_finds_the_same_cuts(

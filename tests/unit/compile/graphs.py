@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import WEIGHT as WEIGHT_NAME
+from lightning_zero.compile.fx_utils import WEIGHT as WEIGHT_NAME
 from lightning_zero.native import load
 
 aten = torch.ops.aten

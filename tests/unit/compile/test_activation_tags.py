@@ -7,7 +7,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.graphs import NN_MODULE_STACK
-from lightning_zero.compile.tagging import _module_path, tag_activations, tag_gathers
+from lightning_zero.compile.partitioner.partition import _module_path, tag_activations, tag_gathers
 from tests.unit.compile.graphs import Builder
 
 aten = torch.ops.aten

@@ -13,11 +13,11 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.backend import Compiler, _boxed
 from lightning_zero.compile.context import PassContext
+from lightning_zero.compile.graph_plan import PlanStore
 from lightning_zero.compile.passes import run_passes
-from lightning_zero.compile.passes.pass_trace import PassTrace
+from lightning_zero.compile.passes.base import PassTrace
 from lightning_zero.compile.passes.publish_plan import read_plan
-from lightning_zero.compile.plan_book import PlanStore
-from lightning_zero.compile.selection import PassSelection
+from lightning_zero.compile.passes.selection import PassSelection
 from lightning_zero.config import CompileConfig
 from lightning_zero.native import load
 from tests.unit.compile.graphs import named_products
@@ -76,7 +76,7 @@ def test_the_guard_that_failed_is_named_where_something_is_compiled_again() -> N
     assert told.lines == []
     doubled(torch.ones(5))
     (line,) = told.lines
-    assert line.startswith("What was compiled before is for other calls: ")
+    assert line.startswith("Recompiling: ")
     assert "size mismatch at index 0. expected 4, actual 5" in line
     doubled(torch.ones(6))
     assert len(told.lines) == 1, "sizes are symbols by now"

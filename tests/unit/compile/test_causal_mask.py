@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.compile import causal_mask
-from lightning_zero.compile.causal_mask import drop_causal_masks
+from lightning_zero.compile.capture import causal_mask
+from lightning_zero.compile.capture.causal_mask import drop_causal_masks
 
 LENGTH = 6
 Make = Callable[[Tensor], Any]

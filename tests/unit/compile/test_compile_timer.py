@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from torch.fx import Graph
 
-from lightning_zero.compile import compile_timer
-from lightning_zero.compile.compile_timer import CompileTimer
+from lightning_zero.compile import events as compile_timer
+from lightning_zero.compile.events import CompileTimer
 
 
 @pytest.fixture

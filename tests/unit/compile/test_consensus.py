@@ -99,7 +99,7 @@ def test_a_rank_that_compiles_alone_is_told_who_did_not_come() -> None:
     out = together(follows, goes_on, follows)
     assert out[0] is out[2] is None
     assert "Rank 1 is about to run a newly compiled graph" in str(out[1])
-    assert "rank 0, 2 did not come" in str(out[1])
+    assert "rank 0, 2 did not reach" in str(out[1])
     assert "'gather b'" in str(out[1])
 
 
@@ -124,7 +124,7 @@ def test_even_a_rank_that_compiles_is_not_waited_for_without_end() -> None:
         agreement.compiling(True)
 
     out = together(stuck, lambda agreement: agreement.check("a", ["gather a"]), limit_s=0.5)
-    assert "rank 0 did not come" in str(out[1])
+    assert "rank 0 did not reach" in str(out[1])
 
 
 def test_one_rank_agrees_with_itself() -> None:
@@ -157,5 +157,5 @@ def test_a_rank_that_has_gone_on_to_its_next_plan_is_no_mismatch() -> None:
     assert store.get("wants/1") == b"second"
     agreement.check("second", ["second"])
     # One that waits with a plan that is agreed on is late, and no mismatch either.
-    with pytest.raises(RankMismatchError, match="rank 1 did not come"):
+    with pytest.raises(RankMismatchError, match="rank 1 did not reach"):
         agreement.check("third", ["third"])

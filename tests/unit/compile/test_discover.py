@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.compile.discover import CompiledModules
+from lightning_zero.compile.capture.discovery import CompiledModules
 from lightning_zero.errors import UnsupportedError
 from tests.unit.compile.backends import Backend
 

@@ -12,8 +12,8 @@ from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.compat.graphs import CUSTOM
-from lightning_zero.compile.frontend import has_collectives, last_read, tag_weight_names, check_weight_edits
-from lightning_zero.compile.graph import WEIGHT
+from lightning_zero.compile.capture.dynamo_graph import check_weight_edits, has_collectives, last_read, tag_weight_names
+from lightning_zero.compile.fx_utils import WEIGHT
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import load
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from lightning_zero.compile.grad_leaves import ignore_grad_leaves
+from lightning_zero.compile.capture.requires_grad import ignore_grad_leaves
 
 WEIGHT = torch.tensor([2.0, 3.0])
 

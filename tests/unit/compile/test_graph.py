@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_zero.compile.graph import (
+from lightning_zero.compile.fx_utils import (
     GATHER,
     calls,
     gathers,

@@ -16,12 +16,12 @@ from torch.fx import Graph, GraphModule, Node
 
 import lightning_zero
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.graph import WEIGHT
+from lightning_zero.compile.fx_utils import WEIGHT
+from lightning_zero.compile.partitioner.partition import tag_gathers
 from lightning_zero.compile.passes import default_passes, run_passes, saved_limits
 from lightning_zero.compile.subgraphs import Subgraph, SubgraphCache, cut, repeats
-from lightning_zero.compile.subgraphs.lower import _fingerprint
+from lightning_zero.compile.subgraphs.compile_subgraphs import _fingerprint
 from lightning_zero.compile.subgraphs.subgraph_program import SubgraphProgram
-from lightning_zero.compile.tagging import tag_gathers
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder, aten
 

@@ -14,8 +14,8 @@ from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.compat.compiler import CustomGraphPass, CustomPartitionerFn, inductor_config, lookup_backend
-from lightning_zero.compat.graphs import RECOMPUTE, AC_GRAPH_ID
-from lightning_zero.compile.joint import JointPasses
+from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
+from lightning_zero.compile.backend import JointPasses
 from lightning_zero.compile.layer_dedup import dedup_layers, joint_tracer
 from tests.unit.compile.layer_dedup.modules import LAYERS, WIDTH, Block, described
 
@@ -98,7 +98,9 @@ class _Partitioner(CustomPartitionerFn):
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         gm.graph.lint()
-        numbers = sorted({node.meta[AC_GRAPH_ID] for node in gm.graph.nodes if AC_GRAPH_ID in node.meta})  # torch counts on
+        numbers = sorted(
+            {node.meta[AC_GRAPH_ID] for node in gm.graph.nodes if AC_GRAPH_ID in node.meta}
+        )  # torch counts on
         regions = {None: None} | {number: at for at, number in enumerate(numbers)}
         recomputed = [(regions[node.meta.get(AC_GRAPH_ID)], node.meta.get(RECOMPUTE)) for node in gm.graph.nodes]
         self._lines += [f"{line} {again}" for line, again in zip(described(gm.graph), recomputed, strict=True)]
@@ -120,7 +122,7 @@ def passed(module: nn.Module, outlined: bool, first: bool = False) -> tuple[list
         def finish(joint: Graph) -> Graph:
             sizes.append(len(joint.nodes))
             if layers is not None:
-                layers.inline(joint)
+                layers.expand(joint)
             sizes.append(len(joint.nodes))
             return joint
 

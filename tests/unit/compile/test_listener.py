@@ -2,8 +2,8 @@
 
 from torch.fx import Graph
 
-from lightning_zero.compile.listener import CompileProgress
-from lightning_zero.compile.passes.pass_trace import PassTrace
+from lightning_zero.compile.events import CompileProgress
+from lightning_zero.compile.passes.base import PassTrace
 
 
 def test_compiling_is_told_to_the_user_the_watchdog_and_the_other_ranks() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
-from lightning_zero.compile.partition import partition_joint_graph
-from lightning_zero.compile.recompute_policy import partitioner_settings
+from lightning_zero.compile.partitioner.partition import partition_joint_graph
+from lightning_zero.compile.partitioner.recompute_policy import partitioner_settings
 
 
 def loss(weights: list[Tensor], x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ def test_within_one_less_is_saved_and_sums_through_layers_are_looked_for(
         seen.append(given)
         return chains
 
-    monkeypatch.setattr("lightning_zero.compile.partition.save_residual_sums", save_residual_sums)
+    monkeypatch.setattr("lightning_zero.compile.partitioner.partition.save_residual_sums", save_residual_sums)
     whole = cut(joint, 1.0, alone=False)
     assert seen == []
     forward, backward, changed = cut(joint, 0.5, alone=False)

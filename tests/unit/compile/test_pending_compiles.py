@@ -11,8 +11,8 @@ from torch._functorch import config
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
 
 from lightning_zero.compat.compiler import AsyncCompile, dynamo_config, inductor_config
-from lightning_zero.compile.discover import CompiledModules
-from lightning_zero.compile.pending_compiles import PendingCompile, PendingCompiles
+from lightning_zero.compile.async_compile import PendingCompile, PendingCompiles
+from lightning_zero.compile.capture.discovery import CompiledModules
 from lightning_zero.compile.subgraphs import DeferredKernels
 
 
@@ -85,7 +85,7 @@ def test_a_failure_under_way_is_not_hidden(caplog: pytest.LogCaptureFixture) -> 
     pending_compiles = PendingCompiles()
     pending_compiles.add(failing(ValueError("one"), ValueError("two")), 0.0, lambda seconds: None)
     pending_compiles.finish_after(RuntimeError("the user's"))
-    assert "What was left of a compilation failed, too." in caplog.text
+    assert "Finalizing the failed compilation raised another error." in caplog.text
     with pytest.raises(ValueError, match="two"):
         pending_compiles.finish_after(None)
 

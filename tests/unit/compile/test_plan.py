@@ -7,9 +7,9 @@ import torch
 from torch.fx import Graph
 
 from lightning_zero.compile.context import PassContext
+from lightning_zero.compile.graph_plan import Gather, GraphPlan, Plan, Reduce, first_difference
 from lightning_zero.compile.passes import default_passes, run_passes
 from lightning_zero.compile.passes.publish_plan import publish_plan, read_plan
-from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce, first_difference
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder, named_products, order
 
@@ -53,6 +53,8 @@ def test_the_graph_announces_its_plan_before_its_first_collective() -> None:
     check = next(node for node in graph.nodes if "check_plan" in str(node.target))
     assert check.args[1] == read_plan(graph).digest
     assert GraphPlan.from_json(str(check.args[2])) == read_plan(graph)
+
+
 
 
 def test_a_graph_without_collectives_announces_nothing() -> None:
@@ -127,7 +129,7 @@ def test_a_plan_survives_a_file(tmp_path: Path) -> None:
 def test_a_file_that_is_no_plan_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(ValueError, match=r"other\.json holds no plan that this version"):
+    with pytest.raises(ValueError, match=r"other\.json is not a plan that this version"):
         Plan.load(path)
 
 

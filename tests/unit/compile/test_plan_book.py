@@ -2,8 +2,7 @@
 
 import pytest
 
-from lightning_zero.compile.plan import Gather, GraphPlan
-from lightning_zero.compile.plan_book import PlanStore
+from lightning_zero.compile.graph_plan import Gather, GraphPlan, PlanStore
 
 FIRST, SECOND, THIRD = (GraphPlan("forward", nodes, (), ()) for nodes in (1, 2, 3))
 
@@ -23,6 +22,8 @@ def test_graphs_follow_plans_of_the_same_passes_and_no_others() -> None:
     assert book.count == 3
 
 
+
+
 def test_with_other_options_no_plan_is_followed_and_all_are_remembered() -> None:
     book = PlanStore()
     book.add(FIRST)
@@ -32,7 +33,7 @@ def test_with_other_options_no_plan_is_followed_and_all_are_remembered() -> None
 
 
 def book(*plans: tuple[str, tuple[tuple[int, int], ...]]) -> PlanStore:
-    """Of graphs of a kind, with groups of (number of weights, bytes)."""
+    """Return the plans of graphs of a kind, with groups of (number of weights, bytes)."""
     found = PlanStore()
     for kind, groups in plans:
         gathers = tuple(Gather(("w",) * count, "float32", size, 0, "", 0, "") for count, size in groups)

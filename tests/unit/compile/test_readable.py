@@ -5,7 +5,7 @@ import operator
 import torch
 from torch.fx import Graph
 
-from lightning_zero.compile.readable import format_nodes, readable
+from lightning_zero.compile.fx_utils import format_graph, format_nodes
 from tests.helpers.tracing import traced
 from tests.unit.compile.graphs import Builder
 
@@ -21,7 +21,7 @@ def test_a_line_tells_index_name_op_arguments_and_shape() -> None:
     first = graph.call_function(operator.getitem, (both, 0), name="first")
     first.meta["val"] = both.meta["val"][0]
     graph.output((first, None))
-    assert readable(graph).splitlines() == [
+    assert format_graph(graph).splitlines() == [
         "       x = placeholder  # float32[3, 4]",
         "    0  both = aten.var_mean.correction(x, [1], keepdim=True)  # float32[3, 1], float32[3, 1]",
         "    1  first = getitem(both, 0)  # float32[3, 1]",
@@ -32,7 +32,7 @@ def test_a_line_tells_index_name_op_arguments_and_shape() -> None:
 def test_symbolic_sizes_are_shown_by_name_and_add_no_guard() -> None:
     graph = traced(lambda x: x.exp(), torch.zeros(5, 3), mode="symbolic")
     [exp] = graph.find_nodes(op="call_function", target=aten.exp.default)
-    assert f"# float32[{exp.meta['val'].shape[0]}, " in readable(graph)
+    assert f"# float32[{exp.meta['val'].shape[0]}, " in format_graph(graph)
     assert not str(exp.meta["val"].shape[0]).isdigit()
     assert not exp.meta["val"].shape[0].node.shape_env.guards
 

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_zero.compile import recompile_reason
-from lightning_zero.compile.recompile_reason import LONGEST, find_recompile_reason
+from lightning_zero.compile.capture import discovery as recompile_reason
+from lightning_zero.compile.capture.discovery import LONGEST, find_recompile_reason
 
 
 @pytest.mark.parametrize(

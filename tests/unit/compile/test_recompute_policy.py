@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
-from lightning_zero.compile.recompute_policy import EvenKnapsack, space_evenly, partitioner_settings
+from lightning_zero.compile.partitioner.recompute_policy import EvenKnapsack, partitioner_settings, space_evenly
 
 LAYERS = 16
 

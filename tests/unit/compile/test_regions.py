@@ -11,8 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
-from lightning_zero.compile.regions import save_region_boundaries
-from lightning_zero.compile.tagging import OF_WEIGHTS, tag_gathers
+from lightning_zero.compile.partitioner.partition import OF_WEIGHTS, save_region_boundaries, tag_gathers
 from lightning_zero.native import load
 from tests.unit.compile.graphs import Builder
 

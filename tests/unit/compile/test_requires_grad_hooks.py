@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.compat.compiler import dynamo_config
-from lightning_zero.compile.discover import CompiledModules
-from lightning_zero.compile.requires_grad_hooks import asking, left_out
+from lightning_zero.compile.capture.discovery import CompiledModules
+from lightning_zero.compile.capture.requires_grad import find_requires_grad_hooks, ignore_hooks
 from tests.unit.compile.backends import Backend
 
 TOKENS = torch.arange(4)
@@ -149,7 +149,7 @@ def test_only_hooks_that_do_nothing_else_are_taken_for_that() -> None:
 
     others = [looks, freezes, nn.Identity(), halves, first, unfreezes]
     asks = [make_inputs_require_grads, returns, bare, named]
-    assert asking([dict(enumerate([*others, *asks])), {}]) == asks
+    assert find_requires_grad_hooks([dict(enumerate([*others, *asks])), {}]) == asks
 
 
 def test_what_transformers_and_peft_put_on_an_embedding_is_known() -> None:
@@ -157,14 +157,14 @@ def test_what_transformers_and_peft_put_on_an_embedding_is_known() -> None:
     shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     net = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=8, **shape))
     net.enable_input_require_grads()
-    assert len(asking([net.get_input_embeddings()._forward_hooks])) == 1
+    assert len(find_requires_grad_hooks([net.get_input_embeddings()._forward_hooks])) == 1
 
 
 def test_torch_can_write_its_settings_down_meanwhile() -> None:
     """Torch 2.11 does so after each compilation, and said that it could not, with a stack, for each checkpointed model
     of transformers."""
     assert isinstance(make_inputs_require_grads, FunctionType)
-    with left_out([make_inputs_require_grads]):
+    with ignore_hooks([make_inputs_require_grads]):
         setting = dynamo_config.ignore_logging_functions
         assert make_inputs_require_grads in setting
         assert json.dumps(copy.deepcopy(setting)) == "[]"

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec, default_passes
-from lightning_zero.compile.schedule import Schedule, check_passes
+from lightning_zero.compile.passes.selection import Schedule, check_passes
 from lightning_zero.config import CompileConfig
 
 OWN = PassSpec("own", lambda graph: graph, requires=frozenset({"ordered"}))
@@ -34,7 +34,7 @@ def test_ones_own_pass_can_stand_where_its_contract_allows() -> None:
         ("split_gathers", r"Passes must be a list of names, not 'split_gathers'"),
         ([1], r"Passes must be a list of names"),
         ([*MINIMAL_NAMES, "publish_plan"], r"Pass 'publish_plan' is named twice"),
-        (["split_gathers"], r"not \['announced', 'handed over'\]\. Add 'enqueue_gradients', 'publish_plan'"),
+        (["split_gathers"], r"not \['enqueued', 'published'\]\. Add 'enqueue_gradients', 'publish_plan'"),
         ([], r"leave a graph that is not"),
         (["sink_gathers", "split_gathers", "group_gathers", *MINIMAL_NAMES[1:]], r"conflicts with \['started'\]"),
     ],

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec, default_passes
-from lightning_zero.compile.selection import PassSelection
+from lightning_zero.compile.passes.selection import PassSelection
 from lightning_zero.config import CompileConfig
 
 DEFAULT = default_passes(PassContext(CompileConfig(), 2))
@@ -66,7 +66,7 @@ def test_a_pass_that_is_switched_off_is_left_out_of_whatever_is_chosen() -> None
         (["nothing"], r"There is no pass 'nothing'"),
         ("merge_reduces", r"Passes must be a list of names"),
         (["sink_gathers"], r"cannot do without 'sink_gathers': Pass 'share_gathers' requires \['ordered'\]"),
-        (["publish_plan"], r"cannot do without 'publish_plan': .* not \['announced'\]\. Add 'publish_plan'"),
+        (["publish_plan"], r"cannot do without 'publish_plan': .* not \['published'\]\. Add 'publish_plan'"),
         (["group_gathers", "fuse_casts"], r"cannot do without 'fuse_casts', 'group_gathers': .*requires \['started'\]"),
     ],
 )

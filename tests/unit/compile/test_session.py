@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
+from lightning_zero.compile.graph_plan import Gather, GraphPlan
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec
-from lightning_zero.compile.plan import Gather, GraphPlan
 from lightning_zero.compile.session import CompileSession
 from lightning_zero.errors import RankMismatchError
 from lightning_zero.memory_planner.inputs import MemoryConfig
@@ -298,7 +298,7 @@ def test_weights_that_stay_until_the_step_are_told_in_bytes() -> None:
 
 def test_a_plan_is_kept_once_the_ranks_have_agreed_on_it() -> None:
     session = Alone(world_size=2)
-    with pytest.raises(RankMismatchError, match=r"rank 1 did not come"):
+    with pytest.raises(RankMismatchError, match=r"rank 1 did not reach"):
         session.check_plan(PLAN.digest, PLAN.to_json())
     assert session.plans.count == 0
     assert session.waits == ["the agreement on a newly compiled graph"]

@@ -6,13 +6,9 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.passes.cast import fuse_casts
-from lightning_zero.compile.passes.group import group_gathers
-from lightning_zero.compile.passes.grouping import GroupLimits
-from lightning_zero.compile.passes.resident import use_resident
-from lightning_zero.compile.passes.split import split_gathers
-from lightning_zero.compile.successors import NodeReplacer
+from lightning_zero.compile.fx_utils import NodeReplacer, output_node
+from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers, use_resident
+from lightning_zero.compile.passes.prepare import fuse_casts, split_gathers
 from tests.unit.compile.graphs import Builder, aten
 
 BF16 = torch.bfloat16

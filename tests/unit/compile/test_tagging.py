@@ -5,9 +5,9 @@ from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx import GraphModule
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compile.graph import reduces
-from lightning_zero.compile.passes.reduce import enqueue_gradients
-from lightning_zero.compile.tagging import tag_gathers
+from lightning_zero.compile.fx_utils import reduces
+from lightning_zero.compile.partitioner.partition import tag_gathers
+from lightning_zero.compile.passes.reduce_groups import enqueue_gradients
 from tests.unit.compile.graphs import Builder
 
 aten = torch.ops.aten

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_zero.compat.compiler import dynamo_config
-from lightning_zero.compile.warm_up import warm_up
+from lightning_zero.compile.capture.compiler_warm_up import warm_up
 from lightning_zero.config import CompileConfig
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from lightning_zero.compile import workers
+from lightning_zero.compile.capture import compiler_warm_up as workers
 from lightning_zero.config import CompileConfig
 
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.compile.plan import Gather, GraphPlan
-from lightning_zero.compile.plan_book import PlanStore
+from lightning_zero.compile.graph_plan import Gather, GraphPlan, PlanStore
 from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.memory_planner.inputs import GIB, EngineMemoryFacts, GradientBytes, MemoryConfig
 from lightning_zero.memory_planner.planner import (

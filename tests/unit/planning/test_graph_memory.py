@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, CompileConfig, PassContext
-from lightning_zero.compile.passes import FIRST_GROUPS
-from lightning_zero.compile.passes.reduce import enqueue_gradients
+from lightning_zero.compile.passes.pipeline import FIRST_GROUPS
+from lightning_zero.compile.passes.reduce_groups import enqueue_gradients
 from lightning_zero.planning.graph_memory import Span, graph_peak, host_activations, weight_spans
 from tests.unit.compile import graphs
 from tests.unit.compile.graphs import WEIGHT, Builder

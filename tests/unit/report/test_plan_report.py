@@ -12,10 +12,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.fx import Graph
 
-from lightning_zero.compile.passes.group import group_gathers
-from lightning_zero.compile.passes.grouping import GroupLimits
-from lightning_zero.compile.passes.pass_trace import PassTrace
-from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce
+from lightning_zero.compile.graph_plan import Gather, GraphPlan, Plan, Reduce
+from lightning_zero.compile.passes.base import PassTrace
+from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers
 from lightning_zero.report import PlanReport
 from lightning_zero.report.plan_report import write_passes
 from tests.unit.compile.graphs import Builder

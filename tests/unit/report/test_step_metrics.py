@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce
+from lightning_zero.compile.graph_plan import Gather, GraphPlan, Plan, Reduce
 from lightning_zero.report.step_metrics import EngineCounters, StepWindow, exposed_seconds, pass_plans
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_zero.compile.cuda_graphs import CUDAGraphManager
-from lightning_zero.compile.cuda_graphs.dispatch import WARMUP_RUNS
-from lightning_zero.compile.cuda_graphs.pairs import CaptureSpec
+from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec
+from lightning_zero.compile.cuda_graphs.manager import WARMUP_RUNS
 from tests.helpers.options import config
 
 

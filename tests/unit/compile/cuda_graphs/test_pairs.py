@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.compat import cuda
-from lightning_zero.compile.cuda_graphs.pairs import CUDAGraphPair, CaptureSpec
+from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec, CUDAGraphPair
 
 
 class Graph:
@@ -177,7 +177,7 @@ def test_a_gradient_that_the_executor_does_not_get_is_a_bug(allocator: MagicMock
     [
         (lambda weight, batch: (weight * batch.mul_(2),), "changed in place"),
         (lambda weight, batch: (weight * batch, batch.view(1, 2)), "a view of one"),
-        (lambda weight, batch: (weight * batch, 4), "no tensor"),
+        (lambda weight, batch: (weight * batch, 4), "not a tensor"),
     ],
 )
 def test_what_a_replay_would_not_do_is_refused(allocator: MagicMock, compiled: Any, reason: str) -> None:

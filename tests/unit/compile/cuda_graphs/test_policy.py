@@ -9,8 +9,15 @@ import torch
 import torch.utils.checkpoint
 
 from lightning_zero.compile.cuda_graphs import CUDAGraphManager
-from lightning_zero.compile.cuda_graphs.dispatch import MAX_PENDING_CALLS, MAX_CAPTURED_SIZES, MAX_CAPTURE_WAITS, MAX_FAILED_CAPTURES, WARMUP_RUNS, MIN_REPLAYS
-from lightning_zero.compile.cuda_graphs.pairs import CaptureSpec
+from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec
+from lightning_zero.compile.cuda_graphs.manager import (
+    MAX_CAPTURE_WAITS,
+    MAX_CAPTURED_SIZES,
+    MAX_FAILED_CAPTURES,
+    MAX_PENDING_CALLS,
+    MIN_REPLAYS,
+    WARMUP_RUNS,
+)
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from tests.helpers.options import config
@@ -203,7 +210,7 @@ def test_sizes_that_vary_all_the_time_end_the_captures() -> None:
             training.step(torch.ones(size), size)
     assert len(training.made) == MAX_CAPTURED_SIZES + MAX_FAILED_CAPTURES
     assert all(pair.closed for pair in training.made)
-    assert "the sizes of batches vary" in training.said[0]
+    assert "batch sizes vary" in training.said[0]
 
 
 def disturb(training: Training, rounds: int, replays: int) -> None:
@@ -224,7 +231,7 @@ def test_a_capture_that_was_worth_it_makes_up_for_those_before() -> None:
     assert not training.said
     disturb(training, MAX_FAILED_CAPTURES + 3, MIN_REPLAYS)
     assert len(training.made) == 4 * (MAX_FAILED_CAPTURES + 1), "one replay less is not worth it"
-    assert "something else needs the memory" in training.said[0]
+    assert "other code needs the memory" in training.said[0]
 
 
 @pytest.mark.parametrize("spare", [99, 100])
@@ -283,7 +290,7 @@ def test_ever_other_kinds_of_the_same_graph_end_the_captures_where_little_is_lef
         training.step()
     assert len(training.made) == MAX_CAPTURED_SIZES + MAX_FAILED_CAPTURES
     assert len(training.said) == 1
-    assert "something else needs the memory" in training.said[0]
+    assert "other code needs the memory" in training.said[0]
 
 
 def test_captures_whose_backward_is_to_come_stay_where_little_is_left() -> None:
@@ -392,7 +399,7 @@ def test_a_backward_that_could_not_be_replayed_is_noticed_before_a_capture(parti
         training.books.steps += 1
     assert not training.made
     assert len(training.said) == 1
-    assert "keeps its graph" in training.said[0]
+    assert "retains its graph" in training.said[0]
     assert training.weight.grad == 12 * (WARMUP_RUNS + 3) * (1 if partial else 2)
 
 
@@ -423,7 +430,7 @@ def test_where_replays_were_asked_for_it_raises() -> None:
     training = Training(capture=True)
     training.step()
     loss, _ = training.call(training.weight, torch.ones(2))
-    with pytest.raises(UnsupportedError, match="keeps its graph.*cuda_graph_model='auto'"):
+    with pytest.raises(UnsupportedError, match="retains its graph.*cuda_graph_model='auto'"):
         loss.backward(retain_graph=True)
 
 
@@ -459,7 +466,7 @@ def test_what_looks_at_each_collective_excludes_replays_and_says_so(name: str) -
     training.replays.device, training.replays._unsupported_here = torch.device("cuda"), ""
     training.replays.configure(config(cuda_graphs=True))
     assert training.replays.enabled
-    with pytest.raises(UnsupportedError, match=f"cuda_graphs=True, but.*{name} looks at each collective"):
+    with pytest.raises(UnsupportedError, match=f"cuda_graphs=True, but.*{name} checks each collective"):
         training.replays.check(config(cuda_graphs=True, **{name: True}))
     training.replays.configure(config(**{name: True}))
     assert not training.replays.enabled

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from lightning_zero.compile.cuda_graphs.dispatch import WARMUP_RUNS
-from lightning_zero.compile.cuda_graphs.variant import unsupported_input
+from lightning_zero.compile.cuda_graphs.captured_call import unsupported_input
+from lightning_zero.compile.cuda_graphs.manager import WARMUP_RUNS
 from tests.unit.compile.cuda_graphs.fakes import Training, captured
 
 

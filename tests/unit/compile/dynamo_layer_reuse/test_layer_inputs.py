@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from lightning_zero.compat.graphs import EXAMPLE_VALUE, NN_MODULE_STACK, GRAPH_ARG, STACK_TRACE
+from lightning_zero.compat.graphs import EXAMPLE_VALUE, GRAPH_ARG, NN_MODULE_STACK, STACK_TRACE
 from lightning_zero.compile.dynamo_layer_reuse import layer_inputs
 from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
 from tests.unit.compile.dynamo_layer_reuse.layers import WIDTH, Compiled, Layer, Model

@@ -16,7 +16,14 @@ from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
-from lightning_zero.compat.graphs import CUSTOM, FWD_NN_MODULE_STACK, NN_MODULE_STACK, RECOMPUTE, AC_GRAPH_ID, PARTITIONER_TAG
+from lightning_zero.compat.graphs import (
+    AC_GRAPH_ID,
+    CUSTOM,
+    FWD_NN_MODULE_STACK,
+    NN_MODULE_STACK,
+    PARTITIONER_TAG,
+    RECOMPUTE,
+)
 from lightning_zero.compile.layer_dedup import DedupFailed, LayerDedup, dedup_layers, joint_tracer
 
 WIDTH = 8
@@ -294,7 +301,7 @@ def backend(outlined: bool, found: Callable[[LayerDedup | None, Graph], None] = 
         def compiled(layers: LayerDedup | None) -> Any:
             def partition(joint: GraphModule, *args: Any, **settings: Any) -> Any:
                 if layers is not None:
-                    layers.inline(joint.graph)
+                    layers.expand(joint.graph)
                 joint.graph.lint()
                 found(layers, joint.graph)
                 return min_cut_partition(joint, *args, **settings)
@@ -332,7 +339,9 @@ def described(graph: Graph) -> list[str]:
         called = node.name if node.op == "placeholder" else node.target
         name = f"{called} {map_arg((node.args, node.kwargs), lambda read: names[read])}"
         names[node] = hashlib.sha256(name.encode()).hexdigest()[:8]
-        modules = [[path for path, _ in (node.meta.get(key) or {}).values()] for key in (NN_MODULE_STACK, FWD_NN_MODULE_STACK)]
+        modules = [
+            [path for path, _ in (node.meta.get(key) or {}).values()] for key in (NN_MODULE_STACK, FWD_NN_MODULE_STACK)
+        ]
         again = [regions.index(node.meta[AC_GRAPH_ID]), str(node.meta[RECOMPUTE])] if AC_GRAPH_ID in node.meta else []
         meta = f"{modules} {node.meta.get(CUSTOM)} {node.meta.get(PARTITIONER_TAG)} {again} {sorted(node.meta)}"
         lines.append(re.sub("0x[0-9a-f]+", "", f"{name} {value(node.meta.get('val'), names[node])} {meta}"))

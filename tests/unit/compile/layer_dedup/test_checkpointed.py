@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_zero.compat.graphs import EXAMPLE_VALUE, CHECKPOINT_POLICY_HASH
+from lightning_zero.compat.graphs import CHECKPOINT_POLICY_HASH, EXAMPLE_VALUE
 from lightning_zero.compile.layer_dedup import dedup_layers, joint_tracer
 from lightning_zero.compile.layer_dedup.layer_call import forward
+from lightning_zero.compile.layer_dedup.layer_graph import RegionIds
 from lightning_zero.compile.layer_dedup.matching import find_undescribed
-from lightning_zero.compile.layer_dedup.region_ids import RegionIds
 from tests.unit.compile.layer_dedup.modules import (
     LAYERS,
     WIDTH,
@@ -195,8 +195,8 @@ def test_why_a_region_is_traced_by_itself_is_told_at_debug(caplog: pytest.LogCap
         return [record.getMessage() for record in caplog.records if record.name.startswith("lightning_zero")]
 
     caplog.set_level("DEBUG", "lightning_zero.compile.layer_dedup")
-    assert len([line for line in told(2) if "is traced by itself" in line]) == 2  # too few
-    assert told(3) == ["3 layers are differentiated as 1"]
+    assert len([line for line in told(2) if "is traced alone" in line]) == 2  # too few
+    assert told(3) == ["Layer deduplication: 3 layers are differentiated as 1"]
 
 
 def test_a_call_that_no_text_describes_is_found() -> None:

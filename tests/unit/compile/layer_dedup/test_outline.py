@@ -78,7 +78,7 @@ def test_a_layer_takes_no_longer_to_put_in_for_those_before_it(monkeypatch: pyte
     numbered: list[str] = []
     returned: list[Node] = []
     inlining: list[bool] = []
-    inline, create, replace = LayerDedup.inline, Graph.create_node, Node.replace_all_uses_with
+    inline, create, replace = LayerDedup.expand, Graph.create_node, Node.replace_all_uses_with
 
     def inlined(layers: LayerDedup, graph: Graph) -> Graph:
         inlining.append(True)
@@ -98,7 +98,7 @@ def test_a_layer_takes_no_longer_to_put_in_for_those_before_it(monkeypatch: pyte
         returned.extend(user for user in users if inlining and user.op == "output")
         return users
 
-    monkeypatch.setattr(LayerDedup, "inline", inlined)
+    monkeypatch.setattr(LayerDedup, "expand", inlined)
     monkeypatch.setattr(Graph, "create_node", created)
     monkeypatch.setattr(Node, "replace_all_uses_with", replaced)
     _, count = joint_graph(Stack(Block), True)
@@ -128,7 +128,7 @@ def test_what_autocast_casts_once_in_all_stays_in_one_graph() -> None:
 def test_layers_that_cannot_be_put_in_place_are_traced_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Stack(Block)
     whole, _ = joint_graph(module, False)
-    monkeypatch.setattr("lightning_zero.compile.layer_dedup.layers.moved_to", lambda value, moved: value.nothing)
+    monkeypatch.setattr("lightning_zero.compile.layer_dedup.dedup.moved_to", lambda value, moved: value.nothing)
     instead, found = joint_graph(module, True)
     assert found == 0
     assert instead == whole
@@ -196,8 +196,8 @@ def test_gradients_in_other_strides_cost_a_trace_or_two_and_not_one_for_each_lay
         return inline(self, graph)
 
     tried: list[int] = []
-    inline = LayerDedup.inline
-    monkeypatch.setattr(LayerDedup, "inline", counted)
+    inline = LayerDedup.expand
+    monkeypatch.setattr(LayerDedup, "expand", counted)
     assert joint_graph(Permuted(), True)[1] == LAYERS
     permuted = len(tried)
     assert permuted <= 2  # torch 2.11 happens to find them in the strides that were traced

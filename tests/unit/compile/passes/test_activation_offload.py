@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compile.graph import results
-from lightning_zero.compile.passes.activation_offload import OffloadLimits, insert_offloads
-from lightning_zero.compile.passes.offload import HostCosts
-from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
+from lightning_zero.compile.fx_utils import results
+from lightning_zero.compile.passes.activation_offload import HostCosts, OffloadLimits, insert_offloads
 from lightning_zero.profiling.node_costs import DeviceSpeed
+from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
 from tests.unit.compile.graphs import WEIGHT, Builder, order
 
 aten = torch.ops.aten

@@ -5,11 +5,11 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.graph import output_node
+from lightning_zero.compile.fx_utils import output_node
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec, default_passes, run_passes
 from lightning_zero.compile.passes.base import check_contracts
-from lightning_zero.compile.passes.reduce import enqueue_gradients
-from lightning_zero.compile.passes.split import split_gathers
+from lightning_zero.compile.passes.prepare import split_gathers
+from lightning_zero.compile.passes.reduce_groups import enqueue_gradients
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder
 

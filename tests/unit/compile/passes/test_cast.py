@@ -1,7 +1,7 @@
 import torch
 
-from lightning_zero.compile.graph import gathers
-from lightning_zero.compile.passes.cast import fuse_casts
+from lightning_zero.compile.fx_utils import gathers
+from lightning_zero.compile.passes.prepare import fuse_casts
 from tests.unit.compile.graphs import Builder, order
 
 aten = torch.ops.aten

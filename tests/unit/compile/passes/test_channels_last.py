@@ -2,9 +2,9 @@
 
 import torch
 
-from lightning_zero.compile.graph import gathers
-from lightning_zero.compile.passes.cast import fuse_casts
-from lightning_zero.compile.passes.reduce import enqueue_gradients
+from lightning_zero.compile.fx_utils import gathers
+from lightning_zero.compile.passes.prepare import fuse_casts
+from lightning_zero.compile.passes.reduce_groups import enqueue_gradients
 from tests.unit.compile.graphs import Builder, order
 
 aten = torch.ops.aten

@@ -1,8 +1,7 @@
 import torch
 from torch.fx import Graph
 
-from lightning_zero.compile.passes.group import group_gathers
-from lightning_zero.compile.passes.grouping import GroupLimits
+from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers
 from tests.unit.compile.graphs import WEIGHT, Builder, order, products
 
 aten = torch.ops.aten

@@ -3,9 +3,9 @@
 import torch
 from torch.fx import Graph
 
-from lightning_zero.compile.graph import REDUCE, ops
-from lightning_zero.compile.passes.merge import merge_reduces, share_gathers
-from lightning_zero.compile.passes.reduce import group_reduces, enqueue_gradients
+from lightning_zero.compile.fx_utils import REDUCE, ops
+from lightning_zero.compile.passes.prepare import merge_reduces, share_gathers
+from lightning_zero.compile.passes.reduce_groups import enqueue_gradients, group_reduces
 from tests.unit.compile.graphs import Builder, order
 
 aten = torch.ops.aten

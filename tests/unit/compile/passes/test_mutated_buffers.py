@@ -3,8 +3,8 @@
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compile.graph import results
-from lightning_zero.compile.passes.mutated_buffers import save_mutated_buffers
+from lightning_zero.compile.fx_utils import results
+from lightning_zero.compile.partitioner.partition import save_mutated_buffers
 from tests.unit.compile.graphs import Builder
 
 aten = torch.ops.aten

@@ -3,9 +3,9 @@
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.passes.offload import HostCosts, place_offloads
-from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
+from lightning_zero.compile.passes.activation_offload import HostCosts, place_offloads
 from lightning_zero.profiling.node_costs import DeviceSpeed
+from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
 from tests.unit.compile.graphs import WEIGHT, Builder, order
 
 aten = torch.ops.aten

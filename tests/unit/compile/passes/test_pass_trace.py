@@ -7,7 +7,7 @@ from torch.fx import Graph
 
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import PassSpec, default_passes, run_passes
-from lightning_zero.compile.passes.pass_trace import PassTrace
+from lightning_zero.compile.passes.base import PassTrace
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder, order, products
 

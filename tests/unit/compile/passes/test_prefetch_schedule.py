@@ -6,12 +6,11 @@ from torch.fx import Graph
 
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import default_passes, run_passes
-from lightning_zero.compile.passes.group import group_gathers
-from lightning_zero.compile.passes.grouping import GroupLimits
+from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers
 from lightning_zero.compile.passes.publish_plan import read_plan
 from lightning_zero.config import CompileConfig
-from lightning_zero.profiling.cost_model import BESIDE_COMPUTE, NOMINAL_COSTS, CostModel
 from lightning_zero.profiling.node_costs import DeviceSpeed
+from lightning_zero.profiling.cost_model import BESIDE_COMPUTE, NOMINAL_COSTS, CostModel
 from tests.unit.compile.graphs import WEIGHT, Builder, order, products
 
 aten = torch.ops.aten

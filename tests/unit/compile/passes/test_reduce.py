@@ -3,8 +3,8 @@
 import torch
 from torch.fx import Graph
 
-from lightning_zero.compile.graph import is_reduce, ops
-from lightning_zero.compile.passes.reduce import zero_copy_gradients, group_reduces, enqueue_gradients
+from lightning_zero.compile.fx_utils import is_reduce, ops
+from lightning_zero.compile.passes.reduce_groups import enqueue_gradients, group_reduces, zero_copy_gradients
 from tests.unit.compile.graphs import Builder, order
 
 aten = torch.ops.aten
@@ -35,7 +35,10 @@ def test_gradients_are_released_when_later_ones_have_been_handed_over_or_at_the_
     assert borrowed("abc") == (
         "mm reduce_zero_copy(a) mm reduce_zero_copy(b) mm reduce_release(a) reduce_zero_copy(c) reduce_release(b) reduce_release(c)"
     )
-    assert borrowed("ab", in_flight=1) == "mm reduce_zero_copy(a) mm reduce_release(a) reduce_zero_copy(b) reduce_release(b)"
+    assert (
+        borrowed("ab", in_flight=1)
+        == "mm reduce_zero_copy(a) mm reduce_release(a) reduce_zero_copy(b) reduce_release(b)"
+    )
     assert borrowed("a") == "mm reduce_zero_copy(a) reduce_release(a)"
 
 

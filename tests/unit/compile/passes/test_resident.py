@@ -5,9 +5,8 @@ from torch.fx import Graph
 
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import default_passes, run_passes
-from lightning_zero.compile.passes.grouping import GroupLimits
+from lightning_zero.compile.passes.gather_groups import GroupLimits, use_resident
 from lightning_zero.compile.passes.publish_plan import read_plan
-from lightning_zero.compile.passes.resident import use_resident
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder, order
 
@@ -99,7 +98,9 @@ def test_a_cast_of_a_kept_weight_reads_memory_of_its_dtype() -> None:
     x, whole = b.input("x", 64, 64, dtype=BF16), b.gather(shard, 64, 64)
     whole.args = (*whole.args, memory)
     graph = b.done(b.call(aten.mm.default, x, b.call(aten._to_copy.default, whole, dtype=BF16)))
-    graph = run_passes(graph, default_passes(PassContext(CompileConfig(unsharded_cache_mb=1, unsharded_cache_until="step"), 2)))
+    graph = run_passes(
+        graph, default_passes(PassContext(CompileConfig(unsharded_cache_mb=1, unsharded_cache_until="step"), 2))
+    )
     assert order(graph) == "check_plan(a) resident_start(memory_a, a) resident_wait(memory_a, a) mm"
 
 

@@ -9,10 +9,10 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
-from lightning_zero.compat.graphs import DESC, RECOMPUTE, NO_VERSION_CHECK
-from lightning_zero.compile.graph import results
-from lightning_zero.compile.passes.residual_sums import save_residual_sums
-from lightning_zero.compile.recompute_policy import partitioner_settings
+from lightning_zero.compat.graphs import DESC, NO_VERSION_CHECK, RECOMPUTE
+from lightning_zero.compile.fx_utils import results
+from lightning_zero.compile.partitioner.recompute_policy import partitioner_settings
+from lightning_zero.compile.partitioner.residual_sums import save_residual_sums
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
 LAYERS, WIDTH = 12, 32

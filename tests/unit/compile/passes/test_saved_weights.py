@@ -6,8 +6,8 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_zero.compile.partitioner.partition import tag_gathers
 from lightning_zero.compile.passes.saved_weights import SavedLimits, choose_saved
-from lightning_zero.compile.tagging import tag_gathers
 from tests.unit.compile.graphs import Builder
 
 aten = torch.ops.aten

@@ -1,6 +1,6 @@
 import torch
 
-from lightning_zero.compile.passes.sink import sink_gathers
+from lightning_zero.compile.passes.prepare import sink_gathers
 from tests.unit.compile.graphs import Builder, order
 
 aten = torch.ops.aten

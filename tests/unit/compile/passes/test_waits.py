@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from lightning_zero.compile.passes.saved_weights import _Weight, _within
-from lightning_zero.compile.passes.waits import BackwardWaits
+from lightning_zero.compile.passes.saved_weights import BackwardWaits, _Weight, _within
 from tests.helpers import waits as oracle
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compile.graph import is_reduce, is_start
+from lightning_zero.compile.fx_utils import is_reduce, is_start
 from lightning_zero.compile.subgraphs import Subgraph, SubgraphCache, cut, repeats
+from lightning_zero.compile.subgraphs.compile_subgraphs import _fingerprint
 from lightning_zero.compile.subgraphs.cut import _assemble
-from lightning_zero.compile.subgraphs.lower import _fingerprint
 from lightning_zero.compile.subgraphs.node_kinds import NodeKind, classify_nodes
 from lightning_zero.compile.subgraphs.node_order import NodeOrder
 from tests.unit.compile.graphs import Builder, aten, products

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.compile.subgraphs.cut_points import choose_cut_points
+from lightning_zero.compile.subgraphs.cut import choose_cut_points
 from lightning_zero.compile.subgraphs.repeats import RepeatedRun
 
 LENGTH = 36
@@ -37,7 +37,9 @@ class NodeOrder:
         return WRITTEN
 
 
-def chosen(order: Any, runs: Sequence[RepeatedRun] = (MIDDLE,), between: Sequence[int] = (), parts: int = 1) -> list[int]:
+def chosen(
+    order: Any, runs: Sequence[RepeatedRun] = (MIDDLE,), between: Sequence[int] = (), parts: int = 1
+) -> list[int]:
     return choose_cut_points(order, runs, between, parts)
 
 

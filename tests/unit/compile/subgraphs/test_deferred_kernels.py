@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_zero.compat.compiler import AsyncCompile, TritonBundler, inductor_config
-from lightning_zero.compile.subgraphs.deferred_kernels import DeferredKernels
+from lightning_zero.compile.async_compile import DeferredKernels
 
 
 @pytest.fixture(autouse=True)

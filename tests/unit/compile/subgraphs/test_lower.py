@@ -13,10 +13,10 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_zero.compat.compiler import compile_fx_inner, functorch_config, lookup_backend
-from lightning_zero.compile.subgraphs import DeferredKernels, SubgraphCache, cut, lower, repeats, fix_strides
-from lightning_zero.compile.subgraphs.inductor_calls import subgraph_context
-from lightning_zero.compile.subgraphs.lower import _fingerprint
+from lightning_zero.compile.subgraphs import DeferredKernels, SubgraphCache, cut, fix_strides, lower, repeats
+from lightning_zero.compile.subgraphs.compile_subgraphs import _fingerprint
 from lightning_zero.compile.subgraphs.subgraph import Subgraph
+from lightning_zero.compile.subgraphs.subgraph_program import subgraph_context
 
 WIDTH = 8
 

@@ -8,17 +8,17 @@ import torch
 from torch.fx import Node
 
 from lightning_zero.compat.ops import wait_tensor
-from lightning_zero.compile.graph import is_start
+from lightning_zero.compile.fx_utils import is_start
 from lightning_zero.compile.subgraphs.node_kinds import (
     NodeKind,
     all_read,
+    classify_nodes,
     is_kernel,
     is_pointwise,
-    classify_nodes,
     readers,
     reads,
 )
-from lightning_zero.compile.subgraphs.signatures import signature
+from lightning_zero.compile.subgraphs.subgraph import signature
 from tests.unit.compile.graphs import Builder, aten
 from tests.unit.compile.subgraphs.graphs import layers
 

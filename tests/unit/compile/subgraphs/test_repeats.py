@@ -17,7 +17,10 @@ LAYER = [f"op{i}" for i in range(20)]
         (list("abcabcabc"), []),  # too short a period
         (LAYER * 2, [RepeatedRun(0, 40, 20)]),
         (LAYER * 2 + LAYER[:5], [RepeatedRun(0, 45, 20)]),
-        (["a", *LAYER[:8] * 3, "b", *LAYER * 3], [RepeatedRun(1, 25, 8), RepeatedRun(26, 86, 20)]),  # the longer one comes later
+        (
+            ["a", *LAYER[:8] * 3, "b", *LAYER * 3],
+            [RepeatedRun(1, 25, 8), RepeatedRun(26, 86, 20)],
+        ),  # the longer one comes later
         ([*LAYER[:7], *"abc", *LAYER[:7], *"def"], []),  # nothing whole
         (list("abcdef") * 2, [RepeatedRun(0, 12, 6)]),  # just long enough
         (LAYER, []),

@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from lightning_zero.compile.subgraphs.signatures import NodeSignatures, signature
+from lightning_zero.compile.subgraphs.subgraph import NodeSignatures, signature
 from tests.unit.compile.graphs import Builder, aten
 
 

@@ -13,10 +13,9 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compile.subgraphs.inductor_calls import compile_subgraph
-from lightning_zero.compile.subgraphs.strides import StrideMismatch, check_strides, fix_strides
+from lightning_zero.compile.subgraphs.compile_subgraphs import StrideMismatch, check_strides, fix_strides
 from lightning_zero.compile.subgraphs.subgraph import Subgraph
-from lightning_zero.compile.subgraphs.subgraph_program import SubgraphProgram
+from lightning_zero.compile.subgraphs.subgraph_program import SubgraphProgram, compile_subgraph
 
 aten = torch.ops.aten
 NARROW, WIDE = 13, 16
