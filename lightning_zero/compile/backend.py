@@ -57,7 +57,14 @@ from lightning_zero.compile.partitioner.recompute_policy import partitioner_sett
 from lightning_zero.compile.passes import PassSpec, default_passes, offload_limits, run_passes, saved_limits
 from lightning_zero.compile.passes.activation_offload import OffloadLimits, insert_offloads
 from lightning_zero.compile.passes.selection import PassSelection
-from lightning_zero.compile.subgraphs import DeferredKernels, StrideMismatch, SubgraphCache, cut, fix_strides, repeats
+from lightning_zero.compile.subgraphs import (
+    DeferredKernels,
+    StrideMismatch,
+    SubgraphCache,
+    cut,
+    fix_strides,
+    is_worth_cutting,
+)
 from lightning_zero.compile.subgraphs import compile_subgraphs as lower
 from lightning_zero.config import CompileConfig
 from lightning_zero.sharding.unsupported import no_shard_dispatch
@@ -286,7 +293,7 @@ class Compiler:
 
     def _compile_subgraphs(self, kernels: DeferredKernels, module: GraphModule, inputs: Any, **settings: Any) -> Any:
         """Compile a forward or backward graph by its subgraphs, after running the passes on it."""
-        if self._config.whole_graphs or not repeats(module.graph):
+        if self._config.whole_graphs or not is_worth_cutting(module.graph):
             return compile_fx_inner(module, inputs, **settings)
         fix_strides(module.graph, inputs)  # before our passes, whose many views have correct strides
         self._rewrite(module.graph)

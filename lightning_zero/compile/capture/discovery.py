@@ -189,7 +189,9 @@ class CompiledModules:
                 value.grad_fn.register_prehook(backward)
 
     def _watch_input_gradients(self, name: str, module: nn.Module, output: Any) -> None:
-        if requires_grad_hooks.ignorable(ModuleHooks(module).all) and requires_grad_hooks.output_needs_hooks(output):
+        if requires_grad_hooks.find_requires_grad_hooks(
+            ModuleHooks(module).all
+        ) and requires_grad_hooks.output_needs_hooks(output):
             self._needs_input_gradients.add(name)
 
     def _leave_eager(self, name: str, module: nn.Module, why: str) -> None:
@@ -279,7 +281,9 @@ class CompiledModules:
         on_limit = partial(self._on_recompile_limit, name, module, plain.__code__)
         notes, shown, first = self.call_info, self._show(name, module), True
         hooks = ModuleHooks(module)
-        ignorable = [] if name in self._needs_input_gradients else requires_grad_hooks.ignorable(hooks.all)
+        ignorable = (
+            [] if name in self._needs_input_gradients else requires_grad_hooks.find_requires_grad_hooks(hooks.all)
+        )
         # Modules differ if compiled code ignores these hooks of one module and guards those of another of its class.
         ignored = () if self._needs_input_gradients else ignorable
         self._guards_hooks = self._guards_hooks or needs_hook_guards(self._root, ignored)
@@ -294,7 +298,7 @@ class CompiledModules:
                 self._guards_hooks = True
                 torch.compiler.reset()  # earlier code has no guards on hooks
             ignores = ignorable and not torch.compiler.is_compiling()
-            ignoring = requires_grad_hooks.ignored(ignorable) if ignores else nullcontext()
+            ignoring = requires_grad_hooks.ignore_hooks(ignorable) if ignores else nullcontext()
             guarding = guard_hooks() if self._guards_hooks else nullcontext()
             at_once, ints = fake_weights_from_sizes(ShardParameter), self._ints.mark_as_inputs()
             noticing = nullcontext() if torch.compiler.is_compiling() else watch_recompile_limits(on_limit)

@@ -109,7 +109,7 @@ class LayerExpansion:
         with self._graph.inserting_before(call):
             for node in nodes:
                 args, kwargs = map_arg((node.args, node.kwargs), self._new.__getitem__)
-                template = self._body.template[node]
+                template = self._body.templates[node]
                 new = self._graph.create_node(node.op, node.target, args, kwargs, template.name, node.type)
                 self._new[node] = new
                 if node.op == "get_attr":

@@ -156,9 +156,6 @@ def _kind(node: Node) -> tuple[torch.dtype, bool]:
     return dtype_of(node), _is_returned(node)
 
 
-Group = list[Node]
-
-
 @dataclass(frozen=True)
 class GroupLimits:
     """Bounds on the size of groups of gathers.

@@ -2,7 +2,16 @@
 
 from lightning_zero.compile.async_compile import DeferredKernels
 from lightning_zero.compile.subgraphs.compile_subgraphs import StrideMismatch, SubgraphCache, fix_strides, lower
-from lightning_zero.compile.subgraphs.cut import cut, repeats
+from lightning_zero.compile.subgraphs.cut import cut, is_worth_cutting
 from lightning_zero.compile.subgraphs.subgraph import Subgraph
 
-__all__ = ["StrideMismatch", "DeferredKernels", "Subgraph", "SubgraphCache", "cut", "lower", "repeats", "fix_strides"]
+__all__ = [
+    "StrideMismatch",
+    "DeferredKernels",
+    "Subgraph",
+    "SubgraphCache",
+    "cut",
+    "lower",
+    "is_worth_cutting",
+    "fix_strides",
+]

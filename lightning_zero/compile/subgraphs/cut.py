@@ -23,7 +23,7 @@ from lightning_zero.compile.subgraphs.repeats import RepeatedRun, find_repeats
 from lightning_zero.compile.subgraphs.subgraph import NodeSignatures, Subgraph, make_subgraph, symbol_inputs
 from lightning_zero.profiling.graph_tensors import nodes_where
 
-__all__ = ["MAX_PARTS", "choose_cut_points", "cut", "repeats"]
+__all__ = ["MAX_PARTS", "choose_cut_points", "cut", "is_worth_cutting"]
 
 
 # Subgraphs per repetition: more give our ops better positions but cost more calls.
@@ -33,7 +33,7 @@ REPEATED_SHARE = 0.3  # graphs with a smaller repeated share are compiled whole
 _convolution = torch.ops.aten.convolution.default
 
 
-def repeats(graph: Graph) -> bool:
+def is_worth_cutting(graph: Graph) -> bool:
     """Return True if enough of a graph repeats to be worth cutting; passes do not change the result.
 
     Graphs with collectives other than ours stay whole. So do those with repeated convolutions, because Inductor chooses

@@ -19,7 +19,7 @@ from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.fx_utils import WEIGHT
 from lightning_zero.compile.partitioner.partition import tag_gathers
 from lightning_zero.compile.passes import default_passes, run_passes, saved_limits
-from lightning_zero.compile.subgraphs import Subgraph, SubgraphCache, cut, repeats
+from lightning_zero.compile.subgraphs import Subgraph, SubgraphCache, cut, is_worth_cutting
 from lightning_zero.compile.subgraphs.compile_subgraphs import _fingerprint
 from lightning_zero.compile.subgraphs.subgraph_program import SubgraphProgram
 from lightning_zero.config import CompileConfig
@@ -73,7 +73,7 @@ def compile_passes(graph: Graph, options: dict[str, Any]) -> None:
         CompileConfig(gather_group_mb=0.002, reduce_group_mb=0.002, **options), 2, zero_copy_gradients=True
     )
     tag_gathers(graph, saved_limits(context))
-    repeats(graph)
+    is_worth_cutting(graph)
     run_passes(graph, default_passes(context), check_each=False)
     module = GraphModule(torch.nn.Module(), graph)
     steps = cut(graph)

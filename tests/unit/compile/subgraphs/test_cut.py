@@ -7,7 +7,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compile.fx_utils import is_reduce, is_start
-from lightning_zero.compile.subgraphs import Subgraph, SubgraphCache, cut, repeats
+from lightning_zero.compile.subgraphs import Subgraph, SubgraphCache, cut, is_worth_cutting
 from lightning_zero.compile.subgraphs.compile_subgraphs import _fingerprint
 from lightning_zero.compile.subgraphs.cut import _assemble
 from lightning_zero.compile.subgraphs.node_kinds import NodeKind, classify_nodes
@@ -128,9 +128,9 @@ def assert_computes_the_same(graph: Graph) -> None:
 
 
 def test_little_that_repeats_is_not_worth_it() -> None:
-    assert repeats(layers(8))
-    assert not repeats(products("abc"))
-    assert not repeats(layers(1))
+    assert is_worth_cutting(layers(8))
+    assert not is_worth_cutting(products("abc"))
+    assert not is_worth_cutting(layers(1))
 
 
 def test_an_op_of_ours_amid_what_cannot_be_cut_keeps_a_graph_whole() -> None:
@@ -144,7 +144,7 @@ def test_an_op_of_ours_amid_what_cannot_be_cut_keeps_a_graph_whole() -> None:
     for node in (read, whole, last):
         node.meta["val"] = x.meta["val"]
     output.replace_input_with(x, last)
-    assert repeats(graph)
+    assert is_worth_cutting(graph)
     assert cut(graph) is None
 
 
@@ -164,8 +164,8 @@ def convolutions(count: int, head: bool = False) -> Graph:
 
 
 def test_convolutions_in_layers_keep_a_graph_whole() -> None:
-    assert not repeats(convolutions(6))
-    assert repeats(convolutions(6, head=True))
+    assert not is_worth_cutting(convolutions(6))
+    assert is_worth_cutting(convolutions(6, head=True))
 
 
 def test_ranks_that_wait_for_each_other_keep_a_graph_whole() -> None:
@@ -175,7 +175,7 @@ def test_ranks_that_wait_for_each_other_keep_a_graph_whole() -> None:
         mine = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (x,))
     mine.meta["val"] = x.meta["val"]
     x.replace_all_uses_with(mine, delete_user_cb=lambda user: user is not mine)
-    assert not repeats(graph)
+    assert not is_worth_cutting(graph)
 
 
 def sunk(*order: str) -> list[str]:

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_zero.compat.compiler import compile_fx_inner, functorch_config, lookup_backend
-from lightning_zero.compile.subgraphs import DeferredKernels, SubgraphCache, cut, fix_strides, lower, repeats
+from lightning_zero.compile.subgraphs import DeferredKernels, SubgraphCache, cut, fix_strides, is_worth_cutting, lower
 from lightning_zero.compile.subgraphs.compile_subgraphs import _fingerprint
 from lightning_zero.compile.subgraphs.subgraph import Subgraph
 from lightning_zero.compile.subgraphs.subgraph_program import subgraph_context
@@ -39,7 +39,7 @@ def trained(module: nn.Module, batches: list[Tensor], cache: SubgraphCache | Non
     def inner(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
         if cache is None:
             return compile_fx_inner(graph, inputs, **settings)
-        assert repeats(graph.graph)
+        assert is_worth_cutting(graph.graph)
         fix_strides(graph.graph, inputs)
         steps = cut(graph.graph)
         assert steps is not None
