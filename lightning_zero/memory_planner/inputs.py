@@ -47,7 +47,7 @@ class MemoryConfig:
         until: when the kept weights are released.
         reduce_once: accumulate full gradients and reduce them in the last micro-batch, as with stage 1.
         ring: bytes of the staging buffers for offloaded state; 0 uses the options' size.
-        over_copies: gradients alias the bfloat16 compute copies of the weights.
+        grad_aliasing: gradients alias the bfloat16 compute copies of the weights.
     """
 
     activation_memory_budget: float = 1.0
@@ -56,7 +56,7 @@ class MemoryConfig:
     until: Literal["backward", "step"] = "backward"
     reduce_once: bool = False
     ring: int = 0
-    over_copies: bool = False
+    grad_aliasing: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Constraints:
         offload: names that may move to the host in addition to those already there; None if the user has chosen.
         gradients: choose whether micro-batches reduce their gradients once.
         ring: choose the size of the staging buffers.
-        over_copies: choose whether gradients alias compute copies.
+        grad_aliasing: choose whether gradients alias compute copies.
         below: exclusive upper bound of the share of activations; None without one.
     """
 
@@ -78,7 +78,7 @@ class Constraints:
     offload: tuple[str, ...] | None = ()
     gradients: bool = True
     ring: bool = False
-    over_copies: bool = False
+    grad_aliasing: bool = False
     below: float | None = None
 
 
@@ -239,7 +239,9 @@ def memory_config(config: EngineConfig, on_host: Iterable[str] = ()) -> MemoryCo
     """Return the configuration that the options alone give. ``on_host``: names already on the host."""
     offload = tuple(name for name in OFFLOAD_CHOICES if name in {*config.offload, *on_host})
     over = bool(config.tuning.grad_aliasing)
-    return MemoryConfig(config.activation_memory_budget, offload, until=config.unsharded_cache_until, over_copies=over)
+    return MemoryConfig(
+        config.activation_memory_budget, offload, until=config.unsharded_cache_until, grad_aliasing=over
+    )
 
 
 def constraints_of(config: EngineConfig, offloadable: Iterable[str] = ()) -> Constraints:
@@ -262,7 +264,7 @@ def constraints_of(config: EngineConfig, offloadable: Iterable[str] = ()) -> Con
         offload=tuple(offloadable) if planned and not config.offload else None,
         gradients=planned and config.stage == 3,
         ring=planned and tuning.offload_buffer_mb == DEFAULT_BUFFER_MB,
-        over_copies=planned and tuning.grad_aliasing is None and config.may_alias_gradients,
+        grad_aliasing=planned and tuning.grad_aliasing is None and config.may_alias_gradients,
     )
 
 
@@ -272,7 +274,7 @@ def apply_memory_config(config: EngineConfig, chosen: MemoryConfig) -> EngineCon
     tuning = config.tuning
     if chosen.ring:
         tuning = replace(tuning, offload_buffer_mb=chosen.ring / MIB)
-    if chosen.over_copies:
+    if chosen.grad_aliasing:
         tuning = replace(tuning, grad_aliasing=True)
     budget = chosen.activation_memory_budget
     return replace(config, activation_memory_budget=budget, offload=cast(Any, offload), tuning=tuning)

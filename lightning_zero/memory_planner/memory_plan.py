@@ -114,7 +114,7 @@ class MemoryPlan:
         tuning: dict[str, Any] = {}
         if self.chosen.ring:
             tuning["offload_buffer_mb"] = self.chosen.ring / 2**20
-        if self.chosen.over_copies:
+        if self.chosen.grad_aliasing:
             tuning["grad_aliasing"] = True
         return found | ({"tuning": Tuning(**tuning)} if tuning else {})
 
@@ -170,10 +170,10 @@ def choose_plan(inputs: PlannerInputs, free: Constraints, later: Sequence[str] =
     free = replace(
         free, activations=free.activations and ACTIVATIONS not in later, weights=free.weights and WEIGHTS not in later
     )
-    aliased, items = inputs.current.over_copies, planner_items(inputs, free)
+    aliased, items = inputs.current.grad_aliasing, planner_items(inputs, free)
     # Only masters on the device have compute copies that gradients can alias.
     on_device = any(_masters_on_device(item).variants for item in items if item.name == HOST)
-    if not (free.over_copies and inputs.gradients.aliasable and on_device):
+    if not (free.grad_aliasing and inputs.gradients.aliasable and on_device):
         return _choose(inputs, free, later, aliased)
     if _fastest_fits(items, inputs.limit - _base_bytes(inputs, False)):
         return _choose(inputs, free, later, False)
@@ -198,7 +198,7 @@ def with_offload_advice(
 def _base_bytes(inputs: PlannerInputs, aliased: bool) -> float:
     """Return the bytes at the peak that no item is about."""
     fixed = inputs.peak - size_of(inputs.current, inputs)
-    return fixed + inputs.gradients.aliasable * (inputs.current.over_copies - aliased)
+    return fixed + inputs.gradients.aliasable * (inputs.current.grad_aliasing - aliased)
 
 
 def _masters_on_device(host: Item) -> Item:
@@ -220,7 +220,7 @@ def _choose(inputs: PlannerInputs, free: Constraints, later: Sequence[str], alia
     found = _pick_with_contention(items, inputs, inputs.limit - base)
     if free.weights:
         found = _fill_with_weights(found, inputs, items, inputs.limit - base)
-    chosen = replace(config_from_pick(found.chosen, inputs), over_copies=aliased)
+    chosen = replace(config_from_pick(found.chosen, inputs), grad_aliasing=aliased)
     shown = [pair for pair in zip(items, found.chosen, strict=True) if pair[0].name not in later]
     lines = tuple(_line(*pair) for pair in shown if pair[0].name != GRADIENTS or len(pair[0].variants) > 1)
     if aliased and inputs.gradients.aliasable:

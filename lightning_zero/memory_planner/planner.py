@@ -249,9 +249,9 @@ class MemoryPlanner:
         self.known = known = self.known.without_grad_aliasing()
         if self._state.inputs is not None:
             self._state.inputs = replace(self._state.inputs, gradients=known.gradients)
-        if self._current is None or not self._current.over_copies:
+        if self._current is None or not self._current.grad_aliasing:
             return None
-        self._current = replace(self._current, over_copies=False)
+        self._current = replace(self._current, grad_aliasing=False)
         self.plan = self.plan and replace(self.plan, chosen=self._current)
         return PlanUpdate(self._current)
 
@@ -315,7 +315,7 @@ class MemoryPlanner:
         free = constraints_of(config, {*self.known.offloadable} - {ACTIVATIONS})
         # Compiled steps may take less: do not round gradients before that is measured.
         least = inputs.peak - (1 - COMPILED_SHARE) * inputs.activations / EAGER_SAVED_SHARE
-        free = replace(free, over_copies=free.over_copies and least > inputs.limit)
+        free = replace(free, grad_aliasing=free.grad_aliasing and least > inputs.limit)
         plan = self._choose(inputs, free, later=(WEIGHTS,))
         if plan.chosen == current and plan.fits:
             return None
@@ -330,8 +330,8 @@ class MemoryPlanner:
             more = max(plan.chosen.activation_memory_budget - inputs.current.activation_memory_budget, 0.0)
             limit = (1 - LIMIT_MARGIN) * inputs.limit - ACTIVATION_MARGIN * more * inputs.activations
             # The margin alone is no reason to round gradients.
-            rounded = plan.chosen.over_copies or inputs.current.over_copies
-            careful = replace(free, over_copies=free.over_copies and rounded)
+            rounded = plan.chosen.grad_aliasing or inputs.current.grad_aliasing
+            careful = replace(free, grad_aliasing=free.grad_aliasing and rounded)
             plan = replace(choose_plan(replace(inputs, limit=limit), careful, later), limit=plan.limit)
         plan = with_offload_advice(plan, inputs, free, self.known.before_sharding, later)
         return replace(plan, first_step=self._state.first_peak)

@@ -156,11 +156,11 @@ def plan_within_limit(
         found = estimated(current)
         inputs = _inputs(found, config, known, passes, current)
         if inputs.peak > inputs.limit:
-            share, place = current.activation_memory_budget, (current.offload, current.ring, current.over_copies)
+            share, place = current.activation_memory_budget, (current.offload, current.ring, current.grad_aliasing)
             too_large[place] = min(share, too_large.get(place, share))
         chosen = choose_plan(inputs, free)
         # A smaller share may leave so much that a larger one, which did not fit, seems to fit.
-        below = too_large.get((chosen.chosen.offload, chosen.chosen.ring, chosen.chosen.over_copies))
+        below = too_large.get((chosen.chosen.offload, chosen.chosen.ring, chosen.chosen.grad_aliasing))
         if below is not None and chosen.chosen.activation_memory_budget >= below:
             chosen = choose_plan(inputs, replace(free, below=below))
         # Kept weights follow from the rest.
@@ -195,7 +195,7 @@ def with_first_step_peak(
     context = found.device.context
     limit = memory_limit(None, found.device.memory) if memory_plan is None else memory_plan.limit
     aliases_later = (
-        memory_plan is not None and memory_plan.chosen.over_copies and context + found.stays + aliasable <= limit
+        memory_plan is not None and memory_plan.chosen.grad_aliasing and context + found.stays + aliasable <= limit
     )
     extra = aliasable * aliases_later
     most = context + found.first_peak_with(eager, extra)

@@ -124,7 +124,7 @@ def test_from_the_plan_on_a_training_is_what_it_is_with_rounded_gradients(
         )
         assert dtypes[:STEPS] == [{torch.float32}] * begin + [{BF16}] * (STEPS - begin)
         assert (held, gone) == (0, True), "what gradients took is given back"
-        assert plan.chosen == MemoryConfig(weights=plan.chosen.weights, over_copies=True), "\n".join(said)
+        assert plan.chosen == MemoryConfig(weights=plan.chosen.weights, grad_aliasing=True), "\n".join(said)
         table = next(line for line in said if "Memory plan" in line)
         [row] = [line for line in table.splitlines() if "gradients" in line]
         assert row.split()[1:7] == ["over", "copies", "of", "weights,", "in", "bfloat16"]

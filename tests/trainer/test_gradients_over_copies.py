@@ -84,7 +84,7 @@ def test_a_training_is_what_it_is_with_rounded_gradients(ranks: Ranks, kind: str
     ):
         if by_plan:
             assert plan.fits
-            assert plan.chosen == MemoryConfig(over_copies=True)
+            assert plan.chosen == MemoryConfig(grad_aliasing=True)
         assert_close_relative(over, plain, 1e-6, what="weights")
         for what, one, other in zip(("losses", "norms", "evaluations"), found, expected, strict=True):
             assert len(one) >= 8

@@ -284,8 +284,8 @@ def test_gradients_that_a_plan_has_laid_over_copies_lie_apart_once_a_later_train
     session, applied = Alone(planned), []
     attached(session)
     session.planner.connect(lambda config, chosen: applied.append(config.tuning.grad_aliasing), lambda: False)
-    session.apply_update(PlanUpdate(MemoryConfig(over_copies=True)))
-    session.planner._current = MemoryConfig(over_copies=True)
+    session.apply_update(PlanUpdate(MemoryConfig(grad_aliasing=True)))
+    session.planner._current = MemoryConfig(grad_aliasing=True)
     session.configure(config(**planned, consensus_timeout_s=3.0))
     session.configure(config(**planned, consensus_timeout_s=3.0, grad_aliasing=False))
     assert applied == [True, True, False]

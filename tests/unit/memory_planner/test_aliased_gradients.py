@@ -37,7 +37,7 @@ FACTS = PlannerInputs(
     gradients=GradientBytes(aliasable=4 * GIB),
     times=SPEED,
 )
-ALL = Constraints(offload=("optimizer", "activations", "parameters"), ring=True, over_copies=True)
+ALL = Constraints(offload=("optimizer", "activations", "parameters"), ring=True, grad_aliasing=True)
 LIMITS = [gib * GIB for gib in (1, 15, 20, 25, 30, 33, 36, 40, 45, 50, 53, 55, 56, 57, 58, 59, 60, 61, 63, 64, 100)]
 
 
@@ -53,12 +53,12 @@ def test_what_fits_keeps_its_gradients_as_they_are_though_more_weights_could_sta
 
 def test_where_it_does_not_they_come_before_all_that_takes_time() -> None:
     plan = within(58)
-    assert plan.chosen == MemoryConfig(weights=2 * GIB, over_copies=True)
+    assert plan.chosen == MemoryConfig(weights=2 * GIB, grad_aliasing=True)
     assert (plan.peak, plan.fits) == (58 * GIB, True)
     assert all(line.seconds == 0 for line in plan.lines if line.what != "whole weights")
     tight = within(54)
-    assert tight.chosen.over_copies
-    assert 0 < tight.seconds < within(54, replace(ALL, over_copies=False)).seconds
+    assert tight.chosen.grad_aliasing
+    assert 0 < tight.seconds < within(54, replace(ALL, grad_aliasing=False)).seconds
 
 
 def test_the_table_has_a_row_of_it_and_options_say_it() -> None:
@@ -69,21 +69,21 @@ def test_the_table_has_a_row_of_it_and_options_say_it() -> None:
     assert plan.options() == {"tuning": Tuning(grad_aliasing=True)}
     chosen = apply_memory_config(config(memory=57.0, compute_dtype=torch.bfloat16, poison=True), plan.chosen)
     assert chosen.tuning == Tuning(grad_aliasing=True, poison=True)
-    assert memory_config(chosen).over_copies
+    assert memory_config(chosen).grad_aliasing
 
 
 @pytest.mark.parametrize("limit", LIMITS)
 def test_masters_that_leave_have_no_copies_for_gradients_to_lie_over(limit: float) -> None:
     chosen = choose_plan(replace(FACTS, limit=limit), ALL).chosen
-    assert not (chosen.over_copies and "parameters" in chosen.offload)
-    assert chosen.over_copies == (not ("parameters" in chosen.offload or limit >= 60 * GIB))
+    assert not (chosen.grad_aliasing and "parameters" in chosen.offload)
+    assert chosen.grad_aliasing == (not ("parameters" in chosen.offload or limit >= 60 * GIB))
 
 
 def test_less_memory_never_means_more_use_of_it_and_nothing_that_would_fit_is_missed() -> None:
     plans = [choose_plan(replace(FACTS, limit=limit), ALL) for limit in LIMITS]
     assert [plan.peak for plan in plans] == sorted(plan.peak for plan in plans)
     for plan, limit in zip(plans, LIMITS, strict=True):
-        without = choose_plan(replace(FACTS, limit=limit), replace(ALL, over_copies=False))
+        without = choose_plan(replace(FACTS, limit=limit), replace(ALL, grad_aliasing=False))
         assert plan.fits >= without.fits
         assert plan.peak <= without.peak or plan.fits
 
@@ -98,25 +98,25 @@ def test_a_plan_that_was_carried_out_is_the_plan_again(limit: float) -> None:
 
 
 def test_what_turns_out_to_fit_has_its_gradients_back() -> None:
-    over = replace(FACTS, current=MemoryConfig(over_copies=True), limit=60 * GIB)
+    over = replace(FACTS, current=MemoryConfig(grad_aliasing=True), limit=60 * GIB)
     assert choose_plan(replace(over, peak=56 * GIB), ALL).chosen == MemoryConfig()
-    assert choose_plan(replace(over, peak=57 * GIB), ALL).chosen.over_copies
+    assert choose_plan(replace(over, peak=57 * GIB), ALL).chosen.grad_aliasing
 
 
 def test_where_masters_could_have_left_before_that_is_still_said() -> None:
     late = replace(ALL, offload=("optimizer", "activations"))
     facts = replace(FACTS, limit=choose_plan(replace(FACTS, limit=0.0), ALL).peak)
     plan = choose_plan(facts, late)
-    assert (plan.fits, plan.chosen.over_copies) == (False, True)
+    assert (plan.fits, plan.chosen.grad_aliasing) == (False, True)
     assert {"optimizer", "parameters"} <= {*with_offload_advice(plan, facts, late, ("parameters",)).before}
 
 
 def test_where_they_cannot_or_may_not_lie_there_they_never_do() -> None:
     for limit in LIMITS:
-        assert not choose_plan(replace(FACTS, limit=limit), replace(ALL, over_copies=False)).chosen.over_copies
-        assert not choose_plan(replace(FACTS, limit=limit, gradients=GradientBytes()), ALL).chosen.over_copies
-        by_hand = replace(FACTS, limit=limit, gradients=GradientBytes(), current=MemoryConfig(over_copies=True))
-        assert choose_plan(by_hand, replace(ALL, over_copies=False)).chosen.over_copies, "as the user has it"
+        assert not choose_plan(replace(FACTS, limit=limit), replace(ALL, grad_aliasing=False)).chosen.grad_aliasing
+        assert not choose_plan(replace(FACTS, limit=limit, gradients=GradientBytes()), ALL).chosen.grad_aliasing
+        by_hand = replace(FACTS, limit=limit, gradients=GradientBytes(), current=MemoryConfig(grad_aliasing=True))
+        assert choose_plan(by_hand, replace(ALL, grad_aliasing=False)).chosen.grad_aliasing, "as the user has it"
 
 
 BF16: dict[str, Any] = {"memory": 20.0, "compute_dtype": torch.bfloat16}
@@ -136,10 +136,10 @@ BF16: dict[str, Any] = {"memory": 20.0, "compute_dtype": torch.bfloat16}
     ],
 )
 def test_options_that_leave_no_choice(against: dict[str, Any]) -> None:
-    assert constraints_of(config(**BF16)).over_copies
-    assert constraints_of(config(**BF16, stage=2)).over_copies
-    assert constraints_of(config(**BF16, offload=("optimizer",))).over_copies
-    assert not constraints_of(config(**BF16 | against)).over_copies
+    assert constraints_of(config(**BF16)).grad_aliasing
+    assert constraints_of(config(**BF16, stage=2)).grad_aliasing
+    assert constraints_of(config(**BF16, offload=("optimizer",))).grad_aliasing
+    assert not constraints_of(config(**BF16 | against)).grad_aliasing
 
 
 def test_a_later_training_may_say_no_where_nobody_had_said_yes() -> None:

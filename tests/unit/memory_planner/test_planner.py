@@ -249,7 +249,7 @@ class Simulated(MemoryPlanner):
         found = self.update(self.config)
         if found is not None:
             self.share = found.chosen.activation_memory_budget
-            self.over = found.chosen.over_copies
+            self.over = found.chosen.grad_aliasing
         if self.first_step.saves is None and (self.compiled == 0 or found is not None):
             self.compiled += 1
             self.graphs, self.captured_in = 0.0, None  # compiled anew
@@ -451,7 +451,7 @@ class Rounding(Simulated):
         found = []
         for self.number in range(40):
             if (chosen := self.step()) is not None:
-                found.append((self.number, chosen.over_copies, chosen.activation_memory_budget))
+                found.append((self.number, chosen.grad_aliasing, chosen.activation_memory_budget))
         return found
 
 
@@ -485,6 +485,6 @@ def test_gradients_that_lie_apart_again_stay_so_whatever_is_planned() -> None:
     decided = training.stop_grad_aliasing()
     assert decided is not None
     assert training.stop_grad_aliasing() is None
-    training.over = decided.chosen.over_copies
-    assert (training.over, training.plan is not None and training.plan.chosen.over_copies) == (False, False)
+    training.over = decided.chosen.grad_aliasing
+    assert (training.over, training.plan is not None and training.plan.chosen.grad_aliasing) == (False, False)
     assert [over for _, over, _ in training.rounded()] == [False], "and recomputes in its place"

@@ -214,7 +214,7 @@ def test_gradients_lie_over_copies_where_a_step_has_one_micro_batch_and_does_not
     found = planned(net, limit)
     assert found.memory is not None
     assert found.memory.fits
-    assert (found.memory.chosen.over_copies, found.memory.chosen.offload) == (True, ())
+    assert (found.memory.chosen.grad_aliasing, found.memory.chosen.offload) == (True, ())
     assert found.memory.chosen.activation_memory_budget == 1.0
     assert found.roles["gradient"] == 0 < whole.roles["gradient"]
     assert "over copies of weights, in bfloat16" in str(found.memory)
@@ -228,7 +228,7 @@ def test_gradients_lie_over_copies_where_a_step_has_one_micro_batch_and_does_not
     others = planned(net, limit, 2), planned(net, limit, ranks=2), planned(manual, limit)
     for other in (enough, *others, planned(net, limit, precision="32-true"), planned(net, limit, stage=1)):
         assert other.memory is not None
-        assert not other.memory.chosen.over_copies
+        assert not other.memory.chosen.grad_aliasing
 
 
 SCRIPT = """

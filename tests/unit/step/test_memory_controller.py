@@ -24,7 +24,7 @@ def calls(before: Sequence[str], after: Sequence[str], over: bool = False, lies:
     planned.gradients = SimpleNamespace(aliased=over, set_aliasing=lambda to: found.append(f"over copies: {to}"))
     planned._sharder = SimpleNamespace(executor=SimpleNamespace())
     chosen = config(offload=after, grad_aliasing=lies or None, compute_dtype=torch.bfloat16)
-    planned._apply(chosen, MemoryConfig(offload=tuple(after), over_copies=lies))
+    planned._apply(chosen, MemoryConfig(offload=tuple(after), grad_aliasing=lies))
     return found
 
 
