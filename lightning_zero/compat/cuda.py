@@ -6,13 +6,10 @@ import torch
 
 from lightning_zero.compat.lookup import private
 
-# What this thread allocates from now on comes from a pool, such as that of graphs to come. (torch 2.11+)
-begin_allocate_to_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
-
-# Ends what a capture that failed has begun, in which torch leaves the allocator; and the above. (torch 2.11+)
+# Ends what a capture that failed has begun, in which torch leaves the allocator. (torch 2.11+)
 end_allocate_to_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
 
-# Gives the pool of a capture that failed back, and the hold on it that the above is. (torch 2.11+)
+# Gives the pool of a capture that failed back. (torch 2.11+)
 release_pool: Any = getattr(torch._C, "_cuda_releasePool", None)
 
 # cuBLAS keeps a workspace for each stream for as long as torch lives, and closing a graph would not give its own back.

@@ -13,7 +13,7 @@ import torch
 from lightning_zero.compat import cuda
 from lightning_zero.native.collector import pause_gc
 
-__all__ = ["capture_graph", "configure_nccl_for_capture", "reserve_pool_block"]
+__all__ = ["capture_graph", "configure_nccl_for_capture"]
 
 
 def configure_nccl_for_capture(device: torch.device) -> None:
@@ -41,26 +41,6 @@ def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         _end(graph, pool)
 
 
-@contextmanager
-def reserve_pool_block(pool: Any, device: torch.device, nbytes: int) -> Iterator[None]:
-    """What is captured inside, on the current stream and into ``pool``, finds so much memory in one piece there, which
-    no graph holds yet. Nothing happens where ``nbytes`` is 0.
-
-    A pool that grows as it is asked cannot put neighbours together that came one by one, and nothing can be given back
-    amid a capture. For 1.03 GiB of tensors, on one H100, 1.11 GiB were nobody else's so, and 1.13 without."""
-    if not nbytes:
-        yield
-        return
-    index = torch.cuda.current_device() if device.index is None else device.index
-    cuda.begin_allocate_to_pool(index, pool)
-    try:
-        try:
-            torch.empty(nbytes, dtype=torch.uint8, device=device)
-        finally:
-            cuda.end_allocate_to_pool(index, pool)
-        yield
-    finally:
-        cuda.release_pool(index, pool)
 
 
 def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_zero.compat import cuda
 from lightning_zero.native import Executor
-from lightning_zero.native.capture import capture_graph, reserve_pool_block
+from lightning_zero.native.capture import capture_graph
 from lightning_zero.offload.blocks import ReservedBlocks
 
 __all__ = ["CUDAGraphPair", "CaptureSpec", "EmulatedGraphPair", "GraphPair"]
@@ -33,7 +33,6 @@ class CaptureSpec:
         accumulates: True if gradients are usually added to existing ones.
         shared: another pair that never runs at the same time, whose memory is shared.
         segment: the executor's number of the gradients that this backward produces; -1 if unknown.
-        peak_bytes: largest number of bytes in tensors during a run; 0 if not measured.
     """
 
     compiled: Callable[..., Any]
@@ -43,7 +42,6 @@ class CaptureSpec:
     accumulates: bool
     shared: GraphPair | None
     segment: int = -1
-    peak_bytes: int = 0
 
     def held(self) -> ReservedBlocks:
         """Return host memory for offloaded activations, shared with the pair that never runs at the same time."""
@@ -200,7 +198,6 @@ class CUDAGraphPair:
             torch.cuda.stream(stream),
             _separate_cublas_workspaces(),
             job.holding(self.held),
-            ExitStack() as stack,
         ):
             outputs: list[Tensor] = []
 
@@ -210,8 +207,6 @@ class CUDAGraphPair:
                 # released.
                 torch.cuda.empty_cache()
                 reserved = torch.cuda.memory_reserved(device)
-                if shared is None:
-                    stack.enter_context(reserve_pool_block(self._pool, device, job.peak_bytes))
 
             with job.recording(self._sent):
                 self._forward = _Graph(job, self._pool, lambda: outputs.extend(job.run()), False, prepare)

@@ -150,11 +150,11 @@ class CUDAGraphManager:
         """Return a function that wraps compiled code in a :class:`GraphDispatcher`."""
         weak = weakref.ref(self)
 
-        def wrap(compiled: Compiled, peak_bytes: Callable[[], int] = lambda: 0) -> Compiled:
+        def wrap(compiled: Compiled) -> Compiled:
             replays = weak()
             if replays is None:
                 return compiled
-            call = GraphDispatcher(compiled, weak, peak_bytes)
+            call = GraphDispatcher(compiled, weak)
             replays._calls.add(call)
             return call
 
@@ -314,14 +314,10 @@ class GraphDispatcher:
     Args:
         compiled: takes flat inputs: tensors, and sizes if these vary.
         manager: of the engine.
-        peak_bytes: returns the largest number of bytes in tensors during a run; 0 if not measured.
     """
 
-    def __init__(
-        self, compiled: Compiled, manager: weakref.ref[CUDAGraphManager], peak_bytes: Callable[[], int] = lambda: 0
-    ) -> None:
+    def __init__(self, compiled: Compiled, manager: weakref.ref[CUDAGraphManager]) -> None:
         self._compiled = compiled
-        self._peak_bytes = peak_bytes
         self._cuda_graphs = manager
         self._captures: dict[CaptureKey, CapturedCall] = {}  # least recently used first
         self._replayed: dict[CaptureKey, int] = {}
@@ -461,11 +457,10 @@ class GraphDispatcher:
     def _captured(self, manager: CUDAGraphManager, args: Sequence[Any], key: CaptureKey, segment: int) -> CapturedCall:
         # Calls in one slot never have pending backwards at the same time, so they share memory.
         shared: GraphPair | None = next((v.pair for other, v in self._captures.items() if other.slot == key.slot), None)
-        peak_bytes = self._peak_bytes()
 
         def capture(inputs: Sequence[Any], copied: Sequence[Tensor]) -> GraphPair:
             job = CaptureSpec(
-                self._compiled, inputs, copied, manager.executor, key.accumulates, shared, segment, peak_bytes
+                self._compiled, inputs, copied, manager.executor, key.accumulates, shared, segment
             )
             return manager.capture(job)
 

@@ -85,7 +85,6 @@ def allocator() -> Iterator[MagicMock]:
         for name, value in stands_in.items():
             stack.enter_context(patch.object(torch.cuda, name, value))
         stack.enter_context(patch.object(cuda, "clear_cublas_workspaces", lambda: None))
-        stack.enter_context(patch.object(cuda, "begin_allocate_to_pool", freed.begin))
         stack.enter_context(patch.object(cuda, "end_allocate_to_pool", freed.end))
         stack.enter_context(patch.object(cuda, "release_pool", freed.release))
         yield freed
@@ -107,10 +106,10 @@ def scaled(weight: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
     return Scaled.apply(weight, batch), batch + 1
 
 
-def capture(executor: Executor, compiled: Any = scaled, shared: Any = None, peak_bytes: int = 0) -> CUDAGraphPair:
+def capture(executor: Executor, compiled: Any = scaled, shared: Any = None) -> CUDAGraphPair:
     batch = torch.ones(2)
     inputs = [nn.Parameter(torch.tensor(3.0)), batch]
-    return CUDAGraphPair(CaptureSpec(compiled, inputs, [batch], executor, False, shared, 5, peak_bytes))  # type: ignore[arg-type]
+    return CUDAGraphPair(CaptureSpec(compiled, inputs, [batch], executor, False, shared, 5))  # type: ignore[arg-type]
 
 
 def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock) -> None:
@@ -185,24 +184,6 @@ def test_what_a_replay_would_not_do_is_refused(allocator: MagicMock, compiled: A
         capture(Executor(), compiled)
 
 
-@pytest.mark.parametrize("refuse", [0, 1, 2])
-def test_graphs_find_what_a_run_took_in_one_piece_which_others_of_their_pool_need_not(
-    allocator: MagicMock, refuse: int
-) -> None:
-    freed = [call.release(3, (0, 7))]
-    asked = [call.begin(3, (0, 7)), call.empty(4096), call.end(3, (0, 7))]
-
-    def noted(weight: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
-        assert allocator.mock_calls == asked, "there before anything is captured, and held until a graph holds it"
-        return scaled(weight, batch)
-
-    allocates = patch.object(torch, "empty", lambda size, **_: allocator.empty(size))
-    with allocates, nullcontext() if refuse == 0 else pytest.raises(NotImplementedError):
-        pair = capture(Executor(refuse), noted, peak_bytes=4096)
-    assert allocator.mock_calls == asked + freed
-    if refuse == 0:
-        capture(Executor(), shared=pair, peak_bytes=4096)
-        assert allocator.mock_calls == asked + freed
 
 
 def test_pairs_of_one_graph_share_memory_and_give_it_back(allocator: MagicMock) -> None:
