@@ -1,4 +1,4 @@
-"""What a compilation leaves to be done is done once, before the graph runs, and told in any case."""
+"""Deferred work of a compilation is done once, before the graph runs, and is always reported."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_graph_is_saved_once_its_kernels_are_there(monkeypatch: pytest.MonkeyP
 
 
 def test_a_compilation_that_fails_leaves_no_kernel_unfinished() -> None:
-    """Those of its first pieces are other graphs', too."""
+    """Other graphs share kernels of its first subgraphs."""
     globals_: dict[str, Any] = {"kernel": Future()}
     globals_["kernel"].set_result("compiled")
     kernels = DeferredKernels()
@@ -144,7 +144,7 @@ def test_a_compilation_that_fails_leaves_no_kernel_unfinished() -> None:
 
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
-    with inductor_config.patch(compile_threads=2):  # with one, kernels are compiled where they are asked for
+    with inductor_config.patch(compile_threads=2):  # with one thread kernels are compiled synchronously
         yield
 
 
@@ -241,12 +241,12 @@ def test_they_are_finished_once() -> None:
         AsyncCompile().wait(globals_)
     kernels.finish()
     assert globals_["kernel"] == "a"
-    globals_["kernel"] = Future()  # waited for again, this would not return
+    globals_["kernel"] = Future()  # a second wait would not return
     kernels.finish()
 
 
 def test_kernels_of_a_piece_that_failed_are_not_given_to_the_next() -> None:
-    """That of another graph, say one that is lowered after a forward that was not."""
+    """For example those of another graph that is lowered after a failed forward."""
     (first, one), (second, other) = scope(), scope()
     one.set_result("a")
     other.set_result("b")

@@ -1,4 +1,4 @@
-"""What the compiler is given, and how its debugging backend runs graphs."""
+"""Arguments of the compiler, its joint-graph passes, and the debugging backend."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_guard_that_failed_is_named_where_something_is_compiled_again() -> N
     load()
     told = Silent()
     for_users = Compiler(PassContext(CompileConfig(backend="aot_eager"), 2), PassSelection(), PlanStore(), told)
-    for _ in range(2):  # other arguments are no guard of Dynamo's
+    for _ in range(2):  # other arguments are not a guard of Dynamo
         doubled = torch.compile(_doubled, **for_users.arguments())
         assert doubled(torch.ones(4)).tolist() == [2.0] * 4
     assert told.lines == []
@@ -157,7 +157,7 @@ def _counted(fakes: Counter[bool], fake: Tensor) -> Tensor:
 
 
 class Wasteful(Block):
-    """Does what Inductor's passes take out again."""
+    """Nodes that Inductor's passes remove again."""
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
         wide = F.gelu(self.wide(x)) * torch.ones(2 * WIDTH)
@@ -165,14 +165,14 @@ class Wasteful(Block):
 
 
 class Masked(Block):
-    """Adds what it is given."""
+    """Add the input."""
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
         return x + self.narrow(F.gelu(self.wide(x))) + given[0]
 
 
 class Attending(Wasteful):
-    """Writes attention out, in whose place Inductor puts its own."""
+    """Attention as separate ops, which Inductor replaces by its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Attending(Wasteful):
 
 
 class Noisy(Block):
-    """Draws numbers, and adds what it is given."""
+    """Draw random numbers and add the input."""
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
         return super().forward(x) + given[0]
@@ -247,7 +247,7 @@ class _Partitioner(CustomPartitionerFn):
 
 
 def passed(module: nn.Module, outlined: bool, first: bool = False) -> tuple[list[str], list[int]]:
-    """The joint graph that Inductor partitions; how many nodes a graph had before and behind its layers were there."""
+    """Return the joint graph that Inductor partitions, and node counts before and after the expansion of layers."""
     lines: list[str] = []
     sizes: list[int] = []
 
@@ -281,7 +281,7 @@ def test_what_passes_do_to_one_layer_is_what_they_do_to_each(block: type[Block])
     whole, _ = passed(module, False)
     once, (before, behind) = passed(module, True)
     assert sorted(once) == sorted(whole)
-    assert len(once) == behind > before  # and nothing has made it smaller since
+    assert len(once) == behind > before  # no pass has made it smaller since
     assert not any("aten.ones" in line for line in once)
     # One in forward and one in backward.
     assert sum("_scaled_dot_product" in line.split()[0] for line in once) == (2 * LAYERS if block is Attending else 0)
@@ -298,7 +298,7 @@ def test_layers_that_draw_numbers_get_the_seeds_of_the_whole_graph() -> None:
 
 
 def test_what_layers_are_given_that_is_constant_has_passes_see_all_of_them() -> None:
-    module = Whole(Masked, lambda x: torch.zeros(WIDTH))  # is not added, which nobody knows who sees one layer
+    module = Whole(Masked, lambda x: torch.zeros(WIDTH))  # the addition is skipped, which a single layer does not show
     whole, _ = passed(module, False)
     once, _ = passed(module, True)
     assert sorted(once) == sorted(whole)
@@ -309,7 +309,7 @@ def test_whoever_asks_whose_nodes_are_has_passes_see_all_layers() -> None:
     whole, _ = passed(module, False)
     once, (_, behind) = passed(module, True, first=True)
     assert sorted(once) == sorted(whole)
-    assert len(once) < behind  # they were there when they were made smaller
+    assert len(once) < behind  # they were expanded before the passes ran
 
 
 def test_what_a_user_passes_behind_them_sees_whole_layers() -> None:

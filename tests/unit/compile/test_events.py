@@ -1,4 +1,4 @@
-"""What the user, observers and other ranks are told while a graph is compiled."""
+"""Events for users, observers and other ranks while a graph is compiled."""
 
 from types import SimpleNamespace
 from typing import Any

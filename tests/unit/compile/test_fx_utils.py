@@ -1,4 +1,4 @@
-"""Our ops in graphs, which are asked for them by what their nodes call."""
+"""Queries of our ops in graphs, node replacement and text."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_ops_are_found_by_what_they_do() -> None:
 
 
 def test_an_op_without_a_form_on_paper_has_its_own_alone() -> None:
-    Builder()  # loads them
+    Builder()  # loads the ops
     assert graph_overloads(OPS["gather_group"]) == [OPS["gather_group"].overload]
     assert graph_overloads(OPS[GATHER]) == [OPS[GATHER].overload, fake_op("gather")]
 
@@ -112,7 +112,7 @@ def test_what_only_replaced_nodes_read_is_erased_with_them() -> None:
 
 
 def returned_weights(resident: bool = False, cast: bool = False) -> Graph:
-    """A forward that returns five weights, as it does for its backward."""
+    """A forward that returns five weights, as for its backward."""
     b = Builder()
     shards = [b.shard(f"primals_{number}", 8) for number in range(5)]
     memory = [b.input(f"memory_{number}", 4, 4) for number in range(5)] if resident else []

@@ -1,4 +1,4 @@
-"""What a graph announces of itself, and what can be done with it."""
+"""Plans that graphs publish, and the store of plans."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ def test_the_plan_says_what_is_gathered_when_and_for_whom() -> None:
     assert [g.weights for g in plan.gathers] == [("layer.a",), ("layer.b",), ("layer.c",)]
     assert {(g.dtype, g.bytes, g.until) for g in plan.gathers} == {("float32", 64 * 64 * 4, "last use")}
     assert [g.used for g in plan.gathers] == ["mm_default", "mm_default_1", "mm_default_2"]
-    # One ahead: each is started before the product that uses the one before it, and waited for after that.
+    # One group ahead: each starts before the product that uses the previous one, and is waited for after it.
     assert [g.before for g in plan.gathers] == ["mm_default", "mm_default", "mm_default_1"]
     assert all(g.started < g.waited for g in plan.gathers)
     assert plan.nodes == 3 + 3 * 4
@@ -103,14 +103,14 @@ def test_gradients_may_come_in_another_order() -> None:
 
 def test_a_later_graph_follows_the_plan_that_was_agreed_on() -> None:
     first = planned(named_products("abcd"))
-    # The same weights in another order of use: a and b change places.
+    # The same weights in another order of use: a and b are exchanged.
     graph = run_passes(
         named_products("bacd"),
         default_passes(PassContext(CompileConfig(gather_group_mb=0.04), 2, agreed_plans=(first,))),
     )
     assert [g.weights for g in read_plan(graph).gathers] == [g.weights for g in first.gathers]
     assert read_plan(graph).digest == first.digest
-    # Nothing is used before it is waited for, and launches keep their order.
+    # Every use follows its wait, and launches keep their order.
     graph.lint()
     starts = [g.started for g in read_plan(graph).gathers]
     assert starts == sorted(starts)
@@ -119,7 +119,7 @@ def test_a_later_graph_follows_the_plan_that_was_agreed_on() -> None:
 def test_a_plan_for_other_weights_is_not_followed() -> None:
     first = planned(named_products("abc"))
     assert planned(named_products("abe"), agreed_plans=(first,)) == planned(named_products("abe"))
-    # Nor is a forward's in a backward.
+    # A backward does not follow a forward's plan either.
     assert planned(named_products("cba", backward=True), agreed_plans=(first,)) == planned(
         named_products("cba", backward=True)
     )
@@ -176,7 +176,7 @@ def test_what_graphs_say_of_other_budgets_holds_until_others_say_it() -> None:
     book.add(replace(FIRST, chart=chart))
     book.add(SECOND)
     assert book.charts == [chart]
-    book.forget()  # and a graph that was announced before is not announced again
+    book.forget()  # a graph that was published before is not published again
     assert book.charts == [chart]
     other = (Point(1.0, 4, 5),)
     book.add(replace(THIRD, chart=other))

@@ -1,4 +1,4 @@
-"""Which masks of attention are taken for what they are."""
+"""Which attention masks are recognized as causal."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def ordered(length: int) -> Tensor:
 
 
 def of_packed(x: Tensor) -> Tensor:
-    """As transformers has them: one sequence after the other in a row; here there is one."""
+    """Packed sequences, as transformers masks them; here a single one."""
     places = torch.arange(LENGTH).expand(2, -1)
     packed = (torch.diff(places, prepend=places[:, :1] - 1, dim=-1) != 1).cumsum(-1)
     batch, row, column = torch.arange(2)[:, None, None, None], places[:1, None, :, None], places[:1, None, None, :]
@@ -64,7 +64,7 @@ OTHER: dict[str, Make] = {
 def compiled(
     make: Make, dropped: list[int], dynamic: bool = False, checkpointed: bool = False
 ) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
-    """The function, and the same compiled by a backend that notes how many masks it drops."""
+    """Return the function, and the same function compiled by a backend that records dropped masks."""
 
     def attend(x: Tensor, mask: Any) -> Tensor:
         return F.scaled_dot_product_attention(x, x.sin(), x.cos(), mask, scale=0.5)

@@ -1,4 +1,4 @@
-"""The first compilation of a process is one that nobody waits for."""
+"""The compiler warms up while the executor is built."""
 
 from queue import Queue
 from threading import get_ident

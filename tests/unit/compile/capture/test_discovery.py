@@ -1,4 +1,4 @@
-"""Which calls a step shows, which of them are compiled, and why others are not."""
+"""Which calls a step discovers, which of them are compiled, and why others are not."""
 
 import copy
 import functools
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 class Counting(nn.Linear):
-    """As a metric: it has parameters, and is never compiled."""
+    """A metric: it has parameters and is never compiled."""
 
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -45,7 +45,7 @@ class Calls(CompiledModules):
         super().__init__(self.net, {"backend": self.backend}, (Counting,), self.lines.append)
 
     def shown(self, step: Callable[[Any], Any]) -> list[str]:
-        """The first step; what is compiled then."""
+        """Run the first step and return the compiled modules."""
         with self.step(first=True):
             step(self.net)
         return list(self.modules)
@@ -111,7 +111,7 @@ def under_vmap(net: Any) -> None:
 
 
 def with_others_inside(net: Any) -> None:
-    """The outermost call compiles; what it calls inside a transform does not."""
+    """The outermost call is compiled unless it calls modules inside a transform."""
     net.decoder.forward = lambda x: torch.func.vmap(net.encoder)(x)
     try:
         net.decoder(X)
@@ -218,7 +218,7 @@ def test_torchs_own_errors_are_explained(words: str) -> None:
 
 
 def test_a_parameter_that_is_unfrozen_is_noticed() -> None:
-    """Torch 2.11 would take it for unchanged as long as its module holds the same one."""
+    """torch 2.11 would treat it as unchanged while its module holds the same object."""
     calls = Calls()
     calls.shown(lambda net: net.encoder(X))
     config = torch.compiler.config
@@ -304,7 +304,7 @@ def test_what_is_logged_once_breaks_no_graph(monkeypatch: pytest.MonkeyPatch, ca
 
 
 class Counter(nn.Module):
-    """Counts its calls, and scales what it returns by the count."""
+    """Scale the result by the number of calls."""
 
     def __init__(self, number: int = 0) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is read off graphs as Dynamo made them."""
+"""Annotations and checks of Dynamo's graphs."""
 
 import operator
 from collections.abc import Callable
@@ -47,7 +47,7 @@ def test_our_own_ops_and_everything_else_are_none() -> None:
 
 
 class Reads(nn.Module):
-    """Reads its weights as sharded modules do."""
+    """Read weights as sharded modules do."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Reads(nn.Module):
 
 
 def seen_by_a_backend(module: nn.Module, look: Callable[[GraphModule, Any], Any]) -> Any:
-    """What ``look`` says of Dynamo's graph of a call of the module, and of the graph's inputs."""
+    """Return the result of ``look`` for Dynamo's graph of a call and its inputs."""
     load()
     found: list[Any] = []
 

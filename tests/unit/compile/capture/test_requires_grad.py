@@ -1,4 +1,4 @@
-"""Hooks that only have outputs ask for gradients are left out of compiled code, where nothing sees that."""
+"""Code that only makes activations require grad is ignored unless its effect is visible."""
 
 import copy
 import json
@@ -29,7 +29,7 @@ def make_inputs_require_grads(module: nn.Module, args: Any, output: Tensor) -> N
 
 
 class Adapted(nn.Module):
-    """An embedding that is frozen, as with LoRA, before layers that are checkpointed."""
+    """A frozen embedding, as with LoRA, before checkpointed layers."""
 
     def __init__(self, reentrant: bool = False, shows: bool = False) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Adapted(nn.Module):
 
 
 def trained(net: Adapted, loss: Callable[[Any], Tensor]) -> tuple[int, list[list[Tensor]]]:
-    """Graphs that were compiled, and gradients of a first step, which runs eagerly, and of two more."""
+    """Return compiled graphs, and gradients of a first, eager step and of two more."""
     backend, found = Backend(), []
     calls = CompiledModules(net, {"backend": backend})
     for number in range(3):
@@ -77,7 +77,7 @@ def test_no_graph_is_broken_where_checkpoints_do_not_need_that() -> None:
 @pytest.mark.parametrize("shows", [False, True])
 def test_hooks_are_guarded_only_where_compiled_code_goes_with_them(shows: bool) -> None:
     net, backend = Adapted(shows=shows), Backend()
-    net.other = nn.Embedding(4, 3)  # of the class of the one that has a hook
+    net.other = nn.Embedding(4, 3)  # same class as the one with a hook
     calls = CompiledModules(net, {"backend": backend})
     for number in range(2):
         with calls.step(first=number == 0):
@@ -102,7 +102,7 @@ def test_an_output_that_the_caller_sees_goes_on_asking_for_gradients() -> None:
 
 
 def test_so_does_one_of_which_the_caller_sees_what_was_made_without_weights() -> None:
-    """As GPT-2's first hidden state, to which frozen positions are added."""
+    """Like GPT-2's first hidden state plus frozen positions."""
 
     class Shifted(Adapted):
         def forward(self, tokens: Tensor) -> Any:
@@ -163,8 +163,7 @@ def test_what_transformers_and_peft_put_on_an_embedding_is_known() -> None:
 
 
 def test_torch_can_write_its_settings_down_meanwhile() -> None:
-    """Torch 2.11 does so after each compilation, and said that it could not, with a stack, for each checkpointed model
-    of transformers."""
+    """torch 2.11 does so after each compilation and would log a stack for each checkpointed model."""
     assert isinstance(make_inputs_require_grads, FunctionType)
     with ignore_hooks([make_inputs_require_grads]):
         setting = dynamo_config.ignore_logging_functions
@@ -176,7 +175,7 @@ WEIGHT = torch.tensor([2.0, 3.0])
 
 
 def graphs(function: Callable[..., Any], *args: Any, context: AbstractContextManager[None] | None = None) -> list[Any]:
-    """What it returns, compiled, and how many graphs that took."""
+    """Return the result of compiled code and the number of graphs."""
     found = []
 
     def backend(module: GraphModule, inputs: Any) -> Callable[..., Any]:

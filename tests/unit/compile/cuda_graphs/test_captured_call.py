@@ -1,4 +1,4 @@
-"""What autograd and the caller see of a replay."""
+"""Replays as autograd and the caller see them."""
 
 import pytest
 import torch
@@ -54,8 +54,8 @@ def test_a_loss_that_nobody_holds_needs_no_backward() -> None:
 def test_captured_is_nothing_that_autograd_knew_before() -> None:
     training = Training()
     loss, _ = training.call(training.weight, torch.ones(2))
-    training.backward(loss)  # and the loss still holds the weight's node
-    for _ in range(WARMUP_RUNS):  # that was the first of them
+    training.backward(loss)  # the loss still references the weight's node
+    for _ in range(WARMUP_RUNS):  # the call above was the first run
         training.step()
     weight, batch = training.made[0].job.inputs
     assert weight is not training.weight

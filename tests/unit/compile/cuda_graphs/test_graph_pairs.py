@@ -1,4 +1,4 @@
-"""What a capture leaves behind when it fails half-way, and what it gives back; CUDA is a stand-in here."""
+"""Failed captures and released memory, with a fake of CUDA."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
@@ -14,7 +14,7 @@ from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec, CUDAGrap
 
 
 class Graph:
-    """A CUDA graph that notes what happens to it."""
+    """A CUDA graph that logs its calls."""
 
     made: list["Graph"] = []
     end_fails = False
@@ -43,7 +43,7 @@ class Graph:
 
 class Executor:
     device = torch.device("cpu")
-    # Its parts, which keep one log.
+    # All parts share one log.
     graphs = weights = gradients = property(lambda self: self)
 
     def __init__(self, refuse: int = 0) -> None:
@@ -92,7 +92,7 @@ def allocator() -> Iterator[MagicMock]:
 
 
 class Scaled(torch.autograd.Function):
-    """The gradient of the weight goes elsewhere, as in compiled code."""
+    """The gradient of the weight goes to the executor, as in compiled code."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, batch: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock
     executor = Executor()
     pair = capture(executor)
     assert executor.log == [
-        ("sync_compute_shards", True),  # a wait for turns must not become part of the graph
+        ("sync_compute_shards", True),  # a wait for the epoch lock must not be captured
         ("begin", False, False, -1),
         ("end",),
         ("begin", True, False, 5),
@@ -138,14 +138,14 @@ def test_a_refused_backward_leaves_nothing_that_the_forward_was_to_bring(allocat
     with pytest.raises(NotImplementedError, match="travel together"):
         capture(executor)
     assert executor.log[-3:] == [("abort",), ("mark_not_run", 1), ("drop", 1)]
-    # What is gone holds no collectives any more, for which process groups would wait at their end.
+    # Released graphs hold no collectives, for which process groups would wait at their end.
     assert [graph.log for graph in Graph.made] == [["begin", "end", "reset"]] * 2
     assert not allocator.mock_calls
 
 
 @pytest.mark.parametrize("refuse", [0, 1, 2])
 def test_the_callers_stream_goes_on_after_the_capture(allocator: MagicMock, refuse: int) -> None:
-    """Which may have failed: what was on its way when it began arrives in memory of the caller's stream."""
+    """Also after a failed capture: copies in flight write to memory of the caller's stream."""
     with nullcontext() if refuse == 0 else pytest.raises(NotImplementedError):
         capture(Executor(refuse))
     current, stream = torch.cuda.current_stream(), torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""When compiled code is replayed, and when it runs as before."""
+"""When compiled code is replayed and when it runs."""
 
 import gc
 import weakref
@@ -52,7 +52,7 @@ def test_a_first_call_after_another_graphs_backward_is_another_capture() -> None
     training = Training()
     for number in range(4 * WARMUP_RUNS):
         if number % 2:
-            training.books.passes += 1  # a backward of something else, since the optimizer stepped
+            training.books.passes += 1  # a backward of other code since the optimizer step
         training.step()
         training.replays.accumulates(training.books.steps, training.books.passes)
     assert sorted(pair.accumulates for pair in training.made) == [False, True]
@@ -137,7 +137,7 @@ def test_what_runs_without_gradients_in_a_step_is_replayed_too() -> None:
 def test_a_batch_that_is_skipped_ends_no_replays() -> None:
     training = captured(Training())
     for _ in range(3):
-        training.call(training.weight, torch.ones(2))  # and nobody keeps the loss
+        training.call(training.weight, torch.ones(2))  # the loss is dropped
         training.books.steps += 1
         training.step()
     assert [(pair.closed, pair.replays) for pair in training.made] == [(False, 7)]
@@ -186,7 +186,7 @@ def test_sizes_are_captured_side_by_side_in_one_memory() -> None:
     for _ in range(3):
         for size in range(1, 9):
             assert training.step(torch.ones(size), size) == 9 * size
-    # The first sizes warm up for all; each is captured when it comes again.
+    # The first sizes warm up all; each is captured at its next call.
     assert [pair.replays for pair in training.made] == [2] * 8
     assert all(pair.shared is not None for pair in training.made[1:])
     assert not any(pair.closed for pair in training.made)
@@ -214,7 +214,7 @@ def test_sizes_that_vary_all_the_time_end_the_captures() -> None:
 
 
 def disturb(training: Training, rounds: int, replays: int) -> None:
-    """Captures with so many replays each; something that needs the memory ends each."""
+    """Capture with this many replays each; other code ends each capture."""
     for _ in range(rounds):
         for _ in range(WARMUP_RUNS + replays):
             training.step()
@@ -244,11 +244,11 @@ def test_another_graph_in_its_stead_gets_the_memory_where_little_is_left(spare: 
 
 
 def test_no_micro_batch_runs_beside_captures_of_others_once_each_kind_has_run() -> None:
-    # Or a step needs the memory of two, for as long as the first one of each step is not captured.
+    # Otherwise a step needs memory for two while its first call is not captured.
     training = Training()
     for _ in range(2):
         accumulated(training)
-    assert training.runs == WARMUP_RUNS + 3  # a replay of what pretends to be captured is a run here
+    assert training.runs == WARMUP_RUNS + 3  # a replay of an emulated capture is a run here
     assert [pair.replays for pair in training.made] == [1, 2]
     assert sorted(pair.accumulates for pair in training.made) == [False, True]
 
@@ -257,7 +257,7 @@ def test_no_micro_batch_runs_beside_captures_of_others_once_each_kind_has_run() 
 def test_another_run_of_the_same_graph_gets_the_memory_where_little_is_left(spare: int) -> None:
     training = captured(Training())
     training.replays.free_bytes = lambda: spare  # type: ignore[method-assign]
-    accumulated(training, 2)  # of which the second one is a kind that was never captured
+    accumulated(training, 2)  # the second call is of a kind that was never captured
     assert training.made[0].replays == 2
     assert training.made[0].closed == (spare < training.made[0].nbytes)
     for _ in range(4):
@@ -273,7 +273,7 @@ def test_each_kind_of_the_same_graph_gets_the_memory_once_and_is_captured_then()
     for size in sizes:
         training.step(torch.ones(size), size)
         assert all(pair.closed for pair in training.made)
-        training.step()  # which is warm, whoever had the memory
+        training.step()  # warm, whichever code had the memory
         assert not training.made[-1].closed
     runs, replays = training.runs, sum(pair.replays for pair in training.made)
     for size in sizes:
@@ -297,7 +297,7 @@ def test_captures_whose_backward_is_to_come_stay_where_little_is_left() -> None:
     training = captured(Training())
     training.replays.free_bytes = lambda: 0  # type: ignore[method-assign]
     loss, _ = training.call(training.weight, torch.ones(2))
-    other, _ = training.call(training.weight, torch.ones(2))  # beside it, so that no memory would be free
+    other, _ = training.call(training.weight, torch.ones(2))  # in addition to the first, so that no memory is free
     training.backward(loss + other)
     assert not training.made[0].closed
 

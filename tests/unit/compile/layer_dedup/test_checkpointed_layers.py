@@ -1,4 +1,4 @@
-"""Layers that users checkpoint are traced once, and are regions of their own each in the joint graph all the same."""
+"""Checkpointed layers are deduplicated, and each is a region of its own in the joint graph."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def saving(policy: Saves) -> Callable[..., Any]:
 
 
 class Checkpointed(Stack):
-    """Layers are called in turn as ``calls`` say."""
+    """Layers are called in the order of ``calls``."""
 
     def __init__(self, *calls: Callable[..., Any], block: type[Block] = Block, layers: int = LAYERS) -> None:
         super().__init__(block)
@@ -66,7 +66,7 @@ class Checkpointed(Stack):
 
 
 class Between(Checkpointed):
-    """Regions of other kinds stand before and behind them."""
+    """Regions of other kinds are before and after them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,14 +80,14 @@ class Between(Checkpointed):
 
 
 class Inside(Block):
-    """Checkpoints a part of itself."""
+    """Checkpoint a part of the layer."""
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
         return x + self.narrow(PLAINLY(lambda x: F.gelu(self.wide(self.norm(x))), x))
 
 
 class Handing(Checkpointed):
-    """Each layer returns what it was given beside what it made, as T5's do."""
+    """Each layer also returns its input, as T5's layers do."""
 
     def forward(self, x: Tensor) -> Tensor:
         x, bias = self.inner(x), self.bias.tanh()
@@ -97,7 +97,7 @@ class Handing(Checkpointed):
 
 
 class Editing(Block):
-    """Edits what it is given."""
+    """Mutate the input."""
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
         x.mul_(2)
@@ -108,7 +108,7 @@ class Editing(Block):
     ("make", "count"),
     [
         (Between, LAYERS),
-        # A layer in a region and one outside of all are one kind together.
+        # A layer in a region and one outside of all regions are one kind together.
         pytest.param(
             lambda: Checkpointed(PLAINLY, lambda layer, x, bias: layer(x), layers=2 * LAYERS),
             LAYERS,
@@ -148,12 +148,12 @@ def test_what_a_region_only_hands_on_keeps_no_layer_from_being_traced_once() -> 
     module = Handing()
     whole, _ = joint_graph(module, False)
     once, found = joint_graph(module, True)
-    assert found >= LAYERS - 1  # the last may return more: Dynamo's choice
-    assert sorted(once) == sorted(whole)  # each layer's part of the bias' gradient is added behind the layer
+    assert found >= LAYERS - 1  # Dynamo may let the last one return more
+    assert sorted(once) == sorted(whole)  # each layer's part of the bias' gradient is added after the layer
 
 
 def kinds(*calls: Callable[..., Any], layers: int) -> list[str]:
-    """What stands for each layer that is outlined."""
+    """Return the layer calls for each deduplicated layer."""
     found: list[str] = []
 
     def backend(graph: GraphModule, inputs: Any) -> Any:
@@ -170,7 +170,7 @@ def test_regions_of_which_users_save_other_parts_are_other_kinds() -> None:
     first = kinds(*[saving(products)] * 3, *[saving(activations)] * 3, layers=6)
     assert [first.count(kind) for kind in first] == [3] * 6
     assert first[0] != first[3]
-    # The code of a policy may be another in another process, and what a cache holds was compiled for this one.
+    # A policy's code may differ in another process, and cached code was compiled for this one.
     again = kinds(*[saving(products)] * 3, *[saving(activations)] * 3, layers=6)
     assert not set(first) & set(again)
 
@@ -215,7 +215,7 @@ def test_numbers_of_regions_grow_as_where_each_is_traced(seed: int) -> None:
     random = Random(seed)
     numbers, traced, given = RegionIds(), random.randint(2, 50), []
     for _ in range(12):
-        if random.random() < 0.5:  # one layer of a kind, of one to three regions; they were traced before
+        if random.random() < 0.5:  # one layer of a kind, with one to three regions; these were traced before
             own = random.sample(range(1, 40), random.randint(1, 3))
             renamed = numbers.of_layer(own)
             assert sorted(renamed) == sorted(own)
@@ -223,9 +223,9 @@ def test_numbers_of_regions_grow_as_where_each_is_traced(seed: int) -> None:
         else:
             traced += random.randint(1, 3)
             given.append(numbers.of(traced))
-            assert numbers.of(traced) == given[-1]  # of each node of the region
+            assert numbers.of(traced) == given[-1]  # the number of each node of the region
     assert given == sorted(set(given))
-    assert given[0] > 1  # which is what lies outside of all regions
+    assert given[0] > 1  # greater than that of nodes outside of regions
 
 
 def test_numbers_stay_where_no_layer_was_traced_once() -> None:

@@ -1,4 +1,4 @@
-"""A joint graph in which equal layers were traced once is, node by node, the one in which each was traced."""
+"""A joint graph with deduplicated layers equals, node by node, the one in which each layer was traced."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from tests.unit.compile.layer_dedup.modules import (
         (lambda: Stack(Block), LAYERS),
         pytest.param(lambda: Stack(InPlace), LAYERS, marks=pytest.mark.slow),
         (lambda: Stack(Batched), 0),
-        # Parts of the shared gradient would be added up in another order.
+        # Summands of the shared gradient would be added in another order.
         (lambda: Stack(Twice), 0),
         pytest.param(Frozen, LAYERS, marks=pytest.mark.slow),
         (lambda: Stack(Mixing), LAYERS),
         (Permuted, LAYERS),
         (Bent, LAYERS),
-        # The last layer is given a gradient that is one number in all places.
+        # The last layer gets an expanded gradient.
         (lambda: Stack(Block, nn.Identity()), LAYERS - 1),
     ],
     ids=[
@@ -74,7 +74,7 @@ def test_the_joint_graph_is_that_of_the_whole(make: Callable[[], nn.Module], cou
 
 
 def test_a_layer_takes_no_longer_to_put_in_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch looks for a name among all that have the same number, and writes anew what a graph returns."""
+    """torch searches for unused names among nodes of equal number, and records a graph's outputs anew."""
     numbered: list[str] = []
     returned: list[Node] = []
     inlining: list[bool] = []
@@ -115,16 +115,16 @@ def test_what_all_layers_read_gets_the_same_sum_of_gradients(make: Callable[[], 
     whole, _ = joint_graph(module, False)
     once, found = joint_graph(module, True)
     assert found == LAYERS
-    assert sorted(once) == sorted(whole)  # each layer's is added behind the layer, and not amid it
+    assert sorted(once) == sorted(whole)  # each layer's summand is added after the layer, not inside it
 
 
 @pytest.mark.slow
 def test_what_autocast_casts_once_in_all_stays_in_one_graph() -> None:
     module = Stack(Block)
-    assert joint_graph(module, True, torch.bfloat16)[1] == 0  # parameters of which no gather stands between
+    assert joint_graph(module, True, torch.bfloat16)[1] == 0  # parameters without a gather in between
 
 
-@pytest.mark.exhaustive  # see traced_once/test_calls.py for layers that differ
+@pytest.mark.exhaustive  # see dynamo_layer_reuse/test_layer_calls.py for layers that differ
 def test_layers_that_cannot_be_put_in_place_are_traced_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Stack(Block)
     whole, _ = joint_graph(module, False)
@@ -144,7 +144,7 @@ def test_views_that_a_model_returns_of_each_layer_get_their_gradients() -> None:
 
     torch.compiler.reset()
     once = grads(torch.compile(module, backend=backend(True, lambda layers, _: counts.append(len(layers or ())))))
-    assert counts == [LAYERS - 1]  # the first is another kind: what it is given needs no gradient
+    assert counts == [LAYERS - 1]  # the first is another kind: its input needs no gradient
     torch.testing.assert_close(once, grads(module))
 
 
@@ -153,7 +153,7 @@ def test_what_needs_no_gradient_and_constants_keep_no_layer_from_being_traced_on
     counts: list[int] = []
     torch.compiler.reset()
     once = torch.compile(module, backend=backend(True, lambda layers, _: counts.append(len(layers or ()))))(x)
-    assert counts == [LAYERS - 1]  # the first is another kind: it is given an input of the graph
+    assert counts == [LAYERS - 1]  # the first is another kind: its input is an input of the graph
     plain = module(x)
     torch.testing.assert_close(once, plain)
     weights = [x, *(weight for layer in module.layers for weight in (*layer.wide.parameters(), layer.narrow.weight))]
@@ -169,7 +169,7 @@ def test_a_number_that_changes_keeps_no_layer_from_being_traced_once() -> None:
 
     module, x, counts = Scaled(Block), torch.randn(3, 6, WIDTH), list[int]()
     torch.compiler.reset()
-    torch.compile(lambda x: x * 2, backend="aot_eager")(x)  # what torch asks once in a process has been asked
+    torch.compile(lambda x: x * 2, backend="aot_eager")(x)  # warm up checks that torch makes once per process
     environ = dict(os.environ)
     run = torch.compile(module.eval(), backend=backend(True, lambda layers, _: counts.append(len(layers or ()))))
     for module.scale in (1.0, 2.0, 3.0):
@@ -200,9 +200,9 @@ def test_gradients_in_other_strides_cost_a_trace_or_two_and_not_one_for_each_lay
     monkeypatch.setattr(LayerDedup, "expand", counted)
     assert joint_graph(Permuted(), True)[1] == LAYERS
     permuted = len(tried)
-    assert permuted <= 2  # torch 2.11 happens to find them in the strides that were traced
-    # The last in its strides, then those before it in theirs. With torch 2.11 none fits: a layer traced by itself has
-    # its gradient in the strides of its result, whatever it is asked for in.
+    assert permuted <= 2  # torch 2.11 happens to find them in the traced strides
+    # The last in its strides, then those before it in theirs. With torch 2.11 none matches: a layer traced alone has
+    # its gradient in the strides of its result.
     assert joint_graph(Turned(), True)[1] == (0 if torch.__version__.startswith("2.11.") else LAYERS)
     assert len(tried) - permuted <= 3
     assert set(tried) == {LAYERS}
@@ -210,7 +210,7 @@ def test_gradients_in_other_strides_cost_a_trace_or_two_and_not_one_for_each_lay
 
 def test_equal_parts_that_are_next_to_nothing_are_left_where_they_are() -> None:
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Projecting())
-    assert joint_graph(module, True)[1] == 0  # to trace the graph once more, for one that does not fit, takes longer
+    assert joint_graph(module, True)[1] == 0  # another trace of the whole graph for one mismatch takes longer
 
 
 def test_a_kind_of_layers_that_does_not_fit_is_given_up_at_its_second_failure(monkeypatch: pytest.MonkeyPatch) -> None:

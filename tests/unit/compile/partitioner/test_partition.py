@@ -1,4 +1,4 @@
-"""A joint graph in two halves within a budget, against torch's partition alone."""
+"""Tags, checkpointed regions, budgets and mutated buffers in partitioned graphs, compared with torch's partitioner."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_regions_of_activation_checkpointing_keep_their_numbers() -> None:
     assert [node.meta["ac_graph_id"] for node in (first, inside, last)] == [7, 7, 7]
     assert first.meta["recompute"] is inside.meta["recompute"] is CheckpointPolicy.PREFER_RECOMPUTE
     assert last.meta["recompute"] is CheckpointPolicy.MUST_SAVE, "it is needed outside"
-    # The partitioner honours tags only on nodes that have a number.
+    # The partitioner honors tags only on nodes that have a region number.
     assert all("ac_graph_id" in node.meta for node in graph.nodes if node.op == "call_function")
 
 
@@ -169,7 +169,7 @@ def test_gradients_are_handed_over_in_backward() -> None:
 
 
 def test_the_partitioner_saves_no_weight() -> None:
-    """The tag does what it is for: on a joint graph as AOTAutograd makes it, with stock min-cut."""
+    """Tags work on a joint graph of AOTAutograd with torch's min-cut partitioner."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     b = Builder()
@@ -196,7 +196,7 @@ def test_the_partitioner_saves_no_weight() -> None:
 
 
 def test_equal_gradients_of_a_tied_weight_are_all_handed_over() -> None:
-    """The partitioner makes equal calls one, and these are not the graph's outputs: their sum is."""
+    """The partitioner merges equal calls, and these are not outputs of the graph: their sum is."""
     b = Builder()
     shard, other, x = b.shard("shard"), b.shard("other"), b.input("x", 5, 6)
     weight = b.gather(shard, 5, 6)
@@ -282,7 +282,7 @@ def test_the_policy_is_asked_about_activations_only() -> None:
         return None
 
     graph = tag_activations(tag_gathers(joint_graph()), policy)
-    # Not about weights, which have their tags; views; random ops, which would draw again; and what backward computes.
+    # Excluded are weights, which have tags, views, random ops, and backward.
     assert asked == [("aten.mm.default", 4 * 8 * 4, "net.0"), ("aten.relu.default", 4 * 8 * 4, "")]
     tagged = [node.name for node in graph.nodes if "recompute" in node.meta]
     assert tagged == ["gather_default"]
@@ -327,7 +327,7 @@ def part(x: Tensor, w: Tensor) -> Tensor:
 
 
 def partitioned(step: Callable[[Tensor, Tensor], Tensor]) -> tuple[list[Node], list[Node]]:
-    """What forward saves besides inputs, and the nodes of backward."""
+    """Return what forward saves in addition to inputs, and the nodes of backward."""
     found: dict[str, list[Node]] = {}
 
     def split(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
@@ -359,11 +359,11 @@ def partitioned(step: Callable[[Tensor, Tensor], Tensor]) -> tuple[list[Node], l
 @pytest.mark.exhaustive_variants("whole", "in_a_view")
 def test_each_region_is_computed_again_from_what_came_into_it(step: Callable[[Tensor, Tensor], Tensor]) -> None:
     saved, backward = partitioned(step)
-    # Of each region's two products, the first once more, and two derivatives of both; the last one's result is there.
+    # Each region's first product is recomputed, and both have two derivatives; the last product is saved.
     assert sum(node.target is aten.mm.default for node in backward) == LAYERS * (1 + 4)
     sizes = [node.meta["val"].numel() for node in saved]
     assert max(sizes) <= 32, f"{sizes}: nothing of the inside"
-    # What sort() makes is needed, too: where its elements came from.
+    # sort()'s indices are needed, too.
     assert len(saved) == LAYERS * (2 if step is of_several_results else 1)
 
 
@@ -379,7 +379,7 @@ def tagged_regions(node: Node, region: int) -> Node:
 
 
 def test_a_weight_that_two_regions_read_is_not_saved() -> None:
-    """Torch saves whatever goes from one region into a later one."""
+    """torch saves every value that goes from one region into a later one."""
     b = Builder()
     shard, x, tangent = b.shard("primals_1"), b.input("primals_2", 8, 8), b.input("tangents_1", 8, 8)
     weight = tagged_regions(b.gather(shard, 8, 8), 4)
@@ -395,7 +395,7 @@ def test_a_weight_that_two_regions_read_is_not_saved() -> None:
 
 
 def test_what_only_derivatives_read_is_not_saved() -> None:
-    """``detach()``, which derivatives put before what they save, belongs to no region."""
+    """``detach()``, which derivatives insert before saved values, belongs to no region."""
     b = Builder()
     x, tangent = b.input("primals_1", 8, 8), b.input("tangents_1", 8, 8)
     inside = tagged_regions(b.call(aten.tanh.default, x), 3)
@@ -416,7 +416,7 @@ def test_a_graph_without_regions_is_left_alone() -> None:
 
 
 def built(returns: str, edits: bool = True) -> Graph:
-    """Of a batch and a buffer, which is read, multiplied, and takes the product."""
+    """Build a graph of a batch and a buffer, which is read, multiplied, and updated by the product."""
     graph = Builder()
     x, buffer = graph.input("primals_1", 3, 5), graph.input("primals_2", 3, 5)
     values = {"x": x, "buffer": buffer, "turned": graph.call(aten.t.default, buffer)}
@@ -427,7 +427,7 @@ def built(returns: str, edits: bool = True) -> Graph:
 
 
 def run(graph: Graph) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Results, where the batch holds twos and the buffer threes; and the buffer."""
+    """Return results for a batch of twos and a buffer of threes, and the buffer."""
     buffer = torch.full((3, 5), 3.0)
     out = GraphModule({}, graph)(torch.full((3, 5), 2.0), buffer)
     return [value.clone() for value in out], buffer

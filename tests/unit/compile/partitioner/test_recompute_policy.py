@@ -1,4 +1,4 @@
-"""Within a budget of activations, of layers that are alike not the first ones are saved, but every so manieth."""
+"""Within an activation budget evenly spaced layers are saved, not the first ones."""
 
 from collections import Counter
 from typing import Any
@@ -35,7 +35,7 @@ def test_all_and_nothing_stay_what_they_are(count: int) -> None:
 @pytest.mark.parametrize("budget", [0.2, 0.3, 0.5])
 def test_no_long_chain_is_computed_again_at_once(budget: float) -> None:
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(LAYERS)))
-    products: list[bool] = []  # of each layer, whether forward gives its product to backward
+    products: list[bool] = []  # per layer: whether forward saves its product
 
     def forward(module: Any, inputs: Any) -> Any:
         saved = set(next(node for node in module.graph.nodes if node.op == "output").all_input_nodes)
@@ -73,7 +73,8 @@ def test_what_costs_most_is_saved_and_of_products_of_equal_worth_what_layers_han
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(64, 16, device="meta")
     kinds: tuple[list[Node], ...] = ([], [], [])
-    for _ in range(3):  # as attention's last product, and a feed-forward's two, of which the second costs four times
+    # like attention's last product and two of a feed-forward, of which the second costs four times as much
+    for _ in range(3):
         kinds[0].append(x := product(graph, x, 16))
         kinds[2].append(wide := product(graph, x, 64))
         kinds[1].append(x := product(graph, wide, 16))
@@ -87,13 +88,13 @@ def test_what_costs_most_is_saved_and_of_products_of_equal_worth_what_layers_han
     assert tuple(sum(nodes[index] in kind for index in saved) for kind in kinds) == kept
 
 
-@pytest.mark.parametrize("units", [20.0, 20.51, 21.5])  # of which torch makes 20, 21 and 22
+@pytest.mark.parametrize("units", [20.0, 20.51, 21.5])  # torch rounds them to 20, 21 and 22
 def test_what_layers_hand_on_is_saved_first_however_torch_rounds_its_size(units: float) -> None:
     graph = Graph()
     x = graph.placeholder("x")
     x.meta["val"] = torch.empty(64, 16, device="meta")
     narrow, wide = ([product(graph, x, width) for _ in range(96)] for width in (16, 44))
-    x = product(graph, x, 16)  # the last one is saved in any case
+    x = product(graph, x, 16)  # the last one is always saved
     nodes = [*wide, *narrow, x]
     sizes = [node.meta["val"].shape[1] / 16 * units * 1e-4 for node in nodes]
     saved, _ = EvenKnapsack()(sizes, graph, 0.3, None, nodes)

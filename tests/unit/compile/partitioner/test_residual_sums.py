@@ -1,4 +1,4 @@
-"""Sums that run through all layers are saved in place of their parts, where a backward would compute them all at once."""
+"""Residual sums are saved in place of their summands if backward would recompute all of them at once."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ LAYERS, WIDTH = 12, 32
 
 
 class Layer(nn.Module):
-    """As a transformer's under autocast: products are narrow, and the sum is not."""
+    """Like a transformer layer under autocast: narrow products and a wide sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Run:
         return [node for node in results(self.graphs[0])[self.outputs :] if isinstance(node, Node)]
 
     def sums(self) -> int:
-        """Of backward, that it computes again where it begins: before any gradient of a weight."""
+        """Return the sums that backward recomputes before any gradient of a weight."""
         count = 0
         for node in self.graphs[1].nodes:
             if node.target is torch.ops.aten.mm.default:
@@ -109,12 +109,12 @@ def test_graphs_agree_about_what_crosses(now: Run) -> None:
     assert len(output.meta[DESC]) == len(results(forward))
 
 
-@pytest.mark.exhaustive  # what a custom function keeps saves no chain either
+@pytest.mark.exhaustive  # values saved by a custom function prevent it
 def test_what_computes_nothing_again_is_left_alone() -> None:
     assert Run(1.0).chained == 0
 
 
-@pytest.mark.exhaustive  # what a custom function keeps saves no chain either
+@pytest.mark.exhaustive  # values saved by a custom function prevent it
 def test_what_users_want_computed_again_is() -> None:
     def checkpoint(forward: Graph, backward: Graph) -> None:
         for node in backward.nodes:

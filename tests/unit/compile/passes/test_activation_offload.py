@@ -1,4 +1,4 @@
-"""Which activations leave for the host between forward and backward, and how both graphs say so."""
+"""Which activations are offloaded, when copies start and end, and when memory is released."""
 
 import operator
 from typing import Any
@@ -27,7 +27,7 @@ def limits(budget: float | None = ALL, copy: float = 1.0, least: float = 1.0) ->
 
 
 class Pair:
-    """A forward and a backward, of which the second reads what the first saves, the last first."""
+    """A forward and a backward that reads saved values, the last first."""
 
     def __init__(self) -> None:
         self.forward, self.backward = Builder(), Builder()
@@ -43,7 +43,7 @@ class Pair:
         self.saved += nodes
 
     def done(self, *given: Node, read: Any = aten.mm.default, lead: int = 0) -> tuple[Graph, Graph, int]:
-        """given: what the user is given"""
+        """Partition and return both graphs; ``given`` are the user's outputs."""
         self.forward.gather(self.shards[0], 64, 64)
         forward = self.forward.done(*given, *self.saved)
         for node in self.saved:
@@ -61,7 +61,7 @@ class Pair:
 
 
 def left(pair: tuple[Graph, Graph, int], chosen: OffloadLimits | None = None) -> list[str]:
-    """Names of what leaves."""
+    """Return names of offloaded activations."""
     forward, backward, outputs = pair
     nbytes = insert_offloads(forward, backward, outputs, chosen or limits())
     forward.lint()
@@ -122,7 +122,7 @@ def test_a_budget_is_kept(budget: float, count: int) -> None:
 
 @pytest.mark.parametrize(("copy", "count"), [(0.1, 4), (0.9, 4), (1.5, 2), (2.5, 1), (4.5, 0)])
 def test_without_a_budget_what_leaves_is_hidden_on_its_way_out(copy: float, count: int) -> None:
-    """Values are there after 1, 2, 3 and 4 of 5 seconds."""
+    """Values exist after 1, 2, 3 and 4 of 5 seconds."""
     p = Pair()
     values = [p.product() for _ in range(4)]
     p.save(*values)
@@ -172,7 +172,7 @@ def run(graph: Graph, *inputs: torch.Tensor) -> Any:
 
 
 def test_both_graphs_compute_what_they_did() -> None:
-    """With what stands for our ops on a CPU, where the host is the device."""
+    """With fakes of our ops on a CPU, where the host is the device."""
 
     def plain(graph: Graph) -> Graph:
         for node in list(graph.nodes):
@@ -214,7 +214,7 @@ offload, reload = "offload", "reload"
 
 
 def costs(copy: float, window: float = float("inf")) -> HostCosts:
-    """Seconds for a copy of 64 x 64, where a product takes one, and nothing else takes any."""
+    """Seconds for a copy of 64 x 64; a product takes one second, and other nodes none."""
     speed = DeviceSpeed({torch.float32: 2 * 64**3}, 1e18, 1e-18)
     return HostCosts(CostModel(NOMINAL_COSTS.gathers, speed, host_bytes_per_s=WEIGHT / copy), window * WEIGHT)
 
@@ -227,7 +227,7 @@ class Passes(Builder):
         self.host = {name: self.input(name, 64, 64) for name in ("a", "b", "c")} if backward else {}
 
     def products(self, count: int, read: Node | None = None) -> Node:
-        """The last of some, one after the other."""
+        """Return the last of several products in a row."""
         for _ in range(count):
             self.x = self.call(aten.mm.default, self.x, self.x if read is None else read)
         return self.x
@@ -276,7 +276,7 @@ def test_and_not_before_its_last_use_which_may_be_a_views() -> None:
 
 
 def test_what_is_not_over_by_then_is_waited_for_at_the_end() -> None:
-    """A CUDA graph must hold the whole copy, and the backward may come at once."""
+    """A CUDA graph must contain the whole copy, and backward may start at once."""
     b = Passes()
     graph = b.done(*(b.leaves(b.products(1)) for _ in range(2)))
     assert placed(graph, costs(5.0)) == "mm out mm out gone gone"

@@ -1,4 +1,4 @@
-"""The passes that every graph goes through, and the contracts between passes."""
+"""The loop over passes, their contracts and their traces."""
 
 import time
 
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 
 def printed(graph: Graph) -> list[str]:
-    """One line for each node, as short as it gets: `mm = mm(x, wait_tensor)`."""
+    """Return one short line per node: `mm = mm(x, wait_tensor)`."""
     lines = []
     for node in graph.nodes:
         if node.op == "call_function":
@@ -212,7 +212,7 @@ def test_kept_contracts_are_accepted() -> None:
 def test_a_pass_that_breaks_the_graph_is_noticed_at_once() -> None:
     def breaks(graph: Graph) -> Graph:
         gather = next(node for node in graph.nodes if node.name == "gather_default")
-        output_node(graph).prepend(gather)  # behind its use
+        output_node(graph).prepend(gather)  # after its use
         return graph
 
     b = Builder()
@@ -272,7 +272,7 @@ def runs(graph: Graph, *passes: PassSpec) -> list[PassTrace]:
 
 
 def swap(graph: Graph) -> Graph:
-    """Removes a relu, adds a neg, changes what a product reads and moves the gather behind the first node."""
+    """Remove a relu, add a neg, change a product's input and move the gather after the first node."""
     relu = graph.find_nodes(op="call_function", target=aten.relu.default)[0]
     with graph.inserting_before(relu):
         neg = graph.call_function(aten.neg.default, relu.args)
@@ -297,7 +297,7 @@ def test_each_node_that_a_pass_touches_is_named_once() -> None:
     assert trace.added == ("neg_default",)
     assert trace.removed == ("relu_default",)
     assert trace.changed == ("mm_default",)
-    assert trace.moved in (("gather_default",), ())  # a diff may call either of two neighbours the one that moved
+    assert trace.moved in (("gather_default",), ())  # a diff may report either of two neighbors as moved
     assert trace.nodes == 6
 
 

@@ -1,4 +1,4 @@
-"""Weights that stay until the optimizer steps are read where they lie, once they are there."""
+"""Groups of gathers, and weights that stay resident until the optimizer steps."""
 
 import torch
 from torch.fx import Graph
@@ -60,7 +60,7 @@ def test_a_group_has_one_dtype() -> None:
 
 
 def test_weights_that_stay_for_backward_share_no_memory_with_others() -> None:
-    """All of a group lives as long as one of its weights does."""
+    """All of a group lives as long as one of its weights."""
     b = Builder()
     shards = {name: b.shard(name, 2048) for name in "abcd"}
     x, weights = b.input("x", 64, 64), {}

@@ -1,4 +1,4 @@
-"""Uses of one weight that lie close together are served by one gather and one gradient."""
+"""Passes on single gathers and reduces: shared, merged, sunk and cast."""
 
 import torch
 from torch.fx import Graph

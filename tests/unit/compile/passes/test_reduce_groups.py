@@ -1,4 +1,4 @@
-"""Gradients that the executor may read where they lie: which, and until when."""
+"""Gradients that the executor sends without a copy: which, and until when."""
 
 import torch
 from torch.fx import Graph
@@ -12,7 +12,7 @@ WEIGHT = 4 * 64
 
 
 def products(names: str) -> Graph:
-    """A matrix product, handed over, for each name; a capital letter's gradient is no product."""
+    """A product with an enqueued gradient for each name; for capital letters the gradient is no product."""
     b = Builder()
     shards = {name: b.shard(name.lower(), 64) for name in names}
     left, right = b.input("x", 8, 4), b.input("y", 4, 8)

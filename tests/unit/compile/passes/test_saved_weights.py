@@ -1,4 +1,4 @@
-"""Which weights live from forward to backward."""
+"""Which weights are kept from forward to backward."""
 
 import math
 import random
@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 
 def joint(*widths: int, cast: bool = False) -> tuple[Graph, list[Node]]:
-    """x through one weight after the other and back; gathers named by number."""
+    """x through the weights in order and back; gathers named by number."""
     b = Builder()
     shards = [b.shard(f"s{i}", 4096) for i in range(len(widths))]
     x, g = b.input("x", 8, widths[0]), b.input("tangents_1", 8, widths[-1])
@@ -55,13 +55,13 @@ def test_the_last_weights_are_kept_first_and_what_does_not_fit_is_skipped() -> N
 
 
 def test_what_backward_would_wait_for_longest_for_its_size_is_kept() -> None:
-    """After the last weight has come, the small one before it is hidden behind it, and the large one is not."""
+    """After the last weight has arrived, compute hides the small one before it, but not the large one."""
     graph, gathers = joint(4, 40, 8, 8)  # of 160, 320, 64 and 64 elements
     assert choose_saved(graph, SavedLimits(0, 4 * (64 + 320))) == [gathers[3], gathers[1]]
 
 
 def test_what_is_kept_already_takes_no_transfer_that_others_would_wait_for() -> None:
-    """Computing with the two that are kept hides most of the third's transfer, and less of the last one's."""
+    """Computing with the two kept weights hides most of the third's transfer, and less of the last one's."""
     graph, gathers = joint(12, 8, 8, 4)  # of 96, 64, 32 and 16 elements
     assert choose_saved(graph, SavedLimits(0, 4 * (16 + 32))) == [gathers[3], gathers[2]]
     assert choose_saved(graph, SavedLimits(0, 4 * (16 + 32 + 96))) == [gathers[3], gathers[2], gathers[0]]
@@ -79,7 +79,7 @@ def test_the_last_group_of_a_steps_forward_is_kept_without_a_budget() -> None:
     assert choose_saved(graph, SavedLimits(0, 0, group_bytes=4 * 64)) == [gathers[3]]
     assert choose_saved(graph, SavedLimits(0, 0, group_bytes=4 * 128)) == [gathers[3], gathers[2]]
     assert choose_saved(graph, SavedLimits(0, 0, group_bytes=4 * 64 - 1)) == []
-    # Where the graph gathers little, groups are smaller; the last weight may be larger than they are.
+    # Groups are smaller in graphs with few weights; the last weight may be larger than a group.
     assert choose_saved(graph, SavedLimits(0, 0, group_bytes=10**6, parts=12)) == [gathers[3]]
     # It does not count against the budget.
     assert choose_saved(graph, SavedLimits(0, 4 * 64, group_bytes=4 * 64)) == [gathers[3], gathers[2]]
@@ -146,12 +146,12 @@ def test_a_share_is_of_what_would_be_gathered_again() -> None:
     assert choose_saved(graph, SavedLimits(0, 0, share=0.24)) == []
     assert len(choose_saved(graph, SavedLimits(0, 0, share=0.5))) == 2
     assert set(choose_saved(graph, SavedLimits(0, 0, share=1.0))) == set(gathers)
-    # The last group stays anyway; half of the other three is one and a half.
+    # The last group is kept anyway; half of the other three is one and a half.
     assert len(choose_saved(graph, SavedLimits(0, 0, group_bytes=size, parts=4, share=0.5))) == 1 + 1
 
 
 def drawn(seed: int) -> tuple[random.Random, list[int], set[int]]:
-    """Sizes, of which many are the same, as in layers; and what is kept already."""
+    """Random sizes, many of them equal as in layers, and weights that are already kept."""
     chance = random.Random(seed)
     alike = [chance.randint(1, 60) for _ in range(chance.randint(1, 5))]
     sizes = [chance.choice(alike) for _ in range(chance.randint(1, 40))]

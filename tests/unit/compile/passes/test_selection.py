@@ -1,4 +1,4 @@
-"""Which passes are in use: chosen, registered, switched off."""
+"""Which passes are used: chosen, registered, disabled and scheduled ones."""
 
 from typing import Any
 
@@ -83,7 +83,7 @@ def test_what_graphs_need_stays_on(off: list[str], words: str) -> None:
 
 def test_a_choice_that_cannot_run_without_what_is_switched_off_is_refused() -> None:
     selection = PassSelection()
-    selection.disable(["split_gathers"], DEFAULT)  # no default pass here
+    selection.disable(["split_gathers"], DEFAULT)  # not a default pass here
     with pytest.raises(ValueError, match=r"cannot do without 'split_gathers'"):
         selection.use(MINIMAL, DEFAULT)
     assert names(selection) == NAMES

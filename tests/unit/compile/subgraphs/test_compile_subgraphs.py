@@ -1,4 +1,4 @@
-"""Graphs compiled by pieces, with Inductor itself: equal pieces once, and the results of a graph that stays whole."""
+"""Graphs compiled by subgraphs with Inductor: each distinct one once, with the results of a whole graph."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Layers(nn.Module):
 
 
 def trained(module: nn.Module, batches: list[Tensor], cache: SubgraphCache | None) -> tuple[list[float], Tensor]:
-    """Losses, and all gradients, with pieces in this cache, or with whole graphs, which are compiled for any length."""
+    """Return losses and gradients, with subgraphs in this cache or with whole graphs compiled for any length."""
 
     def inner(graph: GraphModule, inputs: Any, **settings: Any) -> Any:
         if cache is None:
@@ -61,7 +61,7 @@ def trained(module: nn.Module, batches: list[Tensor], cache: SubgraphCache | Non
         dynamic=True if cache is None else None,
     )
     losses = []
-    with functorch_config.patch(enable_autograd_cache=False):  # it takes no notice of what compiles
+    with functorch_config.patch(enable_autograd_cache=False):  # its key ignores the cache of subgraphs
         for batch in batches:
             results = run(batch)
             loss = results[1] if isinstance(results, tuple) else results
@@ -84,13 +84,13 @@ def test_pieces_are_compiled_once_and_do_what_the_whole_does(lengths: tuple[int,
     torch.testing.assert_close(by_pieces[1], whole[1], rtol=1e-5, atol=1e-7)
     compiled, found = cache.compiled, cache.found
     assert found > 0
-    trained(Layers(6), batches[:1], cache)  # as for another plan, and of more layers
+    trained(Layers(6), batches[:1], cache)  # as for another plan, and for more layers
     assert cache.compiled == compiled
     assert cache.found > found + 6
 
 
 class Padded(Layers):
-    """Its product with so many columns is padded on GPUs, and saved for backward as users get it."""
+    """A product of this width is padded on GPUs, and saved for backward as users get it."""
 
     def __init__(self) -> None:
         super().__init__(3)
@@ -103,7 +103,7 @@ class Padded(Layers):
         return logits, logits.float().logsumexp(-1).mean()  # type: ignore[return-value]
 
 
-@pytest.mark.exhaustive  # see test_strides.py
+@pytest.mark.exhaustive  # see the tests of strides below
 def test_backward_gets_a_padded_product_of_any_length_as_it_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("check_device", "has_triton"):
         monkeypatch.setattr(f"torch._inductor.fx_passes.pad_mm.{name}", lambda *_: True)
@@ -123,7 +123,8 @@ def test_inductor_does_not_take_a_piece_for_the_whole_graph() -> None:
     context.fw_metadata = metadata = type("Metadata", (), {"bw_donated_idxs": [0, 1]})()
     with tracing(context), inductor_config.patch(post_grad_custom_post_pass=len):
         with subgraph_context():
-            # Its inputs bear other numbers: those of the whole graph would let it overwrite what others still read.
+            # Inputs of a subgraph have other indices: those of the whole graph would overwrite values that others still
+            # read.
             assert metadata.bw_donated_idxs is None
             assert context.output_strides is None
             assert inductor_config.post_grad_custom_post_pass is None
@@ -161,7 +162,7 @@ def test_generators_are_equal_wherever_they_lie_in_memory() -> None:
 
 
 def calling(cache: SubgraphCache, scale: float) -> str:
-    """Of a piece that calls a graph of its own, as attention with a score of the user's does."""
+    """Return the key of a subgraph that calls a graph of its own, like attention with a user's score function."""
     called = Graph()
     called.output(called.call_function(torch.mul, (called.placeholder("x"), scale)))
     module, graph = nn.Module(), Graph()
@@ -173,7 +174,7 @@ def calling(cache: SubgraphCache, scale: float) -> str:
 
 def test_what_calls_another_graph_is_never_taken_for_what_called_one_that_is_gone() -> None:
     cache = SubgraphCache()
-    assert len({calling(cache, float(scale)) for scale in range(100)}) == 100  # addresses come again much earlier
+    assert len({calling(cache, float(scale)) for scale in range(100)}) == 100  # addresses are reused much earlier
 
 
 def test_symbols_of_graphs_that_are_gone_are_never_taken_for_those_of_another() -> None:
@@ -188,7 +189,7 @@ NARROW, WIDE = 13, 16
 
 
 def padded(fake: FakeTensorMode) -> tuple[Graph, list[Tensor]]:
-    """A product that has been made wider, cut narrow again, and what was noted before that of those who read it."""
+    """A product that was padded and cut again, with strides recorded before that for its readers."""
     with fake:
         given = [torch.empty(8, 5), torch.empty(5, WIDE)]
     graph = Graph()
@@ -211,7 +212,7 @@ def padded(fake: FakeTensorMode) -> tuple[Graph, list[Tensor]]:
     split = add(aten.view.default, narrow, [4, 2, NARROW], stale=(4, 2, NARROW))
     row = add(aten.select.int, split, 0, 1, stale=(2, NARROW))
     made = add(aten.sin.default, split, stale=(4, 2, NARROW))
-    flat = graph.call_function(aten.view.default, (narrow, [8 * NARROW]))  # was one before the product was padded
+    flat = graph.call_function(aten.view.default, (narrow, [8 * NARROW]))  # a view before the product was padded
     with fake:
         flat.meta["val"] = torch.empty(8 * NARROW)
     graph.output((split, row, made, flat))
@@ -287,7 +288,7 @@ def test_equal_views_of_equal_layers_are_each_noted_as_they_are() -> None:
     graph.output((*views, *parts))
     for node in views:
         node.meta["val"] = value.t()
-    views[1].meta["val"] = other.t().contiguous()  # noted wrong amid two that are right
+    views[1].meta["val"] = other.t().contiguous()  # recorded incorrectly between two correct ones
     split.meta["val"] = value.split(2, 1)
     for at, node in enumerate(parts):
         node.meta["val"] = split.meta["val"][at] if at != 1 else other[:, :2].contiguous()

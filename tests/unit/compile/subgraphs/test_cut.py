@@ -1,4 +1,4 @@
-"""Equal layers become equal pieces, and our own ops run between them, in order."""
+"""Equal layers become equal subgraphs, and our ops run between them, in order."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_ranks_that_wait_for_each_other_keep_a_graph_whole() -> None:
 
 
 def sunk(*order: str) -> list[str]:
-    """A value made early and read late, behind two products; names of the work in the order of pieces."""
+    """A value made early and read late, after two products; names of compute nodes in the order of subgraphs."""
     b = Builder()
     x, w = b.input("x", WIDTH, WIDTH), b.input("w", WIDTH, WIDTH)
     early = b.call(aten.sin.default, x)
@@ -205,8 +205,8 @@ def test_nothing_is_done_later_than_what_is_written_in_place() -> None:
 
 
 def test_what_a_layer_makes_for_a_backward_alone_stands_in_the_layer() -> None:
-    """Layer norms do: their backward divides by a size what forward has made, and autograd's order has that behind the
-    loss. In one piece there, as many as there are layers would be compiled."""
+    """Layer norms: autograd orders a division for backward after the loss. In one subgraph it would grow with the
+    layers."""
 
     def saved(count: int) -> Graph:
         graph = layers(count)
@@ -259,7 +259,7 @@ def test_what_draws_or_checks_has_a_place_of_its_own() -> None:
 
 
 def test_what_was_moved_to_another_piece_finds_what_it_reads() -> None:
-    """Pointwise work is done late, and may so come before other work that it stood behind."""
+    """Pointwise nodes are sunk, and may then precede other nodes that they followed."""
     b = Builder()
     shard, host, x = b.shard("shard"), b.input("host", 8, 8), b.input("tangents_1", 8, 8)
     first = b.call(aten.mm.default, x, x)
@@ -281,12 +281,12 @@ def test_what_was_moved_to_another_piece_finds_what_it_reads() -> None:
 
 
 LENGTH = 36
-WRITTEN = 50_000  # bytes, of which 50 may be lost at a seam
+WRITTEN = 50_000  # bytes, of which a cut may add 50
 MIDDLE = RepeatedRun(6, 26, 10)
 
 
 class FakeOrder:
-    """Of so much work: ``lost`` says for each place what a seam there loses, or None where there can be none."""
+    """Order of this many nodes: ``lost`` returns the bytes that a cut adds at a position, None if impossible."""
 
     def __init__(
         self, lost: Callable[[int], float | None] = lambda place: 0, effort: Callable[[int], int] = lambda place: 1
@@ -321,7 +321,7 @@ def test_each_repetition_is_cut_alike_into_equal_parts(parts: int, seams: list[i
 
 
 def test_parts_are_equal_in_effort_not_in_length() -> None:
-    heavy = FakeOrder(effort=lambda place: 10 if place % 10 == 3 else 1)  # of 19, 7 come before it
+    heavy = FakeOrder(effort=lambda place: 10 if place % 10 == 3 else 1)  # of 19, 7 are before it
     assert chosen(heavy, parts=2) == [6, 13, 16, 23, 26]
 
 
@@ -337,9 +337,9 @@ def test_neither_end_is_a_seam() -> None:
 @pytest.mark.parametrize(
     ("lost", "seams"),
     [
-        ({9: 50, 4: 60}, [9, 19]),  # next to nothing
+        ({9: 50, 4: 60}, [9, 19]),  # nearly nothing
         ({9: 50, 4: 40}, [9, 14, 19, 24]),
-        ({9: 51, 4: 60}, [9, 19]),  # or as little as can be
+        ({9: 51, 4: 60}, [9, 19]),  # or as little as possible
         ({9: 61, 4: 60}, [14, 24]),
         ({8: 60, 9: 60}, [8, 18]),  # the first of equals
     ],
@@ -358,7 +358,7 @@ def test_where_there_can_be_no_seam_there_is_none() -> None:
 
 def test_what_does_not_repeat_is_cut_before_what_runs_between() -> None:
     assert chosen(FakeOrder(), between=[0, 1, 3, 9, 25, 30]) == [1, 3, 6, 16, 26, 30]
-    # At the nearest place before it where little is lost.
+    # At the nearest position before it that adds little.
     order = FakeOrder(lambda place: 0 if place in (1, 2, 4, 6, 16, 28, 31) else 1000)
     assert chosen(order, between=[3, 30]) == [2, 6, 16, 26, 28]
 

@@ -1,4 +1,4 @@
-"""A part of a graph as a graph of its own: what it reads, what it makes for itself, and what gives sizes their values."""
+"""A part of a graph as a graph of its own: inputs, own views, symbols and signatures."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_piece_is_given_the_sizes_that_it_uses_and_no_others() -> None:
 
 
 def test_a_piece_that_reads_a_number_is_given_the_symbols_of_its_formula() -> None:
-    """Inductor writes the formula into the code of the piece, and not the number that the piece is given."""
+    """Inductor writes the formula into the code of the subgraph instead of the given number."""
     b, sizes = Builder(), ShapeEnv()
     source = ConstantSource("counter")
     counter = b.graph.placeholder("counter")
