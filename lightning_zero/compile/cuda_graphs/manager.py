@@ -177,9 +177,9 @@ class CUDAGraphManager:
         collectives."""
         _end(self._calls, self._pairs)
 
-    def capture(self, job: CaptureSpec) -> GraphPair:
+    def capture(self, spec: CaptureSpec) -> GraphPair:
         """Capture a pair."""
-        pair = self.pair(job)
+        pair = self.pair(spec)
         self._pairs.add(pair)
         return pair
 
@@ -464,10 +464,10 @@ class GraphDispatcher:
         peak_bytes = self._peak_bytes()
 
         def capture(inputs: Sequence[Any], copied: Sequence[Tensor]) -> GraphPair:
-            job = CaptureSpec(
+            spec = CaptureSpec(
                 self._compiled, inputs, copied, manager.executor, key.accumulates, shared, segment, peak_bytes
             )
-            return manager.capture(job)
+            return manager.capture(spec)
 
         try:
             return CapturedCall(args, manager.static_tensors(), manager.executor.gradients, capture)

@@ -32,9 +32,9 @@ class LayerExpansion:
         graph: the joint graph.
         layer_calls: replaces nodes that call layers.
         number: index of the layer.
-        match: the layer in Dynamo's graph.
-        layer: traced graph, shared by equal layers.
-        region_ids: maps checkpoint region ids of the traced graph to ids of this layer.
+        region: the layer in Dynamo's graph.
+        body: traced graph, shared by equal layers.
+        numbers: maps checkpoint region ids of the traced graph to ids of this layer.
 
     Attributes:
         moved: maps the storage of the layer call's results to the tensor that replaces it.

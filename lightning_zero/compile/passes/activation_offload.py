@@ -68,7 +68,7 @@ class _Activation:
         size: bytes.
         made: seconds from the beginning of forward until the value exists.
         done: seconds until its last use in forward.
-        again: seconds from the beginning of backward until its first use.
+        next_use: seconds from the beginning of backward until its first use.
     """
 
     node: Node
