@@ -240,7 +240,7 @@ class CUDAGraphManager:
             return False
         self._disabled_reason = reason
         self.drop()
-        self._tell(reason)
+        self._report_reason(reason)
         return True
 
     def report_unsupported(self, reason: str) -> None:
@@ -249,9 +249,9 @@ class CUDAGraphManager:
             raise _unsupported_error(self._option, reason)
         if reason not in self._reported:
             self._reported.add(reason)
-            self._tell(reason)
+            self._report_reason(reason)
 
-    def _tell(self, reason: str) -> None:
+    def _report_reason(self, reason: str) -> None:
         self._report(f"Compiled code is not replayed as a CUDA graph: {reason}.")
 
 

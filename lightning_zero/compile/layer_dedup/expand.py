@@ -63,7 +63,7 @@ class LayerExpansion:
         """Replace a forward layer call."""
         given = call.args[4]
         assert isinstance(given, Sequence)
-        self._bind_inputs(self._body.given, given)
+        self._bind_inputs(self._body.inputs, given)
         self._copy_nodes(call, self._body.forward)
         self._replace(call, self._body.results)
 

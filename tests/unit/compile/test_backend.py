@@ -279,9 +279,9 @@ def passed(module: nn.Module, outlined: bool, first: bool = False) -> tuple[list
 def test_what_passes_do_to_one_layer_is_what_they_do_to_each(block: type[Block]) -> None:
     module = Whole(block)
     whole, _ = passed(module, False)
-    once, (before, behind) = passed(module, True)
+    once, (before, after) = passed(module, True)
     assert sorted(once) == sorted(whole)
-    assert len(once) == behind > before  # no pass has made it smaller since
+    assert len(once) == after > before  # no pass has made it smaller since
     assert not any("aten.ones" in line for line in once)
     # One in forward and one in backward.
     assert sum("_scaled_dot_product" in line.split()[0] for line in once) == (2 * LAYERS if block is Attending else 0)
@@ -290,9 +290,9 @@ def test_what_passes_do_to_one_layer_is_what_they_do_to_each(block: type[Block])
 def test_layers_that_draw_numbers_get_the_seeds_of_the_whole_graph() -> None:
     module = Whole(Noisy, F.dropout)  # one more is drawn outside of them
     whole, _ = passed(module, False)
-    once, (before, behind) = passed(module, True)
+    once, (before, after) = passed(module, True)
     assert sorted(once) == sorted(whole)
-    assert behind > before
+    assert after > before
     assert sum("inductor_lookup_seed" in line for line in once) == LAYERS + 1
     assert not inductor_config.fallback_random
 
@@ -307,9 +307,9 @@ def test_what_layers_are_given_that_is_constant_has_passes_see_all_of_them() -> 
 def test_whoever_asks_whose_nodes_are_has_passes_see_all_layers() -> None:
     module = Whole(Wasteful)
     whole, _ = passed(module, False)
-    once, (_, behind) = passed(module, True, first=True)
+    once, (_, after) = passed(module, True, first=True)
     assert sorted(once) == sorted(whole)
-    assert len(once) < behind  # they were expanded before the passes ran
+    assert len(once) < after  # they were expanded before the passes ran
 
 
 def test_what_a_user_passes_behind_them_sees_whole_layers() -> None:
