@@ -266,9 +266,9 @@ class Compiler:
         **kwargs: Any,
     ) -> Any:
         # Observers need every graph, so graphs must not come from the cache.
-        wanted = self._listener.wants_graphs or self._listener.wants_passes
+        observed = self._listener.wants_graphs or self._listener.wants_passes
         unversioned = any(spec.name in self._selection.unversioned for spec in self.passes())
-        uncached = wanted or unversioned or self._config.recompute is not None
+        uncached = observed or unversioned or self._config.recompute is not None
         uuid = None if uncached else self._digest()
         joint = JointPasses(layers, partial(self._tag, last, layers), first=self._config.recompute is not None)
         options = joint.options(lambda function: _Pass(function, uuid and f"{uuid} {last}")) | {
@@ -448,7 +448,7 @@ class JointPasses(ExitStack):
         options = {"joint_custom_pre_pass": form(self.before)}
         # A user's own pass expects expanded layers.
         if self._layers is not None and inductor_config.joint_custom_post_pass is None:
-            options["joint_custom_post_pass"] = form(self.behind)
+            options["joint_custom_post_pass"] = form(self.after)
         else:
             self._layers = None
         return options
@@ -461,7 +461,7 @@ class JointPasses(ExitStack):
         else:
             self.enter_context(inductor_config.patch(fallback_random=True))
 
-    def behind(self, graph: Graph) -> None:
+    def after(self, graph: Graph) -> None:
         """Run after Inductor's passes."""
         if not self._finished:
             self.close()

@@ -100,8 +100,8 @@ class GraphPlan:
             for g in self.gathers
         ]
         # Gradients may arrive in another order on each rank; the executor sorts them.
-        handed = sorted({weight for reduce in self.reduces for weight in reduce.weights})
-        return (*lines, *(f"{self.kind}: reduce {weight}" for weight in handed))
+        enqueued = sorted({weight for reduce in self.reduces for weight in reduce.weights})
+        return (*lines, *(f"{self.kind}: reduce {weight}" for weight in enqueued))
 
     @property
     def digest(self) -> str:

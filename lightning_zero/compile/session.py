@@ -54,7 +54,7 @@ class CompileSession:
         mesh: ranks that must compile equal graphs.
         executor: executor of the engine.
         watchdog: receives what this rank waits for.
-        peers: transports of weights and gradients, which change how graphs are rewritten.
+        transports: of weights and gradients, which change how graphs are rewritten.
         skip_modules: module types that are never compiled.
         report: logs a line for the user; called on every rank.
 
@@ -338,10 +338,10 @@ class CompiledStepHooks:
         session: compiles.
         cuda_graphs: captures of compiled code.
         sharder: owner of the weights.
-        peers: owner of memory that other ranks access.
+        transports: owner of memory that other ranks access.
 
     Attributes:
-        session, sharder, peers: the arguments.
+        session, sharder, transports: the arguments.
     """
 
     def __init__(

@@ -141,13 +141,13 @@ class CompiledModules:
                 again = graph_task_id() != -1  # a checkpointed module, in backward
                 if not again and not isinstance(module, self._skip) and next(module.parameters(), None) is not None:
                     if transformed:
-                        self._leave_eager(name, module, "it is called inside torch.func (grad, vmap, ...)")
+                        self._keep_eager(name, module, "it is called inside torch.func (grad, vmap, ...)")
                     else:
                         found.setdefault(name, module)
                         calls[name] += 1
             elif transformed and self._outermost in found:
                 why = "it calls modules inside torch.func (grad, vmap, ...)"
-                self._leave_eager(self._outermost, found[self._outermost], why)
+                self._keep_eager(self._outermost, found[self._outermost], why)
             depth += 1
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -156,7 +156,7 @@ class CompiledModules:
                 depth -= 1
                 if self._outermost in found and pop_functional_call_read(module):
                     why = "it is called with other weights (torch.func.functional_call)"
-                    self._leave_eager(self._outermost, found[self._outermost], why)
+                    self._keep_eager(self._outermost, found[self._outermost], why)
                 if self._outermost in found and not inside_functorch():
                     self._watch_backward(self._outermost, found[self._outermost], output)
                 if depth == 0 and self._outermost in found:
@@ -180,7 +180,7 @@ class CompiledModules:
     def _watch_backward(self, name: str, module: nn.Module, output: Any) -> None:
         def backward(grads: tuple[Tensor, ...]) -> None:
             if torch.is_grad_enabled():  # True only with create_graph=True
-                self._leave_eager(name, module, "it is differentiated twice (create_graph=True)")
+                self._keep_eager(name, module, "it is differentiated twice (create_graph=True)")
             elif retains_graph():
                 self.call_info.retains_graph = True
 
@@ -194,7 +194,7 @@ class CompiledModules:
         ) and requires_grad_hooks.output_needs_hooks(output):
             self._needs_input_gradients.add(name)
 
-    def _leave_eager(self, name: str, module: nn.Module, why: str) -> None:
+    def _keep_eager(self, name: str, module: nn.Module, why: str) -> None:
         if name in self.eager_reasons:
             return
         self.eager_reasons[name] = why
@@ -236,8 +236,8 @@ class CompiledModules:
                 raise instead from error
             if not isinstance(error, RuntimeError):
                 raise
-            if (refusal := explain_unsupported(error)) is not None:
-                raise refusal from error
+            if (unsupported := explain_unsupported(error)) is not None:
+                raise unsupported from error
             if not any(words in str(error) for words in ("support double backward", "non-empty donated")):
                 raise
             which = ", ".join(self._show(name, module) for name, module in list(self.modules.items())[:4])
@@ -279,7 +279,7 @@ class CompiledModules:
         plain = self._plain_call(module)
         compiled = torch.compile(plain, **self._arguments)
         on_limit = partial(self._on_recompile_limit, name, module, plain.__code__)
-        notes, shown, first = self.call_info, self._show(name, module), True
+        notes, described, first = self.call_info, self._show(name, module), True
         hooks = ModuleHooks(module)
         ignorable = (
             [] if name in self._needs_input_gradients else requires_grad_hooks.find_requires_grad_hooks(hooks.all)
@@ -291,7 +291,7 @@ class CompiledModules:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
             if not torch.compiler.is_compiling():
-                notes.begin(shown)
+                notes.begin(described)
             # Compiled code cannot run inside a transform.
             run = module._call_impl if inside_functorch() else compiled
             if not self._guards_hooks and hooks.changed():
@@ -357,12 +357,12 @@ class _LogOnceMethods(list[Any]):
     JSON after each compilation.
     """
 
-    def __init__(self, wanted: Collection[Any]) -> None:
+    def __init__(self, ignored: Collection[Any]) -> None:
         super().__init__()
-        self._wanted = wanted
+        self._ignored = ignored
 
     def __contains__(self, function: object) -> bool:
-        return function in self._wanted or (hasattr(function, "cache_info") and _is_logger_method(function))
+        return function in self._ignored or (hasattr(function, "cache_info") and _is_logger_method(function))
 
 
 def _is_logger_method(function: object) -> bool:

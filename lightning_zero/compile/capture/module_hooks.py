@@ -24,13 +24,13 @@ class ModuleHooks:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._update()
-        self._known = self._keys()
+        self._initial = self._keys()
 
     def changed(self) -> bool:
         """Return True if hooks differ from those at construction. Called before each call; 0.1 us per module."""
         if _submodules_in(self._containers) != self._submodules:  # submodules may have been replaced
             self._update()
-        return self._keys() != self._known
+        return self._keys() != self._initial
 
     def _update(self) -> None:
         self.all = [hooks for part in self._module.modules() for hooks in module_hooks(part)]

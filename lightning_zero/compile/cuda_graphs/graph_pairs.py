@@ -23,7 +23,7 @@ __all__ = ["CUDAGraphPair", "CaptureSpec", "EmulatedGraphPair", "GraphPair"]
 
 @dataclass(frozen=True)
 class CaptureSpec:
-    """What to capture.
+    """Code to capture, with its inputs and conditions.
 
     Args:
         compiled: called with ``inputs``.
@@ -43,21 +43,21 @@ class CaptureSpec:
     shared: GraphPair | None
     segment: int = -1
 
-    def held(self) -> ReservedBlocks:
+    def reserve_blocks(self) -> ReservedBlocks:
         """Return host memory for offloaded activations, shared with the pair that never runs at the same time."""
         shared = self.shared
-        return shared.held if isinstance(shared, CUDAGraphPair | EmulatedGraphPair) else ReservedBlocks()
+        return shared.blocks if isinstance(shared, CUDAGraphPair | EmulatedGraphPair) else ReservedBlocks()
 
-    def holding(self, held: ReservedBlocks) -> AbstractContextManager[None]:
+    def use_blocks(self, blocks: ReservedBlocks) -> AbstractContextManager[None]:
         """Return a context in which a forward uses this host memory."""
-        return nullcontext() if self.executor.activations is None else self.executor.activations.holding(held)
+        return nullcontext() if self.executor.activations is None else self.executor.activations.holding(blocks)
 
-    def recording(self, sent: list[int]) -> AbstractContextManager[None]:
+    def record_offloads(self, sent: list[int]) -> AbstractContextManager[None]:
         """Return a context that records offloads while a forward is captured; see ``offload/activations.py``."""
         activations = self.executor.activations
         return nullcontext() if activations is None else activations.recording(sent)
 
-    def settle(self) -> None:
+    def wait_for_copies(self) -> None:
         """Wait for offloads and reloads in flight after a forward or backward raised."""
         if self.executor.activations is not None:
             self.executor.activations.settle()
@@ -138,25 +138,25 @@ class _Graph:
 
     def __init__(
         self,
-        job: CaptureSpec,
+        spec: CaptureSpec,
         pool: Any,
         run: Callable[[], None],
         backward: bool,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        self._executor = job.executor
+        self._executor = spec.executor
         self._graph = torch.cuda.CUDAGraph()
-        job.executor.graphs.begin(backward, backward and job.accumulates, job.segment if backward else -1)
+        spec.executor.graphs.begin(backward, backward and spec.accumulates, spec.segment if backward else -1)
         try:
             prepare()
             with capture_graph(self._graph, pool):
                 try:
                     run()
-                    self.number = job.executor.graphs.end()
+                    self.number = spec.executor.graphs.end()
                 except BaseException:
                     with suppress(RuntimeError):
-                        job.settle()
-                    job.executor.graphs.abort()  # also joins the executor's streams; otherwise the capture cannot end
+                        spec.wait_for_copies()
+                    spec.executor.graphs.abort()  # also joins the executor's streams; otherwise the capture cannot end
                     raise
         except BaseException:
             with suppress(RuntimeError):
@@ -180,9 +180,9 @@ class CUDAGraphPair:
     _pool: Any
     _stream: torch.cuda.Stream
 
-    def __init__(self, job: CaptureSpec) -> None:
-        executor, device = job.executor, job.executor.device
-        shared = job.shared if isinstance(job.shared, CUDAGraphPair) else None
+    def __init__(self, spec: CaptureSpec) -> None:
+        executor, device = spec.executor, spec.executor.device
+        shared = spec.shared if isinstance(spec.shared, CUDAGraphPair) else None
         stream = shared._stream if shared is not None else torch.cuda.Stream(device)
         self._stream, current = stream, torch.cuda.current_stream(device)
         # otherwise the graph would contain a wait for one particular step
@@ -191,13 +191,13 @@ class CUDAGraphPair:
         self._sent: list[int] = []  # bytes of each offload in a forward
         stream.wait_stream(current)
         self._executor = executor
-        self.held = job.held()
+        self.blocks = spec.reserve_blocks()
         self._pool = shared._pool if shared is not None else torch.cuda.graph_pool_handle()
         with (
             _join_streams(current, stream),
             torch.cuda.stream(stream),
             _separate_cublas_workspaces(),
-            job.holding(self.held),
+            spec.use_blocks(self.blocks),
         ):
             outputs: list[Tensor] = []
 
@@ -208,8 +208,8 @@ class CUDAGraphPair:
                 torch.cuda.empty_cache()
                 reserved = torch.cuda.memory_reserved(device)
 
-            with job.recording(self._sent):
-                self._forward = _Graph(job, self._pool, lambda: outputs.extend(job.run()), False, prepare)
+            with spec.record_offloads(self._sent):
+                self._forward = _Graph(spec, self._pool, lambda: outputs.extend(spec.run()), False, prepare)
             self._outputs = [output.detach() for output in outputs]
             self.differentiable: Sequence[bool] = [output.requires_grad for output in outputs]
             wanted = [output for output in outputs if output.requires_grad]
@@ -218,7 +218,7 @@ class CUDAGraphPair:
             try:
                 self._backward: _Graph | None = None
                 if wanted:
-                    self._backward = _Graph(job, self._pool, lambda: job.run_backward(wanted, given), backward=True)
+                    self._backward = _Graph(spec, self._pool, lambda: spec.run_backward(wanted, given), backward=True)
                     executor.graphs.mark_not_run(self._backward.number)
             except BaseException:
                 executor.graphs.mark_not_run(self._forward.number)
@@ -226,7 +226,7 @@ class CUDAGraphPair:
                 raise
             # The backward was recorded as if the forward had run, which no later code may assume.
             executor.graphs.mark_not_run(self._forward.number)
-            self._input_grads = [tensor.grad for tensor in job.copied]
+            self._input_grads = [tensor.grad for tensor in spec.copied]
         self.nbytes = max(0, torch.cuda.memory_reserved(device) - reserved)
 
     def fits(self) -> bool:
@@ -251,7 +251,7 @@ class CUDAGraphPair:
 
     def close(self) -> None:
         # Free these now: a loss that the user keeps references this object.
-        self._outputs, self._grads, self._input_grads, self.held = [], [], [], ReservedBlocks()
+        self._outputs, self._grads, self._input_grads, self.blocks = [], [], [], ReservedBlocks()
         for graph in (self._forward, self._backward):
             if graph is not None:
                 graph.close()
@@ -262,9 +262,9 @@ class EmulatedGraphPair:
 
     nbytes = 0
 
-    def __init__(self, job: CaptureSpec) -> None:
-        self._job, self._executor = job, job.executor
-        self.held = job.held()
+    def __init__(self, spec: CaptureSpec) -> None:
+        self._spec, self._executor = spec, spec.executor
+        self.blocks = spec.reserve_blocks()
         self._numbers: dict[bool, int] = {}
         self._adding: bool | None = None  # True if the first backward found gradients
         self._outputs: list[Tensor] = []
@@ -278,7 +278,7 @@ class EmulatedGraphPair:
                 self._executor.weights.sync_compute_shards()
         else:
             self._executor.graphs.before_replay(known)
-        self._executor.graphs.begin(backward, accumulates, self._job.segment if backward else -1)
+        self._executor.graphs.begin(backward, accumulates, self._spec.segment if backward else -1)
         try:
             yield
             number = self._executor.graphs.end()
@@ -297,16 +297,16 @@ class EmulatedGraphPair:
         return not numbers or self._executor.graphs.fits(numbers[0], numbers[-1])
 
     def forward(self) -> Sequence[Tensor]:
-        holding = self._job.holding(self.held)
+        holding = self._spec.use_blocks(self.blocks)
         with torch.enable_grad(), holding, self._recorded(backward=False, accumulates=False):
-            self._outputs = self._job.run()
+            self._outputs = self._spec.run()
         self.differentiable = [output.requires_grad for output in self._outputs]
         return self._outputs
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         if not self._outputs:
             raise RuntimeError(ACTIVATIONS_GONE)
-        for tensor in self._job.copied:
+        for tensor in self._spec.copied:
             tensor.grad = None
         outputs, given = [], []
         for output, grad in zip(self._outputs, grads, strict=True):
@@ -316,11 +316,11 @@ class EmulatedGraphPair:
         if self._adding is None:
             self._adding = self._executor.gradients.has_gradients()
         with torch.enable_grad(), self._recorded(True, self._adding):
-            self._job.run_backward(outputs, given)
-        return [tensor.grad for tensor in self._job.copied]
+            self._spec.run_backward(outputs, given)
+        return [tensor.grad for tensor in self._spec.copied]
 
     def close(self) -> None:
-        self._outputs, self.held = [], ReservedBlocks()
+        self._outputs, self.blocks = [], ReservedBlocks()
         for number in self._numbers.values():
             self._executor.graphs.drop(number)
 

@@ -177,9 +177,9 @@ class CUDAGraphManager:
         collectives."""
         _end(self._calls, self._pairs)
 
-    def capture(self, job: CaptureSpec) -> GraphPair:
+    def capture(self, spec: CaptureSpec) -> GraphPair:
         """Capture a pair."""
-        pair = self.pair(job)
+        pair = self.pair(spec)
         self._pairs.add(pair)
         return pair
 
@@ -240,7 +240,7 @@ class CUDAGraphManager:
             return False
         self._disabled_reason = reason
         self.drop()
-        self._tell(reason)
+        self._report_reason(reason)
         return True
 
     def report_unsupported(self, reason: str) -> None:
@@ -249,9 +249,9 @@ class CUDAGraphManager:
             raise _unsupported_error(self._option, reason)
         if reason not in self._reported:
             self._reported.add(reason)
-            self._tell(reason)
+            self._report_reason(reason)
 
-    def _tell(self, reason: str) -> None:
+    def _report_reason(self, reason: str) -> None:
         self._report(f"Compiled code is not replayed as a CUDA graph: {reason}.")
 
 
@@ -459,10 +459,8 @@ class GraphDispatcher:
         shared: GraphPair | None = next((v.pair for other, v in self._captures.items() if other.slot == key.slot), None)
 
         def capture(inputs: Sequence[Any], copied: Sequence[Tensor]) -> GraphPair:
-            job = CaptureSpec(
-                self._compiled, inputs, copied, manager.executor, key.accumulates, shared, segment
-            )
-            return manager.capture(job)
+            spec = CaptureSpec(self._compiled, inputs, copied, manager.executor, key.accumulates, shared, segment)
+            return manager.capture(spec)
 
         try:
             return CapturedCall(args, manager.static_tensors(), manager.executor.gradients, capture)

@@ -172,7 +172,7 @@ def dedup_layers(module: GraphModule, trace: TraceJoint) -> LayerDedup | None:
     once = secrets.token_hex(8)
     fingerprints = NodeFingerprints()
     regions = [
-        (r, _digest(r, fingerprints, once)) for r in find_layers(module.graph, True, fingerprints) if _cast_alike(r)
+        (r, _digest(r, fingerprints, once)) for r in find_layers(module.graph, True, fingerprints) if _casts_equally(r)
     ]
     counts = Counter(digest for _, digest in regions)
     bodies: dict[str, LayerGraph | None] = {}
@@ -182,7 +182,7 @@ def dedup_layers(module: GraphModule, trace: TraceJoint) -> LayerDedup | None:
             continue
         if digest not in bodies:
             bodies[digest] = _try_trace_layer(region, trace)
-        if (body := bodies[digest]) is not None and _adds_alike(region, body):
+        if (body := bodies[digest]) is not None and _sums_in_same_order(region, body):
             layers.append(_Layer(region, digest, body))
     if log.isEnabledFor(logging.DEBUG):
         log_unmatched_regions(module.graph, {node for layer in layers for node in layer.region.nodes})
@@ -202,14 +202,14 @@ def _digest(region: LayerMatch, fingerprints: NodeFingerprints, once: str) -> st
     return f"{digest} {once}" if digest is not None and has_own_policy(region.places) else digest
 
 
-def _adds_alike(region: LayerMatch, body: LayerGraph) -> bool:
+def _sums_in_same_order(region: LayerMatch, body: LayerGraph) -> bool:
     """Return True if gradients are summed in the same order as in the whole graph.
 
     A gradient with summands from the layer and from elsewhere (all T5 decoder layers read the encoder's output) would
     be summed in another order, and last bits would differ.
     """
     own = set(region.nodes)
-    shared = [any(user not in own for user in node.users) for node in region.given]
+    shared = [any(user not in own for user in node.users) for node in region.inputs]
     sums = [grad is not None and grad.target is torch.ops.aten.add.Tensor for grad in body.grads]
     return not any(here and there for here, there in zip(sums, shared, strict=True))
 
@@ -229,16 +229,16 @@ def _needs_grad(graph: Graph) -> bool:
     return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
-def _cast_alike(region: LayerMatch) -> bool:
+def _casts_equally(region: LayerMatch) -> bool:
     """Return True if autocast casts no graph input that requires grad inside the layer.
 
     Autocast casts such an input once per graph, which a layer cannot reproduce.
     """
-    values = [node.meta[EXAMPLE_VALUE] for node in region.given]
+    values = [node.meta[EXAMPLE_VALUE] for node in region.inputs]
     if not any(torch.is_autocast_enabled(value.device.type) for value in values):
         return True
     own = set(region.nodes)
-    inputs = [node for node in region.given if node.op == "placeholder" and node.meta[EXAMPLE_VALUE].requires_grad]
+    inputs = [node for node in region.inputs if node.op == "placeholder" and node.meta[EXAMPLE_VALUE].requires_grad]
     targets = [read.target for node in inputs for read in readers(node, own.intersection(node.users))]
     return all(str(getattr(target, "overloadpacket", target)) == f"{NAMESPACE}.{GATHER}" for target in targets)
 
@@ -259,7 +259,7 @@ def _insert_layer_calls(before: Graph, layers: Sequence[_Layer]) -> Graph:
             number = ends[node]
             region, body = layers[number].region, layers[number].body
             layouts = describe(_values(body.results)), describe(_values(body.grads))
-            arguments = (layers[number].digest, number, *layouts, [new[read] for read in region.given])
+            arguments = (layers[number].digest, number, *layouts, [new[read] for read in region.inputs])
             call = after.call_function(forward(), arguments)
             call.meta[EXAMPLE_VALUE] = [result.meta[EXAMPLE_VALUE] for result in region.results]
             for at, result in enumerate(region.results):

@@ -32,9 +32,9 @@ class LayerExpansion:
         graph: the joint graph.
         layer_calls: replaces nodes that call layers.
         number: index of the layer.
-        match: the layer in Dynamo's graph.
-        layer: traced graph, shared by equal layers.
-        region_ids: maps checkpoint region ids of the traced graph to ids of this layer.
+        region: the layer in Dynamo's graph.
+        body: traced graph, shared by equal layers.
+        numbers: maps checkpoint region ids of the traced graph to ids of this layer.
 
     Attributes:
         moved: maps the storage of the layer call's results to the tensor that replaces it.
@@ -63,7 +63,7 @@ class LayerExpansion:
         """Replace a forward layer call."""
         given = call.args[4]
         assert isinstance(given, Sequence)
-        self._bind_inputs(self._body.given, given)
+        self._bind_inputs(self._body.inputs, given)
         self._copy_nodes(call, self._body.forward)
         self._replace(call, self._body.results)
 

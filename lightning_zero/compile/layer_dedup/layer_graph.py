@@ -63,17 +63,17 @@ class LayerGraph:
     """Joint graph of a layer.
 
     Attributes:
-        given, tangents: its inputs.
+        inputs, tangents: inputs of forward and backward.
         forward, backward: its nodes, in order.
         results: outputs of forward.
-        grads: outputs of backward, one per element of ``given``.
+        grads: outputs of backward, one per element of ``inputs``.
         constants: tensors made from numbers in the code, by attribute name.
         numbers: ids of checkpointed regions in it.
         passed: the layer after the backend's joint-graph passes; None if there are none or if they need the whole
             graph.
     """
 
-    given: tuple[Node, ...]
+    inputs: tuple[Node, ...]
     tangents: tuple[Node, ...]
     forward: tuple[Node, ...]
     backward: tuple[Node, ...]
@@ -122,8 +122,8 @@ def _after_passes(body: LayerGraph, graph: Graph, region: LayerMatch) -> LayerGr
     except DedupFailed:
         return None
     layouts = [[_layout(node) for node in (*it.results, *it.grads)] for it in (body, passed)]
-    memory = [storage_key(node.meta["val"]) for node in (*passed.given, *passed.tangents, *passed.results)]
-    given = len(passed.given) + len(passed.tangents)
+    memory = [storage_key(node.meta["val"]) for node in (*passed.inputs, *passed.tangents, *passed.results)]
+    given = len(passed.inputs) + len(passed.tangents)
     apart = len({*memory[given:]} - {*memory[:given]}) == len(passed.results)
     return passed if apart and layouts[0] == layouts[1] else None
 
@@ -135,7 +135,7 @@ def _layout(node: Node | None) -> Any:
 
 def _extract_module(region: LayerMatch, strides: Sequence[Sequence[int]] | None) -> tuple[GraphModule, list[Tensor]]:
     graph, new = Graph(), {}
-    for node in region.given:
+    for node in region.inputs:
         new[node] = graph.placeholder(node.name)
     bodies: dict[str, Any] = {}
     places = {node: place for place, node in enumerate(region.places)}
@@ -151,7 +151,7 @@ def _extract_module(region: LayerMatch, strides: Sequence[Sequence[int]] | None)
         returned = [graph.call_function(end(), pair) for pair in zip(returned, strides, strict=True)]
     graph.output(tuple(returned))
     with fake_mode():
-        inputs = [_fake_leaf(node.meta[EXAMPLE_VALUE]) for node in region.given]
+        inputs = [_fake_leaf(node.meta[EXAMPLE_VALUE]) for node in region.inputs]
     for node, value in zip(graph.find_nodes(op="placeholder"), inputs, strict=True):
         node.meta[EXAMPLE_VALUE] = value
     return GraphModule(bodies, graph), inputs
@@ -213,7 +213,7 @@ def _split(graph: Graph, region: LayerMatch) -> LayerGraph:
         node.args[0] if isinstance(node, Node) and node.target is end() else node for node in results(graph)
     ]
     count = len(region.results)
-    if len(given) != len(region.given) or len(tangents) != count or len(returned) != count + len(given):
+    if len(given) != len(region.inputs) or len(tangents) != count or len(returned) != count + len(given):
         raise DedupFailed("a layer mutates an input, or returns a value that needs no gradient")
     work = [node for node in graph.nodes if node.op not in ("placeholder", "output") and node.target is not end()]
     for node in work:
@@ -419,14 +419,14 @@ class RegionIds:
     def __init__(self) -> None:
         self._last = _FIRST - 1
         self._shift = 0
-        self._known: dict[int, int] = {}
+        self._ids: dict[int, int] = {}
 
     def of(self, number: int) -> int:
         """Return the id of a region traced with the graph."""
-        if number not in self._known:
-            self._known[number] = number + self._shift
+        if number not in self._ids:
+            self._ids[number] = number + self._shift
             self._last = max(self._last, number + self._shift)
-        return self._known[number]
+        return self._ids[number]
 
     def of_layer(self, numbers: Sequence[int]) -> dict[int, int]:
         """Return ids of the regions of a layer that was traced alone."""

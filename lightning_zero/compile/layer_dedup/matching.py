@@ -71,8 +71,8 @@ class NodeFingerprints:
 
     def layer_digest(self, region: LayerMatch) -> str | None:
         """Return a digest that is equal for equal layers in every process; None if a node is undescribed."""
-        names = {node: f"%{number}" for number, node in enumerate((*region.given, *region.nodes))}
-        lines = [f"given {self.describe_layout(node)} {node.op == 'placeholder'}" for node in region.given]
+        names = {node: f"%{number}" for number, node in enumerate((*region.inputs, *region.nodes))}
+        lines = [f"given {self.describe_layout(node)} {node.op == 'placeholder'}" for node in region.inputs]
         for node in region.nodes:
             if not self._is_safe(node):
                 return None
@@ -196,12 +196,12 @@ class LayerMatch:
 
     Attributes:
         nodes: in order; nodes between them are independent of them.
-        given: inputs, in the order of first use.
+        inputs: in the order of first use.
         results: nodes that the rest of the graph reads.
     """
 
     nodes: tuple[Node, ...]
-    given: tuple[Node, ...]
+    inputs: tuple[Node, ...]
     results: tuple[Node, ...]
 
     @cached_property
@@ -324,11 +324,11 @@ def _is_separable(region: LayerMatch, fingerprints: NodeFingerprints) -> bool:
 
     It takes and returns tensors, mutates no input, and its results share no memory with inputs or with each other.
     """
-    if any(not isinstance(node.meta.get(EXAMPLE_VALUE), Tensor) for node in (*region.given, *region.results)):
+    if any(not isinstance(node.meta.get(EXAMPLE_VALUE), Tensor) for node in (*region.inputs, *region.results)):
         return False
-    if any(fingerprints.describe_layout(node) is None for node in region.given):
+    if any(fingerprints.describe_layout(node) is None for node in region.inputs):
         return False
-    given = {node_storage(node) for node in region.given}
+    given = {node_storage(node) for node in region.inputs}
     results = [node_storage(node) for node in region.results]
     if not results or len(set(results)) < len(results) or given & set(results):
         return False

@@ -106,11 +106,11 @@ def space_evenly(saved: AbstractSet[int], kinds: Sequence[Hashable], places: Seq
         kinds: of each node; nodes of one kind are equally good.
         places: order of the nodes.
     """
-    alike: defaultdict[Hashable, list[int]] = defaultdict(list)
+    by_kind: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index in sorted(range(len(kinds)), key=places.__getitem__):
-        alike[kinds[index]].append(index)
+        by_kind[kinds[index]].append(index)
     found: set[int] = set()
-    for members in alike.values():
+    for members in by_kind.values():
         found.update(_space(members, sum(index in saved for index in members)))
     return found
 

@@ -1,8 +1,8 @@
 """Save residual sums instead of their summands if that lowers the peak.
 
-torch's partitioner ignores the memory of recomputed values. Of a sum through all layers (the residual stream) it saves
-the summands. The backward of the last layer runs first and needs the total, so all partial sums are recomputed then and
-stay alive in addition to the summands. Saving the sums takes no more memory at that moment, and the summands are no
+torch's partitioner ignores the memory of recomputed values. It saves the summands of a sum through all layers (the
+residual stream). The backward of the last layer runs first and needs the total, so all partial sums are recomputed then
+and stay alive in addition to the summands. Saving the sums takes no more memory at that moment, and the summands are no
 longer needed.
 
 Before that moment saved sums take more memory than summands, in addition to the loss. If that is the peak, summands

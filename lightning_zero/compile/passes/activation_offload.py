@@ -68,7 +68,7 @@ class _Activation:
         size: bytes.
         made: seconds from the beginning of forward until the value exists.
         done: seconds until its last use in forward.
-        again: seconds from the beginning of backward until its first use.
+        next_use: seconds from the beginning of backward until its first use.
     """
 
     node: Node
@@ -111,15 +111,15 @@ def _shards(forward: Graph, backward: Graph) -> tuple[Node, Node] | None:
 def _activations(
     forward: Graph, backward: Graph, outputs: int, limits: OffloadLimits
 ) -> tuple[list[_Activation], float]:
-    held, clock = storages(forward), _clock(forward, limits)
+    node_storages, clock = storages(forward), _clock(forward, limits)
     others = [*weight_nodes(forward), *(node for node in results(forward)[:outputs] if isinstance(node, Node))]
-    stay = {storage for node in others for storage in held[node]}
+    stay = {storage for node in others for storage in node_storages[node]}
     inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
     next_use = _clock(backward, limits)
     next_use = {node: next_use.get(node.prev, 0.0) for node in next_use}  # start of each node
     saved: dict[Storage, list[Node]] = {}
     for node in dict.fromkeys(value for value in results(forward)[outputs:] if isinstance(value, Node)):
-        storage = held[node][0] if isinstance(node.meta.get("val"), Tensor) else None
+        storage = node_storages[node][0] if isinstance(node.meta.get("val"), Tensor) else None
         if storage is not None and storage not in stay and node.name in inputs:
             saved.setdefault(storage, []).append(node)
     found = []
@@ -214,10 +214,10 @@ def _reloads_in_time(chosen: Sequence[_Activation], host: HostCosts) -> bool:
 
 def _move(forward: Graph, backward: Graph, activation: _Activation, shards: tuple[Node, Node], op: FindOp) -> None:
     node, value = activation.node, activation.node.meta["val"]
-    behind = node
-    while behind.next.target is operator.getitem:  # other items of the same op's results
-        behind = behind.next
-    with forward.inserting_after(behind):
+    last = node
+    while last.next.target is operator.getitem:  # other items of the same op's results
+        last = last.next
+    with forward.inserting_after(last):
         host = forward.call_function(op(OFFLOAD), (node, shards[0]))
     host.meta["val"] = value.new_empty_strided(value.size(), value.stride(), device="cpu")
     output = output_node(forward)
@@ -375,10 +375,10 @@ def _earliest(number: int, used: list[int], sizes: list[int], window_bytes: floa
 
     If there is none, return the use of the copy before it.
     """
-    held, first = sizes[number], number
-    while first and held + sizes[first - 1] <= window_bytes:
+    node_storages, first = sizes[number], number
+    while first and node_storages + sizes[first - 1] <= window_bytes:
         first -= 1
-        held += sizes[first]
+        node_storages += sizes[first]
     return used[first - 1] if first else 0
 
 

@@ -50,9 +50,9 @@ def check_contracts(passes: Sequence[PassSpec]) -> set[str]:
     Raises:
         ValueError: a pass precedes what it requires, or follows what it conflicts with.
     """
-    held: set[str] = set()
+    provided: set[str] = set()
     for spec in passes:
-        missing, clashing = spec.requires - held, spec.conflicts & held
+        missing, clashing = spec.requires - provided, spec.conflicts & provided
         if missing:
             raise ValueError(
                 f"Pass {spec.name!r} requires {sorted(missing)}, which no earlier pass provides. Put one before it."
@@ -62,8 +62,8 @@ def check_contracts(passes: Sequence[PassSpec]) -> set[str]:
                 f"Pass {spec.name!r} conflicts with {sorted(clashing)}, provided by an earlier pass. Remove one of "
                 "them."
             )
-        held |= spec.provides
-    return held
+        provided |= spec.provides
+    return provided
 
 
 def run_passes(

@@ -66,7 +66,7 @@ def prefetch_schedule(
     if budget is not None:
         last = [max(_last_use(node, position) for node in group) for group in groups]
         large = [0 if now else size for now, size in zip(at_once, budget.sizes, strict=True)]
-        room = _room(last, large, budget.window_bytes, begin)
+        room = _earliest_fit(last, large, budget.window_bytes, begin)
         # Both are monotonic over groups, so their minimum is, too.
         earliest = list(map(min, starts, room))
         starts = _just_in_time(node_seconds(graph, budget.costs), waits, earliest, budget)
@@ -105,7 +105,7 @@ def _last_use(node: Node, position: dict[Node, int]) -> int:
     return max((position[user] for user in readers(node) if user.op != "output"), default=position[node])
 
 
-def _room(last: Sequence[int], sizes: Sequence[int], window_bytes: float, begin: int) -> list[int]:
+def _earliest_fit(last: Sequence[int], sizes: Sequence[int], window_bytes: float, begin: int) -> list[int]:
     """Return the first position at which each group fits in memory with those before it that are in use.
 
     Positions increase with the groups.

@@ -36,10 +36,10 @@ def enqueue_gradients(graph: Graph) -> Graph:
     A widening cast of the gradient is removed, since the executor casts while it copies. Gradients of a tied weight may
     be summed before they are returned (``g = a + b`` of two reduces): both are enqueued and the sum is dropped.
     """
-    handed = reduces(graph)
-    if not handed:
+    enqueued = reduces(graph)
+    if not enqueued:
         return graph
-    ours, made = set(handed), list(handed)
+    ours, made = set(enqueued), list(enqueued)
     for node in made:  # the list grows
         for user in node.users:
             if user.op == "call_function" and user not in ours and ours.issuperset(user.all_input_nodes):
@@ -49,10 +49,10 @@ def enqueue_gradients(graph: Graph) -> Graph:
     returned = output.args[0]
     assert isinstance(returned, tuple | list)
     output.args = (tuple(None if value in ours else value for value in returned),)
-    for node in sorted(made[len(handed) :], reverse=True):
+    for node in sorted(made[len(enqueued) :], reverse=True):
         if not node.users:
             graph.erase_node(node)
-    for node in handed:
+    for node in enqueued:
         _skip_widening(node)
         assert not node.users, (
             f"the gradient {node} is used by {list(node.users)}; a pass must see every use of a reduce"
@@ -100,17 +100,17 @@ def zero_copy_gradients(graph: Graph, in_flight: int = 2) -> Graph:
         one = node.target is ops("reduce_add")
         grads: Any = [node.args[0]] if one else node.args[0]
         shards: Any = [node.args[1]] if one else node.args[1]
-        borrow = [int(_is_product(grad)) for grad in grads]
-        if not any(borrow):
+        zero_copy = [int(_is_product(grad)) for grad in grads]
+        if not any(zero_copy):
             continue
         with graph.inserting_before(node):
             if len(groups) >= in_flight:
                 _release(graph, *groups[-in_flight])
-            borrowed = graph.call_function(ops("reduce_zero_copy"), (grads, shards, borrow))
+            borrowed = graph.call_function(ops("reduce_zero_copy"), (grads, shards, zero_copy))
         borrowed.meta["val"] = None
         borrowed.meta["weights"] = node.meta.get("weights") or (weight_name(node),)
         graph.erase_node(node)
-        pairs = [(grad, shard) for grad, shard, yes in zip(grads, shards, borrow, strict=True) if yes]
+        pairs = [(grad, shard) for grad, shard, yes in zip(grads, shards, zero_copy, strict=True) if yes]
         groups.append(([grad for grad, _ in pairs], [shard for _, shard in pairs]))
     with graph.inserting_before(output_node(graph)):
         for group in groups[-in_flight:]:

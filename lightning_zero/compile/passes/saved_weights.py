@@ -111,12 +111,12 @@ def _last_group(
     Memory peaks around the end of forward. These weights may take no more than the group that would be in flight then.
     """
     left = list(weights)
-    held, limit = 0, max_group_bytes((weight.size for weight in weights), group_bytes, parts)
+    group_size, limit = 0, max_group_bytes((weight.size for weight in weights), group_bytes, parts)
     for weight in again:
         left.remove(weight)
-        held += weight.size
+        group_size += weight.size
         # A weight larger than a group of this graph may be a group of its own, as elsewhere.
-        if held > (limit if held > weight.size else group_bytes):
+        if group_size > (limit if group_size > weight.size else group_bytes):
             return
         if any(other.last > weight.first for other in left):
             return
@@ -165,13 +165,13 @@ def _forms(gather: Node) -> list[Node]:
 
 def backward_nodes(graph: Graph) -> set[Node]:
     """Return the nodes of a joint graph that depend on tangents."""
-    behind = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith(TANGENTS)]
-    found = set(behind)
-    for node in behind:  # the list grows
+    tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith(TANGENTS)]
+    found = set(tangents)
+    for node in tangents:  # the list grows
         for user in node.users:
             if user not in found and user.op != "output":
                 found.add(user)
-                behind.append(user)
+                tangents.append(user)
     return found
 
 

@@ -38,7 +38,7 @@ class SubgraphCache:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, Compiled] = {}
+        self._cache: dict[Hashable, Compiled] = {}
         self._numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._count = count()
         self.compiled = self.found = 0
@@ -50,12 +50,12 @@ class SubgraphCache:
         return self._numbers[thing]
 
     def get(self, key: Hashable, make: Callable[[], Compiled]) -> Compiled:
-        if key in self._known:
+        if key in self._cache:
             self.found += 1
         else:
-            self._known[key] = make()
+            self._cache[key] = make()
             self.compiled += 1
-        return self._known[key]
+        return self._cache[key]
 
 
 def lower(

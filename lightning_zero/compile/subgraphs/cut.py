@@ -96,19 +96,19 @@ def _assemble(
             slot = last_enqueued = max(slot, last_enqueued)
         slot_of[node] = slot
         slots[slot].append(node)
-    wanted, symbols = _wanted(graph, kinds, subgraph_of, read, made_in), symbol_inputs(graph)
-    made = {node for node in graph.nodes if kinds[node] is NodeKind.INPUT or node.op == "get_attr"}
+    outputs_of, symbols = _needed_outputs(graph, kinds, subgraph_of, read, made_in), symbol_inputs(graph)
+    available = {node for node in graph.nodes if kinds[node] is NodeKind.INPUT or node.op == "get_attr"}
     steps: list[Subgraph | Node] = []
     for number, slot_nodes in enumerate(slots):
         for node in slot_nodes:
-            for needed in [*_views_outside(node, kinds, made), node]:
+            for needed in [*_views_outside(node, kinds, available), node]:
                 steps.append(needed)
-                made.add(needed)
+                available.add(needed)
         if number + 1 < len(bounds):
             own = work[bounds[number] : bounds[number + 1]]
-            steps.append(make_subgraph(own, wanted[number], kinds, symbols, signatures))
-            made.update(wanted[number])
-    steps += _views_outside(output_node(graph), kinds, made)
+            steps.append(make_subgraph(own, outputs_of[number], kinds, symbols, signatures))
+            available.update(outputs_of[number])
+    steps += _views_outside(output_node(graph), kinds, available)
     return steps if _in_order(graph, kinds, steps) else None
 
 
@@ -140,16 +140,16 @@ def _first_readers(graph: Graph, subgraph_of: dict[Node, int]) -> dict[Node, int
 
 
 def _in_order(graph: Graph, kinds: dict[Node, NodeKind], steps: Sequence[Subgraph | Node]) -> bool:
-    made = {node for node in graph.nodes if kinds[node] is NodeKind.INPUT or node.op == "get_attr"}
+    available = {node for node in graph.nodes if kinds[node] is NodeKind.INPUT or node.op == "get_attr"}
     for step in steps:
         reads, makes = (step.inputs, step.outputs) if isinstance(step, Subgraph) else (step.all_input_nodes, [step])
-        if not made.issuperset(reads):
+        if not available.issuperset(reads):
             return False
-        made.update(makes)
-    return made.issuperset(output_node(graph).all_input_nodes)
+        available.update(makes)
+    return available.issuperset(output_node(graph).all_input_nodes)
 
 
-def _wanted(
+def _needed_outputs(
     graph: Graph,
     kinds: dict[Node, NodeKind],
     subgraph_of: dict[Node, int],
@@ -157,20 +157,22 @@ def _wanted(
     source_subgraphs: _SourceSubgraphs,
 ) -> list[list[Node]]:
     """Return the outputs of each subgraph: compute nodes, and views of them, that others read."""
-    wanted: list[dict[Node, None]] = [{} for _ in range(max(subgraph_of.values(), default=0) + 1)]
+    outputs_of: list[dict[Node, None]] = [{} for _ in range(max(subgraph_of.values(), default=0) + 1)]
     for node in graph.nodes:
         if node in subgraph_of:
             for one in read[node]:
                 if one in subgraph_of and subgraph_of[one] != subgraph_of[node]:
-                    wanted[subgraph_of[one]][one] = None
+                    outputs_of[subgraph_of[one]][one] = None
         elif kinds[node] in (NodeKind.COMM, NodeKind.OUTPUT):
             for outside in node.all_input_nodes:
-                for made in _leaving(outside, kinds, subgraph_of, read, source_subgraphs):
-                    wanted[subgraph_of[made] if made in subgraph_of else max(source_subgraphs[made])][made] = None
-    return [list(nodes) for nodes in wanted]
+                for available in _exported(outside, kinds, subgraph_of, read, source_subgraphs):
+                    outputs_of[
+                        subgraph_of[available] if available in subgraph_of else max(source_subgraphs[available])
+                    ][available] = None
+    return [list(nodes) for nodes in outputs_of]
 
 
-def _leaving(
+def _exported(
     node: Node,
     kinds: dict[Node, NodeKind],
     subgraph_of: dict[Node, int],
@@ -190,12 +192,12 @@ def _leaving(
     return [one for one in read[node] if one in subgraph_of]
 
 
-def _views_outside(node: Node, kinds: dict[Node, NodeKind], made: set[Node]) -> Iterator[Node]:
+def _views_outside(node: Node, kinds: dict[Node, NodeKind], available: set[Node]) -> Iterator[Node]:
     """Yield the views and constants to make before ``node`` can run, in order."""
     for read in node.all_input_nodes:
-        if kinds[read] is NodeKind.VIEW and read not in made:
-            yield from _views_outside(read, kinds, made)
-            made.add(read)
+        if kinds[read] is NodeKind.VIEW and read not in available:
+            yield from _views_outside(read, kinds, available)
+            available.add(read)
             yield read
 
 

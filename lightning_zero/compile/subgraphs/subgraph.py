@@ -81,7 +81,7 @@ class _Shapes(dict[Node, str]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[Hashable, str] = {}
+        self._cache: dict[Hashable, str] = {}
         self.symbolic: set[Node] = set()
 
     def __missing__(self, node: Node) -> str:
@@ -89,9 +89,9 @@ class _Shapes(dict[Node, str]):
         if "val" in node.meta and isinstance(value := node.meta["val"], Tensor):
             key = value.dtype, value.shape, value.stride(), value.device
             try:
-                if key not in self._known:
-                    self._known[key] = _READ + shape(node)
-                found = self._known[key]
+                if key not in self._cache:
+                    self._cache[key] = _READ + shape(node)
+                found = self._cache[key]
             except TypeError:  # symbols are not hashable
                 pass
         if found is None:
@@ -171,7 +171,7 @@ def symbol_inputs(graph: Graph) -> list[Node]:
 
 def make_subgraph(
     work: Sequence[Node],
-    wanted: Sequence[Node],
+    outputs: Sequence[Node],
     kinds: dict[Node, NodeKind],
     symbols: Sequence[Node],
     signatures: NodeSignatures | None = None,
@@ -189,7 +189,7 @@ def make_subgraph(
         {node: number for number, node in enumerate(work)},
         NodeSignatures() if signatures is None else signatures,
     )
-    wanted = _in_order(wanted, own, seen)
+    outputs = _in_order(outputs, own, seen)
     inputs: dict[Node, None] = {}
     steps: dict[Node, None] = {}
 
@@ -203,19 +203,19 @@ def make_subgraph(
                 inputs[read] = None
         steps[node] = None
 
-    for node in [*work, *wanted]:
+    for node in [*work, *outputs]:
         if node not in steps:
             add(node)
     inputs |= dict.fromkeys(_used_symbols(symbols, steps, inputs))
-    return Subgraph(tuple(inputs), tuple(steps), tuple(wanted), seen)
+    return Subgraph(tuple(inputs), tuple(steps), tuple(outputs), seen)
 
 
-def _in_order(wanted: Sequence[Node], own: Mapping[Node, int], seen: NodeSignatures) -> list[Node]:
+def _in_order(outputs: Sequence[Node], own: Mapping[Node, int], seen: NodeSignatures) -> list[Node]:
     """Sort by position in ``own``, then by number of views, then by their signatures."""
-    places = {node: _place(node, own) for node in wanted}
+    places = {node: _place(node, own) for node in outputs}
     if len({*places.values()}) < len(places):
-        return sorted(wanted, key=lambda node: _sort_key(node, own, seen))
-    return sorted(wanted, key=places.__getitem__)
+        return sorted(outputs, key=lambda node: _sort_key(node, own, seen))
+    return sorted(outputs, key=places.__getitem__)
 
 
 def _place(node: Node, own: Mapping[Node, int]) -> tuple[int, int]:

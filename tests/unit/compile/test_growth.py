@@ -1,4 +1,4 @@
-"""What is done to a graph grows with its layers, and not with their square: lines of ours that run are counted."""
+"""Work on a graph grows linearly with its layers: counts executed lines of our code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FEW, MANY = 12, 48
 
 
 def model(count: int, backward: bool) -> Graph:
-    """Layers of a product, a bias and a norm's scale, each with a weight; in a backward, with a gradient of each."""
+    """Layers of a product, a bias and a norm's scale with a weight each; in a backward, with gradients."""
     b = Builder()
     shards = [[b.shard(f"primals_{i}{kind}", WIDTH * WIDTH // 2) for kind in "wo"] for i in range(count)]
     x = b.input("tangents_1" if backward else "x", WIDTH, WIDTH)
@@ -49,7 +49,7 @@ def model(count: int, backward: bool) -> Graph:
 
 
 def counted(work: Callable[[], Any]) -> Counter[str]:
-    """Lines that run in each of our files."""
+    """Return executed lines of each of our files."""
     lines: Counter[str] = Counter()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

@@ -1,4 +1,4 @@
-"""One object decides what is compiled, with which passes and options, and when it is compiled again."""
+"""The session decides which modules are compiled, by which passes and options, and when again."""
 
 import gc
 import weakref
@@ -44,7 +44,7 @@ class Executor:
 
 
 class CUDAGraphManager:
-    """Wraps nothing, and counts how often captures are given back."""
+    """Wrap nothing, and count how often captures are dropped."""
 
     def __init__(self, wrap: Any = lambda compiled: compiled) -> None:
         self.wrap, self.drops = wrap, 0
@@ -57,7 +57,7 @@ class CUDAGraphManager:
 
 
 class Store(dict[str, bytes]):
-    """Another rank waits with the plan ``theirs``, or comes with the same one."""
+    """Another rank waits with the plan ``theirs``, or arrives with the same one."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value.encode()
@@ -70,7 +70,7 @@ class Store(dict[str, bytes]):
 
 
 class Alone(CompileSession):
-    """Of one rank on a CPU, without an engine."""
+    """A session of one rank on a CPU, without an engine."""
 
     def __init__(self, options: dict[str, Any] = EXACT, world_size: int = 1, begin: bool = True) -> None:
         load()
@@ -302,7 +302,7 @@ def test_a_plan_is_kept_once_the_ranks_have_agreed_on_it() -> None:
         session.check_plan(PLAN.digest, PLAN.to_json())
     assert session.plans.count == 0
     assert session.waits == ["the agreement on a newly compiled graph"]
-    session.executor.turns = True  # ranks do nothing at the same time, and need not agree
+    session.executor.turns = True  # ranks never run concurrently, and need not agree
     session.check_plan(PLAN.digest, PLAN.to_json())
     assert session.plans.agreed_plans == (PLAN,)
 

@@ -1,4 +1,4 @@
-"""The ops that stand for layers."""
+"""The ops of layer calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When groups are started: as late as the transfer hides, as early as there is room for where it does not."""
+"""When groups start: as late as compute hides the transfer, otherwise as early as memory allows."""
 
 import pytest
 import torch
@@ -18,13 +18,13 @@ FLOPS = 2 * 64**3  # of each product below
 
 
 def costs(transfer: float, product: float = 1.0) -> CostModel:
-    """Seconds for a weight beside compute, and for a product; nothing else takes time."""
+    """Seconds for a weight during compute, and for a product; other nodes take no time."""
     speed = DeviceSpeed({torch.float32: FLOPS / product}, 1e18, 1e-18)
     return CostModel(((1, transfer * BESIDE_COMPUTE / WEIGHT),), speed)
 
 
 def placed(graph: Graph, transfer: float, **options: float) -> str:
-    """Views left out; the waits stay."""
+    """Views are left out; the waits stay."""
     graph = group_gathers(graph, 2, GroupLimits(WEIGHT), costs=costs(transfer), **options)  # type: ignore[arg-type]
     graph.lint()
     return order(graph).replace("slice view ", "").replace("gather_group", "gather")

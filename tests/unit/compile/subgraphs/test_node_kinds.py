@@ -1,4 +1,4 @@
-"""What nodes are where a graph is cut."""
+"""Kinds of nodes in a graph that is cut."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_is_written_to_memory_by_itself_and_what_is_not() -> None:
 
 
 def test_random_numbers_that_are_drawn_again_are_drawn_where_they_were_and_by_equal_layers_alike() -> None:
-    """Torch has another op run those, with the state of a generator of their own."""
+    """torch runs recomputed random ops by another op, with a generator state of their own."""
 
     def again(op: object, *args: object, rng_state: object = None) -> None: ...
 
