@@ -104,7 +104,7 @@ class StartupTimer:
         return f"Start: {total:.1f} s to the end of step {batches}: {shown}."
 
     def _pieces(self) -> str:
-        pieces, compiled = int(self._since("pieces")), int(self._since("pieces compiled"))
+        pieces, compiled = int(self._since("subgraphs")), int(self._since("subgraphs compiled"))
         return f" ({compiled} pieces compiled, {pieces - compiled} used again)" if pieces else ""
 
     def _since(self, what: str) -> float:

@@ -24,8 +24,8 @@ class Training:
         self.spent["graphs"] += 1
         self.spent["compiling"] += inside
         self.spent["passes"] += passes
-        self.spent["pieces"] += pieces
-        self.spent["pieces compiled"] += new
+        self.spent["subgraphs"] += pieces
+        self.spent["subgraphs compiled"] += new
         self.torch["aot_trace_joint_graph"] += joint
         self.torch["_compile.compile_inner"] += dynamo + inside
         self.torch["OutputGraph.call_user_compiler"] += inside
