@@ -76,12 +76,8 @@ __all__ = ["Compiler", "JointPasses"]
 
 log = logging.getLogger(__name__)
 
-GRAPH_PACKAGES = (
-    "compat",
-    "compile",
-    "native",
-    "profiling",
-)  # packages whose code decides how graphs are rewritten
+# Packages whose code decides how graphs are rewritten.
+GRAPH_PACKAGES = ("compat", "compile", "native", "profiling")
 
 
 class Compiler:
