@@ -64,8 +64,8 @@ from lightning_zero.compile.subgraphs import (
     cut,
     fix_strides,
     is_worth_cutting,
+    lower_subgraphs,
 )
-from lightning_zero.compile.subgraphs import compile_subgraphs as lower
 from lightning_zero.config import CompileConfig
 from lightning_zero.sharding.unsupported import no_shard_dispatch
 
@@ -74,12 +74,8 @@ __all__ = ["Compiler", "JointPasses"]
 
 log = logging.getLogger(__name__)
 
-GRAPH_PACKAGES = (
-    "compat",
-    "compile",
-    "native",
-    "profiling",
-)  # packages whose code decides how graphs are rewritten
+# Packages whose code decides how graphs are rewritten.
+GRAPH_PACKAGES = ("compat", "compile", "native", "profiling")
 
 
 class Compiler:
@@ -300,17 +296,17 @@ class Compiler:
         steps = cut(module.graph)
         begun, known = monotonic(), self._subgraphs.compiled
         try:
-            program = None if steps is None else lower(module, self._subgraphs, kernels, steps, **settings)
+            program = None if steps is None else lower_subgraphs(module, self._subgraphs, kernels, steps, **settings)
         except StrideMismatch as error:
             log.info("Compiling a graph without subgraphs: %s", error)
             program = None
         if program is None:
             with inductor_config.patch(post_grad_custom_post_pass=None):
                 return compile_fx_inner(module, inputs, **settings)
-        self._listener.add_metric("pieces", program.calls)
-        self._listener.add_metric("pieces compiled", self._subgraphs.compiled - known)
-        OPTIMIZATION_COUNTS["pieces"] += program.calls
-        OPTIMIZATION_COUNTS["pieces compiled"] += self._subgraphs.compiled - known
+        self._listener.add_metric("subgraphs", program.calls)
+        self._listener.add_metric("subgraphs compiled", self._subgraphs.compiled - known)
+        OPTIMIZATION_COUNTS["subgraphs"] += program.calls
+        OPTIMIZATION_COUNTS["subgraphs compiled"] += self._subgraphs.compiled - known
         log.info(
             "Subgraphs: compiled (nodes=%d, calls=%d, new=%d, seconds=%.1f)",
             len(module.graph.nodes),

@@ -45,8 +45,8 @@ class CompileProgress:
 
     Attributes:
         compiled: number of beginnings and ends of compilations.
-        metrics: seconds of "compiling", and of the "passes" in it; numbers of "graphs", of
-            "pieces" (subgraphs) and of "pieces compiled".
+        metrics: seconds of "compiling", and of the "passes" in it; numbers of "graphs", of "subgraphs" and of
+            "subgraphs compiled".
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class OptimizationCounts(Counter[str]):
     """Counts of optimizations in use, per process. A count of zero shows one that a new torch has disabled.
 
     "layers stamped" and "layers traced" by Dynamo; "layers" in joint graphs and "layers differentiated" for them;
-    "pieces" (subgraphs) and "pieces compiled".
+    "subgraphs" and "subgraphs compiled".
     """
 
     def text(self) -> str:

@@ -97,15 +97,15 @@ class StartupTimer:
             ("Dynamo", self._of_torch_since(DYNAMO) - self._of_torch_since(IN_BACKENDS)),
             ("joint graph", joint),
             ("passes", passes),
-            (self._compiler + self._pieces(), self._since("compiling") - joint - passes),
+            (self._compiler + self._subgraphs(), self._since("compiling") - joint - passes),
         ]
         parts.append(("the other steps", total - sum(seconds for _, seconds in parts)))
         shown = ", ".join(f"{what} {max(seconds, 0.0):.1f}" for what, seconds in parts)
         return f"Start: {total:.1f} s to the end of step {batches}: {shown}."
 
-    def _pieces(self) -> str:
-        pieces, compiled = int(self._since("pieces")), int(self._since("pieces compiled"))
-        return f" ({compiled} pieces compiled, {pieces - compiled} used again)" if pieces else ""
+    def _subgraphs(self) -> str:
+        total, compiled = int(self._since("subgraphs")), int(self._since("subgraphs compiled"))
+        return f" ({compiled} subgraphs compiled, {total - compiled} reused)" if total else ""
 
     def _since(self, what: str) -> float:
         return self._spent().get(what, 0.0) - self._before.get(what, 0.0)

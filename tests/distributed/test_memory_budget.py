@@ -274,7 +274,7 @@ def held_without_a_limit() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_without_a_limit_what_a_full_device_has_no_room_for_is_on_the_host_as_well(ranks: Ranks) -> None:
-    told = "of what this step, which runs eagerly, saved"
+    told = "of activations of this eager step"
     roomy, full = ranks.run(2, held_without_a_limit)
     assert told not in "".join(roomy[0]["said"])
     assert told in "".join(full[0]["said"])

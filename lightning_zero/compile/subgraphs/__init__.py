@@ -1,7 +1,12 @@
 """Subgraphs: cut graphs into repeated parts, and compile each distinct part once."""
 
 from lightning_zero.compile.async_compile import DeferredKernels
-from lightning_zero.compile.subgraphs.compile_subgraphs import StrideMismatch, SubgraphCache, fix_strides, lower
+from lightning_zero.compile.subgraphs.compile_subgraphs import (
+    StrideMismatch,
+    SubgraphCache,
+    fix_strides,
+    lower_subgraphs,
+)
 from lightning_zero.compile.subgraphs.cut import cut, is_worth_cutting
 from lightning_zero.compile.subgraphs.subgraph import Subgraph
 
@@ -11,7 +16,7 @@ __all__ = [
     "Subgraph",
     "SubgraphCache",
     "cut",
-    "lower",
+    "lower_subgraphs",
     "is_worth_cutting",
     "fix_strides",
 ]

@@ -26,7 +26,7 @@ from lightning_zero.compile.subgraphs.subgraph_program import Compiled, Subgraph
 from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.graph_tensors import is_view, nodes_where, tensors_of
 
-__all__ = ["StrideMismatch", "SubgraphCache", "check_strides", "fix_strides", "lower"]
+__all__ = ["StrideMismatch", "SubgraphCache", "check_strides", "fix_strides", "lower_subgraphs"]
 
 
 class SubgraphCache:
@@ -58,7 +58,7 @@ class SubgraphCache:
         return self._cache[key]
 
 
-def lower(
+def lower_subgraphs(
     module: GraphModule,
     cache: SubgraphCache,
     kernels: DeferredKernels,

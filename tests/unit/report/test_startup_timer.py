@@ -20,14 +20,14 @@ class Training:
     def passes(self, seconds: float) -> None:
         self.now += seconds
 
-    def compiles(self, dynamo: float, joint: float, passes: float, rest: float, pieces: int = 0, new: int = 0) -> None:
+    def compiles(self, dynamo: float, joint: float, passes: float, rest: float, subgraphs: int = 0, new: int = 0) -> None:
         inside = joint + passes + rest
         self.passes(dynamo + inside)
         self.spent["graphs"] += 1
         self.spent["compiling"] += inside
         self.spent["passes"] += passes
-        self.spent["pieces"] += pieces
-        self.spent["pieces compiled"] += new
+        self.spent["subgraphs"] += subgraphs
+        self.spent["subgraphs compiled"] += new
         self.torch["aot_trace_joint_graph"] += joint
         self.torch["_compile.compile_inner"] += dynamo + inside
         self.torch["OutputGraph.call_user_compiler"] += inside
@@ -46,11 +46,11 @@ def test_the_line_says_where_each_second_went() -> None:
     training.clock.built(1.5)
     assert not training.batches(1, seconds=2.0)
     assert training.clock.batch() == []
-    training.compiles(5.0, 8.0, 1.0, 18.0, pieces=152, new=12)
+    training.compiles(5.0, 8.0, 1.0, 18.0, subgraphs=152, new=12)
     training.passes(0.5)
     assert training.batches(20) == [
         "Start: 41.5 s to the end of step 10: build 1.5, until the first step 1.5, first step, eagerly 2.0, Dynamo 5.0, "
-        "joint graph 8.0, passes 1.0, Inductor (12 pieces compiled, 140 used again) 18.0, the other steps 4.5."
+        "joint graph 8.0, passes 1.0, Inductor (12 subgraphs compiled, 140 reused) 18.0, the other steps 4.5."
     ]
     assert training.clock.ends() == [], "once is enough"
 

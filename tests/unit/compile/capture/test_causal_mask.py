@@ -109,7 +109,7 @@ def test_others_are_kept(mask: str) -> None:
 def test_masks_of_unknown_or_too_great_a_length_are_kept() -> None:
     check(lambda x: ordered(x.shape[2]), 0, dynamic=True)
     check(lambda x: ordered(x.shape[2]), 1, dynamic=False)
-    with patch.object(causal_mask, "LARGEST", LENGTH * LENGTH - 1):
+    with patch.object(causal_mask, "MAX_MASK_ELEMENTS", LENGTH * LENGTH - 1):
         check(CAUSAL["compared places"], 0)
 
 

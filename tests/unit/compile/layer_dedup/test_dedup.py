@@ -128,7 +128,7 @@ def test_what_autocast_casts_once_in_all_stays_in_one_graph() -> None:
 def test_layers_that_cannot_be_put_in_place_are_traced_with_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     module = Stack(Block)
     whole, _ = joint_graph(module, False)
-    monkeypatch.setattr("lightning_zero.compile.layer_dedup.dedup.moved_to", lambda value, moved: value.nothing)
+    monkeypatch.setattr("lightning_zero.compile.layer_dedup.dedup.rebase_value", lambda value, moved: value.nothing)
     instead, found = joint_graph(module, True)
     assert found == 0
     assert instead == whole

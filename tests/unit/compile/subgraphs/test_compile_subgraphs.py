@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from lightning_zero.compat.compiler import compile_fx_inner, functorch_config, lookup_backend
-from lightning_zero.compile.subgraphs import DeferredKernels, SubgraphCache, cut, is_worth_cutting, lower
+from lightning_zero.compile.subgraphs import DeferredKernels, SubgraphCache, cut, is_worth_cutting, lower_subgraphs
 from lightning_zero.compile.subgraphs.compile_subgraphs import StrideMismatch, _fingerprint, check_strides, fix_strides
 from lightning_zero.compile.subgraphs.subgraph import Subgraph
 from lightning_zero.compile.subgraphs.subgraph_program import SubgraphProgram, compile_subgraph, subgraph_context
@@ -47,7 +47,7 @@ def trained(module: nn.Module, batches: list[Tensor], cache: SubgraphCache | Non
         steps = cut(graph.graph)
         assert steps is not None
         kernels = DeferredKernels()
-        program = lower(graph, cache, kernels, steps, **settings)
+        program = lower_subgraphs(graph, cache, kernels, steps, **settings)
         kernels.finish()
         return program
 
