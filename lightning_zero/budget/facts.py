@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lightning_zero.budget.curve import Curve
-from lightning_zero.config.nominal import HOST_BYTES_PER_S
+from lightning_zero.config.engine_config import HOST_BYTES_PER_S
 
 __all__ = ["CAPTURE_GAP_SHARE", "MemoryConfig", "PlannerInputs", "Constraints", "GradientBytes", "StepTimes"]
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 from lightning_zero.budget.curve import BUDGETS
 from lightning_zero.budget.facts import MemoryConfig, PlannerInputs, Constraints, StepTimes
 from lightning_zero.budget.knapsack import Item, Variant
-from lightning_zero.config.option import OFFLOAD_CHOICES
+from lightning_zero.config.schema import OFFLOAD_CHOICES
 
 __all__ = [
     "ACTIVATIONS",

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from lightning_zero.budget.facts import MemoryConfig, Constraints
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.option import OFFLOAD_CHOICES
-from lightning_zero.config.tuning import Tuning
+from lightning_zero.config.schema import OFFLOAD_CHOICES
+from lightning_zero.config.options import Tuning
 
 __all__ = ["apply_memory_config", "memory_config", "constraints_of"]
 

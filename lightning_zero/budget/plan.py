@@ -22,7 +22,7 @@ from lightning_zero.budget.items import (
 )
 from lightning_zero.budget.knapsack import Item, Pick, Variant, pick
 from lightning_zero.config.text import format_gib, format_table
-from lightning_zero.config.tuning import Tuning
+from lightning_zero.config.options import Tuning
 
 __all__ = ["Line", "MemoryPlan", "with_offload_advice", "choose_plan"]
 

@@ -12,7 +12,7 @@ import torch
 
 from lightning_zero.cli.command import Command
 from lightning_zero.cli.models import SIZES, DecoderModule, model_class
-from lightning_zero.cli.show import show_section, print_progress
+from lightning_zero.cli.terminal import show_section, print_progress
 from lightning_zero.config import Tuning
 from lightning_zero.planning.plan import Training, plan
 from lightning_zero.planning.result import TrainingPlan

@@ -11,7 +11,7 @@ from lightning_zero.compile.first_step import FirstStepStats
 from lightning_zero.compile.measuring import SteadyStats
 from lightning_zero.compile.graph_plan import PlanStore
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.nominal import HOST_BYTES_PER_S
+from lightning_zero.config.engine_config import HOST_BYTES_PER_S
 from lightning_zero.profiling.headroom import DeviceMemory, memory_limit
 
 __all__ = [

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_zero.budget.options import apply_memory_config, memory_config
-from lightning_zero.compat.newer import require_compiler
+from lightning_zero.compat.patches import require_compiler
 from lightning_zero.compile.backend import Compiler
 from lightning_zero.compile.budget import MemoryPlanner
 from lightning_zero.compile.capture.discovery import CompiledModules

@@ -14,8 +14,8 @@ from lightning_zero.budget.facts import GradientBytes
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.known import EngineMemoryFacts
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.nominal import HOST_BYTES_PER_S
-from lightning_zero.config.option import OFFLOAD_CHOICES
+from lightning_zero.config.engine_config import HOST_BYTES_PER_S
+from lightning_zero.config.schema import OFFLOAD_CHOICES
 from lightning_zero.offload.masters import check_host_masters
 from lightning_zero.planning.buckets import reduce_bucket_bytes
 from lightning_zero.planning.result import PassEstimates, TrainingPlan
@@ -86,11 +86,11 @@ def plan(
     kind = Precision.of(precision)
     hosts = ceil(world_size / how.ranks_per_host)
     inside = ceil(world_size / hosts)
-    config = _config(kind, options).over(hosts, inside)
+    config = _config(kind, options).for_hosts(hosts, inside)
     replicas = config.tuning.replicate_over is not None
     holders = inside if replicas else world_size
     check_host_masters(config, hosts)
-    config.over_copies(hosts)  # raises
+    config.uses_grad_aliasing(hosts)  # raises
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
         cuts = cut(module, holders, kind.own)

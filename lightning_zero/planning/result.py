@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_zero.budget.facts import CAPTURE_GAP_SHARE
 from lightning_zero.budget.plan import MemoryPlan
-from lightning_zero.config.nominal import HOST_BYTES_PER_S
+from lightning_zero.config.engine_config import HOST_BYTES_PER_S
 from lightning_zero.config.text import format_table
 from lightning_zero.planning.seconds import StepSeconds
 from lightning_zero.planning.training import StepEstimate

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.ops import OpOverload
+from lightning_zero.compat.tensors import OpOverload
 from lightning_zero.native.ops import FAKE_NAMESPACE
 
 __all__ = ["insert_gathers", "fake_op"]

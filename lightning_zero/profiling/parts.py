@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.fakes import fake_like
+from lightning_zero.compat.tensors import fake_like
 from lightning_zero.compat.tensors import FakeTensor, no_python_dispatcher, no_dispatch_modes
 
 __all__ = ["FakeBuffer"]

@@ -19,10 +19,9 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.fx import Graph
 from typing_extensions import override
 
-from lightning_zero.compile.fx_utils import graph_kind
+from lightning_zero.compile.fx_utils import format_graph, graph_kind
 from lightning_zero.compile.passes.base import PassTrace
-from lightning_zero.compile.fx_utils import format_graph
-from lightning_zero.integrations.trainer.lookup import zero_strategy
+from lightning_zero.integrations.trainer.pass_schedule import zero_strategy
 from lightning_zero.report.passes import write_passes
 
 __all__ = ["PlanReport"]

@@ -20,7 +20,7 @@ from lightning_zero.budget.plan import MemoryPlan
 from lightning_zero.compile.known import MASTERS, EngineMemoryFacts
 from lightning_zero.compile.session import CompiledStepHooks
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.engine import OFFLOADABLE
+from lightning_zero.config.engine_config import OFFLOADABLE
 from lightning_zero.config.text import format_gib
 from lightning_zero.mesh import Mesh
 from lightning_zero.offload.bandwidth import measure_host_bandwidth

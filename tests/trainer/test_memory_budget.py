@@ -1,4 +1,4 @@
-"""``memory=`` under a Trainer and under Fabric: the plan that users see, and what an error says of a full device."""
+"""Use ``memory=`` under a Trainer and Fabric: the plan, and the notes of out-of-memory errors."""
 
 import json
 import warnings
@@ -58,7 +58,7 @@ def notes(memory: Any, **options: Any) -> list[str]:
 
 
 def test_after_an_out_of_memory_error_the_error_says_what_would_fit(ranks: Ranks) -> None:
-    # Of 99 GiB 0.8 are taken for activations: an eighth of these is missing, with what was asked for and a tenth.
+    # 0.8 of 99 GiB are for activations: an eighth of these is missing, with the request and a tenth.
     ([note],) = ranks.run(1, notes, None)
     assert "ZeroStrategy(activation_memory_budget=0.7) is estimated to fit" in note
     assert "memory='auto' has this planned from the beginning" in note
@@ -70,8 +70,10 @@ def test_after_an_out_of_memory_error_the_error_says_what_would_fit(ranks: Ranks
 
 
 class FullOfState(MemoryGauge):
-    """A device that fills up in the second step, with 8 GiB of an optimizer's state, 8 of master weights, and with what
-    nobody has a choice about."""
+    """Device that fills up in the second step.
+
+    It has 8 GiB of optimizer state, 8 GiB of master weights, and memory that no plan can choose.
+    """
 
     reports_memory = True
     full = False

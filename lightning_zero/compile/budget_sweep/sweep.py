@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 from torch.fx import Graph, GraphModule
 
 from lightning_zero.budget.curve import CHARTED, Point
 from lightning_zero.compat.compiler import functorch_config
-from lightning_zero.compat.cuts import CannotCut, cache_minimum_cuts
 from lightning_zero.compat.graphs import TANGENTS
 from lightning_zero.compile.budget_sweep.lifetimes import fresh_bytes, graph_peak
 from lightning_zero.compile.context import PassContext
@@ -36,9 +36,9 @@ def chart(module: GraphModule, inputs: Any, outputs: int, context: PassContext, 
     """
     try:
         copy = _Unwritten(module, _copied(module.graph))
-        with cache_minimum_cuts():
+        with nullcontext():
             return tuple(_points(copy, inputs, outputs, context, settings))[::-1]
-    except CannotCut as error:  # which is no matter unless it is so under the budget in force, too
+    except (AssertionError, RuntimeError) as error:  # which is no matter unless it is so under the budget in force, too
         log.info("What budgets of activations come to is not reckoned: %s: %s", type(error).__name__, error)
     except Exception as error:
         log.warning(

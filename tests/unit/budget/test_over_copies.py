@@ -10,8 +10,8 @@ from lightning_zero.budget.facts import GIB, MemoryConfig, PlannerInputs, Constr
 from lightning_zero.budget.items import with_measured_peak
 from lightning_zero.budget.options import apply_memory_config, memory_config, constraints_of
 from lightning_zero.budget.plan import MemoryPlan, with_offload_advice, choose_plan
-from lightning_zero.config.engine import check_changes
-from lightning_zero.config.tuning import Tuning
+from lightning_zero.config.engine_config import check_changes
+from lightning_zero.config.options import Tuning
 from lightning_zero.errors import UnsupportedError
 from tests.helpers.options import config
 
@@ -58,8 +58,8 @@ def test_the_table_has_a_row_of_it_and_options_say_it() -> None:
     assert (line.choice, line.nbytes, line.saved) == ("over copies of weights, in bfloat16", 0, 4 * GIB)
     assert (line.seconds, line.by_hand) == (0, False)
     assert plan.options() == {"tuning": Tuning(grad_aliasing=True)}
-    chosen = apply_memory_config(config(memory=57.0, compute_dtype=torch.bfloat16, poison=True), plan.chosen)
-    assert chosen.tuning == Tuning(grad_aliasing=True, poison=True)
+    chosen = apply_memory_config(config(memory=57.0, compute_dtype=torch.bfloat16, nan_fill=True), plan.chosen)
+    assert chosen.tuning == Tuning(grad_aliasing=True, nan_fill=True)
     assert memory_config(chosen).over_copies
 
 

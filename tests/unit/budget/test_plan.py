@@ -22,7 +22,7 @@ from lightning_zero.budget.knapsack import Variant
 from lightning_zero.budget.options import apply_memory_config, constraints_of
 from lightning_zero.budget.plan import with_offload_advice, choose_plan
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.tuning import Tuning
+from lightning_zero.config.options import Tuning
 
 SPEED = StepTimes(pass_s=0.1, gather_s=1 / 300e9, host_bytes_per_s=50e9, pass_known="measured")
 # 60 GiB with all saved and nothing kept; 10 of state.

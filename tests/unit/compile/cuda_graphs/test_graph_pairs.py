@@ -62,7 +62,7 @@ class Executor:
     def end(self) -> int:
         self.recorded += 1
         if self.recorded == self.refuse:
-            raise NotImplementedError("some of its gradients travel together with those of other graphs")
+            raise NotImplementedError("some of its gradients share buckets with those of other graphs")
         self.log.append(("end",))
         return self.recorded
 
