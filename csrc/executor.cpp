@@ -2,23 +2,23 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "runtime/compat.h"
+#include "torch_compat.h"
 
 namespace lightning_zero {
 
-// Lives in autograd's list of final callbacks. Destroyed without having run, it means that the backward was
-// interrupted by an exception.
-class Executor::Round {
+// Owned by autograd's list of final callbacks. If it is destroyed without having run, an exception
+// interrupted the backward.
+class Executor::BackwardGuard {
  public:
-  explicit Round(Executor& executor)
+  explicit BackwardGuard(Executor& executor)
       : executor_(c10::intrusive_ptr<Executor>::unsafe_reclaim_from_nonowning(&executor)) {}
-  ~Round() {
+  ~BackwardGuard() {
     if (ran_)
       return;
     try {
       executor_->abort_backward();
     } catch (const std::exception&) {
-      // See ~Executor: what interrupted the backward is on its way to the user.
+      // See ~Executor: the exception that interrupted the backward is already propagating.
     }
   }
   void run() {
@@ -36,26 +36,27 @@ Executor::Executor(const Communicators::Names& groups, const std::string& device
       communicators_(context_, groups),
       transports_(context_, communicators_),
       weights_(context_, transports_, communicators_),
-      gradients_(context_, transports_, communicators_.control(), [this] { begin_round(); }),
+      gradients_(context_, transports_, communicators_.control(), [this] { guard_backward(); }),
       activations_(context_),
       graphs_(context_, communicators_, transports_, weights_, gradients_),
       parameters_(context_, *this, weights_, gradients_) {
-  gradients_.before_end(
-      [this](bool brought) { brought ? weights_.log().end_backward() : weights_.repeat_gathers(); });
+  gradients_.before_end([this](bool has_gradients) {
+    has_gradients ? weights_.log().end_backward() : weights_.repeat_gathers();
+  });
 }
 
 Executor::~Executor() {
   try {
     close();
   } catch (const std::exception&) {
-    // After an error of the device every call throws, and a destructor that throws ends the process before
-    // the error that came first is shown.
+    // After a device error every call throws. A destructor that throws would end the process before the first
+    // error is shown.
   }
 }
 
-void Executor::begin_round() {
-  auto round = std::make_shared<Round>(*this);
-  compat::at_end_of_backward([round] { round->run(); });
+void Executor::guard_backward() {
+  auto guard = std::make_shared<BackwardGuard>(*this);
+  compat::at_end_of_backward([guard] { guard->run(); });
 }
 
 void Executor::watch(c10::intrusive_ptr<Watchdog> watchdog) {
@@ -85,12 +86,12 @@ void Executor::set_staging(std::vector<at::Tensor> staging, const std::string& g
 
 void Executor::set_epoch_lock(std::vector<at::Tensor> numbers) {
   Lock lock(context_.mutex);
-  weights_.access().take(transports_.make_turns(std::move(numbers)));
+  weights_.access().set_epoch_lock(transports_.make_epoch_lock(std::move(numbers)));
 }
 
-void Executor::set_device_epoch_lock(const at::Tensor& code, std::vector<at::Tensor> rows) {
+void Executor::set_device_epoch_lock(const at::Tensor& code, std::vector<at::Tensor> pads) {
   Lock lock(context_.mutex);
-  weights_.access().take(transports_.make_device_turns(code, std::move(rows)));
+  weights_.access().set_epoch_lock(transports_.make_device_epoch_lock(code, std::move(pads)));
 }
 
 void Executor::begin_training_step() {
@@ -103,13 +104,13 @@ void Executor::begin_training_step() {
 void Executor::abort_backward() {
   Lock lock(context_.mutex);
   graphs_.abort();
-  graphs_.forget_replay();
+  graphs_.clear_replay();
   gradients_.abort();
 }
 
-int64_t Executor::epoch() const {
+int64_t Executor::shard_version() const {
   Lock lock(context_.mutex);
-  return context_.epoch;
+  return context_.shard_version;
 }
 
 void Executor::reset_counters() {

@@ -1,15 +1,15 @@
-// The Executor gathers weights and reduces gradients for one engine. It is made of owners, each of a part of
-// the state, and does itself only what concerns several of them:
+// The Executor gathers weights and reduces gradients for one engine. It consists of parts, each of which owns
+// some state, and implements only operations on several parts:
 //
-//   parameters.h               which parameters there are
-//   weights/weights.h          how whole weights come to code
-//   gradients/reducer.h        how gradients come to their shards
-//   activations.h              how activations leave for the host, and come back
-//   cuda_graph/recorder.h      how both are replayed by graphs of the device
-//   transport/communicators.h  the process groups, each with a stream of its own
-//   transport/transports.h     what moves bytes between ranks
+//   weights/param_registry.h   the parameters and their memory
+//   weights/weights.h          gathers weights for compiled and eager code
+//   gradients/reducer.h        reduces gradients into their shards
+//   activation_offload.h       moves activations to host memory and back
+//   cuda/graph_recorder.h      captures both into CUDA graphs and replays them
+//   transport/communicator.h   the process groups, each with its own stream
+//   transport/transport.h      the transports that move bytes between ranks
 //
-// All methods may be called from any thread; one lock is held over all owners (Context::mutex).
+// Any thread may call any method. One lock guards all parts (Context::mutex).
 #pragma once
 
 #include <c10/util/intrusive_ptr.h>
@@ -19,12 +19,12 @@
 #include <string>
 #include <vector>
 
-#include "activations.h"
+#include "activation_offload.h"
 #include "context.h"
-#include "cuda_graph/recorder.h"
+#include "cuda/graph_recorder.h"
 #include "gradients/reducer.h"
-#include "parameters.h"
-#include "transport/transports.h"
+#include "transport/transport.h"
+#include "weights/param_registry.h"
 #include "weights/weights.h"
 
 namespace lightning_zero {
@@ -34,35 +34,35 @@ class Executor : public c10::intrusive_ptr_target {
   Executor(const Communicators::Names& groups, const std::string& device);
   ~Executor() override;
 
-  // Legal outside backward.
+  // Apply options. Legal only outside backward.
   void configure(ExecutorOptions options);
-  // Who watches over the waits for other ranks.
+  // Set the watchdog for all waits for other ranks.
   void watch(c10::intrusive_ptr<Watchdog> watchdog);
 
   Parameters& parameters() { return parameters_; }
   Weights& weights() { return weights_; }
   Reducer& gradients() { return gradients_; }
-  Activations& activations() { return activations_; }
-  Recorder& graphs() { return graphs_; }
+  ActivationOffload& activations() { return activations_; }
+  GraphRecorder& graphs() { return graphs_; }
   Transports& transports() { return transports_; }
-  int64_t epoch() const;  // changes when shards may have
+  int64_t shard_version() const;  // increases whenever shards may have changed
 
-  // See Transports. Legal outside backward.
+  // See Transports. Legal only outside backward.
   void set_staging(std::vector<at::Tensor> staging, const std::string& group_name, int64_t timeout_ms);
-  // Shards lie in memory that all ranks can read, from now on: each rank's number of its turn. On every rank,
-  // with a barrier before the next gather. See [Note: turns].
+  // Let all ranks of the host read the shards, guarded by an epoch lock, see [Note: epoch lock]. `numbers`:
+  // each rank's counter. Every rank must call this, followed by a barrier before the next gather.
   void set_epoch_lock(std::vector<at::Tensor> numbers);
-  // The same on devices: the kernels of turns.cu, and of each rank a number for each rank. After
-  // set_barrier().
-  void set_device_epoch_lock(const at::Tensor& code, std::vector<at::Tensor> rows);
+  // The device variant. `code`: signal_kernels.cu; `pads`: each rank's signal pad. Legal after set_barrier().
+  void set_device_epoch_lock(const at::Tensor& code, std::vector<at::Tensor> pads);
 
   // See Transports.
   void begin_stage() { transports_.begin_stage(); }
-  // A training step begins, on every rank: what ranks had missed of each other in an interrupted one is over.
+  // Begin a training step on every rank. Ranks do not wait for parts of an interrupted step that others
+  // missed.
   void begin_training_step();
-  void abort_backward();  // drops what an interrupted backward left
+  void abort_backward();  // Drop the state of an interrupted backward.
 
-  // What there is to count is said in native/executor.py.
+  // Return the counters that native/executor.py documents.
   std::map<std::string, int64_t> counters() const;
   void reset_counters();
   int64_t size() const { return context_.size; }
@@ -70,16 +70,16 @@ class Executor : public c10::intrusive_ptr_target {
   void close();
 
  private:
-  class Round;
-  void begin_round();
+  class BackwardGuard;
+  void guard_backward();
 
   Context context_;
   Communicators communicators_;
   Transports transports_;
   Weights weights_;
   Reducer gradients_;
-  Activations activations_;
-  Recorder graphs_;
+  ActivationOffload activations_;
+  GraphRecorder graphs_;
   Parameters parameters_;
 };
 

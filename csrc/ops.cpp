@@ -1,5 +1,5 @@
-// The ops: what each is called, takes and returns, and what runs. Kernels only find the executor and call it.
-// What torch must know besides, and the passes, says the same op's row in lightning_zero/native/ops.py.
+// The ops: schemas and kernels. A kernel only finds the executor and calls it. Shape functions, effects and
+// costs, which torch and the passes need, are declared in lightning_zero/native/ops.py.
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
@@ -10,7 +10,7 @@ namespace {
 using lightning_zero::Executor;
 using lightning_zero::ShardTable;
 
-// The executor of a list of shards; `others`: tensors that come with them, one for each.
+// Return the executor that owns `shards`. `others`: number of tensors that must match the shards one to one.
 Executor& executor_of(at::TensorList shards, const char* op, std::optional<size_t> others = std::nullopt) {
   TORCH_CHECK_VALUE(!shards.empty(), "lightning_zero::", op, " got no shards.");
   TORCH_CHECK_VALUE(!others || *others == shards.size(), "lightning_zero::", op, " got ", shards.size(),
@@ -18,15 +18,15 @@ Executor& executor_of(at::TensorList shards, const char* op, std::optional<size_
   return *ShardTable::instance().find(shards[0], op).executor;
 }
 
-// `resident`: memory in which passes may let the weight stay; not used here.
+// `resident` is memory in which passes may keep the weight. The eager kernel ignores it.
 at::Tensor gather(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype,
                   const std::optional<at::Tensor>& resident) {
   auto [executor, index] = ShardTable::instance().find(shard, "gather");
   return executor->weights().gather(index, shape, dtype, /*tracked=*/false);
 }
 
-// What code that is not compiled reads: the result is watched for edits and known to the saved-tensor hooks.
-// Never for compiled code, which may use the result's memory for something else.
+// Gather for eager code: the result is watched for user writes and known to the saved-tensor hooks. Compiled
+// code must not use this op, since Inductor may reuse the result's memory.
 at::Tensor gather_eager(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype) {
   auto [executor, index] = ShardTable::instance().find(shard, "gather_eager");
   return executor->weights().gather(index, shape, dtype, /*tracked=*/true);
@@ -37,7 +37,7 @@ at::Tensor gather_start(const at::Tensor& shard, at::IntArrayRef shape, at::Scal
   return executor->weights().gather_start(index, shape, dtype);
 }
 
-// Several weights in one launch and one tensor, each padded to ranks times its shard.
+// Gather several weights in one launch into one tensor, each padded to ranks * shard elements.
 at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel) {
   return executor_of(shards, "gather_group").weights().gather_group(shards, dtype, numel);
 }
@@ -55,7 +55,7 @@ void reduce_add(const at::Tensor& grad, const at::Tensor& shard) {
   executor->gradients().reduce(index, grad);
 }
 
-// Several gradients at once: one call of the host for a block of the model.
+// Reduce several gradients with one host call.
 void reduce_group(at::TensorList grads, at::TensorList shards) {
   auto& executor = executor_of(shards, "reduce_group", grads.size());
   for (size_t i = 0; i < grads.size(); ++i) {
@@ -63,13 +63,13 @@ void reduce_group(at::TensorList grads, at::TensorList shards) {
   }
 }
 
-// Gradients whose memory is left alone until reduce_release, where `borrow` is not 0.
-void reduce_zero_copy(at::TensorList grads, at::TensorList shards, at::IntArrayRef borrow) {
+// Leave gradients with a nonzero `zero_copy` in place until reduce_release.
+void reduce_zero_copy(at::TensorList grads, at::TensorList shards, at::IntArrayRef zero_copy) {
   auto& executor = executor_of(shards, "reduce_zero_copy", grads.size());
-  executor_of(shards, "reduce_zero_copy", borrow.size());
+  executor_of(shards, "reduce_zero_copy", zero_copy.size());
   for (size_t i = 0; i < grads.size(); ++i) {
     executor.gradients().reduce(ShardTable::instance().find(shards[i], "reduce_zero_copy").index, grads[i],
-                                borrow[i] != 0);
+                                zero_copy[i] != 0);
   }
 }
 
@@ -84,29 +84,29 @@ void check_plan(const at::Tensor& shard, std::string_view digest, std::string_vi
   executor->weights().check_plan(std::string(digest), std::string(plan));
 }
 
-// Activations. Each op is found by any shard of its graph.
+// Activations. The executor is found from any shard of the graph.
 at::Tensor offload_start(const at::Tensor& value, const at::Tensor& shard) {
   auto [executor, index] = ShardTable::instance().find(shard, "offload_start");
-  return executor->activations().leave(value);
+  return executor->activations().start_offload(value);
 }
 
 void offload_wait(const at::Tensor& value, const at::Tensor& host, const at::Tensor& shard) {
   auto [executor, index] = ShardTable::instance().find(shard, "offload_wait");
-  executor->activations().left(value, host);
+  executor->activations().wait_offload(value, host);
 }
 
 at::Tensor reload_start(const at::Tensor& host, const at::Tensor& shard) {
   auto [executor, index] = ShardTable::instance().find(shard, "reload_start");
-  return executor->activations().come(host);
+  return executor->activations().start_reload(host);
 }
 
 at::Tensor reload_wait(const at::Tensor& value, const at::Tensor& host, const at::Tensor& shard) {
   auto [executor, index] = ShardTable::instance().find(shard, "reload_wait");
-  executor->activations().came(value, host);
+  executor->activations().wait_reload(value, host);
   return value;
 }
 
-// Both steps at once, until a pass comes that takes them apart.
+// Both steps at once, for graphs in which no pass has split the op.
 at::Tensor offload(const at::Tensor& value, const at::Tensor& shard) {
   auto host = offload_start(value, shard);
   offload_wait(value, host, shard);
@@ -117,15 +117,15 @@ at::Tensor reload(const at::Tensor& host, const at::Tensor& shard) {
   return reload_wait(reload_start(host, shard), host, shard);
 }
 
-// The form that autograd traces: it needs a gradient of the shard's shape. Ours is in the executor, so this
-// one is zero, and a graph pass replaces the op by reduce_add. `number`: tells equal gradients of one weight
-// apart, or the compiler would hand over only one of them.
+// The op that autograd traces. It must return a gradient of the shard's shape, so it returns zeros, and a
+// graph pass replaces it by reduce_add. `number` distinguishes equal gradients of one weight, which CSE would
+// merge.
 at::Tensor reduce(const at::Tensor& grad, const at::Tensor& shard, int64_t number) {
   reduce_add(grad, shard);
   return at::zeros(shard.sizes(), shard.options());
 }
 
-// No key's in particular: a kernel is for any device, and autograd is not its affair.
+// Register a kernel for all devices and without autograd.
 template <class Kernel>
 auto any(Kernel* kernel) {
   return torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, kernel);
@@ -138,7 +138,7 @@ TORCH_LIBRARY(lightning_zero, m) {
   m.def("gather_eager(Tensor shard, int[] shape, ScalarType dtype) -> Tensor", any(gather_eager));
   m.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor", any(gather_start));
   m.def("gather_group(Tensor[] shards, ScalarType dtype, int numel) -> Tensor", any(gather_group));
-  // Both write: what reads a resident weight must come after them.
+  // Both mutate `resident`, so that its readers are ordered after them.
   m.def("resident_start(Tensor(a!)[] resident, Tensor[] shards) -> ()", any(resident_start));
   m.def("resident_wait(Tensor(a!)[] resident, Tensor[] shards) -> ()", any(resident_wait));
   m.def("reduce(Tensor grad, Tensor shard, int number=0) -> Tensor", any(reduce));

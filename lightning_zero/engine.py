@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.checkpoints import Checkpoints
+from lightning_zero.checkpoint.manager import CheckpointManager
 from lightning_zero.compile.cuda_graphs import CUDAGraphManager
 from lightning_zero.compile.events import GraphObserver
 from lightning_zero.compile.session import CompiledStepHooks, CompileSession
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.engine import check_changes
+from lightning_zero.config.engine_config import check_changes
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
@@ -82,27 +82,33 @@ class Engine(PickledAsNone):
         tuning = chosen.tuning
         hosts = tuning.ranks_per_host, tuning.replicate_over == "hosts"
         self.mesh = mesh = mesh or Mesh.of(device, chosen.timeout, *hosts)
-        self.config = chosen.over(mesh.host_count, mesh.intra_host.size)
+        self.config = chosen.for_hosts(mesh.host_count, mesh.intra_host.size)
         assert mesh.device == device, f"a mesh on {mesh.device} for an engine on {device}"
         away = host_master_policy(self.config, mesh)
         self.watchdog = Watchdog(mesh, self.config.tuning.report_stall_after_s)
         self.executor = Executor(mesh, self.config, self._on_backward_end, self._on_new_plan, self.watchdog)
         self.transports = PeerTransports.of(self.config, mesh)
-        self.session = CompileSession(self.config, mesh, self.executor, self.watchdog, self.transports, skip_modules, report)
+        self.session = CompileSession(
+            self.config, mesh, self.executor, self.watchdog, self.transports, skip_modules, report
+        )
         if observe is not None:
             self.session.progress.observe(observe)
         ready, report = self.session.planner.is_settled, self.session.progress.report
         configure_nccl_for_capture(device)
         impossible = self.transports.no_capture_reason(self.executor)
-        self.replays = CUDAGraphManager(self.executor, device, self.config, ready, self._static_tensors, report, impossible)
+        self.replays = CUDAGraphManager(
+            self.executor, device, self.config, ready, self._static_tensors, report, impossible
+        )
         self.session.begin(self.replays)
-        self.sharder = Sharder(self.executor, mesh, self.transports, away, self.config.over_copies(mesh.host_count))
+        self.sharder = Sharder(
+            self.executor, mesh, self.transports, away, self.config.uses_grad_aliasing(mesh.host_count)
+        )
         self.sharder.view.bind_engine(self)
         self._copies = ModuleCopier(self.sharder)
         self.module: nn.Module | None = None
         self.buffers = BufferBroadcast(self.executor, mesh, skip_modules)
         self.buffers.configure(self.config)
-        self.checkpoints = Checkpoints(self.sharder, self.watchdog, self._sharded_module, report)
+        self.checkpoints = CheckpointManager(self.sharder, self.watchdog, self._sharded_module, report)
         compiled = CompiledStepHooks(self.session, self.replays, self.sharder, self.transports)
         self.cycle = cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)
@@ -126,11 +132,15 @@ class Engine(PickledAsNone):
 
         Raises:
             UnsupportedError: an option that was settled when the model was sharded is to be another, see
-                :class:`~lightning_zero.config.option.OnChange`; or replays are demanded where there can be none.
+                :class:`~lightning_zero.config.schema.OnChange`; or replays are demanded where there can be none.
             ValueError: passes that are switched off are needed with these options.
         """
-        config = self.memory.with_moved_masters(config.over(self.mesh.host_count, self.mesh.intra_host.size))
-        if config == (before := self.memory.with_moved_masters(self.config)) == self.memory.with_moved_masters(self.session.config):
+        config = self.memory.with_moved_masters(config.for_hosts(self.mesh.host_count, self.mesh.intra_host.size))
+        if (
+            config
+            == (before := self.memory.with_moved_masters(self.config))
+            == self.memory.with_moved_masters(self.session.config)
+        ):
             return
         check_changes(before, config)
         for part in (self.transports, self.replays, self.session):
@@ -229,7 +239,9 @@ class Engine(PickledAsNone):
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Loads this rank's part of a whole state dict."""
-        self.optimizers.load(optimizer, self.checkpoints.local_optimizer_state(optimizer, state, self.optimizers.empty_state))
+        self.optimizers.load(
+            optimizer, self.checkpoints.local_optimizer_state(optimizer, state, self.optimizers.empty_state)
+        )
 
     def close(self) -> None:
         """Frees what the executor holds. The module's weights cannot be read afterwards; see :meth:`unshard`."""
@@ -242,7 +254,9 @@ class Engine(PickledAsNone):
         live = self.sharder.live
         total = sum(record.layout.numel for record in live)
         compiled_modules = self.session.compiled_modules
-        compiled = sorted(set(compiled_modules.modules) - set(compiled_modules.limit_reasons)) if compiled_modules else []
+        compiled = (
+            sorted(set(compiled_modules.modules) - set(compiled_modules.limit_reasons)) if compiled_modules else []
+        )
         return (
             f"Engine(rank {self.rank} of {self.world_size} on {self.device}; {len(live)} parameters, {total:,} "
             f"elements; {self.sharder.memory.shards}; compiled: {compiled or 'nothing'})"

@@ -2,9 +2,172 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "runtime/tensors.h"
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+
+#include "tensor_ops.h"
 
 namespace lightning_zero {
+
+namespace {
+
+void add_mean(at::Tensor to, const at::Tensor& rows, bool add, const RowMeans& mean) {
+  if (mean(to, rows, add))
+    return;
+  const auto wide = c10::promoteTypes(to.scalar_type(), at::kFloat);
+  if (!add && to.scalar_type() == wide)
+    return tensors::mean_of_rows(to, rows, wide);
+  const auto from = tensors::mean_of_rows(rows, wide);
+  add ? to.add_(from) : to.copy_(from);
+}
+
+void add_product(at::Tensor to, const at::Tensor& from, double factor, bool add) {
+  int exponent = 0;
+  if (factor == 1.0) {
+    add ? to.add_(from) : to.copy_(from);
+  } else if (std::frexp(factor, &exponent) == 0.5) {
+    // One kernel. Rounding to a narrow dtype is exact for powers of two.
+    if (add)
+      to.add_(from, factor);
+    else
+      tensors::multiply(to, from, tensors::scalar(factor));
+  } else {
+    const auto wide = c10::promoteTypes(to.scalar_type(), at::kFloat);
+    const bool there = !add && to.scalar_type() == wide;
+    auto product = there ? to : tensors::empty(to.numel(), to.options().dtype(wide));
+    tensors::multiply(product, product.copy_(from), tensors::scalar(factor));
+    if (!there)
+      add ? to.add_(product) : to.copy_(product);
+  }
+}
+
+}  // namespace
+
+ApplySum make_row_mean(at::Tensor rows, int64_t begin, const RowMeans& mean) {
+  return [rows = std::move(rows), begin, &mean](const at::Tensor& to, int64_t from, bool add) {
+    add_mean(to, rows.narrow(1, from - begin, to.numel()), add, mean);
+  };
+}
+
+ApplySum make_product(at::Tensor sums, double factor) {
+  return [sums = std::move(sums), factor](const at::Tensor& to, int64_t begin, bool add) {
+    add_product(to, piece(sums, begin, to.numel()), factor, add);
+  };
+}
+
+namespace {
+
+// Maximum wait of the host for a reduce-scatter that a peer has not joined, before it allocates another
+// buffer.
+constexpr std::chrono::milliseconds kPeerWait{2000};
+// for a buffer that has already exceeded kPeerWait
+constexpr std::chrono::milliseconds kRepeatedPeerWait{100};
+
+}  // namespace
+
+BufferPool::BufferPool(at::ScalarType dtype, const c10::Device& device, int ranks, int64_t capacity,
+                       int depth)
+    : dtype_(dtype), device_(device), ranks_(ranks), capacity_(capacity), depth_(depth) {}
+
+BucketBuffer* BufferPool::grow(int64_t chunk, PoolStats& stats) {
+  if (chunk > capacity_ || buffers_.size() >= depth_)
+    ++stats.grown;
+  ++stats.allocated;
+  auto buffer = std::make_unique<BucketBuffer>();
+  buffer->capacity = std::max(chunk, expected_);
+  buffer->filling = true;
+  buffers_.push_back(std::move(buffer));
+  return buffers_.back().get();
+}
+
+BucketBuffer* BufferPool::acquire(int64_t chunk, PoolStats& stats) {
+  if (buffers_.size() < depth_)
+    return grow(chunk, stats);
+  auto oldest = std::find_if(buffers_.begin(), buffers_.end(), [](const auto& b) { return !b->filling; });
+  if (oldest == buffers_.end())
+    return grow(chunk, stats);
+  // Wait long for a slow peer once, not for each buffer.
+  const auto limit = oldest->get() == slow_buffer_ ? kRepeatedPeerWait : kPeerWait;
+  slow_buffer_ = (*oldest)->pending.ready_within(limit) ? nullptr : oldest->get();
+  if (slow_buffer_ != nullptr)
+    return grow(chunk, stats);
+  (*oldest)->pending.wait(device_);
+  (*oldest)->own_send_buffers.clear();
+  if ((*oldest)->capacity < chunk) {
+    // The wait above ordered the last use of the old memory before this point, so it can be replaced.
+    buffers_.erase(oldest);
+    return grow(chunk, stats);
+  }
+  auto buffer = std::move(*oldest);
+  buffers_.erase(oldest);
+  buffer->filling = true;
+  buffers_.push_back(std::move(buffer));
+  return buffers_.back().get();
+}
+
+void BufferPool::drain() {
+  for (auto& buffer : buffers_) {
+    if (!buffer->filling) {
+      buffer->pending.wait(device_);
+      buffer->own_send_buffers.clear();
+    }
+  }
+}
+
+void BufferPool::release() {
+  drain();
+  buffers_.clear();
+}
+
+void BufferPool::discard() {
+  for (auto& buffer : buffers_) {
+    buffer->pending.drop_continuation();
+    if (has_streams(device_)) {
+      try {
+        buffer->pending.wait(device_);  // it may still read zero-copy gradients
+      } catch (const std::exception&) {
+        // The device failed, so nothing reads the buffer.
+      }
+    }
+    buffer->own_send_buffers.clear();
+    buffer->filling = false;
+  }
+}
+
+int64_t BufferPool::bytes() const {
+  int64_t total = 0;
+  for (const auto& buffer : buffers_) {
+    for (const auto& tensor : {buffer->send, buffer->recv, buffer->host_sums})
+      total += tensor.defined() ? tensor.nbytes() : 0;
+  }
+  return total;
+}
+
+BufferPool& BufferPools::for_dtype(at::ScalarType dtype) {
+  auto& pool = pools_[static_cast<int>(dtype)];
+  if (!pool)
+    pool = make_(dtype);
+  return *pool;
+}
+
+void BufferPools::drain() {
+  for (auto& [dtype, pool] : pools_) pool->drain();
+}
+
+void BufferPools::release() {
+  for (auto& [dtype, pool] : pools_) pool->release();
+}
+
+void BufferPools::discard() {
+  for (auto& [dtype, pool] : pools_) pool->discard();
+}
+
+int64_t BufferPools::bytes() const {
+  int64_t total = 0;
+  for (const auto& [dtype, pool] : pools_) total += pool->bytes();
+  return total;
+}
 
 namespace {
 
@@ -22,14 +185,15 @@ const char* name(ReduceBucket::State state) {
 
 }  // namespace
 
-void ReduceBucket::append(ParamRecord* record, int expected, bool again) {
+void ReduceBucket::append(ParamRecord* record, int expected, bool repeated) {
   TORCH_INTERNAL_ASSERT(state_ == State::EMPTY);
-  slots_.push_back(Slot{record, chunk_, 0, expected, false, again});
+  slots_.push_back(Slot{record, chunk_, 0, expected, false, repeated});
   chunk_ += record->host_shard_numel();
 }
 
-void ReduceBucket::has_left() {
-  TORCH_INTERNAL_ASSERT(state_ == State::EMPTY, "a bucket that is ", name(state_), " has not left");
+void ReduceBucket::mark_launched() {
+  TORCH_INTERNAL_ASSERT(state_ == State::EMPTY, "cannot mark a bucket as launched that is ", name(state_),
+                        "");
   state_ = State::LAUNCHED;
   sent_.assign(slots_.size(), Sent{});
 }
@@ -46,8 +210,8 @@ void ReduceBucket::open(BucketBuffer* buffer, bool adding, std::optional<bool> d
       continue;
     }
     slot.add = adding || record.param.grad().defined();
-    if (!adding && !slot.again)
-      record.take_in_gradient();
+    if (!adding && !slot.repeated)
+      record.accept_user_gradient();
   }
 }
 
@@ -55,50 +219,50 @@ at::Tensor& ReduceBucket::memory(at::Tensor& tensor, int64_t numel, at::ScalarTy
   if (!tensor.defined()) {
     const auto& shard = slots_.front().record->shard;
     tensor = tensors::empty(numel, shard.options().dtype(dtype).requires_grad(std::nullopt));
-    if (poison)
-      fill_with_poison(tensor);
+    if (nan_fill)
+      fill_with_nan(tensor);
   }
   return tensor;
 }
 
-void ReduceBucket::put(size_t index, const at::Tensor& grad, bool borrow) {
+void ReduceBucket::add(size_t index, const at::Tensor& grad, bool zero_copy) {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot add a gradient to a bucket that is ", name(state_));
-  take_over(index);
+  materialize(index);
   auto& slot = slots_[index];
   auto& sent = sent_[index];
-  const bool first = slot.arrivals++ == 0 || std::exchange(sent.waits, false);
+  const bool first = slot.arrivals++ == 0 || std::exchange(sent.in_deferred, false);
   if (slot.takes_deferred()) {
     slot.record->deferred.add(grad);
-    sent.waits = true;
+    sent.in_deferred = true;
   } else if (!first) {
-    run(index).narrow(0, 0, grad.numel()).view(grad.sizes()).add_(grad, scale);
-  } else if (borrow && own_send_buffers && scale == 1.0 && grad.scalar_type() == dtype_ &&
+    send_slice(index).narrow(0, 0, grad.numel()).view(grad.sizes()).add_(grad, scale);
+  } else if (zero_copy && own_send_buffers && scale == 1.0 && grad.scalar_type() == dtype_ &&
              !grad.is_conj() && !grad.is_neg() && grad.is_contiguous() &&
              grad.numel() == ranks_ * slot.record->host_shard_numel()) {
-    sent = {grad.view({-1}), /*borrowed=*/true};
+    sent = {grad.view({-1}), /*zero_copy=*/true};
   } else {
     copy_in(index, grad);
   }
 }
 
-void ReduceBucket::take_over(size_t index) {
-  if (sent_[index].borrowed)
+void ReduceBucket::materialize(size_t index) {
+  if (sent_[index].zero_copy)
     copy_in(index, std::exchange(sent_[index], {}).flat);
 }
 
 void ReduceBucket::release(size_t index, const c10::Stream& stream) {
   if (state_ == State::FILLING) {
-    take_over(index);
-  } else if (sent_[index].borrowed) {
+    materialize(index);
+  } else if (sent_[index].zero_copy) {
     read_.block(stream);
     sent_[index] = {};
   }
 }
 
-void ReduceBucket::read_by(const c10::Stream& stream) {
+void ReduceBucket::record_read(const c10::Stream& stream) {
   read_.record(stream);
   for (auto& sent : sent_) {
-    if (sent.flat.defined() && !sent.borrowed)
+    if (sent.flat.defined() && !sent.zero_copy)
       buffer_->own_send_buffers.push_back(std::move(sent.flat));
   }
 }
@@ -106,27 +270,26 @@ void ReduceBucket::read_by(const c10::Stream& stream) {
 void ReduceBucket::copy_in(size_t index, const at::Tensor& grad) {
   const auto& slot = slots_[index];
   const auto& record = *slot.record;
-  // In the gradient's own shape: one that is a transposed view is copied once, not flattened first.
-  auto whole = run(index);
-  auto filled = piece(whole, 0, record.numel).view(grad.sizes());
+  // Copy in the gradient's own shape, so that a transposed view is copied once and not flattened first.
+  auto slice = send_slice(index);
+  auto filled = piece(slice, 0, record.numel).view(grad.sizes());
   if (scale == 1.0) {
     filled.copy_(grad);
   } else if (filled.element_size() > grad.element_size()) {
-    filled.copy_(grad).mul_(scale);  // scaling in the narrow type would round twice
+    filled.copy_(grad).mul_(scale);  // scaling in the narrow dtype would round twice
   } else {
-    // 1/3 in bfloat16 would be off by 0.2%, always to the same side; a 0-dim double does not change the
-    // dtype.
+    // 1/3 in bfloat16 has a systematic error of 0.2%. A 0-dim double tensor does not change the result dtype.
     if (!scale_.defined())
       scale_ = tensors::scalar(scale);
     tensors::multiply(filled, grad, scale_);
   }
-  // Stale values in the padding would reach the last ranks' shards, and from there the gradient norm.
+  // Stale values in the padding would reach the last ranks' shards and the gradient norm.
   const auto padding = ranks_ * record.host_shard_numel() - record.numel;
   if (padding > 0)
-    piece(whole, record.numel, padding).zero_();
+    piece(slice, record.numel, padding).zero_();
 }
 
-at::Tensor ReduceBucket::run(size_t index) {
+at::Tensor ReduceBucket::send_slice(size_t index) {
   const auto& slot = slots_[index];
   const auto length = ranks_ * slot.record->host_shard_numel();
   if (!own_send_buffers)
@@ -134,7 +297,7 @@ at::Tensor ReduceBucket::run(size_t index) {
   return memory(sent_[index].flat, length);
 }
 
-bool ReduceBucket::complete() const {
+bool ReduceBucket::is_complete() const {
   if (state_ != State::FILLING)
     return false;
   bool any = false;
@@ -149,49 +312,49 @@ bool ReduceBucket::complete() const {
 void ReduceBucket::seal(const std::function<bool(const Slot&)>& has_more) {
   TORCH_INTERNAL_ASSERT(state_ == State::FILLING, "cannot launch a bucket that is ", name(state_));
   for (auto& slot : slots_) {
-    if (!slot.again)
+    if (!slot.repeated)
       continue;
     if (has_more(slot))
       slot.add = true;
     else
-      slot.record->take_in_gradient();
+      slot.record->accept_user_gradient();
   }
   for (size_t index = 0; index < slots_.size(); ++index) {
     auto& slot = slots_[index];
     if (slot.takes_deferred()) {
-      auto& kept = slot.record->deferred;
-      copy_in(index, kept.values(slot.record->numel));
-      kept.empty();
-    } else if (slot.arrivals == 0 || sent_[index].waits) {
-      run(index).zero_();
+      auto& sum = slot.record->deferred;
+      copy_in(index, sum.values(slot.record->numel));
+      sum.clear();
+    } else if (slot.arrivals == 0 || sent_[index].in_deferred) {
+      send_slice(index).zero_();
     }
   }
   state_ = State::LAUNCHED;
   buffer_->filling = false;
 }
 
-void ReduceBucket::accumulate(int64_t begin, int64_t width, const Sums& sums, bool across) {
-  if (hosts_ == 1 || across)
-    add_to(begin, width, sums, slots_.front().record->deferred.shards,
-           [](Slot& slot) { return Target{slot.record->grad, &slot.add}; });
+void ReduceBucket::accumulate(int64_t begin, int64_t width, const ApplySum& sums, bool inter_host) {
+  if (hosts_ == 1 || inter_host)
+    apply_to_runs(begin, width, sums, slots_.front().record->deferred.shards,
+                  [](Slot& slot) { return Target{slot.record->grad, &slot.add}; });
   else if (deferred)
-    add_to(begin, width, sums, 1, [](Slot& slot) {
-      auto& kept = slot.record->deferred;
-      return Target{kept.memory, &kept.filled};
+    apply_to_runs(begin, width, sums, 1, [](Slot& slot) {
+      auto& sum = slot.record->deferred;
+      return Target{sum.memory, &sum.filled};
     });
   else
-    sums(piece(wide_memory(), begin, width), begin, /*add=*/false);
+    sums(piece(fp32_memory(), begin, width), begin, /*add=*/false);
 }
 
-at::Tensor ReduceBucket::host_sums() {
+at::Tensor ReduceBucket::sum_on_host() {
   std::vector<at::Tensor> to, from;
-  auto sums = wide_memory();
+  auto sums = fp32_memory();
   for (auto& slot : slots_) {
-    auto& kept = slot.record->deferred;
-    if (kept.filled && !kept.whole) {
+    auto& sum = slot.record->deferred;
+    if (sum.filled && !sum.full) {
       to.push_back(piece(sums, slot.offset, slot.record->host_shard_numel()));
-      from.push_back(kept.memory);
-      kept.empty();
+      from.push_back(sum.memory);
+      sum.clear();
     }
   }
   if (!to.empty())
@@ -199,24 +362,26 @@ at::Tensor ReduceBucket::host_sums() {
   return sums;
 }
 
-at::Tensor ReduceBucket::wide_memory() {
+at::Tensor ReduceBucket::fp32_memory() {
   const auto wide = c10::promoteTypes(dtype_, at::kFloat);
   return piece(memory(buffer_->host_sums, buffer_->capacity, wide), 0, chunk_);
 }
 
-// `parts`: slots are so many times as wide as what each contributes.
+// `parts`: the ratio of a slot's size to its contribution.
 template <class Find>
-void ReduceBucket::add_to(int64_t begin, int64_t width, const Sums& sums, int64_t parts, Find&& target) {
+void ReduceBucket::apply_to_runs(int64_t begin, int64_t width, const ApplySum& sums, int64_t parts,
+                                 Find&& target) {
   const auto end = begin + width;
   const auto offset = [&](const Slot& slot) { return slot.offset / parts; };
   const auto numel = [&](const Slot& slot) { return slot.record->host_shard_numel() / parts; };
-  // What of a slot's target lies between `begin` and `end`.
+  // Return the slice of a slot's target between `begin` and `end`.
   const auto within = [&](Slot& slot) {
     const auto from = std::max(begin, offset(slot));
     const auto to = std::min(end, offset(slot) + numel(slot));
     return from < to ? piece(target(slot).memory, from - offset(slot), to - from) : at::Tensor();
   };
-  // Neighbours in the bucket are usually neighbours in the gradient arena too: one kernel for each run.
+  // Slots that are adjacent in the bucket are usually adjacent in the flat gradient buffer too. Use one
+  // kernel per contiguous run.
   for (size_t first = 0; first < slots_.size();) {
     auto& head = slots_[first];
     auto into = within(head);

@@ -1,133 +1,213 @@
-// A ReduceBucket collects the gradients of a fixed list of parameters of one dtype and hands them to one
-// reduce-scatter.
-//
-// States, once per backward: EMPTY -> FILLING -> LAUNCHED -> EMPTY.
-// The list is fixed, and the executor launches buckets in one fixed order, so that every rank issues the
-// same collectives whatever gradients arrived on it; a gradient that is missing travels as zeros.
-// The memory is borrowed from a BufferPool while FILLING and LAUNCHED. Nothing here launches work.
-//
-// A gradient that its owner leaves alone until further notice is borrowed instead of copied: what travels is
-// read from where it lies.
-//
-// Memory of a bucket: one run of `ranks` host shards for each parameter, so that a gradient is copied in by
-// one contiguous copy and its padding is the end of its run. The reduce-scatters of all parameters in a
-// bucket are one launch. `ranks` are those of a host; with several hosts what comes of them goes on, see
-// [Note: hosts].
+// Reduce buckets, the memory of buckets in flight, and the sums that go into gradient shards.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <deque>
 #include <functional>
+#include <memory>
 #include <optional>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "context.h"
-#include "gradients/buffer_pool.h"
-#include "gradients/sums.h"
-#include "param_registry.h"
+#include "transport/pending.h"
+#include "transport/row_means.h"
+#include "weights/param_registry.h"
 
 namespace lightning_zero {
 
+// Writes the reduced elements from `begin` on to `to`, or adds them.
+using ApplySum = std::function<void(const at::Tensor& to, int64_t begin, bool add)>;
+
+// Return a mean over rows, one per rank, in float32, of elements from `begin` on. `mean` must outlive the
+// result.
+ApplySum make_row_mean(at::Tensor rows, int64_t begin, const RowMeans& mean);
+// Return `sums` times `factor`, for elements that a reduce-scatter has summed.
+ApplySum make_product(at::Tensor sums, double factor);
+
+// Send and receive memory of one bucket in flight.
+struct BucketBuffer {
+  int64_t capacity = 0;  // elements per rank
+  at::Tensor send;       // ranks * capacity elements; undefined until first use, as are recv and host_sums
+  at::Tensor recv;       // capacity elements
+  at::Tensor host_sums;  // only with several hosts
+  // memory sent from outside of `send`, until `pending` has completed
+  std::vector<at::Tensor> own_send_buffers;
+  Pending pending;
+  bool filling = false;
+};
+
+struct PoolStats {
+  int64_t grown = 0;      // buckets larger than the capacity, or buffers beyond `depth`
+  int64_t allocated = 0;  // buffers allocated
+};
+
+// Buffers of one dtype. By default two, so that one fills while the other is reduced.
+class BufferPool {
+ public:
+  BufferPool(at::ScalarType dtype, const c10::Device& device, int ranks, int64_t capacity, int depth);
+
+  // Set the elements per rank that the next buckets need, so that buffers are allocated once with the right
+  // size.
+  void expect(int64_t chunk) { expected_ = std::min(chunk, capacity_); }
+
+  // Return a buffer for `chunk` elements per rank. If all buffers are in flight, wait for the oldest
+  // reduce-scatter. Allocate beyond `depth` if all buffers are filling or a peer delays the oldest.
+  BucketBuffer* acquire(int64_t chunk, PoolStats& stats);
+
+  void drain();    // wait for all buffers in flight
+  void release();  // drain and free the memory
+  void discard();  // forget buffers in flight, whose results are not needed
+  int64_t bytes() const;
+
+ private:
+  BucketBuffer* grow(int64_t chunk, PoolStats& stats);
+
+  at::ScalarType dtype_;
+  c10::Device device_;
+  int ranks_;
+  int64_t capacity_;
+  int64_t expected_ = 0;
+  size_t depth_;
+  const BucketBuffer* slow_buffer_ = nullptr;          // the buffer that exceeded the wait
+  std::deque<std::unique_ptr<BucketBuffer>> buffers_;  // in order of last use
+};
+
+// The pools of all dtypes.
+class BufferPools {
+ public:
+  using Make = std::function<std::unique_ptr<BufferPool>(at::ScalarType)>;
+  explicit BufferPools(Make make) : make_(std::move(make)) {}
+
+  BufferPool& for_dtype(at::ScalarType dtype);
+  void drain();
+  void release();
+  void discard();
+  // Forget all pools, including buffers in flight, because the owner of their memory goes away.
+  void clear() { pools_.clear(); }
+  // Replace the pools and return the previous ones, which the caller may restore.
+  using Pools = std::unordered_map<int, std::unique_ptr<BufferPool>>;
+  Pools exchange(Pools others) { return std::exchange(pools_, std::move(others)); }
+  int64_t bytes() const;
+
+ private:
+  Make make_;
+  Pools pools_;
+};
+
+// Collects the gradients of a fixed list of parameters of one dtype for one reduce-scatter.
+//
+// States, once per backward: EMPTY -> FILLING -> LAUNCHED -> EMPTY. The list is fixed, and the reducer
+// launches buckets in a fixed order, so that every rank issues the same collectives for any set of gradients.
+// Missing gradients are sent as zeros. Buffers are taken from a BufferPool while FILLING and LAUNCHED. A
+// bucket launches nothing itself.
+//
+// A zero-copy gradient, whose owner does not modify it for now, is sent from its own memory.
+//
+// Memory: for each parameter, `ranks` consecutive host shards. A gradient is written by one contiguous copy,
+// followed by its padding. All reduce-scatters of a bucket are one launch. `ranks` are those of one host; for
+// several hosts see [Note: hosts].
 class ReduceBucket {
  public:
   enum class State { EMPTY, FILLING, LAUNCHED };
 
   struct Slot {
     ParamRecord* record;
-    int64_t offset;      // of the host shard within recv(); its run in send() begins at ranks * offset
-    int arrivals = 0;    // this backward
-    int expected = 1;    // arrivals after which it need not be waited for
-    bool add = false;    // the gradient shard already holds a value that counts
-    bool again = false;  // an earlier bucket of the same backward has a slot for the parameter, too
-    // Whether it takes along what waits whole on this rank.
-    bool takes_deferred() const { return !again && record->deferred.whole && record->deferred.filled; }
+    int64_t offset;         // of the host shard in recv(); its slice in send() begins at ranks * offset
+    int arrivals = 0;       // in this backward
+    int expected = 1;       // arrivals after which the bucket does not wait for it
+    bool add = false;       // add to the gradient shard instead of overwriting it
+    bool repeated = false;  // an earlier bucket of this backward also has a slot for the parameter
+    // Return true if the slot sends the full deferred gradient of this rank.
+    bool takes_deferred() const { return !repeated && record->deferred.full && record->deferred.filled; }
   };
 
-  ReduceBucket(at::ScalarType dtype, const Ranks& inside, const Ranks& across, int64_t segment)
-      : dtype_(dtype), ranks_(inside.size), hosts_(across.size), segment_(segment) {}
+  ReduceBucket(at::ScalarType dtype, const Ranks& intra_host, const Ranks& inter_host, int64_t segment)
+      : dtype_(dtype), ranks_(intra_host.size), hosts_(inter_host.size), segment_(segment) {}
 
-  void append(ParamRecord* record, int expected, bool again);
+  void append(ParamRecord* record, int expected, bool repeated);
 
-  // FILLING from EMPTY. Decides, per parameter, whether to overwrite or to add to its gradient shard:
-  // must come before autograd can touch param.grad in this backward. `adding`: to all of them, since they
-  // hold what the same gradients' first bucket brought. `decided`: whoever replays this will see to it. What
-  // an earlier bucket brings by the time that this one leaves, seal() is told.
+  // EMPTY -> FILLING. Decide per parameter whether its gradient shard is overwritten or added to, before
+  // autograd can change param.grad. `adding`: add to all, which hold the sums of their first bucket.
+  // `decided`: the decision of a captured graph. Contributions of earlier buckets are passed to seal().
   void open(BucketBuffer* buffer, bool adding, std::optional<bool> decided);
-  // LAUNCHED from EMPTY: a graph that was replayed has sent everything.
-  void has_left();
+  // EMPTY -> LAUNCHED, after a replayed graph has sent everything.
+  void mark_launched();
 
-  // Copies `grad` (any layout and dtype, the whole parameter's elements) times scale into its slot, cast in
-  // the same kernel; adds when the slot was filled before. Legal only while FILLING.
-  // `borrow`: leave it where it is, if what travels are its very bytes.
-  void put(size_t slot, const at::Tensor& grad, bool borrow = false);
+  // Copy `grad` (any layout and dtype, all elements of the parameter) times `scale` into its slot, cast in
+  // the same kernel. Add if the slot is already filled. Legal while FILLING. `zero_copy`: send the gradient
+  // from its own memory, if its bytes are what is sent.
+  void add(size_t slot, const at::Tensor& grad, bool zero_copy = false);
 
-  // The owner wants a borrowed gradient's memory back. Copies it when it has not been read yet.
+  // The owner needs a zero-copy gradient's memory again. Copy it unless it has been sent.
   void release(size_t slot, const c10::Stream& stream);
-  // What travels has been read by what `stream` has been given so far.
-  void read_by(const c10::Stream& stream);
+  // The sent memory has been read by the work queued on `stream` so far.
+  void record_read(const c10::Stream& stream);
 
-  bool complete() const;  // every slot has what it expects, and at least one gradient is there
+  bool is_complete() const;  // every slot has its expected arrivals, and at least one gradient arrived
 
-  // FILLING -> LAUNCHED. Zeroes the slots nothing arrived for, and takes along what earlier backwards have
-  // left whole on this rank; the caller launches send() -> recv(). `has_more`: whether an earlier bucket has
-  // brought something of a slot that is there `again`.
+  // FILLING -> LAUNCHED. Zero the slots without arrivals and add full deferred gradients. The caller launches
+  // send() -> recv(). `has_more`: returns true if an earlier bucket contributed to a repeated slot.
   void seal(const std::function<bool(const Slot&)>& has_more);
 
-  // Moves elements `begin` to `begin + width` of what ranks have sent into the gradient shards; with several
-  // hosts, into host_sums(). `across`: it is what all hosts have made of their host_sums(), and comes into
-  // the gradient shards.
-  void accumulate(int64_t begin, int64_t width, const Sums& sums, bool across = false);
+  // Apply elements `begin` to `begin + width` of the received sums to the gradient shards; with several
+  // hosts, to host_sums. `inter_host`: the elements are sums over all hosts and go to the gradient shards.
+  void accumulate(int64_t begin, int64_t width, const ApplySum& sums, bool inter_host = false);
 
-  void reset();  // any -> EMPTY; forgets the buffer
+  void reset();  // any -> EMPTY; releases the buffer
 
   State state() const { return state_; }
   at::ScalarType dtype() const { return dtype_; }
-  int64_t chunk() const { return chunk_; }      // elements of the host shards
+  int64_t chunk() const { return chunk_; }      // elements of all host shards
   int64_t segment() const { return segment_; }  // see [Note: segments of a backward]
   std::vector<Slot>& slots() { return slots_; }
   BucketBuffer* buffer() { return buffer_; }
   at::Tensor send() { return piece(memory(buffer_->send, ranks_ * buffer_->capacity), 0, ranks_ * chunk_); }
   at::Tensor recv() { return piece(memory(buffer_->recv, buffer_->capacity), 0, chunk_); }
-  // The part of send() that belongs to one parameter: what travels for it; with `own_send_buffers`, a tensor
-  // of its own, or the gradient that is borrowed.
-  at::Tensor run(size_t slot);
-  // With several hosts: chunk() elements, in float32 or what is wider. What earlier backwards have left on
-  // this host is added to it, and counts as taken along.
-  at::Tensor host_sums();
-  // As open() finds them: how the transport wants gradients.
+  // Return the slice of send() of one parameter; with `own_send_buffers`, a separate tensor or the zero-copy
+  // gradient.
+  at::Tensor send_slice(size_t slot);
+  // With several hosts: return chunk() elements in float32 or wider. Add the deferred gradients of this host,
+  // which then count as sent.
+  at::Tensor sum_on_host();
+  // Set before open(): properties of the transport.
   bool own_send_buffers = false;
   bool deferred = false;  // nothing crosses hosts, see [Note: deferred gradients]
   double scale = 1.0;
-  bool poison = false;
+  bool nan_fill = false;
 
  private:
-  // `tensor`, made at its first use.
+  // Return `tensor`, allocated at its first use.
   at::Tensor& memory(at::Tensor& tensor, int64_t numel) { return memory(tensor, numel, dtype_); }
   at::Tensor& memory(at::Tensor& tensor, int64_t numel, at::ScalarType dtype);
-  void take_over(size_t slot);  // copies a gradient that is borrowed
+  void materialize(size_t slot);  // copies a zero-copy gradient into the bucket
   void copy_in(size_t slot, const at::Tensor& grad);
-  at::Tensor wide_memory();
-  // Where a slot's values go, and whether they are added.
+  at::Tensor fp32_memory();
+  // Memory for a slot's result, and whether to add to it.
   struct Target {
     at::Tensor memory;
     bool* add;
   };
   template <class Find>
-  void add_to(int64_t begin, int64_t width, const Sums& sums, int64_t parts, Find&& target);
+  void apply_to_runs(int64_t begin, int64_t width, const ApplySum& sums, int64_t parts, Find&& target);
 
   at::ScalarType dtype_;
   int64_t ranks_, hosts_;
   int64_t segment_;
   int64_t chunk_ = 0;
-  // By slot: what travels, with `own_send_buffers`. `borrowed`: the gradient itself. Not the buffer's, which
-  // serves another bucket before the last of these is released. `waits`: the gradient was added to what
-  // earlier backwards have left whole on this rank, and travels with that.
+  // By slot: the memory that is sent, with `own_send_buffers`. It is not part of the buffer, which serves
+  // another bucket before the last gradient is released. `zero_copy`: it is the gradient itself.
+  // `in_deferred`: the gradient was added to this rank's full deferred gradient and is sent with it.
   struct Sent {
     at::Tensor flat;
-    bool borrowed = false;
-    bool waits = false;
+    bool zero_copy = false;
+    bool in_deferred = false;
   };
   std::vector<Sent> sent_;
   Fence read_;
-  at::Tensor scale_;  // of put(), the same each time
+  at::Tensor scale_;  // `scale` as a tensor, for add()
   std::vector<Slot> slots_;
   State state_ = State::EMPTY;
   BucketBuffer* buffer_ = nullptr;

@@ -1,15 +1,14 @@
-// Gradients of several micro-batches that ranks, or hosts, reduce once.
+// Gradients of several micro-batches that are reduced once.
 //
-// [Note: deferred gradients] While deferring is on, a backward's gradients are added up, in float32, and not
-// reduced to the end: either whole, on each rank, and nothing is sent at all; or, where there are several
-// hosts, after the ranks of each have reduced them among themselves, and nothing crosses hosts. The next
-// backward without it takes them along; an optimizer's step that comes first has them reduced by themselves
-// (reduce()). Meanwhile param.grad is there, and holds what has been reduced so far, which may be zeros: that
-// a gradient counts, and that zero_grad() drops it, is known by whether param.grad is there. What is done to
-// its values in between cannot be done to what still waits, and is refused.
+// [Note: deferred gradients] While deferring is on, gradients of backwards are summed in float32 and not
+// reduced completely. Either each rank sums full gradients and sends nothing. Or, with several hosts, each
+// host reduces among its ranks and nothing crosses hosts. The next backward without deferring sends the sums.
+// If an optimizer step comes first, reduce() sends them alone. Meanwhile param.grad exists and holds what has
+// been reduced so far, possibly zeros. Its existence shows that a gradient counts, and zero_grad() drops it.
+// Other changes of its values would not reach the deferred sum, so they raise an error.
 //
-// Where gradients stay whole, a backward ends without a word to other ranks: which parameters have one may
-// differ between them until they are reduced, when all ranks agree on that, as at the end of any backward.
+// With full gradients a backward ends without communication. Ranks may differ in which parameters have
+// gradients until these are reduced, when all ranks agree, as at the end of any backward.
 #pragma once
 
 #include <functional>
@@ -21,37 +20,37 @@ namespace lightning_zero {
 
 class DeferredGradients {
  public:
-  // `launch`: reduces what waits, on every rank.
+  // `launch`: reduces deferred gradients; collective.
   DeferredGradients(Context& context, std::function<void()> launch)
       : context_(context), launch_(std::move(launch)) {}
 
-  // For the backwards that begin from here on, on every rank. `whole`: nothing is reduced, otherwise among
-  // the ranks of each host. Nothing happens where nobody else is there to reduce with.
-  void defer(bool on, bool whole);
+  // Switch deferring for the next backwards, on every rank. `full`: sum full gradients and reduce nothing;
+  // otherwise reduce inside each host. No effect without other ranks or hosts.
+  void defer(bool on, bool full);
   bool is_on() const {
     Lock lock(context_.mutex);
     return on_;
   }
-  bool is_whole() const { return on_ && whole_; }
-  // Whether anything waits on this rank; of what does not wait whole, alike on every rank.
-  bool any() const;
-  // Reduces it now, on every rank, outside backward. Harmless where there is nothing.
+  bool is_full() const { return on_ && full_; }
+  // Return true if this rank has deferred gradients. Without `full`, the same on every rank.
+  bool has_any() const;
+  // Reduce deferred gradients now. Collective; legal outside backward; no effect without any.
   void reduce();
-  // A backward, or a step, begins: forgets what zero_grad() has dropped, and throws where values were
-  // changed.
-  void look();
-  // A backward has ended that took along what there was.
-  void are_reduced();
-  // What a backward brought that was interrupted, and that is in no param.grad, does not count.
+  // At the beginning of a backward or step: forget gradients that zero_grad() dropped, and raise if values
+  // were changed.
+  void validate();
+  // End a backward that sent all deferred gradients.
+  void finish_reduction();
+  // Drop what an interrupted backward added and no param.grad represents.
   void abort();
-  // The parameter's param.grad stands for it from here on.
-  void stand_for(ParamRecord& record) const;
+  // Let the parameter's param.grad represent its deferred gradient.
+  void track(ParamRecord& record) const;
 
  private:
   Context& context_;
   std::function<void()> launch_;
-  bool on_ = false, whole_ = false;
-  bool may_wait_ = false;  // something, on some rank; alike on every rank
+  bool on_ = false, full_ = false;
+  bool may_be_pending_ = false;  // on some rank; the same on every rank
 };
 
 }  // namespace lightning_zero

@@ -1,63 +1,116 @@
-// Which gradients travel in which bucket, and in which order buckets leave.
+// The assignment of gradients to buckets, and the division of a backward into segments.
+//
+// [Note: segments of a backward] A backward is divided where the backward of a compiled graph begins and ends
+// (Reducer::mark). A segment is one graph, or the code between two graphs. No bucket belongs to two segments,
+// so the gradients of a graph are sent with it and it can be replayed alone. A weight that several graphs use
+// has a slot in the buckets of each; its second gradient is sent and added separately.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "context.h"
 #include "gradients/bucket.h"
-#include "gradients/segments.h"
 
 namespace lightning_zero {
+
+// A parameter, and the number of its gradients before its bucket is launched.
+struct Expected {
+  int64_t index;
+  int count;
+  bool operator==(const Expected&) const = default;
+};
+// In the order of each parameter's last gradient.
+using Segment = std::vector<Expected>;
+
+class Segments {
+ public:
+  // Learn from the gradients of a backward. `marks`: number of arrivals at the end of each segment.
+  // `same_on_all_ranks`: all ranks had the same arrivals. The first backward is adopted; later segments are
+  // added up to a limit. Return true if the segments changed.
+  bool learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks, bool same_on_all_ranks);
+  bool is_learned() const { return learned_; }
+  // Learn the next backward like the first one, because the parameters changed.
+  void forget() { learned_ = false; }
+  const std::vector<Segment>& all() const { return segments_; }
+
+  // Return an id of the segment that ended last, for index_of().
+  int64_t identify(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks);
+  // Return the index of the segment in all(); -1 if it is not learned.
+  int64_t index_of(int64_t number) const;
+
+ private:
+  // Return the index of each wanted segment among the known ones, in one order; their number for an unknown
+  // one.
+  std::vector<size_t> find(const std::vector<Segment>& wanted) const;
+  bool add(std::vector<Segment> seen);
+  // Return true if a backward of one segment produced all gradients of the only known segment, and more.
+  bool is_superset(const std::vector<Segment>& seen) const;
+
+  std::vector<Segment> segments_;
+  struct Known {
+    Segment segment;
+    int before;  // equal segments earlier in the same backward, if a module is called twice
+  };
+  std::vector<Known> known_;
+  // Of the last backward, which the next one usually repeats.
+  std::vector<int64_t> arrivals_;
+  std::vector<size_t> marks_;
+  bool learned_ = false;
+  int relearned_ = 0;
+};
 
 class BucketLayout {
  public:
   struct Position {
     int64_t bucket = -1;
     int64_t slot = -1;
-    bool late = false;  // the bucket has left: its second chance is meant
+    bool late = false;  // the bucket is already launched, and its late bucket is meant
   };
 
   explicit BucketLayout(Context& context) : context_(context) {}
 
-  // Parameters or options are others than they were: made again before the next backward.
+  // Parameters or options changed; the next backward builds a new layout.
   void add_parameter();
   void forget() { buckets_.clear(); }
   size_t size() const { return buckets_.size(); }
   bool is_stale() const;
-  void make();
-  // Changes each time.
-  int64_t number() const { return made_; }
+  void build();
+  // Changes with each layout.
+  int64_t version() const { return version_; }
 
-  // Launching in the order of arrival is what hides the reduce-scatters. The first backward shows the order;
-  // it is adopted only when every rank saw the same one. `marks`: how many had arrived where a segment ended.
-  // Segments that come later are added, a few times.
-  void learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks, bool alike);
+  // Launching in the order of arrival overlaps reduce-scatters with backward. The order of the first backward
+  // is adopted if all ranks saw the same one. `marks`: number of arrivals at the end of each segment. Later
+  // segments are added up to a limit.
+  void learn(const std::vector<int64_t>& arrivals, const std::vector<size_t>& marks, bool same_on_all_ranks);
 
-  // Trainable parameters in the order their gradients are sent.
+  // Trainable parameters in the order in which their gradients are sent.
   const std::vector<int64_t>& order() const { return order_; }
-  // In the order in which they leave; empty for a parameter that was not trainable.
+  // In launch order; empty for a parameter that was not trainable.
   const std::vector<Position>& positions(int64_t index) const {
     return positions_[static_cast<size_t>(index)];
   }
-  // Where a gradient that arrives now goes. `launched`: so many buckets have left, or are another graph's.
-  Position place(int64_t index, size_t launched);
-  // Whether an earlier bucket than this one has brought the parameter's gradient.
+  // Return the slot for a gradient that arrives now. `launched`: number of buckets that were launched, or
+  // belong to an earlier graph.
+  Position find_position(int64_t index, size_t launched);
+  // Return true if an earlier bucket has sent a gradient of the parameter.
   bool was_launched(int64_t index, int64_t before) const;
-  // Launched in this order; and a second chance for each.
+  // Buckets in launch order, and their late buckets.
   std::vector<ReduceBucket>& buckets() { return buckets_; }
   std::vector<ReduceBucket>& late() { return late_; }
   ReduceBucket::Slot& slot(Position position) { return buckets_[position.bucket].slots()[position.slot]; }
   Segments& segments() { return learned_; }
-  // Number of the first bucket of a segment, by its own number; 0 where that is -1.
-  size_t begin_of(int64_t segment) const;
+  // Return the index of the segment's first bucket; 0 for segment -1.
+  size_t first_bucket_of(int64_t segment) const;
 
-  // Elements per rank that the buckets need, so that pools are neither larger than that nor grow.
+  // Tell the pools the largest bucket, so that they need not grow.
   void expect(BufferPools& pools) const;
-  // All buckets are empty again.
+  // Reset all buckets to EMPTY.
   void reset();
   void close();
 
-  // Elements per rank that a bucket may have.
+  // Return the maximum elements per rank of a bucket.
   int64_t row_limit(at::ScalarType dtype) const;
 
  private:
@@ -71,7 +124,7 @@ class BucketLayout {
   Segments learned_;
   std::vector<std::vector<Position>> positions_;  // by parameter
   std::vector<ReduceBucket> buckets_, late_;
-  int64_t made_ = 0;
+  int64_t version_ = 0;
 };
 
 }  // namespace lightning_zero

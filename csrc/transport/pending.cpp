@@ -8,16 +8,16 @@
 #include <optional>
 #include <thread>
 
-#include "runtime/compat.h"
+#include "torch_compat.h"
 
 namespace lightning_zero {
 
 namespace {
 
 constexpr std::chrono::milliseconds kSleepSlice{
-    100};  // of a sleep, between two looks at whether it should end
+    100};  // interval between checks of the watchdog during a sleep
 
-// A launched all-gather, in the form that _c10d_functional::wait_tensor knows how to wait for.
+// A launched all-gather, as _c10d_functional::wait_tensor expects it.
 class PendingWork : public c10d::Work {
  public:
   PendingWork(Pending pending, std::vector<at::Tensor> sources, c10::Device device)
@@ -45,7 +45,7 @@ Pending::~Pending() = default;
 
 void Pending::wait(const c10::Device& device) {
   for (auto& work : std::exchange(works_, {}))
-    watchdog_ ? watchdog_->wait(*work, lane_, number_, what_) : static_cast<void>(work->wait());
+    watchdog_ ? watchdog_->wait(*work, sequence_, number_, what_) : static_cast<void>(work->wait());
   if (arrives_ > std::chrono::steady_clock::now())
     sleep();
   fence_.block(current_stream(device));
@@ -56,7 +56,7 @@ void Pending::wait(const c10::Device& device) {
 void Pending::sleep() const {
   std::optional<Watchdog::Waiting> waiting;
   if (watchdog_)
-    waiting.emplace(*watchdog_, lane_, number_, what_);
+    waiting.emplace(*watchdog_, sequence_, number_, what_);
   while (!ready()) {
     std::this_thread::sleep_until(std::min(arrives_, std::chrono::steady_clock::now() + kSleepSlice));
     if (watchdog_)
@@ -85,7 +85,7 @@ void register_pending(const at::Tensor& tensor, Pending pending, std::vector<at:
                         c10::make_intrusive<PendingWork>(std::move(pending), std::move(sources), device));
 }
 
-void fill_with_poison(at::Tensor tensor) {
+void fill_with_nan(at::Tensor tensor) {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   if (at::isFloatingType(tensor.scalar_type()) || at::isComplexType(tensor.scalar_type())) {
     tensor.fill_(std::numeric_limits<double>::quiet_NaN());

@@ -1,4 +1,4 @@
-// Something that has been launched, and what is to be done with its result.
+// Handles of launched collectives.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,8 +7,8 @@
 #include <functional>
 #include <vector>
 
-#include "runtime/device.h"
-#include "runtime/watchdog.h"
+#include "cuda/streams.h"
+#include "watchdog/watchdog.h"
 
 namespace c10d {
 class Work;
@@ -18,11 +18,12 @@ namespace lightning_zero {
 
 using Works = std::vector<c10::intrusive_ptr<c10d::Work>>;
 
-// A collective that has been launched, and what is to be done with its result.
-// Must be waited for exactly where the result is first needed; waiting twice is harmless.
+// A launched collective, and the continuation for its result. It must be waited for where the result is first
+// needed. Waiting twice is harmless.
 class Pending {
  public:
-  // Not here, where nobody knows what a Work is: torch's headers of process groups take seconds to compile.
+  // Defined in the .cpp file: c10d::Work is incomplete here, because torch's headers of process groups take
+  // seconds to compile.
   Pending();
   Pending(const Pending&);
   Pending(Pending&&) noexcept;
@@ -30,19 +31,18 @@ class Pending {
   Pending& operator=(Pending&&) noexcept;
   ~Pending();
 
-  // Queues the wait on the caller's stream (accelerator) or blocks the caller (CPU), then, on a CPU, runs
-  // the continuation; on an accelerator the continuation was queued behind the collective at launch.
+  // Queue the wait on the caller's stream (accelerator), or block the caller and run the continuation (CPU).
+  // On an accelerator, the continuation was queued after the collective at launch.
   void wait(const c10::Device& device);
 
-  // True once wait() would not block the host. Always true on an accelerator, where it never does.
+  // Return true if wait() would not block the host. Always true on an accelerator.
   bool ready() const;
 
-  // Holds a host at most this long; true when ready. See [Note: one order on every rank]: a rank whose
-  // backward differs from its peers' must not wait here for ever, or nobody reaches the point where the ranks
-  // agree.
+  // Block the host at most this long; return true if ready. A rank whose backward differs from its peers'
+  // must not wait here forever, or it never reaches the consensus, see [Note: one order on every rank].
   bool ready_within(std::chrono::milliseconds limit) const;
 
-  // The result is unwanted; the collective itself still has to be waited for.
+  // The result is not needed. The collective itself must still be waited for.
   void drop_continuation() { continuation_ = {}; }
 
  private:
@@ -52,26 +52,26 @@ class Pending {
   Works works_;
   Fence fence_;
   std::function<void()> continuation_;
-  // By which the watchdog counts what the works are.
+  // Identifies the collective for the watchdog.
   c10::intrusive_ptr<Watchdog> watchdog_;
-  SequenceId lane_ = SequenceId::GATHER;
+  SequenceId sequence_ = SequenceId::GATHER;
   int64_t number_ = 0;
   const char* what_ = "";
-  std::chrono::steady_clock::time_point arrives_{};  // no sooner, on a CPU: see SlowLink
+  std::chrono::steady_clock::time_point arrives_{};  // on a CPU: the earliest arrival, see EmulatedLink
 };
 
-// Whoever reads `tensor` by _c10d_functional::wait_tensor waits for `pending`; `sources` live until then: a
-// cast copy has to until the collective has read it.
+// Let readers of `tensor` wait for `pending` by _c10d_functional::wait_tensor. `sources` live until then,
+// such as a cast copy that the collective reads.
 void register_pending(const at::Tensor& tensor, Pending pending, std::vector<at::Tensor> sources,
                       const c10::Device& device);
 
-// `length` elements of a contiguous tensor, as 1-D. There are thousands in a step, and narrow() takes three
-// times as long on the host.
-inline at::Tensor piece(const at::Tensor& whole, int64_t begin, int64_t length) {
-  return whole.as_strided({length}, {1}, whole.storage_offset() + begin);
+// Return `length` elements of a contiguous tensor as a one-dimensional view. A step needs thousands of views,
+// and narrow() takes three times as long on the host.
+inline at::Tensor piece(const at::Tensor& tensor, int64_t begin, int64_t length) {
+  return tensor.as_strided({length}, {1}, tensor.storage_offset() + begin);
 }
 
-// NaN, or the least integer.
-void fill_with_poison(at::Tensor tensor);
+// Fill with NaN, or with a constant for integer dtypes.
+void fill_with_nan(at::Tensor tensor);
 
 }  // namespace lightning_zero

@@ -5,15 +5,15 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "runtime/cuda_api.h"
-#include "runtime/device.h"
+#include "cuda/cuda_api.h"
+#include "cuda/streams.h"
 
 namespace lightning_zero {
 
 namespace {
 
-constexpr unsigned kMeanThreads = 256;  // as in row_means.cu
-constexpr int64_t kBlocks = 1 << 16;    // more than run at once; each thread has a pack or two
+constexpr unsigned kMeanThreads = 256;  // as in kernels.cu
+constexpr int64_t kBlocks = 1 << 16;    // more than run at once; a thread has one or two packs
 constexpr int64_t kPack = 16;           // bytes
 
 bool aligned(const void* address) {

@@ -1,4 +1,4 @@
-// The mean over what ranks sent, in one kernel.
+// The mean over the rows that ranks sent, in one kernel.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,21 +7,22 @@
 
 namespace lightning_zero {
 
-// at::mean over a few long rows takes twice as long as their bytes need, and matrix products, which need all
-// multiprocessors at once, wait for it: 2 ms of an 80 ms step. Python compiles the kernels of row_means.cu;
-// without them, and where they do not fit, at::mean is what runs.
+// at::mean over a few long rows takes twice the time of their memory traffic, and delays matrix products,
+// which need all SMs at once. Python compiles the kernels in kernels.cu. Without a fitting kernel, at::mean
+// is used.
 class RowMeans {
  public:
   RowMeans() = default;
-  // `code`: bytes that the device's driver loads, of kernels for so many rows. Raises if it does not.
+  // `code`: the compiled kernels.cu for `rows` rows. Raises if the driver cannot load it.
   RowMeans(const at::Tensor& code, int64_t rows);
 
-  // Writes, or adds, the mean over the rows of `from` to `to`, as long as a row. False: no kernel fits.
+  // Write the mean over the rows of `from` to `to`, or add it. `to` has the length of a row. Return false if
+  // no kernel fits.
   bool operator()(const at::Tensor& to, const at::Tensor& from, bool add) const;
 
  private:
   int64_t rows_ = 0;
-  std::array<void*, 4> kernels_{};  // of rows in float, half, bfloat16; of those into bfloat16
+  std::array<void*, 4> kernels_{};  // for rows in float, half and bfloat16, and bfloat16 to bfloat16
 };
 
 }  // namespace lightning_zero

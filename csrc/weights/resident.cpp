@@ -5,20 +5,20 @@
 
 #include <algorithm>
 
-#include "runtime/compat.h"
+#include "torch_compat.h"
 
 namespace lightning_zero {
 
 bool ResidentWeights::is_filled(ParamRecord& record) const {
   if (const auto* host_shard = record.resident_host_shard())
-    return host_shard->written == record.stamp(context_.epoch);
-  return record.resident.filled == record.stamp(context_.epoch);
+    return host_shard->written == record.stamp(context_.shard_version);
+  return record.resident.filled == record.stamp(context_.shard_version);
 }
 
 void ResidentWeights::note_filled(ParamRecord& record) const {
   if (auto* host_shard = record.resident_host_shard())
-    host_shard->written = record.stamp(context_.epoch);
-  record.resident.filled = record.stamp(context_.epoch);
+    host_shard->written = record.stamp(context_.shard_version);
+  record.resident.filled = record.stamp(context_.shard_version);
 }
 
 void ResidentWeights::start(at::TensorList resident, at::TensorList shards) {
@@ -30,9 +30,8 @@ void ResidentWeights::start(at::TensorList resident, at::TensorList shards) {
                               record.resident.memory.const_data_ptr() == resident[i].const_data_ptr(),
                           record.name);
     if (record.resident_host_shard() != nullptr)
-      continue;  // all ranks have exchanged it where the graph began
-    // The same on every rank: whether a weight is gathered must not depend on what one of them happens to
-    // hold.
+      continue;  // all ranks exchanged it at the beginning of the graph
+    // Ranks must decide alike, so the decision depends only on shared state.
     stale = stale || !is_filled(record);
     records.push_back(&record);
   }
@@ -43,7 +42,7 @@ void ResidentWeights::start(at::TensorList resident, at::TensorList shards) {
   if (!stale)
     return;
   at::AutoDispatchBelowADInplaceOrView no_autograd;
-  auto arriving = std::make_shared<Arriving>();
+  auto arriving = std::make_shared<PendingGather>();
   std::vector<at::Tensor> outputs;
   int64_t bytes = 0;
   for (auto* record : records) {
@@ -55,7 +54,7 @@ void ResidentWeights::start(at::TensorList resident, at::TensorList shards) {
   context_.count("gather_bytes", bytes);
   context_.count("resident_gathers", static_cast<int64_t>(records.size()));
   arriving->pending = gatherer_.gather_group(records, std::move(outputs), arriving->sources);
-  for (auto* record : records) arriving_[record->index] = arriving;
+  for (auto* record : records) pending_[record->index] = arriving;
 }
 
 void ResidentWeights::wait(at::TensorList shards) {
@@ -68,22 +67,23 @@ void ResidentWeights::wait(at::TensorList shards) {
 
 void ResidentWeights::wait_for(int64_t index, bool compiled) {
   if (context_.at(index).resident_host_shard() != nullptr)
-    return access_.await_resident(context_.at(index), compiled);
-  const auto found = arriving_.find(index);
-  if (found == arriving_.end())
+    return access_.wait_for_resident(context_.at(index), compiled);
+  const auto found = pending_.find(index);
+  if (found == pending_.end())
     return;
   found->second->pending.wait(context_.device);
-  arriving_.erase(found);
+  pending_.erase(found);
 }
 
-void ResidentWeights::serve(bool on) {
+void ResidentWeights::serve_eager(bool on) {
   Lock lock(context_.mutex);
-  serves_ = on;
+  serves_eager_ = on;
 }
 
 bool ResidentWeights::read(ParamRecord& record, at::ScalarType dtype, at::Tensor& flat) {
   auto& memory = record.resident.memory;
-  if (!memory.defined() || memory.scalar_type() != dtype || !(serves_ || compat::current_backward() >= 0))
+  if (!memory.defined() || memory.scalar_type() != dtype ||
+      !(serves_eager_ || compat::current_backward() >= 0))
     return false;
   if (record.resident_host_shard() != nullptr || is_filled(record))
     wait_for(record.index, /*compiled=*/false);
@@ -94,18 +94,18 @@ bool ResidentWeights::read(ParamRecord& record, at::ScalarType dtype, at::Tensor
     gatherer_.gather(record, dtype, memory, sources).wait(context_.device);
   }
   if (!flat.defined())
-    flat = gatherer_.fresh(memory.numel(), memory.options());
+    flat = gatherer_.allocate(memory.numel(), memory.options());
   flat.copy_(memory);
   return true;
 }
 
-void ResidentWeights::edit(ParamRecord& record, const at::Tensor& flat) const {
+void ResidentWeights::apply_user_write(ParamRecord& record, const at::Tensor& flat) const {
   if (record.resident.memory.defined() && is_filled(record))
     record.resident.memory.copy_(flat);
 }
 
 ResidentWeights::Recorded ResidentWeights::end_recording() {
-  arriving_.clear();
+  pending_.clear();
   return std::exchange(recording_, {}).value();
 }
 
@@ -113,7 +113,7 @@ void ResidentWeights::mark_not_run(const Recorded& graph) {
   for (const auto i : graph.gathered) context_.at(i).resident.filled = {};
 }
 
-bool ResidentWeights::finds_all(const Recorded& graph, std::set<int64_t>& gathered) const {
+bool ResidentWeights::has_inputs(const Recorded& graph, std::set<int64_t>& gathered) const {
   gathered.insert(graph.gathered.begin(), graph.gathered.end());
   return std::all_of(graph.found.begin(), graph.found.end(),
                      [&](int64_t i) { return is_filled(context_.at(i)) || gathered.count(i) > 0; });

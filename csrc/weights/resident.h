@@ -1,4 +1,4 @@
-// Weights that stay whole in memory of their own until the optimizer steps.
+// Weights that stay unsharded in their own memory until the optimizer step.
 #pragma once
 
 #include <memory>
@@ -8,61 +8,61 @@
 #include <vector>
 
 #include "context.h"
-#include "weights/access.h"
-#include "weights/gatherer.h"
+#include "weights/compute_shards.h"
+#include "weights/gather.h"
 
 namespace lightning_zero {
 
 class ResidentWeights {
  public:
-  ResidentWeights(Context& context, Access& access, Gatherer& gatherer)
+  ResidentWeights(Context& context, ShardAccess& access, Gatherer& gatherer)
       : context_(context), access_(access), gatherer_(gatherer) {}
 
-  // For compiled code: gathers them into their memory, `resident`, unless they are there.
+  // For compiled code: gather weights into their memory `resident`, unless they are valid.
   void start(at::TensorList resident, at::TensorList shards);
   void wait(at::TensorList shards);
-  // For code that is not compiled, as long as it may (`serve`): a copy into `flat`, which is made where it is
-  // undefined, of one that stays in this dtype; gathers that first, unless it is there. Whether it has done
-  // so.
+  // For eager code, while serve_eager() is on: copy a resident weight of this dtype into `flat`, which is
+  // allocated if undefined. Gather the weight first if it is not valid. Return true if it was copied.
   bool read(ParamRecord& record, at::ScalarType dtype, at::Tensor& flat);
-  void serve(bool on);
-  // Eager code has edited a weight that it was given.
-  void edit(ParamRecord& record, const at::Tensor& flat) const;
-  bool any_arriving() const { return !arriving_.empty(); }
-  void close() { arriving_.clear(); }
+  void serve_eager(bool on);
+  // Apply a write of eager code to the resident weight.
+  void apply_user_write(ParamRecord& record, const at::Tensor& flat) const;
+  bool has_pending() const { return !pending_.empty(); }
+  void close() { pending_.clear(); }
 
-  // -- see [Note: captured graphs]
-  // By index: weights that a recorded graph gathers; and those that must be there already.
+  // ---- captures, see [Note: CUDA graphs]
+  //
+  // Indices of the weights that a captured graph gathers, and of those that must be valid before.
   struct Recorded {
     std::vector<int64_t> gathered, found;
   };
   void begin_recording() { recording_.emplace(); }
-  // What was recorded has only been captured: what it was to leave behind is not there.
+  // The capture gathered nothing, so its weights are not valid.
   Recorded end_recording();
   void mark_not_run(const Recorded& graph);
-  // Whether a replay finds what it needs, where `gathered` has been gathered before; its own is added to
-  // that.
-  bool finds_all(const Recorded& graph, std::set<int64_t>& gathered) const;
+  // Return true if a replay finds the weights it needs. `gathered`: weights that earlier graphs gather; the
+  // graph's own are added.
+  bool has_inputs(const Recorded& graph, std::set<int64_t>& gathered) const;
   void after_replay(const Recorded& graph);
 
  private:
-  // A host shard has come with the others', see Access::let_read(); to be gathered again is for eager code,
-  // which may find it stale.
+  // A host shard arrives with the others, see ShardAccess::publish(). Only eager code gathers again, since it
+  // may find the host shard stale.
   bool is_filled(ParamRecord& record) const;
   void note_filled(ParamRecord& record) const;
   void wait_for(int64_t index, bool compiled);
 
   Context& context_;
-  Access& access_;
+  ShardAccess& access_;
   Gatherer& gatherer_;
-  // Gathers into resident memory that have not been waited for, by parameter.
-  struct Arriving {
+  // Gathers that no one has waited for, by parameter.
+  struct PendingGather {
     Pending pending;
     std::vector<at::Tensor> sources;
   };
-  std::unordered_map<int64_t, std::shared_ptr<Arriving>> arriving_;
+  std::unordered_map<int64_t, std::shared_ptr<PendingGather>> pending_;
   std::optional<Recorded> recording_;
-  bool serves_ = false;
+  bool serves_eager_ = false;
 };
 
 }  // namespace lightning_zero

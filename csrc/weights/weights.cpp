@@ -3,23 +3,23 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 
-#include "runtime/compat.h"
+#include "torch_compat.h"
 
 namespace lightning_zero {
 
 Weights::Weights(Context& context, Transports& transports, Communicators& comms)
     : context_(context),
-      copies_(context),
+      compute_shards_(context),
       host_shards_(context.exchanges_weights() ? std::make_unique<HostShards>(context, comms) : nullptr),
-      access_(context, comms.gathers(), copies_, host_shards_.get(), [this] { first_.drop(); }),
+      access_(context, comms.gathers(), compute_shards_, host_shards_.get(), [this] { prefetcher_.drop(); }),
       gatherer_(context, transports.make_gathers(access_)),
-      first_(context, gatherer_),
+      prefetcher_(context, gatherer_),
       resident_(context, access_, gatherer_),
-      edits_(context, access_, gatherer_, resident_) {}
+      user_writes_(context, access_, gatherer_, resident_) {}
 
 void Weights::sync_edits_if_any() {
-  if (edits_.watched() > 0)
-    edits_.sync(/*forget=*/false);
+  if (user_writes_.watched() > 0)
+    user_writes_.sync(/*forget=*/false);
 }
 
 // ---- ops
@@ -27,20 +27,20 @@ void Weights::sync_edits_if_any() {
 at::Tensor Weights::gather(int64_t index, at::IntArrayRef shape, at::ScalarType dtype, bool tracked) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
-  edits_.sync(/*forget=*/false);
-  // A weight that is read while it is still held is the same memory, as in a plain module: of two copies, the
-  // one that nobody edited would undo the edits of the other. It is gathered all the same, since ranks may
-  // hold weights for different times.
-  auto* held = tracked ? edits_.held(index, dtype) : nullptr;
-  auto flat = held != nullptr ? held->flat : at::Tensor();
+  user_writes_.sync(/*forget=*/false);
+  // A weight that is read while eager code still holds it has the same memory, as in a plain module. With two
+  // copies, the unmodified one would undo writes to the other. It is gathered anyway, because ranks may hold
+  // weights for different times.
+  auto* tracked_weight = tracked ? user_writes_.find_tracked(index, dtype) : nullptr;
+  auto flat = tracked_weight != nullptr ? tracked_weight->flat : at::Tensor();
   {
-    // The same values again: autograd must not take them for an edit of the weight that was read first.
+    // The values are the same, so autograd must not count this as a write to the tensor.
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     std::vector<at::Tensor> sources;
     if (!resident_.read(record, dtype, flat)) {
       note(tracked ? GatherLog::Kind::EAGER : GatherLog::Kind::SINGLE, dtype, {&record});
       if (tracked && !access_.uses_epoch_lock())
-        context_.note_read(index);
+        context_.record_read(index);
       gatherer_.gather(record, dtype, flat, sources).wait(context_.device);
     }
   }
@@ -48,7 +48,7 @@ at::Tensor Weights::gather(int64_t index, at::IntArrayRef shape, at::ScalarType 
     return as_parameter(flat, record.numel, shape);
   auto full = as_parameter(flat, record);
   context_.count("eager_gathers");
-  edits_.hand_out(held, flat, full, record);
+  user_writes_.track(tracked_weight, flat, full, record);
   return full;
 }
 
@@ -71,16 +71,16 @@ at::Tensor Weights::gather_group(at::TensorList shards, at::ScalarType dtype, in
   std::vector<ParamRecord*> records;
   for (const auto& shard : shards)
     records.push_back(&context_.at(ShardTable::instance().find(shard, "gather_group").index));
-  context_.touch(*records.front());
+  context_.set_last_parameter(*records.front());
   context_.count("gathers", static_cast<int64_t>(shards.size()));
   context_.count("gather_bytes", numel * static_cast<int64_t>(c10::elementSize(dtype)));
   context_.count("gather_groups");
   note(GatherLog::Kind::GROUP, dtype, records, numel);
   at::AutoDispatchBelowADInplaceOrView no_autograd;
-  if (auto waiting = first_.take(records, dtype, numel); waiting.defined())
+  if (auto waiting = prefetcher_.take(records, dtype, numel); waiting.defined())
     return waiting;
   std::vector<at::Tensor> sources;
-  auto started = start(gatherer_, {std::move(records), dtype, numel}, sources);
+  auto started = start_gather(gatherer_, {std::move(records), dtype, numel}, sources);
   register_pending(started.buffer, std::move(started.pending), std::move(sources), context_.device);
   return started.buffer;
 }
@@ -99,10 +99,10 @@ void Weights::resident_start(at::TensorList resident, at::TensorList shards) {
 
 void Weights::check_plan(const std::string& digest, const std::string& plan) {
   std::unique_lock lock(context_.mutex);
-  if (copies_.recording)
-    return;  // before_replay() does this each time
+  if (compute_shards_.recording)
+    return;  // before_replay() does this for each replay
   if (plans_.count(digest) == 0 && !new_plan_op_.empty()) {
-    lock.unlock();  // Python waits there for the other ranks
+    lock.unlock();  // Python waits there for other ranks
     compat::call(new_plan_op_, {digest, plan});
     lock.lock();
     plans_.insert(digest);
@@ -111,21 +111,21 @@ void Weights::check_plan(const std::string& digest, const std::string& plan) {
     return;
   sync_edits_if_any();
   note(GatherLog::Kind::GRAPH, at::kFloat, {});
-  first_.begin_graph();
-  access_.let_read(/*everything=*/false);
+  prefetcher_.begin_graph();
+  access_.publish(/*all=*/false);
 }
 
-// ---- when shards change
+// ---- changes of shards
 
 void Weights::begin_writing(bool stepping) {
   Lock lock(context_.mutex);
   if (!stepping)
-    ++context_.told;
+    ++context_.user_write_count;
   if (!access_.uses_epoch_lock())
     return access_.expire();
   if (!access_.is_writing())
-    edits_.take();
-  access_.begin_turn_to_write();
+    user_writes_.apply_with_epoch_lock();
+  access_.begin_write_epoch();
 }
 
 void Weights::end_writing() {
@@ -135,18 +135,18 @@ void Weights::end_writing() {
 
 void Weights::expire_compute_shards() {
   Lock lock(context_.mutex);
-  access_.expire_unless_told();
+  access_.expire_on_single_host();
 }
 
 void Weights::refresh_compute_shards() {
   Lock lock(context_.mutex);
-  first_.drop();
-  if (!copies_.has_memory() && !access_.is_shared())
+  prefetcher_.drop();
+  if (!compute_shards_.has_memory() && !access_.is_shared())
     return;
-  if (copies_.any_lost())
-    begin_writing(/*stepping=*/true);  // of all ranks, which elsewhere may not come along
-  access_.let_read(/*everything=*/true);
-  first_.begin_step(/*noting=*/access_.is_published());
+  if (compute_shards_.any_unclaimed_gradient())
+    begin_writing(/*stepping=*/true);  // all ranks do, unless reads are collective
+  access_.publish(/*all=*/true);
+  prefetcher_.begin_step(/*noting=*/access_.is_published());
 }
 
 bool Weights::sync_compute_shards(bool ahead) {
@@ -154,11 +154,11 @@ bool Weights::sync_compute_shards(bool ahead) {
   if (ahead && !(access_.is_shared() && (access_.uses_epoch_lock() || context_.exchanges_weights())))
     return false;
   sync_edits_if_any();
-  first_.drop();
+  prefetcher_.drop();
   if (ahead)
-    access_.let_read_ahead();
+    access_.publish_before_capture();
   else
-    access_.let_read(/*everything=*/false, /*wait=*/true);
+    access_.publish(/*all=*/false, /*wait=*/true);
   return true;
 }
 
@@ -176,7 +176,7 @@ void Weights::note(GatherLog::Kind kind, at::ScalarType dtype, const std::vector
 void Weights::repeat_gathers() {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   for (const auto& entry : log_.missing()) repeat(entry);
-  log_.end_without();
+  log_.end_skipped();
 }
 
 void Weights::repeat(const GatherLog::Entry& entry) {
@@ -185,7 +185,7 @@ void Weights::repeat(const GatherLog::Entry& entry) {
   for (const auto index : entry.indices) records.push_back(&context_.at(index));
   switch (entry.kind) {
     case GatherLog::Kind::EAGER:
-      context_.note_read(entry.indices.front());
+      context_.record_read(entry.indices.front());
       [[fallthrough]];
     case GatherLog::Kind::SINGLE: {
       at::Tensor flat;
@@ -193,7 +193,7 @@ void Weights::repeat(const GatherLog::Entry& entry) {
       return;
     }
     case GatherLog::Kind::GROUP:
-      start(gatherer_, {std::move(records), entry.dtype, entry.numel}, sources)
+      start_gather(gatherer_, {std::move(records), entry.dtype, entry.numel}, sources)
           .pending.wait(context_.device);
       return;
     case GatherLog::Kind::RESIDENT: {
@@ -207,16 +207,16 @@ void Weights::repeat(const GatherLog::Entry& entry) {
       return;
     }
     case GatherLog::Kind::GRAPH:
-      access_.let_read(/*everything=*/false);
+      access_.publish(/*all=*/false);
       return;
   }
 }
 
 void Weights::close() {
-  edits_.close();
+  user_writes_.close();
   resident_.close();
-  first_.forget();
-  copies_.close();
+  prefetcher_.forget();
+  compute_shards_.close();
   access_.close();
 }
 

@@ -1,9 +1,8 @@
-// What an executor does with weights: gathers them for code, compiled or not, and keeps up with who changes
-// them.
+// Gathers weights for compiled and eager code, and tracks what changes them.
 //
-// gather() brings a whole weight into a fresh tensor on the weights' stream; the caller's stream waits before
-// the tensor is used, and the allocator frees it in stream order afterwards. All methods may be called from
-// any thread.
+// gather() all-gathers a full weight into a new tensor on the stream of weights. The caller's stream waits
+// before it uses the tensor, and the allocator reuses the memory in stream order. Any thread may call any
+// method.
 #pragma once
 
 #include <memory>
@@ -11,15 +10,12 @@
 #include <string>
 
 #include "context.h"
-#include "transport/transports.h"
-#include "weights/access.h"
-#include "weights/compute_copies.h"
-#include "weights/edits.h"
-#include "weights/first_groups.h"
-#include "weights/gather_log.h"
-#include "weights/gatherer.h"
-#include "weights/host_shards.h"
+#include "transport/transport.h"
+#include "weights/compute_shards.h"
+#include "weights/gather.h"
+#include "weights/host_exchange.h"
 #include "weights/resident.h"
+#include "weights/user_writes.h"
 
 namespace lightning_zero {
 
@@ -27,52 +23,54 @@ class Weights {
  public:
   Weights(Context& context, Transports& transports, Communicators& comms);
 
-  // -- ops
+  // ---- ops
   at::Tensor gather(int64_t index, at::IntArrayRef shape, at::ScalarType dtype, bool tracked);
   at::Tensor gather_start(int64_t index, at::IntArrayRef shape, at::ScalarType dtype);
-  // Several weights in one launch into one tensor of `numel` elements: weight i, padded, behind weight i - 1.
+  // Gather several weights in one launch into one tensor of `numel` elements, one after the other, each
+  // padded.
   at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel);
-  // Weights that stay until the optimizer steps: gathers them into their memory unless they are there.
+  // Gather weights that stay until the optimizer step into their memory, unless they are valid.
   void resident_start(at::TensorList resident, at::TensorList shards);
-  // A compiled graph begins that gathers and reduces as `plan` says: all ranks must be known to have that
-  // plan, and what it reads must be readable.
+  // Begin a compiled graph that gathers and reduces according to `plan`. All ranks must have that plan, and
+  // the weights that it reads must be readable.
   void check_plan(const std::string& digest, const std::string& plan);
 
-  // -- when shards change
-  // Something is about to change shards; and it has. Harmless when repeated. Where ranks take no turns, the
-  // first makes compute copies old, and the second does nothing. `stepping`: an optimizer is, which sees to
-  // the copies of shards on the host.
+  // ---- changes of shards
+  //
+  // Announce that shards change, and that they have changed. Idempotent. Without an epoch lock,
+  // begin_writing() invalidates compute shards and end_writing() does nothing. `stepping`: an optimizer
+  // writes, which maintains the compute shards of shards on the host.
   void begin_writing(bool stepping);
   void end_writing();
-  // Shards may have changed in ways that leave no trace (a replayed graph): write compute copies again before
-  // use. Nothing where ranks take turns, or are those of several hosts: there begin_writing() is what counts.
+  // Rewrite compute shards before their next use, because shards may have changed without a trace (a replayed
+  // graph). No effect with an epoch lock or several hosts, where changes must be announced.
   void expire_compute_shards();
-  // A training step of compiled code begins: refreshes all compute copies, if there are any, and starts to
-  // fetch what the last step's graph fetched first.
+  // Begin a training step of compiled code: rewrite all compute shards, and prefetch the groups that the
+  // previous step gathered first.
   void refresh_compute_shards();
-  // Ranks come to a barrier where they read each other's copies: these are brought up to date, and may be
-  // read by what is queued on the current stream.
-  // `ahead`: a graph is about to be captured; done only where what is captured depends on it, and then not
-  // once more before its replay, see Access::let_read_ahead(). Whether it was done.
+  // Bring compute shards up to date and let work queued on the current stream read them. Collective if peers
+  // read them. `ahead`: for a graph that is about to be captured; then only what the capture depends on,
+  // which is not repeated before its replay, see ShardAccess::publish_before_capture(). Return true if
+  // anything was done.
   bool sync_compute_shards(bool ahead = false);
 
-  // A backward ends that has brought no gradient on this rank: gathers what its peers gather, see
-  // [Note: a rank without gradients].
+  // End a backward without gradients on this rank: gather what its peers gather, see [Note: a rank without
+  // gradients].
   void repeat_gathers();
   GatherLog& log() { return log_; }
 
-  // Name of an op `(str digest, str plan) -> ()` that is called before a graph with a plan not seen before
-  // runs; it may raise.
+  // Set an op `(str digest, str plan) -> ()` that is called before the first graph with a new plan. It may
+  // raise.
   void on_new_plan(std::string op) { new_plan_op_ = std::move(op); }
 
-  Access& access() { return access_; }
-  ComputeCopies& copies() { return copies_; }
-  Edits& edits() { return edits_; }
+  ShardAccess& access() { return access_; }
+  ComputeShards& compute_shards() { return compute_shards_; }
+  UserWrites& user_writes() { return user_writes_; }
   ResidentWeights& resident() { return resident_; }
-  FirstGroups& first() { return first_; }
-  // Null on one host.
-  Exchange* exchange() { return host_shards_ ? &host_shards_->exchange() : nullptr; }
-  size_t watched() const { return edits_.watched(); }  // by edits()
+  GroupPrefetcher& prefetcher() { return prefetcher_; }
+  // null with one host
+  HostExchange* exchange() { return host_shards_ ? &host_shards_->exchange() : nullptr; }
+  size_t watched() const { return user_writes_.watched(); }  // number of tracked weights
   void close();
 
  private:
@@ -82,16 +80,16 @@ class Weights {
   void repeat(const GatherLog::Entry& entry);
 
   Context& context_;
-  ComputeCopies copies_;
-  std::unique_ptr<HostShards> host_shards_;  // null where there is one host
-  Access access_;
+  ComputeShards compute_shards_;
+  std::unique_ptr<HostShards> host_shards_;  // null with one host
+  ShardAccess access_;
   Gatherer gatherer_;
-  FirstGroups first_;
+  GroupPrefetcher prefetcher_;
   ResidentWeights resident_;
-  Edits edits_;
+  UserWrites user_writes_;
   GatherLog log_;
   std::string new_plan_op_;
-  std::set<std::string> plans_;  // digests of those that all ranks are known to have
+  std::set<std::string> plans_;  // digests of the plans that all ranks are known to have
 };
 
 }  // namespace lightning_zero

@@ -95,12 +95,12 @@ case $table in
     steps one-host 110 --batch 2 --length 2048 --steps 50 --warm 20
     steps two-hosts 90 --batch 2 --length 2048 "${two[@]}"
     steps two-hosts-traced 90 --batch 2 --length 2048 "${two[@]}" --trace "$work/trace.json"
-    steps two-hosts-50-traced 90 --batch 2 --length 2048 "${two[@]}" --option tuning.emulate_bandwidth_across_gbs=50 \
+    steps two-hosts-50-traced 90 --batch 2 --length 2048 "${two[@]}" --option tuning.emulate_cross_host_gb_per_s=50 \
       --trace "$work/trace-50.json"
     for speed in 50 12.5; do
-      slow=(--option "tuning.emulate_bandwidth_across_gbs=$speed")
+      slow=(--option "tuning.emulate_cross_host_gb_per_s=$speed")
       steps "two-hosts-$speed" 90 --batch 2 --length 2048 "${two[@]}" "${slow[@]}"
-      steps "flat-$speed" 90 --batch 2 --length 2048 "${two[@]}" "${slow[@]}" --option 'tuning.shard_compute_copy="all"'
+      steps "flat-$speed" 90 --batch 2 --length 2048 "${two[@]}" "${slow[@]}" --option 'tuning.compute_shard_group="all"'
     done
     ;;
   precisions)
@@ -177,7 +177,7 @@ case $table in
   over-copies)
     build
     for over in false true; do
-      option=(--option "tuning.gradients_over_copies=$over")
+      option=(--option "tuning.grad_aliasing=$over")
       models "llama-$over" 80 llama --steps 24 --warm 12 "${option[@]}"
       steps "1b-$over" 70 --batch 2 --length 2048 --steps 36 --warm 15 "${option[@]}"
       steps "7b-$over" 130 --size 7b --batch 1 --length 2048 --steps 20 --warm 10 "${option[@]}"
@@ -189,8 +189,8 @@ case $table in
   four)
     # Each row sees hosts of two GPUs, between which FSDP2 replicates, and what crosses them is counted.
     four() { devices=4 steps "$1" "$2" --ranks-per-host 2 "${@:3}"; }
-    flat=(--option 'tuning.shard_compute_copy="all"')
-    once=(--option 'tuning.reduce_across="step"')
+    flat=(--option 'tuning.compute_shard_group="all"')
+    once=(--option 'tuning.cross_host_reduce="step"')
     build
     for length in 2x2048 1x512; do
       few=(--batch "${length%x*}" --length "${length#*x}" --steps 50 --warm 20 --on-cpu)
@@ -208,7 +208,7 @@ case $table in
     four 7b 140 "${few[@]}"
     four 7b-flat 120 "${few[@]}" "${flat[@]}"
     four 7b-fsdp2 120 "${few[@]}" --strategy fsdp2
-    slow=(--batch 2 --length 2048 --steps 36 --warm 15 --option tuning.emulate_bandwidth_across_gbs=50)
+    slow=(--batch 2 --length 2048 --steps 36 --warm 15 --option tuning.emulate_cross_host_gb_per_s=50)
     four 1b-50 70 "${slow[@]}"
     four 1b-50-flat 70 "${slow[@]}" "${flat[@]}"
     four 1b-one-host 70 --batch 2 --length 2048 --steps 36 --warm 15 --ranks-per-host 4

@@ -1,4 +1,4 @@
-"""What a command of ``python -m lightning_zero`` is."""
+"""Define the interface of a command of ``python -m lightning_zero``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Command"]
 
 @dataclass(frozen=True)
 class Command:
-    """One of them. All take ``--json``.
+    """A command. All commands take ``--json``.
 
     Attributes:
-        name: by which users call it.
-        summary: one line for ``--help``.
-        add_arguments: its own, to its parser.
-        run: does it, and returns the exit status. With ``arguments.json`` it prints one JSON document on stdout, and
-            nothing else there.
+        name: Name on the command line.
+        summary: One line for ``--help``.
+        add_arguments: Adds the command's arguments to its parser.
+        run: Runs the command and returns the exit status. With ``arguments.json`` it prints one JSON document on
+            stdout, and nothing else there.
     """
 
     name: str

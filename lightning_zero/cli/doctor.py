@@ -1,4 +1,4 @@
-"""``doctor``: show what this machine has, train a tiny model on all devices, and name what must be mended first.
+"""Describe this machine, train a tiny model on all devices, and name problems to fix (``doctor``).
 
 :func:`gather_facts` starts nothing. :func:`to_fix` and :func:`notes` are pure functions of the facts.
 """
@@ -26,7 +26,7 @@ import torch
 from lightning_zero.cli.command import Command
 from lightning_zero.cli.hosts import Job, compare_hosts, network, summarize
 from lightning_zero.cli.self_test import self_test
-from lightning_zero.cli.show import show_section, print_progress
+from lightning_zero.cli.terminal import print_progress, show_section
 from lightning_zero.compat.lookup import missing
 from lightning_zero.compat.patches import PATCHES, required_but_absent
 from lightning_zero.compat.versions import tested
@@ -38,17 +38,17 @@ from lightning_zero.native.links import gpu_uuid, no_atomics_reason
 __all__ = ["DOCTOR", "gather_facts", "notes", "to_fix", "versions"]
 
 PACKAGES = ("lightning-zero", "lightning", "torchmetrics", "triton", "transformers", "deepspeed", "rich", "matplotlib")
-PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_SYMMMEM")  # variables of communication
+PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_SYMMMEM")  # of environment variables for communication
 NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 IN_JSON_ONLY = {"losses", "failed", "missing", "to_fix", "notes"}
 GATHER_S = 60.0  # for the summaries of all ranks: hosts may start at different times
-MIN_OPEN_FILES = 1024
+MIN_OPEN_FILES = 1024  # for the sockets of many ranks, and data loaders
 MIN_SHM_GIB = 0.25  # Docker's 64 MiB are too few for NCCL and the workers of data loaders
 
 
 def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--no-self-test", action="store_true", help="only look; builds and starts nothing")
-    limit = "seconds that the self-test gets (default %(default)g)"
+    parser.add_argument("--no-self-test", action="store_true", help="only inspect; build and start nothing")
+    limit = "time limit of the self-test in seconds (default %(default)g)"
     parser.add_argument("--limit", type=float, default=120.0, metavar="S", help=limit)
 
 
@@ -64,15 +64,15 @@ def _run(arguments: Namespace) -> int:
     if not arguments.no_self_test and not to_fix(facts):
         try:
             build(report=print_progress)  # before the time limit begins
-            print_progress("A tiny model is trained on all devices.")
+            print_progress("Training a tiny model on all devices.")
             facts |= {"self_test": self_test(arguments.limit), "executor": {"built": is_built()}}
         except NativeBuildError as error:
             facts["build_error"] = str(error)
     facts |= {"to_fix": to_fix(facts), "notes": notes(facts)}
     facts["ok"] = not facts["to_fix"]
-    verdict = "ok" if facts["ok"] else f"to mend: {facts['to_fix'][0]}"
+    diagnosis = "ok" if facts["ok"] else f"to fix: {facts['to_fix'][0]}"
     if job is not None and job.rank != 0:
-        print(f"{host}: {verdict}", file=sys.stderr)
+        print(f"{host}: {diagnosis}", file=sys.stderr)
     elif arguments.json:
         print(json.dumps(facts, indent=2))
     else:
@@ -80,12 +80,12 @@ def _run(arguments: Namespace) -> int:
         for section, values in facts.items():
             if values and isinstance(values, dict):
                 show_section(section.replace("_", "-"), {k: v for k, v in values.items() if k not in IN_JSON_ONLY})
-        print(*(f"note: {note}" for note in facts["notes"]), f"\n{verdict}", sep="\n")
+        print(*(f"note: {note}" for note in facts["notes"]), f"\n{diagnosis}", sep="\n")
     return 0 if facts["ok"] else 1
 
 
 def gather_facts() -> dict[str, Any]:
-    """Return what is known without starting anything, by section, as values of JSON."""
+    """Return facts by section, as values of JSON, without starting anything."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = []
     for number in range(count):
@@ -97,7 +97,7 @@ def gather_facts() -> dict[str, Any]:
         pair = f"cuda:{one} and cuda:{other}"
         if not torch.cuda.can_device_access_peer(one, other):
             apart.append(pair)
-        # Ranks cannot wait for each other in memory on which they have no atomic operations.
+        # Ranks wait for each other by atomic operations in peer memory.
         if reason := no_atomics_reason(torch.device("cuda", one), [gpu_uuid(one), gpu_uuid(other)]):
             no_atomics.append(f"{pair}: {reason}")
     shared, (soft, hard) = Path("/dev/shm"), resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -165,7 +165,7 @@ def to_fix(facts: Mapping[str, Any]) -> list[str]:
 
 
 def notes(facts: Mapping[str, Any]) -> list[str]:
-    """Return what makes a training slower, and how to avoid it."""
+    """Return causes of slower training, and how to avoid each."""
     compilation, network, variables, found = facts["compilation"], facts["network"], facts["variables"], []
     if compilation["left_out"]:
         found.append(
@@ -197,5 +197,5 @@ def notes(facts: Mapping[str, Any]) -> list[str]:
     return found + facts.get("hosts", {}).get("notes", [])
 
 
-SUMMARY = "What this machine has, what a training will do with it, and whether a tiny one comes out right."
+SUMMARY = "Describe this machine and its use by trainings, and verify a tiny training on it."
 DOCTOR = Command("doctor", SUMMARY, _add_arguments, _run)

@@ -1,4 +1,4 @@
-"""Look at the network of this host, and compare the hosts on which a launcher has started the doctor.
+"""Inspect the network of this host, and compare the hosts on which a launcher started the doctor.
 
 The comparison uses only a store, so it works if collectives do not.
 """
@@ -26,7 +26,7 @@ __all__ = ["Job", "compare_hosts", "has_address", "network", "summarize"]
 
 MUST_BE_EQUAL = ("python", "torch", "cuda", "nccl", "lightning", "lightning_zero")
 SIOCGIFADDR = 0x8915  # of linux/sockios.h: the IPv4 address of an interface
-# Bridges and pairs of containers and virtual machines, which no other host reaches.
+# Bridges and pairs of containers and virtual machines, which other hosts cannot reach.
 VIRTUAL = ("docker", "veth", "br-", "virbr", "cni", "flannel", "podman")
 
 
@@ -45,7 +45,7 @@ def network(
     addressed: Callable[[str], bool] = has_address,
     environment: Mapping[str, str] = os.environ,
 ) -> dict[str, Any]:
-    """Return the network interfaces with an address, InfiniBand ports, and variables that name none of them."""
+    """Return interfaces with an address, InfiniBand ports, and variables that name none of them."""
     names = [name for name in sorted(path.name for path in (sys_class / "net").glob("*")) if addressed(name)]
     ports = [
         {"device": path.parts[-3], "port": path.name, "state": _read(path / "state").rpartition(":")[2].strip()}
@@ -67,7 +67,7 @@ def network(
 
 
 def _matches(names: Sequence[str], wanted: str) -> bool:
-    """Return True if NCCL finds a name: by prefixes with commas, whole names after ``=``, all others after ``^``."""
+    """Return True if NCCL finds a name: prefixes with commas, full names after ``=``, others after ``^``."""
     excluded, exact = wanted.startswith("^"), wanted.lstrip("^").startswith("=")
     parts = [part.split(":")[0] for part in _split(wanted.lstrip("^").removeprefix("="))]  # :port may follow a name
     return any(excluded != any(name == part if exact else name.startswith(part) for part in parts) for name in names)
@@ -92,14 +92,14 @@ class Job(NamedTuple):
     local_rank: int
     address: str
     port: int
-    served: bool  # by torchrun's agent, and not by rank 0
+    served: bool  # True if torchrun's agent serves the store, and not rank 0
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Job | None:
-        """Return the job of torchrun's variables, or of those that srun sets; None if this is the only process.
+        """Return the job in torchrun's or srun's variables; None if this is the only process.
 
         Raises:
-            UnsupportedError: Lightning does not accept what srun has set.
+            UnsupportedError: Lightning does not accept srun's variables.
         """
         if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
             rank, size, local = (int(environment.get(name, "0")) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
@@ -111,13 +111,13 @@ class Job(NamedTuple):
             return None
         try:
             slurm = SLURMEnvironment(auto_requeue=False)
-        except RuntimeError as error:  # a training would end there, too
+        except RuntimeError as error:  # a training would fail, too
             raise UnsupportedError(f"Lightning does not take this job of SLURM: {error}") from error
-        place = slurm.global_rank(), slurm.world_size(), slurm.local_rank()
-        return cls(*place, slurm.main_address, slurm.main_port, served=False)
+        ranks = slurm.global_rank(), slurm.world_size(), slurm.local_rank()
+        return cls(*ranks, slurm.main_address, slurm.main_port, served=False)
 
     def gather(self, summary: Mapping[str, Any], limit_s: float) -> dict[int, dict[str, Any]]:
-        """Return on rank 0 the summaries of all ranks that send one within ``limit_s``; an empty dict on other ranks.
+        """Return on rank 0 the summaries that ranks send within ``limit_s``; an empty dict elsewhere.
 
         Raises:
             UnsupportedError: this process cannot reach the store.
@@ -147,7 +147,7 @@ class Job(NamedTuple):
 
 
 def summarize(facts: Mapping[str, Any], host: str, to_fix: list[str]) -> dict[str, Any]:
-    """Return the facts of a rank that are compared."""
+    """Return the facts of a rank that are compared between hosts."""
     variables = {name: value for name, value in facts["variables"].items() if name.startswith(("NCCL_", "GLOO_"))}
     versions = {name: facts["versions"].get(name) for name in MUST_BE_EQUAL}
     return {"host": host, "versions": versions, "variables": variables, "to_fix": to_fix}
@@ -161,8 +161,8 @@ def compare_hosts(world_size: int, summaries: Mapping[int, Mapping[str, Any]]) -
     to_fix = []
     if silent := [rank for rank in range(world_size) if rank not in summaries]:
         to_fix.append(
-            f"Of {world_size} ranks {_ranks(silent)} said nothing. Look at what they print; those that were heard "
-            f"are on {', '.join(hosts)}."
+            f"Of {world_size} ranks, no report arrived from {_ranks(silent)}. Look at their output; the ranks that "
+            f"reported are on {', '.join(hosts)}."
         )
     for name in MUST_BE_EQUAL:
         if values := _differences(summaries, "versions", name):
@@ -190,5 +190,5 @@ def _ranks(ranks: list[int]) -> str:
     """Return ``rank 3``, ``ranks 0 to 7`` or ``ranks 0, 2, 5``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    whole = ranks == list(range(ranks[0], ranks[-1] + 1))
-    return f"ranks {ranks[0]} to {ranks[-1]}" if whole else f"ranks {', '.join(map(str, ranks))}"
+    contiguous = ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"ranks {ranks[0]} to {ranks[-1]}" if contiguous else f"ranks {', '.join(map(str, ranks))}"

@@ -1,7 +1,7 @@
 """Run ranks on this machine, as torchrun does, with a deadline.
 
-When :func:`run_ranks` returns or raises, all ranks and the processes that they started have ended. If this process is
-killed, a shell that it started ends them.
+All ranks and their processes end before :func:`run_ranks` returns or raises. A shell ends them if this process is
+killed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.distributed import TCPStore
 
 __all__ = ["JobResult", "run_ranks"]
 
-EXIT_GRACE_S = 10.0  # after a rank has failed, for the others' own messages
+EXIT_GRACE_S = 10.0  # after the failure of a rank, for the messages of the others
 POLL_S = 0.05
 LAST_LINES = 12
 # Prefixes of variables that are removed: a rank must not think that it belongs to the job of this process.

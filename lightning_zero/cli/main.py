@@ -1,28 +1,70 @@
-"""Finds the command that was asked for, and runs it."""
+"""Parse the command line of ``python -m lightning_zero``, and run a command.
+
+The command ``build`` is defined here, the others in modules of their own.
+"""
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
-from lightning_zero.cli.build import BUILD
-from lightning_zero.cli.checkpoint.command import CHECKPOINT
+from lightning_zero.cli.checkpoint import CHECKPOINT
 from lightning_zero.cli.command import Command
 from lightning_zero.cli.doctor import DOCTOR
 from lightning_zero.cli.plan_command import PLAN
+from lightning_zero.cli.terminal import print_progress
 from lightning_zero.errors import CheckpointError, NativeBuildError, UnsupportedError
+from lightning_zero.native.build import LOCK_DEADLINE_S, build, is_built
 
-__all__ = ["COMMANDS", "main", "build_parser", "run_command"]
+__all__ = ["COMMANDS", "build_parser", "main", "run_command"]
 
+
+def _add_build_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="by default $LIGHTNING_ZERO_CACHE or ~/.cache/lightning_zero; trainings look only there",
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=LOCK_DEADLINE_S,
+        metavar="S",
+        help="seconds to wait for another process's build",
+    )
+
+
+def _run_build(arguments: Namespace) -> int:
+    begin, was_built = time.monotonic(), arguments.cache is None and is_built()
+    path = build(arguments.cache, deadline_s=arguments.deadline, report=print_progress)
+    seconds = round(time.monotonic() - begin, 1)
+    if arguments.json:
+        print(json.dumps({"path": str(path), "seconds": seconds, "was_built_before": was_built}))
+    else:
+        print(path)
+    return 0
+
+
+BUILD = Command(
+    "build",
+    "Build the C++ executor, for images without a compiler, and print its path.",
+    _add_build_arguments,
+    _run_build,
+)
 COMMANDS: tuple[Command, ...] = (DOCTOR, BUILD, PLAN, CHECKPOINT)
 
 
 def build_parser(commands: Sequence[Command]) -> ArgumentParser:
-    """Of the whole command line."""
-    parser = ArgumentParser(prog="python -m lightning_zero", description="Looks after trainings with ZeRO-3.")
+    parser = ArgumentParser(
+        prog="python -m lightning_zero", description="Diagnose, plan and maintain ZeRO-3 trainings."
+    )
     choices = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for command in commands:
         own = choices.add_parser(command.name, help=command.summary, description=command.summary)
@@ -33,14 +75,14 @@ def build_parser(commands: Sequence[Command]) -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None, commands: Sequence[Command] = COMMANDS) -> int:
-    """Run a command, and return the exit status: 0 if all is well, 1 if not, 2 for a wrong command line."""
-    chosen = build_parser(commands).parse_args(arguments)
-    return run_command(chosen.run, chosen)
+    """Run a command, and return the exit status: 0 for success, 1 for failure, 2 for a wrong command line."""
+    parsed = build_parser(commands).parse_args(arguments)
+    return run_command(parsed.run, parsed)
 
 
 def run_command(run: Callable[[Namespace], int], arguments: Namespace) -> int:
     """Return the exit status of ``run(arguments)``. Print an error that a user can fix as one line."""
-    # A plain SIGTERM would end this process, and not the processes that it has started.
+    # The default action of SIGTERM would end this process, and not the processes that it has started.
     before = signal.signal(signal.SIGTERM, _exit)
     try:
         return run(arguments)

@@ -12,7 +12,7 @@ import torch
 
 from lightning_zero.cli.command import Command
 from lightning_zero.cli.models import SIZES, DecoderModule, model_class
-from lightning_zero.cli.show import print_progress, show_section
+from lightning_zero.cli.terminal import print_progress, show_section
 from lightning_zero.config import Tuning
 from lightning_zero.planning.estimate_training import Training, plan
 from lightning_zero.planning.training_plan import TrainingPlan

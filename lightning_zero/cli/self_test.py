@@ -1,4 +1,4 @@
-"""Train a tiny model, sharded and whole, on all devices of this machine, and compare.
+"""Train a tiny model with and without sharding on all devices of this machine, and compare.
 
 :func:`self_test` starts the ranks. Each runs :func:`main` with torchrun's variables and does not import Lightning.
 """
@@ -28,17 +28,19 @@ from lightning_zero.native.load import load
 __all__ = ["RANK_COMMAND", "main", "self_test", "train_and_compare"]
 
 RANK_COMMAND = ("-c", program_without_lightning("from lightning_zero.cli.self_test import main\nmain()"))
-STEPS = 8  # enough for replays in the last ones
-SAMPLES, WIDTH, LAYERS = 8, 61, 3  # samples per rank; no world size divides a weight, so shards are padded
+STEPS = 8  # the last ones replay CUDA graphs
+SAMPLES, WIDTH, LAYERS = 8, 61, 3  # samples per rank; a prime width, so that shards are padded
 CLIP = 0.5  # the largest norm of gradients
-TOLERANCE = 1e-4  # relative, in float32: ranks sum in another order
+TOLERANCE = 1e-4  # relative, in float32, for another order of summation
 TIMEOUT = timedelta(seconds=60)  # of collectives
 
 
 def self_test(limit_s: float, rank: Sequence[str] = RANK_COMMAND) -> dict[str, Any]:
-    """Return the results of rank 0 and ``failed``, the reason if the test fails. The C++ executor must be built.
+    """Return the results of rank 0 and ``failed``, the reason if the test fails.
 
-    There is one rank of ``python RANK_COMMAND FILE`` for each GPU, or two on the CPU, where they share the cores.
+    The C++ executor must be built.
+
+    There is one rank of ``python RANK FILE`` for each GPU, or two on the CPU, where they share the cores.
     """
     gpus = torch.cuda.is_available()
     world_size, environment = (torch.cuda.device_count(), {}) if gpus else (2, {"OMP_NUM_THREADS": "1"})
@@ -49,7 +51,7 @@ def self_test(limit_s: float, rank: Sequence[str] = RANK_COMMAND) -> dict[str, A
     failed = end.failed or ("" if found else "rank 0 ended without a result")
     if not failed and not found["equal"]:
         failed = (
-            "sharded training came to other weights or losses than plain training (largest relative difference "
+            "sharded training gives other weights or losses than plain training (largest relative difference "
             f"{found['largest_difference']:.2g})"
         )
     return found | {"seconds": round(end.seconds, 1), "failed": failed}
@@ -75,7 +77,7 @@ def main() -> None:
 
 
 def train_and_compare(device: torch.device) -> dict[str, Any]:
-    """Return the losses of a sharded training, its difference from a plain one, and how the engine ran it.
+    """Return losses of a sharded training, its difference from a plain one, and the features in use.
 
     Collective. ``torch.distributed`` must be initialized.
     """
@@ -105,13 +107,13 @@ def train_and_compare(device: torch.device) -> dict[str, Any]:
 def _train(device: torch.device, engine: Engine | None) -> tuple[list[float], list[Tensor], torch.optim.Optimizer]:
     """Train on this rank's samples by the engine, or on the samples of all ranks without it."""
     torch.manual_seed(0)
-    # Equal layers, of which the engine compiles one.
+    # Equal layers, so that the engine compiles one of them.
     layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS))
     model, losses = nn.Sequential(*layers).to(device), []
     if engine is not None:
         engine.shard(model)
     with nullcontext() if engine is None else engine.registered_parameters():
-        # With the usual eps, a gradient that is only rounding noise would make a full step.
+        # With the default eps, a gradient that is only rounding noise would make a full step.
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     world_size, numbers = dist.get_world_size(), torch.Generator().manual_seed(1)
     for _ in range(STEPS):

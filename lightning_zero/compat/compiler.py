@@ -1,9 +1,12 @@
-"""The parts of torch.compile that a backend is made of."""
+"""Parts of torch.compile that a backend is made of: AOTAutograd, Inductor, and settings."""
+
+from __future__ import annotations
 
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -13,205 +16,244 @@ from lightning_zero.compat.lookup import module, private
 from lightning_zero.compat.patches import Patch, swap_attribute
 
 graph_compile = module("torch._functorch._aot_autograd.graph_compile")
+_internal = module("torch._logging._internal")
 
 with warnings.catch_warnings():
-    # Inductor imports modules of torch's own that are written in TorchScript, which torch 2.13 calls deprecated: nobody
-    # but torch can do anything about that.
+    # Inductor imports TorchScript modules of torch, which torch 2.13 itself deprecates.
     warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is deprecated", DeprecationWarning)
     module("torch._inductor.compile_fx")
 
-# Makes a backend of a partitioner and a compiler for each half: the way of "aot_eager". (torch 2.11+)
+# Builds a backend from a partitioner and two compilers, as "aot_eager" is built. (torch 2.11+)
 aot_autograd = private("torch._dynamo.backends.common.aot_autograd")
 
-# The partitioner that honours our tags; Inductor's own default. (torch 2.11+)
+# Inductor's default partitioner, which honors our tags. (torch 2.11+)
 min_cut_partition = private("torch._functorch.partitioners.min_cut_rematerialization_partition")
 
-# Traces a function and its derivative as one graph, with no Dynamo before it. (torch 2.11+)
+# Traces a function and its derivative as one graph, without Dynamo. (torch 2.11+)
 aot_function = private("torch._functorch.aot_autograd.aot_function")
 
-# What Inductor partitions a joint graph by, after its own passes over it. (torch 2.11+)
+# Runs Inductor's passes over a joint graph, and partitions it. (torch 2.11+)
 inductor_partition = private("torch._inductor.compile_fx.partition_fn")
 
-# Puts the nodes of a graph behind what they read; Inductor's passes leave others behind. (torch 2.11+)
+# Sorts the nodes of a graph after Inductor's passes, which leave them out of order. (torch 2.11+)
 stable_topological_sort = private("torch._inductor.pattern_matcher.stable_topological_sort")
 
-# Gives a graph's random numbers the seeds that Inductor's code draws for the whole of it, at once; the last of its
-# passes over joint graphs, and the only one that "fallback_random" leaves out. (torch 2.11+)
+# Replaces random ops by seeds that are drawn once per graph. The last of Inductor's joint passes, and the only one that
+# "fallback_random" skips. (torch 2.11+)
 replace_random_passes = private("torch._inductor.fx_passes.replace_random.replace_random_passes")
 
-# The table of ops that Inductor takes apart. (torch 2.11+)
+# The table of ops that Inductor decomposes. (torch 2.11+)
 inductor_decompositions = private("torch._inductor.decomposition.select_decomp_table")
 
-# Settings of the partitioner (activation_memory_budget) and of what a backward may overwrite (donated_buffer).
+# Settings of the partitioner (activation_memory_budget) and of buffers that backward may overwrite (donated_buffer).
 # (torch 2.11+)
 functorch_config = private("torch._functorch.config")
 
-# The form in which Inductor takes passes; its uuid lets Inductor's cache recognise them. (torch 2.11+)
+# Base class of Inductor's custom passes; the uuid is part of the key in its cache. (torch 2.11+)
 CustomGraphPass = private("torch._inductor.custom_graph_pass.CustomGraphPass")
 
-# The form in which it takes partitioners, likewise. (torch 2.11+)
+# Base class of custom partitioners. (torch 2.11+)
 CustomPartitionerFn = private("torch._inductor.custom_graph_pass.CustomPartitionerFn")
 
-# The form in which the partitioner takes whoever chooses what is saved within a budget. (torch 2.11+)
+# Base class of custom solvers that choose the saved nodes within a budget. (torch 2.11+)
 CustomKnapsackSolver = private("torch._inductor.custom_graph_pass.CustomKnapsackSolver")
 
-# Whom it takes by itself. (torch 2.11+)
+# The default solver. (torch 2.11+)
 knapsack = private("torch._functorch._activation_checkpointing.knapsack.dp_knapsack")
 
-# Writes where a node of Dynamo's graph comes from by its global `traceback`. (torch 2.11+)
-output_graph = private("torch._dynamo.output_graph")
-
-FRAMES_ONCE = Patch(
-    "the lines of code that a node comes from are written once for each frame",
-    {
-        # The module that Dynamo writes frames with. (torch 2.11+)
-        "torch._dynamo.output_graph.traceback": None,
-    },
-)
-
-# One function's graph in the making, which compile_and_call_fx_graph() ends with the values that are returned.
-# (torch 2.11+)
+# The graph of one function while Dynamo traces it; compile_and_call_fx_graph() ends it. (torch 2.11+)
 OutputGraph = private("torch._dynamo.output_graph.OutputGraph")
 
 # A tensor while its function is traced. (torch 2.11+)
 TensorVariable = private("torch._dynamo.variables.TensorVariable")
 
-# The method of TensorVariable that Dynamo reads an attribute by; another one before torch 2.14. (torch 2.11+)
+# The method of TensorVariable that reads an attribute; renamed in torch 2.14. (torch 2.11+)
 TENSOR_GETATTR = "tp_getattro_impl" if hasattr(TensorVariable, "tp_getattro_impl") else "var_getattr"
 
-# Has Dynamo trace a function from its beginning. (torch 2.11+)
+# Restarts the trace of a function. (torch 2.11+)
 RestartAnalysis = private("torch._dynamo.exc.SpeculationRestartAnalysis")
 
-# Inductor as a function of a graph, which takes settings for one graph (config_patches); torch.compile takes them for
-# all graphs of a module. (torch 2.11+)
+# Returns Inductor as a function that takes settings for one graph (config_patches). (torch 2.11+)
 lookup_backend = private("torch._dynamo.lookup_backend")
 
-# Compiles the optimizer's update from a graph that we have traced: no guards at each step. (torch 2.11+)
+# Compiles the optimizer's update from a graph that we traced, so that no guards run at each step. (torch 2.11+)
 inductor_compile = private("torch._inductor.compile")
 
-# What torch.compile(module) returns: a user's own, which is taken apart. (torch 2.11+)
+# The class that torch.compile(module) returns. A user's own is unwrapped. (torch 2.11+)
 OptimizedModule = private("torch._dynamo.OptimizedModule")
 
-# Dynamo cannot trace something, and must not break its graph there. (torch 2.11+)
+# Raised if Dynamo cannot trace code and must not break the graph. (torch 2.11+)
 Unsupported = private("torch._dynamo.exc.Unsupported")
 
-# A graph's code that empties its list of inputs, so that saved tensors are freed after their last use. (torch 2.11+)
+# Generates code that empties the list of inputs, so that saved tensors are freed after their last use. (torch 2.11+)
 BoxedCodeGen = private("torch.fx.graph._BoxedCodeGen")
 
-# Compiles one graph of ops, without gradients: what Inductor calls for each half of a graph, and we for pieces of one.
-# (torch 2.11+)
+# Compiles a graph without gradients: Inductor calls it for forward and backward, and we for subgraphs. (torch 2.11+)
 compile_fx_inner = private("torch._inductor.compile_fx.compile_fx_inner")
 
-# Inductor's settings, some of which hold for a whole graph, and not for its pieces. (torch 2.11+)
+# Inductor's settings, some of which apply to a full graph and not to subgraphs. (torch 2.11+)
 inductor_config = private("torch._inductor.config")
 
-# What is known while a graph is traced; strides of results are told there once. (torch 2.11+)
+# The state of one trace, including the strides of outputs. (torch 2.11+)
 TracingContext = private("torch._guards.TracingContext")
 
-# Inside, another one holds. (torch 2.11+)
+# Activates another TracingContext. (torch 2.11+)
 tracing = private("torch._guards.tracing")
 
-# Seconds of this process's compilations so far, in lists by what they went into. (torch 2.11+)
+# Seconds of this process's compilations, in lists by phase. (torch 2.11+)
 compilation_times = private("torch._dynamo.utils.compilation_time_metrics")
 
-# What compiles a graph returns one of these; AOTAutograd's cache keeps no others. (torch 2.11+)
+# Base class of compiled graphs; AOTAutograd's cache stores no others. (torch 2.11+)
 OutputCode = private("torch._inductor.output_code.OutputCode")
 
-# A graph that Inductor has compiled, which can be pickled. (torch 2.11+)
+# A graph compiled by Inductor, which can be pickled. (torch 2.11+)
 CompiledFxGraph = private("torch._inductor.output_code.CompiledFxGraph")
 
-# The constants of one: none that we hold. (torch 2.11+)
+# The constants of a compiled graph. (torch 2.11+)
 CompiledFxGraphConstants = private("torch._inductor.output_code.CompiledFxGraphConstants")
 
-# Makes one run again once it has been unpickled. (torch 2.11+)
+# Prepares an unpickled graph to run. (torch 2.11+)
 FxGraphCache = private("torch._inductor.codecache.FxGraphCache")
 
-# What generated code hands its kernels to, and waits for at its end; we wait for those of many pieces together.
-# (torch 2.11+)
+# Compiles kernels in other processes; generated code waits for them at its end. (torch 2.11+)
 AsyncCompile = private("torch._inductor.async_compile.AsyncCompile")
 
-# Starts the processes that compile kernels, which Inductor does when it is first called. (torch 2.11+)
+# AOTAutograd's cache of compiled graphs. (torch 2.11+)
+AOTAutogradCache = private("torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache")
+
+# Starts the processes that compile kernels. (torch 2.11+)
 maybe_warm_pool = private("torch._inductor.async_compile.maybe_warm_pool")
 
-# A sum of all of Triton's files, made once in a process, which each of Inductor's caches asks for. (torch 2.11+)
+# Returns a hash of Triton's files, computed once per process for Inductor's caches. (torch 2.11+)
 triton_key = private("torch._inductor.runtime.triton_compat.triton_key")
 
-# Collects the kernels that have been waited for, which are kept with a compiled graph. (torch 2.11+)
+# Collects compiled kernels, which are stored with a compiled graph. (torch 2.11+)
 TritonBundler = private("torch._inductor.triton_bundler.TritonBundler")
 
-# Dynamo's settings: calls of loggers that it may leave out (ignore_logging_functions), and whether it sees that modules
-# get hooks or lose them (skip_nnmodule_hook_guards). (torch 2.11+)
+# Dynamo's settings, such as ignore_logging_functions and skip_nnmodule_hook_guards. (torch 2.11+)
 dynamo_config = private("torch._dynamo.config")
 
-# What is noted of the compilation that goes on: why Dynamo compiles again ("recompile_reason"). (torch 2.11+)
+# Returns notes on the current compilation, such as the "recompile_reason". (torch 2.11+)
 metrics_context = private("torch._dynamo.utils.get_metrics_context")
 
-# Keeps what has been compiled out of AOTAutograd's cache, without a word. (torch 2.11+)
+# Raised to keep a graph out of AOTAutograd's cache silently. (torch 2.11+)
 BypassCache = private("torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache")
 
-# Raises that where a node's name does not say what it does. (torch 2.11+)
+# Raises that error if the name of a node does not identify its function. (torch 2.11+)
 check_node_safe = private("torch._functorch._aot_autograd.autograd_cache.check_node_safe")
 
 ATTRIBUTES = {
-    # The kernels that are kept with it. (torch 2.11+)
+    # The kernels stored with a compiled graph. (torch 2.11+)
     "torch._inductor.output_code.CompiledFxGraph._triton_bundle",
-    # What it was made from. (torch 2.11+)
+    # The module that was compiled. (torch 2.11+)
     "torch._dynamo.OptimizedModule._orig_mod",
-    # The notes themselves. (torch 2.11+)
+    # The notes by name. (torch 2.11+)
     "torch._dynamo.metrics_context.MetricsContext._metrics",
-    # A mark on functions that take their inputs as a list which they empty; AOTAutograd asks for it. (torch 2.11+)
+    # Marks functions that empty their list of inputs; AOTAutograd reads it. (torch 2.11+)
     "torch._functorch.aot_autograd._boxed_call",
 }
 
+# The method of OutputGraph that ends a graph with the returned values.
+COMPILE_GRAPH = "compile_and_call_fx_graph"
+
 
 def compiled_from(function: FunctionType) -> Callable[..., Any] | None:
-    """What ``torch.compile`` was given when it returned this function; None of any other."""
-    # torch.compiler.disable leaves the same mark, and one of its own. (torch 2.11+)
+    """Return the function that ``torch.compile`` was called with to get this one, or None for any other."""
+    # torch.compiler.disable sets the same mark, and a second one. (torch 2.11+)
     marks = vars(function)
-    # functools.wraps copies marks onto functions that do more.
+    # functools.wraps copies marks to functions that do more.
     copied = function.__code__.co_filename != torch._dynamo.eval_frame.__file__
     return None if copied or "_torchdynamo_disable" in marks else marks.get("_torchdynamo_orig_callable")
 
 
 def _setattr_variable() -> Any:
-    # The class that stands for ``setattr()`` while a function is traced, and for other builtins, too, which are its
-    # ``fn`` then. Torch 2.13 has another one for setattr alone, whose ``_fn`` tells. (torch 2.11+)
+    # The class of ``setattr()`` while a function is traced, and of other builtins, which are its ``fn``. Torch 2.13 has
+    # a class for setattr only, with ``_fn``. (torch 2.11+)
     plain = private("torch._dynamo.variables.BuiltinVariable")
     kinds = vars(sys.modules[plain.__module__]).values() if isinstance(plain, type) else ()
     return next((kind for kind in kinds if getattr(kind, "_fn", None) is setattr), plain)
 
 
-# Stands for ``setattr()`` while a function is traced.
+# The class of ``setattr()`` while a function is traced.
 SetattrVariable = _setattr_variable()
 
-# Ends a graph with the values that are returned.
-COMPILE_GRAPH = "compile_and_call_fx_graph"
-
 UNUSED_GRADIENTS = Patch(
-    "code that asks for gradients that are never read does not end a graph (T5, wav2vec2)",
+    "code that asks for gradients that are never read does not break the graph (T5, wav2vec2)",
     {
-        # Calls of builtins. (torch 2.11+)
+        # Calls a builtin. (torch 2.11+)
         f"{getattr(SetattrVariable, '__module__', '')}.{getattr(SetattrVariable, '__name__', '')}.call_function": (
             "self, tx, args, kwargs"
         ),
-        # Reading an attribute of a tensor. (torch 2.11+)
+        # Reads an attribute of a tensor. (torch 2.11+)
         f"torch._dynamo.variables.TensorVariable.{TENSOR_GETATTR}": "self, tx, name",
-        # Calling a method of a tensor. (torch 2.11+)
+        # Calls a method of a tensor. (torch 2.11+)
         "torch._dynamo.variables.TensorVariable.call_method": "self, tx, name, args, kwargs",
-        # Ending a graph. (torch 2.11+)
+        # Ends a graph. (torch 2.11+)
         f"torch._dynamo.output_graph.OutputGraph.{COMPILE_GRAPH}": "self, tx, rv, root",
     },
     needs=(
-        # Has Dynamo trace a function from its beginning. (torch 2.11+)
+        # Restarts the trace of a function. (torch 2.11+)
         "torch._dynamo.exc.SpeculationRestartAnalysis",
+    ),
+)
+DEFERRED_KERNELS = Patch(
+    "kernels are compiled while the next graphs are lowered",
+    {
+        # Generated code waits for its kernels. (torch 2.11+)
+        "torch._inductor.async_compile.AsyncCompile.wait": "self, scope",
+        # Writes an entry of the cache. (torch 2.11+)
+        "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache.save": "key, entry, remote",
+    },
+)
+_PYTHON_SCALARS = Patch(
+    "equal layers that take numbers are compiled once",
+    {
+        # Makes tensors of a graph's numbers. (torch 2.11+)
+        "torch._functorch._aot_autograd.graph_compile._apply_tensorify_python_scalars": "module",
+    },
+)
+_TEXT = Patch(
+    "graphs are not printed for logs that are off",
+    {
+        # Prints the forward and backward graphs for logs and for the cache. (torch 2.11+)
+        "torch._functorch._aot_autograd.graph_compile._log_fw_bw_graphs": (
+            "fw_module, bw_module, maybe_subclass_meta, fw_metadata, aot_config"
+        ),
+    },
+    needs=(
+        # The logs of TORCH_LOGS="aot_graphs" and TORCH_TRACE. (torch 2.11+)
+        "torch._functorch._aot_autograd.graph_compile.aot_graphs_log",
+        "torch._logging._internal.trace_log",
     ),
 )
 
 
+@DEFERRED_KERNELS
+@contextmanager
+def defer_cache_saves(saves: list[Callable[[], Any]]) -> Iterator[None]:
+    """Append the writes to AOTAutograd's cache to a list.
+
+    An entry contains compiled kernels, for which a write would wait.
+
+    Args:
+        saves: to be called under the same settings of functorch.
+    """
+    plain = AOTAutogradCache.save
+
+    def defer(*entry: Any, **named: Any) -> None:
+        saves.append(partial(plain, *entry, **named))
+
+    with swap_attribute(AOTAutogradCache, "save", defer):
+        yield
+
+
 @contextmanager
 def report_compiling() -> Iterator[None]:
-    """Inside, ``torch.compiler.is_compiling()`` is true, as Dynamo has it: a plan traces without Dynamo, and what code
-    does only where it is not compiled (transformers reads values of masks) would end that."""
+    """Have ``torch.compiler.is_compiling()`` return True, as in Dynamo.
+
+    A plan traces without Dynamo. Code that runs only if it is not compiled, such as reads of mask values in
+    transformers, would end that trace.
+    """
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -220,20 +262,27 @@ def report_compiling() -> Iterator[None]:
         torch.compiler._is_compiling_flag = before
 
 
-_NUMBERS = Patch(
-    "layers that are alike are compiled once where they are given numbers",
-    {
-        # Makes tensors of a graph's numbers. (torch 2.11+)
-        "torch._functorch._aot_autograd.graph_compile._apply_tensorify_python_scalars": "module",
-    },
-)
-
-
-@_NUMBERS
+@_PYTHON_SCALARS
 @contextmanager
 def keep_python_scalars() -> Iterator[None]:
-    """Inside, what AOTAutograd traces keeps the numbers that it is given, where it makes tensors of them otherwise and
-    ends with an error if they are inputs of a larger graph. The setting of Dynamo's that would say so is read once in
-    a process, and is Dynamo's, too."""
+    """Keep the numbers of a graph that AOTAutograd traces.
+
+    AOTAutograd makes tensors of them, and fails if they are inputs of a larger graph. Dynamo's setting for this is read
+    once per process.
+    """
     with swap_attribute(graph_compile, "_apply_tensorify_python_scalars", lambda module: None):
+        yield
+
+
+@_TEXT
+@contextmanager
+def skip_debug_text() -> Iterator[None]:
+    """Print graphs only if a log is on: 0.6 CPU seconds for 48 layers with torch 2.13, 1.4 with 2.15."""
+    plain = graph_compile._log_fw_bw_graphs
+
+    def log_graphs(*args: Any, **kwargs: Any) -> Any:
+        is_on = graph_compile.aot_graphs_log.isEnabledFor(20) or _internal.trace_log.handlers
+        return plain(*args, **kwargs) if is_on else (None, None)
+
+    with swap_attribute(graph_compile, "_log_fw_bw_graphs", log_graphs):
         yield

@@ -1,4 +1,4 @@
-"""The allocator of CUDA memory, cuBLAS and devices' clocks. Builds of torch without CUDA may lack these."""
+"""The allocator of CUDA memory, cuBLAS and device clocks. Builds of torch without CUDA may lack these."""
 
 from typing import Any
 
@@ -6,15 +6,14 @@ import torch
 
 from lightning_zero.compat.lookup import private
 
-# Ends what a capture that failed has begun, in which torch leaves the allocator. (torch 2.11+)
+# Ends that, also after a failed capture, which leaves it on. (torch 2.11+)
 end_allocate_to_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
 
-# Gives the pool of a capture that failed back. (torch 2.11+)
+# Releases the pool of a failed capture. (torch 2.11+)
 release_pool: Any = getattr(torch._C, "_cuda_releasePool", None)
 
-# cuBLAS keeps a workspace for each stream for as long as torch lives, and closing a graph would not give its own back.
-# (torch 2.11+)
+# Frees the workspaces of cuBLAS, one per stream, which outlive a CUDA graph. (torch 2.11+)
 clear_cublas_workspaces: Any = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
 
-# Keeps a device busy for some cycles: a rank that comes late on purpose, to see whether others wait. (torch 2.11+)
+# Keeps a device busy for some cycles, to simulate a slow rank. (torch 2.11+)
 sleep = private("torch.cuda._sleep")

@@ -1,99 +1,112 @@
-"""The parts of Dynamo that stand for values while it traces a function, and what it guards of them."""
+"""Parts of Dynamo: variables of values in traced code, sources, guards, and recompile limits."""
+
+from __future__ import annotations
 
 import dis
+import logging
+import math
 import re
-from collections.abc import MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from enum import Enum
 from functools import lru_cache, partial
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
+from torch import nn
 from torch.nn.modules import module as modules
 
+from lightning_zero.compat.compiler import dynamo_config
 from lightning_zero.compat.lookup import module, private
-from lightning_zero.compat.patches import Patch
+from lightning_zero.compat.patches import Patch, swap_attribute
 
-symbolic_convert = module("torch._dynamo.symbolic_convert")
+builder = module("torch._dynamo.variables.builder")
 constant = module("torch._dynamo.variables.constant")
+convert_frame = module("torch._dynamo.convert_frame")
+pgo = module("torch._dynamo.pgo")
+symbolic_convert = module("torch._dynamo.symbolic_convert")
 
-# A module whose class is the user's: called, its code is followed, unless it is known already what comes of it.
-# (torch 2.11+)
+# A module of a user's class. Its code is traced when it is called. (torch 2.11+)
 ModuleVariable = private("torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable")
 
-# A tuple: what layers return, and are given. (torch 2.11+)
+# A tuple, such as the result of a layer. (torch 2.11+)
 TupleVariable = private("torch._dynamo.variables.TupleVariable")
 
-# A list; what is in it tells whether a layer has written to it. (torch 2.11+)
+# A list; its items show if a layer has written to it. (torch 2.11+)
 ListVariable = private("torch._dynamo.variables.ListVariable")
 
-# A dictionary, likewise; its keys are hashable forms of variables. (torch 2.11+)
+# A dictionary; its keys are hashable wrappers of variables. (torch 2.11+)
 DictVariable = private("torch._dynamo.variables.ConstDictVariable")
 
-# A number, a text, None: equal ones are the same to a trace. (torch 2.11+)
+# A number, a text or None; equal values are interchangeable in a trace. (torch 2.11+)
 ConstantVariable = private("torch._dynamo.variables.ConstantVariable")
 
-# An object of a class of the user's; a module is one, too. (torch 2.11+)
+# An object of a user's class, including modules. (torch 2.11+)
 ObjectVariable = private("torch._dynamo.variables.UserDefinedObjectVariable")
 
-# A tensor of a class of its own, which is asked for its __torch_function__. (torch 2.11+)
+# A tensor of a class with __torch_function__. (torch 2.11+)
 SubclassVariable = private("torch._dynamo.variables.torch_function.TensorWithTFOverrideVariable")
 
-# A function that is built in, its fn; comparisons are calls of it. (torch 2.11+)
+# A builtin function, its ``fn``; comparisons are calls of it. (torch 2.11+)
 BuiltinVariable = private("torch._dynamo.variables.BuiltinVariable")
 
-# What a variable is as a key; torch 2.13 has it elsewhere. (torch 2.11+)
+# Wraps a variable as a key; moved in torch 2.13. (torch 2.11+)
 HashableKey = private(
     "torch._dynamo.variables.hashable.HashableTracker", "torch._dynamo.variables.ConstDictVariable._HashableTracker"
 )
 
-# Makes one of these of a value that was there before, and an input of the graph, and its guards. (torch 2.11+)
+# Makes a variable, an input of the graph and guards of a value that existed before the trace. (torch 2.11+)
 VariableBuilder = private("torch._dynamo.variables.builder.VariableBuilder")
 
-# Makes a variable of a node that was put into the graph, whose value is known. (torch 2.11+)
+# Makes a variable of a node whose value is known. (torch 2.11+)
 wrap_proxy = private("torch._dynamo.variables.builder.wrap_fx_proxy")
 
-# The guard that two paths lead to one value; none where one is a global's and the other is not. (torch 2.11+)
+# Returns the guard that two sources are one value, or None if only one of them is a global. (torch 2.11+)
 guard_of_two_paths = private("torch._dynamo.guards.make_dupe_guard")
 
-# Calls a function while it is traced, whose result stays what it is then: assume_constant_result. (torch 2.11+)
-CALLED_AT_ONCE = [
+# Calls a function during the trace, and keeps its result (torch.compiler.assume_constant_result). (torch 2.11+)
+CONSTANT_CALLS = [
     (private(f"torch._dynamo.variables.{module}"), "invoke_and_store_as_constant")
     for module in ("functions", "nn_module")
 ]
 
-# Where a value was read: a path, by which a layer's values are found in another one. (torch 2.11+)
+# The path of a value from the frame's locals and globals. (torch 2.11+)
 Source = private("torch._guards.Source")
 
-# A path that goes on from another, its base. (torch 2.11+)
+# A source that continues another one, its base. (torch 2.11+)
 ChainedSource = private("torch._dynamo.source.ChainedSource")
 
-# One that goes on to the class of what is at its base. (torch 2.11+)
-TypeSource = private("torch._dynamo.source.TypeSource")
-
-# What compiled code asks of a value before it runs. (torch 2.11+)
+# A condition that compiled code checks before it runs. (torch 2.11+)
 Guard = private("torch._guards.Guard")
 
-# What decides where torch sends an op on a tensor; guards of tensors ask for it. (torch 2.11+)
+# The keys that decide which kernel an op on a tensor calls; guards of tensors check them. (torch 2.11+)
 dispatch_keys = private("torch._C._dispatch_keys")
 
-LAYERS_ONCE = Patch(
-    "layers that are alike are traced once by Dynamo",
+# The trace of a function. (torch 2.11+)
+InstructionTranslator = private("torch._dynamo.symbolic_convert.InstructionTranslator")
+
+# Functions that sources may call. (torch 2.11+)
+closure_vars = private("torch._dynamo.guards._get_closure_vars")
+
+LAYER_REUSE = Patch(
+    "Dynamo traces equal layers once",
     {
-        # Calls of a module. (torch 2.11+)
+        # Calls a module. (torch 2.11+)
         "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable.call_function": "self, tx, args, kwargs",
-        # Values that code gets hold of. (torch 2.11+)
+        # Makes a variable of a value that code reads. (torch 2.11+)
         "torch._dynamo.variables.builder.VariableBuilder.__call__": "self, value",
-        # Functions whose results become constants. (torch 2.11+)
+        # Call functions whose results are constants. (torch 2.11+)
         "torch._dynamo.variables.functions.invoke_and_store_as_constant": "tx, fn, name, args, kwargs",
         "torch._dynamo.variables.nn_module.invoke_and_store_as_constant": "tx, fn, name, args, kwargs",
-        # Calls of builtins, comparisons among them. (torch 2.11+)
+        # Calls a builtin, such as a comparison. (torch 2.11+)
         "torch._dynamo.variables.BuiltinVariable.call_function": "self, tx, args, kwargs",
-        # Keys of dictionaries. (torch 2.11+)
+        # Makes a key of a dictionary. (torch 2.11+)
         f"{getattr(HashableKey, '__module__', '')}.{getattr(HashableKey, '__qualname__', '')}.__init__": "self, vt",
-        # Methods of lists and tuples. (torch 2.11+)
+        # Call methods of lists and tuples. (torch 2.11+)
         "torch._dynamo.variables.ListVariable.call_method": "self, tx, name, args, kwargs",
         "torch._dynamo.variables.TupleVariable.call_method": "self, tx, name, args, kwargs",
-        # Instructions by their numbers. (torch 2.11+)
+        # The methods for instructions, by opcode. (torch 2.11+)
         "torch._dynamo.symbolic_convert.InstructionTranslatorBase.dispatch_table": None,
     },
     needs=(
@@ -108,7 +121,6 @@ LAYERS_ONCE = Patch(
         "torch._dynamo.variables.builder.VariableBuilder",
         "torch._dynamo.variables.builder.wrap_fx_proxy",
         "torch._dynamo.guards.make_dupe_guard",
-        "torch._dynamo.source.TypeSource",
         "torch._guards.Guard",
         "torch._C._dispatch_keys",
     ),
@@ -116,14 +128,14 @@ LAYERS_ONCE = Patch(
 
 
 def guard_name(guard: Any) -> str:
-    """The name of what it asks, a method of torch's GuardBuilder."""
+    """Return the name of the guard's condition, a method of torch's GuardBuilder."""
     how = guard.create_fn
     return str((how.func if isinstance(how, partial) else how).__name__)
 
 
 def translators() -> list[Any]:
-    """Classes that go through bytecode, whose dispatch_table has a method for each instruction, by its number."""
-    # What they all derive from. (torch 2.11+)
+    """Return the classes that trace bytecode, each with a dispatch_table."""
+    # Their base class. (torch 2.11+)
     found = [symbolic_convert.InstructionTranslatorBase]
     for kind in found:
         found += kind.__subclasses__()
@@ -131,66 +143,177 @@ def translators() -> list[Any]:
 
 
 def comparisons() -> dict[int, str]:
-    """Instructions that compare two values, the upmost on the stack, by their numbers."""
+    """Return the instructions that compare the two topmost values of the stack, by opcode."""
     return {dis.opmap[name]: name for name in ("IS_OP", "COMPARE_OP", "CONTAINS_OP")}
 
 
-def hooks_of_all_modules() -> bool:
-    """Whether there are hooks that calls of all modules run."""
-    # By their handles' ids, before, behind and in backward. (torch 2.11+)
-    all_of_them = (
-        modules._global_forward_hooks,
-        modules._global_forward_pre_hooks,
-        modules._global_backward_hooks,
-        modules._global_backward_pre_hooks,
+def has_global_hooks() -> bool:
+    """Return True if there are hooks for calls of all modules."""
+    # By the ids of their handles. (torch 2.11+)
+    return any(
+        (
+            modules._global_forward_hooks,
+            modules._global_forward_pre_hooks,
+            modules._global_backward_hooks,
+            modules._global_backward_pre_hooks,
+        )
     )
-    return any(all_of_them)
 
 
 def is_constant(variable: Any) -> bool:
-    """Whether it stands for what there is once: a number, a text, a member of an Enum."""
-    # Of a class of their own in torch up to 2.12; later such members are objects like others. (torch 2.11+)
+    """Return True for a number, a text, or a member of an Enum."""
+    # Torch up to 2.12 has a class for members of an Enum; later ones are objects. (torch 2.11+)
     kinds = ConstantVariable, getattr(constant, "EnumVariable", ConstantVariable)
     return isinstance(variable, kinds) or (isinstance(variable, ObjectVariable) and isinstance(variable.value, Enum))
 
 
-def was_there(variable: Any) -> bool:
-    """Whether it stands for an object that was there before the trace."""
+def existed_before(variable: Any) -> bool:
+    """Return True if the object existed before the trace."""
     return variable.mutation_type is not None and "Existing" in type(variable.mutation_type).__name__
 
 
-def is_written(effects: Any, variable: Any) -> bool:
-    """Whether it stands for a container that was there before the trace, to which Dynamo will write back."""
-    return was_there(variable) and variable not in effects.store_attr_mutations and effects.is_modified(variable)
+def is_mutated(effects: Any, variable: Any) -> bool:
+    """Return True for an older container that Dynamo will update after the graph."""
+    return existed_before(variable) and variable not in effects.store_attr_mutations and effects.is_modified(variable)
 
 
 def path_in_modules(variable: Any) -> str:
-    """A module's path as nodes note it in which it was called."""
+    """Return the path of a module as nodes note it in their module stack."""
     name = variable.get_nn_module_stack_source().name
     return re.sub(r"\._(?:modules|parameters|buffers)\[(['\"])([^'\"\]]+)\1\]", r".\2", name)
 
 
-def known_by(builder: Any, value: Any) -> Any:
-    """What a builder of variables would return of a value that has been met before, by whatever path; or None."""
-    return builder.tx.output.side_effects.id_to_variable.get(id(value))
+def known_variable(variable_builder: Any, value: Any) -> Any:
+    """Return the variable of a value that the trace has read before, by any path, or None."""
+    return variable_builder.tx.output.side_effects.id_to_variable.get(id(value))
 
 
 def value_at(path: Any, names: dict[str, Any], known: MutableMapping[Any, Any]) -> Any:
-    """What is at a path, as ``path.get_value`` has it, which compiles the text of each step each time.
+    """Return the value at a path.
+
+    Faster than ``path.get_value``, which compiles the text of each step every time.
 
     Args:
-        names: what paths begin with.
-        known: of paths that have been read, their values.
+        names: the names that paths start with.
+        known: memoizes values by path.
     """
     if path not in known:
-        # Code of the last step, which names what it goes on from. (torch 2.11+)
+        # The code of the last step, with a placeholder for the base. (torch 2.11+)
         text = path._name_template
         chained = isinstance(path, ChainedSource)
         step = {"_before": value_at(path.base, names, known)} if chained else {}
-        known[path] = eval(_code(text.format("_before") if chained else text), names, step)
+        known[path] = eval(_compile_step(text.format("_before") if chained else text), names, step)
     return known[path]
 
 
 @lru_cache(4096)
-def _code(text: str) -> CodeType:
+def _compile_step(text: str) -> CodeType:
     return compile(text, "<path>", "eval")
+
+
+def has_changed_before(tx: Any, path: Any, number: float) -> bool:
+    """Return True if the number had another value at an earlier compilation.
+
+    Dynamo makes it an input then. Records the number for later compilations.
+    """
+    # Numbers are recorded by the outermost code object and by path. (torch 2.11+)
+    make: Any = pgo.FrameStateSizeEntry.make_scalar
+    entry = pgo.process_automatic_dynamic(tx.output.root_tx, path.name, make(number))
+    if dynamo_config.specialize_float or not math.isfinite(number):
+        return False  # remains a constant
+    return entry.scalar is pgo.auto_dynamic or not dynamo_config.assume_static_by_default
+
+
+class LimitHit(NamedTuple):
+    """Dynamo's report about code that it no longer compiles.
+
+    Attributes:
+        limit: name of the setting in ``torch._dynamo.config``.
+        value: of the setting.
+        code: name, file and line of the function.
+        guard: the guard that failed last.
+    """
+
+    limit: str
+    value: int
+    code: str
+    guard: str
+
+
+@contextmanager
+def watch_recompile_limits(notice: Callable[[LimitHit], None]) -> Iterator[None]:
+    """Call ``notice`` when Dynamo reaches a limit of recompilations, in place of Dynamo's warning."""
+
+    # The message that Dynamo logs contains "hit config.". (torch 2.11+)
+    def filter_record(record: logging.LogRecord) -> bool:
+        if "hit config." not in str(record.msg) or not isinstance(record.args, tuple) or len(record.args) < 4:
+            return True
+        limit, value, code, guard, *_ = record.args
+        notice(LimitHit(str(limit), int(str(value)), str(code), str(guard)))
+        return False
+
+    convert_frame.log.addFilter(filter_record)
+    try:
+        yield
+    finally:
+        convert_frame.log.removeFilter(filter_record)
+
+
+_INTS = Patch(
+    "an int attribute of a module that changes in each step costs one recompilation",
+    {
+        # Decides if an int is a constant. (torch 2.11+)
+        "torch._dynamo.variables.builder.is_int_specialization_case": "value, source",
+    },
+)
+
+
+class ChangingInts:
+    """Makes an int attribute of a module an input of its graph after the attribute has changed.
+
+    Dynamo treats ints of modules as constants, and recompiles for each value of a counter until a limit. Its setting
+    ``allow_unspec_int_on_nn_module`` applies to all modules, so layer numbers and sizes would become symbols, too. Here
+    an attribute has changed if the same module had another value at an earlier compilation.
+    """
+
+    def __init__(self) -> None:
+        self._values: MutableMapping[nn.Module, dict[str, int]] = WeakKeyDictionary()
+        self._changed: MutableMapping[nn.Module, set[str]] = WeakKeyDictionary()
+
+    @_INTS
+    @contextmanager
+    def mark_as_inputs(self) -> Iterator[None]:
+        """Have Dynamo compile so inside."""
+        plain = builder.is_int_specialization_case
+
+        def is_int_constant(value: Any, source: Any) -> bool:
+            return plain(value, source) and not self._has_changed(value, source)
+
+        with swap_attribute(builder, "is_int_specialization_case", is_int_constant):
+            yield
+
+    def _has_changed(self, value: Any, source: Any) -> bool:
+        if type(value) is not int or not source.guard_source.is_unspecialized_nn_module():
+            return False
+        owner, name = _find_owner(source)
+        if not isinstance(owner, nn.Module) or name.startswith("_zero_"):
+            return False
+        before = self._values.setdefault(owner, {}).setdefault(name, value)
+        if before != value:
+            self._changed.setdefault(owner, set()).add(name)
+        return name in self._changed.get(owner, ())
+
+
+def _find_owner(source: Any) -> tuple[Any, str]:
+    """Return the owner and the name of the attribute that ``source`` reads; None for other sources."""
+    base: Any = getattr(source, "base", None)
+    name = getattr(source, "member", None)
+    if name is None and getattr(base, "member", None) == "__dict__":
+        base, name = base.base, getattr(source, "index", None)
+    if base is None or not isinstance(name, str):
+        return None, ""
+    try:
+        root = InstructionTranslator.current_tx().output.root_tx
+        return value_at(base, {**closure_vars(), "L": root.f_locals, "G": root.f_globals}, {}), name
+    except (AttributeError, KeyError, IndexError, NameError, NotImplementedError):
+        return None, ""

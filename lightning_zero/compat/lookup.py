@@ -1,4 +1,4 @@
-"""Finding private names of torch, some of which a newer torch may no longer have."""
+"""Lookup of private names of torch, which a newer torch may lack."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["ABSENT", "Absent", "find", "module", "private"]
 
 
 class AbsentError(UnsupportedError, AttributeError):
-    """A private name is used that this torch does not have. For ``hasattr`` it has no attributes either."""
+    """Raised on use of a private name that this torch lacks. Makes ``hasattr`` return False."""
 
 
 class Absent:
-    """Placeholder of a private name that this torch does not have. Using it raises ``UnsupportedError``."""
+    """Placeholder for a private name that this torch lacks. Using it raises ``UnsupportedError``."""
 
     name: str
 
@@ -33,7 +33,7 @@ class Absent:
         raise AbsentError(missing(self.name))
 
     def __getattr__(self, attribute: str) -> NoReturn:
-        if attribute.startswith("__"):  # Python and inspect look for these
+        if attribute.startswith("__"):  # read by Python and inspect
             raise AttributeError(attribute)
         raise AbsentError(missing(self.name))
 
@@ -41,7 +41,7 @@ class Absent:
         raise AbsentError(missing(self.name))
 
     def __instancecheck__(self, instance: Any) -> bool:
-        return False  # no object is an instance of a class that is not there
+        return False
 
     def __subclasscheck__(self, kind: type) -> bool:
         return False
@@ -59,7 +59,7 @@ ABSENT: dict[str, Absent] = {}
 
 
 def missing(name: str) -> str:
-    """Return the error message about a private name that is missing."""
+    """Return the error message about a missing private name."""
     return (
         f"torch {torch.__version__} has no {name}, which lightning_zero needs. It was tested with torch "
         f"{tested('torch')}. Install one of these ({install_command()}), or use "
@@ -71,7 +71,7 @@ def find(name: str) -> Any:
     """Return the object of a dotted name of torch.
 
     Raises:
-        LookupError: it, or a module on the way to it, does not exist.
+        LookupError: it does not exist, or its module does not.
     """
     path, *parts = name.split(".")
     found: Any = importlib.import_module(path)
@@ -81,17 +81,17 @@ def find(name: str) -> Any:
             found = getattr(found, part)
         except AttributeError:
             try:
-                found = importlib.import_module(path)  # a module that was not imported yet
+                found = importlib.import_module(path)  # a module that is not imported yet
             except ImportError as error:
                 raise LookupError(name) from error
     return found
 
 
 def private(name: str, *others: str) -> Any:
-    """Return the object of the first of some dotted names that exists.
+    """Return the object of the first dotted name that exists.
 
     Returns:
-        Absent: where none exists, named after the first.
+        An ``Absent`` named after the first, if none exists.
     """
     for one in (name, *others):
         try:
@@ -102,5 +102,5 @@ def private(name: str, *others: str) -> Any:
 
 
 def module(name: str) -> Any:
-    """Return a private module of torch, which is imported only if it exists; see :func:`private`."""
+    """Return a private module of torch, like :func:`private`."""
     return private(name)

@@ -1,14 +1,15 @@
-"""Functions of torch that this package replaces while it compiles, and when a replacement is left out.
+"""Patches: functions of torch that this package replaces, checked against this torch.
 
-Each context manager that replaces functions of torch is decorated with a :class:`Patch`, which names them with the
-parameters that are known. Where this torch lacks one of them, or one takes other parameters, the context manager does
-nothing, and one line says so. Compilation is slower then; its results are the same.
+Each context manager that replaces functions is decorated with a :class:`Patch`, which lists them with the parameters of
+the tested versions. If this torch lacks one, or one takes other parameters, the context manager does nothing and one
+line is logged. Compilation is slower then, and its results are the same.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -17,21 +18,33 @@ from typing import Any, ParamSpec
 
 import torch
 
-from lightning_zero.compat.lookup import ABSENT, find
-from lightning_zero.compat.versions import is_newer
+from lightning_zero.compat.lookup import ABSENT, find, missing
+from lightning_zero.compat.versions import install_command, is_newer, tested
+from lightning_zero.errors import UnsupportedError
 
-__all__ = ["PATCHES", "Patch", "counted", "required_but_absent", "swap_attribute"]
+__all__ = [
+    "PATCHES",
+    "Patch",
+    "counted",
+    "failure_of_newer_torch",
+    "require_compiler",
+    "required_but_absent",
+    "swap_attribute",
+]
 
 log = logging.getLogger("lightning_zero.compat")
 
 P = ParamSpec("P")
 _NEWER = is_newer(str(torch.__version__))
+_INHERITED = object()
+_COMPILING = re.compile(r"[/\\](lightning_zero|torch[/\\]_(dynamo|functorch|inductor|subclasses))[/\\]")
 
 
 class swap_attribute:
-    """Set an attribute of an object, and set it back on exit. A tenth of the time of ``unittest.mock.patch.object``.
+    """Set an attribute of an object, and restore it on exit.
 
-    The owner must be a module or a class, or an object that has the attribute itself.
+    Ten times as fast as ``unittest.mock.patch.object``, and it runs in each compiled call. The owner must be a module
+    or a class, or an object that has the attribute itself.
     """
 
     __slots__ = ("_before", "_name", "_new", "_owner")
@@ -40,9 +53,8 @@ class swap_attribute:
         self._owner, self._name, self._new = owner, name, new
 
     def __enter__(self) -> None:
-        own = vars(self._owner)
-        # Not getattr: a static method of a class would come back as a plain function.
-        self._before = own.get(self._name, _INHERITED)
+        # Not getattr, which would return a static method of a class as a plain function.
+        self._before = vars(self._owner).get(self._name, _INHERITED)
         setattr(self._owner, self._name, self._new)
 
     def __exit__(self, *_: object) -> None:
@@ -52,20 +64,17 @@ class swap_attribute:
             setattr(self._owner, self._name, self._before)
 
 
-_INHERITED = object()
-
-
 class Patch:
     """A feature that replaces functions of torch.
 
     Args:
         feature: what compilation loses without it, for users.
-        names: dotted names of what is replaced, each with the parameters that it may have, as text
-            (``"self, tx, name"``, of several versions), or with None where it takes none.
-        needs: dotted names of other private names that the feature alone uses.
+        names: dotted names of the replaced functions, each with its parameters as text, such as
+            ``"self, tx, name"``. A tuple lists those of several versions; None accepts any.
+        needs: dotted names of other private names that only this feature uses.
 
     Attributes:
-        reason: why the feature is left out with this torch; empty if it is used.
+        reason: why the feature is disabled with this torch; empty if it is enabled.
     """
 
     counter: Counter[str] | None = None  # of calls of replaced functions, while they are counted
@@ -75,8 +84,8 @@ class Patch:
     ) -> None:
         self.feature, self.names, self.needs = feature, dict(names), tuple(needs)
         self._plain: dict[str, Any] = {}
-        self._said = False
-        self.reason = next(filter(None, map(self._trouble_with, [*names, *needs])), "")
+        self._logged = False
+        self.reason = next(filter(None, map(self._find_problem, [*names, *needs])), "")
         PATCHES.append(self)
 
     def __call__(self, function: Callable[P, AbstractContextManager[Any]]) -> Callable[P, AbstractContextManager[Any]]:
@@ -85,27 +94,32 @@ class Patch:
         @wraps(function)
         def enter(*args: P.args, **kwargs: P.kwargs) -> AbstractContextManager[Any]:
             if self.reason:
-                self.say()
+                self.log_once()
                 return nullcontext()
             manager = function(*args, **kwargs)
             if _NEWER:
-                manager = _Tried(manager, self)
+                manager = _DisableOnError(manager, self)
             return manager if Patch.counter is None else self._counted(manager, Patch.counter)
 
         return enter
 
     def disable(self, reason: str) -> None:
-        """Leave the feature out from now on."""
+        """Disable the feature from now on."""
         self.reason = reason
-        self.say()
+        self.log_once()
 
-    def say(self) -> None:
-        """Log once that the feature is left out."""
-        if not self._said:
-            self._said = True
-            log.warning("Left out with torch %s: %s (%s).", torch.__version__, self.feature, self.reason)
+    def log_once(self) -> None:
+        """Log that the feature is disabled, unless this was logged before."""
+        if not self._logged:
+            self._logged = True
+            log.warning("Disabled with torch %s: %s (%s).", torch.__version__, self.feature, self.reason)
 
-    def _trouble_with(self, name: str) -> str:
+    @staticmethod
+    def count_calls(name: str, function: Any) -> Any:
+        """Return the function that replaces ``name``, counting its calls while calls are counted."""
+        return function if Patch.counter is None else _count(function, name, Patch.counter)
+
+    def _find_problem(self, name: str) -> str:
         try:
             found = self._plain[name] = find(name)
         except LookupError:
@@ -125,7 +139,7 @@ class Patch:
                 owner = find(path)
                 new = vars(owner).get(attribute)
                 if new is None or getattr(owner, attribute) is self._plain[name]:
-                    continue  # not by this context manager of several
+                    continue  # another context manager of this patch replaces it
                 if callable(new) or isinstance(new, staticmethod):
                     changed.append((owner, attribute, new))
                     setattr(owner, attribute, _count(new, name, counter))
@@ -138,8 +152,8 @@ class Patch:
                     setattr(owner, attribute, new)
 
 
-class _Tried:
-    """A context manager whose feature is left out if torch does not have something that it asks for on entry."""
+class _DisableOnError:
+    """A context manager that disables its patch if torch lacks an attribute that it reads on entry."""
 
     def __init__(self, manager: AbstractContextManager[Any], patch: Patch) -> None:
         self._manager, self._patch, self._entered = manager, patch, False
@@ -172,7 +186,7 @@ def parameters(function: Any) -> str:
 
 def _count(new: Any, name: str, counter: Counter[str]) -> Any:
     function = new.__func__ if isinstance(new, staticmethod) else new
-    if isinstance(function, type):  # asked for its attributes, or constructed
+    if isinstance(function, type):  # constructed, or read
 
         class Counted(function):  # type: ignore[misc, valid-type]
             def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +204,7 @@ def _count(new: Any, name: str, counter: Counter[str]) -> Any:
 
 @contextmanager
 def counted() -> Iterator[Counter[str]]:
-    """Inside, count the calls of replaced functions by their dotted names, in context managers entered inside."""
+    """Count the calls of replaced functions by their dotted names, in context managers entered inside."""
     before, Patch.counter = Patch.counter, Counter()
     try:
         yield Patch.counter
@@ -199,6 +213,39 @@ def counted() -> Iterator[Counter[str]]:
 
 
 def required_but_absent() -> list[str]:
-    """Return private names that this torch lacks and that no feature can be left out for."""
+    """Return private names that this torch lacks and that compilation cannot do without."""
     optional = {name for patch in PATCHES for name in patch.needs}
     return sorted(set(ABSENT) - optional)
+
+
+def require_compiler() -> None:
+    """Raise if this torch lacks a private name that compilation cannot do without.
+
+    Raises:
+        UnsupportedError: names it.
+    """
+    absent = required_but_absent()
+    if absent:
+        raise UnsupportedError(missing(absent[0]))
+
+
+def failure_of_newer_torch(error: Exception) -> UnsupportedError | None:
+    """Return the error to raise instead of one from compilation with an untested newer torch.
+
+    Returns:
+        None if torch was tested, or the error is raised by the user's code.
+    """
+    installed = str(torch.__version__)
+    if not is_newer(installed) or isinstance(error, UnsupportedError):
+        return None
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    where = last.tb_frame.f_code.co_filename if last is not None else ""
+    if not (type(error).__module__.startswith("torch._") or _COMPILING.search(where)):
+        return None
+    return UnsupportedError(
+        f"Compilation failed with torch {installed}, and lightning_zero was tested with torch {tested('torch')}: "
+        f"{type(error).__name__}: {error}\nUse strategy='zero3', which compiles nothing, or install a tested version: "
+        f"{install_command()}."
+    )

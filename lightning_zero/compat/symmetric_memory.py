@@ -1,6 +1,6 @@
-"""Memory that other GPUs of the host can read and write. Apart, since few need it and importing it takes time."""
+"""Memory that other GPUs of the host can read and write. Separate, because importing it takes time."""
 
 from lightning_zero.compat.lookup import private
 
-# empty(), rendezvous() and get_backend(); the module has no public name. (torch 2.11+)
+# Has empty(), rendezvous() and get_backend(), and no public name. (torch 2.11+)
 symmetric_memory = private("torch.distributed._symmetric_memory")

@@ -1,82 +1,238 @@
-"""Tensors, their subclasses, and containers of them."""
+"""Tensors, their subclasses, the state of autograd, ops in graphs, and containers of tensors."""
 
-from lightning_zero.compat.lookup import private
+from __future__ import annotations
 
-# While a graph is traced, the derivative of a gather has to return a gradient instead of keeping it. (torch 2.11+)
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+from lightning_zero.compat.lookup import module, private
+from lightning_zero.compat.patches import Patch, swap_attribute
+
+fake_tensor = module("torch._subclasses.fake_tensor")
+
+# While a graph is traced, the derivative of a gather returns a gradient instead of storing it. (torch 2.11+)
 FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor")
 
-# Inside, tensors have shapes and no memory: what a plan is made on. (torch 2.11+)
+# Inside, tensors have shapes and no memory: training is planned on them. (torch 2.11+)
 FakeTensorMode = private("torch._subclasses.fake_tensor.FakeTensorMode")
 
-# Inside, no mode sees what is done: those that count, fake and trace lie one on the other. (torch 2.11+)
+# Inside, no dispatch mode is active; modes that count, fake and trace are nested. (torch 2.11+)
 no_dispatch_modes = private("torch.utils._python_dispatch._disable_current_modes")
 
-# The same, while AOTAutograd traces: it wraps the fake ones. (torch 2.11+)
+# Wraps fake tensors while AOTAutograd traces. (torch 2.11+)
 FunctionalTensor = private("torch._subclasses.functional_tensor.FunctionalTensor")
 
-# Inside, torch looks for no way of Python's to run an op, as it does while a graph with symbols is traced: what only
-# makes a tensor takes a third of the time. (torch 2.11+)
+# Inside, torch does not look up Python kernels of ops, which triples the cost of empty_strided(). (torch 2.11+)
 no_python_dispatcher = private("torch._C._DisablePythonDispatcher")
 
-# Inside, shards are plain tensors: torch asks no subclass. torch's notes on extending it name it. (torch 2.11+)
+# Inside, torch calls no subclass, so shards are plain tensors. Torch's notes on extending it name it. (torch 2.11+)
 DisableTorchFunctionSubclass = private("torch._C.DisableTorchFunctionSubclass")
 
-# Inside, torch asks no mode either (torch.set_default_device is one), which Dynamo would follow without end.
+# Inside, torch calls no function mode either, such as torch.set_default_device's, which Dynamo would trace without end.
 # (torch 2.11+)
 DisableTorchFunction = private("torch._C.DisableTorchFunction")
 
-# A subclass with this in the place of __torch_function__ gives plain tensors as results. (torch 2.11+)
+# A subclass with this as __torch_function__ returns plain tensors. (torch 2.11+)
 disabled_torch_function = private("torch._C._disabled_torch_function_impl")
 
-# How a pickled nn.Parameter is made again: a file must not name our subclass. (torch 2.11+)
+# Rebuilds a pickled nn.Parameter: a file must not name our subclass. (torch 2.11+)
 rebuild_parameter = private("torch._utils._rebuild_parameter")
 
-# Many small copies in one kernel. (torch 2.11+)
+# Copies many small tensors in one kernel. (torch 2.11+)
 foreach_copy = private("torch._foreach_copy_")
 
-# Many small norms in one kernel. (torch 2.11+)
+# Computes many small norms in one kernel. (torch 2.11+)
 foreach_norm = private("torch._foreach_norm")
 
-# The tensors anywhere in what a module returned; torch has no public name for its trees. (torch 2.11+)
+# Returns the tensors in a module's result; torch has no public name for its trees. (torch 2.11+)
 tree_leaves = private("torch.utils._pytree.tree_leaves")
 
-# Likewise, with what it takes to build the same containers again. (torch 2.11+)
+# Returns these and a specification of the containers. (torch 2.11+)
 tree_flatten = private("torch.utils._pytree.tree_flatten")
 
-# Builds them. (torch 2.11+)
+# Builds the containers from both. (torch 2.11+)
 tree_unflatten = private("torch.utils._pytree.tree_unflatten")
 
-# The same containers of other values. (torch 2.11+)
+# Builds equal containers of other values. (torch 2.11+)
 tree_map = private("torch.utils._pytree.tree_map")
 
-# The arguments of a node with symbolic sizes replaced, for torch's own formulas of floating-point operations.
-# (torch 2.11+)
+# Replaces symbolic sizes in a node's arguments, for torch's formulas of FLOPs. (torch 2.11+)
 tree_map_only = private("torch.utils._pytree.tree_map_only")
 
-# A tensor that has a shape and a dtype, and asks its class for everything else: what a checkpoint's values are before
-# they are read. torch's notes on extending it name it. (torch 2.11+)
+# Makes a tensor with a shape and a dtype that asks its class for all else: a checkpoint's values before they are read.
+# Torch's notes on extending it name it. (torch 2.11+)
 make_wrapper_subclass = private("torch.Tensor._make_wrapper_subclass")
 
-# Sees every op that runs eagerly inside of it, in backward passes, too. torch's notes on extending it name it.
-# (torch 2.11+)
+# Receives every op that runs eagerly inside, in backward too. Torch's notes on extending it name it. (torch 2.11+)
 TorchDispatchMode = private("torch.utils._python_dispatch.TorchDispatchMode")
 
-ATTRIBUTES = {
-    # Takes kernels away again that were registered for a while. (torch 2.11+)
-    "torch.library.Library._destroy",
-    # How often a tensor was written to in place: what a saved weight or a captured graph's input is checked by.
-    # (torch 2.11+)
-    "torch.Tensor._version",
-    # What a view is a view of; a saved view of a weight is made again from it. (torch 2.11+)
-    "torch.Tensor._base",
-    # Hooks of register_hook: whether a parameter has any; and None takes away those of C++, too. (torch 2.11+)
-    "torch.Tensor._backward_hooks",
-    # The same for register_post_accumulate_grad_hook. (torch 2.11+)
-    "torch.Tensor._post_accumulate_grad_hooks",
-    # Which storage a fake tensor has: it has no address. (torch 2.11+)
-    "torch.UntypedStorage._cdata",
-    # Functions of torch on lists of tensors: only this beginning of their names tells. (torch 2.11+)
-    "torch._foreach_",
-    # Fused ones of optimizers, likewise. (torch 2.11+)
-    "torch._fused_",
+# The id of the backward on this thread, or -1: a checkpointed module is called again inside backward. (torch 2.11+)
+graph_task_id = private("torch._C._current_graph_task_id")
+
+# True if the backward retains its graph (retain_graph=True), so compiled code has to keep saved tensors. (torch 2.11+)
+retains_graph = private("torch._C._autograd._get_current_graph_task_keep_graph")
+
+# The innermost hooks for saved tensors: if a user's are inside ours, ours must stay in place. (torch 2.11+)
+top_saved_tensors_hooks = private("torch._C._autograd._top_saved_tensors_default_hooks")
+
+# True inside torch.func (grad, vmap, ...), where compiled code cannot run. (torch 2.11+)
+inside_functorch = private("torch._C._are_functorch_transforms_active")
+
+# True if a tensor wraps another one for torch.func; a wrapped shard must be recognized. (torch 2.11+)
+is_functorch_wrapped = private("torch._C._functorch.is_functorch_wrapped_tensor")
+
+# Returns the wrapped tensor. (torch 2.11+)
+functorch_unwrapped = private("torch._C._functorch.get_unwrapped")
+
+# Inside, in-place writes do not invalidate saved tensors: buffers are broadcast between a forward and its backward, as
+# DDP does. (torch 2.11+)
+preserve_versions = private("torch.autograd._unsafe_preserve_version_counter")
+
+# The type of a node's target. (torch 2.11+)
+OpOverload = private("torch._ops.OpOverload")
+
+# An op with all its overloads. (torch 2.11+)
+OpOverloadPacket = private("torch._ops.OpOverloadPacket")
+
+# Tensor.to() in graphs. (torch 2.11+)
+to_copy = private("torch.ops.aten._to_copy.default")
+
+# Tensor.view() in graphs, next to matrix products of more than two dimensions. (torch 2.11+)
+unsafe_view = private("torch.ops.aten._unsafe_view.default")
+
+# Ends a functional collective in a user's graph. (torch 2.11+)
+wait_tensor = private("torch.ops._c10d_functional.wait_tensor.default")
+
+# Attention, for which torch has a formula of FLOPs. (torch 2.11+)
+flash_attention = private("torch.ops.aten._scaled_dot_product_flash_attention")
+
+# The backward of attention, for which torch has a formula, too. (torch 2.11+)
+flash_attention_backward = private("torch.ops.aten._scaled_dot_product_flash_attention_backward")
+
+# Attention on the CPU, for which torch has no formula. (torch 2.11+)
+flash_attention_on_cpu = private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")
+
+# Its backward, for which torch has none either. (torch 2.11+)
+flash_attention_on_cpu_backward = private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
+
+# Sources of Inductor's random numbers; their indices in the list of seeds differ between equal layers. (torch 2.11+)
+inductor_seeds = {private(f"torch._inductor.inductor_prims.{name}") for name in ("seed", "seeds", "lookup_seed")}
+
+# Makes the list of seeds. (torch 2.11+)
+draw_seeds = private("torch._inductor.inductor_prims.seeds")
+
+# Calls of torch.utils.checkpoint in Dynamo's graphs; arguments are the graph and its inputs. (torch 2.11+)
+CHECKPOINTS = {
+    private(f"torch.ops.higher_order.{name}") for name in ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 }
+
+# Calls of users' autograd functions in Dynamo's graphs; arguments are both graphs and their inputs. (torch 2.11+)
+function_call = private("torch.ops.higher_order.autograd_function_apply")
+
+ATTRIBUTES = {
+    # Removes kernels that were registered for a while. (torch 2.11+)
+    "torch.library.Library._destroy",
+    # Counts in-place writes to a tensor: checked for saved weights and inputs of captured graphs. (torch 2.11+)
+    "torch.Tensor._version",
+    # The base of a view, from which a saved view of a weight is rebuilt. (torch 2.11+)
+    "torch.Tensor._base",
+    # Hooks of register_hook; assigning None also removes those of C++. (torch 2.11+)
+    "torch.Tensor._backward_hooks",
+    # Hooks of register_post_accumulate_grad_hook. (torch 2.11+)
+    "torch.Tensor._post_accumulate_grad_hooks",
+    # Identifies the storage of a fake tensor, which has no address. (torch 2.11+)
+    "torch.UntypedStorage._cdata",
+    # Prefix of functions on lists of tensors. (torch 2.11+)
+    "torch._foreach_",
+    # Prefix of fused functions of optimizers. (torch 2.11+)
+    "torch._fused_",
+    # The overload of an op: ops are pickled by name. (torch 2.11+)
+    "torch._ops.OpOverload._overloadname",
+    # The arguments that an op mutates, or returns views of. (torch 2.11+)
+    "torch._ops.OpOverload._schema",
+    # The namespace of functional collectives. (torch 2.11+)
+    "torch.ops._c10d_functional",
+}
+
+_WEIGHTS = Patch(
+    "fake tensors of weights are made from their sizes only",
+    {
+        # Makes fake tensors from real ones, and memoizes them. (torch 2.11+)
+        "torch._subclasses.fake_tensor.FakeTensorConverter.from_real_tensor": (
+            "self, fake_mode, t, make_constant, shape_env, source, symbolic_context, trace"
+        ),
+    },
+)
+
+
+@_WEIGHTS
+@contextmanager
+def fake_weights_from_sizes(*kinds: type[nn.Parameter]) -> Iterator[None]:
+    """Make fake tensors of parameters of these classes from their sizes, without a gradient.
+
+    They have memory of their own. Torch also makes fake tensors of the gradient and of the bases of both, and checks
+    each size for symbols: 1.2 CPU seconds for 48 layers. Dynamo reads the gradient from the parameter.
+    """
+    converter: Any = fake_tensor.FakeTensorConverter
+    plain = converter.from_real_tensor
+
+    def from_real_tensor(
+        self: Any, mode: Any, tensor: Tensor, make_constant: bool = False, shape_env: Any = None, **how: Any
+    ) -> Any:
+        with DisableTorchFunctionSubclass():
+            known = type(tensor) in kinds and not make_constant
+            if known and _is_plain(tensor) and (shape_env is None or _is_static(how.get("symbolic_context"))):
+                fake = self._get_memo(tensor)
+                if fake is None:
+                    fake = _fake_from_sizes(mode, tensor)
+                    self.set_tensor_memo(tensor, fake)
+                return fake
+        return plain(self, mode, tensor, make_constant, shape_env, **how)
+
+    with swap_attribute(converter, "from_real_tensor", from_real_tensor):
+        yield
+
+
+def _is_static(context: Any) -> bool:
+    sizes = getattr(context, "dynamic_sizes", None)
+    return sizes is not None and all(size is DimDynamic.STATIC for size in sizes)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return True if sizes and dtype determine the results of ops on the tensor, and on its gradient."""
+    if not tensor.is_leaf or inside_functorch():  # a transform wraps tensors that are made inside
+        return False
+    plain = tensor.layout is torch.strided and not (tensor.is_neg() or tensor.is_conj() or tensor.is_quantized)
+    return plain and getattr(tensor, "grad_dtype", tensor.dtype) is tensor.dtype
+
+
+def _fake_from_sizes(mode: Any, tensor: Tensor) -> Any:
+    with no_dispatch_modes(), no_python_dispatcher():
+        memory = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        return FakeTensor(mode, memory, tensor.device).requires_grad_(tensor.requires_grad)
+
+
+def fake_like(value: Any, memory: Tensor) -> Any:
+    """Return a fake tensor like ``value`` with the sizes of ``memory``, a view of a meta tensor.
+
+    Four times as fast as torch's constructor, which is called 400 times for each layer.
+    """
+    # The device and the mode; more if it has a constant, or sizes that depend on values. (torch 2.11+)
+    known = [was for was in vars(value).values() if was is not None]
+    if type(value) is not FakeTensor or memory.device.type != "meta" or len(known) > 2:
+        return FakeTensor(value.fake_mode, memory, value.device)
+    # The steps of its constructor. (torch 2.11+)
+    made = Tensor._make_subclass(
+        FakeTensor, memory, memory.requires_grad, dispatch_device=True, device_for_backend_keys=value.fake_device
+    )
+    if value.fake_mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(made)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(made)
+    vars(made).update(vars(value))
+    return made

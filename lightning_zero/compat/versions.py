@@ -25,12 +25,12 @@ def install_command() -> str:
 
 
 def is_newer(installed: str, library: str = "torch") -> bool:
-    """Return whether a version of a library is newer than all that were tested."""
+    """Return True if a version of a library is newer than all tested ones."""
     return minor(installed) > minor(SUPPORTED[library][-1])
 
 
 def warn_of_newer() -> None:
-    """Warn on rank 0 if torch or Lightning is newer than all versions that were tested."""
+    """Warn on rank 0 if torch or Lightning is newer than all tested versions."""
     if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0":
         return
     for library in SUPPORTED:
@@ -38,7 +38,7 @@ def warn_of_newer() -> None:
         if is_newer(installed, library):
             warnings.warn(
                 f"lightning_zero was tested with {library} {tested(library)}, and this is {library} {installed}. "
-                "Optimizations that do not fit it are left out, each with a line in the log. If compilation fails, use "
+                "Optimizations that do not fit it are disabled, each with a line in the log. If compilation fails, use "
                 "strategy='zero3'.",
                 stacklevel=3,
             )
@@ -46,13 +46,13 @@ def warn_of_newer() -> None:
 
 def _installed(library: str) -> str:
     if library == "torch":
-        import torch  # whose own version a build from source may know alone
+        import torch  # a build from source may have no package metadata
 
         return str(torch.__version__)
     return version(library)
 
 
 def minor(text: str) -> tuple[int, int]:
-    """Return the first two numbers of a version; (0, 0) if it has no such."""
+    """Return the first two numbers of a version, or (0, 0)."""
     matched = re.match(r"(\d+)\.(\d+)", text)
     return (int(matched[1]), int(matched[2])) if matched else (0, 0)

@@ -15,8 +15,13 @@ from threading import RLock
 from time import monotonic
 from typing import Any
 
-from lightning_zero.compat.cache_saves import DEFERRED_KERNELS, defer_cache_saves
-from lightning_zero.compat.compiler import AsyncCompile, TritonBundler, functorch_config
+from lightning_zero.compat.compiler import (
+    DEFERRED_KERNELS,
+    AsyncCompile,
+    TritonBundler,
+    defer_cache_saves,
+    functorch_config,
+)
 from lightning_zero.compat.patches import swap_attribute
 
 __all__ = ["DeferredKernels", "PendingCompile", "PendingCompiles"]

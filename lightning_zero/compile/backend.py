@@ -35,7 +35,6 @@ from lightning_zero.compat.compiler import (
     stable_topological_sort,
 )
 from lightning_zero.compat.graphs import USER_VISIBLE_OUTPUTS
-from lightning_zero.compat.inductor_heuristics import choose_by_hints
 from lightning_zero.compile.async_compile import PendingCompile, PendingCompiles
 from lightning_zero.compile.capture.causal_mask import drop_causal_masks
 from lightning_zero.compile.capture.discovery import CallInfo, find_recompile_reason
@@ -48,7 +47,7 @@ from lightning_zero.compile.capture.dynamo_graph import (
 )
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.events import OPTIMIZATION_COUNTS, CompileProgress, CompileTimer
-from lightning_zero.compile.fast_compile import sparing
+from lightning_zero.compile.fast_compile import speed_up_lowering
 from lightning_zero.compile.fx_utils import draws_random, output_node
 from lightning_zero.compile.graph_plan import PlanStore
 from lightning_zero.compile.layer_dedup import DedupFailed, LayerDedup, dedup_layers, joint_tracer
@@ -175,7 +174,7 @@ class Compiler:
                 settings["force_non_lazy_backward_lowering"] = True
             rest = PendingCompile(timer.kernels, settings)
             try:
-                with functorch_config.patch(settings), sparing(not self.call_info.retains_graph), rest:
+                with functorch_config.patch(settings), speed_up_lowering(), rest:
                     compiled = self._compile_with_layer_dedup(partial(inner, last, timer), module, inputs, **kwargs)
             except BaseException:
                 timer.end(monotonic() - begun)
@@ -277,7 +276,7 @@ class Compiler:
         options["custom_partitioner_fn"] = _Partitioner(partial(self._partition, limits), own)
         compile_fx: Any = lookup_backend("inductor")
         lower = partial(self._lower, timer)
-        with joint, choose_by_hints():
+        with joint:
             return compile_fx(module, inputs, config_patches=options, inner_compile=lower, **kwargs)
 
     def _lower(self, timer: CompileTimer, module: GraphModule, inputs: Any, **settings: Any) -> Any:

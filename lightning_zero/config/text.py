@@ -1,5 +1,4 @@
-"""What is written about options: docstrings, and the README's tables. And how bytes, and columns, are written for
-people."""
+"""Render options as docstrings and Markdown tables, and bytes and columns as text for people."""
 
 from __future__ import annotations
 
@@ -8,57 +7,57 @@ from collections.abc import Sequence
 from dataclasses import MISSING
 from typing import Any, TypeVar
 
-from lightning_zero.config.option import option_fields
+from lightning_zero.config.schema import option_fields
 
-__all__ = ["arguments", "document_options", "format_gib", "format_table", "options_table"]
+__all__ = ["args_section", "document_options", "format_gib", "format_table", "options_table"]
 
 C = TypeVar("C", bound=type)
 WIDTH = 116
 
 
 def format_gib(nbytes: float) -> str:
-    """In GiB, without the unit."""
+    """Return GiB with two decimals, without the unit."""
     return f"{nbytes / 2**30:.2f}"
 
 
 def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Its lines, in columns as wide as what is in them."""
-    default_text = [list(heads), *map(list, rows)] if any(heads) else [list(row) for row in rows]
-    widths = [max((len(row[column]) for row in default_text), default=0) for column in range(len(heads))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in default_text)
+    """Return the lines of a table with aligned columns. Empty ``heads`` are left out."""
+    cells = [list(heads), *map(list, rows)] if any(heads) else [list(row) for row in rows]
+    widths = [max((len(row[column]) for row in cells), default=0) for column in range(len(heads))]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
     return [f"  {line.rstrip()}" for line in lines]
 
 
-def arguments(cls: type) -> str:
-    """The part of a docstring that describes the options of ``cls``, not indented."""
+def args_section(cls: type) -> str:
+    """Return the ``Args`` section of a docstring for the options of ``cls``, without indentation."""
     lines = ["Args:"]
-    for name, (_, known) in option_fields(cls).items():
-        lines += textwrap.wrap(f"{name}: {known.text}.", WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
+    for name, (_, spec) in option_fields(cls).items():
+        lines += textwrap.wrap(f"{name}: {spec.text}", WIDTH, initial_indent=" " * 4, subsequent_indent=" " * 8)
     return "\n".join(lines)
 
 
 def document_options(cls: C) -> C:
-    """Adds the options to the class's docstring."""
+    """Add the options to the docstring of ``cls``."""
     assert cls.__doc__ is not None
-    cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n{textwrap.indent(arguments(cls), ' ' * 4)}\n    "
+    cls.__doc__ = f"{cls.__doc__.rstrip()}\n\n{textwrap.indent(args_section(cls), ' ' * 4)}\n    "
     return cls
 
 
 def options_table(cls: type, groups: dict[str, str] | None = None) -> str:
-    """Markdown: a row for each option; with ``groups``, a line with its heading before each group."""
+    """Return a Markdown table with a row for each option, and a heading before each of ``groups``."""
     rows, last = ["| option | default | meaning |", "|---|---|---|"], ""
-    for name, (found, known) in option_fields(cls).items():
-        if groups is not None and known.group != last:
-            last = known.group
+    for name, (found, spec) in option_fields(cls).items():
+        if groups is not None and spec.group != last:
+            last = spec.group
             rows.append(f"| **{groups[last]}** | | |")
-        text = known.text.replace("``", "`").replace("|", "\\|")
-        rows.append(f"| `{name}` | {_default(found.default, known.default_text)} | {text} |")
+        text = spec.text.replace("``", "`").replace("|", "\\|")
+        rows.append(f"| `{name}` | {_default(found.default, spec.default_text)} | {text} |")
     return "\n".join(rows)
 
 
-def _default(value: Any, default_text: str | None) -> str:
+def _default(value: Any, text: str | None) -> str:
     assert value is not MISSING
-    if default_text is not None:
-        return default_text
+    if text is not None:
+        return text
     word = f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else repr(value)
     return f"`{word}`"

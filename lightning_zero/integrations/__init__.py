@@ -1,1 +1,1 @@
-"""What Lightning asks for: each way to train has a room."""
+"""Integrate the engine with Lightning: ``trainer/`` and ``fabric/`` hold the strategies."""

@@ -1,10 +1,14 @@
-"""What Lightning's and Fabric's precisions have in common, for sharded parameters."""
+"""Share precision plugins between the strategies of the Trainer and of Fabric.
+
+:class:`ZeroPluginMixin` keeps the shards when dtypes are converted. :class:`FlatGradScaler` unscales flat buffers and
+decides on the device whether a step is skipped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -19,19 +23,28 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine
 from lightning_zero.sharding.module_patching import is_sharded
 
-__all__ = ["CHOICES", "FlatGradScaler", "check_complex", "with_precision", "to_flat_scaler", "convert_unsharded", "true_dtype"]
+__all__ = [
+    "FlatGradScaler",
+    "ZeroPluginMixin",
+    "check_complex",
+    "replace_plugin",
+    "to_flat_scaler",
+    "true_dtype",
+    "with_precision",
+]
 
-CHOICES = "Choose '32-true', 'bf16-mixed', 'bf16-true', '16-mixed', '16-true' or '64-true'."
+P = TypeVar("P")
+
 _TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
 
 
 def true_dtype(precision: str) -> torch.dtype | None:
-    """The dtype that all floating point parameters have under this precision; None where they keep their own."""
+    """Return the dtype of all floating point parameters; None if they keep their own."""
     return _TRUE.get(precision)
 
 
 def with_precision(precision: str, config: EngineConfig) -> EngineConfig:
-    """The options, and what a precision decides."""
+    """Return ``config`` with the dtypes of a precision."""
     if precision == "16-mixed":
         return replace(config, compute_dtype=torch.float16)
     if precision == "bf16-mixed":
@@ -40,7 +53,7 @@ def with_precision(precision: str, config: EngineConfig) -> EngineConfig:
 
 
 def check_complex(module: nn.Module, precision: str) -> None:
-    """Raise ``MisconfigurationException`` for a complex parameter under a precision that has no complex dtype."""
+    """Raise ``MisconfigurationException`` for a complex parameter if the precision has no complex dtype."""
     if precision not in ("bf16-true", "16-true", "16-mixed"):
         return
     reason = "torch's loss scaler has no" if precision == "16-mixed" else "its dtype has no"
@@ -53,9 +66,21 @@ def check_complex(module: nn.Module, precision: str) -> None:
             )
 
 
-def convert_unsharded(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Converts a module of which a part is sharded. What was built as shards has this dtype already, and must not be
-    replaced."""
+class ZeroPluginMixin:
+    """Convert modules without replacing shards. Put it before a precision plugin of Lightning."""
+
+    precision: Any
+
+    def convert_module(self, module: nn.Module) -> nn.Module:
+        check_complex(module, self.precision)
+        dtype = true_dtype(self.precision)
+        if dtype is None or not any(map(is_sharded, module.modules())):
+            return super().convert_module(module)  # type: ignore[misc]
+        return _convert_unsharded(module, dtype)
+
+
+def _convert_unsharded(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Convert the unsharded parts of a module; its shards were created in this dtype."""
     for child in module.modules():
         if not is_sharded(child):
             for param in child._parameters.values():
@@ -69,21 +94,43 @@ def convert_unsharded(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return module
 
 
+def replace_plugin(plugin: Any, counterparts: Mapping[type, Callable[[Any], P]], api_name: str) -> P:
+    """Return our counterpart of one of Lightning's precision plugins; ours stay.
+
+    Args:
+        plugin: The plugin.
+        counterparts: Maps types of Lightning to functions that create ours.
+        api_name: ``"Trainer"`` or ``"Fabric"``.
+
+    Raises:
+        MisconfigurationException: The precision is not supported.
+    """
+    if isinstance(plugin, ZeroPluginMixin):
+        return plugin  # type: ignore[return-value]
+    make = counterparts.get(type(plugin))
+    if make is None:
+        raise MisconfigurationException(
+            f"{api_name}(precision={plugin.precision!r}) with the plugin {type(plugin).__name__} is not supported by "
+            "the ZeRO-3 strategies. Choose '32-true', 'bf16-mixed', 'bf16-true', '16-mixed', '16-true' or '64-true'."
+        )
+    return make(plugin)
+
+
 def to_flat_scaler(
     scaler: torch.amp.GradScaler | None, engine: Callable[[Optimizer], Engine], device: str
 ) -> torch.amp.GradScaler | None:
-    """Our counterpart of a loss scaler, with its settings; a sharded one stays as it is.
+    """Return our counterpart of a loss scaler, with its settings. A ``ShardedGradScaler`` stays.
 
     Raises:
-        MisconfigurationException: a scaler of the user's own.
+        MisconfigurationException: The scaler is of another class.
     """
     if scaler is None or isinstance(scaler, ShardedGradScaler):
         return scaler
     if type(scaler) is not torch.amp.GradScaler:
         raise MisconfigurationException(
-            f"The loss scaler {type(scaler).__name__} decides on each rank for itself whether gradients "
-            "overflowed; with sharded "
-            "gradients ranks would disagree. Use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
+            f"The loss scaler {type(scaler).__name__} decides on each rank by itself whether gradients overflowed; "
+            "with sharded gradients ranks would disagree. Use "
+            "torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler."
         )
     settings: dict[str, Any] = {"enabled": False}
     if scaler.is_enabled():
@@ -97,8 +144,11 @@ def to_flat_scaler(
 
 
 class FlatGradScaler(ShardedGradScaler):
-    """A loss scaler that unscales the arenas in a few kernels, and leaves it to the device whether the step is skipped
-    where the step allows it. ``engine``: finds that of an optimizer's parameters."""
+    """Unscale flat gradient buffers in a few kernels, and skip steps on the device if possible.
+
+    Args:
+        engine: Returns the engine of an optimizer's parameters.
+    """
 
     def __init__(self, engine: Callable[[Optimizer], Engine], device: str, **settings: Any) -> None:
         super().__init__(device, **settings)
@@ -106,7 +156,8 @@ class FlatGradScaler(ShardedGradScaler):
 
     @override
     def unscale_(self, optimizer: Optimizer) -> None:
-        with self._engine(optimizer).optimizers.stepper(optimizer).show_flat_params():
+        stepper = self._engine(optimizer).optimizers.stepper(optimizer)
+        with stepper.show_flat_params():
             super().unscale_(optimizer)
 
     @override

@@ -1,27 +1,52 @@
-"""The part of a strategy, Lightning's or Fabric's, that lets processes find each other and passes values on."""
+"""Start the processes of a training, and check and join their process group.
+
+:class:`ProcessGroupMixin` is shared by the strategies of the Trainer and of Fabric; each has its own launcher.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import group as _group
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 
-from lightning_zero.compat.lightning_private import init_process_group, reduce_value
+from lightning_zero.compat.lightning_private import (
+    FabricScriptLauncher,
+    SubprocessScriptLauncher,
+    bound_threads,
+    init_process_group,
+    reduce_value,
+)
 from lightning_zero.extrema import all_max, all_min
-from lightning_zero.integrations.process_group import check_backend, check_rank, check_world_size
+from lightning_zero.integrations.child_processes import ChildWatch, terminate_after_grace
 from lightning_zero.native.startup import StartupWatch
 
-__all__ = ["ProcessGroupMixin", "without_nccl_abort", "reduce_in_place"]
+__all__ = [
+    "FabricLauncher",
+    "ProcessGroupMixin",
+    "TrainerLauncher",
+    "check_backend",
+    "check_interactive",
+    "check_rank",
+    "check_world_size",
+    "reduce_in_place",
+    "without_nccl_abort",
+]
 
 T = TypeVar("T")
 
@@ -30,8 +55,10 @@ _RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"
 
 @contextmanager
 def without_nccl_abort() -> Iterator[None]:
-    """Process groups that are made inside do not abort the process after an error on the device: NCCL's own watchdog
-    would do so before the traceback is there. What else that one finds, ours looks at (:class:`Watchdog`)."""
+    """Create process groups whose NCCL watchdog does not abort the process after a device error.
+
+    The abort would hide the traceback. :class:`Watchdog` covers the other failures that NCCL's watchdog finds.
+    """
     if _RETHROW in os.environ:
         yield
         return
@@ -43,7 +70,7 @@ def without_nccl_abort() -> Iterator[None]:
 
 
 def reduce_in_place(tensor: Tensor, group: Any, reduce_op: ReduceOp | str | None) -> Tensor:
-    """Reduce a value over ranks as Lightning's strategies do, but keep a NaN in maxima and minima. Collective."""
+    """Reduce as Lightning's strategies do, but keep a NaN in maxima and minima. Collective."""
     ranks: Any = _group.WORLD if group is None else group
     if dist.is_initialized() and tensor.is_floating_point():
         if reduce_op in ("max", "MAX", dist.ReduceOp.MAX):
@@ -53,11 +80,185 @@ def reduce_in_place(tensor: Tensor, group: Any, reduce_op: ReduceOp | str | None
     return reduce_value(tensor, group, reduce_op=reduce_op)
 
 
-class ProcessGroupMixin:
-    """One process for each device, in one process group. For a strategy, which has ranks, devices and a cluster's
-    environment from Lightning, and calls :meth:`_init_processes` when it is made."""
+def is_interactive() -> bool:
+    """Return True in a notebook or a Python shell, by Lightning's criterion."""
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
 
-    api_name: str  # for messages: "Trainer" or "Fabric"
+
+def check_interactive(cluster: ClusterEnvironment, processes: int, api_name: str) -> None:
+    """Raise if a notebook or a shell would have to start other processes, which need a script.
+
+    Args:
+        processes: Number of processes on all nodes.
+        api_name: ``"Trainer"`` or ``"Fabric"``.
+
+    Raises:
+        MisconfigurationException: This is a notebook or a shell, and would have to start other processes.
+    """
+    if processes > 1 and not cluster.creates_processes_externally and is_interactive():
+        raise MisconfigurationException(
+            f"{api_name}(devices={processes}) cannot start its other processes from a notebook or a Python shell: each "
+            f"runs the script again from its beginning, and there is none. Here, {api_name}(devices=1) trains. For "
+            "several devices write the code into a file and run `python train.py` (in a notebook: `!python train.py`) "
+            f"or `torchrun --nproc-per-node {processes} train.py`."
+        )
+
+
+def check_world_size(api_name: str, devices: int, nodes: int) -> None:
+    """Raise if this process is in a process group of another size.
+
+    Args:
+        api_name: ``"Trainer"`` or ``"Fabric"``.
+        devices: Number of processes per node.
+        nodes: Number of nodes.
+
+    Raises:
+        MisconfigurationException: The sizes differ. Samplers would use the requested size, and collectives the size of
+            the group.
+    """
+    if not dist.is_initialized() or (size := dist.get_world_size()) == devices * nodes:
+        return
+    requested, fits = _call(api_name, devices, nodes), _call(api_name, size, 1)
+    if size % nodes == 0:
+        fits = _call(api_name, size // nodes, nodes)
+    raise MisconfigurationException(
+        f"{requested} asks for a process group of {_ranks(devices * nodes)}, but this process is already in one of "
+        f"{_ranks(size)} ({dist.get_backend_config()}), which an earlier Trainer, Fabric or "
+        "torch.distributed.init_process_group() has made. A process group keeps its size until its processes end. "
+        f"Use {fits} here, or run this training in a script of its own."
+    )
+
+
+def _call(api_name: str, devices: int, nodes: int) -> str:
+    return f"{api_name}(devices={devices}{f', num_nodes={nodes}' if nodes > 1 else ''})"
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
+def check_rank(api_name: str, rank: int) -> None:
+    """Raise if the process group numbers this process otherwise than the cluster environment does."""
+    if dist.is_initialized() and dist.get_rank() != rank:
+        raise MisconfigurationException(
+            f"This process is rank {dist.get_rank()} of its process group, but rank {rank} for the {api_name}'s "
+            "cluster environment, so it would train on another rank's data. Call "
+            "torch.distributed.init_process_group() with "
+            f"the rank of the environment (RANK, or NODE_RANK and LOCAL_RANK), or let the {api_name} call it."
+        )
+
+
+def check_backend(api_name: str, requested: str | None, device: torch.device) -> None:
+    """Raise if the process group has another backend than the requested one, or none for ``device``.
+
+    Args:
+        requested: ``process_group_backend`` of the strategy.
+    """
+    if not dist.is_initialized():
+        return
+    found = dist.get_backend_config()
+    backends = _by_device(found, device)
+    remedy = (
+        "Call torch.distributed.destroy_process_group() before, on all ranks, or run this training in its own script"
+    )
+    for kind, backend in _by_device(requested or "", device).items():
+        if backends.get(kind) != backend:
+            raise MisconfigurationException(
+                f"The {api_name}'s strategy asks for process_group_backend={requested!r}, but this process is already "
+                f"in a process group with other backends ({found}). {remedy}; or pass "
+                f"process_group_backend={backends.get(device.type, found)!r}."
+            )
+    if device.type not in backends:
+        raise MisconfigurationException(
+            f"The {api_name} trains on {device.type}, but this process is already in a process group without a backend "
+            f"for it ({found}). {remedy}."
+        )
+    usual = dist.get_default_backend_for_device(device)
+    if not requested and backends[device.type] != usual:
+        rank_zero_warn(
+            f"The {api_name} trains on {device.type} in a process group that exists already and communicates by "
+            f"{backends[device.type]}; {usual} is the default there, and may be much faster. {remedy}. If "
+            f"{backends[device.type]} is intended, pass process_group_backend={backends[device.type]!r}."
+        )
+
+
+def _by_device(backends: str, device: torch.device) -> dict[str, str]:
+    """Split ``"cpu:gloo,cuda:nccl"``; a single name is the backend for ``device``."""
+    pairs = [pair.rpartition(":") for pair in backends.split(",") if pair]
+    return {kind or device.type: backend for kind, _, backend in pairs}
+
+
+class _Launcher:
+    """Start the other processes of a node, unless they were started from outside, and watch them."""
+
+    api_name: str
+    cluster_environment: ClusterEnvironment
+    num_processes: int
+    num_nodes: int
+    procs: list[subprocess.Popen[bytes]]
+    _call_children_scripts: Callable[[], None]
+
+    @property
+    def is_interactive_compatible(self) -> bool:
+        return True  # check_interactive() refuses the combinations that fail in a notebook
+
+    def _start(self) -> None:
+        """Start the other processes.
+
+        Raises:
+            ValueError: ``devices`` or ``num_nodes`` contradict the launcher that started the processes.
+            MisconfigurationException: This process is in a process group of another size.
+        """
+        cluster = self.cluster_environment
+        cluster.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        check_world_size(self.api_name, self.num_processes, self.num_nodes)
+        if not cluster.creates_processes_externally:
+            self._call_children_scripts()
+            ChildWatch(self.procs, cluster.node_rank() * self.num_processes).start()
+        bound_threads(num_processes=self.num_processes)
+
+
+class TrainerLauncher(_Launcher, SubprocessScriptLauncher):
+    api_name = "Trainer"
+    _strategy: Any = None  # of the Trainer that started the processes
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        """Call ``function``, e.g. the Trainer's ``fit``, in each process, and wait until it ends on all ranks."""
+        self._start()
+        self._strategy = None if trainer is None else trainer.strategy
+        result = function(*args, **kwargs)
+        if trainer is not None:
+            trainer.strategy.end_stage()
+        return result
+
+    def kill(self, signum: Any) -> None:
+        """Pass a signal on. The Trainer sends SIGKILL after Ctrl-C, while the others are ending by themselves."""
+        if signum == signal.SIGKILL:
+            if self._strategy is not None:
+                self._strategy.exit_soon()
+            terminate_after_grace(self.procs)
+        else:
+            super().kill(signum)
+
+
+class FabricLauncher(_Launcher, FabricScriptLauncher):
+    api_name = "Fabric"
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._start()
+        return function(*args, **kwargs)
+
+
+class ProcessGroupMixin:
+    """Run one process per device, all in one process group.
+
+    The strategy provides ranks, devices and the cluster environment, and calls :meth:`_init_processes` in its
+    constructor.
+    """
+
+    api_name: str  # in messages: "Trainer" or "Fabric"
+    launcher_type: type[TrainerLauncher] | type[FabricLauncher]
+    _launcher: Any
     accelerator: Any
     cluster_environment: Any
     parallel_devices: Any
@@ -66,17 +267,18 @@ class ProcessGroupMixin:
     global_rank: Any
     world_size: Any
 
-    def _init_processes(self, backend: str | None, timeout: timedelta | None, report_s: float) -> None:
-        """
-        backend: by default ``"nccl"`` on CUDA and ``"gloo"`` on the CPU
-        timeout: how long ranks wait for each other
-        report_s: after how long a rank that waits for others to join says for which
-        """
+    def _init_processes(self, backend: str | None, timeout: timedelta | None, stall_report_s: float) -> None:
         self._num_nodes = 1
         self._process_group_backend = backend
         self._timeout = timeout
-        self._stall_report_s = report_s
+        self._stall_report_s = stall_report_s
         self._startup: StartupWatch | None = None
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        check_interactive(self.cluster_environment, self.num_processes * self.num_nodes, self.api_name)
+        # Always set one: it compares `devices` with the number of processes that were started from outside.
+        self._launcher = self.launcher_type(self.cluster_environment, self.num_processes, self.num_nodes)
 
     @property
     def root_device(self) -> torch.device:
@@ -108,9 +310,13 @@ class ProcessGroupMixin:
         check_backend(self.api_name, self._process_group_backend, self.root_device)
         if self.world_size > 1 and not torch.distributed.is_initialized():
             first = self.node_rank * self.num_processes
-            neighbours = range(first, first + self.num_processes)
             self._startup = StartupWatch(
-                cluster.main_address, cluster.main_port, self.global_rank, self.world_size, neighbours, self._stall_report_s
+                cluster.main_address,
+                cluster.main_port,
+                self.global_rank,
+                self.world_size,
+                range(first, first + self.num_processes),
+                self._stall_report_s,
             )
         self.accelerator.setup_device(self.root_device)
         backend = self._process_group_backend or torch.distributed.get_default_backend_for_device(self.root_device)
@@ -120,7 +326,7 @@ class ProcessGroupMixin:
             self._startup.joined()
 
     def _close_startup(self) -> None:
-        """Something else watches over the ranks."""
+        """Stop watching the start, after the engine's watchdog watches the ranks."""
         if self._startup is not None:
             self._startup.close()
             self._startup = None
@@ -142,11 +348,10 @@ class ProcessGroupMixin:
                 torch.distributed.barrier()
 
     def _barrier_is_redundant(self, barrier: str | None) -> bool:
-        """Whether all ranks have just met anyway."""
         return False
 
-    def _watch_collective(self, what: str) -> AbstractContextManager[None]:
-        """Surrounds a collective of all ranks that is called ``what``."""
+    def _watch_collective(self, description: str) -> AbstractContextManager[None]:
+        """Let the watchdog watch a collective of all ranks within this context."""
         return nullcontext()
 
     def broadcast(self, obj: T, src: int = 0) -> T:
@@ -159,5 +364,5 @@ class ProcessGroupMixin:
         return objects[0]
 
     def _object_group(self) -> Any:
-        """All ranks, for what lies on the host."""
+        """Return the process group of all ranks for objects in host memory."""
         return _group.WORLD

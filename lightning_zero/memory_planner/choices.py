@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_zero.config.option import OFFLOAD_CHOICES
+from lightning_zero.config.schema import OFFLOAD_CHOICES
 from lightning_zero.memory_planner.inputs import Constraints, MemoryConfig, PlannerInputs, StepTimes
 
 __all__ = [

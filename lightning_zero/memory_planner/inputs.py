@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.nominal import HOST_BYTES_PER_S
-from lightning_zero.config.option import OFFLOAD_CHOICES
-from lightning_zero.config.tuning import Tuning
+from lightning_zero.config.engine_config import HOST_BYTES_PER_S
+from lightning_zero.config.options import Tuning
+from lightning_zero.config.schema import OFFLOAD_CHOICES
 
 __all__ = [
     "CAPTURE_GAP_SHARE",

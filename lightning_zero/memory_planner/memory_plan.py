@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
+from lightning_zero.config.options import Tuning
 from lightning_zero.config.text import format_gib, format_table
-from lightning_zero.config.tuning import Tuning
 from lightning_zero.memory_planner.choices import (
     ACTIVATIONS,
     GRADIENTS,

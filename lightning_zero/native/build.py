@@ -75,7 +75,7 @@ def source_directory() -> Path:
 
 
 def kernel_source(name: str) -> Path:
-    """The file of that name, as in ``"barrier.cu"``, wherever it lies among the sources.
+    """The file of that name, as in ``"kernels.cu"``, wherever it lies among the sources.
 
     Raises:
         NativeBuildError: there is none, or no sources.

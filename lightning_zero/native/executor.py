@@ -111,7 +111,7 @@ class Executor:
             tuning.reduce_double_buffer,
             tuning.free_reduce_buckets,
             tuning.sync_collectives,
-            tuning.poison,
+            tuning.nan_fill,
             config.wire_dtype,
             int(tuning.gather_group_mb * 2**20),
         )
@@ -130,7 +130,7 @@ class Executor:
         """Compiled graphs give activations away to ``where``, and get them back from there."""
         self.activations = where
         one, two = "(Tensor value)", "(Tensor value, Tensor host)"
-        self._native.keep_activations(
+        self._native.set_activation_ops(
             self._define("on_leave", one, where.leave, "Tensor"),
             self._define("on_left", two, where.left),
             self._define("on_come", "(Tensor host)", where.come, "Tensor"),

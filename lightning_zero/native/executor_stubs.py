@@ -1,6 +1,6 @@
 """What the parts of the C++ executor can be asked, for readers and for type checkers: the objects themselves are C++'s.
 
-Their methods and arguments are named in ``csrc/bindings/``; ``tests/native/test_facets.py`` compares.
+Their methods and arguments are named in ``csrc/bindings/``; ``tests/native/test_bindings.py`` compares.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Parameters(Protocol):
         """Memory for the whole parameter, 1-D with padding, where it stays until the optimizer steps; None: it does not
         stay any more."""
 
-    def set_deferred_gradient(self, index: int, memory: Tensor | None, whole: bool) -> None:
-        """Memory for the gradient of the host shard, or for the ``whole`` one, 1-D, in float32 or wider, where
+    def set_deferred_gradient(self, index: int, memory: Tensor | None, full: bool) -> None:
+        """Memory for the gradient of the host shard, or for the ``full`` one, 1-D, in float32 or wider, where
         ``Gradients.defer`` leaves it; None: there is none any more."""
 
     def set_compute_shard(self, index: int, copy: Tensor) -> None:
@@ -97,14 +97,14 @@ class Weights(Protocol):
         """
         ...
 
-    def told(self) -> int:
+    def user_write_count(self) -> int:
         """Changes whenever somebody who is no optimizer has said that shards change."""
         ...
 
-    def epoch(self) -> int:
+    def shard_version(self) -> int:
         """Changes whenever shards may have changed."""
 
-    def written(self) -> list[int]:
+    def valid_compute_shards(self) -> list[int]:
         """Indices of the parameters with a shard on the host whose compute copy is as it should be."""
         ...
 
@@ -131,10 +131,10 @@ class Weights(Protocol):
 class Gradients(Protocol):
     """What backward passes have brought."""
 
-    def attached(self) -> list[int]:
+    def last_attached(self) -> list[int]:
         """Indices of the parameters that the last backward gave a gradient."""
 
-    def key(self) -> int:
+    def attachment_key(self) -> int:
         """A number that changes whenever a parameter's gradient comes, goes or lies elsewhere."""
 
     def has_gradients(self) -> bool:
@@ -168,8 +168,8 @@ class Gradients(Protocol):
     def take_consensus_flag(self) -> bool:
         """Whether some rank has said yes there since the last question; the same on every rank."""
 
-    def defer(self, on: bool, whole: bool = False) -> None:
-        """From now on backwards add gradients up, with several hosts on each of them, or ``whole`` on each rank; the
+    def defer(self, on: bool, full: bool = False) -> None:
+        """From now on backwards add gradients up, with several hosts on each of them, or ``full`` on each rank; the
         next backward without this takes them along. Not inside one, and alike on every rank. Parameters that are
         trained need memory for it, see ``Parameters.set_deferred_gradient``. Nothing happens where there is one host,
         or one rank."""

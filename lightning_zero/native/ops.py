@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.ops import OpOverload
+from lightning_zero.compat.tensors import OpOverload
 
 __all__ = ["NAMESPACE", "FAKE_NAMESPACE", "OPS", "Op", "Role", "register_op", "graph_overloads", "no_result", "find_op", "reduce_op"]
 

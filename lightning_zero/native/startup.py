@@ -201,6 +201,6 @@ class StartupWatch:
         os.write(2, f"[lightning_zero, rank {self._rank}] {text}\n".encode())  # one call, so that lines do not mix
 
     def _end(self, text: str) -> None:
-        self._say(f"{text}\nThis is rank {self._rank}, setting up. It cannot go on alone, and ends, too.")
+        self._say(f"{text}\nThis is rank {self._rank}, setting up. It cannot continue alone and ends too.")
         kill_compilers()
         os._exit(1)

@@ -16,7 +16,7 @@ __all__ = ["Transport"]
 
 
 class Transport:
-    """Of one executor; see ``csrc/transport/transports.h``.
+    """Of one executor; see ``csrc/transport/transport.h``.
 
     Args:
         native: the C++ object.
@@ -50,8 +50,8 @@ class Transport:
         Raises:
             RuntimeError: the kernel cannot be compiled or loaded here.
         """
-        code = self._kernels("barrier.cu", RANKS=self._ranks, LANES=2)
-        words = torch.zeros(16, dtype=torch.int32, pin_memory=True)  # device_words.h says which
+        code = self._kernels("signal_kernels.cu", RANKS=self._ranks)
+        words = torch.zeros(16, dtype=torch.int32, pin_memory=True)  # see csrc/sync/signal_pads.h
         self._native.set_barrier(code, rows, words)
 
     def compile_means(self) -> None:
@@ -60,7 +60,7 @@ class Transport:
         Raises:
             RuntimeError: it cannot be compiled or loaded here.
         """
-        self._native.set_mean_kernels(self._kernels("row_means.cu", ROWS=self._ranks))
+        self._native.set_mean_kernels(self._kernels("kernels.cu", ROWS=self._ranks))
 
     def limit_cross_host_bandwidth(self, gbs: float | None) -> None:
         """Debugging: what crosses hosts, if there are several, arrives no sooner than at so many GB/s for each rank;
@@ -72,7 +72,7 @@ class Transport:
         if gbs == self._limit:
             return
         on_device = gbs is not None and self._several_hosts and self._device.type == "cuda"
-        code = self._kernels("slow_link.cu") if on_device else None
+        code = self._kernels("kernels.cu") if on_device else None
         self._native.limit_cross_host_bandwidth(code, 1e9 * (gbs or 0.0))
         self._limit = gbs
 
@@ -92,7 +92,7 @@ class Transport:
         if self._device.type == "cpu":
             self._native.set_epoch_lock(numbers)
         else:
-            self._native.set_device_epoch_lock(self._kernels("turns.cu", RANKS=self._ranks), numbers)
+            self._native.set_device_epoch_lock(self._kernels("signal_kernels.cu", RANKS=self._ranks), numbers)
 
     def set_remote_signals(self, numbers: list[Tensor]) -> None:
         """Ranks of this host tell each other which parts of what hosts exchange have come to them. ``numbers``: of each
@@ -105,7 +105,7 @@ class Transport:
         if self._device.type == "cpu":
             self._native.set_remote_signals(numbers)
         else:
-            self._native.set_device_remote_signals(self._kernels("arrivals.cu", RANKS=len(numbers)), numbers)
+            self._native.set_device_remote_signals(self._kernels("signal_kernels.cu", RANKS=len(numbers)), numbers)
 
     def _kernels(self, source: str, **macros: int) -> Tensor:
         capability = torch.cuda.get_device_capability(self._device)

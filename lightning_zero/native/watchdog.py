@@ -1,6 +1,6 @@
 """A handle on the C++ watchdog: what this rank does, what it waits for, and how it ends when others cannot go on.
 
-See ``csrc/runtime/watchdog.h`` for what it does with that.
+See ``csrc/watchdog/watchdog.h`` for what it does with that.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Watchdog:
         self.failed = False
         if self._failures is not None:
             self._failures.begin()
-        self.native.begin()
+        self.native.begin_stage()
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that an exception ends what this rank does, and show it, once for all that share it.
@@ -180,7 +180,7 @@ class Watchdog:
         serves = self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         if self._failures is not None and serves and self.failed and not self.native.abort_reason():
             self._failures.wait_until_acknowledged()
-        self.native.leave()
+        self.native.limit_exit_time()
 
 
 def _raise(kind: str, text: str) -> None:

@@ -11,8 +11,8 @@ from torch import nn
 
 from lightning_zero.compile.context import PassContext
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.nominal import HOST_BYTES_PER_S
-from lightning_zero.config.option import OFFLOAD_CHOICES
+from lightning_zero.config.engine_config import HOST_BYTES_PER_S
+from lightning_zero.config.schema import OFFLOAD_CHOICES
 from lightning_zero.memory_planner.inputs import (
     EngineMemoryFacts,
     GradientBytes,
@@ -96,10 +96,10 @@ def plan(
     kind = Precision.of(precision)
     cluster = Cluster(card, world_size, how.ranks_per_host)
     hosts = cluster.hosts
-    config = _config(kind, options).over(hosts, cluster.gpus)
+    config = _config(kind, options).for_hosts(hosts, cluster.gpus)
     shard_group = cluster.gpus if config.tuning.replicate_over is not None else world_size
     check_host_masters(config, hosts)
-    config.over_copies(hosts)  # raises
+    config.uses_grad_aliasing(hosts)  # raises
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
         shards = shard_parameters(module, shard_group, kind.own)

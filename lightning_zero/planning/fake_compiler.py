@@ -24,8 +24,7 @@ from lightning_zero.compat.compiler import (
     min_cut_partition,
     report_compiling,
 )
-from lightning_zero.compat.ops import OpOverload
-from lightning_zero.compat.tensors import FakeTensorMode, no_dispatch_modes, tree_flatten, tree_unflatten
+from lightning_zero.compat.tensors import FakeTensorMode, OpOverload, no_dispatch_modes, tree_flatten, tree_unflatten
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.fx_utils import results
 from lightning_zero.compile.partitioner.partition import partition_joint_graph, tag_activations, tag_gathers

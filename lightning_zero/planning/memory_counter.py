@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.ops import to_copy, unsafe_view
-from lightning_zero.compat.tensors import TorchDispatchMode, tree_leaves
+from lightning_zero.compat.tensors import TorchDispatchMode, to_copy, tree_leaves, unsafe_view
 
 __all__ = ["MemoryCounter"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_zero.config.nominal import HOST_BYTES_PER_S
+from lightning_zero.config.engine_config import HOST_BYTES_PER_S
 from lightning_zero.config.text import format_table
 from lightning_zero.memory_planner.inputs import CAPTURE_GAP_SHARE
 from lightning_zero.memory_planner.memory_plan import MemoryPlan

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.fx import Graph
 
 from lightning_zero.compat.distributed import all_gather_into
-from lightning_zero.config.nominal import HOST_BYTES_PER_S
+from lightning_zero.config.engine_config import HOST_BYTES_PER_S
 from lightning_zero.extrema import all_max
 from lightning_zero.mesh import Mesh
 from lightning_zero.profiling.node_costs import DeviceSpeed, graph_costs

@@ -17,9 +17,14 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.experimental import symbolic_shapes
 
-from lightning_zero.compat.fakes import fake_like
-from lightning_zero.compat.ops import OpOverload
-from lightning_zero.compat.tensors import FakeTensor, no_dispatch_modes, no_python_dispatcher, tree_leaves
+from lightning_zero.compat.tensors import (
+    FakeTensor,
+    OpOverload,
+    fake_like,
+    no_dispatch_modes,
+    no_python_dispatcher,
+    tree_leaves,
+)
 
 __all__ = [
     "FakeBuffer",

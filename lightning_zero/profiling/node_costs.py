@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 from torch.utils.flop_counter import flop_registry
 
-from lightning_zero.compat import ops
+from lightning_zero.compat import tensors as ops
 from lightning_zero.compat.tensors import tree_map_only
 from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.graph_tensors import (

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.integrations.trainer.lookup import zero_strategy
+from lightning_zero.integrations.trainer.pass_schedule import zero_strategy
 from lightning_zero.profiling.devices import PeakFlops, find_peak_flops
 from lightning_zero.report.flops import FlopCount
 from lightning_zero.report.step_metrics import BatchTotals, EngineCounters, StepWindow, window_metrics

@@ -21,7 +21,7 @@ from typing_extensions import override
 
 from lightning_zero.compile.fx_utils import format_graph, graph_kind
 from lightning_zero.compile.passes.base import PassTrace
-from lightning_zero.integrations.trainer.lookup import zero_strategy
+from lightning_zero.integrations.trainer.pass_schedule import zero_strategy
 
 __all__ = ["PlanReport", "write_passes"]
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.compat.autograd import preserve_versions
+from lightning_zero.compat.tensors import preserve_versions
 from lightning_zero.compat.tensors import foreach_copy
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import RankMismatchError

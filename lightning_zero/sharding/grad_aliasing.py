@@ -1,4 +1,4 @@
-"""Gradients that lie where the compute copies of their weights lay: see csrc/over_copies.h."""
+"""Gradients that lie where the compute copies of their weights lay: see csrc/gradients/grad_aliasing.h."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Hooks that users put on the gradients of parameters.
 
 The executor and autograd run the hooks of ``register_hook``: once per backward, on this rank's own whole gradient,
-before it is reduced (csrc/gradients/held.h). :class:`GradientHooks` finds which parameters have some.
+before it is reduced (csrc/gradients/reducer.h). :class:`GradientHooks` finds which parameters have some.
 
 Hooks of ``register_post_accumulate_grad_hook`` run when a backward has ended, on this rank's shard of the reduced
 gradient: autograd would call them without one, so a stand-in takes their place there.

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.compat.autograd import functorch_unwrapped, is_functorch_wrapped
+from lightning_zero.compat.tensors import functorch_unwrapped, is_functorch_wrapped
 from lightning_zero.compat.lookup import Absent
 from lightning_zero.compat.modules import skip_code
 from lightning_zero.compat.tensors import DisableTorchFunction, DisableTorchFunctionSubclass

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.compat.ops import OpOverload, OpOverloadPacket
+from lightning_zero.compat.tensors import OpOverload, OpOverloadPacket
 from lightning_zero.compat.tensors import foreach_norm
 from lightning_zero.sharding import fills, reductions
 from lightning_zero.sharding.gathered import GatheredWeight

@@ -196,7 +196,7 @@ class StepCycle:
         """At the end of each backward, announced or not; called by the executor."""
         self._expects_backward = False
         self._sharder.view.end_forward()  # users' hooks come next
-        self._hooks.run_post_hooks(self._executor.gradients.attached())
+        self._hooks.run_post_hooks(self._executor.gradients.last_attached())
 
     def after_backward(self) -> None:
         """Should come after each backward: weights that forward read win over what is then written to

@@ -72,7 +72,7 @@ class StepLayouts:
     def current(self, own: OwnParams) -> StepLayout:
         """Of the gradients that there are now."""
         why = self._rebuild_reason(own)
-        key = self._sharder.executor.gradients.key()
+        key = self._sharder.executor.gradients.attachment_key()
         if why is None and self.last is not None and key == self._key:
             return self.last
         if why is not None:
@@ -86,7 +86,7 @@ class StepLayouts:
             self._by_pattern[pattern] = layout
             if len(self._by_pattern) > _PATTERNS:
                 del self._by_pattern[next(iter(self._by_pattern))]
-        self.last, self._key = layout, self._sharder.executor.gradients.key()
+        self.last, self._key = layout, self._sharder.executor.gradients.attachment_key()
         self.remember_state(own.state)
         return layout
 

@@ -14,7 +14,7 @@ import torch
 
 from lightning_zero.compile.session import CompiledStepHooks
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.engine import OFFLOADABLE
+from lightning_zero.config.engine_config import OFFLOADABLE
 from lightning_zero.config.text import format_gib
 from lightning_zero.memory_planner.inputs import MASTERS, EngineMemoryFacts, GradientBytes, MemoryConfig, memory_config
 from lightning_zero.memory_planner.memory_plan import MemoryPlan

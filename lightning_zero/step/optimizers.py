@@ -205,7 +205,7 @@ class OptimizerSteps:
 
     def _host(self) -> StateOnHost | None:
         if self.on_host and self._on_host is None:
-            device, told = self._sharder.executor.device, self._sharder.executor.weights.told
+            device, told = self._sharder.executor.device, self._sharder.executor.weights.user_write_count
             stamp = told if self._masters_on_host else lambda: None  # of master shards alone
             ring = StagingRing(device, self.config.offload_buffer_bytes, stamp=stamp)
             self._on_host = StateOnHost(HostMemory(device), ring)

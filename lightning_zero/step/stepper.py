@@ -224,7 +224,7 @@ class OptimizerStepper:
         if not self._may_be_on_host or self.layout is None:
             torch.autograd.graph.increment_version(params)
             return True
-        others = self._sharder.executor.weights.written()  # of which this was no step
+        others = self._sharder.executor.weights.valid_compute_shards()  # of which this was no step
         torch.autograd.graph.increment_version(params)
         self._sharder.executor.weights.mark_compute_shards_written(others, True)
         self._mark_written(self.layout, True)

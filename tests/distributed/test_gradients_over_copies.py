@@ -29,7 +29,7 @@ WAYS: dict[str, tuple[int, type[Case], dict[str, Any]]] = {
     "one rank": (1, OneLayer, REPLAYED),
     "by collectives": (3, OneLayer, COLLECTIVES),
     "gradients by copies": (2, OneLayer, {"gather_transport": "collective", "reduce_transport": "copy"}),
-    "by copies, poisoned": (2, OneLayer, {"poison": True}),
+    "by copies, poisoned": (2, OneLayer, {"nan_fill": True}),
     "replayed, by collectives": (2, OneLayer, REPLAYED | COLLECTIVES),
     "replayed, state on the host": (2, OneLayer, COPIES | ON_HOST),
     "stage 2": (2, OneLayer, {"stage": 2}),
@@ -349,11 +349,11 @@ def test_what_comes_before_the_step_is_as_right_as_ever(over: Found, plain: Foun
 
 @pytest.mark.parametrize("transport", TRIED)
 def test_gradients_that_are_put_back_when_they_are_gone_are_refused(over: Found, transport: str) -> None:
-    assert all("was put aside and put back" in refused[0] for _, refused in over(transport))
+    assert all("was detached and reattached" in refused[0] for _, refused in over(transport))
 
 
 def test_replays_that_would_read_gradients_as_weights_are_refused(over: Found) -> None:
-    what = "is needed once more while its gradient waits for the optimizer's step"
+    what = "is used again while its gradient is being reduced or waits for the optimizer step"
     assert all(what in refused[1] for _, refused in over("replayed"))
 
 

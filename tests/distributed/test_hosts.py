@@ -36,7 +36,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "by collectives": ("aot_eager", {"gather_transport": "collective", "reduce_transport": "collective"}),
     "kept, gradients by copies": ("aot_eager", {"reduce_transport": "copy", "reshard_after_forward": False}),
     "no copy per host": ("aot_eager", {"compute_shard_group": "all"}),
-    "poisoned": ("aot_eager", {"poison": True}),
+    "poisoned": ("aot_eager", {"nan_fill": True}),
     "replayed": ("aot_eager", {"emulate_cuda_graph_model": True, "emulate_cuda_graph_step": True}),
 }
 REPLICAS: dict[str, Any] = {"replicate_over": "hosts"}

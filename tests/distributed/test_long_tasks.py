@@ -36,14 +36,14 @@ def _told(work: Callable[[Any], None]) -> tuple[str, str, float]:
 
 
 def _moves(checkpoints: Any, seconds: float) -> None:
-    with checkpoints.telling("Saving x.ckpt", "written", 2**30) as wrote:
+    with checkpoints.progress("Saving x.ckpt", "written", 2**30) as wrote:
         for _ in range(round(seconds / 0.5)):
             wrote(2**26)
             time.sleep(0.5)
 
 
 def goes_on() -> tuple[str, str, float]:
-    return _told(lambda checkpoints: checkpoints.together.first(SAVING, lambda: _moves(checkpoints, 8.0)))
+    return _told(lambda checkpoints: checkpoints.ranks.run_on_rank0(SAVING, lambda: _moves(checkpoints, 8.0)))
 
 
 def goes_on_after_its_last_gather() -> tuple[str, str, float]:
@@ -52,7 +52,7 @@ def goes_on_after_its_last_gather() -> tuple[str, str, float]:
     def work(checkpoints: Any) -> None:
         if dist.get_rank() == 0:
             _moves(checkpoints, 8.0)
-        checkpoints.together.first(SAVING, lambda: None)
+        checkpoints.ranks.run_on_rank0(SAVING, lambda: None)
 
     return _told(work)
 
@@ -66,15 +66,15 @@ def test_a_task_may_take_longer_than_the_timeout(found: Found, work: Callable[[]
 
 def stops() -> tuple[str, str, float]:
     def work(checkpoints: Any) -> None:
-        with checkpoints.telling("Saving x.ckpt", "written", 2**30) as wrote:
+        with checkpoints.progress("Saving x.ckpt", "written", 2**30) as wrote:
             wrote(2**28)
             wrote(2**28)
             wrote(0)
             for _ in range(200):  # as a disk that has gone
                 time.sleep(0.1)
-                checkpoints.together._watchdog.check()
+                checkpoints.ranks._watchdog.check()
 
-    return _told(lambda checkpoints: checkpoints.together.first(SAVING, lambda: work(checkpoints)))
+    return _told(lambda checkpoints: checkpoints.ranks.run_on_rank0(SAVING, lambda: work(checkpoints)))
 
 
 def test_one_that_stops_is_reported_with_how_far_it_is_and_ends_at_the_timeout(found: Found) -> None:
@@ -84,7 +84,7 @@ def test_one_that_stops_is_reported_with_how_far_it_is_and_ends_at_the_timeout(f
     for text in (writer, waiting, error):
         assert "tries to save x.ckpt for" in text
         assert "saving x.ckpt (0.25 of 1.00 GiB written)" in text
-    assert "and nothing more for" in error
+    assert "without progress for" in error
     assert "A wait took longer than the timeout of 5 s. This is rank 1" in error
     assert "Missing: rank 0" in error
     assert 5 < seconds < 15

@@ -242,7 +242,7 @@ def test_where_masters_cannot_leave_it_is_refused_with_what_to_do(ranks: Ranks) 
         assert "gather_transport='copy' is impossible here: master weights lie on the host" in copy
         assert "over several hosts (2 here)" in hosts
         for message in later:
-            assert "was settled then" in message
+            assert "fixed from then on" in message
             assert "lightning_zero.unshard(model) first" in message
 
 

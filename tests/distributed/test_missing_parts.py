@@ -22,7 +22,7 @@ from tests.ranks.pool import Ranks
 WIDTH = 24
 LAYER_MB = 4 * WIDTH * WIDTH / 2**20  # a part for each layer
 TIMEOUT_S, DEVICES_S, PATIENCE_S = 4.0, 2.0, 20.0
-# What a device writes of the parts that hosts exchange, see csrc/runtime/device_words.h.
+# What a device writes of the parts that hosts exchange, see csrc/sync/signal_pads.h.
 SENT, COME, WANTED, GOT = 5, 6, (7, 9), (8, 10)
 WEIGHTS = ["'embed.weight'", "'layers.0.weight' to 'layers.3.weight', 4 weights"]
 
@@ -82,7 +82,7 @@ def test_devices_that_wait_for_a_part_end_and_name_the_rank_that_has_not_sent_it
         assert in_time == "", f"rank {rank} was ended: {in_time}"
         assert f"A wait took longer than the timeout of {DEVICES_S:.0f} s" in unsent, (rank, unsent)
         assert "Missing: rank 3 of host 1" in unsent, (rank, unsent)
-        assert f"part 2 of 2 of the weights that hosts exchange ({WEIGHTS[1]})" in unsent, (rank, unsent)
+        assert f"part 2 of 2 of the weights exchanged between hosts ({WEIGHTS[1]})" in unsent, (rank, unsent)
         assert "its device waits" in unsent
 
 
@@ -112,6 +112,6 @@ def test_a_host_that_waits_for_a_part_ends_within_the_time_limit(ranks: Ranks) -
     for text, seconds in ranks.run(4, over_a_network_that_brings_nothing, deadline=90):
         assert f"A wait took longer than the timeout of {TIMEOUT_S:.0f} s" in text
         assert "waits in part 1 of" in text
-        assert "of the weights that hosts exchange ('layers.0.weight')" in text
-        assert "Every rank has sent its part of that" in text
+        assert "of the weights exchanged between hosts ('layers.0.weight')" in text
+        assert "Every rank has sent its part" in text
         assert TIMEOUT_S < seconds < TIMEOUT_S + 12

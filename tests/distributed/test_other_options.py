@@ -9,7 +9,7 @@ import torch
 
 from lightning_zero import Tuning
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.option import OnChange, option_fields
+from lightning_zero.config.schema import OnChange, option_fields
 from lightning_zero.config.options import Options
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
@@ -20,23 +20,23 @@ from tests.ranks.pool import Ranks
 
 CHANGES = {name: option.on_change for cls in (Options, Tuning) for name, (_, option) in option_fields(cls).items()}
 BEFORE: dict[str, Any] = {"reduce_transport": "collective", "compile_backend": "aot_eager"}
-# Other values than OTHERS, where those are what the engine has or this machine cannot do.
+# Values instead of OTHERS, if the engine has those already or this machine does not support them.
 NOW: dict[str, Any] = OTHERS | {"compile_backend": "inductor"}
 
 
 class Recorded:
-    """Notes what the C++ executor, or the watchdog, is told."""
+    """Records the options of the C++ executor, or of the watchdog."""
 
     def __init__(self, native: Any) -> None:
         self._native = native
-        self.told: tuple[Any, ...] = ()
+        self.options: tuple[Any, ...] = ()
 
     def configure(self, *options: Any) -> None:
-        self.told = options
+        self.options = options
         self._native.configure(*options)
 
     def set_report_interval(self, *options: Any) -> None:
-        self.told = options
+        self.options = options
         self._native.set_report_interval(*options)
 
     def __getattr__(self, name: str) -> Any:
@@ -50,14 +50,14 @@ def record(engine: Engine) -> None:
 
 
 def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Of each option that is applied without compiling again, what the part has that does it."""
-    bucket, double, free, sync, poison, dtype, _ = engine.executor._native.told
+    """Return the value in use of each option that applies without recompilation."""
+    bucket, double, free, sync, nan_fill, dtype, _ = engine.executor._native.options
     return {
         "compiled": engine.session._compiler._config,
         "cuda_graphs": engine.optimizers.stepper(optimizer).eager_reason,
         "memory": engine.session.config.memory,  # by which the session plans: test_memory_budget.py
         "offload": type(engine.optimizers.stepper(optimizer)._runners[-1]),
-        "state_dtype": engine.optimizers.stepper(optimizer)._layouts._narrow,
+        "state_dtype": engine.optimizers.stepper(optimizer)._layouts._bf16_state,
         "offload_buffer_mb": engine.optimizers.config.tuning.offload_buffer_mb,
         "reduce_dtype": dtype,
         "broadcast_buffers": engine.buffers._enabled,
@@ -66,13 +66,13 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "free_reduce_buckets": free,
         "reduce_bucket_mb": bucket,
         "reduce_double_buffer": double,
-        "report_stall_after_s": engine.watchdog.native.told,
+        "report_stall_after_s": engine.watchdog.native.options,
         "consensus_timeout_s": engine.session._consensus.patience_s,
         "cross_host_reduce": engine.executor.reduces_across_once,
         "cuda_graph_step": engine.optimizers.stepper(optimizer).eager_reason,
         "cuda_graph_model": engine.replays._option,
         "sync_collectives": sync,
-        "poison": poison,
+        "nan_fill": nan_fill,
         "emulate_cross_host_gb_per_s": engine.executor.transport._limit,
         "emulate_cuda_graph_step": engine.optimizers.stepper(optimizer).eager_reason,
         "emulate_cuda_graph_model": engine.replays.enabled,
@@ -87,7 +87,7 @@ def other(config: EngineConfig, name: str) -> EngineConfig:
 
 
 def change_each() -> dict[str, str]:
-    """What came of each option's other value: refused, compiled or applied. The model is trained before and after."""
+    """Return the effect of each option's other value: refused, compiled or applied. Train before and after."""
     model = build("OddMLP")
     optimizer, batches, found = sgd(model), make_batches("OddMLP", 4, 6), {}
     with engine_for(model, **BEFORE) as engine:
@@ -123,7 +123,7 @@ def test_every_option_is_applied_or_refused_by_name(ranks: Ranks) -> None:
         assert found == expected
 
 
-# Options of which one cannot be had, with others that could, and what is said.
+# Options of which one is impossible, with possible ones, and the words of the error.
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
     ({"cuda_graph_model": True}, "cuda_graph_model=True, but compiled code cannot be replayed"),
     ({"prefetch": False}, "cannot do without 'split_gathers'"),
@@ -132,7 +132,7 @@ IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
 ]
 BESIDES: dict[str, Any] = {
     "emulate_cuda_graph_step": True,
-    "poison": True,
+    "nan_fill": True,
     "gather_transport": "copy",
     "gather_group_mb": 7.0,
     "reduce_bucket_mb": 0.5,
@@ -140,7 +140,7 @@ BESIDES: dict[str, Any] = {
 
 
 def refused_together() -> list[str]:
-    """What each error left changed; an empty line where it is nothing. The model is trained before and after."""
+    """Return the changes after each error, as a rule an empty text. Train before and after."""
     model = build("OddMLP")
     optimizer, batches, found = sgd(model), make_batches("OddMLP", 4, 6), []
     with engine_for(model, **BEFORE) as engine:

@@ -366,10 +366,10 @@ def test_ranks_with_batches_of_other_lengths_train(ranks: Ranks) -> None:
 
 def poisoned() -> list[Any]:
     results = []
-    for poison in (False, True):
+    for nan_fill in (False, True):
         torch._dynamo.reset()
         model = build(TiedLayer)
-        with engine_for(model, "aot_eager", poison=poison, **MIXED, **COPY) as engine:
+        with engine_for(model, "aot_eager", nan_fill=nan_fill, **MIXED, **COPY) as engine:
             results.append(
                 train_sharded(engine, model, make_batches(TiedLayer, 4, 12), sgd(model), accumulate=2, context=autocast)
             )

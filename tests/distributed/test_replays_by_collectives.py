@@ -133,4 +133,4 @@ def why_not() -> tuple[str, str]:
 def test_collectives_that_no_graph_can_hold_are_named(ranks: Ranks) -> None:
     for missing, reason in ranks.run(2, why_not):
         assert missing == "gradients travel by collectives"
-        assert reason == f"{missing}, and only NCCL's can be held by graphs, not those of backend 'gloo'"
+        assert reason == f"{missing}, and CUDA graphs can contain only NCCL's, not those of backend 'gloo'"

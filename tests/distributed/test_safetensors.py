@@ -10,9 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import lightning_zero
-from lightning_zero.checkpoint.weights import exporting
+from lightning_zero.checkpoint import safetensors
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations import weights
+from lightning_zero.integrations import hf_weights
 from tests.helpers.sharded import EAGER, engine_for
 from tests.ranks.pool import Ranks
 
@@ -133,7 +133,7 @@ def _no_memory(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
 
 
-CANNOT = {"write": ("_write", _full, "No space left"), "keep": ("in_dtype", _no_memory, "can't allocate memory")}
+CANNOT = {"write": ("_write_file", _full, "No space left"), "keep": ("to_cpu", _no_memory, "can't allocate memory")}
 
 
 def _cannot(folder: str) -> dict[str, str]:
@@ -142,7 +142,7 @@ def _cannot(folder: str) -> dict[str, str]:
         for what, (name, fail, _) in CANNOT.items():
             with pytest.MonkeyPatch.context() as monkeypatch:
                 if torch.distributed.get_rank() == 1:
-                    monkeypatch.setattr(exporting if what == "write" else weights, name, fail)
+                    monkeypatch.setattr(safetensors if what == "write" else hf_weights, name, fail)
                 try:
                     lightning_zero.export_safetensors(model, folder, 1500)
                 except CheckpointError as error:

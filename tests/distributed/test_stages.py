@@ -39,7 +39,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "eager, by collectives": (EAGER, COLLECTIVES),
     "compiled": ("aot_eager", {}),
     "by collectives": ("aot_eager", COLLECTIVES),
-    "gradients by copies, poisoned": ("aot_eager", {"reduce_transport": "copy", "poison": True}),
+    "gradients by copies, poisoned": ("aot_eager", {"reduce_transport": "copy", "nan_fill": True}),
     "replayed": ("aot_eager", REPLAYED),
     "replayed, state on the host": ("aot_eager", REPLAYED | {"offload": ("optimizer",), "offload_buffer_mb": 0.001}),
 }

@@ -20,7 +20,7 @@ from lightning_zero import unshard
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.integrations.oom_hint import explain
+from lightning_zero.integrations.strategy_base import add_error_notes
 from lightning_zero.sharding.unsupported import no_shard_dispatch
 from tests.ranks.pool import Ranks
 
@@ -279,7 +279,7 @@ def test_values_of_a_sharded_module_can_be_copied(ranks: Ranks, world_size: int)
 
 
 def refuses_replaced() -> None:
-    words = r"no shard of a live engine.*assigning module\.weight.*full_parameters\(module\)"
+    words = r"not a shard of a live engine.*assigning module\.weight.*full_parameters\(module\)"
     x = torch.randn(2, 6)
 
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
@@ -290,7 +290,7 @@ def refuses_replaced() -> None:
         with pytest.raises(ValueError, match=words) as caught:
             model(x)
         for _ in range(2):
-            explain(caught.value, engine)
+            add_error_notes(caught.value, engine)
         assert caught.value.__notes__ == ["lightning_zero: replaced since the model was sharded: '0.weight'."]
         with pytest.raises(ValueError, match=words), engine.train_step():
             model(x)
@@ -305,16 +305,16 @@ def assigns_what_was_read() -> None:
     with sharded(model) as (engine,):
         with pytest.raises(TypeError) as caught:
             model[1].weight = model[0].weight
-        explain(caught.value, engine)
+        add_error_notes(caught.value, engine)
         assert re.search(
             r"module\.weight, is a plain tensor.* Tie weights before .*__init__", caught.value.__notes__[0]
         )
         with pytest.raises(RuntimeError) as frozen, engine.train_step():
             model[1].weight.requires_grad = False
-        explain(frozen.value, engine)
+        add_error_notes(frozen.value, engine)
         assert "by module.requires_grad_(False) or on what module.parameters() returns" in frozen.value.__notes__[0]
         other = TypeError("something else")
-        explain(other, engine)
+        add_error_notes(other, engine)
         assert not hasattr(other, "__notes__")
 
 

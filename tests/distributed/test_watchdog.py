@@ -57,7 +57,7 @@ def late_to_nothing_watched() -> str:
 
 def test_ranks_that_wait_in_a_collective_of_somebody_elses_are_told_where_all_are(found: Found) -> None:
     for rank, text in enumerate(found(late_to_nothing_watched)):
-        assert f"Every rank computes, or waits in something that is not watched. This is rank {rank}" in text
+        assert f"Every rank computes, or waits in an operation that is not observed. This is rank {rank}" in text
         assert f"The others: rank {1 - rank}: between two steps" in text
 
 
@@ -101,8 +101,8 @@ def one_gathers_and_all_meet(seconds: float = 25.0) -> tuple[str, float]:
 
 def test_hosts_that_wait_together_while_a_device_waits_alone_are_told_who_is_missing(found: Found) -> None:
     for text, seconds in found(one_gathers_and_all_meet):
-        assert "Ranks wait for each other at different places" in text
-        assert "Missing: rank 1, which took no part in collectives that the devices of others wait for" in text
+        assert "Ranks wait for each other at different points" in text
+        assert "Missing: rank 1, which did not join collectives that the devices of others wait for" in text
         assert seconds < 20
 
 
@@ -189,7 +189,7 @@ def test_a_rank_that_has_failed_does_not_wait_for_its_device_for_ever(ranks: Ran
     begun = time.monotonic()
     with pytest.raises(RankFailure) as caught:
         ranks.run(2, fails_while_its_device_waits, deadline=60)
-    assert "its device waits for other ranks, which do not come. It is ended now. This is rank 0" in str(caught.value)
+    assert "its device waits for other ranks that do not arrive. It is killed now. This is rank 0" in str(caught.value)
     assert time.monotonic() - begun < 35
 
 

@@ -210,7 +210,7 @@ def unsharding_a_plain_module() -> None:
     r"MisconfigurationException: .*sharded by an earlier Trainer over 2 ranks on cpu.*on 2 ranks on meta.*lightning_zero\.unshard"
 )
 def another_device_without_unsharding() -> None:
-    from lightning_zero.integrations.trainer.checks import check_sharded_module
+    from lightning_zero.integrations.trainer.strategy import check_sharded_module
 
     module = mlp()
     engine = sharded(module)
@@ -424,7 +424,7 @@ def test_a_strategy_that_is_not_set_up_says_when_it_is() -> None:
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="zero3", logger=False, enable_checkpointing=False)
     for ask in (trainer.strategy.lightning_module_state_dict, lambda: trainer.strategy.optimizer_state(None)):
         with pytest.raises(
-            MisconfigurationException, match=r"before it was set up\..*while trainer\.fit\(\) or another"
+            MisconfigurationException, match=r"before its setup\..*while trainer\.fit\(\) or another"
         ):
             ask()
 

@@ -1,4 +1,4 @@
-"""The examples train on two ranks, and what they write plain modules load; a rank that fails is named."""
+"""Train the examples on two ranks, load their files into plain modules, and name a rank that fails."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ from tests.ranks.pool import PRELOAD, REPO, Ranks
 
 
 def run_example(name: str, out: str) -> str:
-    """As a program of its own, but for the imports. Returns what it prints."""
+    """Run a program as a user does, except for its imports, and return its output."""
     if name == "plain_loop":
         dist.destroy_process_group()  # it makes its own
     printed = io.StringIO()
@@ -54,7 +54,7 @@ def test_examples_train_and_their_files_are_plain(ranks: Ranks, name: str, tmp_p
 
 
 def run_snippet(name: str) -> int:
-    """With a backend that generates no code, and what a user has: a model, batches and a device."""
+    """Use a backend without code generation, and return a model, batches and a device."""
     model: Any = nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40))
     batches = [torch.randn(3, 40) for _ in range(6)]
     names: dict[str, Any] = {"torch": torch, "model": model, "batches": batches, "device": torch.device("cpu")}
@@ -79,7 +79,7 @@ def test_snippets_of_the_readme_train(ranks: Ranks, name: str) -> None:
 
 
 def test_an_exception_in_a_users_loop_is_told_to_the_other_rank(ranks: Ranks, tmp_path: Path) -> None:
-    """Started one by one, so that nobody else ends the other rank first."""
+    """Start ranks one by one, so that no launcher ends the other rank first."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "OMP_NUM_THREADS": "1"}
     common |= {"PYTHONPATH": python_path(), "GLOO_SOCKET_IFNAME": "lo", "FAILS": "1"}
     outputs = [tmp_path / f"{rank}.txt" for rank in range(2)]

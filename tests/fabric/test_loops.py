@@ -1,4 +1,4 @@
-"""Whatever a loop does around its steps, it trains what it trains under DDP."""
+"""Compare loops that do other things around their steps with DDP."""
 
 import copy
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import INPUTS, OUTPUTS, RTOL, WIDTH, make_loader, mlp, seeded
 from tests.ranks.pool import Ranks
 
-LoopTracker = Callable[[Any], tuple[Any, list[Tensor]]]  # takes a Fabric, returns models and what was seen
+LoopTracker = Callable[[Any], tuple[Any, list[Tensor]]]  # takes a Fabric, returns models and observations
 LOOPS: dict[str, LoopTracker] = {}
 
 
@@ -44,7 +44,7 @@ def two_forwards_before_one_backward(fabric: Any) -> Any:
 
 @loop
 def a_target_of_its_own_and_evaluation(fabric: Any) -> Any:
-    """A forward without gradients in the middle of a step, and others between steps, in both modes of torch."""
+    """Run forwards without gradients within a step and between steps, in both modes of torch."""
     model, optimizer = set_up(fabric, network(), separately=True)
     seen = []
     for number, (x, y) in enumerate(make_loader("ddp", 9)):

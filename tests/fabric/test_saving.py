@@ -1,4 +1,4 @@
-"""Files of fabric.save() hold whole values: plain models, DDP and other numbers of ranks go on from them."""
+"""Resume from full files of fabric.save() in plain models, under DDP, and on other numbers of ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ BATCHES = 6
 
 
 def write(kind: str, path: str) -> tuple[list[float], list[float], dict[str, Any]]:
-    """Trains, saves, and trains on. Returns the losses before and after, and what the model was in between."""
+    """Train, save and continue. Return the losses before and after, and the model in between."""
     fabric = make_fabric(kind)
     model, optimizer = set_up(fabric, network())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
@@ -85,7 +85,7 @@ def test_training_goes_on_from_a_file_under_either_strategy(ranks: Ranks, tmp_pa
 
 
 def load_in_other_ways(path: str) -> None:
-    """``load_raw`` of plain state dicts; a file as a whole; what a rank can do without the others."""
+    """Test ``load_raw`` of plain state dicts, a single file, and the calls that one rank makes alone."""
     fabric = make_fabric("eager")
     plain = network()
     if fabric.is_global_zero:

@@ -1,4 +1,4 @@
-"""Precisions, construction as shards, loss scalers, lines about the start: what is decided before and at the setup."""
+"""Test decisions at the setup: precisions, construction as shards, loss scalers, startup lines."""
 
 from typing import Any
 

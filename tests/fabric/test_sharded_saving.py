@@ -1,4 +1,4 @@
-"""``fabric.save()`` with ``state_dict_type="sharded"``: a folder, from which any number of ranks goes on."""
+"""Resume from folders of ``fabric.save()`` with ``state_dict_type="sharded"`` on any number of ranks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A loop under Fabric trains what it trains under DDP."""
+"""Compare a loop under Fabric with the same loop under DDP."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a loop can do wrong, or in a wrong order: each is refused with a message that says what, where, and what to do."""
+"""Test wrong uses of a loop: the messages name the error, the place and the remedy."""
 
 from typing import Any
 
@@ -141,7 +141,7 @@ def a_precision_of_ones_own() -> None:
 
 
 @wrong(
-    r"MisconfigurationException: The loss scaler OwnScaler decides on each rank for itself.*Use torch\.distributed\.fsdp"
+    r"MisconfigurationException: The loss scaler OwnScaler decides on each rank by itself.*Use torch\.distributed\.fsdp"
 )
 def a_scaler_of_ones_own() -> None:
     FabricZeroStrategy(precision=MixedPrecision("16-mixed", "cpu", OwnScaler("cpu")))
@@ -273,7 +273,7 @@ def test_wrong_use_is_an_error_that_says_what_to_do(messages: list[dict[str, str
 
 
 def goes_on_after_an_error() -> list[float]:
-    """What an exception leaves halfway is dropped, and the next step trains."""
+    """Drop an unfinished step after an exception, so that the next step trains."""
     fabric = make_fabric("compiled")
     model, optimizer = set_up(fabric, network())
     losses = []

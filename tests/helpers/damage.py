@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.sharded.hashed import digest_of
-from lightning_zero.checkpoint.sharded.manifest import FORMAT, MANIFEST, _canonical
+from lightning_zero.checkpoint.integrity import digest_of
+from lightning_zero.checkpoint.sharded.folder import FORMAT, MANIFEST, _canonical
 
 __all__ = ["RanCode", "of_file", "of_folder"]
 

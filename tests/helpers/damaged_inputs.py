@@ -21,10 +21,9 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
+from lightning_zero.checkpoint.safetensors import open_safetensors
 from lightning_zero.checkpoint.sharded.metadata import METADATA
-from lightning_zero.checkpoint.weights.files import open_safetensors
-from lightning_zero.integrations.files import FileIO, load_file
-from lightning_zero.integrations.folders import read_folder
+from lightning_zero.integrations.checkpoint_files import FileIO, load_file, read_folder
 from tests.helpers.folders import write_folder
 
 __all__ = ["FORMATS", "copied", "damages", "read", "values_in", "write"]

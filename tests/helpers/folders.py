@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.sharded.values import CheckpointShard
-from lightning_zero.checkpoint.together import Alone
+from lightning_zero.checkpoint.rank_tasks import SingleProcess
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
+from lightning_zero.checkpoint.sharded.commit import save_sharded
 from lightning_zero.sharding.layout import ShardLayout
 
 
@@ -38,5 +38,5 @@ def write_folder(path: Path, epoch: int = 3) -> dict[str, Any]:
         "hyper_parameters": {"width": 5},
         "mine": [1],
     }
-    save_sharded(path, state, rest, Alone())
+    save_sharded(path, state, rest, SingleProcess())
     return weights | {"tied.weight": weights["a.weight"], "count": torch.tensor(2)}

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from lightning_zero.checkpoint.background import snapshot
-from lightning_zero.checkpoint.background.saver import AsyncSaver
-from lightning_zero.checkpoint.background.snapshot import Snapshot
+from lightning_zero.checkpoint.async_save import snapshot
+from lightning_zero.checkpoint.async_save.saver import AsyncSaver
+from lightning_zero.checkpoint.async_save.snapshot import Snapshot
 
 __all__ = ["late_copies"]
 

@@ -94,12 +94,12 @@ def away_names(engine: Engine) -> set[str]:
 
 
 def written_names(engine: Engine) -> set[str]:
-    return {engine.sharder.records[index].name for index in engine.executor.weights.written()}
+    return {engine.sharder.records[index].name for index in engine.executor.weights.valid_compute_shards()}
 
 
 def check_copies(engine: Engine) -> None:
     """Compute copies are their masters, rounded, as far as the executor says so."""
-    written = engine.executor.weights.written()
+    written = engine.executor.weights.valid_compute_shards()
     for record in engine.sharder.live:
         if record.index in written:
             assert torch.equal(record.memory[Role.COMPUTE_SHARD], record.shard.to(BF16)), record.name

@@ -164,7 +164,7 @@ def verdict(name: str) -> dict[str, str]:
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
             found[strategy] = CLEAR if name in text or "was tested with torch" in text else f"UNCLEAR: {text[:300]}"
-    found["left out"] = "; ".join(re.findall(r"Left out with torch [\w.+]+: (.*?) \(", said.getvalue()))
+    found["left out"] = "; ".join(re.findall(r"Disabled with torch [\w.+]+: (.*?) \(", said.getvalue()))
     return found
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine import engine_of
-from lightning_zero.integrations.folders import to_trainer_keys, read_folder
+from lightning_zero.integrations.checkpoint_files import read_folder, to_trainer_keys
 
 __all__ = ["NotedSaves"]
 
@@ -52,4 +52,4 @@ class NotedSaves(pl.Callback):
 
 
 def _whole(value: Tensor) -> Tensor:
-    return (value.whole() if hasattr(value, "whole") else value).cpu()
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).cpu()

@@ -50,8 +50,8 @@ class OneRank:
         self.collectives: list[str] = []
         self.executor: Any = SimpleNamespace(
             device=CPU,
-            gradients=SimpleNamespace(key=lambda: self.key, may_write_gradient=lambda index: True),
-            weights=SimpleNamespace(written=list, mark_compute_shards_written=lambda indices, written: None),
+            gradients=SimpleNamespace(attachment_key=lambda: self.key, may_write_gradient=lambda index: True),
+            weights=SimpleNamespace(valid_compute_shards=list, mark_compute_shards_written=lambda indices, written: None),
             collective=self._collective,
             waiting=None,
         )

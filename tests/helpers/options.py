@@ -6,8 +6,8 @@ from typing import Any
 import torch
 
 from lightning_zero.config import EngineConfig, Tuning
-from lightning_zero.config.engine import DTYPES
-from lightning_zero.config.option import option_fields
+from lightning_zero.config.engine_config import DTYPES
+from lightning_zero.config.schema import option_fields
 
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
 
@@ -73,7 +73,7 @@ OTHERS: dict[str, Any] = {
     "compile_whole_graphs": True,
     "report_stall_after_s": 7.0,
     "sync_collectives": True,
-    "poison": True,
+    "nan_fill": True,
     "emulate_cross_host_gb_per_s": 1000.0,
     "emulate_cuda_graph_step": True,
     "emulate_cuda_graph_model": True,

@@ -1,5 +1,7 @@
-"""What users read: the README and examples/docs/. Their tables of options: ``python -m tests.helpers.readme`` writes them, and a
-test compares them. And their snippets, which tests run."""
+"""Read the README and examples/docs/: tables of options and snippets.
+
+``python -m tests.helpers.readme`` writes the tables, and a test compares them. Tests run the snippets.
+"""
 
 import re
 from pathlib import Path

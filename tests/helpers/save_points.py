@@ -16,14 +16,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import lightning_zero.checkpoint.archive as archive
-import lightning_zero.checkpoint.background.outcome as outcome
-import lightning_zero.checkpoint.background.process as process
-import lightning_zero.checkpoint.background.snapshot as snapshot
-import lightning_zero.checkpoint.behind as behind
-import lightning_zero.checkpoint.places as places
-import lightning_zero.checkpoint.sharded.folder as folder
-import lightning_zero.checkpoint.sharded.hashed as hashed
+from lightning_zero.checkpoint import atomic, file_writers, full_checkpoint
+from lightning_zero.checkpoint.async_save import saver, snapshot, writer_process
+from lightning_zero.checkpoint.sharded import folder
 
 __all__ = ["killed_everywhere", "observed"]
 
@@ -57,23 +52,25 @@ def observed(reach: Reach) -> Iterator[None]:
     targets: list[tuple[Any, str, Callable[..., str]]] = [
         (folder.LocalFolder, "begin", lambda self, token: "begin"),
         (folder.LocalFolder, "create", lambda self, name: f"create {name}"),
-        (folder.LocalFolder, "commit", lambda self: "commit"),
-        (hashed.ChecksumWriter, "__exit__", lambda self, *error: f"finish {name_of(self._file.name)}"),
-        (hashed.ChecksumWriter, "write", lambda self, data: f"write {name_of(self._file.name)}"),
-        (behind.ThreadedWriter, "__exit__", lambda self, *error: f"finish {name_of(self._file.name)}"),
-        (behind.ThreadedWriter, "_put", lambda self, piece: f"write {name_of(self._file.name)}"),
-        (places, "exchange", lambda one, other: "exchange"),
+        (folder.LocalFolder, "commit", lambda self, *progress: "commit"),
+        (file_writers.ChecksumWriter, "__exit__", lambda self, *error: f"finish {name_of(self._file.name)}"),
+        (file_writers.ChecksumWriter, "write", lambda self, data: f"write {name_of(self._file.name)}"),
+        (file_writers.ThreadedWriter, "__exit__", lambda self, *error: f"finish {name_of(self._file.name)}"),
+        (file_writers.ThreadedWriter, "_put", lambda self, piece: f"write {name_of(self._file.name)}"),
+        (atomic, "exchange", lambda one, other: "exchange"),
         (os, "rename", lambda one, other: f"rename to {name_of(other)}"),
         (os, "unlink", lambda path, **at: f"unlink {name_of(path)}"),
     ]
     targets += [
         (snapshot.Snapshot, "take", lambda self, items: "copy"),
-        (process.WriterProcess, "write", lambda self, order, wrote: f"order of rank {order.rank}"),
-        (outcome.Outcome, "_part", lambda self: "parting"),
+        (writer_process.WriterProcess, "write", lambda self, order, wrote: f"order of rank {order.rank}"),
+        (saver.SaveOutcome, "_part", lambda self: "parting"),
     ]
-    targets += [(module, "remove", lambda path: f"remove {name_of(path)}") for module in (places, folder, archive)]
-    targets += [(module, "sync_folder", lambda path: f"sync {name_of(path)}") for module in (places, folder)]
-    targets += [(module, "make_folders", lambda path: "make folders") for module in (folder, archive)]
+    targets += [
+        (module, "remove", lambda path: f"remove {name_of(path)}") for module in (atomic, folder, full_checkpoint)
+    ]
+    targets += [(module, "sync_folder", lambda path: f"sync {name_of(path)}") for module in (atomic, folder)]
+    targets += [(module, "make_folders", lambda path: "make folders") for module in (folder, full_checkpoint)]
     with ExitStack() as stack:
         for owner, name, what in targets:
             stack.enter_context(patch.object(owner, name, around(what, getattr(owner, name))))

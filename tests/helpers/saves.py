@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from lightning_zero.checkpoint.archive import write_checkpoint_file
-from lightning_zero.checkpoint.sharded.opened import checkpoint_kind
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.integrations.files import FileIO, load_file
-from lightning_zero.integrations.folders import read_folder
+from lightning_zero.checkpoint.full_checkpoint import write_local_file
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
+from lightning_zero.integrations.checkpoint_files import FileIO, load_file, read_folder
 from tests.helpers.threaded import on_ranks, sharded_state, values_of
 
 __all__ = ["save", "save_file", "seed_of"]
@@ -27,7 +26,7 @@ def save(path: Path | str, seed: float, world_size: int = WORLD) -> list[Any]:
 
 
 def save_file(path: Path, seed: float) -> None:
-    write_checkpoint_file({"seed": seed, "state_dict": values_of(seed)}, path)
+    write_local_file({"seed": seed, "state_dict": values_of(seed)}, path)
 
 
 def seed_of(path: Path | str) -> float | None:
@@ -36,7 +35,7 @@ def seed_of(path: Path | str) -> float | None:
         return None
     if checkpoint_kind(path) == "folder":
         found = read_folder(path, None)
-        state = {key: value.whole() for key, value in found["state_dict"].items()}
+        state = {key: value.full_tensor() for key, value in found["state_dict"].items()}
     else:
         found = load_file(FileIO(), path, None)
         state = found["state_dict"]

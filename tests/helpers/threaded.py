@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_zero.checkpoint.checkpoints import Checkpoints
-from lightning_zero.checkpoint.sharded.values import CheckpointShard
-from lightning_zero.checkpoint.together import Together
+from lightning_zero.checkpoint.manager import CheckpointManager
+from lightning_zero.checkpoint.rank_tasks import RankTasks
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.sharding.layout import ShardLayout
 
 __all__ = ["checkpoints_of", "on_ranks", "sharded_state", "values_of"]
@@ -54,7 +54,7 @@ class _Meeting:
             self.changed.notify_all()
 
 
-def on_ranks(world_size: int, attempt: Callable[[Together], Any]) -> list[Any]:
+def on_ranks(world_size: int, attempt: Callable[[RankTasks], Any]) -> list[Any]:
     """What ``attempt`` returns, or the error that it raises, on each rank."""
     meeting, shared = _Meeting(world_size), dist.HashStore()
     watchdog: Any = SimpleNamespace(
@@ -73,7 +73,7 @@ def on_ranks(world_size: int, attempt: Callable[[Together], Any]) -> list[Any]:
             all_gather_values=lambda value: meeting.all_gather_values(rank, next(turns), value),
         )
         try:
-            return attempt(Together(mesh, watchdog))
+            return attempt(RankTasks(mesh, watchdog))
         except BaseException as error:
             return error
         finally:
@@ -83,10 +83,10 @@ def on_ranks(world_size: int, attempt: Callable[[Together], Any]) -> list[Any]:
         return list(threads.map(one, range(world_size)))
 
 
-def checkpoints_of(together: Together) -> Any:
-    """Their ``Checkpoints``, without an engine: for what reads."""
-    found = Checkpoints.__new__(Checkpoints)
-    found.together, found._tell, found._moved = together, None, None
+def checkpoints_of(together: RankTasks) -> Any:
+    """Their ``CheckpointManager``, without an engine: for what reads."""
+    found = CheckpointManager.__new__(CheckpointManager)
+    found.ranks, found._print_line, found._report_to_ranks = together, None, None
     return found
 
 

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-from lightning_zero.checkpoint.background import process, writer
+from lightning_zero.checkpoint.async_save import writer_process
 from tests.ranks import nursery
 
 __all__ = ["forked_writers"]
@@ -60,7 +60,7 @@ class Forked(nursery.Forked):
 def forked_writers(*inside: Inside) -> Iterator[None]:
     """inside: make contexts in which each writer works"""
     stands_in: Any = SimpleNamespace(Popen=partial(Forked, inside), PIPE=subprocess.PIPE)
-    with patch.object(process, "subprocess", stands_in):
+    with patch.object(writer_process, "subprocess", stands_in):
         yield
 
 
@@ -68,5 +68,5 @@ def main() -> None:
     with ExitStack() as stack:
         for make in pickle.loads(bytes.fromhex(os.environ[INSIDE])):
             stack.enter_context(make())
-        writer.main()
+        writer_process.main()
     os._exit(0)

@@ -1,7 +1,7 @@
-"""Random sequences of what an engine may ask of the C++ executor, next to plain tensors that go through the same.
+"""Random sequences of calls of the C++ executor, compared with plain tensors.
 
-Every rank draws the same numbers, so each one knows what its peers do, and what the whole parameters and their averaged
-gradients must be.
+All ranks draw the same random numbers, so each rank knows the state of its peers, and the expected full parameters
+and averaged gradients.
 """
 
 import math
@@ -52,7 +52,7 @@ class Interruption(Exception):
 
 
 class Deliver(torch.autograd.Function):
-    """Gradients reach the executor in the middle of a backward pass, as they do from a compiled graph."""
+    """Pass gradients to the executor inside a backward pass, as a compiled graph does."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, arrivals: list[tuple[Tensor, Tensor]], interrupted: bool) -> Tensor:
@@ -78,30 +78,30 @@ class Deliver(torch.autograd.Function):
 
 
 def give_back(value: Tensor, param: Tensor) -> None:
-    """From now on the gradient's memory is used for something else."""
+    """Reuse the gradient's memory."""
     ops.reduce_release([value], [param])
     value.fill_(math.nan if value.is_floating_point() else 77)
 
 
 def deliver(*steps: list[tuple[Tensor, Tensor]], interrupted: bool = False) -> None:
-    """One backward pass; each step is one node of it."""
+    """Run one backward pass with one node per step."""
     root = torch.zeros((), requires_grad=True)
-    for number, arrivals in enumerate(reversed(steps)):  # what is built last comes first in backward
+    for number, arrivals in enumerate(reversed(steps)):  # backward visits the last node first
         root = Deliver.apply(root, arrivals, interrupted and number == 0)
     root.backward()
 
 
 @dataclass
 class Twin:
-    """A parameter as the executor holds it, and what it must be."""
+    """A parameter of the executor, with its expected values."""
 
     index: int
     param: nn.Parameter
     layout: ShardLayout
     shard: Tensor
     full: Tensor
-    grad: Tensor | None = None  # the whole one, in float64
-    slack: float = 0.0  # how far the gradient may be off, in norm
+    grad: Tensor | None = None  # the full one, in float64
+    slack: float = 0.0  # tolerance of the gradient's norm
     compute_copy: torch.dtype | None = None
     held: list[Tensor] = field(default_factory=list)
 
@@ -127,11 +127,11 @@ class Sequence:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.seed = seed
         self.draws = 0
-        self.whole = self.rng.random() < 0.5  # whole numbers: bitwise
-        self.ragged = self.world > 1 and self.rng.random() < 0.3  # each rank has gradients of its own choice
+        self.whole = self.rng.random() < 0.5  # integers: compared bitwise
+        self.ragged = self.world > 1 and self.rng.random() < 0.3  # ranks have different gradients
         self.chosen = self._choose()
         self.executor = Executor(mesh, self.chosen, self._ended)
-        self.one_sided = self.rng.random() < 0.3  # gradients go into peers' memory
+        self.one_sided = self.rng.random() < 0.3  # gradients are written to peers' memory
         if self.one_sided:
             size = self.rng.choice((1, 2, 64)) * self.executor.transport.staging_unit
             peers = SymmetricMemory(mesh)
@@ -162,7 +162,7 @@ class Sequence:
 
     def _choose(self) -> EngineConfig:
         rng = self.rng
-        # Where ranks differ, one may wait seconds for its peers before it takes one buffer more: not here, in hundreds
+        # If ranks differ, one may wait seconds for its peers before it allocates another buffer, too long for hundreds
         # of sequences.
         size = "all" if self.ragged else rng.choice(list(BUCKETS))
         return config(
@@ -188,7 +188,7 @@ class Sequence:
         return new_twin(self.executor, f"p{number}", full, trainable)
 
     def _lay_out(self) -> None:
-        """Neighbours in memory, as the engine has them; gradient memory holds NaN until something is written there."""
+        """Allocate contiguous memory, as the engine does, and fill gradient memory with NaN."""
         order = list(reversed(self.twins))
         pieces = [(twin.layout, twin.full.dtype) for twin in order]
         shards, grads = FlatBuffer(pieces, torch.device("cpu")), FlatBuffer(pieces, torch.device("cpu"))
@@ -220,7 +220,7 @@ class Sequence:
         self.check()
 
     def expect(self, true: bool, words: str) -> None:
-        # Never raises: ranks that go on would wait for this one.
+        # Never raise: other ranks would wait for this one.
         if not true:
             self.complaints.append(f"seed {self.seed}, rank {self.rank}: {words}\n  after {'; '.join(self.trace)}")
 
@@ -267,7 +267,7 @@ class Sequence:
             self.expect_equal(grad.double(), expected, f"gradient of {name}, off by {error:.3g} > {twin.slack:.3g}")
 
     def _ended(self) -> None:
-        self.heard.append(sorted(self.executor.gradients.attached()))
+        self.heard.append(sorted(self.executor.gradients.last_attached()))
 
     def _count_gather(self, twin: Twin, dtype: torch.dtype, eager: bool = False) -> None:
         self.counts["gathers"] += 1
@@ -286,7 +286,7 @@ class Sequence:
             result = getattr(ops, kind)(twin.param, shape, dtype)
         self._count_gather(twin, dtype, kind == "gather_eager")
         if kind == "gather_start":
-            # Two in flight, waited for in the other order.
+            # Two gathers in flight, waited for in reverse order.
             with torch.no_grad():
                 second = ops.gather_start(other.param, list(other.full.shape), other.full.dtype)
             self._count_gather(other, other.full.dtype)
@@ -308,7 +308,7 @@ class Sequence:
             if self.rng.random() < 0.3:
                 twin.held.append(result)
 
-    @torch.no_grad()  # it stands in compiled graphs only, behind autograd
+    @torch.no_grad()  # the op is used in compiled graphs only, below autograd
     def gather_group(self) -> None:
         group = self.rng.sample(self.twins, self.rng.randint(1, len(self.twins)))
         dtypes = [
@@ -329,7 +329,7 @@ class Sequence:
             self.expect(not padding.any(), f"padding of p{twin.index} gathered in a group is not zero")
 
     def edit(self) -> None:
-        """What is written into gathered weights reaches the shards, whoever else holds a copy."""
+        """Check that writes to gathered weights reach the shards, with any other copies alive."""
         twin = self.rng.choice([twin for twin in self.twins if twin.full.is_floating_point()])
         with torch.no_grad():
             weights = [
@@ -355,7 +355,7 @@ class Sequence:
             self.expect_equal(weight, twin.full.to(twin.compute_copy), f"compute copy of p{twin.index}")
 
     def rewrite(self) -> None:
-        """A change that autograd does not see, as when two sets of weights are exchanged."""
+        """Change weights without autograd's knowledge, as a swap of two sets of weights does."""
         self._read_compute_copies()
         self.executor.weights.sync_user_writes(forget=True)
         self.edited = False
@@ -366,7 +366,7 @@ class Sequence:
         self._read_compute_copies()
 
     def update(self) -> None:
-        """An optimizer's step: it changes shards in place, element by element."""
+        """Change shards in place and elementwise, as an optimizer step does."""
         self._read_compute_copies()
         if self.edited or self.rng.random() < 0.5:
             self.executor.weights.sync_user_writes(forget=True)
@@ -385,7 +385,7 @@ class Sequence:
         self._read_compute_copies()
 
     def gradients(self) -> None:
-        """What users and optimizers do to gradients between backward passes."""
+        """Change gradients between backward passes, as users and optimizers do."""
         for twin in self.trainable:
             kind = self.rng.choice(("keep", "drop", "zero", "replace"))
             self.trace[-1] += f" {kind}"
@@ -414,7 +414,7 @@ class Sequence:
         self.expect(self.executor.counters()["bucket_bytes"] == 0, "bucket memory was not given back")
 
     def interrupted(self) -> None:
-        """A backward pass that fails in the middle; then the user starts over with no gradients."""
+        """Interrupt a backward pass, then start over without gradients."""
         arrivals, _ = self._arrivals()
         self._note_sizes(arrivals)
         try:
@@ -453,7 +453,7 @@ class Sequence:
         self._expect_gradients(arrivals, before)
 
     def _arrivals(self) -> tuple[list[list[tuple[Twin, Tensor]]], bool]:
-        """Of every rank: which parameters get which gradients, in which order."""
+        """Return the parameters and gradients of every rank, in order."""
         ragged = self.ragged and self.rng.random() < 0.7
         plans: list[list[tuple[Twin, torch.dtype, str]]] = []
         for _ in range(self.world):
@@ -499,7 +499,7 @@ class Sequence:
         for twin, _ in (arrival for mine in arrivals for arrival in mine):
             row = int(self.chosen.tuning.reduce_bucket_mb * 2**20) // self._wire(twin).itemsize // self.world
             self.must_grow |= twin.layout.shard_numel > row
-        # Small buckets may all be filling at once; and a rank may have to wait for its peers with all of its buffers.
+        # Small buckets may all be filling at once, and a rank may wait for its peers with all of its buffers.
         self.may_grow |= self.chosen.tuning.reduce_bucket_mb < 1 or self.ragged
 
     def _expect_gradients(self, arrivals: list[list[tuple[Twin, Tensor]]], before: dict[str, int]) -> None:
@@ -512,14 +512,14 @@ class Sequence:
                 unit = max(torch.finfo(self._wire(twin)).eps, torch.finfo(twin.full.dtype).eps) / 2
                 if grad.dtype.itemsize == self._wire(twin).itemsize:
                     unit = max(unit, torch.finfo(grad.dtype).eps / 2)  # bfloat16 into float16
-                # Scaling, adding up arrivals, adding up ranks, accumulating: each rounds a sum of shares once.
+                # Scaling, summing arrivals, summing ranks and accumulating round a sum of contributions once each.
                 size = unit * share.norm().item() + 1e-7 * math.sqrt(share.numel())
                 rounding[twin.index] = rounding.get(twin.index, 0.0) + size * (len(mine) + self.world + 3)
         wire_bytes = 0
         for index, value in sums.items():
             twin = self.twins[index]
             held = 0.0 if twin.grad is None else torch.finfo(twin.full.dtype).eps * twin.grad.norm().item()
-            # A third is exact in no dtype.
+            # 1/3 is exact in no dtype.
             exact = self.whole and self.world < 3
             twin.slack = twin.slack if exact else twin.slack + rounding[index] + held
             twin.grad = value if twin.grad is None else twin.grad + value
@@ -541,11 +541,11 @@ class Sequence:
 
 
 def run_sequences(seeds: range) -> tuple[list[str], dict[str, int]]:
-    """Complaints, and the counters of all sequences together."""
+    """Return failures, and the counters summed over all sequences."""
     mesh = Mesh.of(torch.device("cpu"))
     complaints: list[str] = []
     totals: dict[str, int] = {}
-    torch.use_deterministic_algorithms(True)  # memory that nobody wrote to holds NaN
+    torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN
     for seed in seeds:
         sequence = Sequence(mesh, seed)
         try:

@@ -1,5 +1,4 @@
-"""Single behaviours of the executor in a backward pass: what ranks disagree about, what is interrupted, what must not
-mix."""
+"""The executor in single backward passes: ranks that differ, interruptions, nested backwards."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from tests.native.sequences import Deliver, Interruption, Twin, deliver, new_twi
 from tests.ranks.pool import Ranks
 
 CPU = torch.device("cpu")
-TINY = 1e-6  # MiB: every parameter has a bucket of its own
+TINY = 1e-6  # MiB: each parameter has its own bucket
 
 
 def make(mesh: Mesh, shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32, **reduce: Any) -> Any:
@@ -32,7 +31,7 @@ def gradient(twin: Twin, rank: int, number: int = 0) -> Tensor:
 
 
 def assert_grad(twin: Twin, contributions: list[Tensor | None], held: Tensor | float = 0.0) -> None:
-    """The mean over ranks, where a rank without a gradient counts as zero."""
+    """Return the mean over ranks, with zeros for ranks without a gradient."""
     world = dist.get_world_size()
     assert twin.param.grad is not None
     total = sum((c.double() for c in contributions if c is not None), torch.zeros(twin.full.shape, dtype=torch.float64))
@@ -43,11 +42,11 @@ def assert_grad(twin: Twin, contributions: list[Tensor | None], held: Tensor | f
 
 
 def some_ranks_only(bucket_mb: float) -> dict[str, int]:
-    """p0: all ranks. p1: only rank 0. p2: only the last rank, twice. p3: nobody. Each rank in an order of its own."""
+    """p0: all ranks. p1: only rank 0. p2: only the last rank, twice. p3: none. Each rank has its own order."""
     rank, world = dist.get_rank(), dist.get_world_size()
     executor, (p0, p1, p2, p3) = make(Mesh.of(CPU), [(7, 3), (5,), (40,), (2, 2)], reduce_bucket_mb=bucket_mb)
     last = world - 1
-    for step in range(3):  # the first one shows the order, and must not be taken as everybody's
+    for step in range(3):  # ranks differ in the order of the first step, so it must not be adopted
         arrivals = [(gradient(p0, rank, step), p0.param)]
         if rank == 0:
             arrivals.insert(0, (gradient(p1, 0, step), p1.param))
@@ -58,7 +57,7 @@ def some_ranks_only(bucket_mb: float) -> dict[str, int]:
         assert_grad(p1, [gradient(p1, 0, step)])
         assert_grad(p2, [2 * gradient(p2, last, step)])
         assert p3.param.grad is None
-        assert sorted(executor.gradients.attached()) == [0, 1, 2]
+        assert sorted(executor.gradients.last_attached()) == [0, 1, 2]
         for twin in (p0, p1, p2):
             twin.param.grad = None
     counters = executor.counters()
@@ -81,7 +80,7 @@ def interrupt_and_repeat() -> None:
     arrivals = [(gradient(t, rank), t.param) for t in reversed(twins)]
     deliver(arrivals)
     for reach in range(1, len(twins)):
-        # Whatever was launched, accumulated or still filling when it failed: the next pass starts afresh.
+        # The next pass starts afresh, whether buckets were launched, accumulated or still filling.
         for twin in twins:
             twin.param.grad = None
         with pytest.raises(Interruption):
@@ -107,8 +106,8 @@ def two_at_once() -> None:
     )
     mixed = [(gradient(t, rank, n), t.param) for pair in zip(ours, theirs, strict=False) for n, t in enumerate(pair)]
     for _ in range(2):
-        deliver(mixed[:2], mixed[2:])  # one backward pass of the user's, one round in each executor
-        deliver([mixed[1]])  # and one that only the second takes part in
+        deliver(mixed[:2], mixed[2:])  # one backward pass for both executors
+        deliver([mixed[1]])  # a backward pass of the second executor only
     for twin in ours:
         assert_grad(twin, [2 * gradient(twin, r, 0) for r in range(world)])
     assert_grad(theirs[0], [4 * gradient(theirs[0], r, 1) for r in range(world)])
@@ -117,7 +116,7 @@ def two_at_once() -> None:
     assert a.counters()["reduces"] == 4
     assert b.counters()["reduces"] == 6
     a.close()
-    with pytest.raises(ValueError, match="no shard of a live engine.*the engine was closed"):
+    with pytest.raises(ValueError, match="not a shard of a live engine.*the engine was closed"):
         ops.gather(ours[0].param, [33], torch.float32)
     assert torch.equal(ops.gather(theirs[0].param, [33], torch.float32), theirs[0].full)
     deliver([mixed[3]])
@@ -131,7 +130,7 @@ def test_two_executors_in_one_process_do_not_see_each_other(ranks: Ranks, world_
 
 
 class Outer(torch.autograd.Function):
-    """Its backward runs a backward pass of its own, as reentrant activation checkpointing does."""
+    """Run another backward pass in its backward, as reentrant activation checkpointing does."""
 
     @staticmethod
     def forward(ctx: Any, root: Tensor, arrivals: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -165,7 +164,7 @@ def test_a_backward_inside_a_backward_loses_nothing(ranks: Ranks, world_size: in
 
 
 def nested_and_then_nothing() -> None:
-    """The checkpointed region comes first in the model: nothing brings a gradient after it."""
+    """The checkpointed region is the first in the model, so no gradient arrives after it."""
     world, rank = dist.get_world_size(), dist.get_rank()
     executor, (p0, p1) = make(Mesh.of(CPU), [(31,), (8, 9)])
     for step in range(1, 4):
@@ -182,7 +181,7 @@ def test_a_backward_inside_a_backward_may_be_the_last_to_bring_gradients(ranks: 
 
 
 def replaced_gradient(double_buffer: bool) -> None:
-    """A bucket that was sent early, then a second gradient for it, on top of a gradient that the user put there."""
+    """A second gradient arrives after its bucket was sent, in addition to the user's own gradient."""
     world, rank = dist.get_world_size(), dist.get_rank()
     executor, (twin,) = make(Mesh.of(CPU), [(31,)], reduce_double_buffer=double_buffer)
     twin.param.grad = twin.part(torch.ones(31), rank)
@@ -220,7 +219,7 @@ def in_one_backward(*calls: Callable[[], Any]) -> None:
 
 
 def recorded_behind_a_deferred_gradient() -> None:
-    """A graph's backward is recorded while a bucket in front of it has yet to send what earlier micro-batches left."""
+    """Capture a graph's backward while an earlier bucket still has deferred gradients to send."""
     world, rank = dist.get_world_size(), dist.get_rank()
     executor, (a, b, first) = make(Mesh.of(CPU), [(31,), (8, 9), (5,)])
     gradients, graphs = executor.gradients, executor.graphs
@@ -268,7 +267,7 @@ def low_precision_mean(dtype: torch.dtype) -> float:
 
 
 def test_dividing_by_three_in_low_precision_is_not_biased(ranks: Ranks) -> None:
-    # Rounding errors of single elements cancel out; a third that was itself rounded to bfloat16 is 0.2% off.
+    # Rounding errors of single elements cancel. A factor of 1/3 rounded to bfloat16 has an error of 0.2%.
     for dtype in (torch.bfloat16, torch.float16):
         assert all(abs(bias) < 5e-4 for bias in ranks.run(3, low_precision_mean, dtype)), dtype
 
@@ -295,7 +294,7 @@ def test_buckets_are_counted_and_grow_only_for_what_does_not_fit(ranks: Ranks, w
         assert fits["reduces"] == 20
         assert fits["reduce_bytes"] == 20 * 128 * 4 * world_size
         assert fits["bucket_bytes"] == 2 * 128 * 4 * (world_size + 1)
-        assert fits["plans"] == 2  # as registered, and as the first backward showed
+        assert fits["plans"] == 2  # in the order of registration, then in that of the first backward
         assert fits.get("late_flushes", 0) == 0
         assert fits.get("agreements", 0) == (4 if world_size > 1 else 0)
         assert larger["grown_buckets"] > 0
@@ -313,7 +312,7 @@ def wrong_calls() -> None:
     with pytest.raises(RuntimeError, match=r"outside of a backward pass.*loss\.backward\(\)"):
         ops.reduce_add(torch.ones(4, 3), twin.param)
     for stranger in (torch.ones(12), twin.param.detach().clone()):
-        with pytest.raises(ValueError, match=r"no shard of a live engine.*full_parameters\(module\)"):
+        with pytest.raises(ValueError, match=r"not a shard of a live engine.*full_parameters\(module\)"):
             ops.gather(stranger, [4, 3], torch.float32)
     assert executor.gradients.segment() == -1, "nothing has come"
     grad = torch.ones(4, 3)

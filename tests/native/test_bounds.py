@@ -1,4 +1,4 @@
-"""Memory and numbers that Python gives the executor are checked where they arrive: later they are read by address."""
+"""The executor checks memory and numbers from Python at once, since it reads them by address later."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def refused() -> dict[str, str]:
-    """The errors of calls with memory that is too small, by a name."""
+    """Return the errors of calls with too little memory, by name."""
     mesh = Mesh.of(CPU)
     executor = Executor(mesh, config())
     twin = new_twin(executor, "p0", torch.zeros(40))
@@ -58,15 +58,15 @@ def test_memory_that_is_too_small_is_refused(ranks: Ranks) -> None:
 def wrong_ranks() -> tuple[str, str]:
     mesh = Mesh.of(CPU)
     watchdog = Watchdog(mesh, 60.0)
-    with pytest.raises(ValueError, match="no lane 9") as lane:
+    with pytest.raises(ValueError, match="no sequence 9") as sequence:
         watchdog.native.begin_wait(9, "nothing")
     with pytest.raises(ValueError, match="hosts") as hosts:
         torch.classes.lightning_zero.Watchdog(mesh.control_group.group_name, 60.0, 60.0, [0])
     watchdog.native.close()
-    return str(lane.value), str(hosts.value)
+    return str(sequence.value), str(hosts.value)
 
 
-def test_a_watchdog_refuses_ranks_and_lanes_that_are_not_there(ranks: Ranks) -> None:
-    for lane, hosts in ranks.run(2, wrong_ranks):
-        assert "there is no lane 9 of collectives" in lane
+def test_a_watchdog_refuses_ranks_and_sequences_that_are_not_there(ranks: Ranks) -> None:
+    for sequence, hosts in ranks.run(2, wrong_ranks):
+        assert "there is no sequence 9 of collectives" in sequence
         assert "1 hosts were named for 2 ranks" in hosts

@@ -1,4 +1,4 @@
-"""An executor that is the last to hold a process group lets go of it."""
+"""An executor that is the last owner of a process group releases it."""
 
 import gc
 import weakref
@@ -11,10 +11,10 @@ from tests.ranks.pool import Ranks
 
 
 def drop_with_a_collective_under_way() -> bool:
-    """Whether the engine is gone."""
+    """Return True if the engine was destroyed."""
     engine = Engine(torch.device("cpu"))
     group = engine.mesh.gather_group
-    if engine.rank == 0:  # of which the other rank hears nothing
+    if engine.rank == 0:  # unknown to the other rank
         dist.all_reduce(torch.ones(1 << 16), group=group, async_op=True)
     engine.close()
     dist.destroy_process_group(group)
@@ -26,6 +26,5 @@ def drop_with_a_collective_under_way() -> bool:
 
 
 def test_a_collective_that_never_comes_does_not_hold_python_up(ranks: Ranks) -> None:
-    """The group's threads drop a tensor that Python made, for which they need Python's lock, while whoever drops the
-    group waits for them."""
+    """The group's threads take the GIL to drop a tensor that Python created, and the owner joins them."""
     assert ranks.run(2, drop_with_a_collective_under_way, deadline=30) == [True, True]

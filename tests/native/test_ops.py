@@ -1,4 +1,4 @@
-"""The two tables of our ops, in C++ and in Python, tell of the same ones."""
+"""The C++ and Python tables of ops match."""
 
 import inspect
 
@@ -13,7 +13,7 @@ def schemas() -> dict[str, torch._C.FunctionSchema]:
     load()
     found = {schema.name.removeprefix(f"{NAMESPACE}::"): schema for schema in torch._C._jit_get_all_schemas()}
     ours = {name: schema for name, schema in found.items() if schema.name.startswith(f"{NAMESPACE}::")}
-    # Callbacks of executors that live have ops of their own.
+    # Live executors register ops for their callbacks.
     return {name: schema for name, schema in ours.items() if not name.startswith("on_")}
 
 

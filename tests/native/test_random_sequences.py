@@ -1,4 +1,4 @@
-"""The executor against plain tensors, over many short random sequences. See ``tests/native/sequences.py``."""
+"""Compare the executor with plain tensors in many short random sequences, see sequences.py."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_random_sequences_equal_plain_tensors(ranks: Ranks, world_size: int) -> 
     complaints = [complaint for found, _ in results for complaint in found]
     if complaints:
         pytest.fail(f"{len(complaints)} complaints, the first of them:\n" + "\n".join(complaints[:4]))
-    # The sequences went everywhere.
+    # The sequences reached all code paths.
     totals = results[0][1]
     visited = [
         "gather_groups",

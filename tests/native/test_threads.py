@@ -1,5 +1,7 @@
-"""Autograd's threads, those of users and the main thread may use an executor at once. Accesses outside of its lock show
-under ThreadSanitizer: ``bash tests/native/sanitize.sh thread tests/native/test_threads.py``."""
+"""Autograd's, users' and the main thread may use an executor concurrently.
+
+ThreadSanitizer detects unlocked accesses: ``bash tests/native/sanitize.sh thread tests/native/test_threads.py``.
+"""
 
 import threading
 import time
@@ -17,7 +19,7 @@ SECONDS = 1.0
 
 
 def from_two_threads() -> int:
-    """How many gradients arrived."""
+    """Return the number of gradients that arrived."""
     executor = Executor(Mesh.of(torch.device("cpu")), config(reduce_bucket_mb=1e-6))
     twins = [new_twin(executor, f"p{number}", torch.zeros(7)) for number in range(3)]
     spare = new_twin(executor, "spare", torch.zeros(7), trainable=False)
@@ -25,10 +27,10 @@ def from_two_threads() -> int:
     asked: list[Callable[[], object]] = [
         executor.reset_counters,
         executor.counters,
-        weights.epoch,
-        weights.told,
+        weights.shard_version,
+        weights.user_write_count,
         gradients.completed_backwards,
-        gradients.attached,
+        gradients.last_attached,
         gradients.defers,
         gradients.take_consensus_flag,
         lambda: gradients.set_consensus_flag(True),

@@ -1,4 +1,4 @@
-"""A user's script: trains on two devices and writes what each rank saw. Run by test_launching.py."""
+"""Train on two devices as a user's script, and write each rank's observations. Run by test_launching.py."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""A user's script that is told to end: the process that started the others gets a SIGTERM. Run by test_sigterm.py."""
+"""Train until a SIGTERM to the process that started the others. Run by test_sigterm.py."""
 
 import os
 import signal

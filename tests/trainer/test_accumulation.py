@@ -1,4 +1,4 @@
-"""Accumulated micro-batches through the Trainer: weights that stay until the optimizer steps are gathered once."""
+"""Gather weights once for accumulated micro-batches, if they stay until the optimizer step."""
 
 from typing import Any
 from unittest.mock import patch

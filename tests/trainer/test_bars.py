@@ -1,4 +1,4 @@
-"""Saves and loads that take long show a bar, where somebody looks at a Trainer's."""
+"""Show progress bars of long saves and loads on the terminal of a Trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from lightning.pytorch.callbacks import TQDMProgressBar
 
-from lightning_zero.integrations.trainer import bars
+from lightning_zero.integrations.trainer import trainer_checkpoints
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.ranks.pool import Ranks
 
@@ -22,9 +22,9 @@ class Terminal(io.StringIO):
 
 
 def _said(home: str, kind: str, out: io.StringIO, after_s: float, shown: bool = True) -> str:
-    """What is written by a training that is saved, and one that goes on."""
+    """Return the output of a training that is saved, and of one that resumes."""
     path = f"{home}/{kind}.ckpt"
-    with redirect_stdout(out), mock.patch.object(bars, "BAR_DELAY_S", after_s):
+    with redirect_stdout(out), mock.patch.object(trainer_checkpoints, "BAR_DELAY_S", after_s):
         for resumes in (None, path):
             module = Regression()
             trainer = make_trainer(
@@ -44,7 +44,7 @@ def _said(home: str, kind: str, out: io.StringIO, after_s: float, shown: bool = 
 def _all(home: str) -> dict[str, str]:
     return {
         **{kind: _said(home, kind, Terminal(), 0.0) for kind in ("full", "sharded")},
-        "at once": _said(home, "sharded", Terminal(), bars.BAR_DELAY_S),
+        "at once": _said(home, "sharded", Terminal(), trainer_checkpoints.BAR_DELAY_S),
         "a log": _said(home, "sharded", io.StringIO(), 0.0),
         "none": _said(home, "full", Terminal(), 0.0, shown=False),
     }

@@ -1,4 +1,4 @@
-"""Buffers that forward changes are the same on all ranks, as under DDP, and so are the numbers of a validation."""
+"""Keep buffers that forward changes equal on all ranks, as under DDP, and the values of a validation."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ WIDTH = 64
 
 
 class Quantiser(nn.Module):
-    """A codebook that follows what it is shown, edited as much code does it: through ``data``."""
+    """Codebook that follows its inputs, edited through ``data`` as in much code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_accumulated_batches_share_what_was_sent_before_the_first(ranks: Ranks) 
 
 
 def test_manual_optimization(ranks: Ranks) -> None:
-    """Lightning's DDP does not send buffers again under manual optimization, so this is compared over ranks."""
+    """Compare over ranks: Lightning's DDP does not broadcast buffers under manual optimization."""
     outs = ranks.run(2, _train_all, ("eager", "compiled"), make=ByHand)
     for first, second in zip(*outs, strict=True):
         assert _equal(first, second)

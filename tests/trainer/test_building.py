@@ -1,4 +1,4 @@
-"""Models are built in __init__ or in configure_model, on the CPU or the meta device; no rank ever holds one whole."""
+"""Build models in __init__ or configure_model, on the CPU or the meta device, never in full on a rank."""
 
 import weakref
 from collections.abc import Callable
@@ -33,7 +33,7 @@ from tests.ranks.pool import Ranks
 
 
 class Scale(nn.Module):
-    """Parameters of its own beside children, one of them with a single element and no dimension."""
+    """Has parameters in addition to its children, one of them with a single element and no dimension."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Scale(nn.Module):
         self.shift = nn.Parameter(torch.empty(OUTPUTS))
         self.inner = nn.Linear(OUTPUTS, OUTPUTS)
         self.register_buffer("offset", torch.empty(OUTPUTS))
-        # not on the meta device even where the parameters are: nobody will compute it again
+        # not on the meta device even if the parameters are, since no code computes it again
         self.register_buffer("table", torch.linspace(0, 1, OUTPUTS, device="cpu"), persistent=False)
         self.reset_parameters()
 
@@ -74,14 +74,14 @@ def initialise(module: nn.Module) -> None:
 
 
 def reset(net: nn.Module) -> None:
-    """What materialising a module from the meta device does, where nothing is sharded."""
+    """Return the result of materializing a module from the meta device without sharding."""
     for module in net.modules():
         if next(module.parameters(recurse=False), None) is not None:
             module.reset_parameters()
 
 
 class Built(Regression):
-    """Where and how is the subclasses' business; `plain` is the same on a single device."""
+    """Base class; subclasses decide device and place. `plain` is the same on a single device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ class Initialised(InConfigureModel):
 
 
 class Shaped(nn.Linear):
-    """Draws nothing, so that the order in which tied modules are reset does not matter; but the shape does."""
+    """Draw no random numbers, so that the order of resets of tied modules does not matter."""
 
     def reset_parameters(self) -> None:
         with torch.no_grad():
@@ -170,7 +170,7 @@ class TiedOnMeta(Tied):
 
 
 class TiedPartlyOnMeta(Tied):
-    """The weight comes from a module that has values; the bias beside it does not."""
+    """Take the weight from a module that has values; its bias has none."""
 
     def configure_model(self) -> None:
         if self.net is None:
@@ -244,7 +244,7 @@ def test_model_equals_one_built_on_a_single_device(ranks: Ranks, world_size: int
 
 
 class Wide(nn.Module):
-    """A layer that dwarfs what else there is, with children of its own."""
+    """Has one layer that is larger than all others together, with children."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ def test_no_rank_holds_the_whole_model_while_building(ranks: Ranks, make: Any) -
     layer = 4 * Deep.width**2 + 5 * Deep.width
     for most, whole in ranks.run(3, _most_while_building, "eager", make):
         assert whole > Deep.layers * layer
-        # twice a third, while shards move into the arena; and one layer with what it is made from, at a time
+        # twice a third, while shards move into the flat buffer; and one layer with its inputs at a time
         assert whole / 3 < most < 2 * whole / 3 + 2 * layer < whole
 
 

@@ -114,7 +114,7 @@ def test_throughput_is_measured_over_the_same_samples(ranks: Ranks) -> None:
 
 
 def _clocked(*kinds: str) -> dict[str, Any]:
-    """Throughput by a clock that advances by one second whenever somebody reads it as ``time.perf_counter()``."""
+    """Measure throughput by a clock that advances by one second at each ``time.perf_counter()``."""
     found = {}
     for kind in kinds:
         with patch("time.perf_counter", side_effect=itertools.count()):

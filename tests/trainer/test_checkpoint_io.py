@@ -1,4 +1,4 @@
-"""A CheckpointIO is called as by any strategy of Lightning: with its options, its inner one, and ``torch.save``."""
+"""Call a CheckpointIO as Lightning's strategies do: options, its inner IO, and ``torch.save``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.integrations.files import BackgroundFileIO, FileIO
+from lightning_zero.integrations.checkpoint_files import BackgroundFileIO, FileIO
 from tests.helpers.saved import Scheduled
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.ranks.pool import Ranks

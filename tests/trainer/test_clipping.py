@@ -1,5 +1,4 @@
-"""Gradients are clipped by the norm over all ranks, through Lightning's own path, so that overriding it works; also
-inside of a captured step."""
+"""Clip gradients by the norm over all ranks through Lightning's own path, also within a captured step."""
 
 import math
 from typing import Any
@@ -28,11 +27,11 @@ from tests.helpers.trainer import (
 )
 from tests.ranks.pool import Ranks
 
-NORM, VALUE = 0.15, 0.02  # both below what the gradients have
+NORM, VALUE = 0.15, 0.02  # both below the gradients' values
 
 
 class Clipped(Regression):
-    """Some parameters frozen, some unused; notes the gradients' norm and largest element before and after clipping."""
+    """Has frozen and unused parameters; records the gradients' norm and maximum before and after clipping."""
 
     def __init__(self, fused: bool = False, sgd: bool = False) -> None:
         super().__init__()
@@ -65,7 +64,7 @@ class Clipped(Regression):
 
 
 class ClippedByTheStep(Clipped):
-    """Overrides nothing about clipping, so that it may be left to the step; looks at the gradients after that."""
+    """Overrides nothing about clipping, so that the step may clip; records the gradients after that."""
 
     clip_gradients = pl.LightningModule.clip_gradients
 
@@ -91,7 +90,7 @@ class ClipsItself(Clipped):
 
 
 def _note_norms(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the strategy's own clipping is going to return."""
+    """Record the value that the strategy's own clipping returns."""
     returned: list[float] = []
     original = OptimizerStepper.clip_norm
 

@@ -131,7 +131,7 @@ def test_it_belongs_to_the_strategy() -> None:
 
 
 def _hooks_seconds() -> float:
-    """The median of what the callback's hooks take in a batch that is not logged."""
+    """Return the median time of the callback's hooks in a batch without logging."""
     took: list[float] = []
 
     class Timed(CommMonitor):

@@ -12,7 +12,7 @@ from tests.ranks.pool import Ranks
 
 
 def command(monkeypatch: pytest.MonkeyPatch, home: Path, *arguments: str) -> int:
-    """Its status; from that folder, as far as there are no GPUs: tests/gpu has tests for machines that have some."""
+    """Run a command in a folder and return its status. tests/gpu covers machines with GPUs."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)  # this process may have looked for some before
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")

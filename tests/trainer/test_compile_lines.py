@@ -1,4 +1,4 @@
-"""What users read while something is compiled: which module, and what for."""
+"""Test the lines about a compilation: its module and its reason."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Modules that compile some of their functions themselves train as under DDP, or are told what to do."""
+"""Train modules that compile some of their functions as under DDP, or raise an error with the remedy."""
 
 import re
 from typing import Any
@@ -85,7 +85,7 @@ def _refused(kind: str) -> str:
         ),
         (
             "eager",
-            r"shard of encoder.0.weight, .* If a function that you compiled \(torch.compile\).*leave torch.compile out",
+            r"shard of encoder.0.weight, .* If a function that you compiled \(torch.compile\).*do not compile that function",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Files name what the user compiled by hand as the user's own module does, and are read either way."""
+"""Name compiled modules in files as the user's own module does, and read files of either kind."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ def _fit(kind: str, make: Any, **arguments: Any) -> tuple[Any, Any]:
 
 
 def _files(kind: str, make: Any) -> dict[str, Any]:
-    """Keys, and what goes on from each other's files."""
+    """Return the keys, and the results of resuming from each other's files."""
     out: dict[str, Any] = {}
     for name in ("ddp", kind):
         module, trainer = _fit(name, make)

@@ -36,7 +36,7 @@ MODES = INPUTS // 2 + 1
 
 
 class Spectral(nn.Module):
-    """Multiply frequencies by complex weights, some of them conjugated, and one stored as pairs of real numbers."""
+    """Multiply frequencies by complex weights, some conjugated, one stored as pairs of real numbers."""
 
     def __init__(self, wide: bool) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ WAYS: list[Way] = [
 
 
 def pairs(values: Any) -> Any:
-    """Return all values with complex tensors as pairs of real numbers, of which the oracle can take differences."""
+    """Return all values, complex tensors as pairs of real numbers that the oracle can subtract."""
     if isinstance(values, dict):
         return {str(key): pairs(value) for key, value in values.items()}
     if isinstance(values, list):

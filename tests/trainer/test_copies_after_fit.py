@@ -1,4 +1,4 @@
-"""After a fit, modules, callbacks and Trainers are copied and pickled as they are under DDP: with whole parameters."""
+"""Copy and pickle modules, callbacks and Trainers after a fit as under DDP, with full parameters."""
 
 import copy
 import pickle
@@ -32,7 +32,7 @@ WIDTH = 64
 
 
 class Kept(Regression):
-    """Its steps call `self(x)`, so that the LightningModule itself is what is compiled."""
+    """Calls `self(x)` in its steps, so that the LightningModule itself is compiled."""
 
     def __init__(self) -> None:
         super().__init__()

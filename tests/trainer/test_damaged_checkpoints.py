@@ -1,7 +1,7 @@
-"""A damaged checkpoint is refused by name, on every rank, before the model is touched: by ``ckpt_path=``, by
-``load_from_checkpoint`` and by ``fabric.load``.
+"""Refuse damaged checkpoints by name on every rank, before the model changes.
 
-All that can happen to a file is tried in tests/unit/checkpoint/sharded/test_damage.py; here, that all ways in look.
+Covers ``ckpt_path=``, ``load_from_checkpoint`` and ``fabric.load``. All kinds of damage are tried in
+tests/unit/checkpoint/sharded/test_damage.py.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def test_all_ways_in_refuse_what_is_damaged(ranks: Ranks, tmp_path: Path, kind: 
 
 
 def _newest_damaged(kind: str, home: str, how: str, word: str) -> tuple[Any, ...]:
-    """Two checkpoints, the newer one no good; what training goes on from, and what it says."""
+    """Resume from two checkpoints, the newer one damaged; return the one in use and the messages."""
     module, trainer = Scheduled(), make_trainer("eager", state_dict_type=kind, max_epochs=1, default_root_dir=home)
     trainer.fit(module, make_loader("eager"))
     names = ["hpc_ckpt_1.ckpt", "hpc_ckpt_2.ckpt"] if word == "hpc" else ["epoch=0.ckpt", "last.ckpt"]
@@ -162,4 +162,4 @@ def test_training_goes_on_from_the_newest_whole_one(
     found = ranks.run(2, _go_on, kind, str(tmp_path), how, word)
     assert [began for began, _, _ in found] == [4, 4]
     _, warned, older = found[0]
-    assert any(older in text and "newest other checkpoint that is whole" in text for text in warned)
+    assert any(older in text and "newest complete checkpoint" in text for text in warned)

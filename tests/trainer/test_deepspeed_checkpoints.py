@@ -1,4 +1,4 @@
-"""Convert DeepSpeed's checkpoints: values are equal, damages are named, and training resumes on other ranks."""
+"""Convert DeepSpeed's checkpoints: compare values, name damages, and resume on other numbers of ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.checkpoint.opening import open_checkpoint
+from lightning_zero.checkpoint.sharded.reader import open_checkpoint
 from lightning_zero.errors import CheckpointError
 from tests.helpers import deepspeed
 from tests.helpers.oracle import assert_close_relative

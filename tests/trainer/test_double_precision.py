@@ -48,7 +48,7 @@ class Double(Regression):
 
 
 class Late(Double):
-    """Built partly in configure_model, whose default dtype is float64: other values, so it is compared with itself."""
+    """Is built partly in configure_model in float64, with other values, so it is compared with itself."""
 
     def __init__(self) -> None:
         super().__init__()

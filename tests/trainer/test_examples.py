@@ -1,4 +1,4 @@
-"""The examples train, at toy size, as they are, and do what they say at their end."""
+"""Train the examples at toy size, unchanged otherwise, and check their output."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class WithoutCode(L.Trainer):
 
 @contextmanager
 def smaller(example: Any) -> Iterator[None]:
-    """One layer of what an example has several of, and less to validate."""
+    """Reduce an example to one layer and a short validation."""
     with ExitStack() as stack:
         if example.__name__ == "train_gpt":
             stack.enter_context(patch.dict(example.SHAPES, tiny=replace(example.SHAPES["tiny"], layers=1)))
@@ -111,7 +111,7 @@ def test_a_transformers_model_is_tuned_and_exported(ranks: Ranks, tmp_path: Path
 
 
 def by_command_line(arguments: list[str]) -> tuple[Any, int]:
-    """What the strategy was told, and steps."""
+    """Return the strategy's arguments, and the steps."""
     with patch.object(sys, "path", [str(README.parent / "examples"), *sys.path]):
         cli = importlib.import_module("cli").main(arguments)
     options = cli.trainer.strategy._options

@@ -1,5 +1,7 @@
-"""Sharded checkpoints go to and from FSDP2, as Lightning's ModelParallelStrategy writes and reads them, and come from
-FSDP, as FSDPStrategy writes them; curves are those of one run."""
+"""Exchange sharded checkpoints with FSDP2, and read FSDP's; loss curves are those of one run.
+
+FSDP2's are those of Lightning's ModelParallelStrategy, and FSDP's those of FSDPStrategy.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,7 @@ def test_other_numbers_of_ranks_go_on_from_fsdp2s(ranks: Ranks, tmp_path: Path, 
 
 
 def _as_fsdp_strategy_saves(full: str, folder: str) -> None:
-    """FSDPStrategy needs GPUs, but FSDP does not: it takes a full checkpoint, and saves it as the strategy would."""
+    """Write a checkpoint as FSDPStrategy does. FSDPStrategy needs GPUs, but FSDP does not."""
     found = torch.load(full, weights_only=True)
     module = Scheduled()
     module.load_state_dict(found.pop("state_dict"))

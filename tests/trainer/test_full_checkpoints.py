@@ -26,13 +26,13 @@ from tests.helpers.trainer import (
 from tests.ranks.pool import Ranks
 
 PLACES = [("single", 1), ("ddp", 2), ("eager", 1), ("eager", 2), ("eager", 3)]
-# What moves between numbers of ranks does not depend on how many optimizers there are.
+# Transfers between numbers of ranks do not depend on the number of optimizers.
 READERS = [("Scheduled", *place) for place in PLACES]
 READERS += [(name, *place) for name in MODULES if name != "Scheduled" for place in (("single", 1), ("eager", 2))]
 
 
 def _write(kind: str, name: str, path: str) -> list[int]:
-    """Train for an epoch and save; returns what the ranks held of the model and the optimizers."""
+    """Train for an epoch and save; return each rank's values of the model and the optimizers."""
     held = []
 
     class Noting(MODULES[name]):  # type: ignore[misc]
@@ -123,7 +123,7 @@ def test_file_loads_into_a_plain_module(files: Any, uninterrupted: Any, name: st
 
 
 def _with_callback(kind: str, home: str) -> dict[str, Any]:
-    """Train with ModelCheckpoint; go on from the best file and, in a run that overwrites it meanwhile, the last."""
+    """Train with ModelCheckpoint; resume from the best file, and from the last in a run that overwrites it."""
     out: dict[str, Any] = {}
     module = Scheduled()
     kept = ModelCheckpoint(f"{home}/{kind}", "{epoch}-{step}", monitor="val_loss", save_top_k=2, save_last=True)
@@ -198,7 +198,7 @@ def test_weights_only(ranks: Ranks, tmp_path: Path) -> None:
 
 class Half(Regression):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        # hooks may still change what is in the file
+        # hooks may still change the contents of the file
         checkpoint["state_dict"] = {key.replace("old.", "net."): v for key, v in checkpoint["state_dict"].items()}
 
 
@@ -252,7 +252,7 @@ class Reordered(Scheduled):
 
 
 class Another(Scheduled):
-    """Of the same groups."""
+    """Return a model with the same parameter groups."""
 
     def configure_optimizers(self) -> Any:
         (optimizer,), _ = super().configure_optimizers()

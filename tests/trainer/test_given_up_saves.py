@@ -1,5 +1,7 @@
-"""A save beside training for which nobody waits any more goes on, and what is saved next does not come into it; one
-that is over leaves nothing."""
+"""Continue an asynchronous save after its training stops waiting, without effect on the next save.
+
+A save that has ended leaves nothing.
+"""
 
 import gc
 import os
@@ -10,8 +12,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 
-from lightning_zero.checkpoint.background import saver
-from lightning_zero.checkpoint.background.process import WriterProcess
+from lightning_zero.checkpoint.async_save import saver
+from lightning_zero.checkpoint.async_save.writer_process import WriterProcess
 from tests.helpers.noted_saves import NotedSaves
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.helpers.writers import forked_writers
@@ -21,7 +23,7 @@ OPTIONS = {"state_dict_type": "sharded", "async_save": True}
 
 
 def _slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the first save nothing is written for a second."""
+    """Write nothing of the first save for a second."""
     write = WriterProcess.write
 
     def slow(self: WriterProcess, order: Any, *args: Any) -> Any:
@@ -33,7 +35,7 @@ def _slowly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class InterruptsWait(NotedSaves):
-    """Ctrl-C comes while the second save waits for the first; the third is that after the exception."""
+    """Raise KeyboardInterrupt while the second save waits for the first; the third is the one after it."""
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         super().on_train_batch_end(trainer, *args)
@@ -44,7 +46,7 @@ class InterruptsWait(NotedSaves):
             raise KeyboardInterrupt
 
         with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(KeyboardInterrupt):
-            monkeypatch.setattr(saver._Saving, "join", interrupted)
+            monkeypatch.setattr(saver._SaveThread, "join", interrupted)
             trainer.save_checkpoint(f"{self.home}/2.ckpt")
 
 
@@ -72,8 +74,8 @@ class Fails(pl.Callback):
 def _trained_again(home: str) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         _slowly(monkeypatch)
-        monkeypatch.setattr(saver, "TO_END_S", 0.1)
-        monkeypatch.setattr(saver, "ALONE_S", 0.1)
+        monkeypatch.setattr(saver, "GIVE_UP_S", 0.1)
+        monkeypatch.setattr(saver, "GIVE_UP_ALONE_S", 0.1)
         first, second, module = NotedSaves(home, (1,)), NotedSaves(home, (2,)), Regression()
         with pytest.raises(ValueError, match="on every rank"):
             make_trainer("eager", callbacks=[first, Fails()], **OPTIONS).fit(module, make_loader("eager"))

@@ -1,5 +1,7 @@
-"""Hooks on gradients: those of ``register_hook`` see and change what they do under DDP, this rank's whole gradient before
-it is reduced; those of ``register_post_accumulate_grad_hook`` see this rank's shard of the reduced one, once a backward.
+"""Run hooks on gradients as under DDP.
+
+Those of ``register_hook`` see and change this rank's full gradient before it is reduced. Those of
+``register_post_accumulate_grad_hook`` see this rank's shard of the reduced gradient once per backward.
 """
 
 from collections.abc import Callable, Iterator
@@ -168,7 +170,7 @@ def test_hooks_of_code_that_inductor_compiles_see_what_they_do_under_ddp(ranks: 
 
 
 class HookedLater(Regression):
-    """Steps that are replayed until hooks come, and again after they have gone."""
+    """Replay steps until hooks are registered, and again after their removal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +213,7 @@ def test_a_replayed_graph_is_run_while_hooks_see_its_gradients(ranks: Ranks) -> 
 
 
 class HookedAfterForward(HookedLater):
-    """By a hook that comes after a forward that was replayed."""
+    """Register a hook after a forward that was replayed."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)

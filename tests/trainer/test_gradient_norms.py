@@ -29,7 +29,7 @@ TYPES: list[Any] = [1, 2, "3.5", "inf"]
 
 
 class Normed(Regression):
-    """Logs norms of all types wherever gradients can be looked at; a parameter is frozen, one is never used, one tied."""
+    """Logs norms of all types in all hooks for gradients; parameters are frozen, unused, or tied."""
 
     def __init__(self, ours: bool = False) -> None:
         super().__init__()

@@ -1,5 +1,8 @@
-"""Gradients over compute copies through the Trainer: hooks see them until the step, evaluations and checkpoints come in
-between, and trainings of several micro-batches for one step are refused before any."""
+"""Alias gradients with compute shards through the Trainer.
+
+Hooks see the gradients until the step, evaluations and checkpoints happen in between, and trainings of several micro-
+batches per step are refused.
+"""
 
 from typing import Any
 
@@ -20,7 +23,7 @@ OVER = "grad_aliasing"
 
 
 class Looks(Regression):
-    """Rounds gradients, as those over copies are, and remembers what hooks see of them."""
+    """Rounds gradients to bfloat16, as aliased ones are, and records them in hooks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,8 +117,7 @@ def test_what_cannot_be_is_refused_with_what_to_do(ranks: Ranks, train: Any, say
 
 
 def one_after_another(*later: dict[str, Any]) -> list[tuple[bool, set[Any]]]:
-    """Where gradients lie where there is plenty of memory; and in trainings of one model for whose first one there is
-    too little for them."""
+    """Return the place of gradients with plenty of memory, and after a training with too little."""
     model, found, limit = Looks(), [], 1.0
     for more in ({}, {}, *later):
         strategy = make_strategy("compiled", memory=limit, **{k: v for k, v in more.items() if k in OVER})
@@ -142,7 +144,7 @@ def test_what_a_plan_has_chosen_is_undone_for_a_later_training_that_cannot_or_ma
 
 
 def goes_on(batches: int) -> list[bool]:
-    """Accumulates from the second half of its batches on, which nobody could know."""
+    """Accumulates from the second half of its batches on, which cannot be known before."""
     found: list[bool] = []
 
     class Changes(Looks):

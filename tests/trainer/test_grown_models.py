@@ -1,5 +1,4 @@
-"""A model that grows between two trainings, as the error about a layer that is replaced in one says: it is made plain
-on every rank, changed, and fitted again."""
+"""Unshard a model between two trainings, add a layer on every rank, and fit it again."""
 
 from typing import Any
 

@@ -24,7 +24,7 @@ CALLBACK_HOOKS = sorted(name for name in vars(pl.Callback) if name[0] != "_" and
 
 
 def _recorded(base: type, hooks: list[str], prefix: str) -> Any:
-    """A subclass that notes each hook called on it, and then does what it would have done."""
+    """Records each hook called on it, and calls the original."""
 
     def hook(name: str) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -101,7 +101,7 @@ def test_hooks_are_called_as_under_ddp(ranks: Ranks, stage: str) -> None:
     for ddp, ours in ranks.run(2, _record_under, stage, "ddp", "eager"):
         assert set(STAGES[stage]) <= set(ddp)
         if stage == "resume":
-            # Only shards that exist can be loaded into, so this comes after configure_optimizers().
+            # Values load into existing shards only, so this is called after configure_optimizers().
             assert sorted(ours) == sorted(ddp)
             ours, ddp = ([call for call in calls if "load" not in call] for calls in (ours, ddp))
         assert ours == ddp

@@ -1,6 +1,7 @@
-"""What checkpoints take of the host's memory, beside the page cache, which is the system's: a full one is one copy of
-everything on rank 0 while it is saved; while one of any kind is loaded each rank holds its own shard, and beside that
-about one weight."""
+"""Measure host memory of checkpoints, without the page cache.
+
+Rank 0 holds one copy of everything during a full save. During a load each rank holds its shards and about one weight.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +24,9 @@ from tests.helpers.resident import MIB, Held, holding
 from tests.helpers.trainer import close
 from tests.ranks.pool import Ranks
 
-ALL = 3 * LAYERS * WEIGHT  # with what Adam keeps
+ALL = 3 * LAYERS * WEIGHT  # with Adam's state
 MARGIN = 8 * MIB  # of the interpreter, and of blocks that are compared
-ON_THE_WAY = 3 * WEIGHT + MARGIN  # gloo's threads hold what was gathered a moment longer
+ON_THE_WAY = 3 * WEIGHT + MARGIN  # gloo's threads hold the gathered values a moment longer
 
 
 class Parallel(Few):
@@ -51,7 +52,7 @@ def _loading(path: str) -> Held:
 
 
 def _assert_loaded(held: Held, world_size: int) -> None:
-    # Shards lie in memory that other ranks read.
+    # Shards are in memory that other ranks read.
     assert held.most <= (ALL + WEIGHT) // world_size + MARGIN, held
     assert held.kept >= ALL // world_size, f"{held}: is nothing loaded?"
 
@@ -119,7 +120,7 @@ def test_saves_beside_training_hold_one_copy(ranks: Ranks, tmp_path: Path, world
 
 
 class Moments(Callback):
-    """Where they lie: after loading, and after a step."""
+    """Records addresses after loading and after a step."""
 
     def __init__(self) -> None:
         self.places: list[list[int]] = []
@@ -171,7 +172,7 @@ def _write(home: str) -> None:
 
 
 def _from_elsewhere(home: str) -> dict[str, Held]:
-    close(fit()[0])  # what is imported on the way is nobody's
+    close(fit()[0])  # imports on the way do not count
     return {name: _loading(f"{home}/{name}.ckpt") for name in ("full", "sharded", "ddp", "fsdp2")}
 
 

@@ -1,4 +1,4 @@
-"""Trainings on several hosts, told apart among the ranks of one, equal DDP's, and go on from each other's checkpoints."""
+"""Compare trainings on several emulated hosts with DDP, and resume from each other's checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,10 @@ def loader() -> DataLoader:
 
 
 def fit(kind: str, home: str = "", path: str | None = None, **options: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of two epochs, from ``path`` on, and the values after them. With ``home``, saves after each epoch."""
+    """Return the losses of two epochs from ``path`` on, and the values after them;
+
+    save after each epoch with ``home``.
+    """
     module = Wide()
     saves = [ModelCheckpoint(home, "{epoch}", every_n_epochs=1, save_top_k=-1)] if home else []
     trainer = make_trainer(kind, max_epochs=2, callbacks=saves, enable_checkpointing=bool(home), **options)
@@ -104,7 +107,7 @@ def test_training_on_hosts_equals_ddps(
 
 
 def written(kind: str, home: str, saved: str, options: dict[str, Any]) -> list[float]:
-    with patch("lightning_zero.checkpoint.sharded.values.SHARED_BYTES", 0):  # as if there were more
+    with patch("lightning_zero.checkpoint.sharded.checkpoint_tensors.MIN_SHARED_BYTES", 0):  # as if there were more
         return fit(kind, home, state_dict_type=saved, **options)[0]
 
 
@@ -135,7 +138,7 @@ def test_checkpoints_of_hosts_go_on_elsewhere_and_the_other_way_round(
 
 
 def chunks(path: str) -> dict[str, tuple[int, int]]:
-    """Of each tensor of a sharded checkpoint: how many elements it has, and how many its pieces have together."""
+    """Return the number of elements of each tensor of a sharded checkpoint, and the sum over its chunks."""
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     tensors = {key: value for key, value in saved.items() if isinstance(value, TensorStorageMetadata)}
     return {
@@ -220,9 +223,12 @@ def awaited_layer_by_layer() -> list[int]:
 
 @pytest.mark.exhaustive  # see distributed/test_exchange.py
 def test_hosts_exchange_weights_in_the_order_in_which_compiled_code_reads_them(ranks: Ranks) -> None:
-    """What is not compiled reads most weights in its backward only, the last layer's first: were that the order, the
-    first layer would have to wait for everything."""
+    """Test the order of the exchange.
+
+    Eager code reads most weights in its backward only, the last layer's first. In that order the first layer would
+    wait for everything.
+    """
     for awaited in ranks.run(2, awaited_layer_by_layer, deadline=150):
         assert len(awaited) == DEPTH
         assert awaited == sorted(awaited)
-        assert awaited[1] <= awaited[-1] / 2, awaited  # behind the first layer
+        assert awaited[1] <= awaited[-1] / 2, awaited  # after the first layer

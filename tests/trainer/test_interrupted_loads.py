@@ -1,5 +1,4 @@
-"""A load that is interrupted when some of the checkpoint is in place: everybody is told what the module is then, and
-nobody saves that."""
+"""Interrupt a load half way: every rank reports the module's state, and none saves it."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ class InMoments(Regression):
 
 
 def _fit(module: Any, path: str | None, *callbacks: Any) -> list[str]:
-    """What is said, and how it ends."""
+    """Return the messages and the end."""
     trainer = make_trainer("eager", max_epochs=2, callbacks=list(callbacks), enable_checkpointing=bool(callbacks))
     noted = Noted()
     logging.getLogger("lightning_zero").addHandler(noted)
@@ -95,7 +94,7 @@ def _interrupted(home: str) -> dict[str, Any]:
 
 
 def _by_hand(home: str) -> list[list[str]]:
-    """What is said by Fabric, twice, and by ``load_safetensors``."""
+    """Return the messages of Fabric, twice, and of ``load_safetensors``."""
     fabric, said = make_fabric("eager"), []
     model, optimizer = set_up(fabric, network())
     state, path = {"model": model, "optimizer": optimizer}, f"{home}/fabric.ckpt"
@@ -135,12 +134,12 @@ def test_loads_by_hand_tell_it_too(ranks: Ranks, tmp_path: Path, world_size: int
 @pytest.mark.exhaustive_variants("1")
 def test_who_goes_on_is_told_and_nothing_is_saved(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     for rank, found in enumerate(ranks.run(world_size, _interrupted, str(tmp_path))):
-        unsaved, end = found["opening"]  # the module is what it was
+        unsaved, end = found["opening"]  # the module is unchanged
         assert "No checkpoint is saved" in unsaved
         assert "cut.ckpt is damaged" in end
         half, unsaved, end = found["weights"]
         assert "whole.ckpt ended half way (KeyboardInterrupt): some weights of the module" in half
-        assert "No checkpoint is saved after this exception, which came while one was being loaded" in unsaved
+        assert "No checkpoint is saved after this exception, because it occurred while loading one" in unsaved
         assert end == "SystemExit(1)"
         assert found["state"]["net.0.weight"] == "saved"
         assert found["state"]["net.4.weight"] == "own"

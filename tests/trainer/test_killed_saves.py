@@ -1,8 +1,7 @@
-"""Ranks that are killed in the middle of a save, by SIGKILL, one of them or all: training then goes on from the last
-checkpoint, or from the new one, to the same losses, bit for bit.
+"""Kill ranks by SIGKILL during a save, and resume bit for bit from the last or the new checkpoint.
 
-Every point of a save is tried on copies of the folder in tests/unit/checkpoint/sharded/test_saving.py; here processes
-die, at those that differ in who has done what.
+tests/unit/checkpoint/sharded/test_commit.py tries every point of a save on copies of the folder. Here processes are
+killed at the points that differ in the ranks' progress.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
-
-from lightning_zero.integrations.folders import read_folder
 from tests.helpers.marks import how_seldom
 from tests.helpers.save_points import observed
 from tests.helpers.saved import Scheduled
 from tests.helpers.trainer import close, make_loader, make_trainer
 from tests.helpers.writers import forked_writers
 from tests.ranks.pool import RankFailure, Ranks
+
+from lightning_zero.integrations.checkpoint_files import read_folder
 
 STEPS, EPOCHS = 4, 3
 NEW = {False: "last-v1.ckpt", True: "last.ckpt"}
@@ -141,7 +140,7 @@ def _die(kind: str, home: str, name: str, point: str, victim: int, everywhere: b
                         os.kill(pid, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
-    trainer.state.status = TrainerStatus.RUNNING  # outside of training no save goes on beside it
+    trainer.state.status = TrainerStatus.RUNNING  # no asynchronous save runs outside of training
     with observed(reach):
         trainer.save_checkpoint(f"{home}/{name}")
         trainer.strategy._finish_saving()
@@ -156,14 +155,14 @@ def _resume(home: str) -> tuple[int, list[float]]:
 
 
 def _step(path: Path) -> int:
-    """Of a checkpoint, all of which can be read."""
+    """Return a checkpoint that is fully readable."""
     content = read_folder(path, None) if path.is_dir() else torch.load(path, weights_only=True)
     return content["global_step"]
 
 
 @pytest.fixture(scope="module")
 def prepared(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[Any]]]:
-    """The folder with a checkpoint of this kind, and each rank's losses of the run that nobody has killed."""
+    """Return the folder with a checkpoint of this kind, and each rank's losses of the run without a kill."""
     made: dict[str, tuple[Path, list[Any]]] = {}
 
     def of(kind: str) -> tuple[Path, list[Any]]:

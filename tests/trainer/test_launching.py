@@ -1,4 +1,4 @@
-"""The strategy in processes of its own, started by the Trainer and by torchrun; and by the command line."""
+"""Run the strategy in processes started by the Trainer, by torchrun, and by the command line."""
 
 import json
 import textwrap
@@ -22,7 +22,7 @@ def _results(home: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def by_the_trainer(native_library: None, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What the ranks saw that the Trainer itself started."""
+    """Return the observations of the ranks that the Trainer started."""
     home = tmp_path_factory.mktemp("trainer")
     done = run(str(SCRIPT), str(home), "zero3_compile", "2", cwd=home)
     assert done.returncode == 0, done.stdout

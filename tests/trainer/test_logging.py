@@ -1,4 +1,4 @@
-"""Bookkeeping in steps stays outside of what is compiled: what is logged is what DDP logs."""
+"""Keep logging in steps out of compiled code, with the values that DDP logs."""
 
 import contextlib
 import io
@@ -106,7 +106,7 @@ def _compare(results: list[dict[str, dict[str, Any]]], kind: str) -> None:
         assert {"loss_epoch", "mae_epoch", "worst_epoch", "val_mean", "val_loss"} <= set(ddp["metrics"][0])
     ours, ddp = results[0][kind]["lines"], results[0]["ddp"]["lines"]
     assert [(step, sorted(line)) for step, line in ours] == [(step, sorted(line)) for step, line in ddp]
-    # the mean of what was predicted is near zero
+    # the mean of the predictions is near zero
     assert_close_relative([line for _, line in ours], [line for _, line in ddp], RTOL, 5e-8, what="logged")
     assert len(results[0]["ddp"]["printed"]) == 10
     assert all(not result["ddp"]["printed"] for result in results[1:])

@@ -1,5 +1,4 @@
-"""Saves that take longer than anybody waits for: nobody is alarmed, and none is ended, as long as bytes move; where they
-do not, who writes is named, with what it writes."""
+"""Accept saves longer than any timeout while bytes move, and name a stuck writer and its file."""
 
 from __future__ import annotations
 
@@ -16,12 +15,10 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-import lightning_zero
 from lightning_zero import ZeroStrategy
-from lightning_zero.checkpoint import archive, full, telling
+from lightning_zero.checkpoint import full_checkpoint, optimizer_state, progress_reporter
 from lightning_zero.checkpoint.sharded.folder import LocalFolder
-from lightning_zero.checkpoint.weights import exporting
-from lightning_zero.integrations.folders import read_folder
+from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.beside import ranks_beside
 from tests.helpers.callbacks import SavesAfter
 from tests.helpers.fabric import closing, make_fabric, network, set_up, train
@@ -58,7 +55,7 @@ def slow_disk(seconds: Callable[[int], float]) -> Iterator[None]:
         file = open(*args, **kwargs)  # noqa: SIM115 - its user closes it
         return Slow(file, seconds) if kwargs else file
 
-    with patch.object(archive, "open", opened, create=True):
+    with patch.object(full_checkpoint, "open", opened, create=True):
         yield
 
 
@@ -81,7 +78,7 @@ def _trained(**options: Any) -> tuple[Any, Any]:
 
 def _said(seconds: Callable[[int], float], save: Callable[[], Any]) -> tuple[str, float]:
     """Meanwhile, and how long that was."""
-    with slow_disk(seconds), patch.object(telling, "EVERY_S", 1.0):
+    with slow_disk(seconds), patch.object(progress_reporter, "LINE_INTERVAL_S", 1.0):
         return said_by(save)
 
 
@@ -104,7 +101,7 @@ def stalled() -> tuple[str, float]:
 
 @contextmanager
 def slow_folder(seconds: Callable[[int], float]) -> Iterator[None]:
-    """Of sharded saves, on rank 1 alone."""
+    """Slow down sharded saves on rank 1 only."""
     create = LocalFolder.create
 
     def opened(self: LocalFolder, name: str) -> Any:
@@ -131,25 +128,6 @@ def beside() -> tuple[str, float]:
     return found
 
 
-def exported() -> tuple[str, float]:
-    _, module = _trained()
-    original = exporting.save_file
-
-    def late(tensors: Any, path: Path, metadata: Any) -> None:
-        with open(f"{path}.more", "wb", buffering=0) as file:
-            for _ in range(24):
-                file.write(bytes(1 << 16))
-                time.sleep(0.4)
-        original(tensors, path, metadata)
-
-    with patch.object(exporting, "save_file", late):
-        found = _said(
-            lambda call: 0.0, lambda: lightning_zero.export_safetensors(module, "exported", max_shard_size="1GB")
-        )
-    close(module)
-    return found
-
-
 def of_fabric() -> tuple[str, float]:
     fabric = make_fabric("eager", **OPTIONS)
     model, optimizer = set_up(fabric, network())
@@ -161,13 +139,13 @@ def of_fabric() -> tuple[str, float]:
 def gathered() -> tuple[str, float]:
     """As from a device, whose copies take rank 0 long."""
     trainer, module = _trained()
-    original = full.gather_value
+    original = optimizer_state.gather_value
 
     def late(*args: Any) -> Any:
         time.sleep(0.25 if dist.get_rank() == 0 else 0)
         return original(*args)
 
-    with patch.object(full, "gather_value", late):
+    with patch.object(optimizer_state, "gather_value", late):
         found = _said(lambda call: 0.0, lambda: trainer.save_checkpoint("gathered.ckpt"))
     close(module)
     return found
@@ -178,9 +156,9 @@ Found = Callable[[Callable[[], Any]], list[Any]]
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, native_library: None) -> Iterator[Found]:
-    """By function, what was said on each rank, and how long it took; they sleep for most of their time."""
+    """Return the messages on each rank and the duration by function; they sleep for most of the time."""
     calls: list[Callable[..., Any]] = [full_and_async] if request.config.getoption("--exhaustive") else []
-    with ranks_beside([*calls, beside, exported, of_fabric, stalled, gathered], deadline=120) as outcome:
+    with ranks_beside([*calls, beside, of_fabric, stalled, gathered], deadline=120) as outcome:
         yield outcome
 
 
@@ -190,8 +168,8 @@ def test_a_writer_beside_training_is_waited_for_while_it_goes_on(found: Found) -
         assert "No progress" not in text, text
 
 
-WRITES = {"full": "Saving", "async": "Saving", "fabric": "Saving", "exported": "Exporting weights to"}
-CASES: dict[str, Callable[[], Any]] = {"fabric": of_fabric, "exported": exported}
+WRITES = {"full": "Saving", "async": "Saving", "fabric": "Saving"}
+CASES: dict[str, Callable[[], Any]] = {"fabric": of_fabric}
 
 
 @pytest.mark.parametrize("case", WRITES)

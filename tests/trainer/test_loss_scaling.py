@@ -1,4 +1,4 @@
-"""16-mixed: an overflow on one rank skips the step on all, whether the host reads it or the device knows."""
+"""Skip a step on all ranks after an overflow on one (16-mixed), decided on the host or on the device."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Manual optimization computes what a single device computes."""
+"""Compare manual optimization with a single device."""
 
 from typing import Any
 

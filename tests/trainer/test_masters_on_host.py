@@ -1,5 +1,7 @@
-"""`offload=("optimizer", "parameters")` in a Trainer, by hand and as `memory=` has it: checkpoints of either kind, averages
-of weights and evaluation are the same with and without it."""
+"""Train with `offload=("optimizer", "parameters")`, set by hand and by `memory=`.
+
+Checkpoints of either kind, averages of weights and evaluation are the same with and without it.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ STEPS = 3
 
 
 class Evaluated(Regression):
-    """Two groups: what leaves, and what stays. Keeps what validation has seen."""
+    """Has two groups, one of which is offloaded. Records the values of validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +47,7 @@ def fit(steps: int, resume: str | None = None, **options: Any) -> Any:
 
 
 def planned() -> dict[str, Any]:
-    """Options by which a plan does the same: a limit that nothing else holds, with gradients as they are without."""
+    """Options by which a plan does the same: a limit that requires it, without gradient aliasing."""
     apart = {"grad_aliasing": False}
     trainer, module = fit(1, memory=1.0, **apart)
     engine, plan = engine_of(module), trainer.strategy.memory_plan
@@ -67,8 +69,10 @@ def all_of(module: Any, leaves: bool) -> dict[str, Any]:
 
 
 def save_and_resume(home: str) -> list[dict[str, Any]]:
-    """At the end of twice as many steps: as saved, and resumed, with and without offload, by hand and by a plan, in files
-    of either kind."""
+    """Return twice as many steps in one run and with a resume.
+
+    Covers offload and none, by hand and by a plan, in files of either kind.
+    """
     found, plan = [], planned()
     for form, way, others in (("full", WAYS[0], (AWAY, plan)), ("sharded", plan, WAYS)):
         trainer, module = fit(STEPS, **way, state_dict_type=form)

@@ -1,4 +1,4 @@
-"""``reshard_after_forward="auto"`` under a Trainer, beside a schedule that compiles again by itself."""
+"""Use ``reshard_after_forward="auto"`` under a Trainer with a schedule that recompiles."""
 
 from typing import Any
 from unittest.mock import patch

@@ -1,4 +1,4 @@
-"""``ModelCheckpoint`` in all its ways, and what is saved when training is stopped, on both kinds of checkpoints."""
+"""Use ``ModelCheckpoint`` in all its modes, and save when training is stopped."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-
-from lightning_zero import full_parameters
-from lightning_zero.checkpoint import together
-from lightning_zero.checkpoint.sharded.values import CheckpointTensor
-from lightning_zero.engine import engine_of
-from lightning_zero.integrations.folders import read_folder
-from lightning_zero.integrations.trainer import saving
 from tests.helpers.damage import flip
 from tests.helpers.saved import Scheduled
 from tests.helpers.trainer import close, make_loader, make_trainer, whole_state
 from tests.helpers.writers import forked_writers
 from tests.ranks.pool import RankFailure, Ranks
+
+from lightning_zero import full_parameters
+from lightning_zero.checkpoint import rank_tasks
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
+from lightning_zero.engine import engine_of
+from lightning_zero.integrations.checkpoint_files import read_folder
+from lightning_zero.integrations.trainer import trainer_checkpoints
 
 KINDS = {"full": {"state_dict_type": "full"}, "sharded": {"state_dict_type": "sharded"}}
 KINDS |= {f"{kind}, async": options | {"async_save": True} for kind, options in KINDS.items()}
@@ -40,7 +40,7 @@ SLOW = [pytest.param(f"{kind}, async", marks=pytest.mark.slow) for kind in ("ful
 
 @forked_writers()
 def _kept(saved: str, home: str) -> dict[str, Any]:
-    """The best two of what is saved at each step, and the last one, twice; then the best is damaged."""
+    """Keep the best two of the checkpoints of all steps, and the last one; then damage the best one."""
     module = Scheduled()
     keeps = ModelCheckpoint(
         home, "{step}", monitor="step", mode="max", save_top_k=2, train_time_interval=timedelta(0), save_last=True
@@ -92,7 +92,7 @@ def test_the_best_and_the_last_are_kept_and_a_damaged_best_is_replaced(
 
 
 class Stopping(pl.Callback):
-    """In the third step something comes, on these ranks."""
+    """Raise an exception in the third step on these ranks."""
 
     def __init__(self, what: str, ranks: tuple[int, ...]) -> None:
         self.what, self.ranks = what, ranks
@@ -125,7 +125,7 @@ def _all_stopped(saved: str, home: str, what: str, ranks: tuple[int, ...], how: 
     module = found.pop("module")
     found["state"] = whole_state(module)
     close(module)
-    dist.barrier()  # rank 0 has ended, too, and with it what wrote beside it
+    dist.barrier()  # rank 0 has ended, too, and with it its background writer
     return found | {"found": sorted(entry.name for entry in Path(home).iterdir())}
 
 
@@ -159,8 +159,8 @@ def _one_stopped(saved: str, home: str, what: str, rank: int, how: str) -> None:
     """The group of these ranks is of no use any more, so they end."""
     with pytest.MonkeyPatch.context() as patch:
         said: list[str] = []
-        patch.setattr(together, "TO_COME_S", 1.0)
-        patch.setattr(saving.log, "error", lambda text, *args: said.append(text % args))
+        patch.setattr(rank_tasks, "ARRIVAL_TIMEOUT_S", 1.0)
+        patch.setattr(trainer_checkpoints.log, "error", lambda text, *args: said.append(text % args))
         found = _stopped(saved, f"{home}/saved", what, (rank,), how)
     if (engine := engine_of(found["module"])) is not None:
         engine.watchdog.close()  # or its timer may end this rank while it waits for the other's file
@@ -225,7 +225,7 @@ def _twice(home: str) -> dict[str, tuple[bool, bool]]:
 
 
 def _plain(value: Any) -> torch.Tensor:
-    return value.whole() if isinstance(value, CheckpointTensor) else value
+    return value.full_tensor() if isinstance(value, CheckpointTensor) else value
 
 
 def test_what_was_changed_meanwhile_is_saved_anew(ranks: Ranks, tmp_path: Path) -> None:

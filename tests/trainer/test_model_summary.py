@@ -18,7 +18,7 @@ from tests.ranks.pool import Ranks
 
 
 class Summarised(Regression):
-    """A tied and a frozen parameter, one of the root's own, a scalar; with an example, so that there are shapes."""
+    """Has a tied and a frozen parameter, one of the root, and a scalar; its example input gives shapes."""
 
     def __init__(self) -> None:
         super().__init__()

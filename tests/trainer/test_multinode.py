@@ -1,4 +1,4 @@
-"""examples/multinode: the scripts as users run them, with agents or tasks on this machine that take it for two hosts."""
+"""Run the scripts of examples/multinode as users do, with this machine as two hosts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST
+from lightning_zero.checkpoint.sharded.folder import MANIFEST
 from tests.helpers.command import python_path
 from tests.helpers.ports import free_port
 from tests.ranks.pool import REPO
 
 SCRIPTS = REPO / "examples" / "multinode"
-DEADLINE = 600.0  # of what comes to an end by itself, on a machine that is busy with other tests
+DEADLINE = 600.0  # seconds for a process to end by itself on a busy machine
 TINY = ["--size", "tiny", "--accelerator", "cpu", "--precision", "32-true", "--compile-backend", "aot_eager"]
 TINY += ["--batch", "1", "--length", "32", "--every", "2"]
 
@@ -35,7 +35,7 @@ alone = pytest.mark.skipif("PYTEST_XDIST_WORKER" in os.environ, reason="agents n
 
 @contextmanager
 def started(script: str, arguments: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Ends with everything that the script has started, whatever happens."""
+    """End all processes that the script started, in every case."""
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST", "MASTER_PORT", "MASTER_ADDR")
     own = {name: value for name, value in os.environ.items() if name not in left_out}
     path = os.pathsep.join([environment.pop("BIN", ""), str(Path(sys.executable).parent), own["PATH"]]).lstrip(":")
@@ -102,7 +102,7 @@ def test_two_agents_train_and_one_with_two_processes_goes_on(tmp_path: Path) -> 
 
 
 def children(pid: int) -> list[int]:
-    """Of all its threads, and theirs."""
+    """Return the CPU time of all threads, and of their children."""
     found = [
         int(word) for task in Path(f"/proc/{pid}/task").iterdir() for word in (task / "children").read_text().split()
     ]
@@ -174,11 +174,11 @@ def test_a_job_of_slurm_saves_at_each_signal_and_goes_on_from_the_newest(tmp_pat
     told |= {"NODELIST": "127.0.0.1", "SUBMIT_DIR": str(REPO)}
     job = {f"SLURM_{name}": value for name, value in told.items()}
     job |= {"BIN": str(commands), "REQUEUED": str(requeued), "PYTHON": sys.executable}
-    # Nothing is saved at a step of its own: what the next job finds was saved at the signal.
+    # No step saves on its own: the next job resumes from the save at the signal.
     arguments = [*TINY, "--every", "100000", "--out", str(out)]
 
     def ran(restart: int, hosts: int, announced: str, saved: str) -> tuple[int, str]:
-        """Returns the step of what was ``saved`` and what the job said."""
+        """Return the step of the checkpoint ``saved``, and the job's output."""
         log = tmp_path / str(restart)
         own = {"MASTER_PORT": str(free_port()), "SIGNAL": announced, "LOG": str(log)}
         own |= {"SLURM_RESTART_COUNT": str(restart), "SLURM_NTASKS": str(hosts), "SLURM_NNODES": str(hosts)}

@@ -1,4 +1,4 @@
-"""`state_dtype="bf16"` in a Trainer: checkpoints hold what there is, and can be read with and without it, and by DDP."""
+"""Train with `state_dtype="bf16"`: resume its checkpoints with and without it, and under DDP."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ LARGE, SMALL = "0.weight", "2.weight"
 
 
 class Wide(Regression):
-    """Of whose matrices one is large enough, and one is not."""
+    """Has one matrix that is large enough for bfloat16 state, and one that is not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def all_of(module: Any) -> dict[str, Any]:
 
 
 def save_and_resume(kind: str, home: str) -> dict[str, Any]:
-    """Twice as many steps at once, and with a break, in files of either kind, and what DDP makes of them."""
+    """Return twice as many steps in one run and with a resume, from files of either kind and by DDP."""
     trainer, module = fit(kind, 2 * STEPS, state_dtype="bf16")
     check_captured(trainer)
     found: dict[str, Any] = {"at once": all_of(module), "resumed": [], "wide": []}
@@ -98,7 +98,7 @@ def dtypes(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_ddp(home: str) -> list[dict[str, Any]]:
-    """What DDP saved, and how it is loaded; nothing is stepped after that."""
+    """Return a checkpoint of DDP and its loaded state, without a step after that."""
     trainer, module = fit("ddp", STEPS)
     trainer.save_checkpoint(f"{home}/ddp.ckpt")
     found = [all_of(module)]

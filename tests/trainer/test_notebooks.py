@@ -1,4 +1,4 @@
-"""Cells that are typed into a running interpreter: one device trains, several get an error that says what to do."""
+"""Type cells into a running interpreter: one device trains, several raise an error with the remedy."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`offload=("optimizer",)` in a Trainer: the same training, checkpoints of either kind, with and without it."""
+"""Train with `offload=("optimizer",)`: losses and checkpoints of either kind equal those without it."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ STEPS = 3
 
 
 class Groups(Regression):
-    """Two groups, and momentum that is forgotten once in a while: after a backward, beside which state has come."""
+    """Has two groups, and resets momentum after a backward at times, while state is being prefetched."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         if self.trainer.global_step % STEPS == STEPS - 1:
@@ -54,9 +54,9 @@ def all_of(trainer: Any, module: Any) -> dict[str, Any]:
 
 
 def save_and_resume(kind: str, home: str) -> list[dict[str, Any]]:
-    """At the end of twice as many steps: as saved, and resumed, with and without offload, in files of either kind."""
+    """Return twice as many steps in one run and with a resume, with and without offload."""
     found = []
-    # what is written without it is the same to an eager step and to a captured one
+    # files written without it are the same with an eager and a captured step
     for written, way in enumerate(WAYS if kind == "captured" else [ON_HOST]):
         for form in ("full", "sharded"):
             trainer, module = fit(kind, STEPS, **way, state_dict_type=form)

@@ -1,4 +1,4 @@
-"""Optimizers see shards that look like parameters; those that need whole parameters are refused by name."""
+"""Let optimizers see shards as parameters, and refuse those that need full parameters by name."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.ranks.pool import Ranks
 
 
 class Grouped(Regression):
-    """Weight decay for matrices only, told apart by their dimensions; and a rate of its own for one layer."""
+    """Decays weights of matrices only, selected by their dimensions; one layer has its own learning rate."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Adafactor(torch.optim.SGD): ...
 
 
 class OurOwnShampoo(Shampoo):
-    """A subclass computes what its base does."""
+    """Subclass with the computation of its base."""
 
 
 WHOLE = {cls.__name__: cls for cls in (Muon, MuonWithAuxAdam, Shampoo, Adafactor, OurOwnShampoo)}

@@ -1,4 +1,4 @@
-"""Passes change at their step, the training stays the same, and a schedule that cannot run is refused at setup."""
+"""Change passes at their step without effect on the training, and refuse invalid schedules at setup."""
 
 from typing import Any
 

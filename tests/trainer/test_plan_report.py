@@ -1,4 +1,4 @@
-"""A report beside a real training on two ranks."""
+"""Report on a real training on two ranks."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def _train_plainly() -> list[float]:
 
 @pytest.fixture(scope="module")
 def no_shard_dispatch(ranks: Ranks) -> list[list[float]]:
-    """Losses of the training that nobody reports on, by rank."""
+    """Return the losses of the training without a report, by rank."""
     return ranks.run(2, _train_plainly, deadline=90)
 
 

@@ -1,4 +1,4 @@
-"""A rank whose loss reaches no weight in a step counts as zero: all train as one process does on the mean of the losses."""
+"""Count a rank whose loss reaches no weight as zero, as one process does with the mean of the losses."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.ranks.pool import Ranks
 from tests.ranks.report import RankFailure
 
 STEPS = 8
-# By step: the ranks whose loss reaches no weight. Two steps show all ranks what they gather when all of it is compiled.
+# Ranks whose loss reaches no weight, by step. Two steps show all ranks the gathers of fully compiled steps.
 LACKING = {3: {1}, 4: {0}, 6: {0, 1, 2}, 7: {2}}
 WAYS = ["constant", "forward only", "none", "times zero"]
 
@@ -44,7 +44,7 @@ class Lacking(Regression):
 
 
 class ByHand(Lacking):
-    """The same in manual optimization, with a step of the optimizer in each training step, clipped."""
+    """Use manual optimization with an optimizer step in each training step, clipped."""
 
     automatic_optimization = False
 

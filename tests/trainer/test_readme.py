@@ -1,4 +1,4 @@
-"""What the README and examples/docs/ show runs, and their links lead somewhere."""
+"""Run the snippets of README and examples/docs/, and check their links."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Data(pl.LightningDataModule):
 
 
 class SmallTrainer(pl.Trainer):
-    """Takes what is written for four GPUs, and trains for a few steps on the ranks that there are."""
+    """Adapt a snippet for four GPUs to the ranks of the test, and train a few steps."""
 
     def __init__(self, **arguments: Any) -> None:
         if arguments.get("strategy") == "zero3_compile":

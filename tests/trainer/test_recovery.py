@@ -1,4 +1,4 @@
-"""A failed fit leaves nothing behind: the error arrives, and the same module trains again as if it had not been."""
+"""Train the same module again after a failed fit, as if it had not failed."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ class _FailsInBackward(torch.autograd.Function):
 
 
 class _Layer(nn.Module):
-    """Passes on what it gets, or fails half way through the model."""
+    """Returns its input, or fails in the middle of the model."""
 
     fails = ""
 
@@ -38,7 +38,7 @@ class _Layer(nn.Module):
 
 
 class Failing(Regression):
-    """Fails in the second step of its first epoch, at a place of choice, with gradients of an earlier batch pending."""
+    """Fails at a given place in the second step, with pending gradients of an earlier batch."""
 
     def __init__(self, place: str) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Failing(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.net[2].fails = self.place if batch_idx == 1 else ""
         if self.net[2].fails == "read":
-            held = self.net[0].weight  # a gathered weight that nobody will use
+            held = self.net[0].weight  # a gathered weight without any use
             raise Planned(f"in a step that read {tuple(held.shape)}")
         loss = super().training_step(batch, batch_idx)
         if self.net[2].fails == "step":

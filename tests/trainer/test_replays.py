@@ -1,4 +1,4 @@
-"""Forward and backward replayed through the Trainer (emulated on a CPU), which drops gradients between the two."""
+"""Replay forward and backward through the Trainer (emulated on a CPU); drop gradients in between."""
 
 from typing import Any
 

@@ -1,5 +1,4 @@
-"""SLURM's signal to requeue: all ranks save together before the next batch, whichever got it, and the job that follows
-goes on from there."""
+"""Save on all ranks before the next batch at SLURM's requeue signal, and resume in the next job."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ def slurm() -> Iterator[SLURMEnvironment]:
 
 
 def _batches() -> DataLoader:
-    """The second half is the first again, with which a loader that cannot tell where it was begins after a restart."""
+    """Repeat the first half in the second, as a loader without a position does after a restart."""
     once = make_loader("eager", STEPS // 2)
     twice = ConcatDataset([once.dataset, once.dataset])
     return DataLoader(twice, once.batch_size, sampler=DistributedSampler(twice, shuffle=False))

@@ -1,4 +1,4 @@
-"""What a checkpoint brings is there when hooks and optimizers look for it, however the module was built."""
+"""Restore a checkpoint before hooks and optimizers look for its values."""
 
 import warnings
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class Notes(pl.Callback):
 
 
 class Resumed(Regression):
-    """Notes the order of what happens around a restored checkpoint."""
+    """Records the order of hooks around a restored checkpoint."""
 
     def __init__(self, width: int = WIDTH, rate: float = 1e-2) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class OnMeta(Resumed):
             self.net = net(self.width)
 
     def configure_model(self) -> None:
-        # for DDP, which cannot make values for what is on the meta device
+        # for DDP, which cannot create values on the meta device
         if not self.ours and next(self.net.parameters()).is_meta:
             self.net = net(self.width)
 
@@ -249,7 +249,7 @@ def _without_optimizer(kind: str) -> dict[str, Any]:
             warnings.simplefilter("always")
             trainer.fit(module, make_loader(kind), ckpt_path=f"{kind}-{name}.ckpt")
         out[name] = global_losses(kind, module), whole_state(module), trainer.global_step
-        out[f"{name} warned"] = [str(w.message) for w in caught if "no state of optimizers" in str(w.message)]
+        out[f"{name} warned"] = [str(w.message) for w in caught if "no optimizer state" in str(w.message)]
         close(module)
     if kind != "ddp":
         module = Resumed()

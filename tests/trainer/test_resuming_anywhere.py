@@ -1,6 +1,8 @@
-"""A training that was interrupted anywhere goes on as if it had not been: in the middle of an epoch and at its border,
-with shuffled samples, dropout and a schedule, from either kind of checkpoint, on other numbers of ranks, to and from
-DDP and FSDP2."""
+"""Resume an interrupted training as if it had run through.
+
+Covers the middle of an epoch and its border, shuffled samples, dropout and a schedule. Covers either kind of
+checkpoint, other numbers of ranks, DDP and FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from lightning_zero.cli.checkpoint.consolidating import consolidate
+from lightning_zero.cli.checkpoint import _consolidate
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import INPUTS, RTOL, Regression, close, global_losses, make_trainer, seeded, whole_state
 from tests.helpers.writers import forked_writers
@@ -30,7 +32,7 @@ WIDTH, OUTPUTS = 25, 29  # each of up to 4 ranks holds a good part of each matri
 
 
 class Dropping(Regression):
-    """Draws the random numbers of a step from the step's own seed, as the README tells."""
+    """Draws the random numbers of a step from the step's own seed, as in the README."""
 
     def __init__(self, dropout: float, seed: int = 0) -> None:
         super().__init__()
@@ -61,8 +63,7 @@ class Parallel(Dropping):
 
 
 class Shuffled(DataLoader):
-    """Other samples in each epoch, the same for any number of ranks; knows how far it is, as Lightning asks of a loader
-    that is to go on in the middle."""
+    """Loader with other samples in each epoch, the same on any number of ranks, that can resume."""
 
     def __init__(self) -> None:
         rng = torch.Generator().manual_seed(0)
@@ -88,7 +89,10 @@ class Shuffled(DataLoader):
 def _fit(
     kind: str, dropout: float, home: str = "", path: str | None = None, **options: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of all steps from the checkpoint at ``path`` on, and the values after them. Saves at each step."""
+    """Return the losses of all steps from the checkpoint at ``path`` on, and the values after them.
+
+    Save at each step.
+    """
     fsdp2 = kind == "fsdp2"
     module = (Parallel if fsdp2 else Dropping)(dropout, seed=0 if path is None else 7)
     if fsdp2:
@@ -142,14 +146,14 @@ def test_it_goes_on_from_any_step(ranks: Ranks, tmp_path: Path, kind: str, saved
 
 
 def _written(home: str) -> list[float]:
-    """Of all ways, by stages 1 and 2; the losses of an uninterrupted run."""
+    """Return the losses of an uninterrupted run with stages 1 and 2."""
     for stage, kind in ((1, "full"), (2, "sharded")):
         whole = _fit("eager", 0.0, f"{home}/{kind}", stage=stage, **KINDS[kind])
     for kind in ("ddp", "fsdp2"):
         _fit(kind, 0.0, f"{home}/{kind}")
     if dist.get_rank() == 0:
         arguments = {"path": f"{home}/sharded/step=3.ckpt", "output": f"{home}/one.ckpt", "json": True, "trust": False}
-        consolidate(argparse.Namespace(**arguments))
+        _consolidate(argparse.Namespace(**arguments))
     dist.barrier()
     return whole[0]
 

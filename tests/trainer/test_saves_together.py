@@ -1,5 +1,4 @@
-"""Saves that meet: several callbacks at one step, one of them after an exception, and saves from within validation. What
-is kept, and how a training goes on from it, is what it is under DDP."""
+"""Save from several callbacks at one step, after an exception, and in validation, as under DDP."""
 
 from __future__ import annotations
 

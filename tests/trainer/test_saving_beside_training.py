@@ -1,4 +1,4 @@
-"""``async_save=True``: what is saved is what was there when it was asked for, and errors surface."""
+"""Save the values at the call with ``async_save=True``, and raise errors later."""
 
 import gc
 import os
@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from lightning_zero import CheckpointError, ZeroStrategy
-from lightning_zero.checkpoint.background.process import WriterProcess
-from lightning_zero.integrations.files import BackgroundFileIO, FileIO
+from lightning_zero.checkpoint.async_save.writer_process import WriterProcess
+from lightning_zero.integrations.checkpoint_files import BackgroundFileIO, FileIO
 from tests.helpers.callbacks import SavesAfter
 from tests.helpers.noted_saves import NotedSaves
 from tests.helpers.oracle import assert_close_relative
@@ -78,7 +78,7 @@ def test_training_goes_on_as_from_the_moment_of_the_save(ranks: Ranks, tmp_path:
 
 
 class _Collected(pl.Callback):
-    """Before which batches Python looked at all objects, and whether it might have while a checkpoint was made."""
+    """Record the batches before a full garbage collection, and those in which it could run during a save."""
 
     def __init__(self, path: str) -> None:
         self.path, self.batch, self.all_looked_at, self.may_in_save = path, 0, [], [gc.isenabled()]
@@ -117,7 +117,7 @@ def _collects(kind: str, path: str, beside: bool) -> tuple[bool, list[bool]]:
 def test_python_looks_for_garbage_when_the_start_is_over_and_not_in_a_save(
     ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
-    """Of all objects, that takes longer than the save."""
+    """Collect all objects, which takes longer than the save."""
     assert ranks.run(1, _collects, kind, str(tmp_path / "x.ckpt"), True) == [(True, [True, False, True])]
     assert ranks.run(1, _collects, kind, str(tmp_path / "y.ckpt"), False) == [(False, [True, True, True])]
 
@@ -202,7 +202,7 @@ def test_model_checkpoint_keeps_what_it_is_told_to(ranks: Ranks, tmp_path: Path,
 
 
 def _goes_on(home: str) -> int:
-    """After a kill: the link that Lightning has made leads to what was never finished."""
+    """Kill a save, so that Lightning's link refers to an unfinished checkpoint."""
     if torch.distributed.get_rank() == 0:
         Path(home, "last.ckpt").unlink()
         Path(home, "last.ckpt").symlink_to("step=9.ckpt")
@@ -228,8 +228,10 @@ def test_a_link_that_leads_nowhere_is_no_new_beginning(ranks: Ranks, tmp_path: P
 
 @forked_writers()
 def _named_alike(kind: str, home: str) -> dict[str, Any]:
-    """Two best checkpoints have one name, so that the second gets a number, though the first is not there yet. Then a
-    save after training, which goes on beside nothing."""
+    """Give the second of two best checkpoints of one name a number before the first is written.
+
+    Then save after the training, synchronously.
+    """
     module = MODULES["Scheduled"]()
     keeps = ModelCheckpoint(home, "best", monitor="step", mode="max", save_top_k=2, every_n_train_steps=1)
     known: list[int] = []
@@ -241,7 +243,7 @@ def _named_alike(kind: str, home: str) -> dict[str, Any]:
         )
         trainer.fit(module, make_loader("eager"))
         found = sorted(p.name for p in Path(home).iterdir())
-        torch.distributed.barrier()  # or another rank finds what comes next
+        torch.distributed.barrier()  # or another rank finds the next checkpoint
         trainer.save_checkpoint(f"{home}/after")
         there = os.path.exists(f"{home}/after")
     state = whole_state(module)
@@ -302,7 +304,7 @@ def test_it_is_what_was_there_whatever_is_sharded_how(ranks: Ranks, tmp_path: Pa
 
 
 class Mine(TorchCheckpointIO):
-    """A user's own, which notes what it wrote, and is slow."""
+    """Slow CheckpointIO of a user that records its writes."""
 
     def __init__(self) -> None:
         self.wrote: list[str] = []

@@ -1,5 +1,7 @@
-"""What a callback saves in the middle of an accumulation, before the first step and after it, disturbs nothing, is what
-DDP would have saved, and may hold what the user wants of a module alone."""
+"""Save from a callback within an accumulation, before the first step and after it, as DDP would.
+
+It may hold only a module's entries that the user selects.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.background.process import WriterProcess
-from lightning_zero.integrations.folders import read_folder
+from lightning_zero.checkpoint.async_save.writer_process import WriterProcess
+from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import (
     INPUTS,
@@ -81,7 +83,7 @@ def _midway(saved: str, home: str) -> tuple[dict[str, Tensor], ...]:
     real = WriterProcess.write
 
     def later(self: WriterProcess, *args: Any) -> Any:
-        time.sleep(0.3)  # the next step comes first, after which memory is made ready for what there is to save then
+        time.sleep(0.3)  # the next step is first; it prepares memory for the save
         return real(self, *args)
 
     options = KINDS[saved]
@@ -117,7 +119,7 @@ def test_in_the_middle_of_an_accumulation(ranks: Ranks, tmp_path: Path, saved: s
 
 
 def _adapters(saved: str, path: str) -> tuple[dict[str, Tensor], ...]:
-    """What is saved, what goes on from that, and what was trained at once."""
+    """Return a save, the training that resumes from it, and the training that runs through."""
     ends: list[dict[str, Tensor]] = []
     for epochs, source in ((1, None), (2, path), (2, None)):
         module = Adapted()

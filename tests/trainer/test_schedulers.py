@@ -1,4 +1,4 @@
-"""Schedulers change the learning rate of the steps that follow, as under DDP, in a captured step as well."""
+"""Change the learning rate of the following steps by schedulers, as under DDP."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What compiled code cannot do falls back by itself: double backward, transforms of torch.func. Compared with DDP."""
+"""Fall back to eager code for double backward and transforms of torch.func. Compared with DDP."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ class _Forces(nn.Module):
 
 
 class Functional(Regression):
-    """Per-sample gradients, a directional derivative and another set of weights, beside a plain call of another net."""
+    """Per-sample gradients, a directional derivative, other weights, and a plain call of another net."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,9 @@ def _train(kind: str, make: Any) -> dict[str, Any]:
         monkeypatch.setattr("lightning_zero.integrations.trainer.strategy.rank_zero_info", said.append)
         with fitted(kind, make, STEPS) as (module, trainer):
             values = {"losses": global_losses(kind, module), "state": whole_state(module)}
-            compiled_modules = None if kind in ("ddp", "single") else trainer.strategy._require_engine().session.compiled_modules
+            compiled_modules = (
+                None if kind in ("ddp", "single") else trainer.strategy._require_engine().session.compiled_modules
+            )
             compiled = sorted(compiled_modules.modules) if compiled_modules else []
     return {"values": values, "compiled": compiled, "said": [line for line in said if line.startswith("Not compiling")]}
 
@@ -179,7 +181,7 @@ def test_they_train_as_under_ddp_and_the_rest_is_compiled(
 
 
 def test_a_graph_that_is_kept_in_each_step(ranks: Ranks) -> None:
-    """Beside one process: DDP reduces the gradients of the first of two backward passes only."""
+    """Compare with one process: DDP reduces the gradients of the first of two backward passes only."""
     for single, eager, ours in ranks.run(2, _train_all, KeepsGraph, ("single", "eager", "compiled")):
         assert ours["compiled"] == [""]
         for found in (eager, ours):

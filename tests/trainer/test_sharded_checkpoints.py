@@ -42,7 +42,7 @@ def test_training_goes_on_from_them_on_any_number_of_ranks(
     ranks: Ranks, folders: dict[tuple[str, int], tuple[str, dict]], world_size: int
 ) -> None:
     for name in MODULES:
-        # what moves between numbers of ranks does not depend on how many optimizers there are
+        # transfers between numbers of ranks do not depend on the number of optimizers
         paths = [folders[name, writers][0] for writers in (WRITERS if name == "Scheduled" else [2])]
         wanted = ranks.run(1, uninterrupted_fit, name)[0]
         for resumed in ranks.run(world_size, resume, "eager", name, paths):
@@ -102,8 +102,7 @@ def test_one_kind_takes_the_place_of_the_other(ranks: Ranks, tmp_path: Path) -> 
 
 
 class Edited(MODULES["Scheduled"]):  # type: ignore[misc]
-    """Renames on the way out, and on the way in renames back, doubles a weight, changes a number where it is, and makes a
-    parameter of its own."""
+    """Renames entries in hooks, doubles a weight, changes a number in place, and adds a parameter."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = {f"old.{key}": value for key, value in checkpoint["state_dict"].items()}

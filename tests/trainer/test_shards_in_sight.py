@@ -1,5 +1,8 @@
-"""Shards in users' hands, as they write it, against DDP: SAM, trust ratios, norms of layers, noise, initialisation, BYOL,
-MoCo; values that swap places, optimizer state, state dicts that are written to, and parameters that are looked up."""
+"""Compare users' code on shards with DDP.
+
+SAM, trust ratios, norms of layers, noise, initialisation, BYOL, MoCo; values that swap places, optimizer state, state
+dicts that are written to, and parameters that are looked up.
+"""
 
 import copy
 import io
@@ -83,7 +86,7 @@ class LayerNorms(Wide):
 
 
 class Noise(Wide):
-    """The same noise on every rank, as DDP needs it."""
+    """Add equal noise on every rank, as DDP needs."""
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         with seeded(self.global_step):
@@ -224,7 +227,7 @@ class States(Wide):
 
 
 class StateDicts(Wide):
-    """What state_dict() gives is written to, as loops over ``own_state[name].copy_()`` do."""
+    """Write to the result of state_dict(), as loops over ``own_state[name].copy_()`` do."""
 
     def on_train_start(self) -> None:
         own = self.state_dict()
@@ -250,7 +253,7 @@ class StateDicts(Wide):
 
 
 class Identities(Wide):
-    """Parameters that are found by what is read from modules."""
+    """Find parameters by values that are read from modules."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-4)
@@ -297,7 +300,7 @@ def _train_under(kinds: list[str], make: Any) -> dict[str, Any]:
     return {kind: train(kind, make, steps=3) for kind in kinds}
 
 
-# What is compiled is the same on two ranks and on three, and what shards do is the same in eager code: these are
+# Compiled code is the same on two ranks and on three, and shards do the same in eager code: these are
 # exhaustive when they are compiled.
 EXHAUSTIVE = (TrustRatios, Noise, LateLoad, LateEncoder, States, StateDicts, Identities, OwnGradients)
 

@@ -1,4 +1,4 @@
-"""Whether to stop for a SIGTERM is asked over CPUs: an answer from the device would make the host wait for it."""
+"""Check for a SIGTERM over CPUs: a result on the device would make the host wait for it."""
 
 import os
 import signal
@@ -11,13 +11,13 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-from lightning_zero.engine import engine_of
-from lightning_zero.integrations.folders import read_folder
-from lightning_zero.integrations.trainer.sigterm import check_stop_on_cpu
 from tests.helpers.command import run
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.ranks.pool import Ranks
+
+from lightning_zero.engine import engine_of
+from lightning_zero.integrations.checkpoint_files import read_folder
+from lightning_zero.integrations.trainer.signals import check_stop_on_cpu
 
 METHOD = "_broadcast_sigterm_tensor"
 
@@ -71,7 +71,7 @@ def test_every_rank_hears_of_it_before_the_same_batch(ranks: Ranks, stop: bool) 
 
 
 class Signalled(pl.Callback):
-    """A SIGTERM to this process in a certain batch of training, counted over epochs, or of the first validation."""
+    """Send a SIGTERM to this process in a given batch of training, or of the first validation."""
 
     def __init__(self, place: str, at: int, ranks: tuple[int, ...]) -> None:
         self.place, self.at, self.ranks = place, at, ranks
@@ -91,7 +91,7 @@ class Signalled(pl.Callback):
 
 def signalled(*args: Any) -> tuple[str, dict[str, int], bool]:
     module, callback = Regression(), Signalled(*args)
-    # gathers that are collectives keep ranks beside each other
+    # gathers are collectives, which keep ranks in step
     trainer = make_trainer("eager", callbacks=[callback], max_epochs=2, gather_transport="collective")
     ended = ""
     try:
@@ -102,7 +102,7 @@ def signalled(*args: Any) -> tuple[str, dict[str, int], bool]:
     return ended, callback.seen, trainer.received_sigterm
 
 
-ENDS = {  # what was begun is done to its end, by all ranks alike
+ENDS = {  # all ranks finish the running batch alike
     ("train", 2, (1,)): {"train": 2, "val": 0},
     ("train", 3, (1,)): {"train": 3, "val": 5},  # at the end of an epoch
     ("train", 6, (0,)): {"train": 6, "val": 10},  # at the end of training

@@ -1,4 +1,4 @@
-"""Stages follow each other in any order, on one Trainer and several; each finds the module as the last left it."""
+"""Run stages in any order on one Trainer and several; each finds the module as the last left it."""
 
 import re
 from typing import Any
@@ -27,7 +27,7 @@ from tests.ranks.pool import Ranks
 
 
 def _predictions(kind: str, parts: Any) -> torch.Tensor:
-    """Of all ranks, in the order of the samples."""
+    """Return the predictions of all ranks, in the order of the samples."""
     mine = torch.cat(parts)
     if kind == "single":
         return mine
@@ -38,7 +38,7 @@ def _predictions(kind: str, parts: Any) -> torch.Tensor:
 
 
 class Story:
-    """Runs stages one after the other and notes what each brought."""
+    """Run stages one after the other, and record the result of each."""
 
     def __init__(self, kind: str, module: Regression | None = None) -> None:
         self.kind = kind
@@ -127,7 +127,7 @@ def _several_trainers(kind: str) -> list[tuple[str, Any]]:
 
 
 def _evaluation_only(kind: str) -> list[tuple[str, Any]]:
-    """Never trained: the weights come from a file, or are those the module was built with."""
+    """Use untrained weights, from a file or from the constructor."""
     story = Story(kind)
     story.predict()
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""A training step may call and read whatever it likes, in any order, as on a single device."""
+"""Call and read anything in a training step, in any order, as on a single device."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Trainer(sync_batchnorm=True): statistics over the ranks' batches together, wherever the model was built."""
+"""Use Trainer(sync_batchnorm=True): statistics over all ranks' batches."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ from tests.ranks.pool import Ranks
 
 
 def uneven_loader() -> DataLoader:
-    """The first rank has five batches of four samples, each other one has two less, and its last is smaller."""
+    """Loader with five batches on rank 0, two fewer on each other rank, and a smaller last one."""
     rank = dist.get_rank()
     rng = torch.Generator().manual_seed(11 + rank)
     count = 4 * (5 - 2 * rank) - rank
@@ -64,7 +64,7 @@ def test_evaluations_with_other_numbers_of_batches_equal_ddps(ranks: Ranks, worl
 
 
 class OneLooks(Regression):
-    """Rank 0 alone reads weights, at times when the others have no reason to wait for it, or to come along."""
+    """Read weights on rank 0 alone, while other ranks have no reason to wait for it."""
 
     def __init__(self) -> None:
         super().__init__()

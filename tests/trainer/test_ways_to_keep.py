@@ -1,5 +1,7 @@
-"""What ``ModelCheckpoint`` keeps, in all its ways, is what it keeps under DDP: the same names with the same steps, and
-after a resume, too. The best and the last under failures stand in test_model_checkpoint.py."""
+"""Compare the files that ``ModelCheckpoint`` keeps, in all its modes, with those under DDP.
+
+Also after a resume. test_model_checkpoint.py covers the best and the last one under failures.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, model_checkpoint
 from torch import Tensor
 
-from lightning_zero.integrations.folders import read_folder
+from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.saved import Scheduled
 from tests.helpers.trainer import close, make_loader, make_trainer
 from tests.helpers.writers import forked_writers
@@ -29,7 +31,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Judged(Scheduled):
-    """Of which each validation finds something else: the third is the best, and one finds no number."""
+    """Validation metric with another value each time: the third is the best, and one is no number."""
 
     FOUND = (3.0, 2.0, 1.0, float("nan"), 2.5, 2.0, 1.5, 4.0)
 
@@ -63,7 +65,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "weights": ({"save_weights_only": True, "every_n_train_steps": 6, "save_top_k": -1}, {}),
     "by the clock": ({"train_time_interval": timedelta(seconds=25), "save_top_k": -1}, {}),
 }
-# When to save does not depend on how, so that what is written beside training is only tried where names and folders of
+# The time of a save does not depend on its kind, so asynchronous saves are tried only if names and folders of
 # saves that go on may be in each other's way, and without optimizers.
 NAMING = (
     "weights",
@@ -76,7 +78,7 @@ NAMING = (
 
 
 class Clock:
-    """Of which each look takes another time on each rank; rank 0's counts."""
+    """Lookups that take another time on each rank; rank 0's decide."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -87,7 +89,7 @@ class Clock:
 
 
 def _kept(home: Path) -> dict[str, tuple[int, int, bool]]:
-    """Where what lies: its step and epoch, and whether optimizers are in it."""
+    """Return the step and the epoch of each file, and True if it holds optimizers."""
     found = {}
     for path in sorted(home.rglob("*.ckpt")):
         content = read_folder(path, None) if path.is_dir() else torch.load(path, weights_only=True)

@@ -1,4 +1,4 @@
-"""Averages of the weights are averages of shards; validation and checkpoints get what DDP's get."""
+"""Average weights as shards; validation and checkpoints get the values of DDP."""
 
 import copy
 import pickle
@@ -106,7 +106,7 @@ def _averaged_from_own_values(name: str, home: str) -> list[dict[str, Any]]:
 
 
 def test_averages_start_from_the_first_ranks_values(ranks: Ranks, tmp_path: Path) -> None:
-    """Which are what is validated, before there is any average."""
+    """Validate the weights themselves before there is an average."""
     for ddp, ours in ranks.run(2, _averaged_from_own_values, "late", str(tmp_path)):
         assert_close_relative(ours, ddp, 3 * RTOL)
 
@@ -125,7 +125,7 @@ def test_weights_that_are_held_do_not_undo_an_exchange(
 
 
 class ByHand(pl.Callback):
-    """What people wrote before Lightning had a callback for it."""
+    """Callback as users wrote it before Lightning had one."""
 
     def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self.average = [param.detach().clone() for param in module.parameters()]
@@ -187,7 +187,7 @@ def test_averages_made_by_hand_equal_ddps(ranks: Ranks, kind: str, nested: bool,
 
 
 class Late(Averaged):
-    """Grows in a hook that comes after the callbacks'."""
+    """Grows in a hook after the callbacks' hook."""
 
     def setup(self, stage: str) -> None:
         self.more = nn.Linear(WIDTH, WIDTH)
@@ -216,7 +216,7 @@ def test_averages_that_cannot_be_made_are_refused(ranks: Ranks) -> None:
 
 
 def _again(*kinds: str) -> dict[str, Any]:
-    """The same module and callback in a second Trainer: the callback copies a module that is sharded."""
+    """Use the module and callback in a second Trainer: the callback copies a sharded module."""
     out = {}
     for kind in kinds:
         module, callback = Averaged(), EMAWeightAveraging(decay=0.6)

@@ -1,4 +1,4 @@
-"""What is saved beside training is what was there when it was asked for, whoever writes to it before the next step."""
+"""Save asynchronously the values at the call, even if code writes to them before the next step."""
 
 import time
 from collections.abc import Callable
@@ -9,15 +9,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
-
-import lightning_zero
-from lightning_zero.integrations.files import BackgroundFileIO
-from lightning_zero.integrations.folders import to_trainer_keys, read_folder
 from tests.helpers.late_copies import Late, late_copies
 from tests.helpers.noted_saves import NotedSaves
 from tests.helpers.trainer import INPUTS, Regression, close, make_loader, make_trainer
 from tests.helpers.writers import forked_writers
 from tests.ranks.pool import Ranks
+
+import lightning_zero
+from lightning_zero.integrations.checkpoint_files import BackgroundFileIO, read_folder, to_trainer_keys
 
 SAVED = 2  # after that step
 
@@ -54,7 +53,7 @@ EDITS = [_shards, _clipped, _assigned, _held_before, _whole, _loaded]
 
 
 class Edits(pl.Callback):
-    """Edits what was just saved; notes whether copies were still to be made behind the next backward."""
+    """Edits the saved values; records if copies were still pending after the next backward."""
 
     def __init__(self, edit: Callable[[Any], None], late: Late) -> None:
         self.edit, self.late, self.waiting = edit, late, False
@@ -137,7 +136,7 @@ def _averaged(path: str) -> list[str]:
         close(module)
     found = to_trainer_keys(read_folder(path, None))["state_dict"]
     assert len(averages.wanted) == 6
-    saved = {name: found[name].whole().flatten() for name in averages.wanted}
+    saved = {name: found[name].full_tensor().flatten() for name in averages.wanted}
     return [name for name, value in averages.wanted.items() if not torch.equal(value[: len(saved[name])], saved[name])]
 
 
@@ -171,7 +170,7 @@ def _averaged_buffers(kind: str, path: str) -> list[str]:
     found = to_trainer_keys(read_folder(path, None)) if kind == "sharded" else torch.load(path)
     assert len(averages.buffers) == 3
     saved = {name: found["state_dict"][name] for name in averages.buffers}
-    saved = {name: value.whole() if hasattr(value, "whole") else value for name, value in saved.items()}
+    saved = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in saved.items()}
     return [name for name, value in averages.buffers.items() if not torch.equal(value, saved[name])]
 
 

@@ -1,4 +1,4 @@
-"""More wrong uses, of the Trainer: each refused with a message that says what is wrong, where, and what to do.
+"""Test wrong uses of the Trainer: messages name the error, the place and the remedy.
 
 The first half of the table is in tests/distributed/test_wrong_uses.py; wrong options are in tests/unit/test_config.py.
 """
@@ -31,7 +31,7 @@ def fit(module: pl.LightningModule, kind: str = "eager", fit: dict[str, Any] | N
 
 
 def file(module: pl.LightningModule, name: str) -> str:
-    """Of a training of this module; ends its engine."""
+    """Train this module, and end its engine."""
     path = f"wrong-{name}.ckpt"
     trainer = make_trainer("eager")
     trainer.fit(module, make_loader("eager"))
@@ -71,7 +71,7 @@ def the_gradient_of_a_weight_that_was_read() -> None:
 
 @wrong(
     r"MisconfigurationException: ModelPruning is not supported by the ZeRO-3 strategies: it ranks.*Train without it and "
-    r"prune the plain module that load_from_checkpoint\(\) gives, or prune with torch\.nn\.utils\.prune in __init__\(\)"
+    r"prune the plain module that load_from_checkpoint\(\) returns, or prune with torch\.nn\.utils\.prune in __init__\(\)"
 )
 def pruning() -> None:
     fit(Regression(), callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
@@ -177,7 +177,7 @@ def transformer_engine() -> None:
     make_trainer("eager", plugins=[TransformerEngine()])
 
 
-@wrong(r"MisconfigurationException: The loss scaler Own decides on each rank for itself.*Use torch\.distributed\.fsdp")
+@wrong(r"MisconfigurationException: The loss scaler Own decides on each rank by itself.*Use torch\.distributed\.fsdp")
 def scaler_of_ones_own() -> None:
     class Own(torch.amp.GradScaler):
         pass

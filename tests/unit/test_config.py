@@ -1,4 +1,4 @@
-"""Options check themselves, say what to pass instead, and are what the strategy, the engine and the README know."""
+"""Test that options check themselves, suggest values, and define strategies, engine and README."""
 
 import dataclasses
 import inspect
@@ -14,16 +14,16 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 
 from lightning_zero import FabricZeroStrategy, Tuning, ZeroStrategy
 from lightning_zero.config import CompileConfig, EngineConfig, Options
-from lightning_zero.config.engine import changed_options
-from lightning_zero.config.foreign import FOREIGN
-from lightning_zero.config.option import OnChange, option_fields
+from lightning_zero.config.engine_config import changed_options
+from lightning_zero.config.migration_hints import MIGRATION_HINTS
 from lightning_zero.config.options import GROUPS
-from lightning_zero.integrations.fabric.arguments import Arguments as FabricArguments
-from lightning_zero.integrations.trainer.arguments import Arguments
+from lightning_zero.config.schema import OnChange, option_fields
+from lightning_zero.integrations.fabric.strategy import FabricArguments
+from lightning_zero.integrations.trainer.strategy import Arguments
 from tests.helpers.options import OTHERS, arguments
 from tests.helpers.readme import written
 
-# What is built, with which arguments, and what the message says.
+# A class, its arguments, and the words of the message.
 WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (Tuning, {"reduce_bucket_mb": 0}, r"reduce_bucket_mb=0 must be a positive number of MiB\. Try 64"),
     (Tuning, {"reduce_bucket_mb": -1.5}, r"reduce_bucket_mb=-1\.5 must be a positive"),
@@ -46,8 +46,8 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (Options, {"compile_backend": "cudagraphs"}, r"compile_backend='cudagraphs' must be 'inductor' or 'aot_eager'"),
     (Tuning, {"consensus_timeout_s": 0}, r"consensus_timeout_s=0 must be a positive number of seconds\. Try 25"),
     (Tuning, {"report_stall_after_s": math.inf}, r"report_stall_after_s=inf must be a positive number of seconds"),
-    (Options, {"activation_memory_budget": 1.5}, r"activation_memory_budget=1\.5 must lie between 0"),
-    (Options, {"activation_memory_budget": -0.1}, r"activation_memory_budget=-0\.1 must lie between 0"),
+    (Options, {"activation_memory_budget": 1.5}, r"activation_memory_budget=1\.5 must be between 0"),
+    (Options, {"activation_memory_budget": -0.1}, r"activation_memory_budget=-0\.1 must be between 0"),
     (Options, {"reduce_dtype": "fp8"}, r"reduce_dtype='fp8' must be 'bf16', '16', '32' or None"),
     (Options, {"reduce_dtype": torch.bfloat16}, r"reduce_dtype=torch\.bfloat16 must be 'bf16'"),
     (Options, {"cuda_graphs": "yes"}, r"cuda_graphs='yes' must be True, False or 'auto'"),
@@ -55,10 +55,18 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (Options, {"tuning": None}, r"tuning=None must be a lightning_zero\.Tuning, or a dict"),
     (Options, {"tuning": {"unsharded_cache_mb": -1}}, r"unsharded_cache_mb=-1 must be"),
     (Options, {"stage": 0}, r"stage=0 must be 1, 2 or 3"),
-    (Options, {"stage": 2, "tuning": {"unsharded_cache_mb": 3}}, r"stage=2 and unsharded_cache_mb=3 contradict each other"),
+    (
+        Options,
+        {"stage": 2, "tuning": {"unsharded_cache_mb": 3}},
+        r"stage=2 and unsharded_cache_mb=3 contradict each other",
+    ),
     (Options, {"stage": 1, "reshard_after_forward": "auto"}, r"stage=1 and reshard_after_forward='auto' contradict"),
     (Options, {"stage": 2, "tuning": {"prefetch": False}}, r"stage=2 needs the passes.*Leave prefetch on"),
-    (Options, {"tuning": Tuning(unsharded_cache_until="step")}, r"unsharded_cache_until='step' keeps.*reshard_after_forward=False"),
+    (
+        Options,
+        {"tuning": Tuning(unsharded_cache_until="step")},
+        r"unsharded_cache_until='step' keeps.*reshard_after_forward=False",
+    ),
     (
         Options,
         {"tuning": Tuning(unsharded_cache_until="step", prefetch=False), "reshard_after_forward": False},
@@ -85,14 +93,18 @@ def test_a_wrong_value_is_refused_by_name_with_the_remedy(make: Any, given: dict
 @pytest.mark.parametrize(
     ("make", "name", "words"),
     [
-        (ZeroStrategy, "persist_mb", r"ZeroStrategy has no option 'persist_mb'\. Did .*tuning=Tuning\(unsharded_cache_mb"),
+        (
+            ZeroStrategy,
+            "unsharded_mb",
+            r"ZeroStrategy has no option 'unsharded_mb'\. Did .*tuning=Tuning\(unsharded_cache_mb",
+        ),
         (ZeroStrategy, "capture_graphs", r"Did you mean cuda_graphs"),
         (ZeroStrategy, "gather_by", r"tuning=Tuning\(gather_transport=\.\.\.\)"),
         (ZeroStrategy, "gather_group_mb", r"Did you mean tuning=Tuning\(gather_group_mb=\.\.\.\)"),
         (Tuning, "compile_backend", r"ZeroStrategy\(compile_backend=\.\.\.\)"),
         (ZeroStrategy, "cluster_env", r"Did you mean .*cluster_environment"),
         (ZeroStrategy, "zzz", r"There are .*reshard_after_forward, .*timeout"),
-        (Tuning, "persist_until", r"Tuning has no option 'persist_until'\. Did you mean unsharded_cache_until"),
+        (Tuning, "unsharded_until", r"Tuning has no option 'unsharded_until'\. Did you mean unsharded_cache_until"),
         (Tuning, "cuda_graphs", r"ZeroStrategy\(cuda_graphs=\.\.\.\)"),
         (Tuning, "gather_grp_mb", r"Did you mean gather_group_mb"),
     ],
@@ -111,7 +123,7 @@ COMMON = {
     "checkpoint_io",
     "precision_plugin",
 }
-# Of DeepSpeed's, what no user need know to train.
+# Arguments of DeepSpeed without effect on a training's result.
 LEFT = {"sub_group_size", "allgather_partitions", "reduce_scatter", "logging_level", "contiguous_memory_optimization"}
 LEFT |= {"synchronize_checkpoint_boundary"}
 
@@ -128,7 +140,7 @@ def test_arguments_of_other_strategies_are_refused_with_what_they_are_here(strat
 
 def test_what_stands_for_other_strategies_arguments_exists() -> None:
     ours = {cls: set(option_fields(cls)) for cls in (Options, Tuning)}
-    for name, text in FOREIGN.items():
+    for name, text in MIGRATION_HINTS.items():
         assert name not in ours[Options] | ours[Tuning], name
         for inside in re.findall(r"Tuning\((.*?)\)", text):
             assert set(re.findall(r"(\w+)=", inside)) <= ours[Tuning], text
@@ -138,8 +150,8 @@ def test_what_stands_for_other_strategies_arguments_exists() -> None:
 
 def test_tuning_may_be_a_dict() -> None:
     assert Options(tuning={"unsharded_cache_mb": 3}).tuning == Tuning(unsharded_cache_mb=3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="Tuning has no option 'residents_mb'. Did you mean unsharded_cache_mb"):
-        Options(tuning={"residents_mb": 3})  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="Tuning has no option 'unshard_cache_mb'. Did you mean unsharded_cache_mb"):
+        Options(tuning={"unshard_cache_mb": 3})  # type: ignore[arg-type]
 
 
 def test_options_cannot_be_changed_behind_the_engines_back() -> None:
@@ -198,7 +210,7 @@ def test_the_readmes_tables_are_the_options() -> None:
     assert all(page.read_text() == text for page, text in written().items()), "run `python -m tests.helpers.readme`"
 
 
-# -- what follows from options
+# -- derived configuration
 
 
 def test_every_option_says_what_a_later_trainer_may_do_to_it() -> None:
@@ -212,7 +224,7 @@ def test_every_option_says_what_a_later_trainer_may_do_to_it() -> None:
         [(found, change, old, new)] = changed_options(start, after)
         assert (found, new) == (name, value)
         assert old != new
-        compiled = CompileConfig.of(start) != CompileConfig.of(after)
+        compiled = CompileConfig.from_options(start) != CompileConfig.from_options(after)
         assert compiled == (change is OnChange.RECOMPILE), (
             f"{name} is {change} and compiled code depends on it: {compiled}"
         )
@@ -220,15 +232,17 @@ def test_every_option_says_what_a_later_trainer_may_do_to_it() -> None:
 
 
 def test_what_stays_resident() -> None:
-    assert CompileConfig.of(Options(reshard_after_forward="auto")).unsharded_cache_bytes == 0
-    assert CompileConfig.of(Options(reshard_after_forward="auto")).unsharded_cache_mb == "auto"
-    assert CompileConfig.of(Options(reshard_after_forward=False)).unsharded_cache_mb == math.inf
-    assert CompileConfig.of(Options(tuning=Tuning(unsharded_cache_mb=1.5))).unsharded_cache_bytes == 1.5 * 2**20
+    assert CompileConfig.from_options(Options(reshard_after_forward="auto")).unsharded_cache_bytes == 0
+    assert CompileConfig.from_options(Options(reshard_after_forward="auto")).unsharded_cache_mb == "auto"
+    assert CompileConfig.from_options(Options(reshard_after_forward=False)).unsharded_cache_mb == math.inf
+    assert (
+        CompileConfig.from_options(Options(tuning=Tuning(unsharded_cache_mb=1.5))).unsharded_cache_bytes == 1.5 * 2**20
+    )
     until_step = Options(reshard_after_forward="auto", tuning=Tuning(unsharded_cache_until="step"))
-    assert CompileConfig.of(until_step).unsharded_cache_until == "step"
-    assert CompileConfig.of(Options()) == CompileConfig()
+    assert CompileConfig.from_options(until_step).unsharded_cache_until == "step"
+    assert CompileConfig.from_options(Options()) == CompileConfig()
     for again in (True, False):
-        kept = CompileConfig.of(Options(stage=1, reshard_after_forward=again))
+        kept = CompileConfig.from_options(Options(stage=1, reshard_after_forward=again))
         assert (kept.unsharded_cache_bytes, kept.unsharded_cache_until) == (math.inf, "step")
 
 
@@ -267,10 +281,10 @@ def test_what_compiled_code_depends_on_is_made_once_for_each_choice() -> None:
 
 def test_on_hosts_of_one_rank_weights_stay_where_they_lie() -> None:
     chosen = EngineConfig(tuning={"unsharded_cache_mb": 5.0})
-    whole = chosen.over(2, 1)
+    whole = chosen.for_hosts(2, 1)
     assert (whole.unsharded_cache_mb, whole.unsharded_cache_until) == (math.inf, "step")
-    assert chosen.over(2, 2) is chosen
-    assert chosen.over(1, 1) is chosen, "one rank alone gathers as ever"
-    assert whole.over(2, 1) == whole
+    assert chosen.for_hosts(2, 2) is chosen
+    assert chosen.for_hosts(1, 1) is chosen, "one rank alone gathers as ever"
+    assert whole.for_hosts(2, 1) == whole
     for other in ({"compile": False}, {"stage": 2}, {"tuning": {"compute_shard_group": "all"}}):
-        assert EngineConfig(**other).over(2, 1) == EngineConfig(**other)
+        assert EngineConfig(**other).for_hosts(2, 1) == EngineConfig(**other)

@@ -74,7 +74,7 @@ def test_checker_catches(tmp_path: Path, source: str, words: str) -> None:
     [
         "import torch\ntorch.ops.aten.add.Tensor.__name__",
         "import os, sys\nfrom torch import Tensor\nos._exit(1)\nsys._getframe(1)",
-        "from lightning_zero.compat.ops import to_copy\nfrom lightning_zero.optim.y import _ours\nfrom ._z import a",
+        "from lightning_zero.compat.tensors import to_copy\nfrom lightning_zero.optim.y import _ours\nfrom ._z import a",
         "module._listed\nmodule._listed = 1\nself._listed\ngetattr(module, '_listed')\nf(_listed=1)",
         "class A(B):\n    @override\n    def _listed(self):\n        super()._listed()",
         "class A(B):\n    @override\n    def _elsewhere(self): ...",  # of a class in another module
@@ -92,4 +92,4 @@ def test_checker_lets_pass(tmp_path: Path, source: str) -> None:
 
 
 def test_checker_leaves_compat_alone(tmp_path: Path) -> None:
-    assert check(tmp_path, "import torch\nx = torch._C._x", "compat/autograd.py") == []
+    assert check(tmp_path, "import torch\nx = torch._C._x", "compat/tensors.py") == []

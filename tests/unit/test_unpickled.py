@@ -20,13 +20,11 @@ TRUSTED = {
     ("mesh.py", "all_gather_object"): RANKS,
     ("sharding/construct.py", "broadcast_object_list"): RANKS,
     ("integrations/processes.py", "broadcast_object_list"): RANKS,
-    ("checkpoint/background/process.py", "pickle.load"): PIPE,
-    ("checkpoint/background/writer.py", "pickle.load"): PIPE,
-    ("checkpoint/sharded/raw.py", "torch.load"): NOTHING,
-    ("checkpoint/remote.py", "torch.load"): NOTHING,
-    ("checkpoint/sharded/opened.py", "torch.load"): USER,
-    ("cli/checkpoint/found.py", "torch.load"): USER,
-    ("integrations/files.py", "torch.load"): LIGHTNING,
+    ("checkpoint/async_save/writer_process.py", "pickle.load"): PIPE,
+    ("checkpoint/sharded/metadata.py", "_Unpickler"): NOTHING,
+    ("checkpoint/sharded/reader.py", "torch.load"): USER,
+    ("cli/checkpoint.py", "torch.load"): USER,
+    ("integrations/checkpoint_files.py", "torch.load"): LIGHTNING,
 }
 MODULES = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle")
 READS = ("load", "loads", "open")
@@ -39,7 +37,7 @@ def found(source: str) -> set[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
-            if node.attr in OBJECTS or node.attr == "Unpickler":
+            if node.attr in OBJECTS or node.attr in ("Unpickler", "_Unpickler"):
                 names.add(node.attr)
             elif (owner in MODULES and node.attr in READS) or (owner == "torch" and node.attr == "load"):
                 names.add(f"{owner}.{node.attr}")

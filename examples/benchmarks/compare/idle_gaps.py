@@ -21,8 +21,8 @@ CALLS = ("cuda_runtime", "cuda_driver")
 STEP = "ProfilerStep#"
 # Kernels of csrc that transfer data between ranks, or wait for it; those of NCCL have a common prefix.
 MEETINGS = frozenset([
-    "announce", "announce_parts", "begin_epoch", "hold", "rank_barrier", "take", "tell_sending", "wait_for",
-    "wait_for_parts",
+    "announce_epoch", "announce_parts", "announce_send", "begin_barrier_step", "hold_stream", "rank_barrier",
+    "reserve_link", "wait_for_epoch", "wait_for_parts",
 ])  # fmt: skip
 SHORTEST_US = 2.0  # gaps between kernels of one CUDA graph are as long
 NAME_CHARACTERS = 48  # of a kernel's name, at most

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import lightning.pytorch as pl
 import torch
 
-from lightning_zero.integrations.trainer.sigterm import check_stop_on_cpu
+from lightning_zero.integrations.trainer.signals import check_stop_on_cpu
 from lightning_zero.report.engine_report import memory_by_role
 
 __all__ = ["Clock", "Start", "bytes_of_graphs", "exit_without_cleanup"]

@@ -1,1 +1,1 @@
-"""Sharded checkpoints: folders in the format of torch's distributed checkpoints, written by all ranks at once."""
+"""Sharded checkpoints: folders in DCP's format, written by all ranks concurrently."""

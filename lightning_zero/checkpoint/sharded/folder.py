@@ -1,95 +1,170 @@
-"""The folder of a checkpoint while it is written: beside the place where it belongs, until one rename puts it there.
+"""The folder of a sharded checkpoint while it is written, and the manifest that makes it complete.
 
-Protocol: one rank calls :meth:`~LocalFolder.begin`; then any rank :meth:`~LocalFolder.create`, for files of different
-names; then the one rank :meth:`~LocalFolder.commit`, or :meth:`~LocalFolder.discard`. Whoever dies in between leaves
-what stood there before, and a folder ``NAME.incomplete``, which the next save to the same place removes.
+Rank 0 calls ``begin``; then any rank ``create``, for different names; then rank 0 ``commit`` or ``discard``. A process
+that dies in between leaves the previous checkpoint, and a folder ``NAME.incomplete`` that the next save to the same
+path removes. ``manifest.json`` is written last: it has names, sizes and checksums of all other files. A folder of ours
+without it, or with one that does not match, is no checkpoint.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
 
+import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from lightning_zero.checkpoint.claim import PATIENCE_S, concurrent_save_error, unclaimed
-from lightning_zero.checkpoint.exactly import copy_file, remove_tree
-from lightning_zero.checkpoint.held import PinnedDirectory
-from lightning_zero.checkpoint.lateness import refresh_listing
-from lightning_zero.checkpoint.locating import located
-from lightning_zero.checkpoint.places import (
+from lightning_zero.checkpoint.atomic import (
     INCOMPLETE,
-    beside,
-    restore_replaced,
+    LOCK_TIMEOUT_S,
+    PinnedDirectory,
+    check_replaceable,
+    check_replaceable_folder,
+    concurrent_save_error,
+    locked_for_removal,
     make_folders,
-    replace_atomically,
+    readable_path,
+    refresh_listing,
     remove,
     remove_leftover,
-    standing,
+    replace_atomically,
+    restore_replaced,
+    sibling_path,
     sync_folder,
 )
-from lightning_zero.checkpoint.replaceable import check_replaceable_folder, check_replaceable
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST, Manifest
+from lightning_zero.checkpoint.integrity import FileChecksum, digest_of, parse_json
+from lightning_zero.checkpoint.remote_files import copy_file, remove_tree, resolve_url
 from lightning_zero.errors import CheckpointError
+from lightning_zero.version import __version__
 
-__all__ = ["Folder", "save_folder_at", "full_path", "is_complete", "readable_location", "remove_checkpoint_at", "settle"]
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "LocalFolder",
+    "Manifest",
+    "RemoteFolder",
+    "SaveFolder",
+    "finish_interrupted_save",
+    "full_path",
+    "is_complete",
+    "readable_location",
+    "remove_checkpoint_at",
+    "save_folder_at",
+]
 
-TOKEN = ".save_id"
-BLOCK = 16 << 20  # bytes
-# What systems say that know no links, from one mount to another, or no more of a file.
+MANIFEST = "manifest.json"
+FORMAT = 1
+TOKEN = ".save_id"  # marks a save in progress
+COPY_BYTES = 16 << 20  # in memory at a time
+# Of file systems without hard links, from one mount to another, or with too many links of a file.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
 
-
-class Folder(Protocol):
-    """Where a checkpoint is written."""
-
-    def begin(self, token: str) -> None:
-        """Makes room for the files of a save, whose id is ``token``. One rank."""
-
-    def sees(self, token: str) -> bool:
-        """Whether this rank sees what :meth:`begin` has made on another; maybe not yet."""
-
-    def create(self, name: str) -> BinaryIO:
-        """A new file, open for writing."""
-
-    def commit(self) -> None:
-        """Puts it where it belongs, in place of what stands there. One rank."""
-
-    def discard(self) -> None:
-        """Removes what has been written. One rank."""
+OnProgress = Callable[[int], None]
 
 
-def save_folder_at(path: str | Path) -> Folder:
-    """On a local file system, or wherever fsspec reaches."""
-    fs, place = located(path)
+@dataclass(frozen=True)
+class Manifest:
+    """The files of a checkpoint folder.
+
+    Attributes:
+        save_id: of the save that wrote all files; ``.metadata`` has it, too.
+        world_size: number of ranks that wrote them.
+        files: all but the manifest, by name.
+        written_by: this package's name and version.
+        torch: version of torch.
+        format: of the folder; a reader knows formats up to its own.
+    """
+
+    save_id: str
+    world_size: int
+    files: Mapping[str, FileChecksum]
+    written_by: str = f"lightning_zero {__version__}"
+    torch: str = torch.__version__
+    format: int = FORMAT
+
+    def to_bytes(self) -> bytes:
+        """Return JSON with a checksum of itself."""
+        body = asdict(self) | {"files": {name: found.as_dict() for name, found in sorted(self.files.items())}}
+        return json.dumps(body | {"xxh3_128": digest_of(_canonical(body))}, indent=1).encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str) -> Manifest:
+        """Parse a manifest.
+
+        Raises:
+            CheckpointError: it is damaged, of a later format, or names files outside of its folder.
+        """
+        try:
+            body = parse_json(data)
+            is_intact = body.pop("xxh3_128") == digest_of(_canonical(body))
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            is_intact = False
+        if not is_intact:
+            raise CheckpointError(f"{path} is damaged: its own checksum does not fit. Use another checkpoint.")
+        version = body.get("format")
+        if not isinstance(version, int) or version < 1:
+            raise CheckpointError(f"{path} says format {version!r}, which there never was. It was not written by us.")
+        if version > FORMAT:
+            raise CheckpointError(
+                f"{path} says format {version}, written by {body.get('written_by')}; this version "
+                f"({__version__}) knows formats up to {FORMAT}. Update lightning_zero."
+            )
+        try:
+            files = {name: FileChecksum(**entry) for name, entry in body.pop("files").items()}
+            found = cls(files=files, **body)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{path} does not say what format {version} does: {error}.") from error
+        if not isinstance(found.world_size, int) or not isinstance(found.save_id, str):
+            raise CheckpointError(f"{path} does not say by how many ranks, and in which save, it was written.")
+        for name, wanted in files.items():
+            if not isinstance(wanted.bytes, int) or not isinstance(wanted.xxh3_128, str):
+                raise CheckpointError(f"{path} does not say how long {name!r} is, and what its checksum is.")
+            if not name or PurePosixPath(name).name != name or name in (".", "..") or "\\" in name:
+                raise CheckpointError(
+                    f"{path} names {name!r}, which is not a file of its folder. It was not written by us."
+                )
+        return found
+
+
+def _canonical(body: Mapping[str, object]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def save_folder_at(path: str | Path) -> SaveFolder:
+    """Return the folder to save to at a local path or URL."""
+    fs, place = resolve_url(path)
     return LocalFolder(Path(place)) if isinstance(fs, LocalFileSystem) else RemoteFolder(fs, place)
 
 
 def full_path(path: str | Path) -> str:
-    """The same from wherever this process goes."""
-    fs, place = located(path)
+    """Return an absolute path, or the URL: a process may change its directory later."""
+    fs, place = resolve_url(path)
     return str(place) if isinstance(fs, LocalFileSystem) else str(path)
 
 
 def readable_location(path: str) -> tuple[Any, str]:
-    """The file system, and the place in it, where the checkpoint of that name is read: also that of a save that was
-    killed after it had been complete, and before it stood in its place."""
-    fs, place = located(path)
+    """Return the file system and the path to read a checkpoint from.
+
+    The path differs from ``path`` if a save was killed after its files were complete and before they were in place.
+    """
+    fs, place = resolve_url(path)
     if isinstance(fs, LocalFileSystem):
-        return fs, str(standing(Path(place)))
-    fs.invalidate_cache()  # other processes have written since this one has looked
-    beside = f"{place.rstrip('/')}{INCOMPLETE}"
-    return fs, beside if is_complete(fs, beside) else place
+        return fs, str(readable_path(Path(place)))
+    fs.invalidate_cache()  # other processes may have written
+    sibling = f"{place.rstrip('/')}{INCOMPLETE}"
+    return fs, sibling if is_complete(fs, sibling) else place
 
 
 def remove_checkpoint_at(path: str | Path) -> None:
-    """Removes the checkpoint of that name, of either kind, and what a save to it has left; if anything is there."""
-    fs, place = located(path)
+    """Remove a checkpoint of either kind, and leftovers of saves to its path."""
+    fs, place = resolve_url(path)
     if isinstance(fs, LocalFileSystem):
         remove(Path(place))
         return
@@ -101,16 +176,17 @@ def remove_checkpoint_at(path: str | Path) -> None:
 
 
 class LocalFolder:
-    """On a file system of this host, or one that all hosts mount."""
+    """A folder on a file system of this host, or one that all hosts mount."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._work = beside(path, INCOMPLETE)
-        self._begun: PinnedDirectory | None = None  # by this rank
-        self._held: PinnedDirectory | None = None  # also if another rank has begun
+        self._work = sibling_path(path, INCOMPLETE)
+        self._begun: PinnedDirectory | None = None  # on the rank that called begin()
+        self._pinned: PinnedDirectory | None = None  # on every rank
 
     def begin(self, token: str) -> None:
-        with unclaimed(self._work, self._path):
+        """Make the folder for the save with the id ``token``. One rank."""
+        with locked_for_removal(self._work, self._path):
             restore_replaced(self._path)
             check_replaceable_folder(self._path)
             remove_leftover(self._path, INCOMPLETE)
@@ -119,93 +195,97 @@ class LocalFolder:
             self._work.mkdir()
         except FileExistsError:
             raise concurrent_save_error(self._path) from None
-        held = PinnedDirectory(self._work)
-        if not held.claim(PATIENCE_S) or not held.is_at(self._work):
+        pinned = PinnedDirectory(self._work)
+        if not pinned.try_lock(LOCK_TIMEOUT_S) or not pinned.is_at(self._work):
             raise concurrent_save_error(self._path)
-        self._held = self._begun = held
-        with self._in_folder():
-            (self._place / TOKEN).write_text(token)
+        self._pinned = self._begun = pinned
+        with self._folder_exists():
+            (self._folder / TOKEN).write_text(token)
 
     def sees(self, token: str) -> bool:
+        """Return True if this rank sees the folder of :meth:`begin` on another rank; it may show late."""
         if self._begun is not None:
-            self._look()
-        held = PinnedDirectory(self._work)
+            self._check_ownership()
+        pinned = PinnedDirectory(self._work)
         with suppress(OSError):
-            if (Path(held.path) / TOKEN).read_text() == token:
-                self._held = self._held or held
+            if (Path(pinned.path) / TOKEN).read_text() == token:
+                self._pinned = self._pinned or pinned
                 return True
         refresh_listing(self._path.parent)
         return False
 
     def create(self, name: str) -> BinaryIO:
-        with self._in_folder():
+        """Open a new file for writing."""
+        with self._folder_exists():
             try:
-                return open(self._place / name, "xb", buffering=0)
+                return open(self._folder / name, "xb", buffering=0)
             except FileExistsError:  # without locks two saves may have begun in one folder
-                raise _another_save(self._path) from None
+                raise _taken_error(self._path) from None
 
     @property
-    def _place(self) -> Path:
-        """Leads to the folder of this save, and never to that of another one under its name."""
-        return self._work if self._held is None else Path(self._held.path)
+    def _folder(self) -> Path:
+        """The folder of this save, even if another save has its name now."""
+        return self._work if self._pinned is None else Path(self._pinned.path)
 
     @contextmanager
-    def _in_folder(self) -> Iterator[None]:
+    def _folder_exists(self) -> Iterator[None]:
         try:
             yield
         except FileNotFoundError as error:  # the folder itself is gone
-            raise _another_save(self._path) from error
+            raise _taken_error(self._path) from error
 
     def link(self, name: str, file: Path, may_copy: bool) -> bool:
-        """Another name for a file that is complete and that nobody changes any more, or a copy; False where neither
-        may be."""
+        """Link a complete file, or copy it; return False if it can be neither linked nor copied."""
         try:
-            with self._in_folder():
-                os.link(file, self._place / name)
+            with self._folder_exists():
+                os.link(file, self._folder / name)
         except OSError as error:
             if error.errno not in NO_LINKS:
                 raise
             if not may_copy:
                 return False
-            with open(file, "rb") as given, self.create(name) as copy:
-                shutil.copyfileobj(given, copy, BLOCK)
-                os.fsync(copy.fileno())
+            with open(file, "rb") as source, self.create(name) as target:
+                shutil.copyfileobj(source, target, COPY_BYTES)
+                os.fsync(target.fileno())
         return True
 
-    def commit(self) -> None:
-        self._look()
-        with self._in_folder():
-            (self._place / TOKEN).unlink()
+    def commit(self, on_progress: OnProgress = lambda count: None) -> None:
+        """Put the folder in place of the previous checkpoint. One rank."""
+        self._check_ownership()
+        with self._folder_exists():
+            (self._folder / TOKEN).unlink()
             sync_folder(self._work)
-        self._look()
+        self._check_ownership()
         replace_atomically(self._work, self._path)
-        self._release()
+        self._unlock()
 
     def discard(self) -> None:
+        """Remove the written files. One rank."""
         try:
             if self._is_ours():
                 remove(self._work)
         finally:
-            self._release()
+            self._unlock()
 
-    def _release(self) -> None:
+    def _unlock(self) -> None:
         if self._begun is not None:
-            self._begun.release()
+            self._begun.unlock()
 
     def _is_ours(self) -> bool:
         return self._begun is not None and self._begun.is_at(self._work)
 
-    def _look(self) -> None:
+    def _check_ownership(self) -> None:
         if not self._is_ours():
-            raise _another_save(self._path)
+            raise _taken_error(self._path)
 
 
 class RemoteFolder:
-    """In an object store, or on what else has no rename: the manifest, which is written last, makes it a checkpoint.
+    """A folder in an object store, or on another file system without rename.
 
-    Where a checkpoint already stands, it is written beside, and is complete as soon as the token is gone: readers then
-    take it from there (:func:`readable_location`), until it has been copied to its place. Whoever dies meanwhile leaves it there,
-    and the next save to the same place copies it first."""
+    The manifest makes it a checkpoint. If a checkpoint exists, a save writes to a sibling folder. That is complete
+    when the token is removed: readers then use it (:func:`readable_location`) until it has been copied to its path. If
+    the process dies meanwhile, the next save to the path completes the copy.
+    """
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path.rstrip("/")
@@ -217,7 +297,7 @@ class RemoteFolder:
         self._token = token
         self._fs.invalidate_cache()
         check_replaceable(self._path, self._names(self._path))
-        settle(self._fs, self._path)
+        finish_interrupted_save(self._fs, self._path)
         if self._fs.exists(f"{self._path}/{TOKEN}"):  # of a save that was killed
             remove_tree(self._fs, self._path)
         self._work = f"{self._path}{INCOMPLETE}" if self._fs.exists(self._path) else self._path
@@ -235,21 +315,21 @@ class RemoteFolder:
         return False
 
     def create(self, name: str) -> BinaryIO:
-        if self._token is not None and not self._is_ours():  # else this one's files would come among another's
-            raise _another_save(self._path)
+        if self._token is not None and not self._is_ours():  # else files of two saves would mix
+            raise _taken_error(self._path)
         file: BinaryIO = self._fs.open(f"{self._work}/{name}", "wb")
         return file
 
-    def commit(self) -> None:
+    def commit(self, on_progress: OnProgress = lambda count: None) -> None:
         if self._token is not None and not self._is_ours():
-            raise _another_save(self._path)
+            raise _taken_error(self._path)
         self._fs.rm_file(f"{self._work}/{TOKEN}")
         self._committed = True
         if self._work != self._path:
-            _move(self._fs, self._work, self._path)
+            _move(self._fs, self._work, self._path, on_progress)
 
     def discard(self) -> None:
-        # Else somebody has died who was not needed, a copy failed, or another save has been there.
+        # After the token is gone the files are a checkpoint, even if the copy to its path has failed.
         if self._begun and not self._committed and self._is_ours():
             with suppress(FileNotFoundError):
                 remove_tree(self._fs, self._work)
@@ -264,35 +344,38 @@ class RemoteFolder:
         return [entry.rstrip("/").rsplit("/", 1)[-1] for entry in entries]
 
 
-def settle(fs: Any, path: str) -> None:
-    """Puts what stands beside ``path`` there, where a save was killed after it had been complete, and readers take it
-    for what is there; removes it, where one was killed before."""
-    beside = f"{path}{INCOMPLETE}"
+SaveFolder = LocalFolder | RemoteFolder
+
+
+def finish_interrupted_save(fs: Any, path: str) -> None:
+    """Complete or remove a killed save to ``path``: move it there if its files are complete."""
+    work = f"{path}{INCOMPLETE}"
     fs.invalidate_cache()
-    if is_complete(fs, beside):
-        _move(fs, beside, path)
-    elif fs.exists(beside):
-        remove_tree(fs, beside)
+    if is_complete(fs, work):
+        _move(fs, work, path)
+    elif fs.exists(work):
+        remove_tree(fs, work)
 
 
-def _move(fs: Any, work: str, path: str) -> None:
-    # What a store lists may lack files, and what is copied is removed afterwards.
+def _move(fs: Any, work: str, path: str, on_progress: OnProgress = lambda count: None) -> None:
+    # The manifest names all files; a listing may lack some, and the originals are removed afterwards.
     manifest = Manifest.from_bytes(fs.cat_file(f"{work}/{MANIFEST}"), f"{work}/{MANIFEST}")
     with suppress(FileNotFoundError):
         remove_tree(fs, path)
     fs.makedirs(path, exist_ok=True)
     for name in (*manifest.files, MANIFEST):
         copy_file(fs, f"{work}/{name}", f"{path}/{name}")
-    fs.rm_file(f"{work}/{MANIFEST}")  # first, or what is left of it would still look complete
+        on_progress(0)
+    fs.rm_file(f"{work}/{MANIFEST}")  # first: the remaining files must not look complete
     remove_tree(fs, work)
 
 
 def is_complete(fs: Any, place: str) -> bool:
-    """Whether a whole sharded checkpoint is there."""
+    """Return True if ``place`` is a complete sharded checkpoint of ours."""
     return bool(fs.exists(f"{place}/{MANIFEST}") and not fs.exists(f"{place}/{TOKEN}"))
 
 
-def _another_save(path: Path | str) -> CheckpointError:
+def _taken_error(path: Path | str) -> CheckpointError:
     return CheckpointError(
         f"another save to {path} has begun meanwhile, and taken its folder. What stood there is still there. Let each "
         "training save to a place of its own."

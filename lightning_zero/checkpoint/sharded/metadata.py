@@ -1,14 +1,19 @@
-"""``.metadata`` of torch's distributed checkpoints: the tensors, and the file in which each box of one is stored.
+"""Read and build ``.metadata`` of DCP: the tensors, and the file and position of each chunk.
 
-The file is a pickle. We write torch's own classes, since other readers expect them. To read, :mod:`.unpickling` makes
-instances of these classes alone, and changes nothing else in the process.
+The file is a pickle of torch's classes, which other readers expect. :class:`_MetadataUnpickler` reads it. A file can
+make plain containers, call the listed functions, and make instances of the listed classes. State is set once on such an
+instance, and only its fields. Nothing else in the process changes, and nothing larger than the file is allocated.
+
+Kept although torch has ``weights_only`` unpickling: it does not read pickle protocol 4, in which DCP writes this file.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from math import prod
 from pathlib import PosixPath
 from reprlib import repr as short
@@ -25,50 +30,43 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.covering import uncovered
-from lightning_zero.checkpoint.sharded.paths import Keys, is_path, nested
-from lightning_zero.checkpoint.sharded.unpickling import Known, unpickled
-from lightning_zero.checkpoint.sharded.writing import Written
+from lightning_zero.checkpoint.sharded.boxes import Box, tiling_error
+from lightning_zero.checkpoint.sharded.planner import Keys, StoredItem, is_path, nest_state
 from lightning_zero.compat.distributed import MemoryFormat, StorageInfo, get_layout
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["METADATA", "build_metadata", "read_metadata"]
+__all__ = ["METADATA", "OBJECTS_FILE", "SAVE_ID_PREFIX", "build_metadata", "load_restricted", "read_metadata"]
 
 METADATA = ".metadata"
-VERSION = "1.0.0"  # of torch's format
-MOST_DIMS = 64  # of a tensor: torch's own kernels take no more
-MOST_BYTES = 1 << 63  # of a tensor or a file: sizes and positions are of 64 bits
+OBJECTS_FILE = "meta.pt"  # the values without shards, as Lightning's sharded strategies name it
+SAVE_ID_PREFIX = "lightning_zero-"  # a checkpoint with such a save id must have a manifest
+VERSION = "1.0.0"  # of DCP's format
+MAX_DIMS = 64  # of a tensor: torch's kernels support no more
+MAX_BYTES = 1 << 63  # of a tensor or a file: sizes and positions have 64 bits
 
 
-def build_metadata(placed: Iterable[Written], paths: Mapping[str, Keys], save_id: str) -> Metadata:
-    """As torch's own saving would make it.
-
-    Args:
-        placed: all ranks'.
-        paths: of every key, where it stood before nested state was flattened.
-        save_id: of this save.
-    """
+def build_metadata(items: Iterable[StoredItem], paths: Mapping[str, Keys], save_id: str) -> Metadata:
+    """Return the metadata that DCP would write."""
     described: dict[str, Any] = {}
-    lies: dict[MetadataIndex, Any] = {}
-    for item in placed:
+    places: dict[MetadataIndex, Any] = {}
+    for item in items:
         for key in item.keys:
-            where = StorageInfo(item.file, item.offset, item.length)
+            info = StorageInfo(item.file, item.offset, item.length)
             if item.box is None or item.shape is None or item.dtype is None:
                 described[key] = BytesStorageMetadata()
-                lies[MetadataIndex(key)] = where
+                places[MetadataIndex(key)] = info
                 continue
-            found = described.setdefault(
+            tensor = described.setdefault(
                 key, TensorStorageMetadata(TensorProperties(dtype=item.dtype), torch.Size(item.shape), [])
             )
-            box = ChunkStorageMetadata(torch.Size(item.box.offsets), torch.Size(item.box.sizes))
-            lies[MetadataIndex(key, box.offsets, len(found.chunks))] = where
-            found.chunks.append(box)
-    in_order = {key: described[key] for key in paths}  # that of the state dict, on whichever rank a thing was written
-    return Metadata(in_order, dict(paths), lies, StorageMeta(save_id=save_id), VERSION)
+            chunk = ChunkStorageMetadata(torch.Size(item.box.offsets), torch.Size(item.box.sizes))
+            places[MetadataIndex(key, chunk.offsets, len(tensor.chunks))] = info
+            tensor.chunks.append(chunk)
+    in_order = {key: described[key] for key in paths}  # in the order of the state dict
+    return Metadata(in_order, dict(paths), places, StorageMeta(save_id=save_id), VERSION)
 
 
-# -- reading
+# -- unpickling
 
 
 def _dtype(module: str, name: str) -> Any:
@@ -82,7 +80,7 @@ def _size(numbers: Any = ()) -> torch.Size:
     return torch.Size(numbers)
 
 
-def _ordered(*arguments: Any) -> Any:
+def _ordered_dict(*arguments: Any) -> Any:
     if arguments:
         raise pickle.UnpicklingError("it makes an OrderedDict of something")
     return OrderedDict()
@@ -113,18 +111,18 @@ def _properties(state: Any) -> Mapping[str, Any]:
 
 
 def _index(state: Any) -> Mapping[str, Any]:
-    """Check the fields of what is hashed as a key."""
+    # An index is hashed as a key, so its fields must be hashable.
     allowed = {"fqn": (str,), "offset": (torch.Size, type(None)), "index": (int, type(None))}
     if type(state) is not dict or not all(type(state[key]) in allowed.get(key, ()) for key in state):
         raise pickle.UnpicklingError(f"the place of a part is {short(state)}")
     return state
 
 
-def _named(*known: Any) -> dict[tuple[str, str], Any]:
-    return {(one.__module__, one.__qualname__): one for one in known}
+def _by_name(*values: Any) -> dict[tuple[str, str], Any]:
+    return {(one.__module__, one.__qualname__): one for one in values}
 
 
-CLASSES = (
+CLASSES: dict[tuple[str, str], Any] = _by_name(
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -134,48 +132,183 @@ CLASSES = (
     TensorProperties,
     TensorStorageMetadata,
 )
-FUNCTIONS = {
-    ("collections", "OrderedDict"): _ordered,
+FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("collections", "OrderedDict"): _ordered_dict,
     ("pathlib", "PosixPath"): _path,
-    ("pathlib._local", "PosixPath"): _path,  # as Python 3.13 names it
+    ("pathlib._local", "PosixPath"): _path,  # its name in Python 3.13
     ("torch", "Size"): _size,
     (MemoryFormat.__module__, MemoryFormat.__qualname__): _memory_format,
     (get_layout.__module__, get_layout.__qualname__): _layout,
 }
-KNOWN = Known(_named(*CLASSES), FUNCTIONS, {TensorProperties: _properties, MetadataIndex: _index}, _dtype)
+# Functions from a pickled state to fields, for classes with another state than a dict of fields.
+STATES: dict[type, Callable[[Any], Mapping[str, Any]]] = {TensorProperties: _properties, MetadataIndex: _index}
+FIELDS = {cls: {field.name for field in fields(cls)} for cls in CLASSES.values()}
+HASHABLE = (str, int, *(cls for cls in CLASSES.values() if cls.__hash__ not in (None, object.__hash__)))
 
 
-def read_metadata(file: BinaryIO, where: str) -> Metadata:
-    """Return the contents of a file that describe a whole checkpoint.
+class _Name:
+    """A class or function that a file names. The unpickler never has the real one on its stack."""
 
-    Args:
-        file: open for reading.
-        where: its path, for errors.
+    __slots__ = ("name",)
+
+    def __init__(self, name: tuple[str, str]) -> None:
+        self.name = name
+
+
+class _Opcodes(dict[int, Any]):
+    def __missing__(self, code: int) -> Any:
+        raise pickle.UnpicklingError(f"it has an instruction {bytes([code])!r}, which metadata never have")
+
+
+_PythonUnpickler: Any = pickle._Unpickler  # the C implementation's steps cannot be replaced
+
+
+class _MetadataUnpickler(_PythonUnpickler):  # type: ignore[misc]
+    """Python's unpickler with the harmless instructions only, and checks in those that use names."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self._blank: dict[int, Any] = {}  # instances without a state, by id; kept alive so that ids stay unique
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = _dtype(module, name)
+        if found is not None:
+            return found
+        if (module, name) not in CLASSES and (module, name) not in FUNCTIONS:
+            raise pickle.UnpicklingError(f"it names {module[:80]}.{name[:80]}")
+        return _Name((module, name))
+
+    def load_reduce(self) -> None:
+        arguments, callee = self.stack.pop(), self.stack.pop()
+        function = FUNCTIONS.get(callee.name) if type(callee) is _Name else None
+        if function is None or type(arguments) is not tuple:
+            raise pickle.UnpicklingError(f"it calls a {type(callee).__name__}")
+        self.append(function(*arguments))
+
+    def load_newobj(self) -> None:
+        arguments, callee = self.stack.pop(), self.stack.pop()
+        cls = CLASSES.get(callee.name) if type(callee) is _Name else None
+        if cls is None or arguments != ():
+            raise pickle.UnpicklingError(f"it makes an object of a {type(callee).__name__}")
+        made = object.__new__(cls)
+        self._blank[id(made)] = made
+        self.append(made)
+
+    def load_build(self) -> None:
+        state, target = self.stack.pop(), self.stack[-1]
+        cls = type(target)
+        if self._blank.pop(id(target), None) is None:
+            raise pickle.UnpicklingError(f"it changes a {cls.__name__}")
+        values = STATES[cls](state) if cls in STATES else state
+        if type(values) is not dict:
+            raise pickle.UnpicklingError(f"the state of a {cls.__name__} is {short(values)}")
+        if not values.keys() <= FIELDS[cls]:
+            other = next(name for name in values if name not in FIELDS[cls])
+            raise pickle.UnpicklingError(f"it sets {short(other)} of a {cls.__name__}, which has no such field")
+        vars(target).update(values)
+
+    def load_append(self) -> None:
+        self._extend([self.stack.pop()])
+
+    def load_appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _extend(self, values: list[Any]) -> None:
+        found = self.stack[-1]
+        if type(found) is not list:
+            raise pickle.UnpicklingError(f"it appends to a {type(found).__name__}")
+        found.extend(values)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    def load_setitems(self) -> None:
+        self._set_items(self.pop_mark())
+
+    def _set_items(self, items: list[Any]) -> None:
+        found = self.stack[-1]
+        if not isinstance(found, dict) or len(items) % 2:
+            raise pickle.UnpicklingError(f"it sets entries of a {type(found).__name__}")
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if type(key) not in HASHABLE or id(key) in self._blank:
+                raise pickle.UnpicklingError(f"a {type(key).__name__} is a key")
+            if key in found:
+                raise pickle.UnpicklingError(f"the key {short(key)} is there twice")
+            found[key] = value
+
+    dispatch = _Opcodes(
+        {
+            code: _PythonUnpickler.dispatch[code]
+            for code in b"".join(
+                (
+                    *(pickle.PROTO, pickle.FRAME, pickle.MARK, pickle.STOP, pickle.GLOBAL, pickle.STACK_GLOBAL),
+                    *(pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT, pickle.BINGET, pickle.LONG_BINGET),
+                    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE),
+                    *(pickle.BININT1, pickle.BININT2, pickle.BININT, pickle.LONG1),
+                    *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE, pickle.BINUNICODE8),
+                    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+                    *(pickle.EMPTY_LIST, pickle.EMPTY_DICT),
+                )
+            )
+        }
+    )
+    for _code, _step in (
+        (pickle.REDUCE, load_reduce),
+        (pickle.NEWOBJ, load_newobj),
+        (pickle.BUILD, load_build),
+        (pickle.APPEND, load_append),
+        (pickle.APPENDS, load_appends),
+        (pickle.SETITEM, load_setitem),
+        (pickle.SETITEMS, load_setitems),
+    ):
+        dispatch[_code[0]] = _step
+
+
+def load_restricted(data: bytes) -> Any:
+    """Unpickle plain containers and instances of DCP's metadata classes.
 
     Raises:
-        CheckpointError: it is damaged, contradicts itself, or names what is no metadata.
+        Exception: the pickle is damaged, names something else, or does something else than to make objects.
     """
-    try:
-        found = unpickled(file.read(), KNOWN)
-    except Exception as error:  # damage may show as anything
-        raise CheckpointError(
-            f"{where} cannot be read: {type(error).__name__}: {error}. It is damaged, or not the metadata of a "
-            "distributed checkpoint of torch."
-        ) from None
-    if not isinstance(found, Metadata):
-        raise CheckpointError(f"{where} is not the metadata of a distributed checkpoint of torch.")
-    try:
-        wrong = next(_wrongs(found), None)
-    except (AttributeError, TypeError, ValueError) as error:
-        wrong = f"is damaged: {type(error).__name__}: {error}"
-    if wrong is not None:
-        raise CheckpointError(f"{where} {wrong}. Use another checkpoint.")
+    file = io.BytesIO(data)
+    unpickler = _MetadataUnpickler(file)
+    found = unpickler.load()
+    if file.tell() != len(data) or unpickler.stack or unpickler.metastack:
+        raise pickle.UnpicklingError("it ends too early, or more follows its end")
     return found
 
 
-def _wrongs(found: Metadata) -> Iterator[str]:
-    """Yield what no saving would write, as the ends of sentences. Others' checkpoints have no checksum that would
-    notice; and if boxes do not cover a tensor, its reader gets uninitialized memory."""
+def read_metadata(file: BinaryIO, path: str) -> Metadata:
+    """Read metadata, and check that they describe a complete checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged, contradicts itself, or names other classes.
+    """
+    try:
+        found = load_restricted(file.read())
+    except Exception as error:  # damage may show as anything
+        raise CheckpointError(
+            f"{path} cannot be read: {type(error).__name__}: {error}. It is damaged, or not the metadata of a "
+            "distributed checkpoint of torch."
+        ) from None
+    if not isinstance(found, Metadata):
+        raise CheckpointError(f"{path} is not the metadata of a distributed checkpoint of torch.")
+    try:
+        problem = next(_problems(found), None)
+    except (AttributeError, TypeError, ValueError) as error:
+        problem = f"is damaged: {type(error).__name__}: {error}"
+    if problem is not None:
+        raise CheckpointError(f"{path} {problem}. Use another checkpoint.")
+    return found
+
+
+def _problems(found: Metadata) -> Iterator[str]:
+    """Yield contradictions, as the ends of sentences.
+
+    Checkpoints of other programs have no checksum that would detect them. If chunks did not cover a tensor, its reader
+    would return uninitialized memory.
+    """
     paths, meta = found.planner_data or {}, found.storage_meta
     if not isinstance(paths, dict) or not all(isinstance(x, dict) for x in (found.state_dict_metadata, paths)):
         yield "is damaged: it has no table of entries"
@@ -196,7 +329,7 @@ def _wrongs(found: Metadata) -> Iterator[str]:
         indices = [MetadataIndex(key)]
         least = [0]
         if isinstance(entry, TensorStorageMetadata):
-            yield from _wrongs_of_tensor(key, entry)
+            yield from _tensor_problems(key, entry)
             if id(entry.chunks) in lists:
                 yield f"is damaged: the parts of {key!r} are another entry's, too"
             lists.add(id(entry.chunks))
@@ -216,7 +349,7 @@ def _wrongs(found: Metadata) -> Iterator[str]:
         if index not in seen:
             yield f"is damaged: it says where a part of {short(getattr(index, 'fqn', index))} lies that is not there"
     try:
-        nested({tuple(paths.get(key, (key,))): None for key in _each_once(found.state_dict_metadata, paths)})
+        nest_state({tuple(paths.get(key, (key,))): None for key in _each_once(found.state_dict_metadata, paths)})
     except ValueError as error:
         yield f"is damaged: {error}"
 
@@ -230,28 +363,28 @@ def _each_once(keys: Iterable[str], paths: Mapping[str, Keys]) -> Iterator[str]:
         yield key
 
 
-def _wrongs_of_tensor(key: str, entry: TensorStorageMetadata) -> Iterator[str]:
+def _tensor_problems(key: str, entry: TensorStorageMetadata) -> Iterator[str]:
     shape, chunks, dtype = entry.size, entry.chunks, entry.properties.dtype
     if not isinstance(dtype, torch.dtype) or not _is_sizes(shape) or not isinstance(chunks, list):
         yield f"is damaged: it does not say what {key!r} is"
-    if len(shape) > MOST_DIMS or _is_large(shape, dtype):
+    if len(shape) > MAX_DIMS or _is_large(shape, dtype):
         yield f"is damaged: {key!r} has the shape {short(list(shape))}"
     for chunk in chunks:
         if not isinstance(chunk, ChunkStorageMetadata) or not _is_within(chunk.offsets, chunk.sizes, shape):
             yield f"is damaged: a part of {key!r} is not within it"
-    wrong = uncovered(shape, [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks])
-    if wrong is not None:
-        yield f"is damaged: the parts of {key!r} {wrong}"
+    problem = tiling_error(shape, [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks])
+    if problem is not None:
+        yield f"is damaged: the parts of {key!r} {problem}"
 
 
 def _is_sizes(value: Any) -> bool:
     if not isinstance(value, (tuple, list)):
         return False
-    return all(type(one) is int and 0 <= one < MOST_BYTES for one in value)
+    return all(type(one) is int and 0 <= one < MAX_BYTES for one in value)
 
 
 def _is_large(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    return prod(size for size in shape if size) * dtype.itemsize >= MOST_BYTES
+    return prod(size for size in shape if size) * dtype.itemsize >= MAX_BYTES
 
 
 def _is_within(offsets: Any, sizes: Any, shape: Sequence[int]) -> bool:

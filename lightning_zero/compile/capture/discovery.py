@@ -25,22 +25,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.compat.attributes import ChangingInts
-from lightning_zero.compat.autograd import graph_task_id, inside_functorch, retains_graph
 from lightning_zero.compat.compiler import Unsupported, dynamo_config, metrics_context
-from lightning_zero.compat.fakes import fake_weights_from_sizes
-from lightning_zero.compat.guards import values_read_once
-from lightning_zero.compat.limits import LimitHit, watch_recompile_limits
-from lightning_zero.compat.newer import failure_of_newer_torch
-from lightning_zero.compat.skipped_text import written_when_called
-from lightning_zero.compat.tensors import tree_leaves
+from lightning_zero.compat.dynamo import ChangingInts, LimitHit, watch_recompile_limits
+from lightning_zero.compat.patches import failure_of_newer_torch
+from lightning_zero.compat.tensors import (
+    fake_weights_from_sizes,
+    graph_task_id,
+    inside_functorch,
+    retains_graph,
+    tree_leaves,
+)
 from lightning_zero.compile.async_compile import PendingCompiles
 from lightning_zero.compile.capture import requires_grad as requires_grad_hooks
 from lightning_zero.compile.capture.module_hooks import ModuleHooks, guard_hooks, needs_hook_guards
 from lightning_zero.compile.capture.requires_grad import ignore_grad_leaves
-from lightning_zero.compile.dynamo_layer_reuse import layers_traced_once
-from lightning_zero.compile.garbage import only_young_searched
-from lightning_zero.compile.stacks import frames_written_once
+from lightning_zero.compile.dynamo_layer_reuse import reuse_layer_traces
+from lightning_zero.compile.fast_compile import collect_young_only
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.amount import OffloadQuota
 from lightning_zero.sharding.module_patching import pop_functional_call_read
@@ -303,11 +303,11 @@ class CompiledModules:
             at_once, ints = fake_weights_from_sizes(ShardParameter), self._ints.mark_as_inputs()
             noticing = nullcontext() if torch.compiler.is_compiling() else watch_recompile_limits(on_limit)
             try:
-                with guarding, ignoring, ignore_grad_leaves(), layers_traced_once(), at_once, ints, noticing:
+                with guarding, ignoring, ignore_grad_leaves(), reuse_layer_traces(), at_once, ints, noticing:
                     if not first:
                         return run(*args, **kwargs)
                     first = False
-                    with only_young_searched(), frames_written_once(), written_when_called(), values_read_once():
+                    with collect_young_only():
                         return run(*args, **kwargs)
             except Exception as error:
                 if (instead := failure_of_newer_torch(error)) is None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE, GRAPH_ARG
-from lightning_zero.compat.ops import CHECKPOINTS, OpOverload, OpOverloadPacket
+from lightning_zero.compat.tensors import CHECKPOINTS, OpOverload, OpOverloadPacket
 from lightning_zero.compile.fx_utils import WEIGHT
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native.ops import NAMESPACE

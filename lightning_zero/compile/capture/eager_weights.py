@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.autograd import top_saved_tensors_hooks
+from lightning_zero.compat.tensors import top_saved_tensors_hooks
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.mutation_check import VersionedTensor
 from lightning_zero.offload.saved import SavedTensor, SavedTensorOffload

@@ -7,7 +7,7 @@ training captures again.
 A replay overwrites the memory of the previous one. Therefore a forward is replayed only after the previous backward has
 run or become impossible; a graph called twice before has a capture per call. Outputs are copies, and inputs other than
 parameters and buffers are copied in. Gradients are reduced with the replay: see [Note: segments of a backward] in
-csrc/gradients/segments.h.
+csrc/gradients/layout.h.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.autograd import graph_task_id, retains_graph
+from lightning_zero.compat.tensors import graph_task_id, retains_graph
 from lightning_zero.compile.cuda_graphs.captured_call import (
     CapturedCall,
     GraphReplay,
@@ -111,7 +111,7 @@ class CUDAGraphManager:
     def unsupported_reason(self, config: EngineConfig) -> str:
         """Return the reason why these options prevent all captures; "" if they do not."""
         tuning = config.tuning
-        debugged = [name for name in ("sync_collectives", "poison") if getattr(tuning, name)]
+        debugged = [name for name in ("sync_collectives", "nan_fill") if getattr(tuning, name)]
         return self._unsupported_here or (f"{' and '.join(debugged)} checks each collective" if debugged else "")
 
     def configure(self, config: EngineConfig, unsupported_here: str | None = None) -> None:
@@ -339,7 +339,7 @@ class GraphDispatcher:
             self._runs.clear()
             self.drop()
             return self._compiled(*args)
-        epoch, backwards = manager.executor.weights.epoch(), manager.executor.gradients.completed_backwards()
+        epoch, backwards = manager.executor.weights.shard_version(), manager.executor.gradients.completed_backwards()
         first, self._epoch = epoch != self._epoch, epoch
         self._backwards_before, self._backwards = self._backwards, backwards
         key = CaptureKey(

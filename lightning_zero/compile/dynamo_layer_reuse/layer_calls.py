@@ -1,8 +1,9 @@
-"""Calls of modules while Dynamo traces: which are kept for others, and which are stamped out of one of these."""
+"""Calls of modules while Dynamo traces: records traces of layers, and reuses them for equal layers."""
 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,145 +11,199 @@ from typing import Any
 from torch import nn
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.dynamo import LAYERS_ONCE, ModuleVariable, hooks_of_all_modules
+from lightning_zero.compat.dynamo import LAYER_REUSE, ModuleVariable, has_global_hooks
 from lightning_zero.compat.patches import swap_attribute
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.compile.events import OPTIMIZATION_COUNTS
-from lightning_zero.compile.dynamo_layer_reuse.call_signature import Given
-from lightning_zero.compile.dynamo_layer_reuse.identity import asked_for_identity
-from lightning_zero.compile.dynamo_layer_reuse.reached import reached_elsewhere
-from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
-from lightning_zero.compile.dynamo_layer_reuse.stamp import Nodes, calls_behind, stamp
-from lightning_zero.compile.dynamo_layer_reuse.trace_guards import Known, are_built_alike
-from lightning_zero.compile.dynamo_layer_reuse.tracer_state import Around
-from lightning_zero.compile.dynamo_layer_reuse.written_attributes import is_written_to
+from lightning_zero.compile.dynamo_layer_reuse.layer_copy import LayerNodes, copy_layer
+from lightning_zero.compile.dynamo_layer_reuse.trace_guards import TraceGuards, check_built_alike
+from lightning_zero.compile.dynamo_layer_reuse.trace_inputs import (
+    CallSignature,
+    ReuseRejected,
+    TracerState,
+    is_written_to,
+)
+from lightning_zero.compile.dynamo_layer_reuse.traced_code import watch_foreign_values, watch_identity_checks
 
-__all__ = ["layers_traced_once"]
+__all__ = ["reuse_layer_traces"]
 
 log = logging.getLogger(__name__)
 
-# T5's first layer has a bias of its own, and a frozen embedding's first reader gets no gradient: the next is another
-# trace. What has more kinds is not worth looking for.
-MOST_TRACES = 3
-MOST_MISSES = 4  # of a class in a graph; a layer that reads its number differs from all others
+# Traces kept of a class. T5's first layer has a bias of its own, and the first reader of a frozen embedding gets no
+# gradient. Models with more kinds gain little.
+MAX_TRACES = 3
+# Rejected layers of a class and graph before all others are traced: a layer that reads its number differs from all.
+MAX_REJECTED = 4
+
+_active = threading.local()  # .calls, while this thread is inside reuse_layer_traces()
 
 
-@LAYERS_ONCE
+@LAYER_REUSE
 @contextmanager
-def layers_traced_once() -> Iterator[None]:
-    """Inside, what Dynamo traces for the first time, or anew, is traced so."""
-    calls = _Calls()
-    plain = ModuleVariable.call_function
+def reuse_layer_traces() -> Iterator[None]:
+    """Reuse traces of layers in compilations of this thread. Other threads are not affected."""
+    before = getattr(_active, "calls", None)
+    _active.calls = _Calls()
+    try:
+        with _installed:
+            yield
+    finally:
+        _active.calls = before
 
-    def call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        return calls.call(plain, variable, tx, args, kwargs)
 
-    with swap_attribute(ModuleVariable, "call_function", call_function):
-        yield
+class _Installation:
+    """Replaces Dynamo's handler of module calls while a thread is inside :func:`reuse_layer_traces`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._swap: swap_attribute | None = None
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._count += 1
+            if self._swap is None:
+                plain = ModuleVariable.call_function
+
+                def call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+                    calls = getattr(_active, "calls", None)
+                    if calls is None:
+                        return plain(variable, tx, args, kwargs)
+                    return calls.call(plain, variable, tx, args, kwargs)
+
+                self._swap = swap_attribute(ModuleVariable, "call_function", call_function)
+                self._swap.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0 and self._swap is not None:
+                self._swap.__exit__()
+                self._swap = None
+
+
+_installed = _Installation()
 
 
 class _Trace:
-    """One that has been made of a call, as long as the graph is in the making."""
+    """The trace of one call, valid while the graph is being made."""
 
-    def __init__(self, variable: Any, tx: Any, given: Given, around: Around) -> None:
+    def __init__(self, variable: Any, tx: Any, signature: CallSignature, state: TracerState) -> None:
         self._variable = variable
-        self._given = given
-        self._around = around
-        self._last = _last(tx.output.graph)
-        self._nodes: Nodes | None = None
-        self._known: Known | None = None
+        self._signature = signature
+        self._state = state
+        self._last = _last_node(tx.output.graph)
+        self._nodes: LayerNodes | None = None
+        self._guards: TraceGuards | None = None
 
-    def end(self, tx: Any, result: Any, asked: Sequence[str], reached: Sequence[str]) -> bool:
-        """Whether others may be stamped out of it. ``asked``: what in it asks which object something is. ``reached``:
-        what it got hold of in a way that would be another one's."""
+    def end(self, tx: Any, result: Any, identity_checks: Sequence[str], foreign_values: Sequence[str]) -> bool:
+        """Return True if the trace can be reused.
+
+        Args:
+            tx: Dynamo's translator.
+            result: of the call, as Dynamo's variable.
+            identity_checks: comparisons of objects by identity in the traced code.
+            foreign_values: values that another layer would read from elsewhere.
+        """
         try:
-            if asked:
-                raise Unlike(f"it asks which object something is ({asked[0]})")
-            if reached:
-                raise Unlike(f"it gets hold of what another would not ({reached[0]})")
-            if self._around != Around.of(tx):
-                raise Unlike("it has done something beside its nodes")
-            self._nodes = Nodes.of(calls_behind(tx.output.graph, self._last), result, self._given)
-        except Unlike as why:
-            log.debug("A call of %s is not kept: %s", type(self._variable.value).__name__, why)
+            if identity_checks:
+                raise ReuseRejected(f"it compares objects by identity ({identity_checks[0]})")
+            if foreign_values:
+                raise ReuseRejected(f"it reads values that are not its own ({foreign_values[0]})")
+            if self._state != TracerState.read(tx):
+                raise ReuseRejected("it has side effects")
+            self._nodes = LayerNodes.collect(_calls_after(tx.output.graph, self._last), result, self._signature)
+        except ReuseRejected as why:
+            log.debug("Trace not kept: %s (%s)", type(self._variable.value).__name__, why)
         return self._nodes is not None
 
-    def again(self, variable: Any, tx: Any, given: Given, around: Around) -> Any:
-        """The result of another call.
+    def reuse(self, variable: Any, tx: Any, signature: CallSignature, state: TracerState) -> Any:
+        """Return the result of a call of another module, as Dynamo's variable.
 
         Raises:
-            Unlike: it is to be traced.
+            ReuseRejected: the module must be traced.
         """
-        if self._around != around:
-            raise Unlike("something has changed since")
-        given.match(self._given)
-        are_built_alike(self._variable.value, variable.value)
-        if self._known is None:
-            self._known = Known(tx, self._variable)
-        passed = self._known.moved_to(tx, variable)
+        if self._state != state:
+            raise ReuseRejected("the state of the tracer differs")
+        signature.check_equal(self._signature)
+        check_built_alike(self._variable.value, variable.value)
+        if self._guards is None:
+            self._guards = TraceGuards(tx, self._variable)
+        matched = self._guards.match(tx, variable)
         assert self._nodes is not None
-        return stamp(tx, self._nodes, passed, self._given.paired(given), (self._variable, variable))
+        return copy_layer(tx, self._nodes, matched, self._signature.pair(signature), (self._variable, variable))
 
 
 class _Calls:
-    """Of what is traced by one call of compiled code."""
+    """Calls of modules in the graphs of one call of compiled code."""
 
     def __init__(self) -> None:
         self._output: Any = None
         self._traces: dict[type, list[_Trace]] = {}
-        self._misses: dict[type, int] = {}
+        self._rejected: dict[type, int] = {}
 
     def call(self, plain: Callable[..., Any], variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        if not _may_repeat(variable, tx):
+        if not _is_candidate(variable, tx):
             return plain(variable, tx, args, kwargs)
-        self._look_at(tx.output)
+        self._start_graph(tx.output)
         kind = type(variable.value)
         traces = self._traces.setdefault(kind, [])
         try:
-            given, around = Given.of(args, kwargs), Around.of(tx)
-            if is_written_to(variable.value, around.objects):
-                raise Unlike("it has been written to")
-        except Unlike as why:
-            log.debug("A call of %s is traced: %s", kind.__name__, why)
+            signature, state = CallSignature.read(args, kwargs), TracerState.read(tx)
+            if is_written_to(variable.value, state.objects):
+                raise ReuseRejected("it was written to")
+        except ReuseRejected as why:
+            log.debug("Layer traced: %s (%s)", kind.__name__, why)
             return plain(variable, tx, args, kwargs)
-        for trace in traces if self._misses.get(kind, 0) < MOST_MISSES else ():
-            last = _last(tx.output.graph)
+        for trace in traces if self._rejected.get(kind, 0) < MAX_REJECTED else ():
+            last = _last_node(tx.output.graph)
             try:
-                with DisableTorchFunctionSubclass():  # a shard's class would be asked for each size that is read of it
-                    result = trace.again(variable, tx, given, around)
+                with DisableTorchFunctionSubclass():  # or each read of a size would call a shard's class
+                    result = trace.reuse(variable, tx, signature, state)
                 OPTIMIZATION_COUNTS["layers stamped"] += 1
                 return result
-            except Exception as why:  # whatever it is, the call may well be traced
-                log.debug("A call of %s is traced: %s: %s", kind.__name__, type(why).__name__, why)
-                for node in reversed(calls_behind(tx.output.graph, last)):
+            except Exception as why:  # after any error the layer can still be traced
+                log.debug("Layer traced: %s (%s: %s)", kind.__name__, type(why).__name__, why)
+                for node in reversed(_calls_after(tx.output.graph, last)):
                     tx.output.graph.erase_node(node)
         if traces:
-            self._misses[kind] = self._misses.get(kind, 0) + 1
-        if len(traces) >= MOST_TRACES:
+            self._rejected[kind] = self._rejected.get(kind, 0) + 1
+        if len(traces) >= MAX_TRACES:
             return plain(variable, tx, args, kwargs)
-        trace = _Trace(variable, tx, given, around)
-        with asked_for_identity() as asked, reached_elsewhere(variable.source) as reached:
+        trace = _Trace(variable, tx, signature, state)
+        # Dynamo holds its compile lock here, so no other thread traces under these patches.
+        with watch_identity_checks() as identity_checks, watch_foreign_values(variable.source) as foreign_values:
             result = plain(variable, tx, args, kwargs)
         OPTIMIZATION_COUNTS["layers traced"] += 1
-        if trace.end(tx, result, asked, reached):
+        if trace.end(tx, result, identity_checks, foreign_values):
             traces.append(trace)
         return result
 
-    def _look_at(self, output: Any) -> None:
-        if output is not self._output:  # a graph that is begun anew has none of the nodes of the one before
+    def _start_graph(self, output: Any) -> None:
+        if output is not self._output:  # a restarted graph has none of the earlier nodes
             self._output = output
             self._traces.clear()
-            self._misses.clear()
+            self._rejected.clear()
 
 
-def _last(graph: Graph) -> Node | None:
+def _last_node(graph: Graph) -> Node | None:
     return next(iter(reversed(graph.nodes)), None)
 
 
-def _may_repeat(variable: Any, tx: Any) -> bool:
-    """Whether it has parts, so that there is something to save, and is called in the graph itself: what a checkpointed
-    region runs is a graph of its own."""
+def _calls_after(graph: Graph, last: Node | None) -> list[Node]:
+    """Return the nodes after ``last``, in order, without placeholders."""
+    found = []
+    for node in reversed(graph.nodes):
+        if node is last:
+            break
+        if node.op != "placeholder":
+            found.append(node)
+    return found[::-1]
+
+
+def _is_candidate(variable: Any, tx: Any) -> bool:
+    """Return True for a module with children that is called outside of checkpointed regions."""
     output = tx.output
-    in_graph = output.current_tracer is output.root_tracer and not output.export and not hooks_of_all_modules()
+    in_graph = output.current_tracer is output.root_tracer and not output.export and not has_global_hooks()
     module = variable.value
     return in_graph and variable.source is not None and isinstance(module, nn.Module) and bool(module._modules)

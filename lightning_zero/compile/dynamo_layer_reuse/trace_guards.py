@@ -1,114 +1,109 @@
-"""Whether two modules pass the same guards."""
+"""Guards of a traced layer, and the check that another layer meets them."""
 
 from __future__ import annotations
 
 import types
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache, partial
+from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
-from lightning_zero.compat.dynamo import Guard, Source, dispatch_keys, guard_name
+from lightning_zero.compat.dynamo import ChainedSource, Guard, Source, guard_name, value_at
 from lightning_zero.compat.modules import STATE_DICT_HOOKS
-from lightning_zero.compile.dynamo_layer_reuse.implied_guards import CONSTANTS, not_implied
-from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
-from lightning_zero.compile.dynamo_layer_reuse.sources import Moved, begins_at
+from lightning_zero.compile.dynamo_layer_reuse.trace_inputs import PLAIN, ReuseRejected, comparable, tensor_layout
 from lightning_zero.compile.capture.module_hooks import module_hooks
 
-__all__ = ["Known", "Passed", "are_built_alike", "constant"]
+__all__ = ["MatchedGuards", "SourceMap", "TraceGuards", "begins_at", "check_built_alike"]
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-# What is compared by itself, and what no call of a module reads.
-PARTS = {"_parameters", "_buffers", "_modules", *STATE_DICT_HOOKS}
+# Attributes that are compared separately, or that no call reads.
+SEPARATE = {"_parameters", "_buffers", "_modules", *STATE_DICT_HOOKS}
+CONSTANTS = {"CONSTANT_MATCH", "EQUALS_MATCH"}
 
 
-def are_built_alike(old: nn.Module, new: nn.Module) -> None:
-    """What guards do not say, or may not.
+def check_built_alike(old: nn.Module, new: nn.Module) -> None:
+    """Check differences between modules that guards do not cover.
 
-    Dynamo takes for granted that torch's own modules stay as they are and that hooks do (unless it is told to look),
-    and has no guard for an object of the module that it has met elsewhere already.
+    Dynamo assumes that torch's own modules and hooks do not change, and adds no guard for an object that it has read by
+    another path.
 
     Raises:
-        Unlike: they are not.
+        ReuseRejected: the modules differ.
     """
     if new is old:
         return
     olds, news = list(old.named_modules(remove_duplicate=False)), list(new.named_modules(remove_duplicate=False))
     if [(name, type(part)) for name, part in olds] != [(name, type(part)) for name, part in news]:
-        raise Unlike("it has other parts")
+        raise ReuseRejected("other submodules")
     for (name, one), (_, other) in zip(olds, news, strict=True):
         if any(hooks for part in (one, other) for hooks in module_hooks(part)):
-            raise Unlike(f"{name or 'it'} has hooks")
+            raise ReuseRejected(f"hooks of {name or 'the module'}")
         if one.training is not other.training or list(vars(one)) != list(vars(other)):
-            raise Unlike(f"{name or 'it'} is in another state")
-        attributes, torchs = vars(other), _is_torchs(one)
+            raise ReuseRejected(f"training mode or attributes of {name or 'the module'}")
+        attributes, torchs = vars(other), type(one).forward.__module__.startswith("torch.nn.")
         for attribute, value in vars(one).items():
-            if attribute not in PARTS and not _alike(value, attributes[attribute], torchs):
-                raise Unlike(f"{name}.{attribute} is another object")
+            if attribute not in SEPARATE and not _is_alike(value, attributes[attribute], torchs):
+                raise ReuseRejected(f"attribute {name}.{attribute}")
         for kind in ("_parameters", "_buffers"):
-            if _forms(getattr(one, kind)) != _forms(getattr(other, kind)):
-                raise Unlike(f"{name} has other tensors")
+            if _layouts(getattr(one, kind)) != _layouts(getattr(other, kind)):
+                raise ReuseRejected(f"tensors of {name}")
 
 
 @dataclass(frozen=True)
-class Passed:
-    """What is known of a module that passes the guards of another one.
+class MatchedGuards:
+    """Guards of a traced module that another one meets.
 
     Attributes:
-        moved: paths from that one to it.
-        guards: of that one, those that have to be installed for it.
-        numbers: paths of that one's, to floats that it has read.
+        sources: maps sources of the traced module to the other one.
+        guards: of the traced module, to be installed for the other one.
+        floats: sources of floats that the traced module has read.
     """
 
-    moved: Moved
+    sources: SourceMap
     guards: Sequence[Guard]
-    numbers: Sequence[Source]
+    floats: Sequence[Source]
 
 
-class Known:
-    """What is guarded of a module that was traced.
+class TraceGuards:
+    """Guards of a traced module.
 
     Args:
         tx: Dynamo's translator.
         module: as Dynamo's variable.
 
     Raises:
-        Unlike: there are guards among it that nobody knows.
+        ReuseRejected: a guard is of an unknown kind.
     """
 
     def __init__(self, tx: Any, module: Any) -> None:
         self._path = module.source
-        here = Moved(tx, self._path, self._path)
-        own = [(guard, _asked(guard)) for guard in tx.output.guards if begins_at(guard.originating_source, self._path)]
-        needed = {id(guard) for guard in not_implied(guard for guard, _ in own)}
-        self._asked = [
-            (guard, asked, asked(here, guard.originating_source)) for guard, asked in own if id(guard) in needed
-        ]
-        constants = [guard.originating_source for guard, _ in own if guard_name(guard) in CONSTANTS]
-        self._numbers = [path for path in dict.fromkeys(constants) if type(here.value(path)) is float]
+        here = SourceMap(tx, self._path, self._path)
+        own = [guard for guard in tx.output.guards if begins_at(guard.originating_source, self._path)]
+        conditions = [(guard, _condition(guard)) for guard in own]
+        self._conditions = [(guard, ask, ask(here, guard.originating_source)) for guard, ask in conditions]
+        constants = [guard.originating_source for guard in own if guard_name(guard) in CONSTANTS]
+        self._floats = [path for path in dict.fromkeys(constants) if type(here.value(path)) is float]
 
-    def moved_to(self, tx: Any, module: Any) -> Passed:
-        """
+    def match(self, tx: Any, module: Any) -> MatchedGuards:
+        """Return the guards for another module.
+
         Raises:
-            Unlike: it does not pass.
+            ReuseRejected: it does not meet one.
         """
-        moved = Moved(tx, self._path, module.source)
-        for guard, asked, answer in self._asked if module.source != self._path else ():
-            there = moved.to(guard.originating_source)
-            if asked(moved, there) != answer:
-                raise Unlike(f"{guard_name(guard)} at {there.name}")
-        return Passed(moved, [guard for guard, _, _ in self._asked], self._numbers)
+        sources = SourceMap(tx, self._path, module.source)
+        for guard, ask, answer in self._conditions if module.source != self._path else ():
+            there = sources.map(guard.originating_source)
+            if ask(sources, there) != answer:
+                raise ReuseRejected(f"{guard_name(guard)} at {there.name}")
+        return MatchedGuards(sources, [guard for guard, _, _ in self._conditions], self._floats)
 
 
-# What guards ask of a value, by their names. What is not in here nobody knows.
-_OF_A_VALUE: dict[str, Callable[..., Any]] = {
+# The property of a value that a guard checks, by the guard's name. Other guards are unknown.
+_PROPERTIES: dict[str, Callable[..., Any]] = {
     "TYPE_MATCH": type,
-    "CONSTANT_MATCH": lambda value, /: constant(value),
-    "EQUALS_MATCH": lambda value, /, recompile_hint=None: constant(value),
+    "CONSTANT_MATCH": lambda value, /: comparable(value),
+    "EQUALS_MATCH": lambda value, /, recompile_hint=None: comparable(value),
     "BOOL_MATCH": id,
     "NONE_MATCH": id,
     "ID_MATCH": lambda value, /, recompile_hint=None: id(value),
@@ -118,64 +113,97 @@ _OF_A_VALUE: dict[str, Callable[..., Any]] = {
     "BUILTIN_MATCH": id,
     "CLOSURE_MATCH": lambda value: id(value.__code__ if type(value) is types.FunctionType else value),
     "SEQUENCE_LENGTH": lambda value: (type(value), len(value)),
-    "DICT_KEYS_MATCH": lambda value: (type(value), [constant(key) for key in value]),
+    "DICT_KEYS_MATCH": lambda value: (type(value), [comparable(key) for key in value]),
     "DICT_CONTAINS": lambda value, /, key, invert=False: key in value,
     "DICT_NOT_CONTAINS": lambda value, /, key: key in value,
     "NOT_PRESENT_IN_GENERIC_DICT": lambda value, /, attr: attr in vars(value),
     "EMPTY_NN_MODULE_HOOKS_DICT": len,
-    "TENSOR_MATCH": lambda value, /, **_: _form(value),
+    "TENSOR_MATCH": lambda value, /, **_: tensor_layout(value),
 }
 
 
-def _asked(guard: Guard) -> Callable[[Moved, Any], Any]:
-    """What it asks of the value at a path."""
+def _condition(guard: Guard) -> Callable[[SourceMap, Any], Any]:
+    """Return a function of a path that returns the property that the guard checks."""
     name = guard_name(guard)
-    given = guard.create_fn.keywords if isinstance(guard.create_fn, partial) else {}
+    options = guard.create_fn.keywords if isinstance(guard.create_fn, partial) else {}
     if isinstance(guard.create_fn, partial) and guard.create_fn.args:
-        raise Unlike(f"nobody knows {name} with {guard.create_fn.args}")
-    if name == "HASATTR":  # torch 2.11 names the attribute by the path alone, at whose end there may be nothing
-        if "attr" in given:
-            return lambda moved, path: hasattr(moved.value(path), given["attr"])
-        return lambda moved, path: hasattr(moved.value(path.base), path.member)
+        raise ReuseRejected(f"unknown guard {name} with {guard.create_fn.args}")
+    if name == "HASATTR":  # torch 2.11 has the attribute at the end of the path, which may not exist
+        if "attr" in options:
+            return lambda sources, path: hasattr(sources.value(path), options["attr"])
+        return lambda sources, path: hasattr(sources.value(path.base), path.member)
     if name == "DUPLICATE_INPUT":
-        return lambda moved, path: moved.value(path) is moved.value(moved.to(given["source_b"]))
-    if name not in _OF_A_VALUE:
-        raise Unlike(f"nobody knows {name}")
-    return lambda moved, path: _OF_A_VALUE[name](moved.value(path), **given)
+        return lambda sources, path: sources.value(path) is sources.value(sources.map(options["source_b"]))
+    if name not in _PROPERTIES:
+        raise ReuseRejected(f"unknown guard {name}")
+    return lambda sources, path: _PROPERTIES[name](sources.value(path), **options)
 
 
-def constant(value: Any) -> Any:
-    """What is equal where values are, and anything else only to itself."""
-    if isinstance(value, Tensor):
-        return _form(value)
-    if isinstance(value, PLAIN):
-        return type(value), repr(value)  # 0.0 is equal to -0.0
-    if type(value) in (tuple, list):
-        return type(value), [constant(item) for item in value]
-    if type(value) in (dict, OrderedDict):
-        return type(value), [(key, constant(item)) for key, item in value.items()]
-    if type(value) in (set, frozenset) and all(isinstance(item, PLAIN) for item in value):
-        return type(value), {(type(item), repr(item)) for item in value}
-    return type(value), id(value)
+def _layouts(tensors: dict[str, Tensor | None]) -> list[Any]:
+    return [(name, None if tensor is None else tensor_layout(tensor)) for name, tensor in tensors.items()]
 
 
-def _form(value: Any) -> tuple[Any, ...]:
-    if not isinstance(value, Tensor):
-        return type(value), id(value)
-    form = value.shape, value.stride(), value.dtype, value.device, value.layout
-    return type(value), *form, value.requires_grad, value.is_leaf, dispatch_keys(value)
-
-
-def _forms(tensors: dict[str, Tensor | None]) -> list[Any]:
-    return [(name, None if tensor is None else _form(tensor)) for name, tensor in tensors.items()]
-
-
-def _is_torchs(module: nn.Module) -> bool:
-    return type(module).forward.__module__.startswith("torch.nn.")
-
-
-def _alike(one: Any, other: Any, to_be_equal: bool) -> bool:
-    """Whether it is the same object, or guards tell what is different of it: a number, or a text."""
-    if one is other or (not to_be_equal and isinstance(one, PLAIN) and isinstance(other, PLAIN)):
+def _is_alike(one: Any, other: Any, must_be_equal: bool) -> bool:
+    """Return True for equal values, and for plain ones, which have guards unless they must be equal."""
+    if one is other or (not must_be_equal and isinstance(one, PLAIN) and isinstance(other, PLAIN)):
         return True
-    return bool(constant(one) == constant(other))
+    return bool(comparable(one) == comparable(other))
+
+
+def begins_at(path: Source, module: Source) -> bool:
+    """Return True if a path continues the path of a module, or is equal to it."""
+    while path != module:
+        if not isinstance(path, ChainedSource):
+            return False
+        path = path.base
+    return True
+
+
+class SourceMap:
+    """Maps paths that begin at one module to another module.
+
+    Args:
+        tx: Dynamo's translator, which has the frame's locals and globals.
+        old: path of the one module.
+        new: path of the other one.
+    """
+
+    def __init__(self, tx: Any, old: Source, new: Source) -> None:
+        self._old, self._new = old, new
+        root = tx.output.root_tx
+        self._names = {"G": root.f_globals, "L": root.f_locals}
+        self._paths: dict[Source, Source] = {}
+        self._values: dict[Source, Any] = {}
+
+    def map(self, path: Source) -> Source:
+        """Return the path in the new module, or the path itself if it does not begin at the old one."""
+        found = self._paths.get(path)
+        if found is None:
+            found = self._paths[path] = self._new if path == self._old else self._map_parts(path)
+        return found
+
+    def _map_parts(self, path: Source) -> Source:
+        if not isinstance(path, ChainedSource):
+            return path
+        changed = {}
+        for name in _field_names(cast(Any, type(path))):
+            part = getattr(path, name)
+            if isinstance(part, Source) and (mapped := self.map(part)) is not part:
+                changed[name] = mapped
+        return replace(path, **changed) if changed else path
+
+    def value(self, path: Source) -> Any:
+        """Return the value at a path.
+
+        Raises:
+            ReuseRejected: there is none.
+        """
+        try:
+            return value_at(path, self._names, self._values)
+        except Exception as error:  # paths are code, which may raise any error
+            raise ReuseRejected(f"no value at {path.name}") from error
+
+
+@lru_cache(256)
+def _field_names(kind: Any) -> tuple[str, ...]:
+    return tuple(part.name for part in fields(kind))

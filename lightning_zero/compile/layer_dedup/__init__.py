@@ -10,7 +10,7 @@ with each torch release.
 """
 
 from lightning_zero.compile.layer_dedup.dedup import LayerDedup, dedup_layers
-from lightning_zero.compile.layer_dedup.layer_call import DedupFailed, fast_layer_call_fakes
+from lightning_zero.compile.layer_dedup.layer_call import DedupFailed
 from lightning_zero.compile.layer_dedup.layer_graph import joint_tracer
 
-__all__ = ["DedupFailed", "LayerDedup", "dedup_layers", "fast_layer_call_fakes", "joint_tracer"]
+__all__ = ["DedupFailed", "LayerDedup", "dedup_layers", "joint_tracer"]

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.graphs import AC_GRAPH_ID, EXAMPLE_VALUE
-from lightning_zero.compat.ops import CHECKPOINTS
-from lightning_zero.compat.tensors import no_dispatch_modes, no_python_dispatcher
+from lightning_zero.compat.tensors import CHECKPOINTS, no_dispatch_modes, no_python_dispatcher
 from lightning_zero.compile.events import OPTIMIZATION_COUNTS
 from lightning_zero.compile.fx_utils import GATHER, NodeReplacer, results
 from lightning_zero.compile.layer_dedup.expand import LayerExpansion, rebase_value

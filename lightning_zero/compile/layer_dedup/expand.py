@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
-from lightning_zero.compat.fakes import fake_like
 from lightning_zero.compat.graphs import AC_GRAPH_ID, CUSTOM, MUST_BE_IN_BACKWARD, PARTITIONER_TAG
-from lightning_zero.compat.tensors import FakeTensor
+from lightning_zero.compat.tensors import FakeTensor, fake_like
 from lightning_zero.compile.capture.dynamo_graph import storage_key
 from lightning_zero.compile.fx_utils import NodeReplacer
 from lightning_zero.compile.layer_dedup.layer_call import DedupFailed

@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.graphs import CHECKPOINT_POLICY, CHECKPOINT_POLICY_HASH
-from lightning_zero.compat.ops import CHECKPOINTS, function_call
+from lightning_zero.compat.tensors import CHECKPOINTS, function_call
 from lightning_zero.compile.fx_utils import results
 
 __all__ = [

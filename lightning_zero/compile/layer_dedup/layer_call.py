@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_zero.compat.fakes import Form, fake_from_specs
-from lightning_zero.compat.ops import OpOverload
+from lightning_zero.compat.tensors import OpOverload
 
 __all__ = [
     "BACKWARD",
@@ -26,7 +24,6 @@ __all__ = [
     "describe",
     "end",
     "forward",
-    "fast_layer_call_fakes",
 ]
 
 _NAMESPACE = "lightning_zero_layers"
@@ -57,24 +54,23 @@ def describe(values: Sequence[Tensor | None]) -> str:
     )
 
 
+class _Layout(NamedTuple):
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
 @cache
-def _layouts(described: str) -> list[Form]:
+def _layouts(described: str) -> list[_Layout]:
     return [
-        Form(tuple(shape), tuple(stride), getattr(torch, dtype), torch.device(device))
+        _Layout(tuple(shape), tuple(stride), getattr(torch, dtype), torch.device(device))
         for dtype, shape, stride, device in filter(None, json.loads(described))
     ]
 
 
 def _fake_results(described: str) -> list[Tensor]:
     return [torch.empty_strided(*form[:2], dtype=form.dtype, device=form.device) for form in _layouts(described)]
-
-
-def fast_layer_call_fakes() -> AbstractContextManager[None]:
-    """Return a context in which fake results of layer calls are built from the layouts in their arguments.
-
-    torch would search its cache for an equal call among all arguments, three times per layer, and never find one.
-    """
-    return fake_from_specs({op: lambda args: _layouts(args[2]) for op in (forward(), backward())})
 
 
 def _forward(layer: str, number: int, results: str, grads: str, given: Sequence[Tensor]) -> list[Tensor]:

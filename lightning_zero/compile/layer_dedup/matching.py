@@ -26,7 +26,7 @@ from lightning_zero.compat.graphs import (
     SET_GRAD_ENABLED,
     STATELESS_CALLS,
 )
-from lightning_zero.compat.ops import CHECKPOINTS, function_call
+from lightning_zero.compat.tensors import CHECKPOINTS, function_call
 from lightning_zero.compile.capture.dynamo_graph import mutated_inputs, node_storage
 from lightning_zero.compile.fx_utils import ForbidRandomOps
 from lightning_zero.compile.layer_dedup.hop_bodies import describe_policy, expand_regions, hop_body, is_region, regions

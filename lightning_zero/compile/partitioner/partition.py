@@ -20,10 +20,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.compiler import functorch_config, min_cut_partition
-from lightning_zero.compat.cse import cse_in_place
-from lightning_zero.compat.cuts import fast_minimum_cut
-from lightning_zero.compat.graph_extract import skip_graph_copies
 from lightning_zero.compat.graphs import AC_GRAPH_ID, MUST_BE_IN_BACKWARD, NN_MODULE_STACK, PARTITIONER_TAG, RECOMPUTE
+from lightning_zero.compat.partitioner import fast_partitioner
 from lightning_zero.compile.fx_utils import (
     REDUCE,
     calls,
@@ -73,8 +71,7 @@ def partition_joint_graph(
     """
     # Random ops become seeds in Inductor's joint-graph passes, so they are tagged here.
     save_random_ops(module.graph, budget)
-    with fast_minimum_cut(), skip_graph_copies(), cse_in_place():
-        forward, backward = by(module, inputs, num_fwd_outputs=outputs, **settings)
+    forward, backward = fast_partitioner(by)(module, inputs, num_fwd_outputs=outputs, **settings)
     changed = [forward] if save_mutated_buffers(forward.graph, outputs) else []
     if budget < 1 and save_residual_sums(forward.graph, backward.graph, outputs):
         changed = [forward, backward]

@@ -20,7 +20,7 @@ from itertools import accumulate
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.ops import OpOverload
+from lightning_zero.compat.tensors import OpOverload
 from lightning_zero.compile.fx_utils import (
     calls,
     first_call,

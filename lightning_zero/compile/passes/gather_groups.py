@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import RECOMPUTE
-from lightning_zero.compat.ops import wait_tensor
+from lightning_zero.compat.tensors import wait_tensor
 from lightning_zero.compile.fx_utils import NodeReplacer, gathers, graph_kind, ops, readers, shard_of, weight_name
 from lightning_zero.compile.graph_plan import GraphPlan
 from lightning_zero.compile.passes.prefetch_schedule import PrefetchBudget, prefetch_schedule

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import CUSTOM, RECOMPUTE
-from lightning_zero.compat.ops import wait_tensor
+from lightning_zero.compat.tensors import wait_tensor
 from lightning_zero.compile.fx_utils import NodeReplacer, cast_dtype, gathers, is_view_or_cast, ops, reduces, shard_of
 from lightning_zero.compile.passes.gather_groups import size_of
 

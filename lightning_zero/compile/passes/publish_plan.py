@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.ops import wait_tensor
+from lightning_zero.compat.tensors import wait_tensor
 from lightning_zero.compile.fx_utils import first_call, graph_kind, nodes_in_role, ops, weight_name
 from lightning_zero.compile.graph_plan import Gather, GraphPlan, Reduce
 from lightning_zero.compile.passes.gather_groups import dtype_name

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.graphs import USER_VISIBLE_OUTPUTS
-from lightning_zero.compat.ops import OpOverload
+from lightning_zero.compat.tensors import OpOverload
 from lightning_zero.compile.async_compile import DeferredKernels
 from lightning_zero.compile.fx_utils import output_node
 from lightning_zero.compile.subgraphs.subgraph import NodeSignatures, Subgraph, signature

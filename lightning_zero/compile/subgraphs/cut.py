@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.ops import wait_tensor
+from lightning_zero.compat.tensors import wait_tensor
 from lightning_zero.compile.fx_utils import output_node
 from lightning_zero.compile.subgraphs.node_kinds import NodeKind, classify_nodes, is_kernel, reads
 from lightning_zero.compile.subgraphs.node_order import NodeOrder, graph_work

@@ -17,7 +17,7 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
-from lightning_zero.compat.ops import OpOverload, inductor_seeds, wait_tensor
+from lightning_zero.compat.tensors import OpOverload, inductor_seeds, wait_tensor
 from lightning_zero.compile.fx_utils import is_start
 from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.graph_tensors import aliased_argument, called_op, is_view, is_view_op, tensors_of

@@ -31,7 +31,7 @@ from lightning_zero.compat.compiler import (
     functorch_config,
     inductor_config,
 )
-from lightning_zero.compat.ops import OpOverload, draw_seeds
+from lightning_zero.compat.tensors import OpOverload, draw_seeds
 from lightning_zero.compile.fx_utils import output_node
 from lightning_zero.compile.subgraphs.subgraph import Subgraph
 

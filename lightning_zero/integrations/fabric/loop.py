@@ -1,8 +1,8 @@
-"""Where a user's own loop is in a training step.
+"""Track a user's training loop for one model and its optimizers.
 
-The Trainer says when a step begins. A loop only calls the model: a forward with gradients begins a training step, or
-goes on with one whose backward has not come yet; one without is an evaluation, or a part of such a step (a target
-that the model computes for itself).
+The Trainer announces steps; a loop only calls the model. A forward with gradients begins a training step, or continues
+one whose backward is still pending. A forward without gradients is evaluation, or part of a pending step (for example a
+target that the model computes).
 """
 
 from __future__ import annotations
@@ -10,63 +10,70 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
+from lightning.fabric import wrappers
+from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.integrations.oom_hint import explain
+from lightning_zero.integrations.strategy_base import add_error_notes
 from lightning_zero.report.engine_report import startup_summary
 from lightning_zero.report.startup_timer import StartupTimer
 
-__all__ = ["LoopTracker"]
+__all__ = ["LoopTracker", "ShardedModule", "unwrap_module"]
 
 
 class LoopTracker:
-    """Tells one engine what happens to its model.
+    """Announce forwards, backwards and steps of one model to its engine.
 
     Args:
-        engine: of a model that is sharded.
-        compiler: the backend, by the name that torch has for it.
-        show: a line to the user.
+        engine: The engine of the sharded model.
+        compiler: Name of the compile backend.
+        show: Prints a line to the user.
 
     Attributes:
-        begun: there was a training step.
+        has_trained: True after the first training step began.
     """
 
     def __init__(self, engine: Engine, compiler: str, show: Callable[[str], None]) -> None:
         self.engine = engine
         self.has_trained = False
         self._optimizers: list[weakref.ref[Optimizer]] = []
-        steppers = self._optimizers  # a clock that held this loop would keep the model after its last user
-        self._start = StartupTimer(lambda: engine.session.progress.metrics, compiler, lambda: _run_summary(engine, steppers))
+        optimizers = self._optimizers  # not self: the timer would keep the model alive
+        self._start = StartupTimer(
+            lambda: engine.session.progress.metrics,
+            compiler,
+            lambda: startup_summary(engine, _live_optimizers(optimizers)),
+        )
         self._show = show
-        self._in_forward = False  # of a forward
-        self._backward_pending = False  # a backward
+        self._in_forward = False
+        self._backward_pending = False
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the model is a plain one again."""
+        """Return True after the model is plain again."""
         module = self.engine.module
         return module is None or engine_of(module) is not self.engine
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """That step its parameters, in the order of their setup, which is the same on every rank."""
+        """Return the model's optimizers in the order of their setup, which is the same on every rank."""
         return _live_optimizers(self._optimizers)
 
     def add(self, optimizer: Optimizer) -> None:
-        """It steps these parameters from now on."""
         self._optimizers.append(weakref.ref(optimizer))
 
     # -- steps
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Surrounds each call of the model.
+        """Surround each call of the model.
 
         Raises:
-            RuntimeError: while an optimizer steps.
+            RuntimeError: An optimizer is stepping.
         """
         if self._in_forward:  # the model calls itself
             yield
@@ -74,7 +81,7 @@ class LoopTracker:
         training = torch.is_grad_enabled() or self._backward_pending
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled():
-                # What is made here must not be an inference tensor, which training could not use afterwards.
+                # Shards must not become inference tensors, which training could not use afterwards.
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
             stack.enter_context(self._training() if training else self._evaluation())
@@ -103,11 +110,11 @@ class LoopTracker:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Surrounds each backward.
+        """Surround each backward.
 
         Raises:
-            RuntimeError: while an optimizer steps.
-            UnsupportedError: in place of torch's error, where compiled code is asked for more than it can.
+            RuntimeError: An optimizer is stepping.
+            UnsupportedError: Compiled code does not support the backward; it replaces torch's error.
         """
         self.engine.cycle.before_backward()
         try:
@@ -120,12 +127,12 @@ class LoopTracker:
         self.engine.cycle.after_backward()
 
     def after_step(self) -> None:
-        """An optimizer has stepped: what was computed before is of older weights."""
+        """Forget a pending backward after an optimizer step: its forward used older weights."""
         self._backward_pending = False
 
     def reset(self, error: BaseException) -> None:
-        """After an exception: what is half done is dropped, and the next step begins anew."""
-        explain(error, self.engine)
+        """Drop the unfinished step after an exception."""
+        add_error_notes(error, self.engine)
         self._backward_pending = False
         self.engine.cycle.reset()
 
@@ -134,5 +141,32 @@ def _live_optimizers(references: list[weakref.ref[Optimizer]]) -> list[Optimizer
     return [optimizer for reference in references if (optimizer := reference()) is not None]
 
 
-def _run_summary(engine: Engine, optimizers: list[weakref.ref[Optimizer]]) -> str:
-    return startup_summary(engine, _live_optimizers(optimizers))
+class ShardedModule(nn.Module):
+    """Announce each call of a module, in whose place Fabric calls this, to a :class:`LoopTracker`."""
+
+    def __init__(self, module: nn.Module, loop: LoopTracker) -> None:
+        super().__init__()
+        self.module = module
+        self.loop = loop
+
+    # Fabric recompiles a module that the user had compiled, around this one; the strategy compiles inside.
+    @override
+    @torch.compiler.disable
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.loop.is_unsharded:
+            return self._target()(*args, **kwargs)
+        with self.loop.forward():
+            return self._target()(*args, **kwargs)
+
+    def _target(self) -> Any:
+        """Return the module, or the method of it that Fabric puts in place of ``forward`` (``training_step``).
+
+        The modules that such a method calls are compiled then, and its logging stays eager.
+        """
+        forward = self.module.forward
+        return forward if getattr(forward, "__module__", None) == wrappers.__name__ else self.module
+
+
+def unwrap_module(module: nn.Module) -> nn.Module:
+    """Return the user's own module."""
+    return module.module if isinstance(module, ShardedModule) else module

@@ -1,5 +1,4 @@
-"""Fabric's precision plugins, for sharded parameters: the executor hears of each optimizer step, and what is sharded
-already keeps its shards when dtypes are converted."""
+"""Adapt Fabric's precision plugins to sharded parameters: announce each optimizer step to the engine."""
 
 from __future__ import annotations
 
@@ -8,24 +7,22 @@ from typing import Any, cast
 
 from lightning.fabric.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.engine import Engine
-from lightning_zero.integrations.precision import CHOICES, check_complex, to_flat_scaler, convert_unsharded, true_dtype
-from lightning_zero.sharding.module_patching import is_sharded
+from lightning_zero.integrations.precision import ZeroPluginMixin, replace_plugin, to_flat_scaler
 
 __all__ = ["zero_precision"]
 
 FindEngine = Callable[[Optimizer], Engine]
 
 
-class _ZeroPlugin(Precision):
-    """What all plugins share.
+class _ZeroPlugin(ZeroPluginMixin, Precision):
+    """Base of our plugins.
 
     Attributes:
-        engine: finds the engine of an optimizer's parameters.
+        engine: Returns the engine of an optimizer's parameters.
     """
 
     engine: FindEngine
@@ -38,10 +35,10 @@ class _ZeroPlugin(Precision):
             with optimizers.stepping(optimizer):
                 return super().optimizer_step(optimizer, **kwargs)
         with optimizers.with_closure(optimizer) as wrap:
-            announced = wrap(closure)
+            wrapped = wrap(closure)
 
             def last() -> Any:
-                result = announced()
+                result = wrapped()
                 optimizers.begin(optimizer)
                 return result
 
@@ -52,35 +49,19 @@ class ZeroPrecision(_ZeroPlugin):
     """``32-true``."""
 
 
-class _TruePrecision(_ZeroPlugin):
-    """Parameters, gradients and everything on the wire in one dtype."""
-
-    @override
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        check_complex(module, self.precision)
-        if not any(map(is_sharded, module.modules())):
-            return super().convert_module(module)
-        dtype = true_dtype(self.precision)
-        assert dtype is not None
-        return convert_unsharded(module, dtype)
+class ZeroHalfPrecision(_ZeroPlugin, HalfPrecision):
+    """``bf16-true`` and ``16-true``: parameters, gradients and communication in one dtype."""
 
 
-class ZeroHalfPrecision(_TruePrecision, HalfPrecision):
-    """``bf16-true`` and ``16-true``."""
-
-
-class ZeroDoublePrecision(_TruePrecision, DoublePrecision):
+class ZeroDoublePrecision(_ZeroPlugin, DoublePrecision):
     """``64-true``."""
 
 
 class ZeroMixedPrecision(_ZeroPlugin, MixedPrecision):
-    """``bf16-mixed`` and ``16-mixed``: parameters in float32, autocast in forward. ``16-mixed`` scales the loss; an
-    overflow on any rank skips the step on all."""
+    """``bf16-mixed`` and ``16-mixed``: float32 parameters and autocast in forward.
 
-    @override
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        check_complex(module, self.precision)
-        return super().convert_module(module)
+    ``16-mixed`` scales the loss; an overflow on any rank skips the step on all.
+    """
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -91,31 +72,26 @@ class ZeroMixedPrecision(_ZeroPlugin, MixedPrecision):
                 "optimizer.step(closure) cannot be used with a loss scaler (precision='16-mixed'), which must see "
                 "gradients before the optimizer does. Run forward and fabric.backward() before optimizer.step()."
             )
-        return MixedPrecision.optimizer_step(self, optimizer, **kwargs)  # our scaler announces the step
+        return MixedPrecision.optimizer_step(self, optimizer, **kwargs)  # FlatGradScaler announces the step
 
 
 def zero_precision(plugin: Precision, engine: FindEngine) -> Precision:
-    """Our counterpart of one of Fabric's precision plugins.
+    """Return our counterpart of one of Fabric's precision plugins.
 
     Raises:
-        MisconfigurationException: a precision that is not supported, by name.
+        MisconfigurationException: The precision is not supported.
     """
-    ours: _ZeroPlugin
-    if isinstance(plugin, _ZeroPlugin):
-        ours = plugin
-    elif type(plugin) is Precision:
-        ours = ZeroPrecision()
-    elif type(plugin) is HalfPrecision:
-        ours = ZeroHalfPrecision(plugin.precision)
-    elif type(plugin) is DoublePrecision:
-        ours = ZeroDoublePrecision()
-    elif type(plugin) is MixedPrecision:
-        scaler = to_flat_scaler(plugin.scaler, engine, plugin.device)
-        ours = ZeroMixedPrecision(cast(Any, plugin.precision), plugin.device, scaler)
-    else:
-        raise MisconfigurationException(
-            f"Fabric(precision={plugin.precision!r}) with the plugin {type(plugin).__name__} is not supported by the "
-            f"ZeRO-3 strategies. {CHOICES}"
-        )
+    ours: _ZeroPlugin = replace_plugin(
+        plugin,
+        {
+            Precision: lambda p: ZeroPrecision(),
+            HalfPrecision: lambda p: ZeroHalfPrecision(p.precision),
+            DoublePrecision: lambda p: ZeroDoublePrecision(),
+            MixedPrecision: lambda p: ZeroMixedPrecision(
+                cast(Any, p.precision), p.device, to_flat_scaler(p.scaler, engine, p.device)
+            ),
+        },
+        "Fabric",
+    )
     ours.engine = engine
     return ours

@@ -1,68 +1,76 @@
-"""Translates what Fabric is asked for into engine calls, and nothing else."""
+"""Translate Fabric's strategy interface into engine calls."""
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from types import TracebackType
+from typing import Any, ClassVar
 
 import torch
+from lightning.fabric.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.types import ReduceOp
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.compat.lightning_private import BackwardSyncControl, EmptyInit
-from lightning_zero.compile.events import GraphObserver, PassObserver
-from lightning_zero.compile.capture.compiler_warm_up import warm_up
-from lightning_zero.compile.capture.compiler_warm_up import start_compile_workers
+from lightning_zero.config import Options
+from lightning_zero.config.schema import options
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.integrations.arguments import engine_config, options_init
-from lightning_zero.integrations.fabric.arguments import Arguments
-from lightning_zero.integrations.fabric.loop import LoopTracker
-from lightning_zero.integrations.fabric.module import ShardedModule
-from lightning_zero.integrations.fabric.optimizers import find_loop, prepare_optimizer
+from lightning_zero.integrations.fabric.fabric_checkpoints import FabricCheckpointing
+from lightning_zero.integrations.fabric.loop import LoopTracker, ShardedModule
+from lightning_zero.integrations.fabric.optimizer_setup import find_loop, prepare_optimizer
 from lightning_zero.integrations.fabric.precision import zero_precision
-from lightning_zero.integrations.fabric.processes import FabricProcessStrategy
-from lightning_zero.integrations.fabric.saving import FabricCheckpointing
-from lightning_zero.integrations.inspection import Inspection
 from lightning_zero.integrations.precision import with_precision
-from lightning_zero.integrations.processes import without_nccl_abort
-from lightning_zero.integrations.uncompile import save_compiled_names, accept_compiled_names, uncompile_modules
-from lightning_zero.native.ahead import BackgroundBuild
+from lightning_zero.integrations.processes import FabricLauncher, reduce_in_place
+from lightning_zero.integrations.strategy_base import options_init
+from lightning_zero.native.failures import ShownErrorHook
 from lightning_zero.native.watchdog import SequenceId
 
-__all__ = ["FabricZeroStrategy"]
+__all__ = ["FabricArguments", "FabricZeroStrategy"]
 
 
-class FabricZeroStrategy(Inspection, FabricCheckpointing, FabricProcessStrategy):
-    """ZeRO-3 for Fabric: parameters, gradients and optimizer state are sharded over all ranks, and what a training step
-    calls is compiled. With ``stage`` 2 or 1 less is sharded.
+@options
+class FabricArguments(Options):
+    """Arguments of ``FabricZeroStrategy``: the options, and those that Fabric passes to every strategy."""
+
+    owner: ClassVar[str] = "FabricZeroStrategy"
+
+    accelerator: Accelerator | None = None
+    parallel_devices: list[torch.device] | None = None
+    cluster_environment: ClusterEnvironment | None = None
+    checkpoint_io: CheckpointIO | None = None
+    precision: Precision | None = None
+
+
+class FabricZeroStrategy(FabricCheckpointing):
+    """ZeRO-3 for Fabric: shard parameters, gradients and optimizer state, and compile training steps.
 
     Use it by name after ``import lightning_zero``: ``Fabric(strategy="zero3_compile")``, ``"zero2_compile"``,
-    ``"zero1_compile"``, or ``"zero3"`` without compilation. A loop stays as it is. Calls of the model with gradients
-    are training, those without are evaluation; the first training step runs eagerly and shows what to compile.
-    Gradients are reduced in each backward, inside ``fabric.no_backward_sync()``, too, where they do not stay whole
-    (``stage=1``).
+    ``"zero1_compile"``, or ``"zero3"`` without compilation. A loop needs no changes. Calls of the model with gradients
+    are training, those without are evaluation. The first training step runs eagerly and determines the modules to
+    compile. Each backward reduces gradients, also inside ``fabric.no_backward_sync()``, except with ``stage=1``.
 
-    Each model that is set up has an engine and an optimizer of its own, or several; methods that show plans, passes and
-    counts are about the one that was set up last.
+    Each model that is set up has its own engine and one or several optimizers. Methods that return plans, passes and
+    counts refer to the model that was set up last.
     """
 
+    api_name = "Fabric"
+    launcher_type = FabricLauncher
     lightning_module = None
 
-    @options_init(Arguments)
-    def __init__(self, arguments: Arguments) -> None:
-        self._options = engine_config(arguments)
-        self._engine: Engine | None = None
-        self._observers: list[GraphObserver] = []
-        self._pass_observers: list[PassObserver] = []
-        self._under_construction: list[Engine] = []  # whose models have not been set up
-        self._loop_refs: list[weakref.ref[LoopTracker]] = []  # in the order of their setup, the same on every rank
+    @options_init(FabricArguments)
+    def __init__(self, arguments: FabricArguments) -> None:
+        self._init_engine(arguments)
+        self._under_construction: list[Engine] = []  # engines whose models have not been set up
+        self._loop_refs: list[weakref.ref[LoopTracker]] = []  # in the order of setup, the same on every rank
         super().__init__(
             accelerator=arguments.accelerator,
             parallel_devices=arguments.parallel_devices,
@@ -70,9 +78,8 @@ class FabricZeroStrategy(Inspection, FabricCheckpointing, FabricProcessStrategy)
             checkpoint_io=arguments.checkpoint_io,
             precision=arguments.precision,
         )
-        self._init_processes(arguments.process_group_backend, arguments.timeout, arguments.tuning.report_stall_after_s)
         self._backward_sync_control = _BackwardSync()
-        self._build = BackgroundBuild(self)
+        self._begin()
 
     @property
     @override
@@ -83,6 +90,48 @@ class FabricZeroStrategy(Inspection, FabricCheckpointing, FabricProcessStrategy)
     @precision.setter
     def precision(self, plugin: Precision | None) -> None:
         self._precision = None if plugin is None else zero_precision(plugin, self._find_engine)
+
+    # -- processes
+
+    def _set_world_ranks(self) -> None:
+        self.set_world_ranks()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        install_excepthook(self)
+
+    @override
+    def _watch_collective(self, description: str) -> AbstractContextManager[None]:
+        engines = [loop.engine for loop in self._loops]
+        for engine in engines:
+            engine.sharder.sync.after_writing()  # other ranks may wait to read this rank's writes
+        return engines[0].watchdog.waiting(description, SequenceId.WORLD) if engines else nullcontext()
+
+    def _watch_collective_of(self, group: Any, description: str) -> AbstractContextManager[None]:
+        everyone = group is None or group is torch.distributed.group.WORLD
+        return self._watch_collective(description) if everyone and torch.distributed.is_initialized() else nullcontext()
+
+    @override
+    def all_reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        with self._watch_collective_of(group, "Fabric's all_reduce"):
+            return reduce_in_place(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        with self._watch_collective_of(group, "Fabric's all_gather"):
+            return super().all_gather(tensor, group, sync_grads)
+
+    def report_failure(self, error: BaseException) -> None:
+        """Report an exception that ends this process to the other ranks."""
+        if self._startup is not None:
+            self._startup.fail(error)
+        for loop in self._loops:
+            loop.engine.watchdog.fail(error)
 
     # -- engines
 
@@ -109,24 +158,21 @@ class FabricZeroStrategy(Inspection, FabricCheckpointing, FabricProcessStrategy)
     def _new_engine(self) -> Engine:
         if not torch.distributed.is_initialized():
             raise MisconfigurationException(
-                "The strategy was asked for something before processes were started. Call fabric.launch() first."
+                "The strategy was used before processes were started. Call fabric.launch() first."
             )
         config = with_precision(self.precision.precision, self._options)
-        start_compile_workers(config.compiled, self.root_device)
-        if self._build.is_pending:
-            warm_up(config.compiled, self.root_device)
-        waited = self._build.finish()
-        with without_nccl_abort():
-            engine = Engine(self.root_device, config, skip_modules=(Metric,), report=rank_zero_info)
-        if waited > 1:
-            rank_zero_info(f"Waited {waited:.0f} s for the C++ executor to be built.")
-        self._observe_engine(engine)
+        engine, waited_s = self._create_engine(config, rank_zero_info)
+        if waited_s > 1:
+            rank_zero_info(
+                f"Waited {waited_s:.0f} s for the C++ executor to be built. `python -m lightning_zero build` does it "
+                "ahead of time."
+            )
         engine.cycle.begin_stage()
         self._close_startup()
         return engine
 
     def _engine_for(self, module: nn.Module) -> Engine:
-        """The one by which parts of the module were built as shards, or a new one."""
+        """Return the engine that built parts of the module as shards, or a new one."""
         found = {id(made): made for child in module.modules() if (made := engine_of(child)) is not None}
         if not found:
             unused = [engine for engine in self._under_construction if not engine.sharder.live]
@@ -149,8 +195,7 @@ class FabricZeroStrategy(Inspection, FabricCheckpointing, FabricProcessStrategy)
     @contextmanager
     @override
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Around the construction of a model: every layer is sharded as soon as it is built, so no rank ever holds the
-        whole model. Collective."""
+        """Shard every layer of a model as soon as it is built, so that no rank holds all of it. Collective."""
         engine = self._new_engine()
         self._under_construction.append(engine)
         empty, dtype = EmptyInit(enabled=bool(empty_init)), self.precision.module_init_context()
@@ -159,18 +204,18 @@ class FabricZeroStrategy(Inspection, FabricCheckpointing, FabricProcessStrategy)
 
     @override
     def module_to_device(self, module: nn.Module) -> None:
-        """Parameters and buffers move when they are sharded, one at a time; a model without parameters moves now."""
+        """Move a module without parameters; others move parameter by parameter when they are sharded."""
         if next(module.parameters(), None) is None:
             module.to(self.root_device)
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shards the module in place, and compiles what it calls in the first training step. Collective.
+        """Shard the module in place; the first training step determines the modules to compile. Collective.
 
         Raises:
-            MisconfigurationException: it is sharded already, or has no parameters.
-            UnsupportedError: a parameter or module that cannot be sharded.
-            RankMismatchError: ranks hold different models.
+            MisconfigurationException: The module is sharded already, or has no parameters.
+            UnsupportedError: A parameter or module cannot be sharded.
+            RankMismatchError: Ranks hold different models.
         """
         if next(module.parameters(), None) is None:
             raise MisconfigurationException(
@@ -179,22 +224,18 @@ class FabricZeroStrategy(Inspection, FabricCheckpointing, FabricProcessStrategy)
             )
         engine = self._engine_for(module)
         self._engine = engine
-        compiled = uncompile_modules(module)
-        accept_compiled_names(module, compiled)
-        engine.shard(module)
-        save_compiled_names(compiled)
-        for child in module.modules():
-            if isinstance(child, Metric):
-                child.to(self.root_device)
+        self._shard_uncompiled(engine, module)
+        self._move_metrics(module)
         loop = LoopTracker(engine, self._options.compile_backend, rank_zero_info)
         self._loop_refs = [*(weakref.ref(known) for known in self._loops), weakref.ref(loop)]
         return ShardedModule(module, loop)
 
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """
+        """Prepare an optimizer to step shards.
+
         Raises:
-            UnsupportedError: it needs whole parameters, or has others than those of one model that was set up.
+            UnsupportedError: It needs full parameters, or has others than those of one model that was set up.
         """
         prepare_optimizer(optimizer, find_loop(optimizer, self._loops))
         return optimizer
@@ -225,11 +266,13 @@ class FabricZeroStrategy(Inspection, FabricCheckpointing, FabricProcessStrategy)
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """Scales gradients to a norm over all ranks of at most ``max_norm``; returns the norm before, 0-dim on the
-        device. Collective. The host waits for it only with ``error_if_nonfinite``.
+        """Scale gradients to a norm over all ranks of at most ``max_norm``. Collective.
+
+        Returns:
+            The norm before, 0-dim on the device. The host waits for it only with ``error_if_nonfinite``.
 
         Raises:
-            RuntimeError: the norm is NaN or infinite; gradients are of no use then.
+            RuntimeError: The norm is NaN or infinite; the gradients are unusable then.
         """
         engine = self._find_engine(optimizer)
         if float(norm_type) != 2.0:
@@ -239,8 +282,8 @@ class FabricZeroStrategy(Inspection, FabricCheckpointing, FabricProcessStrategy)
         norm = engine.optimizers.stepper(optimizer).clip_norm(float(max_norm))
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
-                f"The total norm of gradients is {norm.item()}, so they cannot be clipped. Look for what the loss was, "
-                "or pass error_if_nonfinite=False and skip the step where the norm that is returned is not finite."
+                f"The total norm of gradients is {norm.item()}, so they cannot be clipped. Check the loss, or "
+                "pass error_if_nonfinite=False and skip the step if the returned norm is not finite."
             )
         return norm
 
@@ -251,30 +294,37 @@ class FabricZeroStrategy(Inspection, FabricCheckpointing, FabricProcessStrategy)
         engine.cycle.finalize_gradients()
         engine.optimizers.stepper(optimizer).clip_value(float(clip_val))
 
-    # -- what ranks do together
-
-    @override
-    def _watch_collective(self, what: str) -> AbstractContextManager[None]:
-        loops = self._loops
-        for loop in loops:
-            loop.engine.sharder.sync.after_writing()  # whoever comes last may want to read what this rank has written
-        return loops[0].engine.watchdog.waiting(what, SequenceId.WORLD) if loops else nullcontext()
-
-    @override
-    def failed(self, error: BaseException) -> None:
-        super().failed(error)
-        for loop in self._loops:
-            loop.engine.watchdog.fail(error)
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(repr(loop.engine) for loop in self._loops) or 'nothing set up'})"
 
 
 class _BackwardSync(BackwardSyncControl):
-    """Gradients are reduced in each backward and added up in shards; where there are several hosts, these may wait."""
+    """Let several hosts delay the reduction of gradients; on one host each backward reduces them."""
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         engines = (made for child in module.modules() if (made := engine_of(child)) is not None)
         engine = next(engines, None)
         return engine.cycle.accumulating() if enabled and engine is not None else nullcontext()
+
+
+class _ExceptHook:
+    """Report exceptions that end this process to other ranks; a user's loop has no other place for that."""
+
+    def __init__(self, previous: Callable[..., Any]) -> None:
+        self.strategies: weakref.WeakSet[FabricZeroStrategy] = weakref.WeakSet()
+        self._previous = previous
+
+    def __call__(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        try:
+            for strategy in list(self.strategies):
+                strategy.report_failure(error)
+        finally:
+            self._previous(kind, error, traceback)
+
+
+def install_excepthook(strategy: FabricZeroStrategy) -> None:
+    """Report exceptions that end this process to ``strategy``."""
+    if not isinstance(sys.excepthook, _ExceptHook):
+        sys.excepthook = _ExceptHook(ShownErrorHook(sys.excepthook))
+    sys.excepthook.strategies.add(strategy)

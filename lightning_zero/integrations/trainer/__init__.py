@@ -1,1 +1,1 @@
-"""The Trainer: its strategy, and what of Lightning has to know about shards."""
+"""Integrate with the Trainer: its strategy, and patches of Lightning that need to know shards."""

@@ -1,4 +1,4 @@
-"""Changes the graph passes of a strategy at given steps."""
+"""Change the graph passes of a strategy at given steps."""
 
 from __future__ import annotations
 
@@ -12,27 +12,45 @@ from typing_extensions import override
 
 from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.passes.selection import Schedule
-from lightning_zero.integrations.trainer.lookup import zero_strategy
 
-__all__ = ["PassSchedule"]
+__all__ = ["PassSchedule", "zero_strategy"]
+
+
+def zero_strategy(trainer: pl.Trainer, method: str, purpose: str) -> Any:
+    """Return the Trainer's strategy.
+
+    Args:
+        trainer: The Trainer.
+        method: Method of ``ZeroStrategy`` that a callback calls.
+        purpose: Purpose of the callback, beginning with its name.
+
+    Raises:
+        MisconfigurationException: The strategy has no such method, because it is of another kind.
+    """
+    strategy = trainer.strategy
+    if not hasattr(strategy, method):
+        raise MisconfigurationException(
+            f"{purpose}, but this is {type(strategy).__name__}. "
+            "Pass Trainer(strategy='zero3_compile') after `import lightning_zero`, or remove the callback."
+        )
+    return strategy
 
 
 class PassSchedule(Callback):
-    """Applies graph passes by optimizer step: ``PassSchedule([(0, names), (100, None)])``. Or switches some off:
-    ``PassSchedule(disable=["merge_reduces"])``.
+    """Apply graph passes by optimizer step: ``PassSchedule([(0, names), (100, None)])``.
 
-    What is compiled is compiled again where the passes change, which takes as long as the first time.
+    ``PassSchedule(disable=["merge_reduces"])`` turns some off. A change of passes compiles everything once more.
 
     Args:
-        entries: pairs of a step (``trainer.global_step``) and the names of the passes that apply from it on, in order;
+        entries: Pairs of a step (``trainer.global_step``) and the names of the passes that apply from it on, in order;
             None for the default ones, which also apply before the first entry.
             ``trainer.strategy.known_passes()`` lists the names.
-        passes: your own passes, to be registered first.
-        disable: names of passes that are switched off from the beginning, whichever the entries name; to find out
-            whether one of them is to blame.
+        passes: Your own passes, registered first.
+        disable: Names of passes that are off from the beginning, even if an entry has them; use it to find out if one
+            of them causes a problem.
 
     Raises:
-        MisconfigurationException: (in ``setup``) the strategy is no ``ZeroStrategy``, or the schedule cannot run.
+        MisconfigurationException: (in ``setup``) The strategy is no ``ZeroStrategy``, or the schedule cannot run.
     """
 
     def __init__(

@@ -1,79 +1,94 @@
-"""Translates Lightning's hooks into engine calls, and nothing else."""
+"""Translate Lightning's strategy interface and hooks into engine calls."""
 
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torchmetrics import Metric
 from typing_extensions import override
 
 from lightning_zero.compat.lightning_private import optimizers_to_device
-from lightning_zero.compile.events import GraphObserver, PassObserver
-from lightning_zero.compile.capture.compiler_warm_up import warm_up
-from lightning_zero.compile.capture.compiler_warm_up import start_compile_workers
-from lightning_zero.config import EngineConfig
+from lightning_zero.compat.modules import BatchNorm
+from lightning_zero.config import EngineConfig, Options
+from lightning_zero.config.schema import options
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.integrations.arguments import engine_config, options_init
-from lightning_zero.integrations.inspection import Inspection
-from lightning_zero.integrations.oom_hint import explain
-from lightning_zero.integrations.precision import with_precision
-from lightning_zero.integrations.processes import without_nccl_abort
-from lightning_zero.integrations.trainer.arguments import Arguments
-from lightning_zero.integrations.trainer.averaging import average_shards
-from lightning_zero.integrations.trainer.checkpoint_callbacks import patch_checkpoint_callbacks
-from lightning_zero.integrations.trainer.checks import check_sharded_module, check_trainable, check_callbacks
-from lightning_zero.integrations.trainer.evaluation_stop import EvaluationStop
-from lightning_zero.integrations.trainer.finetuning import compare_shards_by_identity
-from lightning_zero.integrations.trainer.micro_batches import one_micro_batch
+from lightning_zero.integrations.precision import check_complex, true_dtype, with_precision
+from lightning_zero.integrations.processes import TrainerLauncher, reduce_in_place, without_nccl_abort
+from lightning_zero.integrations.strategy_base import add_error_notes, options_init
+from lightning_zero.integrations.trainer.callbacks import (
+    average_shards,
+    check_callbacks,
+    compare_shards_by_identity,
+    patch_checkpoint_callbacks,
+)
 from lightning_zero.integrations.trainer.precision import zero_precision
-from lightning_zero.integrations.trainer.processes import ProcessStrategy
-from lightning_zero.integrations.trainer.saving import TrainerCheckpointing
-from lightning_zero.integrations.trainer.sigterm import Start, check_stop_now, check_stop_on_cpu, has_deferred_sigterm, defer_sigterm, expose_sigterm
-from lightning_zero.integrations.trainer.stage_end import wait_for_stage_end
-from lightning_zero.integrations.uncompile import save_compiled_names, accept_compiled_names, uncompile_modules
-from lightning_zero.native.ahead import BackgroundBuild
+from lightning_zero.integrations.trainer.signals import (
+    EvaluationStop,
+    Start,
+    check_stop_now,
+    check_stop_on_cpu,
+    defer_sigterm,
+    expose_sigterm,
+    has_deferred_sigterm,
+    wait_for_stage_end,
+)
+from lightning_zero.integrations.trainer.trainer_checkpoints import TrainerCheckpointing
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.report.engine_report import startup_summary
 from lightning_zero.report.startup_timer import StartupTimer
 
-__all__ = ["ZeroStrategy"]
+__all__ = ["Arguments", "ZeroStrategy"]
 
-log = logging.getLogger(__name__)
+# Hooks in which users may accumulate gradients or call backward several times.
+MANUAL_HOOKS = ("backward", "optimizer_step", "optimizer_zero_grad")
 
 
-class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
-    """ZeRO-3: parameters, gradients and optimizer state are sharded over all ranks, and the modules a training step
-    calls are compiled. With ``stage`` 2 or 1 less is sharded.
+@options
+class Arguments(Options):
+    """Arguments of ``ZeroStrategy``: the options, and those that Lightning passes to every strategy."""
+
+    accelerator: pl.accelerators.Accelerator | None = None
+    parallel_devices: list[torch.device] | None = None
+    cluster_environment: ClusterEnvironment | None = None
+    checkpoint_io: CheckpointIO | None = None
+    precision_plugin: Precision | None = None
+
+
+class ZeroStrategy(TrainerCheckpointing):
+    """ZeRO-3: shard parameters, gradients and optimizer state, and compile the training step's modules.
 
     Use it by name after ``import lightning_zero``: ``Trainer(strategy="zero3_compile")``, ``"zero2_compile"``,
-    ``"zero1_compile"``, or ``"zero3"`` without compilation. Precision, clipping, accumulation and the rest are Trainer
-    arguments.
+    ``"zero1_compile"``, or ``"zero3"`` without compilation. Lower stages shard less. Precision, clipping, accumulation
+    and the rest are Trainer arguments.
     """
 
+    api_name = "Trainer"
+    launcher_type = TrainerLauncher
     strategy_name = "zero3"
 
     @options_init(Arguments)
     def __init__(self, arguments: Arguments) -> None:
-        self._options = engine_config(arguments)
-        self._engine: Engine | None = None
+        self._init_engine(arguments)
         self._remove_stop_check: Callable[[], None] | None = None
-        self._observers: list[GraphObserver] = []
-        self._pass_observers: list[PassObserver] = []
         self._lightning_module_ref: pl.LightningModule | None = None
         self._prepared = False  # in this stage
         self._ranks_can_save, self._is_loading = None, False
@@ -85,14 +100,11 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
             cluster_environment=arguments.cluster_environment,
             checkpoint_io=arguments.checkpoint_io,
             precision_plugin=arguments.precision_plugin,
-            process_group_backend=arguments.process_group_backend,
-            timeout=arguments.timeout,
-            report_stall_after_s=arguments.tuning.report_stall_after_s,
         )
-        self._build = BackgroundBuild(self)
+        self._begin()
         self._start = StartupTimer(self._compile_timings)
 
-    # -- what the Trainer asks before anything runs
+    # -- before anything runs
 
     @property
     @override
@@ -104,20 +116,26 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else zero_precision(plugin, self._require_engine)
 
-    # Lightning assigns this before it checks whether the strategy accepts a compiled LightningModule. Ours compiles by
-    # itself, so what the user compiled is taken apart here.
     @property
     def _lightning_module(self) -> pl.LightningModule | None:
         return self._lightning_module_ref
 
     @_lightning_module.setter
     def _lightning_module(self, module: pl.LightningModule | None) -> None:
+        # Lightning assigns this before it checks if the strategy accepts a compiled LightningModule.
         if module is not None and getattr(module, "_compiler_ctx", None) is not None:
-            rank_zero_info("The LightningModule was compiled by hand; the strategy compiles it its own way instead.")
+            rank_zero_info(
+                "The strategy compiles the LightningModule itself and ignores your torch.compile of it. Remove that "
+                "call to silence this message."
+            )
             to_uncompiled(module)
         self._lightning_module_ref = module
 
-    # -- setup
+    @property
+    def is_distributed(self) -> bool:
+        return True  # otherwise the Trainer installs no distributed sampler
+
+    # -- processes
 
     @override
     def setup_environment(self) -> None:
@@ -127,57 +145,66 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
             patch_checkpoint_callbacks(module.trainer)
         with without_nccl_abort():
             super().setup_environment()
+            reset_seed()
             engine = (module is not None and engine_of(module)) or self._require_engine()
-        # From here on, so that whatever keeps a rank away in one of the user's hooks is seen by the others.
+        # Begin here, so that other ranks notice a rank that a user's hook delays.
         engine.cycle.begin_stage()
-        self._stage = engine.checkpoints.together.begin_stage()
+        self._stage = engine.checkpoints.ranks.begin_stage()
         self._stop = EvaluationStop(engine.mesh, self._stage)
         self._close_startup()
 
     @override
-    def _watch_collective(self, what: str) -> AbstractContextManager[None]:
-        if self._engine is None:
+    def _watch_collective(self, description: str) -> AbstractContextManager[None]:
+        engine = self._engine
+        if engine is None:
             return nullcontext()
-        self._engine.sharder.sync.after_writing()  # whoever comes last may want to read what this rank has written
-        return self._engine.watchdog.waiting(what, SequenceId.WORLD)
+        engine.sharder.sync.after_writing()  # other ranks may wait to read this rank's writes
+        return engine.watchdog.waiting(description, SequenceId.WORLD)
 
     @override
     def _object_group(self) -> Any:
         mesh = None if self._engine is None else self._engine.mesh
         if mesh is None or mesh.world_size != self.world_size:
             return super()._object_group()
-        return mesh.control_group  # by way of a device, the host would wait for all that it was given
+        return mesh.control_group  # on the CPU: a collective on the device would make the host wait for all its work
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        with self._watch_collective("the reduction of a logged value") if group is None else nullcontext():
+            return reduce_in_place(tensor, group, reduce_op)
 
     def _run_stop_check(self, start: Start) -> None:
         engine = self._require_engine()
         engine.sharder.sync.after_writing()
-        engine.executor.collective("the question before each batch whether to stop for a SIGTERM", SequenceId.CONTROL, start)
+        engine.executor.collective(
+            "the question before each batch whether to stop for a SIGTERM", SequenceId.CONTROL, start
+        )
+
+    # -- setup
 
     def _require_engine(self) -> Engine:
         if self._engine is None:
             if not torch.distributed.is_initialized():
                 raise MisconfigurationException(
-                    "The strategy was asked for something before it was set up. Call this inside a hook of the "
-                    "LightningModule or a callback, while trainer.fit() or another stage is running."
+                    "The strategy was used before its setup. Call this inside a hook of the LightningModule or a "
+                    "callback, while trainer.fit() or another stage is running."
                 )
-            start_compile_workers(self._options.compiled, self.root_device)
-            if self._build.is_pending:
-                warm_up(self._options.compiled, self.root_device)
-            self._start.built(self._build.finish())
-            self._engine = Engine(self.root_device, self._config(), skip_modules=(Metric,), report=rank_zero_info)
-            self._observe_engine(self._engine)
+            self._engine, waited_s = self._create_engine(self._config(), rank_zero_info)
+            self._start.built(waited_s)
         return self._engine
 
     def _config(self) -> EngineConfig:
-        """The options, and what the Trainer's precision decides."""
         plugin = self._precision_plugin
         return with_precision(plugin.precision, self._options) if plugin is not None else self._options
 
     @contextmanager
     @override
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Around ``configure_model``: every layer is sharded as soon as it is built, so no rank ever holds the whole
-        model."""
+        """Shard each layer in ``configure_model`` when it is built; no rank ever holds the full model."""
         module = self.lightning_module
         if not torch.distributed.is_initialized() or (module is not None and engine_of(module) is not None):
             yield
@@ -191,14 +218,18 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
             self._prepare_module(trainer)
         engine = self._require_engine()
         engine.executor.begin_stage()
-        if (left := engine.checkpoints.halfway.left) is not None:
-            engine.checkpoints.halfway.left = None  # once
-            rank_zero_warn(f"{left} This stage goes on with what is there.")
+        if (left := engine.checkpoints.partial_load.message) is not None:
+            engine.checkpoints.partial_load.message = None  # warn once
+            rank_zero_warn(f"{left} This stage goes on with these values.")
         # Shards must not become inference tensors, which training could not use afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         if trainer.state.fn == TrainerFn.FITTING:
-            check_trainable(engine, trainer.lightning_module)
+            if not engine.sharder.live:
+                raise MisconfigurationException(
+                    f"{type(trainer.lightning_module).__name__} has no parameters, so there is nothing to train. Use "
+                    "another strategy, or create the network in __init__() or configure_model()."
+                )
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -213,7 +244,8 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
         super().connect(model)
 
     def _compile_timings(self) -> Mapping[str, float]:
-        return {} if self._engine is None else self._engine.session.progress.metrics
+        engine = self._engine
+        return {} if engine is None else engine.session.progress.metrics
 
     def _run_summary(self) -> str:
         if self._engine is None or self.lightning_module is None:
@@ -225,11 +257,10 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
             rank_zero_info(line)
 
     def _prepare_module(self, trainer: pl.Trainer) -> None:
-        """Shards the module and what callbacks hold of it: in ``setup``, or before that, when weights are loaded.
+        """Shard the module and its copies in callbacks: in ``setup``, or earlier when weights are loaded.
 
-        A checkpoint is read before ``setup``, so that ``configure_optimizers`` and ``on_fit_start`` find what it
-        brought. ``on_load_checkpoint`` still has the module as the user built it, and may build it anew; its values
-        then go straight into shards.
+        A checkpoint is read before ``setup``, so that ``configure_optimizers`` and ``on_fit_start`` see its values.
+        ``on_load_checkpoint`` still has the user's module, and may replace it; values then go straight into shards.
         """
         assert self.accelerator is not None
         assert self.lightning_module is not None
@@ -243,7 +274,7 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
             self._adopt(adopted, module)
         self.model_to_device()
         engine = self._require_engine()
-        if trainer.state.fn != TrainerFn.FITTING:  # no plan comes, and ranks may evaluate unevenly
+        if trainer.state.fn != TrainerFn.FITTING:  # there is no plan to wait for, and ranks may evaluate unevenly
             engine.sharder.memory.settle()
         average_shards(trainer, engine, module, self.root_device)
         compare_shards_by_identity(trainer, engine)
@@ -252,18 +283,18 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
 
     def _shard(self, module: pl.LightningModule) -> None:
         engine = self._require_engine()
-        compiled = uncompile_modules(module)
-        accept_compiled_names(module, compiled)
-        self.precision_plugin.convert_module(module)
-        # Before evaluation, too: a fit may follow, and synchronised layers evaluate like any others.
-        if self._layer_sync is not None:
-            with engine.construction():
-                self._layer_sync.apply(module)
+
+        def convert() -> None:
+            self.precision_plugin.convert_module(module)
+            # Also before an evaluation: a fit may follow, and synchronized layers evaluate like any others.
+            if self._layer_sync is not None:
+                with engine.construction():
+                    self._layer_sync.apply(module)
+
         try:
-            engine.shard(module)
+            self._shard_uncompiled(engine, module, convert)
         except UnsupportedError as error:
             raise MisconfigurationException(str(error)) from error
-        save_compiled_names(compiled)
 
     def _adopt(self, engine: Engine, module: pl.LightningModule) -> None:
         check_sharded_module(engine, module, self.root_device, self.precision_plugin, self._layer_sync is not None)
@@ -275,11 +306,9 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Parameters and buffers are where they belong already; metrics keep their state elsewhere."""
+        """Move metrics; parameters and buffers are on their devices already."""
         assert self.lightning_module is not None
-        for module in self.lightning_module.modules():
-            if isinstance(module, Metric):
-                module.to(self.root_device)
+        self._move_metrics(self.lightning_module)
         self.lightning_module._device = self.root_device
 
     @override
@@ -292,7 +321,7 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
                 engine.optimizers.check(optimizer)
             except UnsupportedError as error:
                 raise MisconfigurationException(str(error)) from error
-        engine.memory.gradients.single_micro_batch = one_micro_batch(trainer)
+        engine.memory.gradients.single_micro_batch = has_single_micro_batch(trainer)
         engine.optimizers.arrange(self.optimizers)
 
     # -- steps
@@ -302,8 +331,7 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
         assert self.lightning_module is not None
         lines = self._start.batch()
         if lines and self.saves_async:
-            # What the start has made is looked at now; else the first save's many small objects would have Python look
-            # at all there is in the midst of it, or soon after, which takes some 0.5 s.
+            # Collect the start's objects now. Otherwise a collection during or after the first save takes about 0.5 s.
             gc.collect()
         self._show_start(lines)
         with self.precision_plugin.train_step_context(), self._require_engine().train_step():
@@ -319,13 +347,15 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
         yield
         self._require_engine().cycle.after_eval()
         module = self.lightning_module
-        if module is not None and self._stop is not None and self._stop.after_batch(has_deferred_sigterm(module.trainer)):
+        if module is None or self._stop is None:
+            return
+        if self._stop.after_batch(has_deferred_sigterm(module.trainer)):
             expose_sigterm(module.trainer, True)
 
     @override
     def on_validation_end(self) -> None:
         assert self.lightning_module is not None
-        expose_sigterm(self.lightning_module.trainer, False)  # that was its last batch
+        expose_sigterm(self.lightning_module.trainer, False)  # the check before the next training batch decides
 
     @override
     def on_train_end(self) -> None:
@@ -349,7 +379,7 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
 
     @override
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        # What Lightning surrounds micro-batches with after which others come.
+        # Lightning surrounds all micro-batches but the last of a step with this.
         return self._require_engine().cycle.accumulating()
 
     @override
@@ -376,12 +406,14 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
             self._require_engine().checkpoints.prepare(self.optimizers)
         return result
 
+    # -- end
+
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._startup is not None:
             self._startup.fail(exception)
         if self._engine is not None:
-            explain(exception, self._engine)
+            add_error_notes(exception, self._engine)
             self._engine.watchdog.fail(exception)
             self._engine.cycle.clean_up()
 
@@ -405,10 +437,56 @@ class ZeroStrategy(Inspection, TrainerCheckpointing, ProcessStrategy):
         if self._engine is not None:
             wait_for_stage_end(self._engine, self._stage, self._stall_report_s)
 
-    def leave(self) -> None:
-        """End this process within a few seconds after a failure, whatever it still waits for."""
+    def exit_soon(self) -> None:
+        """End this process within a few seconds after a failure, even if it is still waiting."""
         if self._engine is not None:
             self._engine.watchdog.leave()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._engine or 'not set up'})"
+
+
+def has_single_micro_batch(trainer: pl.Trainer) -> bool:
+    """Return True if every optimizer step has one micro-batch, which gradient aliasing requires."""
+    module = trainer.lightning_module
+    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return (
+        module.automatic_optimization
+        and trainer.accumulate_grad_batches == 1
+        and not any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
+        and not any(is_overridden(name, module, pl.LightningModule) for name in MANUAL_HOOKS)
+    )
+
+
+def check_sharded_module(
+    engine: Engine, module: nn.Module, device: torch.device, precision: Precision, sync_batchnorm: bool
+) -> None:
+    """Raise ``MisconfigurationException`` if a sharded module does not fit this Trainer, or grew."""
+    world_size = dist.get_world_size()
+    if engine.world_size != world_size or engine.device != device:
+        raise MisconfigurationException(
+            f"The model was sharded by an earlier Trainer over {engine.world_size} ranks on {engine.device}, and "
+            f"cannot be used on {world_size} ranks on {device}. Call lightning_zero.unshard(model) in between."
+        )
+    added = [name for name, param in module.named_parameters() if engine.sharder.find(param) is None]
+    if added:
+        raise MisconfigurationException(
+            f"{len(added)} parameters were added after the model was sharded, the first is {added[0]!r}. If "
+            "configure_model() built the network again, make it return early: `if self.model is not None: return`. If "
+            "on_load_checkpoint() built it again, call lightning_zero.unshard(model) before this stage. Otherwise add "
+            "parameters before fit()."
+        )
+    check_complex(module, precision.precision)
+    dtype = true_dtype(precision.precision)
+    others = {param.dtype for param in module.parameters() if param.is_floating_point()} - {dtype}
+    if dtype is not None and others:
+        raise MisconfigurationException(
+            f"The model was sharded by an earlier Trainer in {', '.join(map(str, others))}, and cannot be converted "
+            f"for Trainer(precision={precision.precision!r}) any more. Call lightning_zero.unshard(model) in between."
+        )
+    layers = [layer for layer in module.modules() if isinstance(layer, BatchNorm)]
+    if sync_batchnorm and not all(isinstance(layer, nn.SyncBatchNorm) for layer in layers):
+        raise MisconfigurationException(
+            "The model was sharded by an earlier Trainer without sync_batchnorm=True, and its layers cannot be "
+            "replaced any more. Call lightning_zero.unshard(model) in between, or pass it to the earlier Trainer, too."
+        )

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.engine import cannot_change_error
+from lightning_zero.config.engine_config import cannot_change_error
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.sharding.symm_mem.memory import SymmetricMemory

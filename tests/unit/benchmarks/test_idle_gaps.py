@@ -68,7 +68,7 @@ def test_all_kernels_of_ours_are_known_by_whether_ranks_meet_there() -> None:
         for file in source_directory().rglob("*.cu")
         for head in file.read_text().replace("\\\n", "").split("__global__ void")[1:]
     ]
-    assert set(heads) - MEETINGS == {"name"}  # of row_means.cu, which writes some by a macro
+    assert set(heads) - MEETINGS == {"name"}  # of kernels.cu, which writes some by a macro
     assert set(heads) >= MEETINGS
 
 

@@ -20,11 +20,17 @@ pytest.importorskip("hypothesis", reason="it is in the extra named test")
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from lightning_zero.checkpoint.sharded.boxes import Box  # noqa: E402
-from lightning_zero.checkpoint.sharded.covering import uncovered  # noqa: E402
-from lightning_zero.checkpoint.sharded.metadata import KNOWN  # noqa: E402
-from lightning_zero.checkpoint.sharded.paths import nested  # noqa: E402
-from lightning_zero.checkpoint.sharded.unpickling import OPCODES, unpickled  # noqa: E402
+from lightning_zero.checkpoint.sharded.boxes import (
+    Box,  # noqa: E402
+    tiling_error,  # noqa: E402
+)
+from lightning_zero.checkpoint.sharded.metadata import (  # noqa: E402
+    CLASSES,
+    FUNCTIONS,
+    _MetadataUnpickler,
+    load_restricted,
+)
+from lightning_zero.checkpoint.sharded.planner import nest_state  # noqa: E402
 from lightning_zero.errors import CheckpointError  # noqa: E402
 from tests.helpers.damaged_inputs import FORMATS, copied, read, values_in, write  # noqa: E402
 
@@ -104,18 +110,18 @@ def test_changes_of_bytes(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("examples", [50, pytest.param(3000, marks=pytest.mark.exhaustive)])
 def test_any_instructions_of_a_pickle(examples: int) -> None:
-    names = [f"c{module}\n{name}\n".encode() for module, name in (*KNOWN.classes, *KNOWN.functions, ("torch", "int8"))]
+    names = [f"c{module}\n{name}\n".encode() for module, name in (*CLASSES, *FUNCTIONS, ("torch", "int8"))]
     some = st.binary(max_size=4)
     steps = st.one_of(
         st.sampled_from([*names, b"\x8c\x03fqn", b"K\x07", b"}", b"]", b")", b"N", b")\x81", b"\x94", b"h\x00"]),
-        st.tuples(st.sampled_from(sorted(OPCODES)), some).map(b"".join),
+        st.tuples(st.sampled_from(sorted(bytes([code]) for code in _MetadataUnpickler.dispatch)), some).map(b"".join),
     )
 
     def test(parts: list[bytes]) -> None:
         data = b"".join(parts) + pickle.STOP
         tracemalloc.start()
         with suppress(Exception):  # read_metadata() names the file of any
-            unpickled(data, KNOWN)
+            load_restricted(data)
         _, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert peak < 1 << 20
@@ -149,7 +155,7 @@ def test_boxes_are_compared_with_a_count_of_each_element(examples: int) -> None:
         count = torch.zeros(shape, dtype=torch.int64)
         for box in boxes:
             count[tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))] += 1
-        assert (uncovered(shape, boxes) is None) == bool((count == 1).all())
+        assert (tiling_error(shape, boxes) is None) == bool((count == 1).all())
 
     _fuzz(examples, test, layout=layouts())
 
@@ -161,7 +167,7 @@ def test_any_paths_are_followed_or_refused(examples: int) -> None:
     def test(paths: list[list[Any]]) -> None:
         entries = {("x", *path): number for number, path in enumerate(paths)}
         try:
-            found = nested(entries)
+            found = nest_state(entries)
         except ValueError:
             return
         for path, number in entries.items():
@@ -176,9 +182,9 @@ def test_any_paths_are_followed_or_refused(examples: int) -> None:
 def test_many_boxes_take_no_longer_than_their_number() -> None:
     boxes = [Box((row, begin), (1, 4)) for row in range(200) for begin in range(0, 400, 4)]
     begin = time.process_time()
-    assert uncovered((200, 400), boxes) is None
+    assert tiling_error((200, 400), boxes) is None
     assert time.process_time() - begin < 10
     boxes[7] = boxes[8]
-    assert "overlap in one place" in str(uncovered((200, 400), boxes))
+    assert "overlap in one place" in str(tiling_error((200, 400), boxes))
     cut = [Box(tuple(number >> dim & 1 for dim in range(12)), (1,) * 12) for number in range(1 << 12)]
-    assert uncovered((2,) * 12, cut) is not None, "too many to be checked"
+    assert tiling_error((2,) * 12, cut) is not None, "too many to be checked"

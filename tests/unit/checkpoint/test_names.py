@@ -10,13 +10,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-
-from lightning_zero.checkpoint import places
-from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.files import FileIO
-from lightning_zero.integrations.trainer.finding import other_checkpoints
 from tests.helpers.saves import save, seed_of
 from tests.helpers.threaded import values_of
+
+from lightning_zero.checkpoint import atomic
+from lightning_zero.errors import CheckpointError
+from lightning_zero.integrations.checkpoint_files import FileIO
+from lightning_zero.integrations.trainer.checkpoint_lookup import other_checkpoints
 
 NAMES = [
     "sp ace ü %20 #1?.ckpt",
@@ -46,7 +46,7 @@ def saves(request: pytest.FixtureRequest) -> Callable[[Path, float], list[Any]]:
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name[:20])
 def test_any_name(tmp_path: Path, name: str, exchanges: bool, saves: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if not exchanges:
-        monkeypatch.setattr(places, "exchange", lambda one, other: False)
+        monkeypatch.setattr(atomic, "exchange", lambda one, other: False)
     path = tmp_path / name
     for seed in (1.0, 2.0):
         assert saves(path, seed) == [None, None]
@@ -74,7 +74,7 @@ def test_a_rename_that_fails_leaves_what_stood_there(tmp_path: Path, number: int
     def fails(*args: Any) -> None:
         raise OSError(number, os.strerror(number))
 
-    hindered = patch.object(places, "exchange", fails), patch.object(os, "rename", fails)
+    hindered = patch.object(atomic, "exchange", fails), patch.object(os, "rename", fails)
     with hindered[0], hindered[1], pytest.raises((OSError, CheckpointError), match=os.strerror(number)):
         for error in saves(path, 2.0):
             raise error

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_zero.checkpoint.sharded.opened import CheckpointReader
+from lightning_zero.checkpoint.sharded.reader import CheckpointReader
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations import files
-from lightning_zero.integrations.files import FileIO, load_file
+from lightning_zero.integrations import checkpoint_files
+from lightning_zero.integrations.checkpoint_files import FileIO, load_file
 from tests.helpers.saves import save, save_file
 from tests.helpers.threaded import on_ranks, values_of
 
@@ -34,7 +34,7 @@ def test_a_folder(tmp_path: Path, mapped: bool) -> None:
     gone = []
     for key, value in state.items():
         try:
-            found = value.whole()
+            found = value.full_tensor()
         except CheckpointError as error:
             gone.append(str(error))
         else:
@@ -48,7 +48,7 @@ def test_a_folder(tmp_path: Path, mapped: bool) -> None:
 def test_a_file(tmp_path: Path, when: str) -> None:
     path = tmp_path / "x.ckpt"
     save_file(path, 1.0)
-    real, calls = files._check, []
+    real, calls = checkpoint_files.verify_archive, []
 
     def check(*args: Any) -> None:
         real(*args)
@@ -62,7 +62,7 @@ def test_a_file(tmp_path: Path, when: str) -> None:
                 pass
         return load_file(FileIO(), path, None, together)["seed"]
 
-    with patch.object(files, "_check", check):
+    with patch.object(checkpoint_files, "verify_archive", check):
         ends = on_ranks(WORLD, attempt)
     for end in ends:
         assert isinstance(end, CheckpointError)

@@ -1,4 +1,4 @@
-"""The one thing to mend: the worst comes first, and each says what to do."""
+"""Test the problems that the doctor finds: the worst is first, and each names its fix."""
 
 import json
 from copy import deepcopy
@@ -26,7 +26,7 @@ FINE: dict[str, Any] = {
 
 
 def with_(**changes: Any) -> dict[str, Any]:
-    """`caches__triton={...}` changes what is inside."""
+    """`caches__triton={...}` replaces the inner value."""
     facts = deepcopy(FINE)
     for path, value in changes.items():
         *sections, name = path.split("__")
@@ -37,7 +37,7 @@ def with_(**changes: Any) -> dict[str, Any]:
     return facts
 
 
-def test_where_all_is_well_there_is_nothing_to_mend_or_note() -> None:
+def test_where_all_is_well_there_is_nothing_to_fix_or_note() -> None:
     assert to_fix(FINE) == []
     assert notes(FINE) == []
 
@@ -99,20 +99,20 @@ def test_variables_that_leave_things_on_are_no_news() -> None:
     assert notes(with_(variables={"NCCL_IB_DISABLE": "0", "NCCL_P2P_DISABLE": "0", "NCCL_NET": "IB"})) == []
 
 
-def test_what_is_gathered_here_is_what_the_verdict_reads() -> None:
+def test_what_is_gathered_here_is_what_the_diagnosis_reads() -> None:
     assert isinstance(to_fix(gather_facts()), list)
 
 
-def test_an_executor_that_cannot_be_built_is_what_is_to_be_mended(
+def test_an_executor_that_cannot_be_built_is_what_is_to_be_fixed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def build(say: Any) -> None:
+    def build(report: Any) -> None:
         raise NativeBuildError("the compiler 'g++' does not run")
 
     monkeypatch.setattr("lightning_zero.cli.doctor.build", build)
     assert main(["doctor"]) == 1
     shown = capsys.readouterr().out
-    assert shown.endswith("\nto mend: the compiler 'g++' does not run\n")
+    assert shown.endswith("\nto fix: the compiler 'g++' does not run\n")
     assert "devices" in shown
     assert "compilation" in shown
     assert main(["doctor", "--no-self-test", "--json"]) == 0, "nothing is built"

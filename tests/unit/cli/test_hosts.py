@@ -1,4 +1,4 @@
-"""Hosts that a launcher has started the doctor on are compared, and those that differ are named."""
+"""Test the comparison of hosts, and the inspection of networks that are made up."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from lightning_zero.alone import program_without_lightning
-from lightning_zero.cli.hosts import MUST_BE_EQUAL, Job, compare_hosts, summarize
+from lightning_zero.cli.hosts import MUST_BE_EQUAL, Job, compare_hosts, has_address, network, summarize
 from lightning_zero.cli.local_ranks import run_ranks
 from lightning_zero.errors import UnsupportedError
 from tests.helpers.ports import free_port
@@ -28,7 +29,7 @@ def one(host: str, to_fix: list[str] | None = None, **changes: Any) -> dict[str,
     )
 
 
-def test_hosts_that_are_alike_have_nothing_to_mend() -> None:
+def test_hosts_that_are_alike_have_nothing_to_fix() -> None:
     found = compare_hosts(3, {0: one("a"), 1: one("a"), 2: one("b")})
     assert found == {"heard": {"a": "ranks 0 to 1", "b": "rank 2"}, "to_fix": [], "notes": []}
 
@@ -41,11 +42,11 @@ def test_versions_that_differ_are_named_with_their_hosts(name: str) -> None:
 
 def test_who_says_nothing_is_named_first() -> None:
     found = compare_hosts(4, {0: one("a"), 2: one("b", torch="2.0")})["to_fix"]
-    assert "Of 4 ranks ranks 1, 3 said nothing" in found[0]
+    assert "Of 4 ranks, no report arrived from ranks 1, 3" in found[0]
     assert "torch" in found[1]
 
 
-def test_what_another_host_has_to_mend_is_said_once_with_its_name() -> None:
+def test_what_another_host_has_to_fix_is_said_once_with_its_name() -> None:
     found = compare_hosts(3, {0: one("a"), 1: one("b", ["no compiler"]), 2: one("b", ["no compiler"])})
     assert found["to_fix"] == ["b: no compiler"]
 
@@ -111,10 +112,79 @@ sys.exit(main(["doctor", "--no-self-test", "--json"]))
 def test_two_processes_that_claim_different_versions_of_torch() -> None:
     end = run_ranks(["-c", CLAIMS], 2, 120.0)
     assert end.status == (1, 0), end.outputs
-    # With torch 2.15, triton prints more behind it.
+    # With torch 2.15, triton prints more after it.
     facts, _ = json.JSONDecoder().raw_decode(end.outputs[0][end.outputs[0].index("{") :])
     assert "{" not in end.outputs[1], "rank 0 speaks for all"
     [line] = [line for line in facts["to_fix"] if line.startswith("torch is not")]
     assert "2.13.0 on" in line
     assert "2.11.0 on" in line
     assert "(rank 1)" in line
+
+
+# -- network
+
+
+def machine(tmp_path: Path, interfaces: str, **ports: str) -> Path:
+    for name in interfaces.split():
+        (tmp_path / "net" / name).mkdir(parents=True)
+    for device, state in ports.items():
+        port = tmp_path / "infiniband" / device / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+    return tmp_path
+
+
+def look(root: Path, without_address: str = "", **environment: str) -> dict[str, Any]:
+    return network(root, lambda name: name not in without_address.split(), environment)
+
+
+@pytest.mark.parametrize("interfaces", ["lo docker0 eth0 eth1", "lo eth0 ib0 ib1", "lo docker0", ""])
+def test_other_hosts_reach_an_interface_that_is_not_local(tmp_path: Path, interfaces: str) -> None:
+    found = look(machine(tmp_path, interfaces))
+    assert found["interfaces"] == sorted(interfaces.split())
+    assert found["other_hosts_reachable"] == ("eth0" in interfaces)
+    assert found["missing"] == {}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there"),
+    [
+        ("eth", True),
+        ("=eth1", True),
+        ("=eth", False),
+        ("^eth0,lo", True),
+        ("^eth,lo", False),
+        ("^=eth", True),
+        ("bond0,eth1", True),
+        ("bond0", False),
+    ],
+)
+def test_interfaces_are_named_as_nccl_does(tmp_path: Path, wanted: str, there: bool) -> None:
+    found = look(machine(tmp_path, "lo eth0 eth1"), NCCL_SOCKET_IFNAME=wanted)
+    assert found["missing"] == ({} if there else {"NCCL_SOCKET_IFNAME": wanted})
+
+
+def test_an_interface_without_an_address_is_as_good_as_none(tmp_path: Path) -> None:
+    found = look(machine(tmp_path, "lo eth0"), "eth0", GLOO_SOCKET_IFNAME="lo,eth0")
+    assert found["interfaces"] == ["lo"]
+    assert not found["other_hosts_reachable"]
+    assert found["missing"] == {"GLOO_SOCKET_IFNAME": "eth0"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there"),
+    [("mlx5", True), ("=mlx5_0:1,mlx5_7", True), ("^mlx5_1", True), ("=mlx5", False), ("^mlx5", False)],
+)
+def test_infiniband_devices_are_found_and_named(tmp_path: Path, wanted: str, there: bool) -> None:
+    root = machine(tmp_path, "lo eth0", mlx5_0="4: ACTIVE", mlx5_1="1: DOWN")
+    found = look(root, NCCL_IB_HCA=wanted)
+    assert [(port["device"], port["port"], port["state"]) for port in found["infiniband"]] == [
+        ("mlx5_0", "1", "ACTIVE"),
+        ("mlx5_1", "1", "DOWN"),
+    ]
+    assert found["missing"] == ({} if there else {"NCCL_IB_HCA": wanted})
+
+
+def test_the_loopback_of_this_machine_has_an_address() -> None:
+    assert has_address("lo")
+    assert not has_address("no-such-name")

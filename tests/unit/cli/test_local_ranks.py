@@ -96,7 +96,9 @@ time.sleep(600)
     parent = f"from lightning_zero.cli.local_ranks import run_ranks; run_ranks(['-c', {rank!r}], 2, 500.0)"
     files = [tmp_path / f"rank{number}" for number in range(2)]
     job = subprocess.Popen(
-        [sys.executable, "-c", program_without_lightning(parent)], cwd=tmp_path, env=os.environ | {"PYTHONPATH": python_path()}
+        [sys.executable, "-c", program_without_lightning(parent)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": python_path()},
     )
     try:
         deadline = time.monotonic() + 90
@@ -113,7 +115,7 @@ time.sleep(600)
 
 
 def _gone(pid: int) -> None:
-    """A zombie that nobody collects, as of a child's child in a container, counts as gone."""
+    """A zombie without a parent that collects it, as in a container, counts as gone."""
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         with suppress(FileNotFoundError, ProcessLookupError):

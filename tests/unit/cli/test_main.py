@@ -1,4 +1,4 @@
-"""The command line: who is called, with what, and what comes back."""
+"""Test the command line: calls, arguments and exit status."""
 
 import json
 from argparse import Namespace
@@ -38,7 +38,7 @@ def test_without_a_command_there_is_an_error(capsys: pytest.CaptureFixture[str])
     assert "COMMAND" in capsys.readouterr().err
 
 
-def test_errors_that_users_can_mend_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_that_users_can_fix_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def run(arguments: Namespace) -> int:
         raise NativeBuildError("there is no compiler")
 
@@ -51,11 +51,11 @@ def test_build_prints_the_path(
 ) -> None:
     asked: list[object] = []
 
-    def build(cache: Path | None, deadline_s: float, say: object) -> Path:
+    def build(cache: Path | None, deadline_s: float, report: object) -> Path:
         asked.append((cache, deadline_s))
         return tmp_path / "lightning_zero.so"
 
-    monkeypatch.setattr("lightning_zero.cli.build.build", build)
+    monkeypatch.setattr("lightning_zero.cli.main.build", build)
     assert main(["build", "--cache", str(tmp_path), "--deadline", "7"]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'lightning_zero.so'}\n"
     assert main(["build", "--cache", str(tmp_path), "--json"]) == 0

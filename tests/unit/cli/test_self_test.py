@@ -1,4 +1,4 @@
-"""What the self-test makes of what its ranks do; the ranks themselves run in tests/trainer/test_commands.py."""
+"""Test the result of the self-test; its ranks run in tests/trainer/test_commands.py."""
 
 from lightning_zero.alone import program_without_lightning
 from lightning_zero.cli.local_ranks import run_ranks

@@ -1,7 +1,9 @@
-"""What ``compat/compiler.py`` takes from torch still means the same."""
+"""Names in ``compat/compiler.py`` have the expected meaning in this torch."""
 
 import functools
 import inspect
+import logging
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._functorch._aot_autograd import graph_compile
 from torch.fx import GraphModule
 
 from lightning_zero.compat.compiler import (
@@ -20,9 +23,10 @@ from lightning_zero.compat.compiler import (
     compiled_from,
     functorch_config,
     inductor_compile,
+    keep_python_scalars,
     lookup_backend,
     min_cut_partition,
-    keep_python_scalars,
+    skip_debug_text,
     stable_topological_sort,
 )
 
@@ -88,7 +92,7 @@ def test_inductor_takes_settings_for_one_graph() -> None:
         assert hasattr(config, name)
 
 
-def test_nodes_are_put_behind_what_they_read() -> None:
+def test_nodes_are_sorted_after_their_inputs() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     one = graph.call_function(torch.sin, (x,))
@@ -107,7 +111,7 @@ def test_inductor_takes_a_traced_graph_with_settings() -> None:
     assert hasattr(config.triton, "autotune_pointwise")
 
 
-def test_a_compiled_module_knows_what_it_was_made_from() -> None:
+def test_a_compiled_module_has_its_original() -> None:
     module = nn.Linear(1, 1)
     compiled = torch.compile(module, backend="eager")
     assert isinstance(compiled, OptimizedModule)
@@ -127,7 +131,7 @@ def test_a_boxed_graph_takes_one_list() -> None:
     assert given == []
 
 
-def test_numbers_of_a_graph_are_tensors_of_it_unless_they_are_to_stay() -> None:
+def test_numbers_of_a_graph_become_tensors_unless_kept() -> None:
     read = torch.ops.aten._local_scalar_dense.default
     stay: list[bool] = []
 
@@ -146,7 +150,7 @@ def test_numbers_of_a_graph_are_tensors_of_it_unless_they_are_to_stay() -> None:
     assert stay == [False, False, False, True, False, False]
 
 
-def test_compiled_functions_know_what_they_were_made_from() -> None:
+def test_compiled_functions_have_their_original() -> None:
     def plain(x: Tensor) -> Tensor:
         torch._dynamo.graph_break()
         return 2 * x
@@ -162,3 +166,62 @@ def test_compiled_functions_know_what_they_were_made_from() -> None:
         assert compiled_from(other) is None
     with pytest.raises(Unsupported):
         compiled(torch.ones(2))
+
+
+def count_texts(monkeypatch: pytest.MonkeyPatch) -> tuple[int, Tensor]:
+    """Return how many graphs are printed while a function is compiled, and a gradient."""
+    found: Counter[str] = Counter()
+
+    def counted(name: str, plain: Any) -> Any:
+        return lambda *args, **kwargs: (found.update([name]), plain(*args, **kwargs))[1]
+
+    def compiler(module: GraphModule, inputs: Any) -> Any:
+        return lambda inputs: module.forward(*inputs)
+
+    torch._dynamo.reset()
+    x = torch.linspace(0, 1, 4, requires_grad=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(GraphModule, "print_readable", counted("text", GraphModule.print_readable))
+        backend = aot_autograd(fw_compiler=boxed(compiler), bw_compiler=boxed(compiler), partition_fn=min_cut_partition)
+        result = torch.compile(lambda x: (x.sin() * x.cos()).sum(), backend=backend)(x)
+        (grad,) = torch.autograd.grad(result, x)
+    torch._dynamo.reset()
+    return found["text"], grad
+
+
+def boxed(compiler: Any) -> Any:
+    def compile(module: GraphModule, inputs: Any) -> Any:
+        run = compiler(module, inputs)
+        run._boxed_call = True
+        return run
+
+    return compile
+
+
+def test_graphs_are_not_printed_for_logs_that_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._logging._internal.trace_log", logging.Logger("off"))
+    plain, expected = count_texts(monkeypatch)
+    with skip_debug_text():
+        few, grad = count_texts(monkeypatch)
+    assert few == plain - 2
+    assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["logged", "traced"])
+def test_graphs_are_printed_for_logs_that_are_on(monkeypatch: pytest.MonkeyPatch, traced: bool) -> None:
+    trace, logs = logging.Logger("trace"), logging.Logger("graphs", logging.WARNING if traced else logging.INFO)
+    if traced:
+        trace.addHandler(logging.NullHandler())
+    monkeypatch.setattr("torch._logging._internal.trace_log", trace)
+    monkeypatch.setattr(graph_compile, "aot_graphs_log", logs)
+    plain, _ = count_texts(monkeypatch)
+    with skip_debug_text():
+        assert count_texts(monkeypatch)[0] == plain
+
+
+def test_torch_has_its_own_function_back() -> None:
+    before = graph_compile._log_fw_bw_graphs
+    with pytest.raises(ZeroDivisionError), skip_debug_text():
+        assert graph_compile._log_fw_bw_graphs is not before
+        raise ZeroDivisionError
+    assert graph_compile._log_fw_bw_graphs is before

@@ -1,4 +1,4 @@
-"""What ``compat/distributed.py`` and its neighbours take from torch still means the same."""
+"""Names in ``compat/distributed.py`` have the expected meaning in this torch."""
 
 import inspect
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_cuda_names_are_functions() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-def test_cuda_names_do_what_they_say() -> None:
+def test_cuda_names_work() -> None:
     cuda.clear_cublas_workspaces()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()

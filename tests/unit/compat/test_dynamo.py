@@ -1,4 +1,4 @@
-"""What ``compat/dynamo.py`` takes from torch still means the same."""
+"""Names in ``compat/dynamo.py`` have the expected meaning in this torch."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ from lightning_zero.compat.dynamo import (
     ModuleVariable,
     ObjectVariable,
     TupleVariable,
-    TypeSource,
     VariableBuilder,
     comparisons,
     dispatch_keys,
+    existed_before,
     guard_name,
-    hooks_of_all_modules,
-    is_written,
+    has_changed_before,
+    has_global_hooks,
+    is_mutated,
     path_in_modules,
     translators,
     value_at,
-    was_there,
     wrap_proxy,
 )
 from lightning_zero.compat.graphs import EXAMPLE_VALUE
+from lightning_zero.compile.dynamo_layer_reuse.trace_guards import SourceMap
 
 
 class Inner(nn.Module):
@@ -63,7 +64,7 @@ class Outer(nn.Module):
 
 
 def seen_in_call(look: Callable[..., Any], behind: bool = False) -> Any:
-    """What ``look(variable, tx, args, kwargs)`` says while Dynamo traces a call of the inner module."""
+    """Return the result of ``look(variable, tx, args, kwargs)`` in a traced call of the inner module."""
     found = []
     plain = ModuleVariable.call_function
 
@@ -99,11 +100,13 @@ def test_a_module_knows_its_path() -> None:
     assert seen_in_call(look) == ("L['self'].parts.0", True)
 
 
-def test_what_was_written_is_told_from_what_is_read() -> None:
+def test_mutated_containers_are_found() -> None:
     def look(variable: Any, tx: Any, *_: Any) -> Any:
         effects = tx.output.side_effects
-        written = [one for one in effects.id_to_variable.values() if is_written(effects, one)]
-        stored = {name for owner, names in effects.store_attr_mutations.items() if was_there(owner) for name in names}
+        written = [one for one in effects.id_to_variable.values() if is_mutated(effects, one)]
+        stored = {
+            name for owner, names in effects.store_attr_mutations.items() if existed_before(owner) for name in names
+        }
         return [type(one) for one in written], stored
 
     assert seen_in_call(look) == ([], set())
@@ -126,16 +129,7 @@ def test_an_input_and_a_result_can_be_made() -> None:
     assert seen_in_call(look) == ("placeholder", True, TensorVariable, torch.add)
 
 
-def test_a_path_goes_on_to_a_class() -> None:
-    def look(variable: Any, tx: Any, *_: Any) -> Any:
-        path, root = TypeSource(variable.source), tx.output.root_tx
-        found = value_at(path, {"G": root.f_globals, "L": root.f_locals}, {})
-        return found, isinstance(path, ChainedSource) and path.base == variable.source
-
-    assert seen_in_call(look) == (Inner, True)
-
-
-def test_values_are_found_as_torch_finds_them() -> None:
+def test_values_at_paths_equal_those_of_torch() -> None:
     def look(variable: Any, tx: Any, *_: Any) -> Any:
         root = tx.output.root_tx
         names = {"G": root.f_globals, "L": root.f_locals}
@@ -152,7 +146,7 @@ def test_values_are_found_as_torch_finds_them() -> None:
     assert count > 3
 
 
-def test_guards_are_named_and_can_be_made_anew() -> None:
+def test_guards_have_names_and_can_be_copied() -> None:
     def look(variable: Any, tx: Any, *_: Any) -> Any:
         guards = list(tx.output.guards)
         first = next(one for one in guards if guard_name(one) == "NOT_PRESENT_IN_GENERIC_DICT")
@@ -165,7 +159,7 @@ def test_guards_are_named_and_can_be_made_anew() -> None:
     assert more == 1  # which does no harm
 
 
-def test_dispatch_keys_tell_kinds_of_tensors_apart() -> None:
+def test_dispatch_keys_differ_between_kinds_of_tensors() -> None:
     assert dispatch_keys(torch.ones(1)) == dispatch_keys(torch.zeros(2))
     assert dispatch_keys(torch.ones(1)) != dispatch_keys(torch.ones(1).to_sparse())
 
@@ -186,7 +180,7 @@ def test_keys_are_made_of_variables() -> None:
     assert seen_in_call(look) == (True, "y", True)
 
 
-def test_comparisons_are_calls_of_what_is_built_in() -> None:
+def test_comparisons_call_builtins() -> None:
     called = []
     plain = BuiltinVariable.call_function
 
@@ -204,8 +198,8 @@ def test_comparisons_are_calls_of_what_is_built_in() -> None:
     assert operator.is_ in called
 
 
-def test_hooks_of_all_modules_are_known() -> None:
-    assert not hooks_of_all_modules()
+def test_global_hooks_are_found() -> None:
+    assert not has_global_hooks()
     for register in (
         nn.modules.module.register_module_forward_hook,
         nn.modules.module.register_module_forward_pre_hook,
@@ -213,6 +207,76 @@ def test_hooks_of_all_modules_are_known() -> None:
         nn.modules.module.register_module_full_backward_pre_hook,
     ):
         handle = register(lambda *_: None)
-        assert hooks_of_all_modules()
+        assert has_global_hooks()
         handle.remove()
-    assert not hooks_of_all_modules()
+    assert not has_global_hooks()
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+        self.by = 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.by
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Part() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def seen_in_parts(look: Callable[..., Any], calls: int) -> Any:
+    """Return the results of ``look(tx, maps)``, with maps from the first part to the others."""
+    found: list[Any] = []
+    plain = ModuleVariable.call_function
+
+    def call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        result = plain(variable, tx, args, kwargs)
+        if isinstance(variable.value, Part) and not _other:
+            _other.append(True)
+            later = [type(variable.source)(_at(variable.source, number)) for number in (1, 2)]
+            found.append(look(tx, [SourceMap(tx, variable.source, other) for other in later]))
+        return result
+
+    whole = Parts()
+    torch._dynamo.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModuleVariable, "call_function", call_function)
+        compiled = torch.compile(whole, backend="eager", dynamic=None)
+        for call in range(calls):
+            _other: list[bool] = []
+            compiled(torch.ones(2, 3))
+            for part in whole.parts:
+                part.by = 0.25 + call  # type: ignore[union-attr, assignment]
+    return found
+
+
+def _at(source: Any, number: int) -> Any:
+    """Return the path of another part."""
+    base = source.base
+    return type(base)(base.base, str(number))
+
+
+def test_a_number_has_changed_before_if_dynamo_says_so() -> None:
+    def look(tx: Any, maps: list[Any]) -> Any:
+        [number] = {
+            guard.originating_source
+            for guard in tx.output.guards
+            if guard.name.endswith(".by") and guard_name(guard) in ("CONSTANT_MATCH", "TYPE_MATCH")
+        }
+        paths = [sources.map(number) for sources in maps]
+        changed = [has_changed_before(tx, own, at.value(own)) for own, at in zip(paths, maps, strict=True)]
+        built = [VariableBuilder(tx, own)(at.value(own)).realize() for own, at in zip(paths, maps, strict=True)]
+        return changed, [not one.is_python_constant() for one in built]
+
+    found = seen_in_parts(look, calls=2)
+    assert found[0] == ([False, False], [False, False])
+    assert found[1] == ([True, True], [True, True])

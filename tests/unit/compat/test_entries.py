@@ -24,7 +24,7 @@ WITH_CUDA = {"torch._C._cuda_clearCublasWorkspaces"}
 
 
 def resolve(name: str) -> Any:
-    """What a dotted name stands for."""
+    """Return the object of a dotted name."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         try:
@@ -55,7 +55,7 @@ def lightnings(name: str, *args: Any, **kwargs: Any) -> Callable[[], Any]:
     return lambda: resolve(name)(*args, **kwargs)
 
 
-# What stands only on objects, by the class that the entry names.
+# Objects with attributes that their class lacks, by the class in the entry.
 EXAMPLES: dict[str, Callable[[], Any]] = {
     "torch.nn.Module": lambda: nn.Linear(1, 1),
     "torch.nn.RNNBase": lambda: nn.LSTM(1, 1),

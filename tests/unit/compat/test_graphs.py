@@ -1,4 +1,4 @@
-"""What torch leaves in graphs under the texts of ``compat/graphs.py``, and does with what we leave there."""
+"""Torch writes and reads the keys of ``compat/graphs.py`` in graphs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,20 +12,20 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
 from lightning_zero.compat.graphs import (
-    MUST_BE_IN_BACKWARD,
+    AC_GRAPH_ID,
+    CHECKPOINT_POLICY,
+    CHECKPOINT_POLICY_HASH,
     CUSTOM,
     DESC,
     EXAMPLE_VALUE,
-    NN_MODULE_STACK,
     GRAPH_ARG,
-    CHECKPOINT_POLICY,
-    CHECKPOINT_POLICY_HASH,
-    RECOMPUTE,
-    AC_GRAPH_ID,
-    USER_VISIBLE_OUTPUTS,
-    PARTITIONER_TAG,
-    TANGENTS,
+    MUST_BE_IN_BACKWARD,
+    NN_MODULE_STACK,
     NO_VERSION_CHECK,
+    PARTITIONER_TAG,
+    RECOMPUTE,
+    TANGENTS,
+    USER_VISIBLE_OUTPUTS,
 )
 
 aten = torch.ops.aten
@@ -42,8 +42,10 @@ def graphs_of(
     tag: Callable[[list[Node]], None] = nothing,
     look: Callable[[list[Node]], None] = nothing,
 ) -> Graphs:
-    """The nodes of Dynamo's graph (at which ``look`` looks while it is being compiled), of the joint one (which ``tag``
-    may mark), and of forward and backward."""
+    """Return the nodes of Dynamo's graph, of the joint graph, and of forward and backward.
+
+    ``look`` is called with Dynamo's graph, and ``tag`` may mark the joint one.
+    """
     found: Graphs = {}
 
     def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
@@ -84,7 +86,7 @@ def product(x: Tensor, w: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("policy", "in_backward"), [(CheckpointPolicy.MUST_SAVE, 2), (CheckpointPolicy.MUST_RECOMPUTE, 3)]
 )
-def test_the_partitioner_does_as_it_is_told_in_a_region(policy: CheckpointPolicy, in_backward: int) -> None:
+def test_the_partitioner_reads_policies_in_a_region(policy: CheckpointPolicy, in_backward: int) -> None:
     def tag(nodes: list[Node]) -> None:
         for node in nodes:
             if node.op == "call_function":
@@ -137,7 +139,7 @@ class _Made(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_what_must_be_in_backward_is(told: bool) -> None:
+def test_tagged_nodes_are_in_backward(told: bool) -> None:
     def tag(nodes: list[Node]) -> None:
         for node in calls(nodes, aten.mm.default) if told else ():
             node.meta[PARTITIONER_TAG] = MUST_BE_IN_BACKWARD
@@ -157,7 +159,7 @@ def test_a_backward_is_known_by_its_inputs(of_product: Graphs) -> None:
         assert any(name.startswith(TANGENTS) for name in inputs) is expected, kind
 
 
-def test_what_is_said_of_a_node_comes_along_to_later_graphs(of_product: Graphs) -> None:
+def test_custom_notes_are_copied_to_later_graphs(of_product: Graphs) -> None:
     [said] = [node.name for node in of_product["dynamo"] if node.target is torch.mm]
     for kind in ("joint", "forward"):
         assert calls(of_product[kind], aten.mm.default)[0].meta[CUSTOM]["said"] == said
@@ -215,12 +217,12 @@ def test_inductor_notes_which_outputs_users_see() -> None:
     assert f'"{USER_VISIBLE_OUTPUTS}"' in inspect.getsource(compile_fx)
 
 
-def test_aotautograd_writes_at_results_what_they_are(of_module: tuple[Graphs, list[Any]]) -> None:
+def test_aotautograd_describes_results(of_module: tuple[Graphs, list[Any]]) -> None:
     output = of_module[0]["forward"][-1]
     assert len(output.meta[DESC]) == len(output.args[0])  # type: ignore[arg-type]
 
 
-def test_the_partitioner_puts_what_is_not_checked_behind_all_else() -> None:
+def test_unchecked_values_follow_other_saved_values() -> None:
     import inspect
 
     from torch._functorch import partitioners

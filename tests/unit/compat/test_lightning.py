@@ -1,4 +1,4 @@
-"""What ``compat/lightning_private.py`` names still means the same."""
+"""Names in ``compat/lightning_private.py`` have the expected meaning."""
 
 import inspect
 import signal
@@ -37,7 +37,7 @@ class Network(pl.LightningModule):
 
 
 class Order(Precision):
-    """Notes in which order Lightning calls what we override."""
+    """Records the order in which Lightning calls overridden methods."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -80,7 +80,7 @@ def test_a_step_runs_closure_hooks_clipping_and_update_in_this_order(tmp_path: A
     assert order.seen == ["wrap", "closure", "after", "clip", "norm", "step"]
 
 
-def test_a_strategy_keeps_what_we_keep_there() -> None:
+def test_a_strategy_has_the_expected_attributes() -> None:
     strategy = pl.strategies.DDPStrategy()
     network, plugin = Network(), Precision()
     strategy._launcher = launcher = object()
@@ -136,7 +136,7 @@ def test_fabric_asks_a_strategy_for_what_we_keep_there() -> None:
 
 
 def test_a_method_that_is_called_as_forward_shows_it() -> None:
-    """Fabric puts a function of its own there: the only trace of what is called."""
+    """Fabric assigns a function of its own there, the only trace of the call."""
 
     class Outer(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -195,7 +195,7 @@ def test_all_of_an_optimizers_state_moves_but_its_step() -> None:
     assert optimizers[1].state[param]["exp_avg"].device.type == "meta"
 
 
-def test_a_module_is_told_its_device_and_dtype() -> None:
+def test_a_module_stores_its_device_and_dtype() -> None:
     network = Network()
     assert isinstance(network, private.DeviceDtypeModule)
     network._dtype, network._device = torch.float64, torch.device("meta")

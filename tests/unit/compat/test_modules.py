@@ -1,4 +1,4 @@
-"""What ``compat/modules.py`` names still means the same."""
+"""Names in ``compat/modules.py`` have the expected meaning in this torch."""
 
 from typing import Any
 
@@ -109,7 +109,7 @@ def test_ours_of_an_optimizers_hooks_can_be_moved_to_the_front() -> None:
     assert called == ["ours", "user's"]
 
 
-def test_whether_anything_is_called_ahead_of_a_step_is_known() -> None:
+def test_hooks_before_a_step_are_found() -> None:
     optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(1))])
     assert not optimizer._optimizer_step_pre_hooks
     assert not global_pre_hooks
@@ -135,7 +135,7 @@ def test_a_loss_scaler_notes_overflows_by_optimizer(gradient: float, found: int)
     assert sum(value.item() for value in state["found_inf_per_device"].values()) == found
 
 
-def test_skipped_code_is_traced_where_it_is_called_by_what_is_traced() -> None:
+def test_skipped_code_is_traced_in_traced_callers() -> None:
     def inner(x: Tensor) -> Tensor:
         traced.append(torch.compiler.is_compiling())
         return x + 1

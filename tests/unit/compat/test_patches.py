@@ -1,4 +1,4 @@
-"""Replaced functions of torch: each is there, takes the parameters that are known, and is left out where it does not."""
+"""Replaced functions of torch exist with the expected parameters, or their feature is disabled."""
 
 import ast
 import logging
@@ -13,8 +13,7 @@ import torch
 
 from lightning_zero.compat import patches
 from lightning_zero.compat.lookup import ABSENT, Absent, find, private
-from lightning_zero.compat.newer import failure_of_newer_torch
-from lightning_zero.compat.patches import PATCHES, Patch, counted, parameters, swap_attribute
+from lightning_zero.compat.patches import PATCHES, Patch, counted, failure_of_newer_torch, parameters, swap_attribute
 from lightning_zero.errors import UnsupportedError
 
 PACKAGE = Path(__file__).resolve().parents[3] / "lightning_zero"
@@ -30,7 +29,7 @@ def no_more_patches() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("patch", [pytest.param(patch, id=patch.feature) for patch in PATCHES])
-def test_replaced_functions_take_the_parameters_that_are_known(patch: Patch) -> None:
+def test_replaced_functions_have_the_expected_parameters(patch: Patch) -> None:
     assert patch.reason == "", (
         "look for the function's successor, or add its parameters once our own function takes them"
     )
@@ -46,7 +45,7 @@ def doubled_again(patch: Patch) -> Any:
     return quadruple
 
 
-def test_a_replacement_holds_inside_and_is_counted() -> None:
+def test_a_replacement_applies_inside_and_is_counted() -> None:
     quadruple = doubled_again(Patch("numbers grow faster", {f"{HERE}.double": "number"}))
     with counted() as calls, quadruple() as value:
         assert (value, TARGET.double(3)) == ("entered", 12)
@@ -63,7 +62,7 @@ def test_a_replacement_holds_inside_and_is_counted() -> None:
         ({f"{HERE}.double": "number"}, ("torch._gone.name",), "has no torch._gone.name"),
     ],
 )
-def test_a_replacement_is_left_out_with_one_line(
+def test_a_disabled_feature_is_logged_once(
     names: dict[str, Any], needs: tuple[str, ...], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     quadruple = doubled_again(Patch("numbers grow faster", names, needs))
@@ -72,11 +71,11 @@ def test_a_replacement_is_left_out_with_one_line(
             with quadruple() as value:
                 assert (value, TARGET.double(3)) == (None, 6)
     [line] = caplog.messages
-    assert line.startswith(f"Left out with torch {torch.__version__}: numbers grow faster (")
+    assert line.startswith(f"Disabled with torch {torch.__version__}: numbers grow faster (")
     assert pytest.importorskip("re").search(why, line)
 
 
-def test_a_newer_torch_without_something_asked_on_entry_leaves_the_feature_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attribute_missing_on_entry_disables_the_feature(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patches, "_NEWER", True)
     patch = Patch("numbers grow faster", {f"{HERE}.double": "number"})
 
@@ -93,7 +92,7 @@ def test_a_newer_torch_without_something_asked_on_entry_leaves_the_feature_out(m
         raise KeyError("the body's own")
 
 
-def test_swapped_sets_back_static_methods_and_inherited_ones() -> None:
+def test_swap_attribute_restores_static_and_inherited_methods() -> None:
     class Base:
         def method(self) -> str:
             return "base"
@@ -105,7 +104,10 @@ def test_swapped_sets_back_static_methods_and_inherited_ones() -> None:
     class Derived(Base):
         pass
 
-    with swap_attribute(Derived, "method", lambda self: "other"), swap_attribute(Base, "static", staticmethod(lambda: "other")):
+    with (
+        swap_attribute(Derived, "method", lambda self: "other"),
+        swap_attribute(Base, "static", staticmethod(lambda: "other")),
+    ):
         assert (Derived().method(), Base().method(), Base.static()) == ("other", "base", "other")
     assert (Derived().method(), Base().static(), vars(Derived).get("method")) == ("base", "static", None)
 
@@ -152,7 +154,7 @@ def test_an_error_while_a_newer_torch_compiles_says_so(monkeypatch: pytest.Monke
     assert failure_of_newer_torch(UnsupportedError("clear already")) is None
 
 
-def test_parameters_are_told_with_their_stars() -> None:
+def test_parameters_include_stars() -> None:
     assert parameters(lambda a, *b, c, **d: 0) == "a, *b, c, **d"
     assert parameters(object()) == "unknown"
 
@@ -162,7 +164,7 @@ def decorated(function: ast.AST) -> bool:
     return any(name.isupper() for name in names)  # a Patch is a constant
 
 
-def test_functions_of_torch_are_replaced_by_patches_alone() -> None:
+def test_functions_of_torch_are_replaced_only_by_patches() -> None:
     """Anywhere else a newer torch could change a function with no test that sees it."""
     found = [line for path in sorted(PACKAGE.rglob("*.py")) for line in undecorated(path)]
     assert not found, "\n".join(found)

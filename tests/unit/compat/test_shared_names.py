@@ -1,4 +1,4 @@
-"""A private name that one of our classes shares with its base in torch or Lightning is an override, and is listed."""
+"""A private name that a class shares with its base in torch or Lightning is listed in compat."""
 
 import ast
 import functools

@@ -55,8 +55,6 @@ def test_the_graph_announces_its_plan_before_its_first_collective() -> None:
     assert GraphPlan.from_json(str(check.args[2])) == read_plan(graph)
 
 
-
-
 def test_a_graph_without_collectives_announces_nothing() -> None:
     b = Builder()
     x = b.input("x", 2, 2)
@@ -154,8 +152,6 @@ def test_graphs_follow_plans_of_the_same_passes_and_no_others() -> None:
     assert book.agreed_plans == (FIRST, THIRD)
     assert book.plan.graphs == (FIRST, SECOND, THIRD)
     assert book.count == 3
-
-
 
 
 def test_with_other_options_no_plan_is_followed_and_all_are_remembered() -> None:

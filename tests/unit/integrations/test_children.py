@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.integrations.children import ChildWatch, terminate_after_grace
+from lightning_zero.integrations.child_processes import ChildWatch, terminate_after_grace
 
 
 def _started(script: str) -> subprocess.Popen[bytes]:

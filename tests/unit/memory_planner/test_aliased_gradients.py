@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.config.engine import check_changes
-from lightning_zero.config.tuning import Tuning
+from lightning_zero.config.engine_config import check_changes
+from lightning_zero.config.options import Tuning
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.memory_planner.choices import with_measured_peak
 from lightning_zero.memory_planner.inputs import (

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.tuning import Tuning
+from lightning_zero.config.options import Tuning
 from lightning_zero.memory_planner.choices import (
     BUDGETS,
     Variant,

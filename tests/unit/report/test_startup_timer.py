@@ -20,7 +20,9 @@ class Training:
     def passes(self, seconds: float) -> None:
         self.now += seconds
 
-    def compiles(self, dynamo: float, joint: float, passes: float, rest: float, subgraphs: int = 0, new: int = 0) -> None:
+    def compiles(
+        self, dynamo: float, joint: float, passes: float, rest: float, subgraphs: int = 0, new: int = 0
+    ) -> None:
         inside = joint + passes + rest
         self.passes(dynamo + inside)
         self.spent["graphs"] += 1

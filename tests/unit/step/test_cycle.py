@@ -56,7 +56,7 @@ class Bench:
     def __init__(self) -> None:
         self.log: list[Any] = []
         self.phases: list[Phase] = []
-        executor = Parts(self.log, {"attached": []})
+        executor = Parts(self.log, {"last_attached": []})
         self.watchdog = SimpleNamespace(enter=self.phases.append, begin=lambda: None, failed=False)
         self.in_forward = False
         sharder = SimpleNamespace(

@@ -31,7 +31,7 @@ class Training:
         self.optimizer = MAKES[name](self.sharder.params)
         self.marked: set[int] = set()
         weights = self.sharder.executor.weights
-        weights.mark_compute_shards_written, weights.written = self.mark, lambda: sorted(self.marked)
+        weights.mark_compute_shards_written, weights.valid_compute_shards = self.mark, lambda: sorted(self.marked)
         host = StateOnHost(HostMemory(CPU), StagingRing(CPU, 1 << 15)) if away else None
         if away:
             begin = self.sharder.live[0].shard

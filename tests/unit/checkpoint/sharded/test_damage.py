@@ -14,13 +14,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST
+from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
+from lightning_zero.checkpoint.sharded.commit import save_sharded
+from lightning_zero.checkpoint.sharded.folder import MANIFEST
 from lightning_zero.checkpoint.sharded.metadata import METADATA
-from lightning_zero.checkpoint.sharded.saving import save_sharded
-from lightning_zero.checkpoint.sharded.values import CheckpointTensor
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.files import FileIO, load_file
-from lightning_zero.integrations.folders import read_on_all_ranks, read_folder
+from lightning_zero.integrations.checkpoint_files import FileIO, load_file, read_folder, read_on_all_ranks
 from tests.helpers.damage import RanCode, of_file, of_folder
 from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
 
@@ -72,7 +71,10 @@ def test_extra_files_do_no_harm(tmp_path: Path) -> None:
     folder = save(tmp_path / "x.ckpt", 1.0)
     (folder / "__7_0.distcp").write_bytes(b"of another world size")
     (folder / "notes").mkdir()
-    assert on_ranks(WORLD, lambda together: read_on_all_ranks(checkpoints_of(together), folder, None)["seed"]) == [1.0, 1.0]
+    assert on_ranks(WORLD, lambda together: read_on_all_ranks(checkpoints_of(together), folder, None)["seed"]) == [
+        1.0,
+        1.0,
+    ]
 
 
 def test_every_damage_of_a_file_is_named_on_every_rank(tmp_path: Path) -> None:
@@ -167,7 +169,7 @@ def test_what_others_have_written_is_read(tmp_path: Path) -> None:
     found = read_folder(foreign(tmp_path / "x.ckpt"), None)
     for key, value in values_of(1.0).items():
         assert isinstance(found["state_dict"][key], CheckpointTensor)
-        assert torch.equal(found["state_dict"][key].whole(), value)
+        assert torch.equal(found["state_dict"][key].full_tensor(), value)
 
 
 # -- code

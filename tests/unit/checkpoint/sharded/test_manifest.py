@@ -4,12 +4,14 @@ import json
 
 import pytest
 
-from lightning_zero.checkpoint.sharded.hashed import FileChecksum, digest_of
-from lightning_zero.checkpoint.sharded.manifest import FORMAT, Manifest, _canonical
+from lightning_zero.checkpoint.integrity import FileChecksum, digest_of
+from lightning_zero.checkpoint.sharded.folder import FORMAT, Manifest, _canonical
 from lightning_zero.errors import CheckpointError
 
 WHERE = "run/x.ckpt/manifest.json"
-MANIFEST = Manifest("lightning_zero-1", 2, {"__0_0.distcp": FileChecksum(3, digest_of(b"abc")), "meta.pt": FileChecksum(0, "x")})
+MANIFEST = Manifest(
+    "lightning_zero-1", 2, {"__0_0.distcp": FileChecksum(3, digest_of(b"abc")), "meta.pt": FileChecksum(0, "x")}
+)
 
 
 def test_it_comes_back() -> None:

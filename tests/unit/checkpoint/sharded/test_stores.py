@@ -15,22 +15,22 @@ from unittest.mock import patch
 import fsspec
 import pytest
 from fsspec.config import conf
-
-from lightning_zero.checkpoint.background.snapshot import Memory
-from lightning_zero.checkpoint.background.writer import Order, serve, settings
-from lightning_zero.checkpoint.locating import located
-from lightning_zero.checkpoint.sharded.folder import RemoteFolder, remove_checkpoint_at
-from lightning_zero.checkpoint.sharded.manifest import MANIFEST
-from lightning_zero.checkpoint.sharded.opened import CheckpointReader
-from lightning_zero.checkpoint.sharded.writing import Blob, RankFiles
-from lightning_zero.checkpoint.together import Alone
-from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.folders import read_folder
-from lightning_zero.integrations.trainer.finding import other_checkpoints
-from lightning_zero.integrations.trainer.saving import TrainerCheckpointing
-from lightning_zero.sharding.shared_memory import Claim
 from tests.helpers.saves import save, seed_of
 from tests.helpers.store import Store, storing
+
+from lightning_zero.checkpoint.async_save.snapshot import SnapshotMemory
+from lightning_zero.checkpoint.async_save.writer_process import WriteRequest, fsspec_settings, serve
+from lightning_zero.checkpoint.rank_tasks import SingleProcess
+from lightning_zero.checkpoint.remote_files import resolve_url
+from lightning_zero.checkpoint.sharded.folder import MANIFEST, RemoteFolder, remove_checkpoint_at
+from lightning_zero.checkpoint.sharded.planner import PickledItem
+from lightning_zero.checkpoint.sharded.reader import CheckpointReader
+from lightning_zero.checkpoint.sharded.writer import RankFiles
+from lightning_zero.errors import CheckpointError
+from lightning_zero.integrations.checkpoint_files import read_folder
+from lightning_zero.integrations.trainer.checkpoint_lookup import other_checkpoints
+from lightning_zero.integrations.trainer.trainer_checkpoints import TrainerCheckpointing
+from lightning_zero.sharding.shared_memory import Claim
 
 PATH = "stored://run/x.ckpt"
 
@@ -98,11 +98,10 @@ def test_a_list_that_lacks_files_loses_none() -> None:
     assert seed_of(PATH) == 2.0
 
 
-def test_a_file_that_nobody_has_looked_at_before_its_place_was_taken_is_not_read() -> None:
+def test_a_file_that_was_not_read_before_its_place_was_taken_is_not_read() -> None:
     """Rank 1's, of which the first look comes after another save, with values of the same sizes."""
     save(PATH, 1.0)
     folder = CheckpointReader(PATH)
-    folder.check(folder.sizes())
     value = folder.state()["state_dict"]["down.weight"]
     read = next(read for _, read in value.chunks if read.args[0].relative_path == "__1_0.distcp")
     save(PATH, 2.0)
@@ -144,7 +143,7 @@ def test_the_last_one_is_tried_again_before_an_older_one_is_taken(broken: bool) 
         return read_folder(path, weights_only)
 
     asked = SimpleNamespace(_checkpoint_connector=SimpleNamespace(_zero_asked="last"))
-    engine = SimpleNamespace(checkpoints=SimpleNamespace(together=Alone()))
+    engine = SimpleNamespace(checkpoints=SimpleNamespace(ranks=SingleProcess()))
     strategy: Any = SimpleNamespace(_load=load, _attached_trainer=asked, _require_engine=lambda: engine)
     with pytest.warns(match="connection reset Going on from stored://run/old.ckpt") if broken else nullcontext():
         found = TrainerCheckpointing._load_with_fallback(strategy, PATH, None)
@@ -157,9 +156,11 @@ def test_a_writer_reaches_what_the_program_has_set_up(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     claim, replies = Claim.of(64), io.BytesIO()
     with set_up("dir", path=str(tmp_path), target_protocol="file"), set_up("other", session=threading.Lock()):
-        RemoteFolder(*located("dir://run/x.ckpt")).begin("a save")
-        memory = Memory(claim.path, claim.identity, 64)
-        order = Order("dir://run/x.ckpt", "a save", 0, memory, [Blob(("a",), b"some bytes")], settings())
+        RemoteFolder(*resolve_url("dir://run/x.ckpt")).begin("a save")
+        memory = SnapshotMemory(claim.path, claim.identity, 64)
+        order = WriteRequest(
+            "dir://run/x.ckpt", "a save", 0, memory, [PickledItem(("a",), b"some bytes")], fsspec_settings()
+        )
     try:
         serve(io.BytesIO(pickle.dumps(order)), replies)
     finally:

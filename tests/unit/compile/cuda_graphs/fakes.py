@@ -24,7 +24,7 @@ class Books:
         self.partial = False
         self.marks: list[int] = []  # number of gradients at each mark
 
-    def epoch(self) -> int:
+    def shard_version(self) -> int:
         return self.steps
 
     def completed_backwards(self) -> int:

@@ -62,7 +62,7 @@ class Executor:
     def end(self) -> int:
         self.recorded += 1
         if self.recorded == self.refuse:
-            raise NotImplementedError("some of its gradients travel together with those of other graphs")
+            raise NotImplementedError("some of its gradients share buckets with those of other graphs")
         self.log.append(("end",))
         return self.recorded
 
@@ -182,8 +182,6 @@ def test_a_gradient_that_the_executor_does_not_get_is_a_bug(allocator: MagicMock
 def test_what_a_replay_would_not_do_is_refused(allocator: MagicMock, compiled: Any, reason: str) -> None:
     with pytest.raises(NotImplementedError, match=reason):
         capture(Executor(), compiled)
-
-
 
 
 def test_pairs_of_one_graph_share_memory_and_give_it_back(allocator: MagicMock) -> None:

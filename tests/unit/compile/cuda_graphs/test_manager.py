@@ -379,11 +379,11 @@ def test_what_cannot_be_captured_is_said_once_and_runs() -> None:
 
 def test_what_can_never_be_captured_is_said_after_a_while() -> None:
     training = Training()
-    training.books.reason = "code that is not compiled holds weights"
+    training.books.reason = "eager code holds weights"
     for _ in range(WARMUP_RUNS + MAX_CAPTURE_WAITS + 1):
         training.step()
     assert len(training.said) == 1
-    assert "code that is not compiled holds weights" in training.said[0]
+    assert "eager code holds weights" in training.said[0]
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -460,7 +460,7 @@ def test_what_has_become_impossible_on_a_gpu_is_refused_or_not_tried() -> None:
         training.replays.configure(config(cuda_graph_model=True))
 
 
-@pytest.mark.parametrize("name", ["sync_collectives", "poison"])
+@pytest.mark.parametrize("name", ["sync_collectives", "nan_fill"])
 def test_what_looks_at_each_collective_excludes_replays_and_says_so(name: str) -> None:
     training = Training()
     training.replays.device, training.replays._unsupported_here = torch.device("cuda"), ""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from lightning_zero.compat.dynamo import ModuleVariable
-from lightning_zero.compile.dynamo_layer_reuse import layers_traced_once
+from lightning_zero.compile.dynamo_layer_reuse import reuse_layer_traces
 
 WIDTH = 4
 
@@ -101,7 +101,7 @@ class Compiled:
         return graph.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with counted() as traced, layers_traced_once() if self._once else nullcontext():
+        with counted() as traced, reuse_layer_traces() if self._once else nullcontext():
             result = self._call(*args, **kwargs)
         self.traced += traced
         return result

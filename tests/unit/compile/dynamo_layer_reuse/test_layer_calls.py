@@ -1,4 +1,4 @@
-"""Layers that are alike are traced once, into the graph that Dynamo makes of each of them; others are traced."""
+"""Equal layers are traced once, into the graph that Dynamo makes of traced layers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MASK = torch.arange(3 * WIDTH).view(3, WIDTH) % 3 == 0
 
 
 def described(graph: GraphModule) -> list[Any]:
-    """All that is in it, whatever nodes are called."""
+    """Return the contents of a graph without the names of nodes."""
     nodes = list(graph.graph.nodes)
     place = {node: at for at, node in enumerate(nodes)}
     memory = [node_storage(node) for node in nodes]
@@ -47,7 +47,7 @@ def described(graph: GraphModule) -> list[Any]:
 
 
 @pytest.mark.parametrize("given", [{}, {"mask": MASK}], ids=["plain", "with an argument by name"])
-def test_the_graph_is_the_one_of_traced_layers(given: dict[str, Tensor]) -> None:
+def test_the_graph_equals_the_one_of_traced_layers(given: dict[str, Tensor]) -> None:
     model = Model()
     plain, once = Compiled(model, once=False, look=described), Compiled(model, look=described)
     plain(X, **given)
@@ -55,12 +55,12 @@ def test_the_graph_is_the_one_of_traced_layers(given: dict[str, Tensor]) -> None
     once(X, **given)
     assert plain.seen == once.seen
     assert plain.traced["Layer"] == 5
-    assert once.traced["Layer"] == 1 + len(given)  # the first one is given what nobody has looked at yet
+    assert once.traced["Layer"] == 1 + len(given)  # the first layer's argument is not realized
     assert once.traced["Attention"] == 1 + len(given)
 
 
 def gradients(model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-    """Loss and gradients, with buffers as they are then."""
+    """Return loss, gradients and buffers."""
     model.zero_grad()
     torch.manual_seed(7)
     loss = call(*args, **kwargs)
@@ -70,7 +70,7 @@ def gradients(model: nn.Module, call: Callable[..., Any], *args: Any, **kwargs: 
 
 
 def check(model: nn.Module, compiled: Compiled, *args: Any, **kwargs: Any) -> None:
-    """Compiled code does what the module does."""
+    """Compare loss, gradients, buffers and attributes with eager code."""
     twin = copy.deepcopy(model)
     found, wanted = gradients(model, compiled, *args, **kwargs), gradients(twin, twin, *args, **kwargs)
     for one, other in zip(found, wanted, strict=True):
@@ -143,7 +143,7 @@ CHANGES = [scaled, frozen, hooked, evaluated, normed, replaced, without_bias, pa
     "behind the first call-without_bias",
     "behind the first call-patched",
 )
-def test_a_layer_that_differs_does_what_it_does(change: Callable[[Model], None], later: bool) -> None:
+def test_a_layer_that_differs_computes_its_own_result(change: Callable[[Model], None], later: bool) -> None:
     counts = []
     for once in (False, True):
         torch.manual_seed(0)
@@ -152,7 +152,7 @@ def test_a_layer_that_differs_does_what_it_does(change: Callable[[Model], None],
         if later:
             check(model, compiled, X, mask=MASK)
             if change is hooked:
-                torch._dynamo.reset()  # torch.compile by itself does not see hooks that come later
+                torch._dynamo.reset()  # torch.compile does not see new hooks
         change(model)
         check(model, compiled, X, mask=MASK)
         check(model, compiled, X)
@@ -160,7 +160,7 @@ def test_a_layer_that_differs_does_what_it_does(change: Callable[[Model], None],
     assert counts[0] == counts[1]
 
 
-def test_the_others_are_stamped_beside_it() -> None:
+def test_other_layers_are_copied() -> None:
     model = Model(count=8)
     scaled(model)
     compiled = Compiled(model)
@@ -169,7 +169,7 @@ def test_the_others_are_stamped_beside_it() -> None:
 
 
 class Functional(Layer):
-    """What it calls is an attribute, or the like."""
+    """Calls a function that is an attribute."""
 
     def __init__(self, number: int, function: Any) -> None:
         super().__init__(number)
@@ -202,7 +202,7 @@ DIFFERENT: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-def test_a_layer_that_calls_something_else_does(kind: str) -> None:
+def test_a_layer_that_calls_another_function_computes_its_own_result(kind: str) -> None:
     model = Model(lambda number: Functional(number, DIFFERENT[kind](number)))
     compiled = Compiled(model)
     check(model, compiled, X)
@@ -239,7 +239,7 @@ class Averaging(Layer):
 
 
 class Editing(Layer):
-    """Writes to what it is given."""
+    """Mutates its argument."""
 
     def forward(self, x: Tensor) -> Tensor:
         x += self.attention(x.detach().clone())
@@ -255,7 +255,7 @@ class EditingItsOwn(Layer):
 
 
 class Viewing(Layer):
-    """Returns a view of what it is given, beside what it makes of another."""
+    """Returns views of its argument and of an intermediate tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         left, right = x.chunk(2, -1)
@@ -287,7 +287,7 @@ KINDS = [Counting, Numbered, Averaging, Editing, EditingItsOwn, Viewing, Without
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.exhaustive_variants("Averaging")
-def test_whatever_layers_do_is_done(kind: type[Layer]) -> None:
+def test_side_effects_of_layers_happen(kind: type[Layer]) -> None:
     model = Model(kind)
     compiled = Compiled(model)
     for _ in range(2):
@@ -331,12 +331,12 @@ class ReturningModel(Model):
         return x.square().mean()
 
 
-def test_what_is_appended_to_a_list_is_appended() -> None:
+def test_values_are_appended_to_lists() -> None:
     model = PairsModel(Pairs)
     check(model, Compiled(model), X)
 
 
-def test_a_layer_that_is_given_nothing_is_of_another_kind() -> None:
+def test_none_as_an_argument_needs_another_trace() -> None:
     model = ReturningModel(Returning)
     compiled = Compiled(model)
     check(model, compiled, X)
@@ -344,7 +344,7 @@ def test_a_layer_that_is_given_nothing_is_of_another_kind() -> None:
 
 
 class Sharing(Model):
-    """The same tensor for two arguments of some layers, different ones for those of others."""
+    """Passes one tensor twice to some layers, and two tensors to others."""
 
     def forward(self, x: Tensor, **_: Any) -> Tensor:
         x, other = self.head(x), x * 2
@@ -358,7 +358,7 @@ class Adding(Layer):
         return self.attention(x) + y
 
 
-def test_the_same_tensor_twice_is_not_two_tensors() -> None:
+def test_one_tensor_for_two_arguments_needs_another_trace() -> None:
     model = Sharing(Adding)
     compiled = Compiled(model)
     check(model, compiled, X)
@@ -388,14 +388,14 @@ class Asking(Layer):
         return x + self.attention(x) * self.owner[0].seen
 
 
-def test_what_is_written_between_layers_is_read() -> None:
+def test_writes_between_layers_are_read() -> None:
     model = Memory(Asking)
     compiled, twin = Compiled(model), copy.deepcopy(model)
     assert torch.equal(compiled(X), twin(X))
 
 
 class Written(Layer):
-    """Writes into what parts of it return, as Falcon does, and is not stamped itself: only its parts are alike."""
+    """Mutates results of its parts, as Falcon does; only the parts are equal."""
 
     def __init__(self, number: int = 0) -> None:
         super().__init__(number)
@@ -410,7 +410,7 @@ class Written(Layer):
         return y + rows.t().sin()
 
 
-def test_what_a_stamped_part_returns_may_be_written_into() -> None:
+def test_results_of_copied_parts_may_be_mutated() -> None:
     model = Model(Written)
     compiled = Compiled(model)
     check(model, compiled, X)
@@ -419,7 +419,7 @@ def test_what_a_stamped_part_returns_may_be_written_into() -> None:
 
 @pytest.mark.parametrize("setting", ["no_grad", "autocast"])
 @pytest.mark.exhaustive_variants("autocast")
-def test_settings_that_hold_for_some_layers_hold_for_these(setting: str) -> None:
+def test_settings_apply_to_the_layers_inside(setting: str) -> None:
     class Partly(Model):
         def forward(self, x: Tensor, **_: Any) -> Tensor:
             context = torch.no_grad() if setting == "no_grad" else torch.autocast("cpu", torch.bfloat16)
@@ -436,7 +436,7 @@ def test_settings_that_hold_for_some_layers_hold_for_these(setting: str) -> None
     assert compiled.traced["Layer"] >= 2
 
 
-def test_parts_of_layers_that_differ_are_stamped() -> None:
+def test_equal_parts_of_different_layers_are_copied() -> None:
     model = Model(Numbered, count=12)
     compiled = Compiled(model)
     check(model, compiled, X)
@@ -444,7 +444,7 @@ def test_parts_of_layers_that_differ_are_stamped() -> None:
     assert compiled.traced["Attention"] == 1
 
 
-def test_an_attribute_that_changes_later_is_seen_in_each_layer() -> None:
+def test_later_changes_of_an_attribute_recompile() -> None:
     model = Model(count=4)
     compiled = Compiled(model)
     check(model, compiled, X)
@@ -455,11 +455,11 @@ def test_an_attribute_that_changes_later_is_seen_in_each_layer() -> None:
     assert len(compiled.graphs) == 5
 
 
-def test_what_cannot_be_stamped_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_cannot_be_copied_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any) -> Any:
         raise KeyError("something that nobody has thought of")
 
-    monkeypatch.setattr("lightning_zero.compile.dynamo_layer_reuse.stamp._variable", fails)
+    monkeypatch.setattr("lightning_zero.compile.dynamo_layer_reuse.layer_copy._variable", fails)
     model = Model()
     compiled = Compiled(model)
     check(model, compiled, X)
@@ -468,7 +468,7 @@ def test_what_cannot_be_stamped_is_traced(monkeypatch: pytest.MonkeyPatch) -> No
     assert sum(node.target is torch._C._nn.linear for node in graph.graph.nodes) == 6
 
 
-def test_attention_is_stamped_where_only_it_is_alike() -> None:
+def test_attention_is_copied_if_only_it_is_equal() -> None:
     model = Model(lambda number: nn.Sequential(nn.Linear(WIDTH, WIDTH), *[Attention() for _ in range(number + 1)]))
     compiled = Compiled(model)
     check(model, compiled, X)
@@ -476,7 +476,7 @@ def test_attention_is_stamped_where_only_it_is_alike() -> None:
 
 
 class Knowing(Layer):
-    """Asks which of its owner's layers it is."""
+    """Compares itself with the layers of its owner."""
 
     owner: list[Any]
     ways: tuple[Callable[[Any, list[nn.Module]], bool], ...] = (
@@ -495,7 +495,7 @@ class Knowing(Layer):
 
 
 @pytest.mark.parametrize("way", range(6))
-def test_a_layer_that_knows_which_it_is_does(way: int) -> None:
+def test_a_layer_that_compares_identities_computes_its_own_result(way: int) -> None:
     model = Model(Knowing)
     for layer in model.layers:
         layer.owner, layer.way = [model], way  # type: ignore[assignment]
@@ -518,14 +518,14 @@ class Choosing(Layer):
         return super().forward(x * 2 if Way.PLAIN in self.ways or self.ways[0] is Way.PLAIN else x, mask)
 
 
-def test_members_of_an_enum_are_no_objects_of_a_layer() -> None:
+def test_members_of_an_enum_do_not_reject_reuse() -> None:
     model = Model(Choosing)
     compiled = Compiled(model)
     check(model, compiled, X)
     assert compiled.traced["Choosing"] == 1
 
 
-def test_numbers_that_change_in_all_layers_compile_as_often_as_ever() -> None:
+def test_numbers_that_change_in_all_layers_compile_as_often_as_without_reuse() -> None:
     counts = []
     for once in (False, True):
         model = Model().eval()
@@ -557,12 +557,12 @@ class Zero(Layer):
 
 
 @pytest.mark.parametrize("kind", [Noting, Zero])
-def test_notes_and_signs_are_seen(kind: type[Layer]) -> None:
+def test_attributes_of_tensors_and_signs_of_zero_are_read(kind: type[Layer]) -> None:
     model = Model(kind)
     check(model, Compiled(model), X)
 
 
-def test_hooks_of_all_modules_are_called() -> None:
+def test_global_hooks_are_called() -> None:
     model = Model()
 
     def hook(module: nn.Module, args: Any, result: Any) -> Any:

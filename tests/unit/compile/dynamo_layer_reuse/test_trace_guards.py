@@ -1,4 +1,4 @@
-"""What two modules are compared by beside guards."""
+"""Differences between modules without a guard reject reuse."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.compile.dynamo_layer_reuse.reuse_rejected import Unlike
-from lightning_zero.compile.dynamo_layer_reuse.trace_guards import are_built_alike
+from lightning_zero.compile.dynamo_layer_reuse.trace_guards import check_built_alike
+from lightning_zero.compile.dynamo_layer_reuse.trace_inputs import ReuseRejected
 from tests.unit.compile.dynamo_layer_reuse.layers import Layer
 
 
@@ -31,13 +31,13 @@ def saved(layer: Any) -> None:
 
 
 @pytest.mark.parametrize("change", [nothing, numbered, with_containers, saved])
-def test_what_guards_tell_may_differ(change: Callable[[Any], None]) -> None:
+def test_attributes_with_guards_may_differ(change: Callable[[Any], None]) -> None:
     one, other = Layer(), Layer()
     with_containers(one)
     with_containers(other)
     change(other)
-    are_built_alike(one, other)
-    are_built_alike(one, one)
+    check_built_alike(one, other)
+    check_built_alike(one, one)
 
 
 def other_class(layer: Any) -> None:
@@ -92,11 +92,11 @@ CHANGES = [
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("first", [False, True])
-def test_what_they_may_not_tell_may_not(change: Callable[[Any], None], first: bool) -> None:
+def test_attributes_without_guards_may_not_differ(change: Callable[[Any], None], first: bool) -> None:
     layers: list[Any] = [Layer(), Layer()]
     for layer in layers:
         with_containers(layer)
         layer.function = torch.relu
     change(layers[first])
-    with pytest.raises(Unlike):
-        are_built_alike(*layers)
+    with pytest.raises(ReuseRejected):
+        check_built_alike(*layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.ops import wait_tensor
+from lightning_zero.compat.tensors import wait_tensor
 from tests.unit.compile.graphs import Builder, aten
 
 WIDTH = 16

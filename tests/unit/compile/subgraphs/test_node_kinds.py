@@ -7,7 +7,7 @@ import operator
 import torch
 from torch.fx import Node
 
-from lightning_zero.compat.ops import wait_tensor
+from lightning_zero.compat.tensors import wait_tensor
 from lightning_zero.compile.fx_utils import is_start
 from lightning_zero.compile.subgraphs.node_kinds import (
     NodeKind,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from lightning_zero.compat.ops import draw_seeds
+from lightning_zero.compat.tensors import draw_seeds
 from lightning_zero.compile.subgraphs.subgraph import Subgraph
 from lightning_zero.compile.subgraphs.subgraph_program import SubgraphProgram
 

@@ -1,0 +1,1 @@
+"""Save concurrently with training: a snapshot in shared memory, written by a separate process."""

@@ -1,0 +1,394 @@
+"""Replace files and folders atomically, and keep concurrent saves to one path apart.
+
+A save writes to a sibling path (:func:`sibling_path`) and :func:`replace_atomically` puts it in place, so a process
+that dies at any moment leaves the previous checkpoint. :func:`try_lock` and :class:`PinnedDirectory` detect another
+save to the same path. A file system without locks grants every lock; the save then finds at its end that its files are
+gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from pathlib import Path
+
+from lightning_zero.errors import CheckpointError
+
+__all__ = [
+    "INCOMPLETE",
+    "LOCK_TIMEOUT_S",
+    "REMOVED",
+    "REPLACED",
+    "PinnedDirectory",
+    "becomes_visible",
+    "check_replaceable",
+    "check_replaceable_folder",
+    "concurrent_save_error",
+    "exchange",
+    "locked_for_removal",
+    "make_folders",
+    "readable_path",
+    "refresh_listing",
+    "remove",
+    "remove_leftover",
+    "replace_atomically",
+    "restore_replaced",
+    "sibling_path",
+    "sync_folder",
+    "try_lock",
+    "unlock",
+]
+
+INCOMPLETE = ".incomplete"  # a save in progress, or one that was killed
+REMOVED = ".removed"  # a leftover while the next save removes it
+REPLACED = ".replaced"  # the previous checkpoint while two renames replace it
+COPY_BYTES = 16 << 20  # of a copy, in memory at a time
+MAX_NAME_BYTES, NAME_PREFIX = 255, 40  # bytes of a file name; characters of a shortened one, of up to 4 bytes each
+REMOVE_ATTEMPTS = 10  # for a folder in which another save writes
+CHANGED = (
+    errno.ENOENT,
+    errno.ENOTEMPTY,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ENOTDIR,
+)  # raised if another save interferes
+
+LOCK_TIMEOUT_S = 5.0  # for a file that this save has just created: another save tests its lock within microseconds
+LOCK_POLL_S = 0.005
+VISIBLE_TIMEOUT_S = 10.0  # longer than NFS clients cache negative entries
+FIRST_POLL_S, MAX_POLL_S = 0.01, 0.5
+
+# Each folder that is a checkpoint, complete or not, holds one of these: torch's, Lightning's, DeepSpeed's and ours.
+CHECKPOINT_FILES = (".metadata", "meta.pt", "*.distcp", ".save_id", "*_model_states.pt")
+# Files that Lightning's DeepSpeedStrategy adds; other folders may have files of these names, too.
+DEEPSPEED_FILES = {"latest", "checkpoint", "zero_to_fp32.py"}
+
+
+def sibling_path(path: Path, ending: str) -> Path:
+    """Return ``path`` with ``ending`` appended, with a shortened name if the file system would refuse it."""
+    name = path.name + ending
+    if len(os.fsencode(name)) > MAX_NAME_BYTES >= len(os.fsencode(path.name)):
+        digest = hashlib.blake2s(os.fsencode(path.name)).hexdigest()[:32]
+        name = f"{path.name[:NAME_PREFIX]}-{digest}{ending}"
+    return path.with_name(name)
+
+
+def replace_atomically(work: Path, path: Path) -> None:
+    """Move the finished file or folder ``work`` to ``path`` and remove the previous content of ``path``.
+
+    The content of ``work`` must be on the disk; its name is on the disk when this returns. On an error nothing has
+    changed.
+    """
+    if not os.path.lexists(path):
+        _move(work, path)
+        _sync_or(lambda: _move(path, work), path.parent)
+    elif exchange(work, path):
+        _sync_or(lambda: exchange(work, path), path.parent)
+        _remove_quietly(work)
+    elif not any(_is_folder(one) for one in (work, path)) and _replace(work, path):
+        sync_folder(path.parent)
+    else:
+        old = sibling_path(path, REPLACED)
+        remove(old)
+        _move(path, old)
+        try:
+            _move(work, path)
+        except OSError:
+            _move(old, path)
+            raise
+        sync_folder(path.parent)
+        _remove_quietly(old)
+
+
+def restore_replaced(path: Path) -> None:
+    """Clean up after a process that died in :func:`replace_atomically`.
+
+    Between its two renames, the previous content moves back to ``path``; after them, the previous content is removed.
+    """
+    old = sibling_path(path, REPLACED)
+    if readable_path(path) == old:
+        _move(old, path)
+    else:
+        remove(old)
+
+
+def readable_path(path: Path) -> Path:
+    """Return ``path``, or its sibling that holds the checkpoint if a process died between two renames."""
+    old = sibling_path(path, REPLACED)
+    return old if not os.path.lexists(path) and os.path.lexists(old) else path
+
+
+def _sync_or(undo: Callable[[], object], parent: Path) -> None:
+    try:
+        sync_folder(parent)
+    except OSError:
+        undo()
+        raise
+
+
+def _remove_quietly(path: Path) -> None:
+    # The new checkpoint is complete, so the save has not failed. The next save tries again, and raises.
+    with suppress(OSError):
+        remove(path)
+
+
+def _replace(one: Path, other: Path) -> bool:
+    """Rename ``one`` to the existing file ``other``; return False if the file system answers EXDEV."""
+    try:
+        os.replace(one, other)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return False
+    return True
+
+
+def _move(one: Path, other: Path) -> None:
+    """Rename a file or folder to the new name ``other``, or copy it if the file system answers EXDEV.
+
+    Union and overlay file systems answer EXDEV within one folder, too: for a folder of a lower layer, for example.
+    ``one`` is removed after its copy is on the disk. If the copy fails, ``one`` is unchanged and ``other`` is removed.
+    """
+    try:
+        os.rename(one, other)
+        return
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+    try:
+        _copy(one, other)
+    except BaseException:
+        with suppress(OSError):  # the first error has the cause
+            remove(other)
+        raise
+    remove(one)
+
+
+def _copy(one: Path, other: Path) -> None:
+    """Copy a file, a link or a folder, and flush it to the disk."""
+    if _is_folder(one):
+        other.mkdir()
+        for entry in os.scandir(one):
+            _copy(Path(entry.path), other / entry.name)
+        sync_folder(other)
+    elif one.is_symlink():
+        other.symlink_to(os.readlink(one))
+    else:
+        with open(one, "rb") as source, open(other, "xb") as target:
+            shutil.copyfileobj(source, target, COPY_BYTES)
+            target.flush()
+            os.fsync(target.fileno())
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Swap two names atomically; return False if the system or the file system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    here, swap = -100, 2  # AT_FDCWD and RENAME_EXCHANGE of Linux
+    if rename(here, os.fsencode(one), here, os.fsencode(other), swap) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV):
+        return False
+    raise OSError(number, os.strerror(number), str(one), None, str(other))
+
+
+def sync_folder(path: Path) -> None:
+    """Flush the names in a folder to the disk, but not the content of its files."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def make_folders(path: Path) -> None:
+    """Create the folder and its missing parents, and flush their names to the disk."""
+    missing = [path, *path.parents]
+    missing = missing[: next(number for number, folder in enumerate(missing) if folder.is_dir())]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync_folder(folder.parent)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with its content, if it exists."""
+    if _is_folder(path):
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove_leftover(path: Path, ending: str) -> None:
+    """Remove the sibling of ``path`` with ``ending``.
+
+    A folder is renamed first: a save in progress in it then finds that its folder is gone, and not that single files
+    are missing.
+    """
+    work, aside = sibling_path(path, ending), sibling_path(path, REMOVED)
+    for attempts in range(REMOVE_ATTEMPTS, 0, -1):  # another save may do the same, or write into the folder
+        try:
+            remove(aside)
+            if _is_folder(work):
+                os.rename(work, aside)
+                remove(aside)
+            else:
+                remove(work)
+            return
+        except OSError as error:
+            if error.errno not in CHANGED or attempts == 1:
+                raise
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+# -- checks and locks
+
+
+def check_replaceable_folder(path: Path) -> None:
+    """Raise if ``path`` is a folder that a checkpoint must not replace."""
+    if path.is_dir() and not path.is_symlink():
+        check_replaceable(str(path), os.listdir(path))
+
+
+def check_replaceable(path: str, names: Iterable[str]) -> None:
+    """Raise if a folder with the entries ``names`` is neither empty nor a checkpoint.
+
+    Raises:
+        CheckpointError: a checkpoint saved at ``path`` would remove other files.
+    """
+    found = sorted(names)
+    known = any(fnmatch(name, pattern) for name in found for pattern in CHECKPOINT_FILES)
+    if found and not known and not DEEPSPEED_FILES.issuperset(found):
+        raise CheckpointError(
+            f"{path} is a folder, and no checkpoint: it holds {', '.join(map(repr, found[:3]))}"
+            f"{f' and {len(found) - 3} more' if len(found) > 3 else ''}. A checkpoint that is saved there takes its "
+            "place. Give the checkpoint a name of its own in that folder, or remove the folder first."
+        )
+
+
+def try_lock(descriptor: int, timeout_s: float = 0.0) -> bool:
+    """Lock an open file or folder until it is closed; return False if another save has locked it.
+
+    Args:
+        descriptor: of the file or folder.
+        timeout_s: how long to retry. Another save that tests the lock holds it for a moment.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(LOCK_POLL_S)
+        except OSError:  # the file system has no locks
+            return True
+
+
+def unlock(descriptor: int) -> None:
+    """Unlock it, even if a process forked in the meantime has inherited the descriptor."""
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+
+
+@contextmanager
+def locked_for_removal(work: Path, path: object) -> Iterator[None]:
+    """Hold the lock of ``work``, the leftover of a save to ``path``, while the caller removes it.
+
+    Raises:
+        CheckpointError: a save in progress writes there.
+    """
+    descriptor = None
+    with suppress(OSError):  # it does not exist
+        descriptor = os.open(work, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    try:
+        if descriptor is not None and not try_lock(descriptor):
+            raise concurrent_save_error(path)
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def concurrent_save_error(path: object) -> CheckpointError:
+    """Return the error of a save that finds another save to ``path`` in progress."""
+    return CheckpointError(
+        f"another save to {path} goes on at the same time, and this one has written nothing. Wait until the other has "
+        "ended, or let each training save to a place of its own."
+    )
+
+
+class PinnedDirectory:
+    """A directory that stays the same one if another process replaces it under its name.
+
+    Args:
+        folder: its current name; it need not exist.
+
+    Attributes:
+        path: leads to the directory as long as this object lives; the given name if ``/proc`` is not available.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.path = str(folder)
+        self._descriptor: int | None = None
+        try:
+            self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            return  # reading from it will raise
+        weakref.finalize(self, os.close, self._descriptor)
+        pinned = f"/proc/self/fd/{self._descriptor}"
+        if os.path.isdir(pinned):
+            self.path = pinned
+
+    def try_lock(self, timeout_s: float = 0.0) -> bool:
+        """Lock the directory, see :func:`try_lock`."""
+        return self._descriptor is None or try_lock(self._descriptor, timeout_s)
+
+    def unlock(self) -> None:
+        """Unlock the directory. Idempotent."""
+        if self._descriptor is not None:
+            unlock(self._descriptor)
+
+    def is_at(self, path: Path) -> bool:
+        """Return True if ``path`` is a name of this directory."""
+        try:
+            return self._descriptor is not None and os.path.samestat(os.stat(path), os.fstat(self._descriptor))
+        except OSError:
+            return False
+
+
+# -- NFS
+
+
+def becomes_visible(test: Callable[[], bool]) -> bool:
+    """Return True as soon as ``test`` does, or False after ``VISIBLE_TIMEOUT_S``.
+
+    An NFS client caches negative entries and directory listings, so files of another host may show late.
+    """
+    deadline, pause = time.monotonic() + VISIBLE_TIMEOUT_S, FIRST_POLL_S
+    while not test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, MAX_POLL_S)
+    return True
+
+
+def refresh_listing(folder: Path) -> None:
+    """List the folder: an NFS client then revalidates it, and drops its negative entries."""
+    with suppress(OSError):
+        os.listdir(folder)

@@ -1,1 +1,0 @@
-"""Weights alone, as Hugging Face's files hold them: into shards, and out of them."""

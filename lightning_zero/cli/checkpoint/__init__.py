@@ -1,1 +1,0 @@
-"""``checkpoint``: looks into checkpoints, compares them with their checksums, and makes other files of them."""

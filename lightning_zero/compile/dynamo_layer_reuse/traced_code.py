@@ -1,0 +1,169 @@
+"""Checks of traced code for results that would differ in another layer although no guard shows it.
+
+Dynamo compares objects by identity while it traces (``self is self.owner.last``, ``layers.index(self)``), and guards
+only the compared values. It has one name for each value, however code reached it: a value that is named as a part of
+the traced layer would be replaced by the part of another layer.
+"""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_zero.compat.compiler import TensorVariable
+from lightning_zero.compat.dynamo import (
+    CONSTANT_CALLS,
+    LAYER_REUSE,
+    BuiltinVariable,
+    HashableKey,
+    ListVariable,
+    ModuleVariable,
+    ObjectVariable,
+    Source,
+    TupleVariable,
+    VariableBuilder,
+    comparisons,
+    guard_of_two_paths,
+    is_constant,
+    known_variable,
+    translators,
+)
+from lightning_zero.compat.patches import swap_attribute
+from lightning_zero.compile.dynamo_layer_reuse.trace_guards import begins_at
+
+__all__ = ["watch_foreign_values", "watch_identity_checks"]
+
+OPERATORS = {operator.is_, operator.is_not, operator.eq, operator.ne, operator.contains, id, hash}
+METHODS = {"index", "count", "remove", "__contains__", "__eq__", "__ne__"}
+OBJECTS = (ModuleVariable, ObjectVariable, TensorVariable, ListVariable, TupleVariable)
+# Types of values that are equal in all layers under any name.
+_CODE = (type, types.FunctionType, types.BuiltinFunctionType, types.ModuleType)
+
+
+@LAYER_REUSE
+@contextmanager
+def watch_identity_checks() -> Iterator[list[str]]:
+    """Collect the comparisons by identity in code that is traced inside. Most layers have none."""
+    found: list[str] = []
+
+    def check(what: str, operands: Sequence[Any]) -> None:
+        objects = [_is_object(operand) for operand in operands]
+        if any(objects) and (len(operands) == 1 or all(map(_may_be_object, operands))):
+            found.append(what)
+
+    def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        if getattr(variable, "fn", None) in OPERATORS:
+            check(variable.fn.__name__, args)
+        return plain_call(variable, tx, args, kwargs)
+
+    def make_key(hashable: Any, variable: Any, *rest: Any) -> Any:
+        check("a key", [variable])
+        return plain_key(hashable, variable, *rest)
+
+    plain_call, plain_key = BuiltinVariable.call_function, HashableKey.__init__
+    with ExitStack() as stack:
+        for owner, name, new in (
+            (BuiltinVariable, "call_function", call_function),
+            (HashableKey, "__init__", make_key),
+            *((kind, "call_method", _check_method(kind.call_method, check)) for kind in (ListVariable, TupleVariable)),
+            *((one, "dispatch_table", _check_table(one.dispatch_table, check)) for one in translators()),
+        ):
+            stack.enter_context(swap_attribute(owner, name, new))
+        yield found
+
+
+def _check_table(table: Sequence[Any], check: Callable[[str, Sequence[Any]], None]) -> list[Any]:
+    changed = list(table)
+    for opcode, name in comparisons().items():
+        changed[opcode] = _check_comparison(table[opcode], name, check)
+    return changed
+
+
+def _check_comparison(plain: Any, name: str, check: Callable[[str, Sequence[Any]], None]) -> Any:
+    def compare(tx: Any, instruction: Any) -> Any:
+        operands = tx.stack[-2:]
+        if name != "COMPARE_OP" or not any(isinstance(_realized(one), TensorVariable) for one in operands):
+            check(name, operands)  # tensors are compared by value
+        return plain(tx, instruction)
+
+    return compare
+
+
+def _check_method(plain: Any, check: Callable[[str, Sequence[Any]], None]) -> Any:
+    def call_method(variable: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Any) -> Any:
+        if name in METHODS:
+            check(name, args)
+        return plain(variable, tx, name, args, kwargs)
+
+    return call_method
+
+
+def _is_object(variable: Any) -> bool:
+    """Return True for an object that is equal to itself only, or contains one."""
+    return isinstance(_realized(variable), OBJECTS) and _may_be_object(variable)
+
+
+def _may_be_object(variable: Any) -> bool:
+    return not is_constant(_realized(variable))
+
+
+def _realized(variable: Any) -> Any:
+    """Return the variable behind a realized lazy one. Realizing others would add guards."""
+    return variable.realize() if variable.is_realized() else variable
+
+
+@LAYER_REUSE
+@contextmanager
+def watch_foreign_values(module: Source) -> Iterator[list[str]]:
+    """Collect values that traced code reaches in a way in which another layer would reach others.
+
+    Args:
+        module: path of the module whose code is traced.
+    """
+    found: list[str] = []
+
+    def build(builder: Any, value: Any) -> Any:
+        name: Any = getattr(known_variable(builder, value), "source", None)
+        path = builder.source
+        renamed = name is not None and name != path and not isinstance(value, _CODE)
+        if renamed and _maps_wrongly(name, path, module, isinstance(value, Tensor | nn.Module)):
+            found.append(f"{path.name} is {name.name}")
+        return plain(builder, value)
+
+    def watch_call(call: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            found.append("a function with a constant result")
+            return call(*args, **kwargs)
+
+        return called
+
+    plain = VariableBuilder.__call__
+    with ExitStack() as stack:
+        for owner, name, new in (
+            (VariableBuilder, "__call__", build),
+            *((owner, name, watch_call(getattr(owner, name))) for owner, name in CONSTANT_CALLS),
+        ):
+            stack.enter_context(swap_attribute(owner, name, new))
+        yield found
+
+
+def _maps_wrongly(known: Source, path: Source, module: Source, may_differ: bool) -> bool:
+    """Return True if a value known by one path is reached by another, and the two map to different values.
+
+    Args:
+        known: the first path.
+        path: the second one.
+        module: path of the traced module.
+        may_differ: the value may differ between layers without a guard; others are equal in layers built alike.
+    """
+    if not begins_at(path, module):  # the module, its part or its owner, reached from elsewhere
+        return begins_at(known, module) or begins_at(module, known)
+    if begins_at(known, module):
+        return False  # a part under two names, which has a guard
+    # An owner of the module, or a value without a guard that both paths have the same one.
+    return begins_at(module, known) or (may_differ and guard_of_two_paths(path, known) is None)
