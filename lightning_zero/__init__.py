@@ -17,8 +17,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_zero.compat.versions import warn_of_newer
-from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.graph_plan import Plan
+from lightning_zero.compile.passes import PassSpec
 from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import (
@@ -29,11 +29,11 @@ from lightning_zero.errors import (
     UnsupportedError,
 )
 from lightning_zero.integrations.fabric.strategy import FabricZeroStrategy
+from lightning_zero.integrations.hf_weights import export_safetensors, load_safetensors
 from lightning_zero.integrations.trainer.checkpoint_lookup import install_checkpoint_lookup
 from lightning_zero.integrations.trainer.grad_norm import grad_norm
 from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
-from lightning_zero.integrations.hf_weights import export_safetensors, load_safetensors
 from lightning_zero.optim.rules import Rule, register_rule
 from lightning_zero.planning.estimate_training import Training, plan
 from lightning_zero.planning.training_plan import TrainingPlan

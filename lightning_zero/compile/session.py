@@ -1,7 +1,7 @@
 """Compilation for one engine, and the calls that each training step makes to it.
 
-:class:`CompileSession` owns the compiler, the compiled modules, the plans and the memory planner. Call ``begin()``, then
-``attach(module)`` once the module is sharded. In each training step call ``next_pass()`` first, run forward inside
+:class:`CompileSession` owns the compiler, the compiled modules, the plans and the memory planner. Call ``begin()``,
+then ``attach(module)`` once the module is sharded. In each training step call ``next_pass()`` first, run forward inside
 ``step()``, and call ``planner.optimizer_steps()`` with each optimizer step. :class:`CompiledStepHooks` does so for the
 step cycle.
 """

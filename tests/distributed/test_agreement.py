@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from lightning_zero.errors import RankMismatchError
-from lightning_zero.profiling.node_costs import DeviceSpeed
 from lightning_zero.profiling.cost_model import CostModel
+from lightning_zero.profiling.node_costs import DeviceSpeed
 from tests.helpers.forks import Forks, run_forks
 from tests.helpers.models import NextToken, build, make_batches
 from tests.helpers.oracle import assert_close_relative

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.planning.persistent_memory import persistent_bytes, shard_parameters
-from lightning_zero.report.engine_report import memory_by_role
-from lightning_zero.report.engine_report import startup_summary
+from lightning_zero.report.engine_report import memory_by_role, startup_summary
 from tests.helpers.models import Batch, Case, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch, train_reference
 from tests.helpers.sharded import (

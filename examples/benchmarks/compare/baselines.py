@@ -65,7 +65,7 @@ class Peer:
 
 
 def zero_strategy(name: str, options: Sequence[str], backend: str = "inductor") -> Any:
-    """Return the Trainer's ``strategy``. `options` are as in :func:`~lightning_zero.cli.plan_command.parsed_options`."""
+    """Return the Trainer's ``strategy``; `options`: see :func:`~lightning_zero.cli.plan_command.parsed_options`."""
     if not options and backend == "inductor":
         return name
     chosen: dict[str, Any] = {"compile": name == "zero3_compile", "compile_backend": backend}

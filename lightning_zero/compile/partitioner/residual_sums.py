@@ -23,8 +23,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lightning_zero.compat.graphs import DESC, NO_VERSION_CHECK, RECOMPUTE
 from lightning_zero.compile.fx_utils import output_node, results, weight_nodes
 from lightning_zero.compile.passes.saved_weights import backward_nodes
-from lightning_zero.profiling.node_costs import fusion_groups
 from lightning_zero.profiling.graph_tensors import Storage, nbytes, storages, view_base
+from lightning_zero.profiling.node_costs import fusion_groups
 
 __all__ = ["save_residual_sums"]
 

@@ -27,8 +27,7 @@ from lightning_zero.compile.graph_plan import GraphPlan
 from lightning_zero.compile.passes.prefetch_schedule import PrefetchBudget, prefetch_schedule
 from lightning_zero.native.ops import Op, Role, no_result, register_op
 from lightning_zero.profiling.cost_model import CostModel
-from lightning_zero.profiling.graph_tensors import FakeBuffer
-from lightning_zero.profiling.graph_tensors import nbytes
+from lightning_zero.profiling.graph_tensors import FakeBuffer, nbytes
 
 __all__ = [
     "GroupLimits",

@@ -10,8 +10,8 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compile.subgraphs.node_kinds import NodeKind, all_read, is_kernel, is_pointwise, is_random, readers
 from lightning_zero.compile.subgraphs.subgraph import NodeSignatures
-from lightning_zero.profiling.node_costs import FlopCache
 from lightning_zero.profiling.graph_tensors import nbytes, nodes_where
+from lightning_zero.profiling.node_costs import FlopCache
 
 __all__ = ["NodeOrder", "graph_work"]
 

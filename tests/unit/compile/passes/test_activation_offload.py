@@ -9,8 +9,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compile.fx_utils import results
 from lightning_zero.compile.passes.activation_offload import HostCosts, OffloadLimits, insert_offloads, place_offloads
-from lightning_zero.profiling.node_costs import DeviceSpeed
 from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
+from lightning_zero.profiling.node_costs import DeviceSpeed
 from tests.unit.compile.graphs import WEIGHT, Builder, order
 
 aten = torch.ops.aten

@@ -9,8 +9,8 @@ from lightning_zero.compile.passes import default_passes, run_passes
 from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers
 from lightning_zero.compile.passes.publish_plan import read_plan
 from lightning_zero.config import CompileConfig
-from lightning_zero.profiling.node_costs import DeviceSpeed
 from lightning_zero.profiling.cost_model import BESIDE_COMPUTE, NOMINAL_COSTS, CostModel
+from lightning_zero.profiling.node_costs import DeviceSpeed
 from tests.unit.compile.graphs import WEIGHT, Builder, order, products
 
 aten = torch.ops.aten
