@@ -17,8 +17,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_zero.compat.versions import warn_of_newer
+from lightning_zero.compile.graph_plan import Plan
 from lightning_zero.compile.passes import PassSpec
-from lightning_zero.compile.plan import Plan
 from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import (
@@ -35,8 +35,8 @@ from lightning_zero.integrations.trainer.grad_norm import grad_norm
 from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
 from lightning_zero.optim.update_rules import Rule, register_rule
-from lightning_zero.planning.plan import Training, plan
-from lightning_zero.planning.result import TrainingPlan
+from lightning_zero.planning.estimate_training import Training, plan
+from lightning_zero.planning.training_plan import TrainingPlan
 from lightning_zero.profiling.devices import Device
 from lightning_zero.report.comm_monitor import CommMonitor
 from lightning_zero.report.plan_report import PlanReport

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.manager import CheckpointManager
 from lightning_zero.compile.cuda_graphs import CUDAGraphManager
-from lightning_zero.compile.listener import GraphObserver
-from lightning_zero.compile.session import CompileSession
-from lightning_zero.compile.steps import CompiledStepHooks
+from lightning_zero.compile.events import GraphObserver
+from lightning_zero.compile.session import CompiledStepHooks, CompileSession
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.engine_config import check_changes
 from lightning_zero.errors import UnsupportedError
@@ -34,8 +33,8 @@ from lightning_zero.sharding.param_record import Role
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.symm_mem import PeerTransports
 from lightning_zero.step.cycle import StepCycle
+from lightning_zero.step.memory_controller import MemoryController
 from lightning_zero.step.optimizer_steps import OptimizerSteps
-from lightning_zero.step.planned import MemoryController
 
 __all__ = ["Engine", "engine_of"]
 
@@ -97,7 +96,7 @@ class Engine(PickledAsNone):
         )
         if observe is not None:
             self.session.progress.observe(observe)
-        ready, report = self.session.budget.may_capture, self.session.progress.report
+        ready, report = self.session.planner.is_settled, self.session.progress.report
         configure_nccl_for_capture(device)
         impossible = self.transports.no_capture_reason(self.executor)
         self.replays = CUDAGraphManager(
@@ -116,8 +115,7 @@ class Engine(PickledAsNone):
         compiled = CompiledStepHooks(self.session, self.replays, self.sharder, self.transports)
         self.cycle = cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)
-        self.memory = MemoryController(compiled, self.optimizers)
-        self.session.budget.accumulates = lambda: cycle.accumulates
+        self.memory = MemoryController(compiled, self.optimizers, lambda: cycle.accumulates)
         cycle.events.accumulation_begin.append(self.memory.gradients.on_accumulation)
 
     @property
@@ -140,8 +138,12 @@ class Engine(PickledAsNone):
                 :class:`~lightning_zero.config.schema.OnChange`; or CUDA graphs are required but not possible.
             ValueError: These options need a pass that is switched off.
         """
-        config = self.memory.settled(config.for_hosts(self.mesh.host_count, self.mesh.intra_host.size))
-        if config == (before := self.memory.settled(self.config)) == self.memory.settled(self.session.config):
+        config = self.memory.with_moved_masters(config.for_hosts(self.mesh.host_count, self.mesh.intra_host.size))
+        if (
+            config
+            == (before := self.memory.with_moved_masters(self.config))
+            == self.memory.with_moved_masters(self.session.config)
+        ):
             return
         check_changes(before, config)
         for part in (self.transports, self.replays, self.session):

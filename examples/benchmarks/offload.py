@@ -111,7 +111,7 @@ class Ours:
         self.optimizer.zero_grad()
 
     def host_bytes(self) -> int:
-        from lightning_zero.report.readings import memory_by_role
+        from lightning_zero.report.engine_report import memory_by_role
 
         roles = memory_by_role(self.engine, [self.optimizer])
         return sum(nbytes for role, nbytes in roles.items() if role.endswith("_on_host"))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_zero.compat import cuda
 
-__all__ = ["GraphedSequence", "capture_graph", "configure_nccl_for_capture", "pause_gc", "reserve_pool_block"]
+__all__ = ["GraphedSequence", "capture_graph", "configure_nccl_for_capture", "pause_gc"]
 
 
 @contextmanager
@@ -57,28 +57,6 @@ def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
                 _end(graph, pool)
             raise
         _end(graph, pool)
-
-
-@contextmanager
-def reserve_pool_block(pool: Any, device: torch.device, nbytes: int) -> Iterator[None]:
-    """Reserve one free block of ``nbytes`` in ``pool`` for the capture in this context.
-
-    A pool that grows on demand cannot merge neighboring blocks, and memory cannot be freed during a capture: without
-    the reserved block the pool takes more memory.
-    """
-    if not nbytes:
-        yield
-        return
-    index = torch.cuda.current_device() if device.index is None else device.index
-    cuda.begin_allocate_to_pool(index, pool)
-    try:
-        try:
-            torch.empty(nbytes, dtype=torch.uint8, device=device)
-        finally:
-            cuda.end_allocate_to_pool(index, pool)
-        yield
-    finally:
-        cuda.release_pool(index, pool)
 
 
 def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:

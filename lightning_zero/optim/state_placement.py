@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT
-from lightning_zero.sharding.record import ShardedParameter
+from lightning_zero.sharding.param_record import ShardedParameter
 
 __all__ = ["MakePlacer", "StatePlacer", "move_state_to_host", "place_loaded_state", "register_placement_hooks"]
 

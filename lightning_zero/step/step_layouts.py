@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from lightning_zero.native.capture import GraphedSequence
-from lightning_zero.offload.memory import HostMemory
+from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.optim.bf16_state import bf16_state_names, check_bf16_state
 from lightning_zero.optim.flat_runs import FlatRun, State, make_flat_runs
 from lightning_zero.optim.grad_norms import clip_factor, norm_dtype
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import check_members
 from lightning_zero.sharding.layout import as_real
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.sharder import Sharder
 
 __all__ = ["FlatParams", "Groups", "OwnParams", "StepLayout", "StepLayouts"]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_zero import Tuning
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.report.readings import memory_by_role
+from lightning_zero.report.engine_report import memory_by_role
 from tests.helpers.optimizer_steps import (
     Event,
     Lion,

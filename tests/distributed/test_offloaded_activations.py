@@ -178,7 +178,7 @@ def test_an_amount_is_kept_by_all_graphs_of_a_pass_together(ranks: Ranks) -> Non
         assert all(0.05 < mib <= 0.1 for mib in sent[1:]), way
         assert said == []
     assert any(mib > 0.1 for mib in found["more later"][0])
-    assert "went beyond it in the whole OneLayer" in told
+    assert "exceeded it in the whole OneLayer" in told
     assert "a call that the first step did not have" in told
 
 

@@ -143,7 +143,7 @@ CYCLE = "lightning_zero.step.cycle:StepCycle"
 LOOP = "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop"
 PEERS = "lightning_zero.sharding.symm_mem.symmetric_memory:SymmetricMemory"
 COMPILER = "lightning_zero.compile.backend:Compiler"
-PAIRS = "lightning_zero.compile.cuda_graphs.pairs"
+PAIRS = "lightning_zero.compile.cuda_graphs.graph_pairs"
 MODEL = "tests.faults.model"
 
 COMPILED = {"strategy": "aot_eager"}
@@ -241,7 +241,7 @@ _ALL = (
     ),
     Point("before_forward", "begins a training step", (f"{ENGINE}.train_step",)),
     Point("forward", "is half way through a forward", (f"{MODEL}:Block.between",), install=_between),
-    Point("gather_in_backward", "gathers a weight again", ("lightning_zero.compile.eager:gather_full",)),
+    Point("gather_in_backward", "gathers a weight again", ("lightning_zero.compile.capture.eager_weights:gather_full",)),
     Point("compile", "compiles a graph", (f"{COMPILER}._tag",), 1, training=COMPILED),
     Point(
         "agreement",

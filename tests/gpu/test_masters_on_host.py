@@ -90,7 +90,7 @@ def train_large(
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         engine.optimizers.check(optimizer)
         engine.optimizers.arrange([optimizer])
-        plan, states = engine.memory.plan, engine.session.budget.known.states
+        plan, states = engine.memory.plan, engine.session.planner.known.states
         x, losses = torch.randn(8, 4096, device=engine.device), []
         for step in range(steps):
             with engine.train_step(), autocast():

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from tests.helpers.options import config
-from tests.helpers.sharded import engine_for, mean_over_ranks, whole_params, whole_state
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.report.readings import memory_by_role
+from lightning_zero.report.engine_report import memory_by_role
 from lightning_zero.sharding.param_record import Role
 from lightning_zero.step.runners import CapturedRunner
+from tests.helpers.sharded import engine_for, mean_over_ranks, whole_params, whole_state
 
 BF16 = torch.bfloat16
 CONFIG: dict[str, Any] = {"compute_dtype": BF16, "compile_backend": "aot_eager", "reduce_bucket_mb": 0.01}
@@ -113,7 +113,7 @@ def least_with_masters(name: str = "AdamW", **options: Any) -> float:
             optimizer = OPTIMIZERS[name](model)
         engine.optimizers.arrange([optimizer])
         assert engine.memory.plan is not None
-        return (engine.memory.plan.peak - engine.session.budget.known.states - 1) / 2**30
+        return (engine.memory.plan.peak - engine.session.planner.known.states - 1) / 2**30
 
 
 def planned(name: str = "AdamW", **options: Any) -> dict[str, Any]:

@@ -30,8 +30,8 @@ OPTIMIZATION_COUNTS = {
     "layers stamped": 5,
     "layers": 12,
     "layers differentiated": 2,
-    "pieces": 83,
-    "pieces compiled": 22,
+    "subgraphs": 83,
+    "subgraphs compiled": 22,
 }
 
 

@@ -10,13 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
-from torch import Tensor
-
-from lightning_zero.budget.facts import MemoryConfig
-from lightning_zero.sharding.param_record import Role
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import Regression, close, make_loader, make_strategy, make_trainer, whole_state
 from tests.ranks.pool import RankFailure, Ranks
+from torch import Tensor
+
+from lightning_zero.memory_planner.inputs import MemoryConfig
+from lightning_zero.sharding.param_record import Role
 
 BF16 = torch.bfloat16
 OVER = "grad_aliasing"
@@ -87,7 +87,7 @@ def test_a_training_is_what_it_is_with_rounded_gradients(ranks: Ranks, kind: str
     ):
         if by_plan:
             assert plan.fits
-            assert plan.chosen == MemoryConfig(over_copies=True)
+            assert plan.chosen == MemoryConfig(grad_aliasing=True)
         assert_close_relative(over, plain, 1e-6, what="weights")
         for what, one, other in zip(("losses", "norms", "evaluations"), found, expected, strict=True):
             assert len(one) >= 8

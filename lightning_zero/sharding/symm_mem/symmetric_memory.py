@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_zero.compat import cuda
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
-from lightning_zero.native.links import gpu_uuid, no_atomics_reason
+from lightning_zero.native.gpu_atomics import gpu_uuid, no_atomics_reason
 from lightning_zero.sharding.shared_memory import Claim, map_shared
 
 __all__ = ["SymmetricMemory", "barrier_waits"]
