@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.compat.compiler import CustomGraphPass, CustomPartitionerFn, inductor_config, lookup_backend
 from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
-from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.backend import Compiler, JointPasses, _boxed
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.graph_plan import PlanStore
@@ -116,7 +114,7 @@ def test_what_decides_how_graphs_are_rewritten_decides_what_a_cache_may_return()
     assert later._digest() != digest
 
 
-@pytest.mark.parametrize("name", ["cse.py", "backend.py", "estimate.py", "ops.py"])
+@pytest.mark.parametrize("name", ["partitioner.py", "backend.py", "estimate.py", "ops.py"])
 def test_a_cache_returns_nothing_that_other_code_has_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, plain = compiler()._digest(), Path.read_bytes
     changed: list[Path] = []
@@ -140,20 +138,10 @@ def test_backwards_are_not_written_as_code_before_they_are_compiled(monkeypatch:
     )
     compiler = Compiler(PassContext(CompileConfig(backend="aot_eager"), 2), PassSelection(), PlanStore(), Silent())
     x = torch.ones(3, requires_grad=True)
-    x.grad = torch.ones(3)  # of the step before
-    fakes = Counter[bool]()
-    plain = FakeTensorMode.from_tensor
-    monkeypatch.setattr(FakeTensorMode, "from_tensor", lambda *args, **kwargs: _counted(fakes, plain(*args, **kwargs)))
     torch._dynamo.reset()
     torch.compile(_doubled, **compiler.arguments())(x).sum().backward()
     torch._dynamo.reset()
     assert lazy[-1], "the backward"
-    assert fakes == {True: 1, False: 1}, "Dynamo's, and AOTAutograd's"
-
-
-def _counted(fakes: Counter[bool], fake: Tensor) -> Tensor:
-    fakes[fake.grad is not None] += 1
-    return fake
 
 
 class Wasteful(Block):
