@@ -22,16 +22,14 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.capture import configure_nccl_for_capture
 from lightning_zero.native.watchdog import Watchdog
-from lightning_zero.offload.masters import host_master_policy
+from lightning_zero.offload.pinned_memory import host_master_policy
 from lightning_zero.sharding.buffers import BufferBroadcast
-from lightning_zero.sharding.construct import sharded_construction
-from lightning_zero.sharding.copying import ModuleCopier, PickledAsNone
-from lightning_zero.sharding.full import full_parameters
+from lightning_zero.sharding.construction import sharded_construction
+from lightning_zero.sharding.full_params import ModuleCopier, PickledAsNone, full_parameters, unshard_module
 from lightning_zero.sharding.module_patching import engine_of_class, is_sharded
-from lightning_zero.sharding.record import Role
-from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.param_record import Role
+from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.symm_mem import PeerTransports
-from lightning_zero.sharding.unshard import unshard_module
 from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.optimizers import OptimizerSteps
 from lightning_zero.step.planned import MemoryController
@@ -89,16 +87,22 @@ class Engine(PickledAsNone):
         self.watchdog = Watchdog(mesh, self.config.tuning.report_stall_after_s)
         self.executor = Executor(mesh, self.config, self._on_backward_end, self._on_new_plan, self.watchdog)
         self.transports = PeerTransports.of(self.config, mesh)
-        self.session = CompileSession(self.config, mesh, self.executor, self.watchdog, self.transports, skip_modules, report)
+        self.session = CompileSession(
+            self.config, mesh, self.executor, self.watchdog, self.transports, skip_modules, report
+        )
         if observe is not None:
             self.session.progress.observe(observe)
         ready, report = self.session.budget.may_capture, self.session.progress.report
         configure_nccl_for_capture(device)
         impossible = self.transports.no_capture_reason(self.executor)
-        self.replays = CUDAGraphManager(self.executor, device, self.config, ready, self._static_tensors, report, impossible)
+        self.replays = CUDAGraphManager(
+            self.executor, device, self.config, ready, self._static_tensors, report, impossible
+        )
         self.session.begin(self.replays)
-        self.sharder = Sharder(self.executor, mesh, self.transports, away, self.config.uses_grad_aliasing(mesh.host_count))
-        self.sharder.view.bind_engine(self)
+        self.sharder = Sharder(
+            self.executor, mesh, self.transports, away, self.config.uses_grad_aliasing(mesh.host_count)
+        )
+        self.sharder.reader.bind_engine(self)
         self._copies = ModuleCopier(self.sharder)
         self.module: nn.Module | None = None
         self.buffers = BufferBroadcast(self.executor, mesh, skip_modules)
@@ -148,13 +152,13 @@ class Engine(PickledAsNone):
 
     def _static_tensors(self) -> Iterator[Tensor]:
         module = self._sharded_module()  # what compiled graphs read that stays where it is
-        return chain(module.parameters(), module.buffers(), self.sharder.memory.holds(Role.UNSHARDED_CACHE))
+        return chain(module.parameters(), module.buffers(), self.sharder.memory.tensors(Role.UNSHARDED_CACHE))
 
     def _on_new_plan(self, digest: str, text: str) -> None:
         self.session.check_plan(digest, text)
 
     def construction(self) -> AbstractContextManager[None]:
-        """Inside, modules are sharded as they are built; see :mod:`lightning_zero.sharding.construct`. Collective."""
+        """Inside, shard modules as they are built; see ``sharding/construction.py``. Collective."""
         return sharded_construction(self.sharder, self.checkpoints.hooks)
 
     def shard(self, module: nn.Module) -> None:
@@ -219,7 +223,7 @@ class Engine(PickledAsNone):
 
     def registered_parameters(self) -> AbstractContextManager[None]:
         """Inside, ``module.weight`` is the registered parameter: optimizers are made of these."""
-        return self.sharder.view.shards()
+        return self.sharder.reader.reading_shards()
 
     def model_state(self) -> dict[str, Any]:
         """Whole values on rank 0's CPU, with the plain module's keys; empty elsewhere. Collective."""
@@ -231,7 +235,9 @@ class Engine(PickledAsNone):
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Loads this rank's part of a whole state dict."""
-        self.optimizers.load(optimizer, self.checkpoints.local_optimizer_state(optimizer, state, self.optimizers.empty_state))
+        self.optimizers.load(
+            optimizer, self.checkpoints.local_optimizer_state(optimizer, state, self.optimizers.empty_state)
+        )
 
     def close(self) -> None:
         """Frees what the executor holds. The module's weights cannot be read afterwards; see :meth:`unshard`."""
@@ -244,7 +250,9 @@ class Engine(PickledAsNone):
         live = self.sharder.live
         total = sum(record.layout.numel for record in live)
         compiled_modules = self.session.compiled_modules
-        compiled = sorted(set(compiled_modules.modules) - set(compiled_modules.limit_reasons)) if compiled_modules else []
+        compiled = (
+            sorted(set(compiled_modules.modules) - set(compiled_modules.limit_reasons)) if compiled_modules else []
+        )
         return (
             f"Engine(rank {self.rank} of {self.world_size} on {self.device}; {len(live)} parameters, {total:,} "
             f"elements; {self.sharder.memory.shards}; compiled: {compiled or 'nothing'})"

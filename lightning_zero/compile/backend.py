@@ -68,7 +68,7 @@ from lightning_zero.compile.subgraphs import (
     lower_subgraphs,
 )
 from lightning_zero.config import CompileConfig
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
 __all__ = ["Compiler", "JointPasses"]
 
@@ -229,7 +229,7 @@ class Compiler:
         limits = offload_limits(self._context)
         if limits is None or limits.budget_bytes is None:
             return limits
-        return replace(limits, budget_bytes=self.call_info.amount.left(limits.budget_bytes))
+        return replace(limits, budget_bytes=self.call_info.quota.remaining(limits.budget_bytes))
 
     def _partition(
         self, limits: OffloadLimits | None, module: GraphModule, inputs: Any, *, num_fwd_outputs: int, **settings: Any

@@ -37,12 +37,12 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.offload.activations import HostActivations
-from lightning_zero.offload.bandwidth import FRACTION_WITH_COMPUTE, measure_host_bandwidth
-from lightning_zero.offload.saved import SavedTensorOffload
+from lightning_zero.offload.saved_tensors import SavedTensorOffload
+from lightning_zero.offload.staging_ring import FRACTION_WITH_COMPUTE, measure_host_bandwidth
 from lightning_zero.profiling.estimate import NOMINAL_COSTS, CostModel, measure_costs
 from lightning_zero.profiling.headroom import MemoryGauge
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.symm_mem import PeerTransports
 
 __all__ = ["CompileSession", "CompiledStepHooks"]
@@ -101,7 +101,7 @@ class CompileSession:
         self.progress = CompileProgress(self._consensus.compiling, watchdog.native.busy, report)
         report = self.progress.report
         self._make_compiled_modules = partial(
-            CompiledModules, skip=skip_modules, report=report, amount=activations.amount
+            CompiledModules, skip=skip_modules, report=report, quota=activations.quota
         )
         self.plans = PlanStore()
         self.budget = MemoryPlanner(self.progress, self.plans, executor, mesh.control_group, MemoryGauge(mesh.device))
@@ -362,8 +362,8 @@ class CompiledStepHooks:
 
     def allocate(self) -> None:
         """Allocate memory that other ranks access. Collective at the first call."""
-        self.sharder.memory.settle()
-        if self.transports.allocate(self.sharder.memory):
+        self.sharder.memory.finalize_layout()
+        if self.sharder.memory.allocate_transport_memory():
             self.remeasure_links()
 
     def remeasure_links(self) -> None:
@@ -379,7 +379,7 @@ class CompiledStepHooks:
     def prepare(self) -> None:
         """Prepare a forward of a training step. Collective."""
         config = self.session.config
-        self._executor.activations.settle()
+        self._executor.activations.wait_all()
         self._check_offloaded(config.tuning.offload_activations_mb)
         if config.compiled.enabled:
             self._executor.weights.refresh_compute_shards()
@@ -395,10 +395,10 @@ class CompiledStepHooks:
         return self._budget.first_step.saves is not None
 
     def _check_offloaded(self, megabytes: float | None) -> None:
-        """Warn if the last pass offloaded more than the limit; ``offload/amount.py`` lists the reasons."""
-        amount = self._executor.activations.amount
-        sent, beyond = amount.sent / 2**20, amount.beyond
-        amount.begin_pass(float("inf") if megabytes is None else megabytes * 2**20)
+        """Warn if the last pass offloaded more than the limit; ``offload/activations.py`` lists the reasons."""
+        quota = self._executor.activations.quota
+        sent, beyond = quota.sent / 2**20, quota.exceeded_by
+        quota.begin_pass(float("inf") if megabytes is None else megabytes * 2**20)
         if megabytes is None or not beyond or megabytes == self._reported_limit:
             return
         self._reported_limit = megabytes
@@ -428,7 +428,7 @@ class CompiledStepHooks:
             self._executor.weights.serve_eager_from_resident(True)
             yield
         if first:
-            self.session.set_last_read(self.sharder.view.last_read)
+            self.session.set_last_read(self.sharder.reader.last_read)
             self._report_offloaded(saves)
         eager_now, gathers_now = self._count_reads()
         if gathers_now != gathers:  # a step without forward on this rank says nothing about the next one

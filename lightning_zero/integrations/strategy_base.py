@@ -29,7 +29,7 @@ from lightning_zero.integrations.introspection import EngineIntrospectionMixin
 from lightning_zero.integrations.processes import ProcessGroupMixin, without_nccl_abort
 from lightning_zero.integrations.uncompile import accept_compiled_names, save_compiled_names, uncompile_modules
 from lightning_zero.native.ahead import BackgroundBuild
-from lightning_zero.sharding.replaced import explain_shard_error
+from lightning_zero.sharding.sharder import explain_shard_error
 
 __all__ = ["ZeroStrategyBase", "add_error_notes", "engine_config", "options_init"]
 

@@ -25,13 +25,13 @@ class KeepsActivations(Protocol):
     """What compiled graphs call for activations that lie on the host between forward and backward; see
     ``offload/activations.py``."""
 
-    def leave(self, value: Tensor) -> Tensor: ...
+    def start_offload(self, value: Tensor) -> Tensor: ...
 
-    def left(self, value: Tensor, host: Tensor) -> None: ...
+    def wait_offload(self, value: Tensor, host: Tensor) -> None: ...
 
-    def come(self, host: Tensor) -> Tensor: ...
+    def start_load(self, host: Tensor) -> Tensor: ...
 
-    def came(self, value: Tensor, host: Tensor) -> None: ...
+    def wait_load(self, value: Tensor, host: Tensor) -> None: ...
 
 
 class Executor:
@@ -131,10 +131,10 @@ class Executor:
         self.activations = where
         one, two = "(Tensor value)", "(Tensor value, Tensor host)"
         self._native.set_activation_ops(
-            self._define("on_leave", one, where.leave, "Tensor"),
-            self._define("on_left", two, where.left),
-            self._define("on_come", "(Tensor host)", where.come, "Tensor"),
-            self._define("on_came", two, where.came),
+            self._define("on_leave", one, where.start_offload, "Tensor"),
+            self._define("on_left", two, where.wait_offload),
+            self._define("on_come", "(Tensor host)", where.start_load, "Tensor"),
+            self._define("on_came", two, where.wait_load),
         )
 
     def _define(self, event: str, arguments: str, callback: Callable[..., Any], result: str = "()") -> str:

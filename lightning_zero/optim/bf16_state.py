@@ -10,9 +10,16 @@ from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.rules import has_rules, rule_for
-from lightning_zero.sharding.record import ShardedParameter
+from lightning_zero.sharding.param_record import ShardedParameter
 
-__all__ = ["STATE_DTYPE", "ROUNDING_COUNT", "check_bf16_state", "keeps_bf16_state", "bf16_state_names", "restore_state_dtype"]
+__all__ = [
+    "STATE_DTYPE",
+    "ROUNDING_COUNT",
+    "check_bf16_state",
+    "keeps_bf16_state",
+    "bf16_state_names",
+    "restore_state_dtype",
+]
 
 STATE_DTYPE = torch.bfloat16
 MIN_NUMEL = 4096  # elements of a parameter: what is smaller saves nothing, and norms and biases are that small

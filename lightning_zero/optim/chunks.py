@@ -10,12 +10,22 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_zero.offload.memory import HostMemory
-from lightning_zero.offload.staging_ring import StagedChunk, StagedChunks, RingPass, StagingRing
+from lightning_zero.offload.pinned_memory import HostMemory
+from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagedChunks, StagingRing
 from lightning_zero.optim.flat_runs import FlatRun
 from lightning_zero.optim.rounding import ElementPositions
 
-__all__ = ["MASTER_SHARD", "MAX_CHUNK_NUMEL", "InPlacePass", "LoadedChunk", "ChunkedState", "StateOnHost", "Chunk", "chunk_itemsizes", "split_into_chunks"]
+__all__ = [
+    "MASTER_SHARD",
+    "MAX_CHUNK_NUMEL",
+    "InPlacePass",
+    "LoadedChunk",
+    "ChunkedState",
+    "StateOnHost",
+    "Chunk",
+    "chunk_itemsizes",
+    "split_into_chunks",
+]
 
 MAX_CHUNK_NUMEL = 1 << 22  # elements whose narrow state is float32 for a moment at once
 MASTER_SHARD = "master shard"  # among the names of a state, which are words of code
@@ -93,7 +103,7 @@ class InPlacePass:
     def __init__(self, loads: Sequence[StagedChunk]) -> None:
         self._loads = loads
 
-    def ahead(self) -> None:
+    def prefetch(self) -> None:
         pass
 
     def open(self, number: int) -> dict[str, Tensor]:
@@ -105,7 +115,7 @@ class InPlacePass:
             if value.data_ptr() != to[name].data_ptr():
                 to[name].copy_(value.reshape(-1))
 
-    def leave(self) -> None:
+    def flush(self) -> None:
         pass
 
     def rejoin(self) -> None:
@@ -149,7 +159,7 @@ class ChunkedState:
         is never made."""
         if self._ring is not None and (self._ahead is None or not self._ahead.is_valid):
             self._ahead = RingPass(self._ring, self._loads)
-            self._ahead.ahead()
+            self._ahead.prefetch()
 
     @contextmanager
     def stream_state(self) -> Iterator[None]:
@@ -160,7 +170,7 @@ class ChunkedState:
             through.join()
         yield
         if through is not None:
-            through.leave(range(len(self._loads)))
+            through.flush(range(len(self._loads)))
             if self._masters:  # which anybody may read from here on, as a tensor of the device
                 through.rejoin()
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.memory import HostMemory
-from lightning_zero.optim.bf16_state import STATE_DTYPE, ROUNDING_COUNT
+from lightning_zero.offload.pinned_memory import HostMemory
+from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE
 from lightning_zero.optim.support import INSTEAD, large_tensors
-from lightning_zero.sharding.record import Role, ShardedParameter
+from lightning_zero.sharding.param_record import Role, ShardedParameter
 
 __all__ = ["FlatRun", "State", "make_flat_runs"]
 

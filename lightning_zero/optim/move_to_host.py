@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_zero.sharding.record import ShardedParameter
+from lightning_zero.sharding.param_record import ShardedParameter
 
 __all__ = ["move_state_to_host"]
 

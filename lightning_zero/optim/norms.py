@@ -14,7 +14,7 @@ from lightning_zero.compat.tensors import foreach_norm
 from lightning_zero.extrema import RunCollective, all_max, run_synchronously
 from lightning_zero.mesh import Mesh
 from lightning_zero.optim.clip import norm_dtype
-from lightning_zero.sharding.unsupported import without_shard_dispatch
+from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 
 __all__ = ["all_reduce_sum", "parameter_norms"]
 

@@ -14,15 +14,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.offload.staging_ring import StagedChunk, RingPass
+from lightning_zero.offload.staging_ring import RingPass, StagedChunk
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT
-from lightning_zero.optim.chunks import MASTER_SHARD, MAX_CHUNK_NUMEL, InPlacePass, StateOnHost, Chunk, chunk_itemsizes, split_into_chunks
+from lightning_zero.optim.chunks import (
+    MASTER_SHARD,
+    MAX_CHUNK_NUMEL,
+    Chunk,
+    InPlacePass,
+    StateOnHost,
+    chunk_itemsizes,
+    split_into_chunks,
+)
 from lightning_zero.optim.flat_runs import FlatRun
 from lightning_zero.optim.rounding import ElementPositions, noise_keys, rounding_noise, stochastic_round
 from lightning_zero.optim.rules import rule_for
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
-from lightning_zero.step.substitute import OwnParams, FlatParams
+from lightning_zero.step.substitute import FlatParams, OwnParams
 
 __all__ = ["ChunkedRunner"]
 
@@ -131,11 +139,11 @@ class _ChunkSequence:
         self._first = number
         loads = [part.load(self._names[id(part.run)]) for part in self._parts[number:]]
         self._pass = RingPass(self._host.ring, loads) if self._host else InPlacePass(loads)
-        self._pass.ahead()
+        self._pass.prefetch()
 
     def _close_pass(self) -> None:
         if self._pass is not None:
-            self._pass.leave()
+            self._pass.flush()
             self._pass.rejoin()  # master shards may be read from here on, as tensors of the device
 
     def _open(self, number: int) -> dict[str, Any]:

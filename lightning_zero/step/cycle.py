@@ -23,10 +23,10 @@ from typing import Protocol
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Phase, Watchdog
 from lightning_zero.sharding.buffers import BufferBroadcast
-from lightning_zero.sharding.grad_aliasing import check_single_micro_batch
-from lightning_zero.sharding.hooks import GradientHooks
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.flat_memory import check_single_micro_batch
+from lightning_zero.sharding.grad_hooks import GradientHooks
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.sharder import Sharder
 
 __all__ = ["CompiledPart", "State", "StepCycle", "UnderWay"]
 
@@ -127,7 +127,7 @@ class StepCycle:
         """After a stage: gives memory back. After an exception has ended it, as far as that goes: once a device is lost
         every call raises, and users must see what came first."""
         self._enter(State.IDLE, Phase.OUTSIDE)
-        self._sharder.view.end_forward()
+        self._sharder.reader.end_forward()
         try:
             self.reset()
             self._executor.gradients.release_buffers()
@@ -142,7 +142,7 @@ class StepCycle:
         self._expects_backward = False
         self._compiled.reset()
         self._executor.gradients.abort()
-        self._sharder.sync.settle()
+        self._sharder.sync.flush_user_writes()
         self._executor.weights.drop()  # a traceback may hold them for long
         self._buffers.reset()
 
@@ -159,7 +159,9 @@ class StepCycle:
         Raises:
             RuntimeError: inside another, or while an optimizer steps.
         """
-        self._check_transition(State.FORWARD, "train_step()", in_train_step="Leave the training step first, then begin the next one")
+        self._check_transition(
+            State.FORWARD, "train_step()", in_train_step="Leave the training step first, then begin the next one"
+        )
         self._enter(State.FORWARD, Phase.FORWARD)
         self._in_train_step = self._expects_backward = True
         try:
@@ -170,7 +172,7 @@ class StepCycle:
             self.on_forward_begin()
             self._find_hooks(forward_ran=False)
             self._buffers.before_forward()
-            self._sharder.view.begin_forward()
+            self._sharder.reader.begin_forward()
             with self._compiled.surround():
                 yield
             self._buffers.notice()
@@ -195,7 +197,7 @@ class StepCycle:
     def on_backward_end(self) -> None:
         """At the end of each backward, announced or not; called by the executor."""
         self._expects_backward = False
-        self._sharder.view.end_forward()  # users' hooks come next
+        self._sharder.reader.end_forward()  # users' hooks come next
         self._hooks.run_post_hooks(self._executor.gradients.last_attached())
 
     def after_backward(self) -> None:
@@ -231,7 +233,7 @@ class StepCycle:
             UnsupportedError: gradients lie over compute copies, which the next micro-batch needs.
         """
         self.on_accumulation_begin()
-        check_single_micro_batch(self._sharder.memory.over_copies)
+        check_single_micro_batch(self._sharder.memory.alias_gradients)
         gradients, whole = self._executor.gradients, self._executor.reduces_once
         self.accumulates = True
         if not self._executor.defers or self._hooks.has_post_hooks():
@@ -257,7 +259,7 @@ class StepCycle:
         """Before other options hold: likewise, where micro-batches were left halfway, and the memory in which gradients
         waited is given back."""
         self.finalize_gradients()
-        self._sharder.memory.forget_deferred_gradients()
+        self._sharder.memory.free_deferred_gradients()
 
     def before_step(self, stepping: bool = False) -> None:
         """Must come before shards are overwritten, by an optimizer or by whatever does the same (an exchange with
@@ -305,7 +307,7 @@ class StepCycle:
         in_train_step = "Evaluate before or after it: the graphs that its backward needs would be given up"
         self._check_transition(State.EVALUATION, "eval_step()", in_train_step)
         self._enter(State.EVALUATION, Phase.EVALUATION)
-        self._sharder.memory.settle()
+        self._sharder.memory.finalize_layout()
         self._compiled.release_memory()
         self._sharder.sync.before_reading()
         self._sharder.sync.invalidate_copies()
@@ -314,7 +316,7 @@ class StepCycle:
     def after_eval(self) -> None:
         """Should come after such a forward: weights that it read, and that something still holds, would win over what
         is then written to ``param.data``."""
-        self._sharder.sync.settle()
+        self._sharder.sync.flush_user_writes()
 
     # --
 
@@ -331,7 +333,11 @@ class StepCycle:
     def _check_transition(self, wanted: State, what: str, in_train_step: str = "") -> None:
         if self._step is not None and self._step.in_progress:
             way_out = "Let the optimizer make its step first, or end it (end_step())"
-        elif self._in_train_step and in_train_step and (wanted is State.FORWARD or self.state in (State.FORWARD, State.BACKWARD)):
+        elif (
+            self._in_train_step
+            and in_train_step
+            and (wanted is State.FORWARD or self.state in (State.FORWARD, State.BACKWARD))
+        ):
             way_out = in_train_step
         else:
             return

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.memory import HostMemory
-from lightning_zero.optim.bf16_state import check_bf16_state, bf16_state_names
+from lightning_zero.offload.pinned_memory import HostMemory
+from lightning_zero.optim.bf16_state import bf16_state_names, check_bf16_state
 from lightning_zero.optim.clip import norm_dtype
 from lightning_zero.optim.flat_runs import State, make_flat_runs
 from lightning_zero.optim.kernel import StepKernel
 from lightning_zero.optim.support import check_members
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.substitute import Groups, OwnParams
 
@@ -100,7 +100,11 @@ class StepLayouts:
 
     def _rebuild_reason(self, own: OwnParams) -> str | None:
         if self._made_for is None:
-            return "its parameters are stepped one by one" if self._one_per_parameter else "its parameters are stepped together"
+            return (
+                "its parameters are stepped one by one"
+                if self._one_per_parameter
+                else "its parameters are stepped together"
+            )
         if _settings(own.groups) != self._made_for[0]:
             return "its parameter groups or their settings changed"
         if own.state is not self._made_for[1] or not _identical(_values(own.state), self._values):
@@ -140,7 +144,9 @@ class StepLayouts:
         self._split_kinds({r.index for group in present for r in group}, own.state)
         bf16_state = bf16_state_names(self._optimizer, own.groups, self._sharder.find) if self._bf16_state else {}
         mix = StepKernel.supports(self._optimizer, own.groups)
-        runs = make_flat_runs(present, self._kinds, mix_dimensions=mix, bf16_state=bf16_state, one_per_parameter=self._one_per_parameter)
+        runs = make_flat_runs(
+            present, self._kinds, mix_dimensions=mix, bf16_state=bf16_state, one_per_parameter=self._one_per_parameter
+        )
         if self._host is not None:
             self._host.settle()
         moved = [run.join_state(own.state, self._host) for run in runs]

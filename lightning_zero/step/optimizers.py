@@ -35,14 +35,20 @@ from torch import Tensor
 
 from lightning_zero.config import EngineConfig
 from lightning_zero.native.watchdog import SequenceId
-from lightning_zero.offload.memory import HostMemory
+from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import StagingRing
-from lightning_zero.optim.bf16_state import STATE_DTYPE, check_bf16_state, keeps_bf16_state, bf16_state_names, restore_state_dtype
+from lightning_zero.optim.bf16_state import (
+    STATE_DTYPE,
+    bf16_state_names,
+    check_bf16_state,
+    keeps_bf16_state,
+    restore_state_dtype,
+)
 from lightning_zero.optim.chunks import StateOnHost
 from lightning_zero.optim.move_to_host import move_state_to_host
 from lightning_zero.optim.norms import parameter_norms
 from lightning_zero.optim.rules import rule_for
-from lightning_zero.optim.state_placement import StatePlacer, MakePlacer, place_loaded_state
+from lightning_zero.optim.state_placement import MakePlacer, StatePlacer, place_loaded_state
 from lightning_zero.optim.support import (
     check_capture,
     check_members,
@@ -51,9 +57,9 @@ from lightning_zero.optim.support import (
     is_torch_optimizer,
     speed_up_zero_grad,
 )
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
+from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.captured import reason_not_captured
 from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.stepper import OptimizerStepper
@@ -101,7 +107,10 @@ class OptimizerSteps:
     def configure(self, config: EngineConfig) -> None:
         """Other options. Where they capture steps otherwise, or have state or gradients lie elsewhere, each optimizer's
         next step is laid out anew; other buffers are for state that stays where it is."""
-        if (_capture_options(config), _memory_options(config)) != (_capture_options(self.config), _memory_options(self.config)):
+        if (_capture_options(config), _memory_options(config)) != (
+            _capture_options(self.config),
+            _memory_options(self.config),
+        ):
             self.settle()
             if self.bf16_state and config.tuning.state_dtype is None:
                 for optimizer in self._steppers:
@@ -284,7 +293,9 @@ class OptimizerSteps:
         if self.on_host:
             check_offload(optimizer)
         if self.config.cuda_graph_step is True:
-            check_capture(optimizer, self.stepper(optimizer).eager_reason, self.config.controlling_option("cuda_graph_step"))
+            check_capture(
+                optimizer, self.stepper(optimizer).eager_reason, self.config.controlling_option("cuda_graph_step")
+            )
         check_members(optimizer.param_groups, type(optimizer).__name__, self._sharder.find)
         speed_up_zero_grad(optimizer)
 
@@ -303,7 +314,7 @@ class OptimizerSteps:
             bf16_state = self.bf16_state and keeps_bf16_state(record.layout.numel, record.param.dtype)
             return 0 if simple else record.param.dim(), bf16_state
 
-        self._sharder.memory.arrange([group["params"] for _, group in groups], kind)
+        self._sharder.memory.group_shards([group["params"] for _, group in groups], kind)
 
     def grad_norms(self, norm_type: float) -> dict[int, Tensor]:
         """The p-norm of each parameter's gradient over all ranks' shards, by the parameter's index: scalars on the

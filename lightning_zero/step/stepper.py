@@ -21,15 +21,15 @@ from lightning_zero.compat.modules import global_pre_hooks
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.optim.chunks import StateOnHost
 from lightning_zero.optim.norms import all_reduce_sum
-from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import without_shard_dispatch, no_shard_dispatch
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch, without_shard_dispatch
+from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.captured import CapturedRunner, reason_not_captured
 from lightning_zero.step.chunked_step import ChunkedRunner
 from lightning_zero.step.eager import EagerRunner
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.layouts import StepLayouts
 from lightning_zero.step.runner import StepRunner
-from lightning_zero.step.substitute import OwnParams, FlatParams, ParamSwap
+from lightning_zero.step.substitute import FlatParams, OwnParams, ParamSwap
 from lightning_zero.step.watch import CHECKED_STEPS, ElementwiseCheck, needs_elementwise_check
 
 __all__ = ["OptimizerStepper"]
@@ -117,7 +117,9 @@ class OptimizerStepper:
         layout = self._layouts.current(own)
         squared = layout.sum_squares(captured=self._graphs)
         executor = self._sharder.executor
-        all_reduce_sum(squared, self._sharder.mesh, partial(executor.collective, "norms of gradients", SequenceId.GATHER))
+        all_reduce_sum(
+            squared, self._sharder.mesh, partial(executor.collective, "norms of gradients", SequenceId.GATHER)
+        )
         norm = squared.sqrt()
         self._clip = layout, max_norm
         if not later or self._has_pre_hooks or not self._choose_runner(layout, own).can_clip:

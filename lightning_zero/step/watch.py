@@ -19,8 +19,8 @@ from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.rules import has_rules
 from lightning_zero.optim.support import INSTEAD, is_torch_optimizer
-from lightning_zero.sharding.reductions import BY_NAME, is_of_two
-from lightning_zero.sharding.rules import measure, words
+from lightning_zero.sharding.shard_reductions import REDUCTIONS, is_elementwise_pair
+from lightning_zero.sharding.shard_rules import query_full_shape, words
 from lightning_zero.step.layout import StepLayout
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ CHECKED_STEPS = 16
 
 # Whether all is finite, or the same, is asked by many, and decides nothing in a training that is well.
 _HARMLESS_REDUCTIONS = words("all any equal allclose item __float__ __int__ __bool__ is_nonzero")
-_CROSS_ELEMENT_OPS = (BY_NAME.keys() - _HARMLESS_REDUCTIONS) | words(
+_CROSS_ELEMENT_OPS = (REDUCTIONS.keys() - _HARMLESS_REDUCTIONS) | words(
     "median nanmedian quantile nanquantile sort argsort topk kthvalue argmax argmin cumsum cumprod logsumexp "
     "softmax log_softmax normalize cosine_similarity dist renorm histc matmul mm bmm mv addmm addmv addr outer "
     "inner einsum tensordot linear trace svd qr __matmul__ __rmatmul__ diag tril triu flip roll"
@@ -117,10 +117,16 @@ class ElementwiseCheck(TorchFunctionMode):
                 return self._shape(func, args, kwargs)
             if name in _DIMENSIONS or name in _SIZES:
                 return self._measured(name, func, args, kwargs)
-            if name == "__getitem__" and any(map(_selects_elements, args[1] if isinstance(args[1], tuple) else args[1:])):
+            if name == "__getitem__" and any(
+                map(_selects_elements, args[1] if isinstance(args[1], tuple) else args[1:])
+            ):
                 self._raise_unsupported("takes a row, or a part of one, of a parameter, a gradient or state")
         together = name.rpartition("foreach_")[2] in _CROSS_ELEMENT_OPS or name.startswith("linalg_")  # of lists, too
-        if together and not is_of_two(name, args, kwargs) and any(map(self._is_shard, tree_leaves((args, kwargs)))):
+        if (
+            together
+            and not is_elementwise_pair(name, args, kwargs)
+            and any(map(self._is_shard, tree_leaves((args, kwargs))))
+        ):
             self._raise_unsupported(f"takes {name} of a parameter, a gradient or state")
         try:
             result = func(*args, **kwargs)
@@ -165,7 +171,7 @@ class ElementwiseCheck(TorchFunctionMode):
         # Parameters that are stepped together have as many dimensions.
         if piece.numel() not in self._sizes or (name in _DIMENSIONS and not alone):
             return func(*args, **kwargs)
-        return measure(name, self._layout(piece, f"the {name}"), args, kwargs)
+        return query_full_shape(name, self._layout(piece, f"the {name}"), args, kwargs)
 
     def _layout(self, piece: Tensor, what: str) -> ShardLayout:
         run = self._run_of(piece)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
 from lightning_zero.report.readings import memory_by_role
-from lightning_zero.sharding.record import Role
+from lightning_zero.sharding.param_record import Role
 from lightning_zero.step.captured import CapturedRunner
 from tests.helpers.options import config
 from tests.helpers.sharded import engine_for, mean_over_ranks, whole_params, whole_state

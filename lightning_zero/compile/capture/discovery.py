@@ -42,7 +42,7 @@ from lightning_zero.compile.capture.requires_grad import ignore_grad_leaves
 from lightning_zero.compile.dynamo_layer_reuse import reuse_layer_traces
 from lightning_zero.compile.fast_compile import collect_young_only
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.amount import OffloadQuota
+from lightning_zero.offload.activations import OffloadQuota
 from lightning_zero.sharding.module_patching import pop_functional_call_read
 from lightning_zero.sharding.shard_tensor import ShardParameter
 
@@ -59,19 +59,19 @@ class CallInfo:
     Attributes:
         called: description of the module that is called now, or was called last.
         retains_graph: a backward of the first step kept its graph for another one (``retain_graph=True``).
-        amount: bytes of activations that the calls offload.
+        quota: limit of activations that the calls offload.
         pending_compiles: graphs that were compiled and have not been called yet.
     """
 
     called: str = ""
     retains_graph: bool = False
-    amount: OffloadQuota = field(default_factory=OffloadQuota)
+    quota: OffloadQuota = field(default_factory=OffloadQuota)
     pending_compiles: PendingCompiles = field(default_factory=PendingCompiles)
 
     def begin(self, called: str) -> None:
         """Begin a call of a compiled module."""
         self.called = called
-        self.amount.begin_call(called)
+        self.quota.begin_call(called)
 
 
 class CompiledModules:
@@ -82,7 +82,7 @@ class CompiledModules:
         arguments: keyword arguments of ``torch.compile``.
         skip: module types that are never compiled.
         report: logs a line for the user.
-        amount: counts offloaded bytes per call.
+        quota: limit of offloaded activations per pass.
 
     Attributes:
         modules: compiled modules by name.
@@ -97,7 +97,7 @@ class CompiledModules:
         arguments: dict[str, Any],
         skip: tuple[type, ...] = (),
         report: Callable[[str], None] = log.info,
-        amount: OffloadQuota | None = None,
+        quota: OffloadQuota | None = None,
     ) -> None:
         self._inside = {id(module): name for name, module in root.named_modules()}
         self._root = root
@@ -111,7 +111,7 @@ class CompiledModules:
         self.modules: dict[str, nn.Module] = {}
         self.eager_reasons: dict[str, str] = {}
         self.limit_reasons: dict[str, str] = {}
-        self.call_info = CallInfo(amount=amount or OffloadQuota())
+        self.call_info = CallInfo(quota=quota or OffloadQuota())
         # True if hooks changed after compilation, or if modules of one class differ in hooks.
         self._guards_hooks = False
 
@@ -175,7 +175,7 @@ class CompiledModules:
         for name, module in found.items():
             if name not in self.eager_reasons:
                 self.compile(name, module)
-        self.call_info.amount.calls = max(sum(calls[name] for name in self.modules), 1)
+        self.call_info.quota.calls_per_pass = max(sum(calls[name] for name in self.modules), 1)
 
     def _watch_backward(self, name: str, module: nn.Module, output: Any) -> None:
         def backward(grads: tuple[Tensor, ...]) -> None:
@@ -327,7 +327,7 @@ class CompiledModules:
     def restart(self, arguments: dict[str, Any]) -> CompiledModules:
         """Restore eager calls and return a copy that discovers modules again with other arguments."""
         self.restore()
-        return CompiledModules(self._root, arguments, self._skip, self._report, self.call_info.amount)
+        return CompiledModules(self._root, arguments, self._skip, self._report, self.call_info.quota)
 
     def restore(self) -> None:
         """Restore eager calls."""

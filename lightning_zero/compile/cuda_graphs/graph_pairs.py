@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_zero.compat import cuda
 from lightning_zero.native import Executor
 from lightning_zero.native.capture import capture_graph, reserve_pool_block
-from lightning_zero.offload.blocks import ReservedBlocks
+from lightning_zero.offload.activations import ReservedBlocks
 
 __all__ = ["CUDAGraphPair", "CaptureSpec", "EmulatedGraphPair", "GraphPair"]
 
@@ -52,17 +52,17 @@ class CaptureSpec:
 
     def use_blocks(self, blocks: ReservedBlocks) -> AbstractContextManager[None]:
         """Return a context in which a forward uses this host memory."""
-        return nullcontext() if self.executor.activations is None else self.executor.activations.holding(blocks)
+        return nullcontext() if self.executor.activations is None else self.executor.activations.reserving(blocks)
 
     def record_offloads(self, sent: list[int]) -> AbstractContextManager[None]:
         """Return a context that records offloads while a forward is captured; see ``offload/activations.py``."""
         activations = self.executor.activations
-        return nullcontext() if activations is None else activations.recording(sent)
+        return nullcontext() if activations is None else activations.uncounted(sent)
 
     def wait_for_copies(self) -> None:
         """Wait for offloads and reloads in flight after a forward or backward raised."""
         if self.executor.activations is not None:
-            self.executor.activations.settle()
+            self.executor.activations.wait_all()
 
     def run(self) -> list[Tensor]:
         """Run the compiled code and return its outputs.
@@ -241,7 +241,7 @@ class CUDAGraphPair:
     def forward(self) -> Sequence[Tensor]:
         self._forward.replay()
         for nbytes in self._sent:
-            self._executor.activations.amount.send(nbytes)
+            self._executor.activations.quota.record(nbytes)
         return self._outputs
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -38,7 +38,7 @@ from lightning_zero.compile.passes.prepare import sink
 from lightning_zero.native.ops import Op, no_result, register_op
 from lightning_zero.profiling.estimate import CostModel
 from lightning_zero.profiling.tensors import Storage, nbytes, size_hint, storages, view_base
-from lightning_zero.sharding.tensor_extent import extent
+from lightning_zero.sharding.layout import extent
 
 __all__ = ["FindOp", "HostCosts", "OFFLOAD", "OffloadLimits", "RELOAD", "insert_offloads", "place_offloads"]
 

@@ -114,7 +114,7 @@ def test_what_decides_how_graphs_are_rewritten_decides_what_a_cache_may_return()
     assert later._digest() != digest
 
 
-@pytest.mark.parametrize("name", ["partitioner.py", "backend.py", "estimate.py", "ops.py"])
+@pytest.mark.parametrize("name", ["fast_partitioner.py", "backend.py", "estimate.py", "ops.py"])
 def test_a_cache_returns_nothing_that_other_code_has_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, plain = compiler()._digest(), Path.read_bytes
     changed: list[Path] = []

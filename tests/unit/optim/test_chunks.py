@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.staging_ring import LEAST_SLOTS, StagingRing
-from lightning_zero.optim.chunks import LoadedChunk, ChunkedState
+from lightning_zero.offload.staging_ring import MIN_SLOTS, StagingRing
+from lightning_zero.optim.chunks import ChunkedState, LoadedChunk
 from lightning_zero.optim.flat_runs import FlatRun
-from tests.helpers.lanes import ORDERS, DelayedLanes
+from tests.helpers.copy_streams import ORDERS, DelayedCopyStreams
 
 CPU = torch.device("cpu")
 SMALL = 1 << 14  # bytes of a ring with as few slots as can be
-NUMEL = 3 * LEAST_SLOTS * 320
+NUMEL = 3 * MIN_SLOTS * 320
 
 
 def run(away: bool) -> FlatRun:
@@ -38,7 +38,7 @@ AWAY = (True, False, True)  # segments: masters come first, and leave last
 
 def train(order: Any, without: str = "", steps: int = 3) -> list[Tensor]:
     """What is left in memory, and what was seen behind each step."""
-    lanes, seen = DelayedLanes(without), []
+    lanes, seen = DelayedCopyStreams(without), []
     runs = [run(away) for away in AWAY]
     parts = ChunkedState(runs, lambda s: list(s.state), StagingRing(CPU, SMALL, lanes))
     for _ in range(steps):
@@ -100,4 +100,4 @@ def test_what_is_on_the_device_stays_there() -> None:
 def test_a_stretch_has_room_for_its_master() -> None:
     ring = StagingRing(CPU, SMALL)
     counts = [len(list(ChunkedState([run(away)], lambda s: list(s.state), ring)._parts)) for away in (False, True)]
-    assert counts[1] > counts[0] > LEAST_SLOTS
+    assert counts[1] > counts[0] > MIN_SLOTS

@@ -19,7 +19,7 @@ from lightning_zero.step.eager import EagerRunner
 from lightning_zero.step.layout import StepLayout
 from lightning_zero.step.optimizers import OptimizerSteps
 from lightning_zero.step.stepper import OptimizerStepper
-from lightning_zero.step.substitute import OwnParams, FlatParams
+from lightning_zero.step.substitute import FlatParams, OwnParams
 from tests.helpers.one_rank import OneRank
 from tests.helpers.options import config
 
@@ -345,7 +345,7 @@ def test_stepping_surrounds_a_plain_step() -> None:
 def test_optimizers_of_an_earlier_training_are_gone_with_their_state() -> None:
     """And do not count as others of which one might step next."""
     bench: Any = Bench()
-    bench.sharder.memory, bench.stepper = SimpleNamespace(arrange=lambda *_: None), None
+    bench.sharder.memory, bench.stepper = SimpleNamespace(group_shards=lambda *_: None), None
     optimizers = steps(bench, [])
     for _ in range(2):
         optimizers.arrange([bench.optimizer])
