@@ -59,7 +59,7 @@ class CallInfo:
     Attributes:
         called: description of the module that is called now, or was called last.
         retains_graph: a backward of the first step kept its graph for another one (``retain_graph=True``).
-        quota: bytes of activations that the calls offload.
+        quota: limit of activations that the calls offload.
         pending_compiles: graphs that were compiled and have not been called yet.
     """
 
@@ -82,7 +82,7 @@ class CompiledModules:
         arguments: keyword arguments of ``torch.compile``.
         skip: module types that are never compiled.
         report: logs a line for the user.
-        quota: counts offloaded bytes per call.
+        quota: limit of offloaded activations per pass.
 
     Attributes:
         modules: compiled modules by name.

@@ -16,8 +16,9 @@ from torch import Tensor
 from lightning_zero.compat.tensors import top_saved_tensors_hooks
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.saved_tensors import SavedTensor, SavedTensorOffload, VersionedTensor
+from lightning_zero.sharding.full_params import gather_full
 from lightning_zero.sharding.layout import extent
-from lightning_zero.sharding.param_record import ShardedParameter, gather_full
+from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
 

@@ -20,8 +20,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.compiler import functorch_config, min_cut_partition
+from lightning_zero.compat.fast_partitioner import fast_partitioner
 from lightning_zero.compat.graphs import AC_GRAPH_ID, MUST_BE_IN_BACKWARD, NN_MODULE_STACK, PARTITIONER_TAG, RECOMPUTE
-from lightning_zero.compat.partitioner import fast_partitioner
 from lightning_zero.compile.fx_utils import (
     REDUCE,
     calls,

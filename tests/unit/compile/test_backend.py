@@ -44,7 +44,7 @@ class Silent:
     def compiling(self, what: str, busy: bool, seconds: float) -> None:
         pass
 
-    def add_metric(self, what: str, quota: float) -> None:
+    def add_metric(self, what: str, amount: float) -> None:
         pass
 
     def report(self, line: str) -> None:
