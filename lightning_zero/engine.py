@@ -25,16 +25,14 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.capture import configure_nccl_for_capture
 from lightning_zero.native.watchdog import Watchdog
-from lightning_zero.offload.masters import host_master_policy
+from lightning_zero.offload.pinned_memory import host_master_policy
 from lightning_zero.sharding.buffers import BufferBroadcast
-from lightning_zero.sharding.construct import sharded_construction
-from lightning_zero.sharding.copying import ModuleCopier, PickledAsNone
-from lightning_zero.sharding.full import full_parameters
+from lightning_zero.sharding.construction import sharded_construction
+from lightning_zero.sharding.full_params import ModuleCopier, PickledAsNone, full_parameters, unshard_module
 from lightning_zero.sharding.module_patching import engine_of_class, is_sharded
-from lightning_zero.sharding.record import Role
-from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.param_record import Role
+from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.symm_mem import PeerTransports
-from lightning_zero.sharding.unshard import unshard_module
 from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.optimizer_steps import OptimizerSteps
 from lightning_zero.step.planned import MemoryController
@@ -109,7 +107,7 @@ class Engine(PickledAsNone):
         self.sharder = Sharder(
             self.executor, mesh, self.transports, host_policy, self.config.uses_grad_aliasing(mesh.host_count)
         )
-        self.sharder.view.bind_engine(self)
+        self.sharder.reader.bind_engine(self)
         self._copies = ModuleCopier(self.sharder)
         self.module: nn.Module | None = None
         self.buffers = BufferBroadcast(self.executor, mesh, skip_modules)
@@ -159,7 +157,7 @@ class Engine(PickledAsNone):
 
     def _static_tensors(self) -> Iterator[Tensor]:
         module = self._sharded_module()  # read by compiled graphs at a fixed address
-        return chain(module.parameters(), module.buffers(), self.sharder.memory.holds(Role.UNSHARDED_CACHE))
+        return chain(module.parameters(), module.buffers(), self.sharder.memory.tensors(Role.UNSHARDED_CACHE))
 
     def _on_new_plan(self, digest: str, text: str) -> None:
         self.session.check_plan(digest, text)
@@ -167,7 +165,7 @@ class Engine(PickledAsNone):
     def construction(self) -> AbstractContextManager[None]:
         """Shard modules while they are built in this context. Collective.
 
-        See :mod:`lightning_zero.sharding.construct`.
+        See :mod:`lightning_zero.sharding.construction`.
         """
         return sharded_construction(self.sharder, self.checkpoints.hooks)
 
@@ -246,7 +244,7 @@ class Engine(PickledAsNone):
 
         Create optimizers from these.
         """
-        return self.sharder.view.shards()
+        return self.sharder.reader.reading_shards()
 
     def model_state(self) -> dict[str, Any]:
         """Return full values on rank 0's CPU under the plain module's keys; empty on other ranks. Collective."""

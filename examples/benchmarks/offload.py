@@ -46,7 +46,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compare.fast_init import quick_draws
 from lightning_zero.cli.models import SIZES, VOCABULARY, Decoder
-from lightning_zero.offload.memory import HostMemory, free_bytes
+from lightning_zero.offload.pinned_memory import HostMemory, free_bytes
 from memory_sweep import output_of
 from offload_peers import DeepSpeed, FullyShard, adamw
 

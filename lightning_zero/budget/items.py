@@ -20,7 +20,7 @@ from bisect import bisect_right
 from dataclasses import replace
 
 from lightning_zero.budget.curve import BUDGETS
-from lightning_zero.budget.facts import MemoryConfig, PlannerInputs, Constraints, StepTimes
+from lightning_zero.budget.facts import Constraints, MemoryConfig, PlannerInputs, StepTimes
 from lightning_zero.budget.knapsack import Item, Variant
 from lightning_zero.config.schema import OFFLOAD_CHOICES
 

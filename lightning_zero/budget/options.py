@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, cast
 
-from lightning_zero.budget.facts import MemoryConfig, Constraints
+from lightning_zero.budget.facts import Constraints, MemoryConfig
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.schema import OFFLOAD_CHOICES
 from lightning_zero.config.options import Tuning
+from lightning_zero.config.schema import OFFLOAD_CHOICES
 
 __all__ = ["apply_memory_config", "memory_config", "constraints_of"]
 
@@ -33,7 +33,12 @@ def constraints_of(config: EngineConfig, may_leave: Iterable[str] = ()) -> Const
     """
     tuning = config.tuning
     planned = config.memory is not None
-    kept = config.stage == 3 and tuning.prefetch and tuning.unsharded_cache_mb is None and bool(config.reshard_after_forward)
+    kept = (
+        config.stage == 3
+        and tuning.prefetch
+        and tuning.unsharded_cache_mb is None
+        and bool(config.reshard_after_forward)
+    )
     return Constraints(
         activations=planned and config.compile and config.activation_memory_budget == 1.0 and tuning.recompute is None,
         weights=config.compile and kept and (planned or config.reshard_after_forward == "auto"),

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from lightning_zero.budget.facts import MemoryConfig, PlannerInputs, Constraints
+from lightning_zero.budget.facts import Constraints, MemoryConfig, PlannerInputs
 from lightning_zero.budget.items import (
     ACTIVATIONS,
     GRADIENTS,
@@ -21,8 +21,8 @@ from lightning_zero.budget.items import (
     size_of,
 )
 from lightning_zero.budget.knapsack import Item, Pick, Variant, pick
-from lightning_zero.config.text import format_gib, format_table
 from lightning_zero.config.options import Tuning
+from lightning_zero.config.text import format_gib, format_table
 
 __all__ = ["Line", "MemoryPlan", "with_offload_advice", "choose_plan"]
 
@@ -139,14 +139,18 @@ class MemoryPlan:
     def in_words(self) -> str:
         """The peaks beside the limit."""
         word = "expected" if self.measured is None else "measured"
-        first = "" if self.first_step is None else f", of the first step, which runs eagerly, {format_gib(self.first_step)}"
+        first = (
+            "" if self.first_step is None else f", of the first step, which runs eagerly, {format_gib(self.first_step)}"
+        )
         more = "" if self.fits else f", {format_gib(self.missing)} more than the {format_gib(self.limit)} allowed"
         limit = f" of {format_gib(self.limit)} GiB" if self.fits and not first else " GiB"
         return f"{word} peak {format_gib(self.steady)}{limit}{first}{more}"
 
     def __str__(self) -> str:
         heads = "", "choice", "GiB", "GiB saved", "ms lost"
-        rows = [(o.what, o.choice, format_gib(o.nbytes), format_gib(o.saved), f"{o.seconds * 1e3:.1f}") for o in self.lines]
+        rows = [
+            (o.what, o.choice, format_gib(o.nbytes), format_gib(o.saved), f"{o.seconds * 1e3:.1f}") for o in self.lines
+        ]
         told = [f"Memory plan, {self.source}: {self.in_words()}.", *format_table(heads, rows)]
         return "\n".join([*told, *([f"  seconds: {self.seconds_known}"] if self.seconds_known else [])])
 

@@ -68,13 +68,18 @@ from lightning_zero.compile.subgraphs import (
 )
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.config import CompileConfig
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
 __all__ = ["Compiler"]
 
 log = logging.getLogger(__name__)
 
-GRAPH_PACKAGES = ("compat", "compile", "native", "profiling")  # rooms of the package whose code decides what a graph becomes
+GRAPH_PACKAGES = (
+    "compat",
+    "compile",
+    "native",
+    "profiling",
+)  # rooms of the package whose code decides what a graph becomes
 
 
 class Compiler:
@@ -187,7 +192,9 @@ class Compiler:
         compile_graph.__name__ = "lightning_zero"  # what error messages call it
         return compile_graph
 
-    def _compile_with_layer_dedup(self, inner: Callable[..., Any], module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
+    def _compile_with_layer_dedup(
+        self, inner: Callable[..., Any], module: GraphModule, inputs: Any, **kwargs: Any
+    ) -> Any:
         """Compiles a graph, of which equal layers are differentiated once where that can be."""
         layers = None if self._config.whole_graphs else dedup_layers(module, joint_tracer(self._config.backend))
         while layers is not None:
@@ -217,11 +224,11 @@ class Compiler:
         return graph if recompute is None else tag_activations(graph, recompute)
 
     def _offload_limits(self) -> OffloadLimits | None:
-        """Of a graph that is compiled now: where an amount is named for a pass, what is left of that."""
+        """Of a graph that is compiled now: where an quota is named for a pass, what is left of that."""
         limits = offload_limits(self._context)
         if limits is None or limits.budget_bytes is None:
             return limits
-        return replace(limits, budget_bytes=self.call_info.amount.left(limits.budget_bytes))
+        return replace(limits, budget_bytes=self.call_info.quota.remaining(limits.budget_bytes))
 
     def _partition(
         self, limits: OffloadLimits | None, module: GraphModule, inputs: Any, *, num_fwd_outputs: int, **settings: Any
@@ -239,7 +246,9 @@ class Compiler:
             part.recompile()
         return forward, backward
 
-    def _sweep_budgets(self, module: GraphModule, inputs: Any, outputs: int, settings: dict[str, Any]) -> tuple[Point, ...]:
+    def _sweep_budgets(
+        self, module: GraphModule, inputs: Any, outputs: int, settings: dict[str, Any]
+    ) -> tuple[Point, ...]:
         begun = monotonic()
         points = chart(module, inputs, outputs, self._context, **settings)
         self._listener.add_metric("chart", monotonic() - begun)
@@ -256,7 +265,13 @@ class Compiler:
         return graph
 
     def _inductor(
-        self, last: bool, timer: CompileTimer, layers: LayerDedup | None, module: GraphModule, inputs: Any, **kwargs: Any
+        self,
+        last: bool,
+        timer: CompileTimer,
+        layers: LayerDedup | None,
+        module: GraphModule,
+        inputs: Any,
+        **kwargs: Any,
     ) -> Any:
         # Observers must see every graph, so they keep graphs out of the cache.
         wanted = self._listener.wants_graphs or self._listener.wants_passes
@@ -327,7 +342,13 @@ class Compiler:
         return digest.hexdigest()
 
     def _aot_eager(
-        self, last: bool, timer: CompileTimer, layers: LayerDedup | None, module: GraphModule, inputs: Any, **kwargs: Any
+        self,
+        last: bool,
+        timer: CompileTimer,
+        layers: LayerDedup | None,
+        module: GraphModule,
+        inputs: Any,
+        **kwargs: Any,
     ) -> Any:
         def partition(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:
             self._tag(last, layers, module.graph)

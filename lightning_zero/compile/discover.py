@@ -43,7 +43,7 @@ from lightning_zero.compile.pending_compiles import PendingCompiles
 from lightning_zero.compile.recompile_reason import format_first_guard
 from lightning_zero.compile.user_compiled import explain_unsupported
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.amount import OffloadQuota
+from lightning_zero.offload.activations import OffloadQuota
 from lightning_zero.sharding.module_patching import pop_functional_call_read
 from lightning_zero.sharding.shard_tensor import ShardParameter
 
@@ -59,19 +59,19 @@ class CallInfo:
     Attributes:
         called: the module that is being called, or was last, in words.
         retains_graph: a backward of the first step left its graph as it was, for another (``retain_graph=True``).
-        amount: of what calls save for backward, that leaves for the host.
+        quota: of what calls save for backward, that leaves for the host.
         unfinished: graphs that were compiled for calls, and have not been called.
     """
 
     called: str = ""
     retains_graph: bool = False
-    amount: OffloadQuota = field(default_factory=OffloadQuota)
+    quota: OffloadQuota = field(default_factory=OffloadQuota)
     pending_compiles: PendingCompiles = field(default_factory=PendingCompiles)
 
     def begin(self, called: str) -> None:
         """A call of a compiled module."""
         self.called = called
-        self.amount.begin_call(called)
+        self.quota.begin_call(called)
 
 
 class CompiledModules:
@@ -82,7 +82,7 @@ class CompiledModules:
         arguments: for ``torch.compile``.
         skip: module types that are never compiled.
         report: shows a line to the user.
-        amount: hears of calls.
+        quota: hears of calls.
 
     Attributes:
         modules: those that are compiled, by name.
@@ -97,7 +97,7 @@ class CompiledModules:
         arguments: dict[str, Any],
         skip: tuple[type, ...] = (),
         report: Callable[[str], None] = log.info,
-        amount: OffloadQuota | None = None,
+        quota: OffloadQuota | None = None,
     ) -> None:
         self._inside = {id(module): name for name, module in root.named_modules()}
         self._root = root
@@ -111,7 +111,7 @@ class CompiledModules:
         self.modules: dict[str, nn.Module] = {}
         self.eager_reasons: dict[str, str] = {}
         self.limit_reasons: dict[str, str] = {}
-        self.call_info = CallInfo(amount=amount or OffloadQuota())
+        self.call_info = CallInfo(quota=quota or OffloadQuota())
         # Since some module has got a hook, or lost one, after it was compiled; or since there are some from the start.
         self._guards_hooks = False
 
@@ -173,7 +173,7 @@ class CompiledModules:
         for name, module in found.items():
             if name not in self.eager_reasons:
                 self.compile(name, module)
-        self.call_info.amount.calls = max(sum(calls[name] for name in self.modules), 1)
+        self.call_info.quota.calls_per_pass = max(sum(calls[name] for name in self.modules), 1)
 
     def _watch_backward(self, name: str, module: nn.Module, output: Any) -> None:
         def backward(grads: tuple[Tensor, ...]) -> None:
@@ -319,7 +319,7 @@ class CompiledModules:
     def restart(self, arguments: dict[str, Any]) -> CompiledModules:
         """For another beginning with other arguments; nothing is compiled until then."""
         self.restore()
-        return CompiledModules(self._root, arguments, self._skip, self._report, self.call_info.amount)
+        return CompiledModules(self._root, arguments, self._skip, self._report, self.call_info.quota)
 
     def restore(self) -> None:
         """Makes the calls plain again."""

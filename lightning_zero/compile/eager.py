@@ -15,13 +15,11 @@ from torch import Tensor
 
 from lightning_zero.compat.tensors import top_saved_tensors_hooks
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.mutation_check import VersionedTensor
-from lightning_zero.offload.saved import SavedTensorOffload, SavedTensor
-from lightning_zero.sharding.full import gather_full
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.tensor_extent import extent
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.offload.saved_tensors import SavedTensor, SavedTensorOffload, VersionedTensor
+from lightning_zero.sharding.layout import extent
+from lightning_zero.sharding.param_record import ShardedParameter, gather_full
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
+from lightning_zero.sharding.sharder import Sharder
 
 __all__ = ["regather_saved_weights"]
 

@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from time import perf_counter
 
-from lightning_zero.offload.saved import SavedTensorOffload
+from lightning_zero.offload.saved_tensors import SavedTensorOffload
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge, memory_limit
 
 __all__ = ["FirstStep", "FirstStepStats"]
@@ -123,8 +123,10 @@ class FirstStep:
         room = _Room(self._gauge, memory)
         return self._saves(room, UNWATCHED_SHARE * room.free)
 
-    def _saves(self, room: _Room, unwatched: float = 0.0) -> SavedTensorOffload:
-        saves: SavedTensorOffload = SavedTensorOffload(self._gauge.device, lambda: room.excess(saves.largest), unwatched=unwatched)
+    def _saves(self, room: _Room, unchecked_bytes: float = 0.0) -> SavedTensorOffload:
+        saves: SavedTensorOffload = SavedTensorOffload(
+            self._gauge.device, lambda: room.excess(saves.largest), unchecked_bytes=unchecked_bytes
+        )
         return saves
 
     def backward_begins(self) -> None:

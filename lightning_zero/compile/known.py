@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
 from lightning_zero.budget.curve import Curve, agreed, nested, told
-from lightning_zero.budget.facts import CAPTURE_GAP_SHARE, MemoryConfig, PlannerInputs, GradientBytes, StepTimes
+from lightning_zero.budget.facts import CAPTURE_GAP_SHARE, GradientBytes, MemoryConfig, PlannerInputs, StepTimes
 from lightning_zero.compile.first_step import FirstStepStats
 from lightning_zero.compile.measuring import SteadyStats
 from lightning_zero.compile.plan_book import PlanStore
@@ -106,7 +106,9 @@ class EngineMemoryFacts:
         )
 
 
-def before_training(known: EngineMemoryFacts, config: EngineConfig, memory: DeviceMemory | None, now: MemoryConfig) -> PlannerInputs:
+def before_training(
+    known: EngineMemoryFacts, config: EngineConfig, memory: DeviceMemory | None, now: MemoryConfig
+) -> PlannerInputs:
     """Nothing is allocated yet but shards, and nothing is known of activations: what is decided now is what cannot fit
     whatever is done about those. ``memory``: of the device, where it tells."""
     total, others = (memory.total, memory.others) if memory is not None else (float("inf"), 0)
@@ -198,7 +200,9 @@ def room_once_replayed(limit: float, memory: DeviceMemory, outside: float) -> fl
     return limit - memory.others - memory.allocated - CAPTURE_GAP_SHARE * (memory.allocated - memory.resident) - outside
 
 
-def measured(known: EngineMemoryFacts, limit: float, quiet: StepStats, captured: bool, now: MemoryConfig) -> PlannerInputs:
+def measured(
+    known: EngineMemoryFacts, limit: float, quiet: StepStats, captured: bool, now: MemoryConfig
+) -> PlannerInputs:
     """Compiled steps have run, and none was compiled in them. ``captured``: they will be replayed, from memory that has
     gaps and serves nothing else."""
     facts = known.facts("measured", limit, limit - (quiet.replayed if captured else quiet.room), now)

@@ -9,7 +9,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from lightning_zero.compat.compiler import min_cut_partition
-from lightning_zero.compat.partitioner import fast_partitioner
+from lightning_zero.compat.fast_partitioner import fast_partitioner
 from lightning_zero.compile.passes.mutated_buffers import save_mutated_buffers
 from lightning_zero.compile.passes.residual_sums import save_residual_sums
 from lightning_zero.compile.recompute_policy import save_random_ops

@@ -37,7 +37,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.offload.activations import HostActivations
-from lightning_zero.offload.bandwidth import FRACTION_WITH_COMPUTE, measure_host_bandwidth
+from lightning_zero.offload.staging_ring import FRACTION_WITH_COMPUTE, measure_host_bandwidth
 from lightning_zero.profiling.estimate import NOMINAL_COSTS, CostModel, measure_costs
 from lightning_zero.profiling.headroom import MemoryGauge
 from lightning_zero.sharding.symm_mem import PeerTransports
@@ -97,7 +97,7 @@ class CompileSession:
         executor.keep_activations(activations)
         self.progress = CompileProgress(self._consensus.compiling, watchdog.native.busy, report)
         report = self.progress.report
-        self._calls_of = partial(CompiledModules, skip=skip_modules, report=report, amount=activations.amount)
+        self._calls_of = partial(CompiledModules, skip=skip_modules, report=report, quota=activations.quota)
         self.plans = PlanStore()
         self.budget = MemoryPlanner(self.progress, self.plans, executor, mesh.control_group, MemoryGauge(mesh.device))
         self.compiled_modules: CompiledModules | None = None
@@ -281,7 +281,9 @@ class CompileSession:
     def is_discovering(self) -> bool:
         """Whether the next step runs eagerly and shows what to compile."""
         assert self.compiled_modules is not None
-        return self.config.compiled.enabled and not (self.compiled_modules.modules or self.compiled_modules.eager_reasons)
+        return self.config.compiled.enabled and not (
+            self.compiled_modules.modules or self.compiled_modules.eager_reasons
+        )
 
     def step(self) -> AbstractContextManager[None]:
         """Surrounds the forward of each training step."""

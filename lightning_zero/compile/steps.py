@@ -10,9 +10,9 @@ from lightning_zero.compile.cuda_graphs import CUDAGraphManager
 from lightning_zero.compile.eager import regather_saved_weights
 from lightning_zero.compile.session import CompileSession
 from lightning_zero.config.text import format_gib
-from lightning_zero.offload.saved import SavedTensorOffload
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
+from lightning_zero.offload.saved_tensors import SavedTensorOffload
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.symm_mem import PeerTransports
 
 __all__ = ["CompiledStepHooks"]
@@ -31,19 +31,21 @@ class CompiledStepHooks:
         session, sharder, peers: these.
     """
 
-    def __init__(self, session: CompileSession, replays: CUDAGraphManager, sharder: Sharder, transports: PeerTransports) -> None:
+    def __init__(
+        self, session: CompileSession, replays: CUDAGraphManager, sharder: Sharder, transports: PeerTransports
+    ) -> None:
         self.session = session
         self._cuda_graphs = replays
         self.sharder = sharder
         self.transports = transports
         self._eager_reads = -1  # in the last step; -1 where nobody knows
         self._reported_hooks = False
-        self._reported_limit: float | None = None  # the amount of activations that more has left than
+        self._reported_limit: float | None = None  # the quota of activations that more has left than
 
     def allocate(self) -> None:
         """Memory that peers read and write, once it is known what for. Collective, the first time."""
-        self.sharder.memory.settle()
-        if self.transports.allocate(self.sharder.memory):
+        self.sharder.memory.finalize_layout()
+        if self.sharder.memory.allocate_transport_memory():
             self.remeasure_links()
 
     def remeasure_links(self) -> None:
@@ -59,7 +61,7 @@ class CompiledStepHooks:
     def prepare(self) -> None:
         """Before each forward of a training step; collective."""
         config = self.session.config
-        self.sharder.executor.activations.settle()
+        self.sharder.executor.activations.wait_all()
         self._check_offloaded(config.tuning.offload_activations_mb)
         if config.compiled.enabled:
             self.sharder.executor.weights.refresh_compute_shards()
@@ -75,10 +77,10 @@ class CompiledStepHooks:
         return self.session.budget.first_step.saves is not None
 
     def _check_offloaded(self, megabytes: float | None) -> None:
-        """Whether the last pass kept to the amount; see ``offload/amount.py`` for what nobody knows beforehand."""
-        amount = self.sharder.executor.activations.amount
-        sent, beyond = amount.sent / 2**20, amount.beyond
-        amount.begin_pass(float("inf") if megabytes is None else megabytes * 2**20)
+        """Whether the last pass kept to the quota; see ``offload/activations.py`` for what nobody knows beforehand."""
+        quota = self.sharder.executor.activations.quota
+        sent, beyond = quota.sent / 2**20, quota.exceeded_by
+        quota.begin_pass(float("inf") if megabytes is None else megabytes * 2**20)
         if megabytes is None or not beyond or megabytes == self._reported_limit:
             return
         self._reported_limit = megabytes
@@ -105,7 +107,7 @@ class CompiledStepHooks:
             self.sharder.executor.weights.serve_eager_from_resident(True)
             yield
         if first:
-            self.session.set_last_read(self.sharder.view.last_read)
+            self.session.set_last_read(self.sharder.reader.last_read)
             self._report_offloaded(saves)
         eager_now, gathers_now = self._count_reads()
         if gathers_now != gathers:  # this rank may have left the forward out, and the next one is as those before
@@ -139,7 +141,9 @@ class CompiledStepHooks:
         self._reported_hooks = True
         names = [repr(record.name) for record in hooked]
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        replayed = "; compiled code that reads these is not replayed as a CUDA graph" if self._cuda_graphs.enabled else ""
+        replayed = (
+            "; compiled code that reads these is not replayed as a CUDA graph" if self._cuda_graphs.enabled else ""
+        )
         self.session.progress.report(
             f"Gradient hooks (register_hook): whole gradients wait for them before they are reduced{replayed}. "
             f"(parameters={', '.join(names[:4])}{more})"

@@ -30,7 +30,7 @@ from lightning_zero.integrations.processes import ProcessGroupMixin, without_ncc
 from lightning_zero.integrations.uncompile import accept_compiled_names, save_compiled_names, uncompile_modules
 from lightning_zero.native import load
 from lightning_zero.native.build import is_built
-from lightning_zero.sharding.replaced import explain_shard_error
+from lightning_zero.sharding.sharder import explain_shard_error
 
 __all__ = ["ZeroStrategyBase", "add_error_notes", "engine_config", "options_init"]
 

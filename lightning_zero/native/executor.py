@@ -240,10 +240,10 @@ class Executor:
         self.activations = where
         one, two = "(Tensor value)", "(Tensor value, Tensor host)"
         self._native.set_activation_ops(
-            self._define("on_leave", one, where.leave, "Tensor"),
-            self._define("on_left", two, where.left),
-            self._define("on_come", "(Tensor host)", where.come, "Tensor"),
-            self._define("on_came", two, where.came),
+            self._define("on_leave", one, where.start_offload, "Tensor"),
+            self._define("on_left", two, where.wait_offload),
+            self._define("on_come", "(Tensor host)", where.start_load, "Tensor"),
+            self._define("on_came", two, where.wait_load),
         )
 
     def _define(self, event: str, arguments: str, callback: Callable[..., Any], result: str = "()") -> str:

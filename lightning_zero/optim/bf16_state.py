@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.update_rules import has_rules, rule_for
 from lightning_zero.sharding.layout import ALIGNMENT_BYTES
-from lightning_zero.sharding.record import ShardedParameter
+from lightning_zero.sharding.param_record import ShardedParameter
 
 __all__ = [
     "ElementPositions",
@@ -118,7 +118,7 @@ class ElementPositions:
         shifts, begin = [], 0
         for record, numel in zip(members, numels, strict=True):
             assert numel % BLOCK == 0, f"{record.name}: a shard of {numel} elements"
-            shifts.append(record.spec.number * numel - begin)
+            shifts.append(record.spec.shard_index * numel - begin)
             begin += numel
         blocks = torch.tensor([numel // BLOCK for numel in numels], device=device)
         return cls(

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.memory import HostMemory
+from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagedChunks, StagingRing
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE, ElementPositions
 from lightning_zero.optim.support import INSTEAD, large_tensors
-from lightning_zero.sharding.record import Role, ShardedParameter
+from lightning_zero.sharding.param_record import Role, ShardedParameter
 
 __all__ = [
     "Chunk",
@@ -383,7 +383,7 @@ class InPlacePass:
     def __init__(self, loads: Sequence[StagedChunk]) -> None:
         self._loads = loads
 
-    def ahead(self) -> None:
+    def prefetch(self) -> None:
         pass
 
     def open(self, number: int) -> dict[str, Tensor]:
@@ -395,7 +395,7 @@ class InPlacePass:
             if value.data_ptr() != to[name].data_ptr():
                 to[name].copy_(value.reshape(-1))
 
-    def leave(self) -> None:
+    def flush(self) -> None:
         pass
 
     def rejoin(self) -> None:
@@ -441,7 +441,7 @@ class ChunkedState:
         """
         if self._ring is not None and (self._prefetched is None or not self._prefetched.is_valid):
             self._prefetched = RingPass(self._ring, self._loads)
-            self._prefetched.ahead()
+            self._prefetched.prefetch()
 
     @contextmanager
     def stream_state(self) -> Iterator[None]:
@@ -452,7 +452,7 @@ class ChunkedState:
             ring_pass.join()
         yield
         if ring_pass is not None:
-            ring_pass.leave(range(len(self._loads)))
+            ring_pass.flush(range(len(self._loads)))
             if self._masters:  # the compute stream may read them from here on
                 ring_pass.rejoin()
 

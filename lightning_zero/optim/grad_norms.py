@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_zero.compat.distributed import all_gather_into
 from lightning_zero.compat.tensors import foreach_norm
 from lightning_zero.mesh import Mesh, RunCollective, all_max, run_synchronously
-from lightning_zero.sharding.unsupported import without_shard_dispatch
+from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 
 __all__ = ["all_reduce_sum", "clip_factor", "norm_dtype", "parameter_norms"]
 

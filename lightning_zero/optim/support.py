@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.update_rules import has_rules
-from lightning_zero.sharding.unsupported import without_shard_dispatch
+from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 
 __all__ = [
     "INSTEAD",

@@ -18,13 +18,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.compiler import (
     aot_function,
-    report_compiling,
     functorch_config,
     inductor_decompositions,
     inductor_partition,
     min_cut_partition,
+    report_compiling,
 )
-from lightning_zero.compat.tensors import FakeTensorMode, tree_flatten, tree_unflatten, no_dispatch_modes
+from lightning_zero.compat.tensors import FakeTensorMode, no_dispatch_modes, tree_flatten, tree_unflatten
 from lightning_zero.compile.budget_sweep.lifetimes import fresh_bytes, graph_peak, leave_narrow
 from lightning_zero.compile.budget_sweep.live_values import on_host
 from lightning_zero.compile.context import PassContext
@@ -37,10 +37,10 @@ from lightning_zero.compile.recompute_policy import partitioner_settings
 from lightning_zero.compile.tagging import tag_activations, tag_gathers
 from lightning_zero.compile.uncaptured_memory import Outside
 from lightning_zero.planning.ledger import MemoryCounter
-from lightning_zero.planning.weights import insert_gathers, fake_op
+from lightning_zero.planning.weights import fake_op, insert_gathers
 from lightning_zero.profiling.cost import DeviceSpeed, graph_costs
 from lightning_zero.profiling.tensors import storages
-from lightning_zero.sharding.tensor_extent import extent
+from lightning_zero.sharding.layout import extent
 
 __all__ = ["GraphTotals", "FakeCompiler"]
 

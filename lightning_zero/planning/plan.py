@@ -16,7 +16,7 @@ from lightning_zero.compile.known import EngineMemoryFacts
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.engine_config import HOST_BYTES_PER_S
 from lightning_zero.config.schema import OFFLOAD_CHOICES
-from lightning_zero.offload.masters import check_host_masters
+from lightning_zero.offload.pinned_memory import check_host_masters
 from lightning_zero.planning.buckets import reduce_bucket_bytes
 from lightning_zero.planning.result import PassEstimates, TrainingPlan
 from lightning_zero.planning.seconds import step_seconds
@@ -26,12 +26,12 @@ from lightning_zero.planning.static import (
     cut,
     masters_away,
     may_lie_over_copies,
-    persistent_bytes,
     over_copies,
+    persistent_bytes,
 )
 from lightning_zero.planning.training import Precision, StepEstimate, TraceConfig, run_step
 from lightning_zero.planning.user_code import UserCode
-from lightning_zero.planning.within import with_first_step_peak, plan_within_limit
+from lightning_zero.planning.within import plan_within_limit, with_first_step_peak
 from lightning_zero.profiling.devices import LINKS, Device, find_device
 from lightning_zero.profiling.estimate import NOMINAL_COSTS
 
@@ -140,9 +140,13 @@ def _step(
         return None, f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _known(cuts: list[ParamShard], kept: OptimizerMemory, config: EngineConfig, card: Device, ranks: int, hosts: int) -> EngineMemoryFacts:
+def _known(
+    cuts: list[ParamShard], kept: OptimizerMemory, config: EngineConfig, card: Device, ranks: int, hosts: int
+) -> EngineMemoryFacts:
     used = config.compute_dtype if config.compile else None
-    whole = sum(c.elements * ranks * (c.dtype if c.stays_full_precision else c.compute_dtype_of(used)).itemsize for c in cuts)
+    whole = sum(
+        c.elements * ranks * (c.dtype if c.stays_full_precision else c.compute_dtype_of(used)).itemsize for c in cuts
+    )
     trained = [c for c in cuts if c.trained] if ranks > 1 else []
     masters = masters_away(cuts, replace(config, offload=("optimizer", "parameters"))) if used is not None else 0
     masters_may = masters and hosts == 1 and not config.tuning.grad_aliasing
@@ -164,7 +168,11 @@ def _known(cuts: list[ParamShard], kept: OptimizerMemory, config: EngineConfig, 
 
 
 def _assembled(
-    cuts: list[ParamShard], kept: OptimizerMemory, config: EngineConfig, where: tuple[Device, int, Training], passes: PassEstimates
+    cuts: list[ParamShard],
+    kept: OptimizerMemory,
+    config: EngineConfig,
+    where: tuple[Device, int, Training],
+    passes: PassEstimates,
 ) -> TrainingPlan:
     card, ranks, how = where
     hosts = ceil(ranks / how.ranks_per_host)

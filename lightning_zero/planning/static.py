@@ -1,5 +1,5 @@
 """Bytes that stay on a rank from step to step, by what they are for. Pure arithmetic, and the same that the engine's
-own memory comes to (``sharding/memory.py``)."""
+own memory comes to (``sharding/flat_memory.py``)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.config import EngineConfig
-from lightning_zero.sharding.host_policy import compute_dtype_of
+from lightning_zero.sharding.flat_memory import compute_dtype_of
 from lightning_zero.sharding.layout import ShardLayout
 
 __all__ = ["ParamShard", "cut", "masters_away", "may_lie_over_copies", "persistent_bytes", "over_copies"]
@@ -52,11 +52,13 @@ def cut(module: nn.Module, world_size: int, dtype: torch.dtype | None = None) ->
     for param in module.parameters():
         kind = dtype if dtype is not None and param.is_floating_point() else param.dtype
         wide = param.dim() < 2 or id(param) in embedded
-        found.append(ParamShard(ShardLayout.of(param.shape, kind, world_size), kind, param.requires_grad, wide))
+        found.append(ParamShard(ShardLayout.from_shape(param.shape, kind, world_size), kind, param.requires_grad, wide))
     return found
 
 
-def persistent_bytes(cuts: Sequence[ParamShard], config: EngineConfig, hosts: int = 1, accumulate: int = 1) -> dict[str, int]:
+def persistent_bytes(
+    cuts: Sequence[ParamShard], config: EngineConfig, hosts: int = 1, accumulate: int = 1
+) -> dict[str, int]:
     """Bytes of a rank, by the names under which an engine reports them; what the optimizer keeps is not among them.
 
     Args:
@@ -122,7 +124,9 @@ def _resident(cuts: Sequence[ParamShard], config: EngineConfig) -> int:
     small_bytes = 0 if isinf(left) else small_weight_bytes(config.compiled)
     total = 0
     for c in cuts:
-        used = c.dtype if c.stays_full_precision else c.compute_dtype_of(config.compute_dtype if config.compile else None)
+        used = (
+            c.dtype if c.stays_full_precision else c.compute_dtype_of(config.compute_dtype if config.compile else None)
+        )
         whole = replace(c.layout, world_size=1).shard_numel * c.layout.world_size * used.itemsize
         if c.layout.numel * used.itemsize > small_bytes and whole <= left:
             left -= whole

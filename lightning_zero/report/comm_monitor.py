@@ -23,7 +23,7 @@ from lightning_zero.integrations.trainer.pass_schedule import zero_strategy
 from lightning_zero.report.flops import FlopCount
 from lightning_zero.report.peaks import PeakFlops, find_peak_flops
 from lightning_zero.report.values import window_metrics
-from lightning_zero.report.window import EngineCounters, BatchTotals, StepWindow
+from lightning_zero.report.window import BatchTotals, EngineCounters, StepWindow
 
 __all__ = ["CommMonitor"]
 

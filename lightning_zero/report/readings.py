@@ -8,8 +8,8 @@ import torch
 
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.engine import Engine
-from lightning_zero.sharding.record import Role
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.param_record import Role
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
 __all__ = ["memory_by_role", "replay_blockers"]
 
@@ -22,11 +22,13 @@ def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] =
     memory of the host."""
     memory = engine.sharder.memory
     with no_shard_dispatch():
-        found = {role.value.replace(" ", "_").replace("-", "_"): _bytes(memory.holds(role)) for role in Role}
-        copies = {t.data_ptr() for what in (Role.COMPUTE_SHARD, Role.FULL_PRECISION_SHARD) for t in memory.holds(what)}
+        found = {role.value.replace(" ", "_").replace("-", "_"): _bytes(memory.tensors(role)) for role in Role}
+        copies = {
+            t.data_ptr() for what in (Role.COMPUTE_SHARD, Role.FULL_PRECISION_SHARD) for t in memory.tensors(what)
+        }
         # Other gradients lie over copies, and other resident weights are host shards.
         for name, role in (("gradient", Role.GRADIENT), ("resident_weight", Role.UNSHARDED_CACHE)):
-            found[name] = _bytes([tensor for tensor in memory.holds(role) if tensor.data_ptr() not in copies])
+            found[name] = _bytes([tensor for tensor in memory.tensors(role) if tensor.data_ptr() not in copies])
         away = memory.on_host.nbytes if memory.on_host is not None else 0
         found["master_shard"] -= away
         found["master_shard_on_host"] = away

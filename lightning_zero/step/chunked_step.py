@@ -142,11 +142,11 @@ class _ChunkSequence:
         self._first = number
         loads = [chunk.load(self._names[id(chunk.run)]) for chunk in self._chunks[number:]]
         self._pass = RingPass(self._host.ring, loads) if self._host else InPlacePass(loads)
-        self._pass.ahead()
+        self._pass.prefetch()
 
     def _close_pass(self) -> None:
         if self._pass is not None:
-            self._pass.leave()
+            self._pass.flush()
             self._pass.rejoin()  # the compute stream may read master shards from here on
 
     def _open(self, number: int) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from lightning_zero.compile.steps import CompiledStepHooks
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Phase, Watchdog
 from lightning_zero.sharding.buffers import BufferBroadcast
-from lightning_zero.sharding.grad_aliasing import check_single_micro_batch
-from lightning_zero.sharding.hooks import GradientHooks
-from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.flat_memory import check_single_micro_batch
+from lightning_zero.sharding.grad_hooks import GradientHooks
+from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.stepper import OptimizerStepper
 
 __all__ = ["State", "StepCycle", "StepEvents"]
@@ -98,7 +98,7 @@ class StepCycle:
         Every call fails once a device is lost, and users must see the first error.
         """
         self._enter(State.IDLE, Phase.OUTSIDE)
-        self._sharder.view.end_forward()
+        self._sharder.reader.end_forward()
         try:
             self.reset()
             self._executor.gradients.release_buffers()
@@ -113,7 +113,7 @@ class StepCycle:
         self._expects_backward = False
         self._compiled.reset()
         self._executor.gradients.abort()
-        self._sharder.sync.settle()
+        self._sharder.sync.flush_user_writes()
         self._executor.weights.drop()  # a traceback may keep them alive for long
         self._buffers.reset()
 
@@ -141,7 +141,7 @@ class StepCycle:
             _run(self.events.forward_begin)
             self._find_hooks(forward_ran=False)
             self._buffers.before_forward()
-            self._sharder.view.begin_forward()
+            self._sharder.reader.begin_forward()
             with self._compiled.surround():
                 yield
             self._buffers.notice()
@@ -167,7 +167,7 @@ class StepCycle:
     def on_backward_end(self) -> None:
         """Finish a backward. The executor calls this at the end of each one, announced or not."""
         self._expects_backward = False
-        self._sharder.view.end_forward()  # users' hooks run next
+        self._sharder.reader.end_forward()  # users' hooks run next
         self._hooks.run_post_hooks(self._executor.gradients.last_attached())
 
     def after_backward(self) -> None:
@@ -207,7 +207,7 @@ class StepCycle:
             UnsupportedError: Gradients alias the compute shards, which the next micro-batch needs.
         """
         _run(self.events.accumulation_begin)
-        check_single_micro_batch(self._sharder.memory.over_copies)
+        check_single_micro_batch(self._sharder.memory.alias_gradients)
         gradients, whole = self._executor.gradients, self._executor.reduces_once
         self.accumulates = True
         if not self._executor.defers or self._hooks.has_post_hooks():
@@ -231,7 +231,7 @@ class StepCycle:
     def end_accumulation(self) -> None:
         """Finish an interrupted accumulation before options change, and free the memory of deferred gradients."""
         self.finalize_gradients()
-        self._sharder.memory.forget_deferred_gradients()
+        self._sharder.memory.free_deferred_gradients()
 
     def before_step(self, stepping: bool = False) -> None:
         """Propagate user writes of gathered weights. Call before shards are overwritten.
@@ -282,7 +282,7 @@ class StepCycle:
         in_train_step = "Evaluate before or after it: the graphs that its backward needs would be given up"
         self._check_transition(State.EVALUATION, "eval_step()", in_train_step)
         self._enter(State.EVALUATION, Phase.EVALUATION)
-        self._sharder.memory.settle()
+        self._sharder.memory.finalize_layout()
         self._compiled.release_memory()
         self._sharder.sync.before_reading()
         self._sharder.sync.invalidate_copies()
@@ -292,7 +292,7 @@ class StepCycle:
         """Propagate user writes after an evaluation forward, so that they do not overwrite later writes to
         ``param.data``.
         """
-        self._sharder.sync.settle()
+        self._sharder.sync.flush_user_writes()
 
     def _find_hooks(self, forward_ran: bool) -> None:
         before = self._hooks.hooked

@@ -21,8 +21,8 @@ from lightning_zero.optim.flat_runs import FlatRun
 from lightning_zero.optim.support import INSTEAD, is_torch_optimizer
 from lightning_zero.optim.update_rules import has_rules
 from lightning_zero.sharding.layout import ShardLayout
-from lightning_zero.sharding.reductions import BY_NAME, is_of_two
-from lightning_zero.sharding.rules import measure, words
+from lightning_zero.sharding.shard_reductions import REDUCTIONS, is_elementwise_pair
+from lightning_zero.sharding.shard_rules import query_full_shape, words
 from lightning_zero.step.step_layouts import StepLayout
 
 __all__ = ["CHECKED_STEPS", "ElementwiseCheck", "needs_elementwise_check"]
@@ -33,7 +33,7 @@ CHECKED_STEPS = 16
 
 # Many optimizers check if all values are finite or equal; the result decides nothing in a healthy training.
 _HARMLESS_REDUCTIONS = words("all any equal allclose item __float__ __int__ __bool__ is_nonzero")
-_CROSS_ELEMENT_OPS = (BY_NAME.keys() - _HARMLESS_REDUCTIONS) | words(
+_CROSS_ELEMENT_OPS = (REDUCTIONS.keys() - _HARMLESS_REDUCTIONS) | words(
     "median nanmedian quantile nanquantile sort argsort topk kthvalue argmax argmin cumsum cumprod logsumexp "
     "softmax log_softmax normalize cosine_similarity dist renorm histc matmul mm bmm mv addmm addmv addr outer "
     "inner einsum tensordot linear trace svd qr __matmul__ __rmatmul__ diag tril triu flip roll"
@@ -121,7 +121,7 @@ class ElementwiseCheck(TorchFunctionMode):
                 self._raise_unsupported("takes a row, or a part of one, of a parameter, a gradient or state")
         # foreach ops, too
         combines = name.rpartition("foreach_")[2] in _CROSS_ELEMENT_OPS or name.startswith("linalg_")
-        if combines and not is_of_two(name, args, kwargs) and any(map(self._is_shard, tree_leaves((args, kwargs)))):
+        if combines and not is_elementwise_pair(name, args, kwargs) and any(map(self._is_shard, tree_leaves((args, kwargs)))):
             self._raise_unsupported(f"takes {name} of a parameter, a gradient or state")
         try:
             result = func(*args, **kwargs)
@@ -166,7 +166,7 @@ class ElementwiseCheck(TorchFunctionMode):
         # Parameters that are stepped together have the same number of dimensions.
         if shard.numel() not in self._sizes or (name in _DIMENSIONS and not is_single):
             return func(*args, **kwargs)
-        return measure(name, self._layout(shard, f"the {name}"), args, kwargs)
+        return query_full_shape(name, self._layout(shard, f"the {name}"), args, kwargs)
 
     def _layout(self, shard: Tensor, description: str) -> ShardLayout:
         run = self._run_of(shard)

@@ -11,10 +11,9 @@ import torch
 from lightning_zero.compile.steps import CompiledStepHooks
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.text import format_gib
-from lightning_zero.sharding.grad_aliasing import forget_gradients
-from lightning_zero.sharding.host_policy import compute_dtype_of
-from lightning_zero.sharding.record import Role, ShardedParameter
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.flat_memory import compute_dtype_of, free_gradients
+from lightning_zero.sharding.param_record import Role, ShardedParameter
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
 __all__ = ["GradientPlacement", "has_copy"]
 
@@ -54,24 +53,26 @@ class GradientPlacement:
     @property
     def aliased(self) -> bool:
         """Over copies, by hand or not."""
-        return self._sharder.memory.over_copies
+        return self._sharder.memory.alias_gradients
 
     def lie(self, over: bool) -> None:
         """Behind a step: over copies from now on, or not. What steps optimizers looks at them no more."""
         memory = self._sharder.memory
-        laid = bool(memory.holds(Role.GRADIENT))
-        memory.over_copies = over
+        laid = bool(memory.tensors(Role.GRADIENT))
+        memory.alias_gradients = over
         if laid:
             self._compiled.on_gradients_moved()
             memory.gradients = None
-            forget_gradients(self._sharder.executor, self._sharder.records)
+            free_gradients(self._sharder.executor, self._sharder.records)
             memory.allocate_gradients()
 
     def on_accumulation(self) -> None:
         """A step has several from now on, whatever was certain. What nobody has asked for is undone, unless gradients
         are wanted that lie where weights are needed: that is refused."""
         with no_shard_dispatch():
-            wanted = self.aliased and any(r.param.grad is not None for r in self._trained if r.grad_aliases_compute_shard)
+            wanted = self.aliased and any(
+                r.param.grad is not None for r in self._trained if r.grad_aliases_compute_shard
+            )
         if not wanted:
             self.stop_aliasing()
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_zero.config import EngineConfig
 from lightning_zero.native.watchdog import SequenceId
-from lightning_zero.offload.memory import HostMemory
+from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import StagingRing
 from lightning_zero.optim.bf16_state import (
     STATE_DTYPE,
@@ -44,9 +44,9 @@ from lightning_zero.optim.support import (
     speed_up_zero_grad,
 )
 from lightning_zero.optim.update_rules import rule_for
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
+from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.runners import reason_not_captured
 from lightning_zero.step.stepper import OptimizerStepper
@@ -314,7 +314,7 @@ class OptimizerSteps:
             bf16_state = self.bf16_state and keeps_bf16_state(record.layout.numel, record.param.dtype)
             return 0 if simple else record.param.dim(), bf16_state
 
-        self._sharder.memory.arrange([group["params"] for _, group in groups], kind)
+        self._sharder.memory.group_shards([group["params"] for _, group in groups], kind)
 
     def grad_norms(self, norm_type: float) -> dict[int, Tensor]:
         """Return the p-norm of each parameter's full gradient by parameter index. Collective.

@@ -23,14 +23,13 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.config.engine_config import OFFLOADABLE
 from lightning_zero.config.text import format_gib
 from lightning_zero.mesh import Mesh
-from lightning_zero.offload.bandwidth import measure_host_bandwidth
-from lightning_zero.offload.masters import host_master_policy
-from lightning_zero.offload.memory import free_bytes
+from lightning_zero.offload.pinned_memory import free_bytes, host_master_policy
+from lightning_zero.offload.staging_ring import measure_host_bandwidth
 from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
 from lightning_zero.optim.update_rules import rule_for
-from lightning_zero.sharding.host_policy import can_be_on_host
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.flat_memory import can_be_on_host
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from lightning_zero.step.gradients import GradientPlacement, has_copy
 from lightning_zero.step.optimizer_steps import OptimizerSteps
 
@@ -71,7 +70,7 @@ class MemoryController:
         return self._session.budget.plan
 
     def _apply(self, config: EngineConfig, chosen: MemoryConfig) -> None:
-        if MASTERS in chosen.offload and self._sharder.memory.may_leave:
+        if MASTERS in chosen.offload and self._sharder.memory.can_move_to_host:
             self._masters_leave(config)
         if self._optimizers.on_host and "optimizer" not in config.offload:
             self._session.budget.first_step.expect_state_from_host()
@@ -90,7 +89,7 @@ class MemoryController:
         away = host_master_policy(config, self._mesh)
         assert away is not None
         copied = self._transports.weight_memory is not None
-        self._sharder.memory.leave(away)
+        self._sharder.memory.move_to_host(away)
         self._has_moved = True
         if copied:
             self._links_changed()
@@ -117,7 +116,7 @@ class MemoryController:
         rules = [rule_for(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
         masters = [record for record in self._sharder.live if can_be_on_host(record, config.compute_dtype)]
         masters_may = bool(masters) and all(rules) and config.compile and self._may_be_away(config)
-        now = masters_may and self._sharder.memory.may_leave
+        now = masters_may and self._sharder.memory.can_move_to_host
         needs = {"optimizer": all(rules), MASTERS: now, "activations": config.compile}
         may_leave = tuple(name for name in OFFLOADABLE if needs[name])
         if config.memory is not None and may_leave and self._link is None:
@@ -145,9 +144,7 @@ class MemoryController:
     def _look_again(self, config: EngineConfig) -> None:
         """Shards have moved, and weights may travel another way, since that was made."""
         budget = self._session.budget
-        budget.known = replace(
-            budget.known, fixed=self._fixed(config, self.gradients.aliased), gather_s=self._gather_s
-        )
+        budget.known = replace(budget.known, fixed=self._fixed(config, self.gradients.aliased), gather_s=self._gather_s)
 
     @property
     def _gather_s(self) -> float:

@@ -22,8 +22,8 @@ from lightning_zero.compat.modules import global_pre_hooks
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.optim.flat_runs import StateOnHost
 from lightning_zero.optim.grad_norms import all_reduce_sum
-from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import no_shard_dispatch, without_shard_dispatch
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch, without_shard_dispatch
+from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.chunked_step import ChunkedRunner
 from lightning_zero.step.elementwise_check import CHECKED_STEPS, ElementwiseCheck, needs_elementwise_check
 from lightning_zero.step.runners import CapturedRunner, EagerRunner, StepRunner, reason_not_captured

@@ -91,7 +91,9 @@ def train(
             before_batch=reset,
         )
         nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.mesh.shard_group.size
-        planned = persistent_bytes(cut(build(Wide), engine.mesh.shard_group.size), engine.config, engine.mesh.host_count)
+        planned = persistent_bytes(
+            cut(build(Wide), engine.mesh.shard_group.size), engine.config, engine.mesh.host_count
+        )
         held = memory_by_role(engine, [])
         assert accumulate > 1 or planned == {role: held[role] for role in planned}
         return out, engine.executor.counters(), nbytes

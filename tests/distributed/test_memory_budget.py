@@ -15,7 +15,7 @@ from torch.fx import Graph
 from lightning_zero.budget.curve import Curve, nested
 from lightning_zero.compile.budget_sweep import chart
 from lightning_zero.compile.plan_with_margin import CAUTION
-from lightning_zero.offload.saved import SavedTensorOffload
+from lightning_zero.offload.saved_tensors import SavedTensorOffload
 from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
 from tests.helpers.measured import AGAIN, Blocks, same
 from tests.helpers.models import build, make_batches
@@ -298,7 +298,7 @@ def train_with_few_buffers(device: Device | None, steps: int, **options: Any) ->
     with (
         patch("lightning_zero.budget.options.BUFFER_MB", mb),
         patch("lightning_zero.budget.items.LEAST_RING", 1),
-        patch("lightning_zero.offload.staging_ring.MOST_BYTES", 1024),
+        patch("lightning_zero.offload.staging_ring.MAX_SLOT_BYTES", 1024),
     ):
         return train(device, steps, emulate_cuda_graph_step=True, **options)
 

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.staging_ring import StagedChunk, RingPass, StagingRing
+from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagingRing
 from tests.helpers.lion import Lion
 from tests.helpers.models import build
 from tests.helpers.optimizer_steps import (
@@ -120,7 +120,7 @@ def buffers_grow(emulate: bool) -> tuple[Any, Any, int]:
     resize = StagingRing.resize
     expected = train_sharded_steps("AdamW", unfreeze_and_add, emulate)
     with (
-        patch("lightning_zero.offload.staging_ring.MOST_BYTES", 1024),
+        patch("lightning_zero.offload.staging_ring.MAX_SLOT_BYTES", 1024),
         patch.object(StagingRing, "resize", lambda ring, nbytes: (made.append(nbytes), resize(ring, nbytes))[1]),
     ):
         found = train_sharded_steps("AdamW", unfreeze_and_add, emulate, offload=("optimizer",), offload_buffer_mb=0.5)
@@ -137,12 +137,12 @@ def test_more_to_step_passes_through_more_buffers(ranks: Ranks, emulate: bool) -
 def when_it_comes(masters: bool) -> list[str]:
     """In training: forwards, steps, and when state begins to come for the next one."""
     seen: list[str] = []
-    ahead = RingPass.ahead
+    ahead = RingPass.prefetch
     model = build(Parts)
     others = {"offload": ("optimizer", "parameters"), "compute_dtype": torch.bfloat16} if masters else {}
     with (
         engine_for(model, emulate_cuda_graph_step=True, **ON_HOST | others) as engine,
-        patch.object(RingPass, "ahead", lambda through: (seen.append("comes"), ahead(through))[1]),
+        patch.object(RingPass, "prefetch", lambda through: (seen.append("comes"), ahead(through))[1]),
     ):
         with engine.registered_parameters():
             optimizer = OPTIMIZERS["AdamW"](model)
@@ -173,8 +173,8 @@ def amid_a_step(refused: bool, **options: Any) -> dict[str, Any]:
     model, lerp = build(Parts), torch.Tensor.lerp_
 
     with (
-        patch("lightning_zero.offload.staging_ring.MOST_BYTES", 1024),
-        patch("lightning_zero.offload.staging_ring.LEAST", 1),
+        patch("lightning_zero.offload.staging_ring.MAX_SLOT_BYTES", 1024),
+        patch("lightning_zero.offload.staging_ring.MIN_TENSORS_PER_SLOT", 1),
         engine_for(model, "eager", cuda_graph_step=False, **options) as engine,
     ):
         with engine.registered_parameters():

@@ -39,7 +39,7 @@ class Gauge(MemoryGauge):
 
     def read(self) -> DeviceMemory:
         engine = Gauge.engine
-        here = HELD + GRADIENTS * (engine is None or not engine.sharder.memory.over_copies)
+        here = HELD + GRADIENTS * (engine is None or not engine.sharder.memory.alias_gradients)
         took = SAVED if engine is not None and engine.session.plans.count else Gauge.eager
         return DeviceMemory(TOTAL, 0, here + took, here + took, here)
 
@@ -84,7 +84,7 @@ def train(limit: int | None, rounded: int = STEPS + LATER, options: Any = None, 
             param.register_post_accumulate_grad_hook(look)
 
         def note(*_: Any) -> None:
-            seen.over.append(memory.over_copies)
+            seen.over.append(memory.alias_gradients)
             seen.dtypes.append(set())
             if memory.gradients is not None and not seen.old:
                 seen.old = [StorageWeakRef(flat.untyped_storage()) for flat in memory.gradients.flat.values()]

@@ -145,7 +145,7 @@ def replays_and_ends() -> tuple[str, float]:
 def test_a_replay_that_a_device_does_not_come_past_ends_at_the_timeout(found: Found) -> None:
     for text, seconds in found(replays_past_the_timeout):
         assert "A wait took longer than the timeout of 4 s. This is rank 0: between two steps" in text
-        assert "its device waits in the collectives of a replayed graph" in text
+        assert "its device waits in the collectives of a replayed CUDA graph" in text
         assert "Missing: rank 1." in text
         assert 4 < seconds < 24
 
@@ -172,7 +172,7 @@ def replays_of_two_trainings() -> str:
 
 
 def test_replays_of_a_later_training_end_too(found: Found) -> None:
-    assert "a replayed graph" not in found(replays_of_two_trainings)[0]
+    assert "a replayed CUDA graph" not in found(replays_of_two_trainings)[0]
 
 
 def fails_while_its_device_waits() -> None:

@@ -141,7 +141,7 @@ STRATEGY = "lightning_zero.integrations.trainer.strategy:ZeroStrategy"
 ENGINE = "lightning_zero.engine:Engine"
 CYCLE = "lightning_zero.step.cycle:StepCycle"
 LOOP = "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop"
-PEERS = "lightning_zero.sharding.symm_mem.memory:SymmetricMemory"
+PEERS = "lightning_zero.sharding.symm_mem.symmetric_memory:SymmetricMemory"
 COMPILER = "lightning_zero.compile.backend:Compiler"
 PAIRS = "lightning_zero.compile.cuda_graphs.pairs"
 MODEL = "tests.faults.model"
@@ -196,7 +196,7 @@ _ALL = (
     Point(
         "construction",
         "shards a layer that was just built in configure_model",
-        ("lightning_zero.sharding.shard:Sharder.shard_module",),
+        ("lightning_zero.sharding.sharder:Sharder.shard_module",),
         -1,
         training={"late": True},
     ),
@@ -211,7 +211,7 @@ _ALL = (
     Point(
         "checkpoint_scatter",
         "takes its part of a weight from the checkpoint that it resumes from",
-        ("lightning_zero.sharding.state:StateDictHooks._scatter",),
+        ("lightning_zero.sharding.state_dict:StateDictHooks._scatter",),
         -1,
         training={"resume": True},
     ),
@@ -227,7 +227,7 @@ _ALL = (
     Point(
         "peer_memory_mapped",
         "maps the memory of its peers",
-        ("lightning_zero.sharding.symm_mem.memory:mapped",),
+        ("lightning_zero.sharding.symm_mem.symmetric_memory:mapped",),
         0,
         training=COPIED,
     ),

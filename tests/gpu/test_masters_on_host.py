@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.offload.memory import HostMemory
+from lightning_zero.offload.pinned_memory import HostMemory
 from tests.helpers.masters import BF16, check, train_both_ways
 from tests.helpers.sharded import engine_for
 from tests.ranks.pool import Ranks

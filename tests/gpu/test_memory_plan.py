@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.mesh import Mesh
-from lightning_zero.offload.bandwidth import measure_host_bandwidth
+from lightning_zero.offload.staging_ring import measure_host_bandwidth
 from lightning_zero.profiling.headroom import MemoryGauge
 from tests.helpers.sharded import adamw, engine_for
 from tests.ranks.pool import Ranks

@@ -21,7 +21,9 @@ def memory() -> tuple[SymmetricMemory | None, str]:
 
 
 def why_not(stub: bool) -> str:
-    with patch.object(SymmetricMemory, "_meet", (lambda self: None) if stub else SymmetricMemory._meet):
+    with patch.object(
+        SymmetricMemory, "_device_barrier", (lambda self: None) if stub else SymmetricMemory._device_barrier
+    ):
         return memory()[1]
 
 

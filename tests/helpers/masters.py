@@ -5,14 +5,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from tests.helpers.options import config
+from tests.helpers.sharded import engine_for, mean_over_ranks, whole_params, whole_state
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
 from lightning_zero.report.readings import memory_by_role
-from lightning_zero.sharding.record import Role
+from lightning_zero.sharding.param_record import Role
 from lightning_zero.step.runners import CapturedRunner
-from tests.helpers.options import config
-from tests.helpers.sharded import engine_for, mean_over_ranks, whole_params, whole_state
 
 BF16 = torch.bfloat16
 CONFIG: dict[str, Any] = {"compute_dtype": BF16, "compile_backend": "aot_eager", "reduce_bucket_mb": 0.01}

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_zero.compat import cuda
 from lightning_zero.native import Executor
 from lightning_zero.native.capture import capture_graph, reserve_pool_block
-from lightning_zero.offload.blocks import ReservedBlocks
+from lightning_zero.offload.activations import ReservedBlocks
 
 __all__ = ["CUDAGraphPair", "EmulatedGraphPair", "CaptureSpec", "GraphPair"]
 
@@ -50,18 +50,18 @@ class CaptureSpec:
 
     def holding(self, held: ReservedBlocks) -> AbstractContextManager[None]:
         """Surrounds each forward that is to use it."""
-        return nullcontext() if self.executor.activations is None else self.executor.activations.holding(held)
+        return nullcontext() if self.executor.activations is None else self.executor.activations.reserving(held)
 
     def recording(self, sent: list[int]) -> AbstractContextManager[None]:
         """Surrounds the capture of a forward: see ``offload/activations.py``."""
         activations = self.executor.activations
-        return nullcontext() if activations is None else activations.recording(sent)
+        return nullcontext() if activations is None else activations.uncounted(sent)
 
     def settle(self) -> None:
         """What is on its way to the host or back is waited for, where a forward or backward has ended by an
         exception."""
         if self.executor.activations is not None:
-            self.executor.activations.settle()
+            self.executor.activations.wait_all()
 
     def run(self) -> list[Tensor]:
         """The outputs.
@@ -132,7 +132,12 @@ class _Graph:
     comes before, once the books have begun."""
 
     def __init__(
-        self, job: CaptureSpec, pool: Any, run: Callable[[], None], backward: bool, prepare: Callable[[], None] = lambda: None
+        self,
+        job: CaptureSpec,
+        pool: Any,
+        run: Callable[[], None],
+        backward: bool,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
         self._executor = job.executor
         self._graph = torch.cuda.CUDAGraph()
@@ -226,7 +231,7 @@ class CUDAGraphPair:
     def forward(self) -> Sequence[Tensor]:
         self._forward.replay()
         for nbytes in self._sent:
-            self._executor.activations.amount.send(nbytes)
+            self._executor.activations.quota.record(nbytes)
         return self._outputs
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from lightning_zero.compile.cuda_graphs.dispatch import GraphDispatcher, Compiled
-from lightning_zero.compile.cuda_graphs.pairs import CUDAGraphPair, EmulatedGraphPair, CaptureSpec, GraphPair
+from lightning_zero.compile.cuda_graphs.dispatch import Compiled, GraphDispatcher
+from lightning_zero.compile.cuda_graphs.pairs import CaptureSpec, CUDAGraphPair, EmulatedGraphPair, GraphPair
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
@@ -191,7 +191,9 @@ class CUDAGraphManager:
         batches of other sizes, if it would not be enough for one more run of it."""
         reason = "something else needs the memory"
         others = [other for other in self._calls if call is None or not other.is_in_same_pass(call)]
-        own = None if call is None or call.has_pending_backward else call  # its memory would not be given back before that
+        own = (
+            None if call is None or call.has_pending_backward else call
+        )  # its memory would not be given back before that
         held = sum(other.nbytes for other in others) + (0 if own is None else own.nbytes)
         if held > 0 and self.free_bytes() < held:
             for other in others:

@@ -23,7 +23,7 @@ from lightning_zero.compile.graph import gathers, ops, output_node, readers, red
 from lightning_zero.compile.passes.offload import OFFLOAD, RELOAD, FindOp, HostCosts
 from lightning_zero.compile.passes.prefetch_schedule import node_seconds
 from lightning_zero.profiling.tensors import Storage, size_hint, storages, view_base
-from lightning_zero.sharding.tensor_extent import extent
+from lightning_zero.sharding.layout import extent
 
 __all__ = ["OffloadLimits", "insert_offloads"]
 

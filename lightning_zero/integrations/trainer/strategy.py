@@ -275,7 +275,7 @@ class ZeroStrategy(TrainerCheckpointing):
         self.model_to_device()
         engine = self._require_engine()
         if trainer.state.fn != TrainerFn.FITTING:  # there is no plan to wait for, and ranks may evaluate unevenly
-            engine.sharder.memory.settle()
+            engine.sharder.memory.finalize_layout()
         average_shards(trainer, engine, module, self.root_device)
         compare_shards_by_identity(trainer, engine)
         self.model = module

@@ -8,25 +8,27 @@ from itertools import product
 import pytest
 
 from lightning_zero.budget.curve import Curve, Point
-from lightning_zero.budget.facts import GIB, MemoryConfig, PlannerInputs, Constraints, GradientBytes, StepTimes
+from lightning_zero.budget.facts import GIB, Constraints, GradientBytes, MemoryConfig, PlannerInputs, StepTimes
 from lightning_zero.budget.items import (
     BUDGETS,
-    with_measured_peak,
     contention_seconds,
     host_bytes,
     planner_items,
     recomputed_share,
     size_of,
+    with_measured_peak,
 )
 from lightning_zero.budget.knapsack import Variant
 from lightning_zero.budget.options import apply_memory_config, constraints_of
-from lightning_zero.budget.plan import with_offload_advice, choose_plan
+from lightning_zero.budget.plan import choose_plan, with_offload_advice
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.options import Tuning
 
 SPEED = StepTimes(pass_s=0.1, gather_s=1 / 300e9, host_bytes_per_s=50e9, pass_known="measured")
 # 60 GiB with all saved and nothing kept; 10 of state.
-FACTS = PlannerInputs("measured", 100 * GIB, 60 * GIB, activations=30 * GIB, weights=3 * GIB, states=10 * GIB, speed=SPEED)
+FACTS = PlannerInputs(
+    "measured", 100 * GIB, 60 * GIB, activations=30 * GIB, weights=3 * GIB, states=10 * GIB, speed=SPEED
+)
 ALL = Constraints(offload=("optimizer", "activations", "parameters"), ring=True)
 LIMITS = [gib * GIB for gib in (1, 15, 20, 25, 30, 33, 36, 40, 45, 50, 55, 58, 59, 60, 61, 62, 63, 64, 70, 100)]
 
@@ -69,7 +71,9 @@ LIGHT = replace(FACTS, activations=0.0, weights=0.0)
 @pytest.mark.parametrize(("limit", "ring"), [(60, None), (59, 8), (55, 4), (53.9, 2), (51.5, 1), (51, 1), (50.5, 0.5)])
 def test_buffers_are_as_large_as_the_limit_allows_and_a_pass_makes_use_of(limit: float, ring: float | None) -> None:
     plan = choose_plan(replace(LIGHT, limit=limit * GIB), ALL)
-    assert plan.chosen == (MemoryConfig() if ring is None else MemoryConfig(offload=("optimizer",), ring=int(ring * GIB)))
+    assert plan.chosen == (
+        MemoryConfig() if ring is None else MemoryConfig(offload=("optimizer",), ring=int(ring * GIB))
+    )
     (line,) = (line for line in plan.lines if line.what == "on the host")
     hidden = 10 if ring is None else min(ring, 5e9 / GIB)
     assert line.seconds == pytest.approx((10 - hidden) * GIB / 50e9)
@@ -87,7 +91,9 @@ def test_buffers_stay_as_they_are_by_hand_while_nobody_knows_a_pass_and_for_mast
     assert choose_plan(replace(tight, speed=replace(SPEED, pass_known="guessed from the first")), ALL).chosen.ring == 0
     masters = choose_plan(replace(tight, masters=6 * GIB, limit=45 * GIB), ALL).chosen
     assert (masters.offload, masters.ring) == (("optimizer", "parameters"), 0)
-    by_hand = choose_plan(replace(tight, now=MemoryConfig(offload=("optimizer",)), peak=50.25 * GIB), replace(ALL, offload=None))
+    by_hand = choose_plan(
+        replace(tight, now=MemoryConfig(offload=("optimizer",)), peak=50.25 * GIB), replace(ALL, offload=None)
+    )
     assert "optimizer state (by hand), 4.00 GiB of buffers  " in str(by_hand)
     chosen = choose_plan(tight, ALL).chosen
     assert apply_memory_config(EngineConfig(memory=55.0), chosen).tuning.offload_buffer_mb == 4096
@@ -130,8 +136,12 @@ def test_activations_leave_beside_what_a_forward_computes_however_slow_its_host_
     assert size_of(away, slower) == size_of(away, FACTS)
 
 
-@pytest.mark.parametrize("now", [MemoryConfig(), MemoryConfig(0.5), MemoryConfig(0.5, ("optimizer",)), MemoryConfig(weights=2 * GIB)])
-@pytest.mark.parametrize("free", [ALL, Constraints(offload=None), Constraints(activations=False, offload=("optimizer",))])
+@pytest.mark.parametrize(
+    "now", [MemoryConfig(), MemoryConfig(0.5), MemoryConfig(0.5, ("optimizer",)), MemoryConfig(weights=2 * GIB)]
+)
+@pytest.mark.parametrize(
+    "free", [ALL, Constraints(offload=None), Constraints(activations=False, offload=("optimizer",))]
+)
 def test_less_memory_never_means_more_use_of_it(now: MemoryConfig, free: Constraints) -> None:
     plans = [choose_plan(replace(FACTS, limit=limit, now=now), free) for limit in LIMITS]
     assert [plan.peak for plan in plans] == sorted(plan.peak for plan in plans)
@@ -176,7 +186,9 @@ def test_what_graphs_say_of_a_budget_is_what_is_expected_of_it() -> None:
     free = Constraints(offload=())
     for budget in BUDGETS:
         chosen = MemoryConfig(budget)
-        assert size_of(chosen, CHARTED) - size_of(MemoryConfig(), CHARTED) == pytest.approx(bent(budget).peak - 30 * GIB)
+        assert size_of(chosen, CHARTED) - size_of(MemoryConfig(), CHARTED) == pytest.approx(
+            bent(budget).peak - 30 * GIB
+        )
         there = replace(CHARTED, now=chosen, peak=60 * GIB + bent(budget).peak - 30 * GIB)
         assert choose_plan(replace(there, limit=61 * GIB), free).peak == pytest.approx(60 * GIB), "and the way back"
     assert choose_plan(replace(CHARTED, limit=46 * GIB), free).chosen.activation_memory_budget == 0.5
@@ -227,7 +239,10 @@ def assert_the_best(facts: PlannerInputs, picks: Iterable[tuple[Variant, ...]]) 
     """What is decided is the fastest of these within the limit, or the smallest where none is."""
     base, items = facts.peak - size_of(facts.now, facts), planner_items(facts, ALL)
     sizes = [
-        (base + sum(one.nbytes for one in picked), sum(one.seconds for one in picked) + contention_seconds(picked, facts))
+        (
+            base + sum(one.nbytes for one in picked),
+            sum(one.seconds for one in picked) + contention_seconds(picked, facts),
+        )
         for picked in picks
     ]
     plan = choose_plan(facts, ALL)

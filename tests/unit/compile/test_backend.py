@@ -1,7 +1,6 @@
 """What the compiler is given, and how its debugging backend runs graphs."""
 
 import weakref
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.compile.backend import Compiler, _boxed
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import run_passes
@@ -35,7 +33,7 @@ class Silent:
     def compiling(self, what: str, busy: bool, seconds: float) -> None:
         pass
 
-    def add_metric(self, what: str, amount: float) -> None:
+    def add_metric(self, what: str, quota: float) -> None:
         pass
 
     def report(self, line: str) -> None:
@@ -105,7 +103,7 @@ def test_what_decides_how_graphs_are_rewritten_decides_what_a_cache_may_return()
     assert later._digest() != digest
 
 
-@pytest.mark.parametrize("name", ["cse.py", "backend.py", "estimate.py", "ops.py"])
+@pytest.mark.parametrize("name", ["fast_partitioner.py", "backend.py", "estimate.py", "ops.py"])
 def test_a_cache_returns_nothing_that_other_code_has_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, plain = compiler()._digest(), Path.read_bytes
     changed: list[Path] = []
@@ -129,17 +127,7 @@ def test_backwards_are_not_written_as_code_before_they_are_compiled(monkeypatch:
     )
     compiler = Compiler(PassContext(CompileConfig(backend="aot_eager"), 2), PassSelection(), PlanStore(), Silent())
     x = torch.ones(3, requires_grad=True)
-    x.grad = torch.ones(3)  # of the step before
-    fakes = Counter[bool]()
-    plain = FakeTensorMode.from_tensor
-    monkeypatch.setattr(FakeTensorMode, "from_tensor", lambda *args, **kwargs: _counted(fakes, plain(*args, **kwargs)))
     torch._dynamo.reset()
     torch.compile(_doubled, **compiler.arguments())(x).sum().backward()
     torch._dynamo.reset()
     assert lazy[-1], "the backward"
-    assert fakes == {True: 1, False: 1}, "Dynamo's, and AOTAutograd's"
-
-
-def _counted(fakes: Counter[bool], fake: Tensor) -> Tensor:
-    fakes[fake.grad is not None] += 1
-    return fake

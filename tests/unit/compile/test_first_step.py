@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.compile.first_step import SAVED_SHARE, UNWATCHED_SHARE, FirstStep
-from lightning_zero.offload.mutation_check import VersionedTensor
-from lightning_zero.offload.saved import SavedTensorOffload
+from lightning_zero.offload.saved_tensors import SavedTensorOffload, VersionedTensor
 from lightning_zero.profiling.headroom import DeviceMemory, memory_limit
 
 MIB = 2**20

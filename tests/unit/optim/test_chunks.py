@@ -4,15 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.copy_streams import ORDERS, DelayedCopyStreams
 from torch import Tensor
 
-from lightning_zero.offload.staging_ring import LEAST_SLOTS, StagingRing
+from lightning_zero.offload.staging_ring import MIN_SLOTS, StagingRing
 from lightning_zero.optim.flat_runs import ChunkedState, FlatRun, LoadedChunk
-from tests.helpers.lanes import ORDERS, DelayedLanes
 
 CPU = torch.device("cpu")
 SMALL = 1 << 14  # bytes of a ring with the minimum number of slots
-NUMEL = 3 * LEAST_SLOTS * 320
+NUMEL = 3 * MIN_SLOTS * 320
 
 
 def run(away: bool) -> FlatRun:
@@ -36,7 +36,7 @@ AWAY = (True, False, True)  # of each run; masters are loaded first and written 
 
 def train(order: Any, without: str = "", steps: int = 3) -> list[Tensor]:
     """Return the final memory, and the values seen after each step."""
-    lanes, seen = DelayedLanes(without), []
+    lanes, seen = DelayedCopyStreams(without), []
     runs = [run(away) for away in AWAY]
     parts = ChunkedState(runs, lambda s: list(s.state), StagingRing(CPU, SMALL, lanes))
     for _ in range(steps):
@@ -98,4 +98,4 @@ def test_what_is_on_the_device_stays_there() -> None:
 def test_a_stretch_has_room_for_its_master() -> None:
     ring = StagingRing(CPU, SMALL)
     counts = [len(list(ChunkedState([run(away)], lambda s: list(s.state), ring)._chunks)) for away in (False, True)]
-    assert counts[1] > counts[0] > LEAST_SLOTS
+    assert counts[1] > counts[0] > MIN_SLOTS

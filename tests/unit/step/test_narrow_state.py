@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.memory import HostMemory
+from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import StagingRing
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT
 from lightning_zero.optim.flat_runs import StateOnHost

@@ -10,18 +10,16 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.helpers.one_rank import OneRank
+from tests.helpers.options import config
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.step.runners import CapturedRunner
-from lightning_zero.step.runners import EagerRunner
-from lightning_zero.step.step_layouts import StepLayout
 from lightning_zero.step.optimizer_steps import OptimizerSteps
+from lightning_zero.step.runners import CapturedRunner, EagerRunner
+from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout
 from lightning_zero.step.stepper import OptimizerStepper
-from lightning_zero.step.step_layouts import OwnParams, FlatParams
-from tests.helpers.one_rank import OneRank
-from tests.helpers.options import config
 
 SHAPES = [(19, 7), (7,), (23, 3), (5,)]
 CLIP = 0.4
@@ -345,7 +343,7 @@ def test_stepping_surrounds_a_plain_step() -> None:
 def test_optimizers_of_an_earlier_training_are_gone_with_their_state() -> None:
     """And do not count as others of which one might step next."""
     bench: Any = Bench()
-    bench.sharder.memory, bench.stepper = SimpleNamespace(arrange=lambda *_: None), None
+    bench.sharder.memory, bench.stepper = SimpleNamespace(group_shards=lambda *_: None), None
     optimizers = steps(bench, [])
     for _ in range(2):
         optimizers.arrange([bench.optimizer])

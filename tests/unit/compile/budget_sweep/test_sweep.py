@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from lightning_zero.budget.curve import CHARTED, Point
-from lightning_zero.compat import cuts
+from lightning_zero.compat import fast_partitioner
 from lightning_zero.compile.backend import Compiler
 from lightning_zero.compile.budget_sweep.sweep import point
 from lightning_zero.compile.context import PassContext
@@ -143,7 +143,7 @@ def test_users_are_not_warned_of_what_torch_does_itself() -> None:
 def test_where_some_budget_cannot_be_cut_the_graph_is_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, values, _ = compiled(0.5, sweeps_budgets=False)
     torch._dynamo.reset()
-    real = cuts.partitioners.choose_saved_values_set
+    real = fast_partitioner.partitioners.choose_saved_values_set
     asked: list[float] = []
 
     def refuses(*args: object, memory_budget: float) -> object:
@@ -152,7 +152,7 @@ def test_where_some_budget_cannot_be_cut_the_graph_is_compiled_all_the_same(monk
             raise RuntimeError("AOT Autograd failed to partition")
         return real(*args, memory_budget=memory_budget)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(cuts.partitioners, "choose_saved_values_set", refuses)
+    monkeypatch.setattr(fast_partitioner.partitioners, "choose_saved_values_set", refuses)
     seeing, same, _ = compiled(0.5, sweeps_budgets=True)
     assert asked == [*CHARTED[:0:-1], 0.5]
     assert seeing.chart == ()

@@ -135,7 +135,7 @@ def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock
 
 def test_a_refused_backward_leaves_nothing_that_the_forward_was_to_bring(allocator: MagicMock) -> None:
     executor = Executor(refuse=2)
-    with pytest.raises(NotImplementedError, match="travel together"):
+    with pytest.raises(NotImplementedError, match="share buckets"):
         capture(executor)
     assert executor.log[-3:] == [("abort",), ("mark_not_run", 1), ("drop", 1)]
     # What is gone holds no collectives any more, for which process groups would wait at their end.

@@ -9,7 +9,14 @@ import torch
 import torch.utils.checkpoint
 
 from lightning_zero.compile.cuda_graphs import CUDAGraphManager
-from lightning_zero.compile.cuda_graphs.dispatch import MAX_PENDING_CALLS, MAX_CAPTURED_SIZES, MAX_CAPTURE_WAITS, MAX_FAILED_CAPTURES, WARMUP_RUNS, MIN_REPLAYS
+from lightning_zero.compile.cuda_graphs.dispatch import (
+    MAX_CAPTURE_WAITS,
+    MAX_CAPTURED_SIZES,
+    MAX_FAILED_CAPTURES,
+    MAX_PENDING_CALLS,
+    MIN_REPLAYS,
+    WARMUP_RUNS,
+)
 from lightning_zero.compile.cuda_graphs.pairs import CaptureSpec
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
