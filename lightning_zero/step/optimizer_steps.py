@@ -209,9 +209,8 @@ class OptimizerSteps:
     def _host(self) -> StateOnHost | None:
         if self.on_host and self._on_host is None:
             executor = self._sharder.executor
-            stamp = (
-                executor.weights.user_write_count if self._masters_on_host else lambda: None
-            )  # for master shards only
+            # The stamp concerns master shards only.
+            stamp = executor.weights.user_write_count if self._masters_on_host else lambda: None
             ring = StagingRing(executor.device, self.config.offload_buffer_bytes, stamp=stamp)
             self._on_host = StateOnHost(HostMemory(executor.device), ring)
         return self._on_host
