@@ -1,8 +1,8 @@
 """Shards with which a graph of Dynamo's computes, though no rule was asked.
 
 What users do to a shard goes by ``sharding/shard_rules.py``, which are no part of any graph. Dynamo does not look for
-them where tensors come in lists (``torch._foreach_norm(list(module.parameters()))``): its graph would take the norm of this
-rank's part, and an edit of it would be made too late.
+them where tensors come in lists (``torch._foreach_norm(list(module.parameters()))``): its graph would take the norm of
+this rank's part, and an edit of it would be made too late.
 """
 
 from __future__ import annotations
