@@ -24,8 +24,8 @@ from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.compat.tensors import tree_leaves, tree_map_only
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
-from lightning_zero.optim.update_rules import StateNames, state_names
 from lightning_zero.optim.support import check_state_dict, large_tensors
+from lightning_zero.optim.update_rules import StateNames, state_names
 from lightning_zero.sharding.host_memory import as_mapped, copy_to_host
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch

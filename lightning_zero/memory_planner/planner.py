@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from lightning_zero.config import CompileConfig, EngineConfig
 from lightning_zero.config.text import format_gib
-from lightning_zero.mesh import all_min
 from lightning_zero.memory_planner.allocator_cache import AllocatorCacheLimit
 from lightning_zero.memory_planner.choices import ACTIVATIONS, WEIGHTS, with_measured_peak
 from lightning_zero.memory_planner.first_step_memory import FirstStep
@@ -43,6 +42,7 @@ from lightning_zero.memory_planner.step_profiler import (
     measured_inputs,
     setup_inputs,
 )
+from lightning_zero.mesh import all_min
 from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge, memory_limit
 
 __all__ = ["CompilerAccess", "MemoryPlanner", "PlanUpdate"]

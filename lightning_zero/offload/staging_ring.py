@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.errors import HostMemoryError
-from lightning_zero.mesh import all_min
-from lightning_zero.mesh import Mesh
+from lightning_zero.mesh import Mesh, all_min
 from lightning_zero.offload.pinned_memory import HostMemory
 
 __all__ = [

@@ -67,7 +67,9 @@ def shard_parameters(module: nn.Module, world_size: int, dtype: torch.dtype | No
     for param in module.parameters():
         kind = dtype if dtype is not None and param.is_floating_point() else param.dtype
         keeps_dtype = param.dim() < 2 or id(param) in embedded
-        found.append(ParamShard(ShardLayout.from_shape(param.shape, kind, world_size), kind, param.requires_grad, keeps_dtype))
+        found.append(
+            ParamShard(ShardLayout.from_shape(param.shape, kind, world_size), kind, param.requires_grad, keeps_dtype)
+        )
     return found
 
 

@@ -18,8 +18,7 @@ from torch.fx import Graph
 
 from lightning_zero.compat.distributed import all_gather_into
 from lightning_zero.config.engine_config import HOST_BYTES_PER_S
-from lightning_zero.mesh import all_max
-from lightning_zero.mesh import Mesh
+from lightning_zero.mesh import Mesh, all_max
 from lightning_zero.profiling.node_costs import DeviceSpeed, graph_costs
 
 __all__ = ["NOMINAL_COSTS", "CostModel", "measure_costs"]

@@ -34,7 +34,9 @@ def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] =
     memory = engine.sharder.memory
     with no_shard_dispatch():
         found = {role.value.replace(" ", "_").replace("-", "_"): _bytes(memory.tensors(role)) for role in Role}
-        copies = {t.data_ptr() for what in (Role.COMPUTE_SHARD, Role.FULL_PRECISION_SHARD) for t in memory.tensors(what)}
+        copies = {
+            t.data_ptr() for what in (Role.COMPUTE_SHARD, Role.FULL_PRECISION_SHARD) for t in memory.tensors(what)
+        }
         # Gradients may alias copies, and resident weights may be host shards.
         for name, role in (("gradient", Role.GRADIENT), ("resident_weight", Role.UNSHARDED_CACHE)):
             found[name] = _bytes([tensor for tensor in memory.tensors(role) if tensor.data_ptr() not in copies])

@@ -121,7 +121,11 @@ class ElementwiseCheck(TorchFunctionMode):
                 self._raise_unsupported("takes a row, or a part of one, of a parameter, a gradient or state")
         # foreach ops, too
         combines = name.rpartition("foreach_")[2] in _CROSS_ELEMENT_OPS or name.startswith("linalg_")
-        if combines and not is_elementwise_pair(name, args, kwargs) and any(map(self._is_shard, tree_leaves((args, kwargs)))):
+        if (
+            combines
+            and not is_elementwise_pair(name, args, kwargs)
+            and any(map(self._is_shard, tree_leaves((args, kwargs))))
+        ):
             self._raise_unsupported(f"takes {name} of a parameter, a gradient or state")
         try:
             result = func(*args, **kwargs)

@@ -19,13 +19,11 @@ from lightning_zero.config.text import format_gib
 from lightning_zero.memory_planner.inputs import MASTERS, EngineMemoryFacts, GradientBytes, MemoryConfig, memory_config
 from lightning_zero.memory_planner.memory_plan import MemoryPlan
 from lightning_zero.mesh import Mesh
+from lightning_zero.offload.pinned_memory import free_bytes, host_master_policy
 from lightning_zero.offload.staging_ring import measure_host_bandwidth
-from lightning_zero.offload.pinned_memory import host_master_policy
-from lightning_zero.offload.pinned_memory import free_bytes
 from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
 from lightning_zero.optim.update_rules import rule_for
-from lightning_zero.sharding.flat_memory import free_gradients
-from lightning_zero.sharding.flat_memory import can_be_on_host, compute_dtype_of
+from lightning_zero.sharding.flat_memory import can_be_on_host, compute_dtype_of, free_gradients
 from lightning_zero.sharding.param_record import Role, ShardedParameter
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from lightning_zero.step.optimizer_steps import OptimizerSteps

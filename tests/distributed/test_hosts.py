@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.models import Batch, Case, build, make_batches
-from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch, train_reference
-from tests.ranks.pool import RankFailure, Ranks
 from torch import Tensor, nn
 
 from lightning_zero.planning.persistent_memory import persistent_bytes, shard_parameters
 from lightning_zero.report.engine_report import memory_by_role, startup_summary
+from tests.helpers.models import Batch, Case, build, make_batches
+from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch, train_reference
 from tests.helpers.sharded import (
     BACKENDS,
     EAGER,
@@ -25,6 +24,7 @@ from tests.helpers.sharded import (
     whole_grads,
     whole_params,
 )
+from tests.ranks.pool import RankFailure, Ranks
 
 STEPS, SAMPLES, CLIP = 6, 12, 0.25  # steps of one batch
 MICRO = 3  # batches for one step

@@ -9,17 +9,17 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from tests.helpers.measured import AGAIN, Blocks, same
-from tests.helpers.models import build, make_batches
-from tests.helpers.options import config
-from tests.helpers.oracle import assert_close_relative
-from tests.ranks.pool import Ranks
 from torch.fx import Graph
 
 from lightning_zero.memory_planner.planner import LIMIT_MARGIN
 from lightning_zero.offload.saved_tensors import SavedTensorOffload
 from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge
+from tests.helpers.measured import AGAIN, Blocks, same
+from tests.helpers.models import build, make_batches
+from tests.helpers.options import config
+from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import adamw, case_loss, engine_for, train_sharded
+from tests.ranks.pool import Ranks
 
 GIB, TOTAL = 2**30, 10**6
 HELD, SAVED = 200_000, 100_000  # bytes of persistent memory, and of activations without recomputation

@@ -214,7 +214,9 @@ def configure_twice() -> list[tuple[str, ...]]:
         engine.optimizers.arrange([optimizer])
         engine.optimizers.stepper(optimizer)
         away = replace(engine.config, offload=("optimizer",))
-        full = patch("lightning_zero.step.optimizer_steps.move_state_to_host", side_effect=MemoryError("the host is full"))
+        full = patch(
+            "lightning_zero.step.optimizer_steps.move_state_to_host", side_effect=MemoryError("the host is full")
+        )
         with full, pytest.raises(MemoryError):
             engine.configure(away)
         engine.configure(away)

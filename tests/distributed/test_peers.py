@@ -14,10 +14,6 @@ from unittest.mock import MagicMock, patch
 import pytest
 import torch
 import torch.distributed as dist
-from tests.helpers.models import OneLayer, TiedLayer, build, make_batches
-from tests.helpers.options import config
-from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch
-from tests.ranks.pool import Ranks
 from torch import nn
 
 from lightning_zero.engine import engine_of
@@ -27,7 +23,11 @@ from lightning_zero.profiling.cost_model import NOMINAL_COSTS
 from lightning_zero.sharding.shared_memory import map_shared
 from lightning_zero.sharding.symm_mem import SymmetricMemory, transports
 from lightning_zero.sharding.symm_mem import symmetric_memory as peer_memory
+from tests.helpers.models import OneLayer, TiedLayer, build, make_batches
+from tests.helpers.options import config
+from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch
 from tests.helpers.sharded import engine_for, sgd, train_case, train_sharded
+from tests.ranks.pool import Ranks
 
 BF16 = torch.bfloat16
 MIXED: dict[str, Any] = {"compute_dtype": BF16, "reduce_dtype": BF16, "gather_group_mb": 0.01}

@@ -423,9 +423,7 @@ def test_an_engine_without_processes_says_how_to_get_some() -> None:
 def test_a_strategy_that_is_not_set_up_says_when_it_is() -> None:
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="zero3", logger=False, enable_checkpointing=False)
     for ask in (trainer.strategy.lightning_module_state_dict, lambda: trainer.strategy.optimizer_state(None)):
-        with pytest.raises(
-            MisconfigurationException, match=r"before its setup\..*while trainer\.fit\(\) or another"
-        ):
+        with pytest.raises(MisconfigurationException, match=r"before its setup\..*while trainer\.fit\(\) or another"):
             ask()
 
 

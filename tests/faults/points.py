@@ -241,7 +241,9 @@ _ALL = (
     ),
     Point("before_forward", "begins a training step", (f"{ENGINE}.train_step",)),
     Point("forward", "is half way through a forward", (f"{MODEL}:Block.between",), install=_between),
-    Point("gather_in_backward", "gathers a weight again", ("lightning_zero.compile.capture.eager_weights:gather_full",)),
+    Point(
+        "gather_in_backward", "gathers a weight again", ("lightning_zero.compile.capture.eager_weights:gather_full",)
+    ),
     Point("compile", "compiles a graph", (f"{COMPILER}._tag",), 1, training=COMPILED),
     Point(
         "agreement",

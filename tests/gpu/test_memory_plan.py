@@ -7,13 +7,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from tests.ranks.pool import Ranks
 from torch import Tensor, nn
 
 from lightning_zero.mesh import Mesh
 from lightning_zero.offload.staging_ring import measure_host_bandwidth
 from lightning_zero.profiling.device_gauges import MemoryGauge
 from tests.helpers.sharded import adamw, engine_for
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.gpu(1, apart=True)
 GIB = 2**30

@@ -6,6 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+
+from lightning_zero.report.engine_report import memory_by_role
+from lightning_zero.step.runners import CapturedRunner
 from tests.helpers.optimizer_steps import (
     OPTIMIZERS,
     Event,
@@ -15,12 +19,8 @@ from tests.helpers.optimizer_steps import (
     train_sharded_steps,
     unfreeze_and_add,
 )
-from tests.ranks.pool import Ranks
-from torch import nn
-
-from lightning_zero.report.engine_report import memory_by_role
-from lightning_zero.step.runners import CapturedRunner
 from tests.helpers.sharded import engine_for
+from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.gpu(1)
 

@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from tests.helpers.options import config
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
 from lightning_zero.report.engine_report import memory_by_role
 from lightning_zero.sharding.param_record import Role
 from lightning_zero.step.runners import CapturedRunner
+from tests.helpers.options import config
 from tests.helpers.sharded import engine_for, mean_over_ranks, whole_params, whole_state
 
 BF16 = torch.bfloat16

@@ -53,7 +53,10 @@ def train_captured_at_once(device: str = "cpu", **options: Any) -> tuple[Referen
         dropped.append(f"in step {len(parts)}: {reason}")
         invalidate(call, reason)
 
-    with patch.object(GraphDispatcher, "invalidate", note), engine_for(model, device=device, **ACROSS | options) as engine:
+    with (
+        patch.object(GraphDispatcher, "invalidate", note),
+        engine_for(model, device=device, **ACROSS | options) as engine,
+    ):
 
         def count(model: nn.Module, index: int) -> None:
             if index and index % MICRO == 0:

@@ -9,10 +9,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from tests.helpers.models import Case, build, make_batches
-from tests.helpers.options import config
-from tests.helpers.oracle import Batch, Reference, shard_batch
-from tests.helpers.spread import check_spread
 from torch import Tensor, nn
 
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
@@ -20,6 +16,10 @@ from lightning_zero.compile.events import GraphObserver
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch
+from tests.helpers.models import Case, build, make_batches
+from tests.helpers.options import config
+from tests.helpers.oracle import Batch, Reference, shard_batch
+from tests.helpers.spread import check_spread
 
 EAGER = "eager"
 MIN_OFFLOAD_BYTES = 64  # that leave; the real limit is above all that our models have

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.helpers.command import python_path
 from tests.ranks.pool import REPO
 

@@ -10,13 +10,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
-from tests.helpers.oracle import assert_close_relative
-from tests.helpers.trainer import Regression, close, make_loader, make_strategy, make_trainer, whole_state
-from tests.ranks.pool import RankFailure, Ranks
 from torch import Tensor
 
 from lightning_zero.memory_planner.inputs import MemoryConfig
 from lightning_zero.sharding.param_record import Role
+from tests.helpers.oracle import assert_close_relative
+from tests.helpers.trainer import Regression, close, make_loader, make_strategy, make_trainer, whole_state
+from tests.ranks.pool import RankFailure, Ranks
 
 BF16 = torch.bfloat16
 OVER = "grad_aliasing"

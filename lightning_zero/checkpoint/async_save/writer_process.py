@@ -26,7 +26,6 @@ from typing import Any, BinaryIO
 import torch
 from fsspec.config import conf
 
-from lightning_zero.subprocess_main import program_without_lightning
 from lightning_zero.checkpoint.async_save.snapshot import SnapshotChunk, SnapshotMemory
 from lightning_zero.checkpoint.rank_tasks import error_text
 from lightning_zero.checkpoint.sharded.folder import save_folder_at
@@ -34,6 +33,7 @@ from lightning_zero.checkpoint.sharded.planner import PickledItem
 from lightning_zero.checkpoint.sharded.writer import RankFiles, write_items
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.shared_memory import map_shared
+from lightning_zero.subprocess_main import program_without_lightning
 
 __all__ = ["WriteProgress", "WriteRequest", "WriterProcess", "fsspec_settings", "main"]
 

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.unit.compile.graphs import named_products
-from tests.unit.compile.layer_dedup.modules import LAYERS, WIDTH, Block, described
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.fx import Graph, GraphModule
@@ -30,6 +28,8 @@ from lightning_zero.compile.passes.publish_plan import read_plan
 from lightning_zero.compile.passes.selection import PassSelection
 from lightning_zero.config import CompileConfig
 from lightning_zero.native import load
+from tests.unit.compile.graphs import named_products
+from tests.unit.compile.layer_dedup.modules import LAYERS, WIDTH, Block, described
 
 
 class Silent:

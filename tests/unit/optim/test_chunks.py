@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.copy_streams import ORDERS, DelayedCopyStreams
 from torch import Tensor
 
 from lightning_zero.offload.staging_ring import MIN_SLOTS, StagingRing
 from lightning_zero.optim.flat_runs import ChunkedState, FlatRun, LoadedChunk
+from tests.helpers.copy_streams import ORDERS, DelayedCopyStreams
 
 CPU = torch.device("cpu")
 SMALL = 1 << 14  # bytes of a ring with the minimum number of slots

@@ -6,7 +6,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.helpers.one_rank import OneRank
 
 from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import StagingRing
@@ -14,6 +13,7 @@ from lightning_zero.optim.flat_runs import StateOnHost
 from lightning_zero.sharding.param_record import Role
 from lightning_zero.step.runners import CapturedRunner
 from lightning_zero.step.stepper import OptimizerStepper
+from tests.helpers.one_rank import OneRank
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 SHAPES = [(72, 61), (63, 65), (70, 90)]

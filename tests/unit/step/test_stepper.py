@@ -10,8 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from tests.helpers.one_rank import OneRank
-from tests.helpers.options import config
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -20,6 +18,8 @@ from lightning_zero.step.optimizer_steps import OptimizerSteps
 from lightning_zero.step.runners import CapturedRunner, EagerRunner
 from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout
 from lightning_zero.step.stepper import OptimizerStepper
+from tests.helpers.one_rank import OneRank
+from tests.helpers.options import config
 
 SHAPES = [(19, 7), (7,), (23, 3), (5,)]
 CLIP = 0.4

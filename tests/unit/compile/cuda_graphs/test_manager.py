@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from tests.helpers.options import config
-from tests.unit.compile.cuda_graphs.fakes import Training, captured
 
 from lightning_zero.compile.cuda_graphs import CUDAGraphManager
 from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec
@@ -22,6 +20,8 @@ from lightning_zero.compile.cuda_graphs.manager import (
 )
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
+from tests.helpers.options import config
+from tests.unit.compile.cuda_graphs.fakes import Training, captured
 
 
 def accumulated(training: Training, micro_batches: int = 3) -> None:
