@@ -1,4 +1,4 @@
-"""Which calls may follow each other, what each of them has done, and where the watchdog is told to be."""
+"""Test which calls may follow each other, their effects, and the watchdog's phases."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from lightning_zero.step.cycle import State, StepCycle
 
 
 class Calls:
-    """Notes what is called on it, by name."""
+    """Logs the names of its calls."""
 
     def __init__(self, log: list[Any], answers: dict[str, Any] | None = None) -> None:
         self._log, self._answers = log, answers or {}
@@ -30,7 +30,7 @@ class Calls:
 
 
 class Parts(Calls):
-    """An executor, whose parts note in one log."""
+    """An executor whose parts share one log."""
 
     weights = gradients = parameters = property(lambda self: self)
     world_size = 1
@@ -45,13 +45,13 @@ class Compiled(Calls):
 
 
 class Step:
-    """An optimizer's."""
+    """An optimizer's step."""
 
     in_progress = False
 
 
 class Bench:
-    """A cycle whose parts note what they are asked for."""
+    """A cycle whose parts log their calls."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
@@ -77,7 +77,7 @@ class Bench:
         self.in_forward = inside
 
     def do(self, what: str) -> None:
-        """One event: a method's name, or ``begin a``, ``made a``, ``end a`` of an optimizer's step."""
+        """Run one event: a method's name, or ``begin a``, ``made a``, ``end a`` of an optimizer's step."""
         kind, _, name = what.partition(" ")
         if kind == "forward":
             with self.cycle.train_step():
@@ -312,7 +312,7 @@ def test_what_a_lost_device_raises_does_not_hide_what_came_first() -> None:
 
 
 def test_nobody_else_says_when_edits_are_synchronised() -> None:
-    """Writers ask ShardSync or the cycle; who called the executor would have to remember three calls."""
+    """Writers use ShardSync or the cycle; a caller of the executor would have to make three calls."""
     package = Path(lightning_zero.__file__).parent
     names = ("sync_user_writes", "begin_writing", "end_writing", "expire_compute_shards")
     callers = {

@@ -1,5 +1,4 @@
-"""Master shards that lie on the host: however a step is carried out, it is the same to the last bit, and their compute copies
-are written with them."""
+"""Test offloaded master shards: all runners agree bitwise, and write the compute shards."""
 
 from typing import Any
 from unittest.mock import patch
@@ -20,7 +19,7 @@ SHAPES = [(72, 61), (63, 65), (70, 90)]
 STEPS, CLIP = 5, 0.4
 MAKES: dict[str, Any] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.02, eps=1e-4),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),  # which asks for no state
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),  # reads no state
     "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
 }
 
@@ -78,7 +77,7 @@ def test_all_ways_to_step_are_the_same_to_the_last_bit_and_write_copies(name: st
         away.go(without=(1,)), here.go(without=(1,))
     torch.testing.assert_close(away.kept(), here.kept(), rtol=0, atol=0)
     assert isinstance(away.stepper.runner, CapturedRunner) == (capture or narrow)
-    alone = name == "SGD" and not capture  # it steps what it is shown, over the link
+    alone = name == "SGD" and not capture  # it steps the flat parameters over the link
     assert alone or max(parts, default=0) > 4, "they passed in one piece"
     assert sorted(away.marked) == ([] if alone else [0, 1, 2]), "what was not stepped is what it was"
     assert set(away.marked) <= set(away.copied())

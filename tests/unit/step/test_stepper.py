@@ -1,4 +1,4 @@
-"""Who carries out a step, over which layout; and that the optimizer's users notice nothing."""
+"""Test the choice of runners and layouts, and that steps are invisible to the optimizer's users."""
 
 import copy
 import gc
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.step.cycle import StepEvents
 from lightning_zero.step.optimizer_steps import OptimizerSteps
 from lightning_zero.step.runners import CapturedRunner, EagerRunner
 from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout
@@ -31,7 +32,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 class Bench:
-    """An optimizer over shards beside the same one over a copy of these."""
+    """An optimizer over shards, and the same one over a copy of their values."""
 
     def __init__(self, make: Make = adamw, capture: bool = False) -> None:
         self.sharder: Any = OneRank(SHAPES)
@@ -72,9 +73,6 @@ class Bench:
         self.stepper.end()
 
 
-# -- runners
-
-
 def test_the_optimizer_makes_the_first_step_and_replays_the_others() -> None:
     bench, runners = Bench(capture=True), []
     for step in range(4):
@@ -88,7 +86,7 @@ def test_without_capture_the_optimizer_makes_all_of_them() -> None:
     for _ in range(3):
         bench.step(clip=CLIP)
         assert type(bench.stepper.runner) is EagerRunner
-    assert bench.stepper.eager_reason == "it is not to be captured"
+    assert bench.stepper.eager_reason == "capture is switched off"
 
 
 @pytest.mark.parametrize(("capture", "deferred"), [(True, True), (False, False)])
@@ -121,7 +119,7 @@ def test_the_device_skips_a_step_only_by_replay() -> None:
 
 
 class Doubling:
-    """A runner of its own kind, which does what no other does."""
+    """A runner with a behavior of its own."""
 
     can_clip = can_skip = False
 
@@ -152,12 +150,9 @@ def test_another_runner_only_has_to_come_first() -> None:
     assert doubling.log == ["begin", "end"]
     for param, old in zip(bench.sharder.params, before, strict=True):
         torch.testing.assert_close(param.detach(), 2 * old)
-    bench.bring(without=[1])  # two segments: the next in order takes them
+    bench.bring(without=[1])  # two runs: the next runner in order steps them
     bench.stepper.begin()
     assert type(bench.stepper.runner) is EagerRunner
-
-
-# -- layouts
 
 
 def test_each_pattern_of_gradients_has_a_layout_that_is_kept() -> None:
@@ -209,9 +204,6 @@ def test_a_parameter_of_another_model_is_refused() -> None:
         bench.stepper.begin()
 
 
-# -- what users see
-
-
 @pytest.mark.parametrize("capture", [False, True])
 def test_hooks_of_users_see_the_optimizers_own(capture: bool) -> None:
     bench, seen = Bench(capture=capture), []
@@ -228,7 +220,7 @@ def test_hooks_of_users_see_the_optimizers_own(capture: bool) -> None:
 
 
 def quarter(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """What users do ahead of a step, in a hook: of all gradients, and of the settings of one group."""
+    """Change all gradients and the settings of one group, as users do in a pre-hook."""
     optimizer.param_groups[0]["lr"] = 0.5 * 0.02
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -308,12 +300,10 @@ def test_inside_flat_there_are_a_few_parameters_with_their_gradients() -> None:
     assert len(bench.optimizer.param_groups[0]["params"]) == len(SHAPES)
 
 
-# -- the protocol
-
-
 class Cycle(SimpleNamespace):
     def __init__(self, log: list[Any]) -> None:
         super().__init__(
+            events=StepEvents(),
             before_step=lambda stepping: log.append("before"),
             end_backward=lambda: None,
             finalize_gradients=lambda: log.append("final"),
@@ -341,7 +331,7 @@ def test_stepping_surrounds_a_plain_step() -> None:
 
 
 def test_optimizers_of_an_earlier_training_are_gone_with_their_state() -> None:
-    """And do not count as others of which one might step next."""
+    """They must not count as optimizers that may step next."""
     bench: Any = Bench()
     bench.sharder.memory, bench.stepper = SimpleNamespace(group_shards=lambda *_: None), None
     optimizers = steps(bench, [])
@@ -359,7 +349,7 @@ def test_optimizers_of_an_earlier_training_are_gone_with_their_state() -> None:
 
 
 def test_a_step_that_fails_is_ended() -> None:
-    """And nothing was stepped, however it would have been."""
+    """No runner must have stepped anything."""
     bench, log = Bench(), []
     optimizers = steps(bench, log)
     for _ in range(3):
@@ -376,7 +366,7 @@ def test_a_step_that_fails_is_ended() -> None:
         bench.check()
         log.clear()
         for mine, theirs in zip(bench.sharder.params, bench.copies, strict=True):
-            theirs.data.copy_(mine)  # they may be a rounding apart
+            theirs.data.copy_(mine)  # the two may differ by rounding
 
 
 def test_a_closure_that_is_called_twice_sees_the_optimizers_own_each_time() -> None:

@@ -1,5 +1,4 @@
-"""State in bfloat16: the same to the last bit however a step is carried out and wherever the elements lie, and as near to
-float32's as its rounding allows."""
+"""Test bfloat16 state: all runners agree bitwise, and the error against float32 is that of rounding."""
 
 import copy
 import math
@@ -36,7 +35,7 @@ MAKES: dict[str, Make] = {
 
 
 class Training:
-    """Of one rank, whose gradients are the same in every training."""
+    """One rank, whose gradients are equal in every training."""
 
     def __init__(self, make: Make, narrow: bool = True, on_host: bool = False, rank: int = 0, world: int = 1) -> None:
         self.sharder: Any = OneRank(SHAPES, rank=rank, world_size=world)
@@ -63,7 +62,7 @@ class Training:
         return self
 
     def kept(self) -> list[dict[str, Any]]:
-        """Of each parameter: its values, and what the optimizer keeps; without padding."""
+        """Return each parameter's values and optimizer state, without padding."""
         found = []
         for record in self.sharder.live:
             begin, end = record.layout.shard_range(self.sharder.rank)
@@ -115,7 +114,7 @@ def test_any_number_of_ranks_has_the_same_to_the_last_bit(name: str, world: int)
 
 @pytest.mark.parametrize("name", MAKES)
 def test_what_is_loaded_goes_on_as_if_nothing_had_happened(name: str) -> None:
-    """Also where it has become float32 on the way, and where some parameters rest for a while."""
+    """Also if it became float32 in between, and if some parameters pause for a while."""
     expected = Training(MAKES[name]).go(2).go(1, without=(2, 4)).go(3)
     training = Training(MAKES[name]).go(2).go(1, without=(2, 4))
     training.optimizer.load_state_dict(copy.deepcopy(training.optimizer.state_dict()))
@@ -148,15 +147,17 @@ def test_an_optimizer_whose_formula_is_not_known_is_refused_by_name() -> None:
     class Mine(torch.optim.AdamW):
         pass
 
-    with pytest.raises(UnsupportedError, match="what Mine keeps rounded .* leave state_dtype out"):
+    with pytest.raises(UnsupportedError, match="rounds the state of Mine .* leave state_dtype out"):
         Training(Mine).go(1)
 
 
 def test_moments_and_weights_stay_as_near_to_those_in_float32_as_rounding_allows() -> None:
-    """Rounding adds to an average an error of zero mean and of at most half of what bfloat16 can tell apart, 2**-7 of
-    the value, as standard deviation; the average forgets it at its own rate. So no average is off by more than that over
-    sqrt(1 - beta**2), nor on the whole: rounded to the nearest, second moments would stand still, which fall here by a
-    thousandth each step."""
+    """Bound the error of averages by that of their rounding.
+
+    Rounding adds an error of zero mean and of at most half of bfloat16's resolution (2**-7 of the value) as standard
+    deviation. An average forgets it at its own rate, so its error is at most that over sqrt(1 - beta**2). With
+    round-to-nearest, second moments would not change, which fall here by a thousandth at each step.
+    """
     steps, rate, unit = 200, 1e-3, 2.0**-7
     beta1, beta2 = 0.9, 0.999
 
@@ -171,12 +172,12 @@ def test_moments_and_weights_stay_as_near_to_those_in_float32_as_rounding_allows
             off = found[number][key].double() - exact
             size = exact.square().mean().sqrt()
             error[key] = unit / 2 / math.sqrt(1 - beta**2)
-            if key == "exp_avg":  # whose values in the past were as large as they are now, and not larger
+            if key == "exp_avg":  # whose past values were at most as large as the present ones
                 assert off.square().mean().sqrt() < error[key] * size
             else:
                 assert (off / exact).square().mean().sqrt() < error[key]
-            # On the whole: the mean of so many independent errors.
+            # The mean of many independent errors.
             assert off.mean().abs() < 5 * error[key] * size / math.sqrt(len(exact))
         moved = found[number]["param"] - expected[number]["param"]
-        # Of each step, of about the rate, the part by which first moments and roots of second ones are off.
+        # The relative error of a step of about the learning rate, from first moments and roots of second moments.
         assert moved.square().mean().sqrt() < steps * rate * (error["exp_avg"] + error["exp_avg_sq"] / 2)
