@@ -27,7 +27,7 @@ def test_a_sharded_one_at_another_world_size() -> None:
 
     for rank, found in enumerate(on_ranks(3, attempt)):
         for key, value in values_of(1.0).items():
-            layout = ShardLayout.of(value.shape, value.dtype, 3)
+            layout = ShardLayout.from_shape(value.shape, value.dtype, 3)
             assert torch.equal(layout.part(found[key], rank), layout.part(value, rank))
 
 
