@@ -67,8 +67,8 @@ def test_the_table_has_a_row_of_it_and_options_say_it() -> None:
     assert (line.choice, line.nbytes, line.saved) == ("over copies of weights, in bfloat16", 0, 4 * GIB)
     assert (line.seconds, line.by_hand) == (0, False)
     assert plan.options() == {"tuning": Tuning(grad_aliasing=True)}
-    chosen = apply_memory_config(config(memory=57.0, compute_dtype=torch.bfloat16, poison=True), plan.chosen)
-    assert chosen.tuning == Tuning(grad_aliasing=True, poison=True)
+    chosen = apply_memory_config(config(memory=57.0, compute_dtype=torch.bfloat16, nan_fill=True), plan.chosen)
+    assert chosen.tuning == Tuning(grad_aliasing=True, nan_fill=True)
     assert memory_config(chosen).grad_aliasing
 
 
