@@ -1,7 +1,7 @@
 """Keep activations in host memory between forward and backward.
 
-Compiled graphs contain four ops (``compile/passes/activation_offload.py``): ``start_offload`` starts a D2H copy and
-``wait_offload`` lets compute wait for it, after which the device's memory is free. In backward, ``start_load`` and
+Compiled graphs contain four ops (``compile/passes/activation_offload.py``): ``start_offload`` starts a copy to the host
+and ``wait_offload`` lets compute wait for it, after which the device's memory is free. In backward, ``start_load`` and
 ``wait_load`` do the reverse. A graph holds both tensors until compute has waited, so no event outlives a graph, and
 CUDA graphs can capture the ops.
 
