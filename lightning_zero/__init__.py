@@ -17,8 +17,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from lightning_zero.compat.versions import warn_of_newer
+from lightning_zero.compile.graph_plan import Plan
 from lightning_zero.compile.passes import PassSpec
-from lightning_zero.compile.plan import Plan
 from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import (
@@ -29,14 +29,14 @@ from lightning_zero.errors import (
     UnsupportedError,
 )
 from lightning_zero.integrations.fabric.strategy import FabricZeroStrategy
+from lightning_zero.integrations.hf_weights import export_safetensors, load_safetensors
 from lightning_zero.integrations.trainer.checkpoint_lookup import install_checkpoint_lookup
 from lightning_zero.integrations.trainer.grad_norm import grad_norm
 from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
-from lightning_zero.integrations.hf_weights import export_safetensors, load_safetensors
-from lightning_zero.optim.rules import Rule, register_rule
-from lightning_zero.planning.plan import Training, plan
-from lightning_zero.planning.result import TrainingPlan
+from lightning_zero.optim.update_rules import Rule, register_rule
+from lightning_zero.planning.estimate_training import Training, plan
+from lightning_zero.planning.training_plan import TrainingPlan
 from lightning_zero.profiling.devices import Device
 from lightning_zero.report.comm_monitor import CommMonitor
 from lightning_zero.report.plan_report import PlanReport
@@ -74,21 +74,23 @@ __all__ = [
 
 
 def full_parameters(module: nn.Module, writeback: bool = True) -> AbstractContextManager[None]:
-    """Inside, the module and its children have whole parameters; with ``writeback``, edits reach the shards on exit.
+    """Give the module and its children full parameters in this context.
 
-    Collective: enter it on every rank, and make the same edits on every rank. Takes the memory of the whole parameters.
+    With ``writeback``, write edits to the shards on exit.
+
+    Collective: enter it on every rank and make the same edits on every rank. Takes the memory of the full parameters.
 
     Raises:
-        UnsupportedError: the module is not sharded.
+        UnsupportedError: The module is not sharded.
     """
     return _engine(module).full_parameters(module, writeback)
 
 
 def unshard(module: nn.Module) -> None:
-    """Makes the module a plain one again, with whole parameters on every rank. Collective.
+    """Make the module a plain one again, with full parameters on every rank. Collective.
 
     Raises:
-        UnsupportedError: the module is not sharded.
+        UnsupportedError: The module is not sharded.
     """
     _engine(module).unshard()
 

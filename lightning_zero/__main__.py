@@ -1,4 +1,4 @@
-"""``python -m lightning_zero COMMAND``."""
+"""Run ``python -m lightning_zero COMMAND``."""
 
 import sys
 

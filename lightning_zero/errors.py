@@ -1,4 +1,4 @@
-"""Errors that users meet. Each message says what is wrong, where, and what to do next."""
+"""Public exceptions. Each message says what is wrong, where, and what to do next."""
 
 __all__ = [
     "CheckpointError",
@@ -11,11 +11,11 @@ __all__ = [
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is incomplete, damaged or of something else, or could not be written."""
+    """A checkpoint is incomplete, damaged or of another kind, or could not be written."""
 
 
 class HostMemoryError(RuntimeError):
-    """The host has too little memory for what is to be offloaded, or it cannot be pinned."""
+    """The host has too little memory for the offloaded tensors, or the memory cannot be pinned."""
 
 
 class NativeBuildError(RuntimeError):
@@ -23,12 +23,12 @@ class NativeBuildError(RuntimeError):
 
 
 class RankFailedError(RuntimeError):
-    """Another rank failed, was killed, or did not come in time; this one cannot go on without it."""
+    """Another rank failed, was killed or did not arrive in time; this rank cannot continue without it."""
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks were given different models, or did different things where all must do the same."""
+    """Ranks were given different models, or made different calls where all must make the same ones."""
 
 
 class UnsupportedError(ValueError):
-    """Something that cannot be trained correctly from shards was asked for."""
+    """The request cannot be trained correctly from shards."""

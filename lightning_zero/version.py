@@ -1,4 +1,4 @@
-"""This package's version, which `pyproject.toml` tells, too."""
+"""Version of this package. `pyproject.toml` has the same value."""
 
 __all__ = ["__version__"]
 

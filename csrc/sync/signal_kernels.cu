@@ -1,5 +1,5 @@
 // Kernels with which ranks signal each other on their devices: barriers (barrier.h), the epoch lock
-// (epoch_lock.h) and the parts of host exchanges (signals.h). lightning_zero/native/nvrtc.py compiles this
+// (epoch_lock.h) and the parts of host exchanges (signals.h). lightning_zero/native/build.py compiles this
 // file at run time for RANKS ranks, without CUDA's headers, which need not be installed.
 //
 // Each rank has a signal pad, to which its peers write: number `peer` is the progress of that peer. Numbers

@@ -1,5 +1,5 @@
 // Kernels of the transports: means over the rows of a matrix, read once at the speed of memory (row_means.h),
-// and an emulated network between hosts. lightning_zero/native/nvrtc.py compiles this file at run time, for
+// and an emulated network between hosts. lightning_zero/native/build.py compiles this file at run time, for
 // ROWS rows, without CUDA's headers, which need not be installed.
 
 #ifndef ROWS

@@ -46,7 +46,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compare.fast_init import quick_draws
 from lightning_zero.cli.models import SIZES, VOCABULARY, Decoder
-from lightning_zero.offload.memory import HostMemory, free_bytes
+from lightning_zero.offload.pinned_memory import HostMemory, free_bytes
 from memory_sweep import output_of
 from offload_peers import DeepSpeed, FullyShard, adamw
 
@@ -111,7 +111,7 @@ class Ours:
         self.optimizer.zero_grad()
 
     def host_bytes(self) -> int:
-        from lightning_zero.report.readings import memory_by_role
+        from lightning_zero.report.engine_report import memory_by_role
 
         roles = memory_by_role(self.engine, [self.optimizer])
         return sum(nbytes for role, nbytes in roles.items() if role.endswith("_on_host"))

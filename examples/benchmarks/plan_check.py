@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader, Dataset
 from compare.timing import Clock, bytes_of_graphs
 from lightning_zero import Tuning, ZeroStrategy
 from lightning_zero.cli.models import Decoder
-from lightning_zero.planning.plan import plan
+from lightning_zero.planning.estimate_training import plan
 
 GIB = 2**30
 TUNING = "tuning."

@@ -38,8 +38,8 @@ from lightning_zero.checkpoint.remote_files import move_file, remove_tree, remov
 from lightning_zero.checkpoint.sharded.folder import finish_interrupted_save
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.host_memory import copy_to_host
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.state import StateDictHooks, full_on_cpu, ignore_bytes
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.state_dict import StateDictHooks, full_on_cpu, ignore_bytes
 
 __all__ = ["model_state", "write_full", "write_local_file", "write_remote_file"]
 

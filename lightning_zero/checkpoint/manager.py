@@ -43,9 +43,9 @@ from lightning_zero.checkpoint.sharded.reader import CheckpointReader, checkpoin
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import CheckpointError
 from lightning_zero.native.watchdog import Watchdog
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.state import StateDictHooks, ignore_bytes
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.sharder import Sharder
+from lightning_zero.sharding.state_dict import StateDictHooks, ignore_bytes
 
 __all__ = ["CheckpointManager", "PartialLoad"]
 
@@ -89,7 +89,7 @@ class CheckpointManager:
         self.saver = AsyncSaver(sharder.mesh, self.ranks, self._plans)
         self._last_save: SavedState | None = None
         self._writes = 0
-        sharder.sync.on_before_write = self._before_writing
+        sharder.sync.add_reader(self._before_writing)
         sharder.executor.before_user_writes(self._before_writing)
 
     def _before_writing(self) -> None:
@@ -329,11 +329,11 @@ class PartialLoad:
     @contextmanager
     def watch_weights(self, path: object) -> Iterator[None]:
         """Surround the replacement of weights."""
-        before = self._hooks.replaced
+        before = self._hooks.loaded_bytes
         try:
             yield
         except BaseException as error:
-            if self._hooks.replaced > before:
+            if self._hooks.loaded_bytes > before:
                 self._record(path, error, "some weights of the module are the checkpoint's now, and some are not")
             raise
         self.message = None
@@ -350,11 +350,11 @@ class PartialLoad:
     @contextmanager
     def watch_all(self, path: object) -> Iterator[None]:
         """Surround a complete load, in any order; record a failure unless :meth:`watch_weights` has."""
-        before, self.message = self._hooks.replaced, None
+        before, self.message = self._hooks.loaded_bytes, None
         try:
             yield
         except BaseException:
-            if self._hooks.replaced > before and self.message is None:
+            if self._hooks.loaded_bytes > before and self.message is None:
                 with self.watch_optimizers(path):
                     raise
             raise

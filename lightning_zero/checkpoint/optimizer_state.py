@@ -24,13 +24,12 @@ from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.compat.tensors import tree_leaves, tree_map_only
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
-from lightning_zero.optim.rules import StateNames, state_names
 from lightning_zero.optim.support import check_state_dict, large_tensors
-from lightning_zero.sharding.host_memory import copy_to_host
-from lightning_zero.sharding.mapped import mapped
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import without_shard_dispatch
+from lightning_zero.optim.update_rules import StateNames, state_names
+from lightning_zero.sharding.host_memory import as_mapped, copy_to_host
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.shard_tensor import without_shard_dispatch
+from lightning_zero.sharding.sharder import Sharder
 
 __all__ = [
     "AllocateFlat",
@@ -285,7 +284,7 @@ def _shards(
             values.sort(key=lambda one: one[1].shard.data_ptr())
             sizes = [record.layout.shard_numel for _, record, _ in values]
             for shard, (number, record, value) in zip(allocate(sum(sizes), dtype).split(sizes), values, strict=True):
-                record.write_local_part(mapped(value), shard)
+                record.write_local_part(as_mapped(value), shard)
                 shards[number, path] = shard.view(record.layout.visible_shape)
                 on_read(shard.nbytes)
     return shards

@@ -24,11 +24,10 @@ from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTenso
 from lightning_zero.checkpoint.sharded.metadata import METADATA
 from lightning_zero.checkpoint.sharded.reader import checkpoint_kind, open_checkpoint
 from lightning_zero.cli.command import Command
-from lightning_zero.cli.terminal import progress_bar
-from lightning_zero.cli.terminal import print_progress, show_section, show_table
+from lightning_zero.cli.terminal import print_progress, progress_bar, show_section, show_table
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import to_trainer_keys
-from lightning_zero.sharding.mapped import copy_mapped
+from lightning_zero.sharding.host_memory import copy_mapped
 
 __all__ = ["CHECKPOINT", "OpenedCheckpoint"]
 

@@ -30,10 +30,10 @@ from lightning_zero.cli.terminal import print_progress, show_section
 from lightning_zero.compat.lookup import missing
 from lightning_zero.compat.patches import PATCHES, required_but_absent
 from lightning_zero.compat.versions import tested
-from lightning_zero.compile.active import left_out
+from lightning_zero.compile.events import left_out
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import build, is_built
-from lightning_zero.native.links import gpu_uuid, no_atomics_reason
+from lightning_zero.native.gpu_atomics import gpu_uuid, no_atomics_reason
 
 __all__ = ["DOCTOR", "gather_facts", "notes", "to_fix", "versions"]
 

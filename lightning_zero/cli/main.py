@@ -17,7 +17,7 @@ from typing import NoReturn
 from lightning_zero.cli.checkpoint import CHECKPOINT
 from lightning_zero.cli.command import Command
 from lightning_zero.cli.doctor import DOCTOR
-from lightning_zero.cli.plan import PLAN
+from lightning_zero.cli.plan_command import PLAN
 from lightning_zero.cli.terminal import print_progress
 from lightning_zero.errors import CheckpointError, NativeBuildError, UnsupportedError
 from lightning_zero.native.build import LOCK_DEADLINE_S, build, is_built

@@ -1,4 +1,4 @@
-"""Models that commands take by name: a plain Llama-like decoder in several sizes, or ``script.py:Module``."""
+"""Models of commands: a Llama-like decoder in several sizes, or ``script.py:Module``."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Tokens(Dataset):
 
 
 class DecoderModule(pl.LightningModule):
-    """Train the decoder of a size in ``SIZES`` on random tokens. Its initial weights depend on the seed alone."""
+    """Train a decoder of ``SIZES`` on random tokens, from weights that depend on the seed alone."""
 
     def __init__(self, size: str, batch: int, length: int) -> None:
         super().__init__()

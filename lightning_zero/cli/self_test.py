@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.alone import program_without_lightning
 from lightning_zero.cli.local_ranks import run_ranks
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine
 from lightning_zero.native.load import load
+from lightning_zero.subprocess_main import program_without_lightning
 
 __all__ = ["RANK_COMMAND", "main", "self_test", "train_and_compare"]
 

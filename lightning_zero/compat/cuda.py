@@ -6,13 +6,10 @@ import torch
 
 from lightning_zero.compat.lookup import private
 
-# Has this thread allocate from a pool, such as that of later captures. (torch 2.11+)
-begin_allocate_to_pool: Any = getattr(torch._C, "_cuda_beginAllocateCurrentThreadToPool", None)
-
 # Ends that, also after a failed capture, which leaves it on. (torch 2.11+)
 end_allocate_to_pool: Any = getattr(torch._C, "_cuda_endAllocateToPool", None)
 
-# Releases the pool of a failed capture, and the reference that begin_allocate_to_pool holds. (torch 2.11+)
+# Releases the pool of a failed capture. (torch 2.11+)
 release_pool: Any = getattr(torch._C, "_cuda_releasePool", None)
 
 # Frees the workspaces of cuBLAS, one per stream, which outlive a CUDA graph. (torch 2.11+)

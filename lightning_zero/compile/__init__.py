@@ -1,1 +1,1 @@
-"""What the compiler is told about shards, and the passes that rewrite its graphs."""
+"""torch.compile integration: capture, layer deduplication, partition, graph passes, subgraphs and CUDA graphs."""

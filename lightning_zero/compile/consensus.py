@@ -1,12 +1,11 @@
-"""Ranks find out whether they are about to run the same collectives, before the first of them.
+"""Check that all ranks run the same collectives, before the first of them.
 
-A graph whose plan is new to this rank waits here until every rank has come with the same plan. A plan that all ranks
-have had before needs no waiting, so ranks may compile again at different times, for batches of other lengths, as long
-as what they gather stays the same.
+A graph with a new plan waits until every rank has arrived with the same plan. Agreed plans need no waiting, so ranks
+may recompile at different times for other batch lengths if they gather the same weights.
 
-Ranks meet in the key-value store of the process group, not in a collective: a rank that compiles alone finds nobody to
-take part in one, and must say so instead of hanging. Protocol, per rank: ``busy`` holds ``"1"`` while it compiles;
-``wants`` the digest that it waits with; ``plan/<digest>`` the plan's lines.
+Ranks use the process group's key-value store. A collective would hang if a single rank compiles. Keys per rank:
+``busy`` is ``"1"`` while it compiles; ``wants`` is the digest that it waits with; ``plan/<digest>`` has the plan's
+lines.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from lightning_zero.compile.plan import first_difference
+from lightning_zero.compile.graph_plan import first_difference
 from lightning_zero.errors import RankMismatchError
 
 __all__ = ["RankConsensus"]
@@ -24,14 +23,17 @@ POLL_S = 0.02
 
 
 class RankConsensus:
-    """What one rank knows of the others' plans.
+    """Consensus of one rank with the others about plans.
 
     Args:
-        store: key-value store that all ranks share (``set``, ``get``, ``check``); keys must be this engine's own.
-        patience_s: how long, in seconds, a rank that neither compiles nor has come is waited for.
-        limit_s: how long a rank that compiles is waited for.
-        clock: seconds that only grow.
-        check: called between two looks; raises when waiting longer makes no sense.
+        store: key-value store shared by all ranks (``set``, ``get``, ``check``); keys must belong to this engine.
+        rank: of this process.
+        world_size: number of ranks.
+        patience_s: seconds to wait for a rank that neither compiles nor arrives.
+        limit_s: seconds to wait for a rank that compiles.
+        clock: monotonic clock in seconds.
+        check: called while polling; raises if waiting is pointless.
+        needed: returns True if graphs must wait for other ranks.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class RankConsensus:
         limit_s: float,
         clock: Callable[[], float] = time.monotonic,
         check: Callable[[], None] = lambda: None,
+        needed: Callable[[], bool] = lambda: True,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -52,20 +55,20 @@ class RankConsensus:
         self._clock = clock
         self._check = check
         self._agreed: set[str] = set()
-        self.needed: Callable[[], bool] = lambda: True  # whether graphs wait for other ranks at all
+        self._needed = needed
 
     def compiling(self, busy: bool) -> None:
-        """Tells the others that this rank compiles, and may be late."""
+        """Inform the other ranks that this one compiles and may be late."""
         if self._world_size > 1:
             self._store.set(f"busy/{self._rank}", "1" if busy else "0")
 
     def check(self, digest: str, lines: Iterable[str]) -> None:
-        """Returns once all ranks have come with ``digest``.
+        """Return when all ranks have arrived with ``digest``.
 
         Raises:
-            RankMismatchError: a rank waits with another plan, or does not come.
+            RankMismatchError: a rank waits with another plan, or does not arrive.
         """
-        if self._world_size == 1 or digest in self._agreed or not self.needed():
+        if self._world_size == 1 or digest in self._agreed or not self._needed():
             return
         lines = list(lines)
         self._store.set(f"plan/{digest}/{self._rank}", "\n".join(lines))
@@ -78,7 +81,7 @@ class RankConsensus:
                 return
             for rank in missing:
                 wants = self._get(f"wants/{rank}")
-                # The other may have had this plan, and have come to its next one, since we looked.
+                # The other rank may have had this plan and arrived at its next one since the lookup.
                 if wants and wants not in self._agreed and not self._has(f"plan/{digest}/{rank}"):
                     self._raise_different(rank, wants, lines)
             now = self._clock()
@@ -109,7 +112,7 @@ class RankConsensus:
         ranks = ", ".join(map(str, missing))
         raise RankMismatchError(
             f"Rank {self._rank} is about to run a newly compiled graph that gathers other weights than before (first "
-            f"{lines[0]!r}), but rank {ranks} did not come to the same point within {waited:.0f} s. Every rank must "
+            f"{lines[0]!r}), but rank {ranks} did not reach the same point within {waited:.0f} s. Every rank must "
             "call the same modules and use the same parameters in each step; look for branches that depend on the data "
             "or on the rank. If a rank is only slow (data loading, writing a file), raise consensus_timeout_s."
         )

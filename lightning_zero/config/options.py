@@ -308,7 +308,8 @@ class Options:
         "Limit of used memory on each device at the peak, in GiB, for all processes; ``'auto'``: 90 % of the device. A "
         "planner then chooses recompute, unsharded parameters and offload by seconds lost per byte saved, at setup and "
         "after the first steps, and ``grad_aliasing`` if nothing else fits. Options other than their defaults stay. "
-        "Default None: no limit.",
+        "The limit holds in the first step and from about the 20th on, when the memory of CUDA graphs is measured and "
+        "planned for; a warning says so if it cannot be held. Default None: no limit.",
         default=None,
         check=check_memory,
     )

@@ -47,7 +47,7 @@ from lightning_zero.checkpoint.sharded.planner import bytes_to_write
 from lightning_zero.checkpoint.sharded.reader import open_checkpoint
 from lightning_zero.compat.lightning_private import WrappingCheckpointIO
 from lightning_zero.errors import CheckpointError
-from lightning_zero.sharding.mapped import copy_small_values
+from lightning_zero.sharding.host_memory import copy_small_values
 
 __all__ = [
     "BackgroundFileIO",

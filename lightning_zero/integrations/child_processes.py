@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 
-from lightning_zero.native.host_process import kill_compilers
+from lightning_zero.native.build import kill_compilers
 
 __all__ = ["ChildWatch", "terminate_after_grace"]
 

@@ -20,8 +20,8 @@ from lightning_zero.checkpoint.safetensors import (
 )
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.sharding.full import gather_full
-from lightning_zero.sharding.record import ShardedParameter
+from lightning_zero.sharding.full_params import gather_full
+from lightning_zero.sharding.param_record import ShardedParameter
 
 __all__ = ["export_safetensors", "load_safetensors"]
 

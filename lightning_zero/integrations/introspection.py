@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_zero.budget.plan import MemoryPlan
-from lightning_zero.compile.listener import GraphObserver, PassObserver
+from lightning_zero.compile.events import GraphObserver, PassObserver
+from lightning_zero.compile.graph_plan import Plan
 from lightning_zero.compile.passes import PassSpec
-from lightning_zero.compile.plan import Plan
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.profiling.estimate import CostModel
+from lightning_zero.memory_planner.memory_plan import MemoryPlan
+from lightning_zero.profiling.cost_model import CostModel
 
 __all__ = ["EngineIntrospectionMixin"]
 

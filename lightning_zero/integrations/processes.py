@@ -32,8 +32,8 @@ from lightning_zero.compat.lightning_private import (
     init_process_group,
     reduce_value,
 )
-from lightning_zero.extrema import all_max, all_min
 from lightning_zero.integrations.child_processes import ChildWatch, terminate_after_grace
+from lightning_zero.mesh import all_max, all_min
 from lightning_zero.native.startup import StartupWatch
 
 __all__ = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+import time
 import typing
 from collections.abc import Callable
 from dataclasses import fields
@@ -17,9 +18,8 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_zero.compile.listener import GraphObserver, PassObserver
-from lightning_zero.compile.warm_up import warm_up
-from lightning_zero.compile.workers import start_compile_workers
+from lightning_zero.compile.capture.compile_workers import start_compile_workers
+from lightning_zero.compile.events import GraphObserver, PassObserver
 from lightning_zero.config import EngineConfig, Options
 from lightning_zero.config.schema import option_fields
 from lightning_zero.config.text import args_section
@@ -28,8 +28,9 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.introspection import EngineIntrospectionMixin
 from lightning_zero.integrations.processes import ProcessGroupMixin, without_nccl_abort
 from lightning_zero.integrations.uncompile import accept_compiled_names, save_compiled_names, uncompile_modules
-from lightning_zero.native.ahead import BackgroundBuild
-from lightning_zero.sharding.replaced import explain_shard_error
+from lightning_zero.native import load
+from lightning_zero.native.build import is_built
+from lightning_zero.sharding.sharder import explain_shard_error
 
 __all__ = ["ZeroStrategyBase", "add_error_notes", "engine_config", "options_init"]
 
@@ -107,10 +108,9 @@ class ZeroStrategyBase(EngineIntrospectionMixin, ProcessGroupMixin):
         self._pass_observers: list[PassObserver] = []
 
     def _begin(self) -> None:
-        """Start to build the C++ executor. Call it after the constructor of Lightning's strategy."""
+        """Set up the process group options. Call it after the constructor of Lightning's strategy."""
         options = self._options
         self._init_processes(options.process_group_backend, options.timeout, options.tuning.report_stall_after_s)
-        self._build = BackgroundBuild(self)
 
     @property
     def _sharded(self) -> bool:
@@ -119,9 +119,9 @@ class ZeroStrategyBase(EngineIntrospectionMixin, ProcessGroupMixin):
     def _create_engine(self, config: EngineConfig, report: Callable[[str], Any]) -> tuple[Engine, float]:
         """Create an engine; also return the seconds of waiting for the C++ executor to be built."""
         start_compile_workers(config.compiled, self.root_device)
-        if self._build.is_pending:
-            warm_up(config.compiled, self.root_device)
-        waited_s = self._build.finish()
+        begun, built = time.monotonic(), is_built()
+        load()
+        waited_s = 0.0 if built else time.monotonic() - begun
         with without_nccl_abort():
             engine = Engine(self.root_device, config, skip_modules=(Metric,), report=report)
         self._observe_engine(engine)

@@ -1,15 +1,19 @@
-"""Builds the C++ executor with g++ into a cache, once per torch version, source and kind of machine.
+"""Build the C++ executor with g++ into a cache, once per torch version, source and kind of machine.
 
-Protocol: if the library is there, done, and nobody needs a compiler; otherwise take the lock of the cache entry,
-compile into a temporary directory and rename the result into place, so that nobody ever loads half a file. Neither nvcc
-nor CUDA headers are needed: the sources use c10's device-independent interfaces.
+If the library exists, :func:`build` returns it and needs no compiler. Otherwise it locks the cache entry, compiles into
+a temporary directory and renames the result, so that no process loads a partial file. The sources need neither nvcc nor
+CUDA headers: they use c10's device-independent interfaces. The compiler is not part of the entry's name, so a machine
+without one can use a library that was built elsewhere; ``built-by`` in the entry names it.
 
-The compiler is not part of an entry's name: a library that another compiler built does the same, and a machine without
-any may use what was built elsewhere. ``built-by`` in the entry tells which it was.
+torch.utils.cpp_extension.load is not used: it needs ninja, a killed build leaves a stale lock on which other ranks wait
+forever, and it loads libraries from folders that other users may write.
+
+:func:`compile_cuda` compiles CUDA kernels at run time with NVRTC, which torch ships.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import logging
 import os
@@ -17,15 +21,20 @@ import platform
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_zero.compat.versions import tested
 from lightning_zero.errors import NativeBuildError
@@ -38,31 +47,30 @@ from lightning_zero.native.cache import (
     resolve_cache,
     unwritable_error,
 )
-from lightning_zero.native.commands import CommandRunner
 
-__all__ = ["build", "is_built", "kernel_source", "loaded_runtime", "source_directory"]
+__all__ = ["build", "compile_cuda", "is_built", "kernel_source", "kill_compilers", "loaded_runtime", "source_directory"]
 
 log = logging.getLogger(__name__)
 
-MARK = "-DLIGHTNING_ZERO"  # by which our compilers are known among the processes that a rank has started
-FLAGS = (MARK, "-std=c++20", "-O2", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", "-Wno-deprecated-declarations")
+FLAGS = ("-std=c++20", "-O2", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", "-Wno-deprecated-declarations")
 LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch")
 LOCK_DEADLINE_S = 900.0
 MAX_UNITS = 8
-SLOW_HEADERS = "#include <torch/"  # those of process groups, autograd and ops: three times the seconds of tensors'
-BINDING_FLAG = "-O1"  # for bindings, which do no work, and are what all others of a build wait for
-# g++ looks for garbage in its memory again and again, a tenth of its seconds; like this each takes 0.8 GB, not 0.7.
+# headers of process groups, autograd and ops, which take three times as long as those of tensors
+SLOW_HEADERS = "#include <torch/"
+BINDING_FLAG = "-O1"  # bindings do no work at run time, and are the last to finish at -O2
+# Saves a tenth of g++'s time, which it spends on garbage collection; takes 0.8 GB per process instead of 0.7.
 GCC_HEAP_FLAGS = ("--param", "ggc-min-heapsize=1500000")
-LEAN_HEADERS = "-DAT_PER_OPERATOR_HEADERS"  # with the folder "lean" of the sources, whose headers come before torch's
+LEAN_HEADERS = "-DAT_PER_OPERATOR_HEADERS"  # for the sources' folder "lean", whose headers replace torch's
 
-Report = Callable[..., Any]  # as a logger's methods: a format, and what belongs into it
+Report = Callable[..., Any]  # as a logger's methods: format and arguments
 
 
 def source_directory() -> Path:
-    """The directory of the C++ sources: inside the installed package, or next to it in a checkout.
+    """Return the directory of the C++ sources: in the installed package, or next to it in a checkout.
 
     Raises:
-        NativeBuildError: neither exists.
+        NativeBuildError: Neither exists.
     """
     package = Path(__file__).resolve().parent.parent
     for candidate in (package / "csrc", package.parent / "csrc"):
@@ -75,16 +83,16 @@ def source_directory() -> Path:
 
 
 def kernel_source(name: str) -> Path:
-    """The file of that name, as in ``"kernels.cu"``, wherever it lies among the sources.
+    """Return the source file of this name, such as ``"kernels.cu"``, in any folder of the sources.
 
     Raises:
-        NativeBuildError: there is none, or no sources.
+        NativeBuildError: There is no such file, or there are no sources.
     """
     found = list(source_directory().rglob(name))
     if len(found) != 1:
         raise NativeBuildError(
             f"{len(found)} files in {source_directory()} are called {name}, not one. The installation lacks some, or "
-            "holds what an older version left behind: remove the package and install it again."
+            "has files of an older version: remove the package and install it again."
         )
     return found[0]
 
@@ -94,23 +102,18 @@ def build(
     compiler: str | None = None,
     deadline_s: float = LOCK_DEADLINE_S,
     report: Report = log.warning,
-    commands: CommandRunner | None = None,
 ) -> Path:
-    """Returns the path of the shared library, building it first if this is the first use.
+    """Return the path of the shared library; build it first if it does not exist.
 
     Args:
-        cache: directory for built libraries; by default ``$LIGHTNING_ZERO_CACHE`` or ``~/.cache/lightning_zero``.
-        compiler: command of a C++20 compiler, with arguments if it has some (``"ccache g++"``); by default ``$CXX`` or
-            ``g++``.
-        deadline_s: how long to wait, in seconds, while another process builds.
-        say: shows the user what takes long.
-        commands: run the compiler, and may be stopped by another thread.
+        cache: Directory of built libraries; by default ``$LIGHTNING_ZERO_CACHE`` or ``~/.cache/lightning_zero``.
+        compiler: C++20 compiler command, with arguments if any (``"ccache g++"``); by default ``$CXX`` or ``g++``.
+        deadline_s: How long to wait while another process builds, in seconds.
+        report: Called with a format and arguments when the build begins, waits or ends.
 
     Raises:
-        NativeBuildError: no compiler, a compile error, the deadline passed, or a cache that others can write.
-        Stopped: ``commands`` were stopped.
+        NativeBuildError: No compiler, a compile error, the deadline passed, or a cache that others can write.
     """
-    commands = commands or CommandRunner()
     cache = resolve_cache(cache or default_cache())
     sources = source_directory()
     library = cache / _digest(sources) / "lightning_zero.so"
@@ -119,14 +122,14 @@ def build(
     command = _command(compiler or os.environ.get("CXX") or "")
     version = _version(command)
     make_private_folder(library.parent)
-    with lock_entry(library.parent, deadline_s, report, commands.check):
+    with lock_entry(library.parent, deadline_s, report):
         if not _is_cached(library):
-            _compile(command, version, library, report, commands)
+            _compile(command, version, library, report)
     return library
 
 
 def is_built() -> bool:
-    """Whether :func:`build` has nothing to do; or will not do it, and say why."""
+    """Return True if :func:`build` has nothing to do, or would raise without building."""
     try:
         return _is_cached(resolve_cache(default_cache()) / _digest(source_directory()) / "lightning_zero.so")
     except NativeBuildError:
@@ -178,8 +181,8 @@ def _abi() -> str:
 
 
 def _digest(sources: Path) -> str:
-    # The C library's version: homes are shared by machines of several ages, and what the newest builds would load on
-    # no other.
+    # The C library's version is included because machines of several ages may share a home: a library built on the
+    # newest does not load on the others.
     machine = (platform.machine(), *platform.libc_ver())
     digest = hashlib.sha256("\0".join((torch.__version__, *machine, _abi(), *FLAGS, BINDING_FLAG)).encode())
     for path in sorted(sources.rglob("*.[ch]*")):
@@ -187,12 +190,12 @@ def _digest(sources: Path) -> str:
     return digest.hexdigest()[:20]
 
 
-def _compile(compiler: list[str], version: str, library: Path, report: Report, commands: CommandRunner) -> None:
+def _compile(compiler: list[str], version: str, library: Path, report: Report) -> None:
     start, sources = time.monotonic(), source_directory()
     report("Building lightning_zero's C++ executor (once for this torch version; takes up to a minute).")
     torch_directory = Path(torch.__file__).parent
     include = torch_directory / "include"
-    # Sources name each other by their rooms.
+    # Sources include each other by folder.
     includes = [f"-I{sources}", f"-I{include}", f"-I{include / 'torch' / 'csrc' / 'api' / 'include'}"]
     try:
         temporary = Path(tempfile.mkdtemp(dir=library.parent, prefix="build-"))
@@ -204,18 +207,30 @@ def _compile(compiler: list[str], version: str, library: Path, report: Report, c
         lean = [LEAN_HEADERS, f"-I{sources / 'lean'}"]
         flags = [*FLAGS, *(GCC_HEAP_FLAGS if "Free Software Foundation" in version else ())]
         each = [
-            [*compiler, *flags, *_optimization_flags(sources), _abi(), *lean, *includes, "-c", str(unit), "-o", str(target)]
+            [
+                *compiler,
+                *flags,
+                *_optimization_flags(sources),
+                _abi(),
+                *lean,
+                *includes,
+                "-c",
+                str(unit),
+                "-o",
+                str(target),
+            ]
             for (unit, sources), target in zip(units.items(), objects, strict=True)
         ]
-        commands.all(each, partial(_compile_unit, commands, lean))
+        compilers = _Compilers()
+        compilers.run_all(each, partial(_compile_unit, compilers, lean))
         libraries = torch_directory / "lib"
         linked = temporary / library.name
         _run(
-            commands,
-            [*compiler, MARK, "-shared", *map(str, objects), *loaded_runtime()]
+            compilers,
+            [*compiler, "-shared", *map(str, objects), *loaded_runtime()]
             + [f"-L{libraries}", f"-Wl,-rpath,{libraries}", *LIBRARIES, "-o", str(linked)],
         )
-        linked.chmod(0o755)  # whatever the umask: others would be refused a library that more than its owner can write
+        linked.chmod(0o755)  # for any umask: check_owner rejects a library that others can write
         (temporary / "built-by").write_text(f"{shlex.join(compiler)}\n{version}")
         os.replace(temporary / "built-by", library.parent / "built-by")
         os.replace(linked, library)
@@ -227,10 +242,10 @@ def _compile(compiler: list[str], version: str, library: Path, report: Report, c
 
 
 def loaded_runtime() -> list[str]:
-    """Return the path of the C++ standard library that this process has loaded, as a list; empty if there is none.
+    """Return the path of the loaded C++ standard library, as a list; empty if there is none.
 
-    The executor is linked with it by its path. Where a compiler finds only a static one, parts of that would become
-    parts of the executor, and two copies in one process crash when either prints a number.
+    The executor is linked with this path. If a compiler finds only a static library, parts of it would be copied into
+    the executor, and two copies in one process crash when either prints a number.
     """
     try:
         paths = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
@@ -239,30 +254,96 @@ def loaded_runtime() -> list[str]:
     return sorted(path for path in paths if re.search(r"/libstdc\+\+\.so[.\d]*$", path))[:1]
 
 
-def _compile_unit(commands: CommandRunner, lean: Sequence[str], command: list[str]) -> None:
-    """A torch whose headers need more than the lean ones have is given its own."""
+class _Compilers:
+    """Runs the compilers of one build, and kills them on demand."""
+
+    current: _Compilers | None = None
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._groups: set[int] = set()  # process groups that are running
+        self._killed = False
+        _Compilers.current = self
+
+    def run(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        pipe = subprocess.PIPE
+        with self._lock:
+            if self._killed:
+                raise NativeBuildError("The build of lightning_zero's C++ executor was stopped.")
+            # A process group of its own: kill() then also ends the processes that the compiler starts.
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+                errors="replace",
+                process_group=0,
+            )
+            self._groups.add(process.pid)
+        try:
+            out, err = process.communicate()
+        finally:
+            with self._lock:
+                self._groups.discard(process.pid)
+        return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+    def run_all(self, commands: Iterable[list[str]], run: Callable[[list[str]], None]) -> None:
+        """Call ``run`` with each command, one per core at a time. Kill the others after the first error."""
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            futures = [pool.submit(run, command) for command in commands]
+            try:
+                done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+                for future in done:
+                    future.result()
+            except BaseException:  # also Ctrl-C, which does not reach other process groups
+                pool.shutdown(wait=False, cancel_futures=True)
+                self.kill()
+                raise
+
+    def kill(self) -> None:
+        with self._lock:
+            self._killed = True
+            for group in self._groups:
+                with suppress(OSError):
+                    os.killpg(group, signal.SIGKILL)
+
+
+def kill_compilers() -> None:
+    """Kill the compilers that this process has started.
+
+    Call it before ``os._exit``, which would leave them running.
+    """
+    if _Compilers.current is not None:
+        _Compilers.current.kill()
+
+
+def _compile_unit(compilers: _Compilers, lean: Sequence[str], command: list[str]) -> None:
+    """Compile one unit; use torch's own headers if the lean ones lack a declaration."""
     try:
-        _run(commands, command)
+        _run(compilers, command)
     except NativeBuildError as error:
         log.debug("With torch's own headers: %s", error)
-        _run(commands, [part for part in command if part not in lean])
+        _run(compilers, [flag for flag in command if flag not in lean])
 
 
 def _units(sources: Path, directory: Path) -> dict[Path, list[Path]]:
-    """Files that include the sources, with these: most of a source's time goes into torch's headers, so one that needs
-    those that take longest is alone, and the others share files, about as much of them each. With fewer cores two files
-    are one, of sources that need the same headers: what goes together on any machine has been tried on those of
-    tests."""
+    """Write files that include the sources; return the sources of each file.
+
+    torch's headers take most of the compile time. So a source with the slow headers has a file of its own, and the
+    others share files of equal size. With fewer cores, two files are joined. ``ops.cpp`` and the bindings are last in
+    this order.
+    """
     paths = sorted(sources.rglob("*.cpp"), key=lambda path: (-path.stat().st_size, path))
-    alone = [path for path in paths if path.parent.name == "bindings" or SLOW_HEADERS in path.read_text()]
-    alone.sort(key=lambda path: (path.name == "ops.cpp", path.parent.name == "bindings"))
-    parts = [[path] for path in alone]
-    parts += _split([path for path in paths if path not in alone], max(1, 2 * MAX_UNITS - len(alone)))
+    separate = [path for path in paths if path.parent.name == "bindings" or SLOW_HEADERS in path.read_text()]
+    separate.sort(key=lambda path: (path.name == "ops.cpp", path.parent.name == "bindings"))
+    groups = [[path] for path in separate]
+    groups += _split([path for path in paths if path not in separate], max(1, 2 * MAX_UNITS - len(separate)))
     if (os.cpu_count() or 1) < 2 * MAX_UNITS:
-        parts = [sum(parts[at : at + 2], []) for at in range(0, len(parts), 2)]
-    units = {directory / f"unit{number}.cpp": part for number, part in enumerate(filter(None, parts))}
-    for unit, part in units.items():
-        unit.write_text("".join(f'#include "{path}"\n' for path in part))
+        groups = [sum(groups[at : at + 2], []) for at in range(0, len(groups), 2)]
+    units = {directory / f"unit{number}.cpp": group for number, group in enumerate(filter(None, groups))}
+    for unit, group in units.items():
+        unit.write_text("".join(f'#include "{path}"\n' for path in group))
     return units
 
 
@@ -271,19 +352,19 @@ def _optimization_flags(sources: Sequence[Path]) -> list[str]:
 
 
 def _split(paths: Sequence[Path], count: int) -> list[list[Path]]:
-    """The largest come first."""
-    parts: list[list[Path]] = [[] for _ in range(count)]
+    """Distribute the paths, largest first, over ``count`` lists of equal size."""
+    groups: list[list[Path]] = [[] for _ in range(count)]
     for path in paths:
-        min(parts, key=_bytes).append(path)
-    return parts
+        min(groups, key=_bytes).append(path)
+    return groups
 
 
 def _bytes(paths: Sequence[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
-def _run(commands: CommandRunner, command: list[str]) -> None:
-    result = commands.run(command)
+def _run(compilers: _Compilers, command: list[str]) -> None:
+    result = compilers.run(command)
     if result.returncode != 0:
         errors = [line for line in result.stderr.splitlines() if "error" in line.lower()][:20]
         raise NativeBuildError(
@@ -294,9 +375,59 @@ def _run(commands: CommandRunner, command: list[str]) -> None:
         )
     made = command[command.index("-o") + 1] if "-o" in command else None
     if made is not None and not Path(made).is_file():
-        said = "\n".join((result.stdout + result.stderr).splitlines()[-20:])
+        output = "\n".join((result.stdout + result.stderr).splitlines()[-20:])
         raise NativeBuildError(
             "Building lightning_zero's C++ executor failed: the compiler ended without an error, and made no "
-            f"{Path(made).name}. It printed:\n{said or '(nothing)'}\nSet CXX to a C++20 compiler (g++ 10 or newer), "
+            f"{Path(made).name}. It printed:\n{output or '(nothing)'}\nSet CXX to a C++20 compiler (g++ 10 or newer), "
             f"or unset it. The command was:\n{shlex.join(command)}"
         )
+
+
+def compile_cuda(source: Path, capability: tuple[int, int], options: Sequence[str] = ()) -> Tensor:
+    """Return the CUBIN for a device of this compute capability, as bytes on the CPU. Needs no device.
+
+    Raises:
+        RuntimeError: There is no NVRTC, or it rejects the source; the message holds its log.
+    """
+    nvrtc = _library()
+    architecture = "--gpu-architecture=sm_{}{}".format(*capability)
+    include_path = f"--include-path={source.parent}"
+    flags = [option.encode() for option in (architecture, "--std=c++17", include_path, *options)]
+    program = ctypes.c_void_p()
+    made = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.read_bytes(), source.name.encode(), 0, None, None)
+    _check(nvrtc, made)
+    try:
+        if nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*flags)) != 0:
+            log = _read(nvrtc, program, "ProgramLog")
+            raise RuntimeError(f"NVRTC cannot compile {source}:\n{bytes(log.tolist()).decode(errors='replace')}")
+        return _read(nvrtc, program, "CUBIN")
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _library() -> ctypes.CDLL:
+    if torch.version.cuda is None:
+        raise RuntimeError("torch was built without CUDA and ships no NVRTC")
+    name = f"libnvrtc.so.{torch.version.cuda.split('.')[0]}"
+    # Wheels put it next to torch, where the loader may not look.
+    candidates = (Path(torch.__file__).parent.parent / "nvidia").glob(f"*/lib/{name}")
+    for path in (name, *map(str, candidates)):
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise RuntimeError(f"{name} of NVRTC is neither in the loader's path nor next to torch")
+
+
+def _check(nvrtc: ctypes.CDLL, result: int) -> None:
+    if result != 0:
+        nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+        raise RuntimeError(f"NVRTC: {nvrtc.nvrtcGetErrorString(result).decode()}")
+
+
+def _read(nvrtc: ctypes.CDLL, program: ctypes.c_void_p, what: str) -> Tensor:
+    size = ctypes.c_size_t()
+    _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+    out = torch.empty(size.value, dtype=torch.uint8)
+    _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}")(program, ctypes.c_void_p(out.data_ptr())))
+    return out

@@ -1,8 +1,8 @@
-"""The folders of built libraries, which are loaded and run: only this user and root may write there. And their lock.
+"""Cache of built libraries and its lock. Only this user and root may write to it.
 
-The path to the cache may go through links: it is resolved once, and every directory of the resolved path is checked, as
-OpenSSH does for keys. Inside the cache nothing is a link. A cache that was filled ahead of time (in an image, on a
-shared file system) may be read-only, and belong to root.
+The path of the cache may contain links. It is resolved once, and each directory of the resolved path is checked, as
+OpenSSH does for keys. In the cache, links are rejected. A prebuilt cache (in an image, on a shared file system) may be
+read-only and belong to root.
 """
 
 from __future__ import annotations
@@ -23,18 +23,28 @@ from typing import Any, TextIO
 
 from lightning_zero.errors import NativeBuildError
 
-__all__ = ["check_owner", "check_parents", "default_cache", "lock_entry", "make_private_folder", "resolve_cache", "unwritable_error"]
+__all__ = [
+    "check_owner",
+    "check_parents",
+    "default_cache",
+    "lock_entry",
+    "make_private_folder",
+    "resolve_cache",
+    "unwritable_error",
+]
 
 log = logging.getLogger(__name__)
 
 INSTEAD = "Set LIGHTNING_ZERO_CACHE to a writable directory of your own."
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-UNMAPPED = Path("/proc/sys/kernel/overflowuid")  # who owns what belongs to a user outside this user namespace
+UNMAPPED = Path("/proc/sys/kernel/overflowuid")  # owner of files of users outside this user namespace
 
 
 def default_cache() -> Path:
-    """``$LIGHTNING_ZERO_CACHE``, or ``lightning_zero`` among the user's caches; without a home, as in a container whose
-    user has no name, among temporary files."""
+    """Return ``$LIGHTNING_ZERO_CACHE``, or ``lightning_zero`` in the user's cache directory.
+
+    Use a temporary directory if the user has no home, as in a container whose user has no name.
+    """
     explicit = os.environ.get("LIGHTNING_ZERO_CACHE")
     if explicit:
         return _expanded(explicit)
@@ -65,7 +75,7 @@ def _expanded(cache: str) -> Path:
 
 def _without_home() -> Path:
     try:
-        # Named by the user: another's folder of this name would be refused.
+        # Includes the user: check_owner would reject another user's folder.
         folder = Path(tempfile.gettempdir()) / f"lightning_zero-{os.geteuid()}"
     except OSError as error:
         raise NativeBuildError(
@@ -77,21 +87,21 @@ def _without_home() -> Path:
 
 
 def make_private_folder(folder: Path) -> None:
-    """Make an entry of the cache for this user alone; inside a cache that more users may read, one that they may read.
+    """Make a cache entry that only this user can write.
 
-    Harmless when it is there.
+    Others can read it if they can read the cache. Idempotent.
 
     Args:
         folder: The entry; its parent is the cache, whose path is :func:`resolve_cache`.
 
     Raises:
-        NativeBuildError: it cannot be made, or is somebody else's to write.
+        NativeBuildError: It cannot be made, or others can write it.
     """
     cache = folder.parent
     try:
         for parent in reversed(cache.parents):
             if not parent.exists():
-                parent.mkdir(mode=0o755, exist_ok=True)  # whatever the umask: others may not replace what is inside
+                parent.mkdir(mode=0o755, exist_ok=True)  # for any umask: others must not replace the contents
         cache.mkdir(mode=stat.S_IRWXU, exist_ok=True)
         check_parents(cache)
         check_owner(cache)
@@ -102,55 +112,54 @@ def make_private_folder(folder: Path) -> None:
 
 
 def check_owner(path: Path) -> None:
-    """Refuse a part of the cache that somebody else could have written: it would run as this user.
+    """Raise if another user could have written this part of the cache: it would run as this user.
 
     Raises:
-        NativeBuildError: the file or directory is a link, belongs to neither root nor this user, or others may write
-            it.
-        FileNotFoundError: it is not there.
+        NativeBuildError: The path is a link, belongs to neither root nor this user, or others can write it.
+        FileNotFoundError: The path does not exist.
     """
-    found = _status(path)
-    if stat.S_ISLNK(found.st_mode):
+    status = _status(path)
+    if stat.S_ISLNK(status.st_mode):
         raise NativeBuildError(
             f"{path} of the build cache is a symbolic link, by which code from outside the cache would be loaded. "
             "Delete it, and the library is built again. To keep the cache elsewhere, set LIGHTNING_ZERO_CACHE."
         )
-    if found.st_uid not in (0, os.geteuid()):
+    if status.st_uid not in (0, os.geteuid()):
         raise NativeBuildError(
-            f"{path} of the build cache belongs to another user (number {found.st_uid}; this process runs as "
+            f"{path} of the build cache belongs to another user (number {status.st_uid}; this process runs as "
             f"{os.geteuid()}), whose code would be loaded. {INSTEAD}"
         )
-    if found.st_mode & OTHERS_WRITE:
+    if status.st_mode & OTHERS_WRITE:
         raise NativeBuildError(
-            f"{path} of the build cache can be written by others ({stat.filemode(found.st_mode)}), whose code could be "
-            f"loaded. Delete it, or run `chmod -R go-w {path}` if you trust what it holds; or set LIGHTNING_ZERO_CACHE "
+            f"{path} of the build cache can be written by others ({stat.filemode(status.st_mode)}), whose code could "
+            f"be loaded. Delete it, or run `chmod -R go-w {path}` if you trust it; or set LIGHTNING_ZERO_CACHE "
             "to a directory of your own."
         )
 
 
 def check_parents(cache: Path) -> None:
-    """Refuse a cache that somebody else could replace by another directory.
+    """Raise if another user could replace the cache by another directory.
 
     Args:
         cache: Its path is :func:`resolve_cache`.
 
     Raises:
-        NativeBuildError: a directory above belongs to another user, or others may write it. Where only owners may
-            rename (the sticky bit, as in /tmp), and in a group of this user alone, all may write.
-        FileNotFoundError: one is not there.
+        NativeBuildError: A parent belongs to another user, or others can write it. A sticky directory (such as /tmp)
+            and a group that holds only this user are accepted.
+        FileNotFoundError: A parent does not exist.
     """
     for parent in cache.parents:
-        found = _status(parent)
-        if found.st_uid not in (0, os.geteuid(), _unmapped_user()):
+        status = _status(parent)
+        if status.st_uid not in (0, os.geteuid(), _unmapped_user()):
             raise NativeBuildError(
-                f"The build cache is in {parent}, which belongs to another user (number {found.st_uid}; this process "
+                f"The build cache is in {parent}, which belongs to another user (number {status.st_uid}; this process "
                 f"runs as {os.geteuid()}), who could put other code there. {INSTEAD}"
             )
-        open_to_all = found.st_mode & stat.S_IWOTH
-        open_to_group = found.st_mode & stat.S_IWGRP and not _is_private(found.st_gid)
-        if (open_to_all or open_to_group) and not found.st_mode & stat.S_ISVTX:
+        open_to_all = status.st_mode & stat.S_IWOTH
+        open_to_group = status.st_mode & stat.S_IWGRP and not _is_private(status.st_gid)
+        if (open_to_all or open_to_group) and not status.st_mode & stat.S_ISVTX:
             raise NativeBuildError(
-                f"The build cache is in {parent}, which others can write ({stat.filemode(found.st_mode)}), who could "
+                f"The build cache is in {parent}, which others can write ({stat.filemode(status.st_mode)}), who could "
                 f"put other code there. Run `chmod go-w {parent}`; or set LIGHTNING_ZERO_CACHE to a directory that "
                 "others can write neither itself nor above it."
             )
@@ -164,12 +173,12 @@ def _status(path: Path) -> os.stat_result:
 
 
 def _is_private(group: int) -> bool:
-    """Return True for a group of this user's own, as distributions make one for each user."""
+    """Return True for a group of this user alone, as distributions make one for each user."""
     try:
-        user, found = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
+        user, status = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return group == user.pw_gid and found.gr_name == user.pw_name and set(found.gr_mem) <= {user.pw_name}
+    return group == user.pw_gid and status.gr_name == user.pw_name and set(status.gr_mem) <= {user.pw_name}
 
 
 def _unmapped_user() -> int:
@@ -184,30 +193,30 @@ def lock_entry(
     folder: Path,
     deadline_s: float,
     report: Callable[..., Any] = log.warning,
-    check: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
-    """Inside, no other process is: an OS lock, which a killed process releases. Where the file system has no locks,
-    several may be.
+    """Hold the entry's OS lock, which a killed process releases.
+
+    Without lock support, several processes may build.
 
     Args:
-        deadline_s: how long to wait for another process, in seconds.
-        say: shows the user that this waits.
-        check: is called while this waits; what it raises ends that.
+        folder: The entry.
+        deadline_s: How long to wait for another process, in seconds.
+        report: Called if this waits.
 
     Raises:
-        NativeBuildError: the lock cannot be written, or the deadline passed.
+        NativeBuildError: The lock cannot be written, or the deadline passed.
     """
     try:
-        # Closed below, which releases it. Not through a link: opening empties a file.
+        # Closed below, which releases it. Not through a link: opening truncates the file.
         lock = open(os.open(folder / "lock", os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o644), "w")  # noqa: SIM115
     except OSError as error:
         raise unwritable_error(folder, error) from error
     with lock:
-        _acquire(lock, folder / "lock", deadline_s, report, check)
+        _acquire(lock, folder / "lock", deadline_s, report)
         try:
             yield
         finally:
-            # Closing would not do: a process that was forked meanwhile has the file open, too.
+            # Closing is not enough: a forked process has the file open, too.
             with suppress(OSError):
                 fcntl.flock(lock, fcntl.LOCK_UN)
 
@@ -216,16 +225,16 @@ def unwritable_error(folder: Path, error: OSError) -> NativeBuildError:
     return NativeBuildError(f"Cannot write the build cache {folder} ({error}). {INSTEAD}")
 
 
-def _acquire(lock: TextIO, path: Path, deadline_s: float, report: Callable[..., Any], check: Callable[[], None]) -> None:
+def _acquire(lock: TextIO, path: Path, deadline_s: float, report: Callable[..., Any]) -> None:
     start = time.monotonic()
-    told = False
+    reported = False
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
-                # Waiting would not help: some network file systems have no locks.
+                # Do not wait: some network file systems have no locks.
                 report("%s cannot be locked (%s): several processes may build at once.", path, error)
                 return
         waited = time.monotonic() - start
@@ -234,8 +243,7 @@ def _acquire(lock: TextIO, path: Path, deadline_s: float, report: Callable[..., 
                 f"Another process has been building lightning_zero's C++ executor for {waited:.0f} s (it holds "
                 f"{path}). End that process, or set LIGHTNING_ZERO_CACHE to another directory."
             )
-        if not told and waited > 2:
+        if not reported and waited > 2:
             report("Waiting while another process builds the C++ executor (%s).", path)
-            told = True
-        check()
+            reported = True
         time.sleep(0.1)

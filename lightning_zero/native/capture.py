@@ -1,36 +1,54 @@
-"""What every capture of a CUDA graph needs."""
+"""CUDA graph capture: set-up, error recovery, memory of a pool, and :class:`GraphedSequence`."""
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_zero.compat import cuda
-from lightning_zero.native.collector import pause_gc
 
-__all__ = ["capture_graph", "configure_nccl_for_capture", "reserve_pool_block"]
+__all__ = ["GraphedSequence", "capture_graph", "configure_nccl_for_capture", "pause_gc"]
+
+
+@contextmanager
+def pause_gc() -> Iterator[None]:
+    """Disable automatic garbage collection in this context.
+
+    Keep it short: reference cycles stay until its end.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def configure_nccl_for_capture(device: torch.device) -> None:
-    """NCCL's collectives are the same in graphs as outside, from now on, unless the user has chosen otherwise: ranks
-    that replay must fit together with ranks that run. By default NCCL registers the memory that graphs name, with all
-    ranks, and uses other channels for it. It asks for this variable at the first collective that is captured."""
+    """Make NCCL use the same algorithms in graphs as outside, unless the user has set the variable.
+
+    Ranks that replay must match ranks that run eagerly. By default NCCL registers the memory used in graphs with all
+    ranks and uses other channels for it. NCCL reads the variable at the first captured collective.
+    """
     if device.type == "cuda":
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
 
 
 @contextmanager
 def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """What is queued inside, on the current stream, goes to ``graph``, and what is allocated comes from ``pool``."""
-    # What has failed on the device is raised here: a graph whose capture fails to begin ends the process.
+    """Capture the current stream's work into ``graph``; allocate from ``pool``."""
+    # Raises pending device errors here: a capture that fails to begin ends the process.
     torch.cuda.synchronize()
-    with pause_gc():  # it would free graphs and events, which this thread may not while it captures
-        # Other threads, such as NCCL's watchdog, go on: hence the error mode.
+    with pause_gc():  # the collector would free graphs and events, which is illegal during capture
+        # thread_local, because other threads, such as NCCL's watchdog, continue.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             yield
@@ -41,35 +59,13 @@ def capture_graph(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
         _end(graph, pool)
 
 
-@contextmanager
-def reserve_pool_block(pool: Any, device: torch.device, nbytes: int) -> Iterator[None]:
-    """What is captured inside, on the current stream and into ``pool``, finds so much memory in one piece there, which
-    no graph holds yet. Nothing happens where ``nbytes`` is 0.
-
-    A pool that grows as it is asked cannot put neighbours together that came one by one, and nothing can be given back
-    amid a capture. For 1.03 GiB of tensors, on one H100, 1.11 GiB were nobody else's so, and 1.13 without."""
-    if not nbytes:
-        yield
-        return
-    index = torch.cuda.current_device() if device.index is None else device.index
-    cuda.begin_allocate_to_pool(index, pool)
-    try:
-        try:
-            torch.empty(nbytes, dtype=torch.uint8, device=device)
-        finally:
-            cuda.end_allocate_to_pool(index, pool)
-        yield
-    finally:
-        cuda.release_pool(index, pool)
-
-
 def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
     try:
         graph.capture_end()
     except RuntimeError:
-        # torch leaves the allocator and the generator of random numbers as if something were still being captured.
-        # Nobody could allocate from elsewhere, or get the pool's memory back, and the next dropout would raise.
-        with suppress(RuntimeError):  # raised where that was ended
+        # torch leaves the allocator and the random generator in capture state: other allocations and the next dropout
+        # would fail.
+        with suppress(RuntimeError):  # already ended
             device = torch.cuda.current_device()
             cuda.end_allocate_to_pool(device, pool)
             cuda.release_pool(device, pool)
@@ -84,9 +80,67 @@ def _end(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 def _is_lost() -> bool:
-    """Whether nothing can be done on the device any more."""
+    """Return True if no operation on the device can succeed any more."""
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
         return "captur" not in str(error)
     return False
+
+
+class GraphedSequence:
+    """A function that is captured once as a CUDA graph and replayed.
+
+    It runs eagerly ``warmups`` times, then is captured, then replayed. It takes and returns nothing, and reads and
+    writes tensors at fixed addresses. On a device without graphs it always runs eagerly.
+
+    Args:
+        fn: Launches the kernels; must not synchronize or allocate memory that outlives the call.
+        device: Device of the kernels.
+        warmups: Eager calls before the capture, to load libraries and compile kernels; inf: always eager.
+        watch: Tensors whose addresses must not change; checked at each call.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[[], None],
+        device: torch.device,
+        warmups: float = 1,
+        watch: Sequence[Tensor] = (),
+    ) -> None:
+        self._fn = fn
+        self._device = device
+        self._warmups_left = warmups
+        self._watch = watch
+        self._addresses = [tensor.data_ptr() for tensor in watch]
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.replays = 0
+
+    @property
+    def captured(self) -> bool:
+        return self._graph is not None
+
+    def __call__(self) -> None:
+        moved = [n for n, t in enumerate(self._watch) if t.data_ptr() != self._addresses[n]]
+        assert not moved, f"the tensors {moved} of a captured graph have moved"
+        if self._device.type != "cuda" or self._warmups_left > 0:
+            self._warmups_left -= 1
+            self._fn()
+            return
+        if self._graph is None:
+            self._graph = self._capture()
+        self._graph.replay()
+        self.replays += 1
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream), capture_graph(graph, torch.cuda.graph_pool_handle()):
+            self._fn()
+        current.wait_stream(stream)
+        return graph
+
+    def __repr__(self) -> str:
+        state = f"replayed {self.replays} times" if self.captured else "not captured"
+        return f"GraphedSequence({state})"

@@ -1,11 +1,11 @@
-"""A typed handle on the C++ executor. See ``csrc/executor.h`` for its parts."""
+"""Typed handle of the C++ executor and its transport. See ``csrc/executor.h`` for its parts."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,45 +13,148 @@ from torch import Tensor
 
 from lightning_zero.config import EngineConfig
 from lightning_zero.mesh import Mesh
+from lightning_zero.native.build import compile_cuda, kernel_source
 from lightning_zero.native.executor_stubs import Gradients, Graphs, Parameters, Weights
 from lightning_zero.native.load import load
-from lightning_zero.native.transport import Transport
 from lightning_zero.native.watchdog import SequenceId, Watchdog
 
-__all__ = ["Executor", "KeepsActivations"]
+__all__ = ["Executor", "Transport"]
 
 
-class KeepsActivations(Protocol):
-    """What compiled graphs call for activations that lie on the host between forward and backward; see
-    ``offload/activations.py``."""
+class Transport:
+    """Peer memory and kernels of one executor, see ``csrc/transport/transport.h``.
 
-    def leave(self, value: Tensor) -> Tensor: ...
+    Args:
+        native: The C++ object.
+        mesh: Mesh of the ranks; those of one host copy between their memories.
+    """
 
-    def left(self, value: Tensor, host: Tensor) -> None: ...
+    def __init__(self, native: Any, mesh: Mesh) -> None:
+        self._native = native
+        self._device, self._ranks = mesh.device, mesh.intra_host.size
+        self._several_hosts = mesh.inter_host is not None
+        self._limit: float | None = None
 
-    def come(self, host: Tensor) -> Tensor: ...
+    @property
+    def staging_unit(self) -> int:
+        """Bytes of which the size of staging memory must be a multiple."""
+        return self._native.staging_unit()
 
-    def came(self, value: Tensor, host: Tensor) -> None: ...
+    def set_staging(self, staging: list[Tensor], group: dist.ProcessGroup, timeout_s: float = 1800.0) -> None:
+        """Send gradients through staging memory of each rank instead of a reduce-scatter. Call on every rank.
+
+        Args:
+            staging: Memory of each rank, as bytes, that this rank can write. Equal sizes, multiples of
+                :attr:`staging_unit`; on an accelerator, symmetric memory of ``group``.
+            group: Process group of the memory.
+            timeout_s: A rank that waits longer for another one ends with a device error.
+        """
+        self._native.set_staging(staging, group.group_name, int(1000 * timeout_s))
+
+    def set_barrier(self, rows: list[Tensor]) -> None:
+        """Use our own kernel for device barriers; the host can end its waits.
+
+        Call on every rank before :meth:`set_staging`.
+
+        Args:
+            rows: For each rank, memory that all ranks can write: ``2 * ranks`` int32 zeros.
+
+        Raises:
+            RuntimeError: The kernel cannot be compiled or loaded.
+        """
+        code = self._kernels("signal_kernels.cu", RANKS=self._ranks)
+        words = torch.zeros(16, dtype=torch.int32, pin_memory=True)  # see csrc/sync/signal_pads.h
+        self._native.set_barrier(code, rows, words)
+
+    def compile_means(self) -> None:
+        """Compile the kernel that averages received gradients on NVIDIA devices, in half the time of torch's.
+
+        Raises:
+            RuntimeError: The kernel cannot be compiled or loaded.
+        """
+        self._native.set_mean_kernels(self._kernels("kernels.cu", ROWS=self._ranks))
+
+    def limit_cross_host_bandwidth(self, gbs: float | None) -> None:
+        """Limit the bandwidth across hosts to ``gbs`` GB/s per rank, for debugging; None removes the limit.
+
+        Raises:
+            RuntimeError: The kernel that waits on the device cannot be compiled or loaded.
+        """
+        if gbs == self._limit:
+            return
+        on_device = gbs is not None and self._several_hosts and self._device.type == "cuda"
+        code = self._kernels("kernels.cu") if on_device else None
+        self._native.limit_cross_host_bandwidth(code, 1e9 * (gbs or 0.0))
+        self._limit = gbs
+
+    def mean_rows(self, to: Tensor, rows: Tensor, add: bool = False) -> bool:
+        """Write or add the mean of ``rows`` over dimension 0 to ``to``; for the kernel's tests.
+
+        ``to`` is 1-D, contiguous and float32.
+
+        Return True if there is a kernel for these tensors.
+        """
+        return self._native.mean_rows(to, rows, add)
+
+    def set_epoch_lock(self, numbers: list[Tensor]) -> None:
+        """Make ranks take turns to read and write shards in shared memory (``parameters.set_peer_shards``).
+
+        Call on every rank.
+
+        On an accelerator, call it after :meth:`set_barrier`.
+
+        Args:
+            numbers: For each rank, zeros in memory that all ranks can write: one int64, or ``ranks`` int32 on an
+                accelerator.
+
+        Raises:
+            RuntimeError: The kernels cannot be compiled or loaded.
+        """
+        if self._device.type == "cpu":
+            self._native.set_epoch_lock(numbers)
+        else:
+            self._native.set_device_epoch_lock(self._kernels("signal_kernels.cu", RANKS=self._ranks), numbers)
+
+    def set_remote_signals(self, numbers: list[Tensor]) -> None:
+        """Let ranks of this host signal which parts of inter-host exchanges have arrived.
+
+        With several hosts; not in a graph.
+
+        Args:
+            numbers: For each rank, zeros in memory that all ranks can write: one int64, or ``ranks`` int32 on an
+                accelerator. On an accelerator whose memory no other rank reads: one int32 of this rank.
+
+        Raises:
+            RuntimeError: The kernels cannot be compiled or loaded.
+        """
+        if self._device.type == "cpu":
+            self._native.set_remote_signals(numbers)
+        else:
+            self._native.set_device_remote_signals(self._kernels("signal_kernels.cu", RANKS=len(numbers)), numbers)
+
+    def _kernels(self, source: str, **macros: int) -> Tensor:
+        capability = torch.cuda.get_device_capability(self._device)
+        return compile_cuda(kernel_source(source), capability, [f"-D{n}={value}" for n, value in macros.items()])
 
 
 class Executor:
     """Gathers weights and reduces gradients for one engine.
 
     Args:
-        mesh: of the ranks that share the weights; on its control group they agree at the end of each backward.
-        config: options.
-        on_backward_end: called after gradients have been attached, once per backward.
-        watchdog: watches over what this executor waits for.
-        on_new_plan: called with the digest and the text of a compiled graph's plan before the first such graph runs.
-            What it raises ends the run of the graph before its first collective.
+        mesh: Ranks that share the weights. They agree on its control group at the end of each backward.
+        config: Options.
+        on_backward_end: Called once per backward, after gradients are attached.
+        on_new_plan: Called with digest and text of a compiled graph's plan before the first such graph runs. An error
+            that it raises ends the graph's run before its first collective.
+        watchdog: Watches this executor's waits.
 
     Attributes:
-        parameters, weights, gradients, graphs, transport: its parts.
-        device, rank, world_size: of the mesh.
-        activations: what it was told of by :meth:`keep_activations`.
-        several_hosts: whether there are.
-        reduces_across_once: whether these are to reduce gradients once per optimizer step.
-        reduces_once: whether all ranks are.
+        parameters, weights, gradients, graphs, transport: Parts of the executor.
+        device, rank, world_size: Those of the mesh.
+        activations: The argument of :meth:`keep_activations`.
+        several_hosts: True if the mesh has several hosts.
+        reduces_across_once: True if gradients are reduced across hosts once per optimizer step.
+        reduces_once: True if gradients are reduced over all ranks once per optimizer step.
     """
 
     def __init__(
@@ -91,18 +194,24 @@ class Executor:
             self._native.on_new_plan(self._define("on_new_plan", "(str digest, str plan)", on_new_plan))
 
     def waiting(self, what: str, sequence: SequenceId) -> AbstractContextManager[None]:
-        """Surrounds a collective called ``what``, of the process group of that lane, that Python starts."""
+        """Surround a collective that Python starts.
+
+        ``what`` describes it; ``sequence`` is that of its process group.
+        """
         return nullcontext() if self._watchdog is None else self._watchdog.waiting(what, sequence)
 
     def collective(self, what: str, sequence: SequenceId, start: Callable[[bool], dist.Work | None]) -> None:
-        """The same for one that ``start`` starts, asynchronously if it is given True: a wait that can be ended."""
+        """Start a collective and wait for it interruptibly.
+
+        ``start`` is passed True if it must be asynchronous.
+        """
         if self._watchdog is None:
             start(False)
             return
         self._watchdog.collective(what, sequence, start, sequence is SequenceId.CONTROL or self.device.type == "cpu")
 
     def configure(self, config: EngineConfig) -> None:
-        """Applies options; legal only outside a backward pass."""
+        """Apply options. Must not be called in a backward pass."""
         tuning = config.tuning
         self.reduces_across_once = tuning.cross_host_reduce == "step"
         self.reduces_once = config.stage == 1
@@ -119,27 +228,27 @@ class Executor:
 
     @property
     def defers(self) -> bool:
-        """Whether gradients of micro-batches wait for the last one's, on their host or on their rank."""
+        """True if gradients of micro-batches wait for the last micro-batch, on their host or on their rank."""
         return (self.reduces_once and self.world_size > 1) or (self.reduces_across_once and self.several_hosts)
 
     def before_user_writes(self, callback: Callable[[], None]) -> None:
-        """``callback`` comes before what eager code does to whole weights changes shards."""
+        """Call ``callback`` before user writes of gathered weights change shards."""
         self._native.before_user_writes(self._define("before_user_writes", "()", callback))
 
-    def keep_activations(self, where: KeepsActivations) -> None:
-        """Compiled graphs give activations away to ``where``, and get them back from there."""
+    def keep_activations(self, where: Any) -> None:
+        """Let compiled graphs offload and reload activations through ``where``, see ``offload/activations.py``."""
         self.activations = where
         one, two = "(Tensor value)", "(Tensor value, Tensor host)"
         self._native.set_activation_ops(
-            self._define("on_leave", one, where.leave, "Tensor"),
-            self._define("on_left", two, where.left),
-            self._define("on_come", "(Tensor host)", where.come, "Tensor"),
-            self._define("on_came", two, where.came),
+            self._define("on_leave", one, where.start_offload, "Tensor"),
+            self._define("on_left", two, where.wait_offload),
+            self._define("on_come", "(Tensor host)", where.start_load, "Tensor"),
+            self._define("on_came", two, where.wait_load),
         )
 
     def _define(self, event: str, arguments: str, callback: Callable[..., Any], result: str = "()") -> str:
-        # C++ finds Python through an op of this executor's own, so no table of engines is needed. The op must not keep
-        # the engine alive, hence the weak reference.
+        # C++ calls Python through an op of this executor, so no table of engines is needed. The op must not keep the
+        # engine alive, hence the weak reference.
         method = weakref.WeakMethod(callback) if hasattr(callback, "__self__") else (lambda: callback)
         name = f"{event}_{id(self)}"
 
@@ -153,42 +262,41 @@ class Executor:
         return f"lightning_zero::{name}"
 
     def begin_stage(self) -> None:
-        """A stage begins, on every rank, wherever an exception may have ended the one before. Collective."""
+        """Begin a stage on every rank, even if an exception has ended the one before. Collective."""
         self._native.begin_stage()
 
     def begin_training_step(self) -> None:
-        """A training step begins, on every rank: what a rank missed in an interrupted one is not waited for."""
+        """Begin a training step on every rank: do not wait for work of an interrupted one."""
         self._native.begin_training_step()
 
     def counters(self) -> dict[str, int]:
-        """Counts since the last reset.
+        """Return counts since the last reset. Counts that are zero may be missing.
 
-        Of weights: ``gathers``, ``gather_bytes`` (of the whole weights), and of these ``eager_gathers``,
-        ``resident_gathers`` (into memory where they stay), ``copied_weights`` (without a collective);
-        ``gather_groups``, and of these ``prefetched_groups`` (under way since the step began);
+        Weights: ``gathers``, ``gather_bytes`` (of unsharded weights), and of these ``eager_gathers``,
+        ``resident_gathers`` (into the cache of unsharded weights), ``copied_weights`` (without a collective);
+        ``gather_groups``, and of these ``prefetched_groups`` (started at the beginning of the step);
         ``compute_shard_writes`` (one by one).
 
-        With several hosts: ``gather_bytes_across`` and ``reduce_bytes_across`` (of what the ranks at one place of all
-        hosts have together; of an all-reduce twice, for its way to the sums and back), ``host_shard_refreshes``,
-        ``exchanged_parts`` (of these), and on CPUs ``awaited_parts``.
+        Several hosts: ``gather_bytes_across`` and ``reduce_bytes_across`` (of all ranks with one local rank together;
+        an all-reduce counts twice), ``host_shard_refreshes``, ``exchanged_parts`` (of these), and on CPUs
+        ``awaited_parts``.
 
-        Of activations that lie on the host until backward: ``offloaded_activations``, ``offload_bytes``,
-        ``reload_bytes``.
+        Activations: ``offloaded_activations``, ``offload_bytes``, ``reload_bytes``.
 
-        Of gradients: ``reduces``, ``flushes`` (buckets), ``reduce_bytes`` (of whole buckets), ``late_flushes`` (of
-        gradients whose bucket had left), ``deferred_reductions`` (that no backward took along), ``agreements``,
-        ``aborted_backwards``, ``plans`` (layouts of buckets), ``grown_buckets``, ``allocated_buckets``; of both,
-        ``replayed_graphs``. Counts that never rose are missing.
+        Gradients: ``reduces``, ``flushes`` (buckets), ``reduce_bytes`` (of full buckets), ``late_flushes`` (of
+        gradients whose bucket was already sent), ``deferred_reductions`` (outside a backward), ``agreements``,
+        ``aborted_backwards``, ``plans`` (bucket layouts), ``grown_buckets``, ``allocated_buckets``. Weights and
+        gradients: ``replayed_graphs``.
 
-        As they are now: ``buckets``, ``bucket_bytes``, ``watched_weights`` (that eager code was given).
+        Present values: ``buckets``, ``bucket_bytes``, ``watched_weights`` (held by eager code).
         """
         return dict(self._native.counters())
 
     def reset_counters(self) -> None:
-        """Sets the running counts to zero."""
+        """Set the running counts to zero."""
         self._native.reset_counters()
 
     def close(self) -> None:
-        """Unregisters every parameter; harmless when called twice."""
+        """Unregister every parameter. Idempotent."""
         self._native.close()
         self._library = None

@@ -1,9 +1,9 @@
-"""Loads the library and tells torch what it cannot see from C++: shapes and derivatives of the ops.
+"""Load the library, and register fakes and derivatives of its ops with torch.
 
-``gather(shard, shape, dtype)`` is the whole parameter; its derivative is ``reduce(grad, shard)``, which hands the
-gradient to the executor. Autograd itself receives no gradient: the executor attaches ``param.grad`` when the backward
-pass ends. While a graph is being traced, ``reduce`` must look like a gradient of the shard's shape, or it would be cut
-out as unused.
+``gather(shard, shape, dtype)`` returns the full parameter. Its derivative is ``reduce(grad, shard)``, which enqueues
+the gradient in the executor. Autograd itself receives no gradient: the executor attaches ``param.grad`` when the
+backward pass ends. In a traced graph, ``reduce`` must return a gradient of the shard's shape, or it would be removed as
+unused.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ __all__ = ["load"]
 
 @functools.cache
 def load() -> None:
-    """Builds if needed, loads and registers; once per process.
+    """Build if needed, load and register; once per process.
 
     Raises:
-        NativeBuildError: the library cannot be built or loaded.
+        NativeBuildError: The library cannot be built or loaded.
     """
     library = build()
     try:
@@ -36,7 +36,7 @@ def load() -> None:
         raise NativeBuildError(
             f"The C++ executor {library} does not load with torch {torch.__version__}: {error}. Delete that file to "
             "build it again, or set LIGHTNING_ZERO_CACHE to another directory, if machines of different kinds share "
-            "this one (the file built-by beside it tells which compiler built it)."
+            "this one (the file built-by next to it names the compiler)."
         ) from error
     for op in OPS.values():
         torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake)
@@ -47,21 +47,21 @@ def load() -> None:
 
 
 def _keep_shard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    # Not save_for_backward: it would refuse a bias that an optimizer stepped between two backward passes, which a plain
-    # module allows. Where the weight's values matter, the saved weight itself is checked.
+    # Not save_for_backward: it would reject a bias that an optimizer has stepped between two backward passes, which
+    # plain modules allow. If the weight's values matter, the saved weight itself is checked.
     ctx.shard = inputs[0]
-    # Gradients are handed over as the weight lies in memory.
+    # Gradients are enqueued in the weight's memory order.
     ctx.order = None
     if not output.is_contiguous():
         ctx.order = sorted(range(output.dim()), key=lambda dim: -output.stride()[dim])
-    # No gradient must stay none: zeros would count as one, and weight decay would move a parameter that has none.
+    # No gradient must stay None: zeros would count as a gradient, and weight decay would change the parameter.
     ctx.set_materialize_grads(False)
 
 
 def _gather_backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
     if grad is None:
         return None, None, None
-    if grad.layout != torch.strided:  # of nn.Embedding(sparse=True)
+    if grad.layout != torch.strided:  # nn.Embedding(sparse=True)
         grad = grad.to_dense()
     if ctx.order is not None:
         grad = grad.permute(ctx.order)

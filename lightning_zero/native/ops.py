@@ -1,7 +1,7 @@
-"""Our ops: what torch, the passes and the model of costs must know of each besides its schema and its kernel.
+"""Table of our ops, with the properties that torch, the passes and the cost model need.
 
-Those stand side by side in ``csrc/ops.cpp``. A new op is a row there and a row in Python: beside the pass that puts it
-into graphs, by :func:`register_op`, or here, if no pass does. ``tests/native/test_ops.py`` compares the two tables.
+Schemas and kernels are in ``csrc/ops.cpp``. A new op needs a row there and one in Python, by :func:`register_op`: next
+to the pass that inserts it into graphs, or here. ``tests/native/test_ops.py`` compares the two tables.
 """
 
 from __future__ import annotations
@@ -16,17 +16,31 @@ from torch import Tensor
 
 from lightning_zero.compat.tensors import OpOverload
 
-__all__ = ["NAMESPACE", "FAKE_NAMESPACE", "OPS", "Op", "Role", "register_op", "graph_overloads", "no_result", "find_op", "reduce_op"]
+__all__ = [
+    "FAKE_NAMESPACE",
+    "NAMESPACE",
+    "OPS",
+    "Op",
+    "Role",
+    "find_op",
+    "graph_overloads",
+    "no_result",
+    "reduce_op",
+    "register_op",
+]
 
 NAMESPACE = "lightning_zero"
-FAKE_NAMESPACE = "lightning_zero_on_paper"  # of what stands for an op where no graph is ever run, and nothing need be built
+FAKE_NAMESPACE = (
+    # namespace of placeholders in graphs that never run, so that the library need not be built
+    "lightning_zero_on_paper"
+)
 
 
 class Role(Enum):
-    """What an op does in a graph that passes have gone over."""
+    """Function of an op in a graph after the passes."""
 
-    START = auto()  # launches gathers
-    REDUCE = auto()  # hands gradients over
+    START = auto()  # starts gathers
+    REDUCE = auto()  # enqueues gradients
     OTHER = auto()
 
 
@@ -35,13 +49,12 @@ class Op:
     """One op.
 
     Attributes:
-        name: below the namespace.
-        shards: position of the argument that is the parameter's shard, or a list of them.
-        fake: what it returns where there are no values.
-        role: in a graph.
-        has_effect: it does something besides what it returns: without this a graph would lose it where nobody reads
-            its result.
-        copies_grads: it costs a copy of its first argument into a bucket; otherwise its launch.
+        name: Name in the namespace.
+        shards: Position of the argument that is the parameter's shard, or a list of shards.
+        fake: Returns the result on fake tensors.
+        role: Function in a graph.
+        has_effect: The op has a side effect, so graphs must keep it even if its result is unused.
+        copies_grads: The op costs a copy of its first argument into a bucket; otherwise only its launch.
     """
 
     name: str
@@ -53,11 +66,11 @@ class Op:
 
     @property
     def overload(self) -> OpOverload:
-        """As it stands in graphs; after :func:`~lightning_zero.native.load.load`."""
+        """The overload in graphs; after :func:`~lightning_zero.native.load.load`."""
         return getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
 
-def _whole(shard: Tensor, shape: list[int], dtype: torch.dtype, resident: Tensor | None = None) -> Tensor:
+def _fake_full(shard: Tensor, shape: list[int], dtype: torch.dtype, resident: Tensor | None = None) -> Tensor:
     return shard.new_empty(shape, dtype=dtype)
 
 
@@ -66,40 +79,42 @@ def _traced_grad(grad: Tensor, shard: Tensor, number: int = 0) -> Tensor:
 
 
 def no_result(*arguments: Any) -> None:
-    """The fake of an op that returns nothing."""
+    """Fake of an op that returns nothing."""
 
 
 def reduce_op(name: str, role: Role = Role.OTHER, fake: Callable[..., Tensor | None] = no_result) -> Op:
-    """The row of an op whose first two arguments are gradients and their shards."""
+    """Return the row of an op whose first two arguments are gradients and their shards."""
     return Op(name, shards=1, fake=fake, role=role, has_effect=True, copies_grads=True)
 
 
-OPS: dict[str, Op] = {}  # by name; complete once the modules of all passes are imported
+OPS: dict[str, Op] = {}  # by name; complete after the modules of all passes are imported
 
 
 def register_op(op: Op) -> Op:
-    """Enters an op into the table. Called where a pass's module is imported, and so before the library is loaded, which
-    is when torch is told of all ops."""
+    """Add an op to the table.
+
+    Call it on import of a pass's module: torch is given all ops when the library is loaded.
+    """
     assert op.name not in OPS, f"{op.name} has a row already"
     OPS[op.name] = op
     return op
 
 
-register_op(Op("gather", shards=0, fake=_whole))
-register_op(Op("gather_eager", shards=0, fake=_whole))
-register_op(Op("gather_start", shards=0, fake=_whole, role=Role.START))
-register_op(reduce_op("reduce", fake=_traced_grad))  # until a pass puts reduce_add in its place
-register_op(reduce_op("reduce_add", Role.REDUCE))  # what eager code calls, too
+register_op(Op("gather", shards=0, fake=_fake_full))
+register_op(Op("gather_eager", shards=0, fake=_fake_full))
+register_op(Op("gather_start", shards=0, fake=_fake_full, role=Role.START))
+register_op(reduce_op("reduce", fake=_traced_grad))  # replaced by reduce_add in a pass
+register_op(reduce_op("reduce_add", Role.REDUCE))  # also used by eager code
 
 
 def find_op(target: Any) -> Op | None:
-    """The row of what a node of a graph calls; None where that is no op of ours."""
+    """Return the row of the op that a node calls; None if it is not one of ours."""
     if not isinstance(target, OpOverload) or target.namespace not in (NAMESPACE, FAKE_NAMESPACE):
         return None
     return OPS.get(target.overloadpacket.__name__)
 
 
 def graph_overloads(op: Op) -> list[OpOverload]:
-    """What nodes may call of an op: it, and what stands for it on paper; of the two, what this process has."""
+    """Return the overloads of an op and of its placeholder, as far as this process has them."""
     packets = (getattr(getattr(torch.ops, namespace), op.name, None) for namespace in (NAMESPACE, FAKE_NAMESPACE))
     return [packet.default for packet in packets if packet is not None]

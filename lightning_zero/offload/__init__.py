@@ -1,1 +1,1 @@
-"""Memory of the host for what a device has no room for, and the way between the two."""
+"""Store optimizer state, master weights and activations in host memory."""

@@ -1,135 +1,235 @@
-"""Some buffers on the device, through which much more passes that lies on the host.
+"""Stream data that is stored on the host through a ring of device buffers.
 
-While one buffer is computed in, those of the loads before it are on their way back to the host, and those of the loads
-behind it on their way in. A :class:`RingPass` has three parts:
+While compute uses one buffer, earlier chunks are copied back to the host, and later chunks are copied in. A
+:class:`RingPass` first prefetches one chunk per buffer. ``open`` and ``close`` alternate for each chunk, and may be
+captured in a CUDA graph between ``join`` and ``rejoin``. ``flush`` copies the last chunks out.
 
-    ``ahead``               the first loads, as many as there are buffers, start to come: the earlier, the better
-    ``open``, ``close``     by turns, for each load: what is in its buffer may be changed; then it leaves, and the load
-                            that is next in the same buffer comes. May be captured in a CUDA graph, between ``join``
-                            and ``rejoin``
-    ``leave``               the last loads, which nobody waits for
-
-Three waits keep copies and compute apart, beside compute's own for what it is about to use:
-
-    a copy in waits for compute         whatever compute was given before the pass comes first
-    a copy in waits for a copy out      of the load that had the buffer before, and of the last time that this load
-                                        left; behind a pass of other loads, for all copies out
-    a copy out waits for compute        which writes what is to be copied
-
-Copies of one direction keep their order, so that a wait for the last one is a wait for all. Loads that come ahead do so
-in the order in which their buffers get free: copies go both ways at once, however many buffers there are.
+Three waits order copies and compute. A copy in waits for the compute before the pass, and for the copy out of the chunk
+that had the buffer before, and of the same chunk in the last pass. A copy out waits for the compute that writes its
+source. Copies of one direction stay in order, so waiting for the last one waits for all.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.offload.copy_streams import Copy, Event, CopyStreams, copy_streams_of
+from lightning_zero.errors import HostMemoryError
+from lightning_zero.mesh import Mesh, all_min
+from lightning_zero.offload.pinned_memory import HostMemory
 
-__all__ = ["StagedChunk", "StagedChunks", "RingPass", "StagingRing"]
+__all__ = [
+    "Copy",
+    "CopyStreams",
+    "CpuCopyStreams",
+    "CudaCopyStreams",
+    "FRACTION_WITH_COMPUTE",
+    "RingPass",
+    "StagedChunk",
+    "StagedChunks",
+    "StagingRing",
+    "copy_streams_of",
+    "measure_host_bandwidth",
+]
 
-LEAST_SLOTS = 4  # in use, going out, and two coming in
-MOST_BYTES = 64 << 20  # of a slot: a copy of that size is as fast per byte as any
-ALIGNMENT = 512  # bytes, as torch's allocator aligns
-LEAST = 8  # tensors of which a slot has room for 32 elements
+Copy = tuple[Tensor, Tensor]  # to, from
+Event = Any
 
-StagedChunk = Mapping[str, Tensor]  # contiguous memory of the host
+
+class CopyStreams(Protocol):
+    """Copy between host and device concurrently with compute, which is the device's current stream.
+
+    An event marks all work given to a stream so far. No method blocks the host. Tests replace this class by one that
+    runs copies in the worst order.
+    """
+
+    def record_use(self, memory: Tensor) -> None:
+        """Tell the allocator that copies use this memory, so that it is not reused before they finish."""
+        ...
+
+    def copy_in(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        """Copy from the host after the events in ``after``."""
+        ...
+
+    def copy_out(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        """Copy to the host after the events in ``after``."""
+        ...
+
+    def compute_event(self) -> Event:
+        """Return an event for all compute given so far."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Let compute wait for the event."""
+        ...
+
+
+class CudaCopyStreams:
+    """Copy on two streams of a GPU, one per direction, which its copy engines serve concurrently.
+
+    It may be captured in a CUDA graph, if the graph also contains all work that it waits for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copy_in_stream, self._copy_out_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def record_use(self, memory: Tensor) -> None:
+        for stream in (self._copy_in_stream, self._copy_out_stream):
+            memory.record_stream(stream)
+
+    def copy_in(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        return _copy_on(self._copy_in_stream, copies, after)
+
+    def copy_out(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        return _copy_on(self._copy_out_stream, copies, after)
+
+    def compute_event(self) -> Event:
+        return torch.cuda.current_stream(self._device).record_event()
+
+    def wait(self, event: Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+
+def _copy_on(stream: torch.cuda.Stream, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+    for event in after:
+        stream.wait_event(event)
+    with torch.cuda.stream(stream):
+        for to, source in copies:
+            to.copy_(source, non_blocking=True)
+    return stream.record_event()
+
+
+class CpuCopyStreams:
+    """Copy at once on a CPU, so that no wait is needed."""
+
+    def record_use(self, memory: Tensor) -> None:
+        pass
+
+    def copy_in(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
+        for to, source in copies:
+            to.copy_(source)
+
+    copy_out = copy_in
+
+    def compute_event(self) -> Event:
+        return None
+
+    def wait(self, event: Event) -> None:
+        pass
+
+
+def copy_streams_of(device: torch.device) -> CopyStreams:
+    return CudaCopyStreams(device) if device.type == "cuda" else CpuCopyStreams()
+
+
+MIN_SLOTS = 4  # one for compute, one for a copy out, two for copies in
+MAX_SLOT_BYTES = 64 << 20  # larger copies are not faster per byte
+ALIGNMENT = 512  # bytes, as in torch's allocator
+MIN_TENSORS_PER_SLOT = 8  # a slot has room for 32 elements of this many tensors
+
+StagedChunk = Mapping[str, Tensor]  # contiguous host tensors by name
 
 
 class StagedChunks(list[StagedChunk]):
-    """Those of passes that are made again and again."""
+    """Hold the chunks of passes that are repeated."""
 
 
-def _nothing() -> None:
-    """The loads of no pass."""
+def _no_pass() -> None:
+    """Refer to no chunks."""
 
 
 class StagingRing:
-    """The buffers, and how big loads may be.
+    """Hold the buffers of a ring.
 
     Args:
-        device: where.
-        nbytes: of all buffers together, at most. The memory is allocated with the first pass, for no more buffers than
-            that has loads.
-        lanes: for copies; by default the device's.
-        stamp: is another one once loads may have been written to otherwise than through their tensors.
+        device: of the buffers.
+        nbytes: of all buffers together, at most. They are allocated with the first pass, one per chunk at most.
+        streams: for copies; by default the device's.
+        stamp: returns another value after chunks may have been written without a change of their tensors' versions.
 
     Attributes:
-        slots: number of the buffers.
-        slot_bytes: of each.
-        most: loads of the longest pass.
-        last: all that was to leave so far; None before there was anything.
-        leaving: the loads of the pass that left last, if it is made again, and when those that it had in buffers have
-            left, by number, in their order. Holds no load: state that an optimizer has dropped is to be gone.
-        coming: events of the copies in that compute has not waited for, by load, of the pass that has the buffers. Not
-            the pass: as a cycle the two would keep buffers, and state, until Python's garbage collector runs.
+        slots: number of buffers.
+        slot_bytes: of each buffer.
+        longest_pass: number of chunks.
+        last_copy_out: event of the last copy out, or None.
+        last_pass: a reference to the last pass's chunks, if they are repeated, and events of its last copies out by
+            chunk. It holds no chunk, so that dropped optimizer state is freed.
+        pending_copies: events of copies in that compute has not waited for, by chunk, of the pass that uses the
+            buffers. It does not hold the pass: a reference cycle would keep buffers and state until garbage collection.
     """
 
     def __init__(
         self,
         device: torch.device,
         nbytes: int,
-        lanes: CopyStreams | None = None,
+        streams: CopyStreams | None = None,
         stamp: Callable[[], Any] = lambda: None,
     ) -> None:
         self._device = device
         self.stamp = stamp
-        self.lanes = lanes or copy_streams_of(device)
-        self.last: Event = None
-        self.coming: dict[int, Event] = {}
-        self.most = self.slot_bytes = 0
+        self.streams = streams or copy_streams_of(device)
+        self.last_copy_out: Event = None
+        self.pending_copies: dict[int, Event] = {}
+        self.longest_pass = self.slot_bytes = 0
         self.resize(nbytes)
 
     def resize(self, nbytes: int) -> None:
-        """Other buffers, of so many bytes, from the next pass on. Not while one is under way."""
-        if self.coming:  # what came ahead: nobody else may get that memory before it has
-            self.lanes.wait(next(reversed(self.coming.values())))
-            self.coming.clear()
-        if self.last is not None:
-            self.lanes.wait(self.last)
+        """Use buffers of ``nbytes`` from the next pass on. Not allowed during a pass."""
+        if self.pending_copies:  # compute must wait for prefetches before their memory is freed
+            self.streams.wait(next(reversed(self.pending_copies.values())))
+            self.pending_copies.clear()
+        if self.last_copy_out is not None:
+            self.streams.wait(self.last_copy_out)
         before = self.slot_bytes
-        self.slot_bytes = max(min(nbytes // LEAST_SLOTS, MOST_BYTES) // ALIGNMENT, LEAST) * ALIGNMENT
-        self.most = self.most if self.slot_bytes == before else 0  # the same state is cut into other loads
-        self.slots = self._allowed = max(nbytes // self.slot_bytes, LEAST_SLOTS)
-        self.leaving: tuple[Callable[[], Sequence[StagedChunk] | None], dict[int, Event]] = _nothing, {}
-        self.coming = {}
+        self.slot_bytes = max(min(nbytes // MIN_SLOTS, MAX_SLOT_BYTES) // ALIGNMENT, MIN_TENSORS_PER_SLOT) * ALIGNMENT
+        self.longest_pass = (
+            self.longest_pass if self.slot_bytes == before else 0
+        )  # the same state is split into other chunks
+        self.slots = self._max_slots = max(nbytes // self.slot_bytes, MIN_SLOTS)
+        self.last_pass: tuple[Callable[[], Sequence[StagedChunk] | None], dict[int, Event]] = _no_pass, {}
+        self.pending_copies = {}
         self._memory: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """On the device, now."""
         return 0 if self._memory is None else self._memory.nbytes
 
     @property
     def can_grow(self) -> bool:
-        """Whether :meth:`resize` would make more buffers, for a pass that is longer than the first one was."""
-        return self.slots < min(self._allowed, self.most)
+        """Return True if :meth:`resize` would add buffers, because a later pass was longer than the first."""
+        return self.slots < min(self._max_slots, self.longest_pass)
 
     def elements(self, itemsizes: Sequence[int]) -> int:
-        """How many elements of several tensors, of these sizes in bytes, one buffer holds: a multiple of 32, and at
-        least that."""
+        """Return how many elements of several tensors fit into one buffer: a multiple of 32.
+
+        It is at least 32.
+
+        Args:
+            itemsizes: bytes per element of each tensor.
+        """
         room = self.slot_bytes - len(itemsizes) * ALIGNMENT
         return max(room // max(sum(itemsizes), 1) // 32, 1) * 32
 
     def allocated(self) -> Tensor:
-        """The memory of all buffers: bytes, allocated now if it was not before."""
+        """Return the memory of all buffers, and allocate it if needed."""
         if self._memory is None:
-            self.slots = max(min(self.slots, self.most), LEAST_SLOTS)
+            self.slots = max(min(self.slots, self.longest_pass), MIN_SLOTS)
             self._memory = torch.empty(self.slots * self.slot_bytes, dtype=torch.uint8, device=self._device)
-            # A training may end, and all of it go, while state is on its way.
-            self.lanes.use(self._memory)
+            # The memory may be freed while copies are running.
+            self.streams.record_use(self._memory)
         return self._memory
 
     def buffers(self, number: int, like: StagedChunk) -> dict[str, Tensor]:
-        """Where the load of this number of a pass lies on the device.
+        """Return the device tensors of the chunk with this number.
 
         Raises:
-            ValueError: it is too large.
+            ValueError: the chunk is too large.
         """
         if not like:
             return {}
@@ -144,96 +244,136 @@ class StagingRing:
 
 
 class RingPass:
-    """Once through a ring.
+    """Stream a sequence of chunks through a ring, which no other pass uses, once.
 
-    Args:
-        ring: that no other pass is in.
-        loads: in their order. One without tensors has nothing to bring, and may have something to take.
+    A chunk without tensors copies nothing in, but may copy something out.
     """
 
-    def __init__(self, ring: StagingRing, loads: Sequence[StagedChunk]) -> None:
-        self._ring, self._lanes, self._loads = ring, ring.lanes, loads
-        self._came: dict[int, Event] = {}  # by load, until compute has waited for it
-        self._changed: dict[int, StagedChunk] = {}  # loads in the place of those that came
-        self._left: Event = None
-        self._versions: list[Any] = []
+    def __init__(self, ring: StagingRing, chunks: Sequence[StagedChunk]) -> None:
+        self._ring, self._streams, self._chunks = ring, ring.streams, chunks
+        self._arrivals: dict[int, Event] = {}  # by chunk, until compute has waited for them
+        self._replaced: dict[int, StagedChunk] = {}  # targets that differ from the sources
+        self._last_copy_out: Event = None
+        self._prefetched_versions: list[Any] = []
 
-    def ahead(self) -> None:
-        """The first loads come, each once its buffer, and it itself, has left."""
-        self._ring.coming = self._came
-        self._ring.most = max(self._ring.most, len(self._loads))
-        if any(self._loads):
-            # With deterministic algorithms torch fills new memory, on compute: behind `now` that would meet copies.
+    def prefetch(self) -> None:
+        """Copy the first chunks in, each after its buffer is free and its own last copy out has finished."""
+        self._ring.pending_copies = self._arrivals
+        self._ring.longest_pass = max(self._ring.longest_pass, len(self._chunks))
+        if any(self._chunks):
+            # With deterministic algorithms torch fills new memory, by a kernel, which must run before the copies.
             self._ring.allocated()
-        now, slots = self._lanes.now(), self._ring.slots
-        (of, left), self._ring.leaving = self._ring.leaving, (_nothing, {})
-        # Of the same loads the last ones leave, one from each buffer, and none that comes has left later than that.
-        coming, count = {number % slots: event for number, event in left.items()}, min(slots, len(self._loads))
-        if of() is not self._loads or len(coming) != count:
-            coming = dict.fromkeys(range(count), self._ring.last)
+        now, slots = self._streams.compute_event(), self._ring.slots
+        (of, left), self._ring.last_pass = self._ring.last_pass, (_no_pass, {})
+        # Of the same chunks, those copied out last were one in each buffer, and all others were copied out earlier.
+        coming, count = {number % slots: event for number, event in left.items()}, min(slots, len(self._chunks))
+        if of() is not self._chunks or len(coming) != count:
+            coming = dict.fromkeys(range(count), self._ring.last_copy_out)
         for number, event in coming.items():
-            self._bring(number, [now] if event is None else [now, event])
-        self._versions = self._look()
+            self._copy_chunk_in(number, [now] if event is None else [now, event])
+        self._prefetched_versions = self._source_versions()
 
     @property
     def is_valid(self) -> bool:
-        """Whether what has come ahead is still there, and what it was brought from has not been written to since."""
-        return self._ring.coming is self._came and self._versions == self._look()
+        """Return True if the prefetched chunks are still in the ring and their sources were not written to."""
+        return self._ring.pending_copies is self._arrivals and self._prefetched_versions == self._source_versions()
 
-    def _look(self) -> list[Any]:
-        coming = self._loads[: self._ring.slots]
-        return [self._ring.stamp(), *(tensor._version for load in coming for tensor in load.values())]
+    def _source_versions(self) -> list[Any]:
+        coming = self._chunks[: self._ring.slots]
+        return [self._ring.stamp(), *(tensor._version for chunk in coming for tensor in chunk.values())]
 
     def join(self) -> None:
-        """Compute waits for all that comes ahead. What follows on it may be captured up to :meth:`rejoin`."""
-        if self._came:
-            self._lanes.wait(next(reversed(self._came.values())))
-        self._came.clear()
+        """Let compute wait for all prefetched chunks. Compute up to :meth:`rejoin` may be captured."""
+        if self._arrivals:
+            self._streams.wait(next(reversed(self._arrivals.values())))
+        self._arrivals.clear()
 
     def open(self, number: int) -> dict[str, Tensor]:
-        """What compute, from here to :meth:`close`, finds of this load, and may change."""
-        if number in self._came:
-            self._lanes.wait(self._came.pop(number))
-        return self._ring.buffers(number, self._loads[number])
+        """Return the device tensors of this chunk, which compute may change until :meth:`close`."""
+        if number in self._arrivals:
+            self._streams.wait(self._arrivals.pop(number))
+        return self._ring.buffers(number, self._chunks[number])
 
-    def close(self, number: int, load: StagedChunk | None = None, values: StagedChunk | None = None) -> None:
-        """The load leaves, if its buffer is needed; otherwise :meth:`leave` sees to it.
+    def close(self, number: int, chunk: StagedChunk | None = None, values: StagedChunk | None = None) -> None:
+        """Copy the chunk out if its buffer is needed; otherwise :meth:`flush` does.
 
         Args:
-            number: that was opened.
-            load: what goes in its place, if it is not what came.
-            values: on the device, what of it may lie elsewhere than in the buffers.
+            number: of the opened chunk.
+            chunk: target of the copy, if it differs from the source.
+            values: device tensors that may be outside of the buffers.
         """
-        load = self._changed[number] = self._loads[number] if load is None else load
-        buffers = self._ring.buffers(number, load)
+        chunk = self._replaced[number] = self._chunks[number] if chunk is None else chunk
+        buffers = self._ring.buffers(number, chunk)
         for name, value in (values or {}).items():
             if value.data_ptr() != buffers[name].data_ptr():
                 buffers[name].copy_(value.reshape(-1))
-        if number + self._ring.slots < len(self._loads):
-            self._left = self._take(number, load)
-            self._bring(number + self._ring.slots, [self._left])
+        if number + self._ring.slots < len(self._chunks):
+            self._last_copy_out = self._copy_chunk_out(number, chunk)
+            self._copy_chunk_in(number + self._ring.slots, [self._last_copy_out])
 
     def rejoin(self) -> None:
-        """Compute waits for all that has left."""
-        if self._left is not None:
-            self._lanes.wait(self._left)
+        """Let compute wait for all copies out."""
+        if self._last_copy_out is not None:
+            self._streams.wait(self._last_copy_out)
 
-    def leave(self, numbers: Iterable[int] | None = None) -> None:
-        """What is still in its buffers leaves: of these loads, or of those that were closed here."""
+    def flush(self, numbers: Iterable[int] | None = None) -> None:
+        """Copy out the chunks that are still in buffers: those with these numbers, or those that were closed."""
         left: dict[int, Event] = {}
-        for number in sorted(self._changed if numbers is None else numbers):
-            if number + self._ring.slots >= len(self._loads):
-                self._left = left[number] = self._take(number, self._changed.get(number, self._loads[number]))
-        if self._left is not None:
-            self._ring.last = self._left
-        self._ring.leaving = (weakref.ref(self._loads) if isinstance(self._loads, StagedChunks) else _nothing), left
+        for number in sorted(self._replaced if numbers is None else numbers):
+            if number + self._ring.slots >= len(self._chunks):
+                self._last_copy_out = left[number] = self._copy_chunk_out(
+                    number, self._replaced.get(number, self._chunks[number])
+                )
+        if self._last_copy_out is not None:
+            self._ring.last_copy_out = self._last_copy_out
+        self._ring.last_pass = (weakref.ref(self._chunks) if isinstance(self._chunks, StagedChunks) else _no_pass), left
 
-    def _bring(self, number: int, after: Sequence[Event]) -> None:
-        load = self._loads[number]
-        buffers = self._ring.buffers(number, load)
-        self._came[number] = self._lanes.bring([(buffers[name], load[name]) for name in load], after)
+    def _copy_chunk_in(self, number: int, after: Sequence[Event]) -> None:
+        chunk = self._chunks[number]
+        buffers = self._ring.buffers(number, chunk)
+        self._arrivals[number] = self._streams.copy_in([(buffers[name], chunk[name]) for name in chunk], after)
 
-    def _take(self, number: int, load: StagedChunk) -> Event:
-        buffers = self._ring.buffers(number, load)
-        copies: list[Copy] = [(load[name], buffers[name]) for name in load]
-        return self._lanes.take(copies, [self._lanes.now()])
+    def _copy_chunk_out(self, number: int, chunk: StagedChunk) -> Event:
+        buffers = self._ring.buffers(number, chunk)
+        copies: list[Copy] = [(chunk[name], buffers[name]) for name in chunk]
+        return self._streams.copy_out(copies, [self._streams.compute_event()])
+
+
+NBYTES = 64 << 20  # of a measured copy
+REPETITIONS = 4
+FRACTION_WITH_COMPUTE = 0.9  # expected share of the bandwidth during compute, which uses the memory, too
+
+
+def measure_host_bandwidth(mesh: Mesh) -> float | None:
+    """Return the bytes per second in each direction on the slowest rank. Collective.
+
+    Both directions and all ranks copy concurrently.
+
+    None on a CPU, and if a host cannot pin memory. All memory is freed.
+    """
+    if mesh.device.type == "cpu":
+        return None
+    host = HostMemory(mesh.device)
+    try:
+        ends = host.empty(NBYTES, torch.uint8), host.empty(NBYTES, torch.uint8)
+    except HostMemoryError:
+        ends = None
+    dist.barrier(group=mesh.control_group)
+    slowest = torch.tensor(0.0 if ends is None else _bytes_per_s(*ends, mesh.device), dtype=torch.float64)
+    return all_min(slowest, mesh.control_group).item() or None
+
+
+def _bytes_per_s(source: torch.Tensor, target: torch.Tensor, device: torch.device) -> float:
+    device_in, device_out = (torch.empty(NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    streams, best = copy_streams_of(device), 0.0
+    for number in range(REPETITIONS + 1):
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record(torch.cuda.current_stream(device))
+        both = [streams.copy_in([(device_in, source)], [begun]), streams.copy_out([(target, device_out)], [begun])]
+        for copy in both:
+            streams.wait(copy)
+        ended.record(torch.cuda.current_stream(device))
+        ended.synchronize()
+        if number:  # the first one warms up
+            best = max(best, NBYTES / (begun.elapsed_time(ended) * 1e-3))
+    return best

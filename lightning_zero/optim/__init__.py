@@ -1,1 +1,1 @@
-"""Update rules of optimizers and their kernels over shards, and the norm of gradients that are spread over ranks."""
+"""Update rules of optimizers, their kernels over shards, and norms of sharded gradients."""

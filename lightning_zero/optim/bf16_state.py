@@ -1,27 +1,48 @@
-"""Which state of an optimizer is kept in bfloat16, where ``state_dtype="bf16"`` asks for it."""
+"""Optimizer state in bfloat16 (``state_dtype="bf16"``), with stochastic rounding.
+
+A value between two bfloat16 neighbors is rounded up with the probability that keeps its mean. Round-to-nearest would
+stop an average that moves by less than half of bfloat16's resolution. Values that bfloat16 can represent do not change.
+
+The noise is a hash of the parameter's name, the element's index in the full parameter and the step count. So it does
+not depend on the number of ranks, on replay or eager execution, or on a resume. Words of 32 bits are stored in int64
+and products stay below 2**63, because not every device has unsigned arithmetic and signed overflow is undefined.
+"""
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.rules import has_rules, rule_for
-from lightning_zero.sharding.record import ShardedParameter
+from lightning_zero.optim.update_rules import has_rules, rule_for
+from lightning_zero.sharding.layout import ALIGNMENT_BYTES
+from lightning_zero.sharding.param_record import ShardedParameter
 
-__all__ = ["STATE_DTYPE", "ROUNDING_COUNT", "check_bf16_state", "keeps_bf16_state", "bf16_state_names", "restore_state_dtype"]
+__all__ = [
+    "ElementPositions",
+    "ROUNDING_COUNT",
+    "STATE_DTYPE",
+    "bf16_state_names",
+    "check_bf16_state",
+    "keeps_bf16_state",
+    "noise_keys",
+    "restore_state_dtype",
+    "rounding_noise",
+    "stochastic_round",
+]
 
 STATE_DTYPE = torch.bfloat16
-MIN_NUMEL = 4096  # elements of a parameter: what is smaller saves nothing, and norms and biases are that small
-ROUNDING_COUNT = "roundings"  # counts steps, in the state of optimizers that count none: each rounds with other noise
+MIN_NUMEL = 4096  # elements of a parameter; smaller ones (norms, biases) would save almost no memory
+ROUNDING_COUNT = "roundings"  # state key that counts steps for optimizers without a step count: the noise depends on it
 
 
 def keeps_bf16_state(numel: int, dtype: torch.dtype) -> bool:
-    """Whether a parameter of this dtype, and of so many elements over all ranks, has its state so: however many ranks
-    there are, it is the same that has."""
+    """Return True if a parameter of this dtype and full size has bfloat16 state, on any number of ranks."""
     return numel >= MIN_NUMEL and dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -30,20 +51,20 @@ def bf16_state_names(
     groups: Sequence[Mapping[str, Any]],
     find: Callable[[Tensor], ShardedParameter | None],
 ) -> dict[int, tuple[str, ...]]:
-    """By the indices of parameters, the names of their state that is kept so."""
-    found = {}
+    """Return the names of each parameter's bfloat16 state, by parameter index."""
+    names_by_index = {}
     for group in groups:
         rule = rule_for(optimizer, group)
         names = rule.state if rule is not None else ()
         for param in group["params"]:
             record = find(param)
             if names and record is not None and keeps_bf16_state(record.layout.numel, param.dtype):
-                found[record.index] = names
-    return found
+                names_by_index[record.index] = names
+    return names_by_index
 
 
 def restore_state_dtype(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], ShardedParameter | None]) -> None:
-    """Such state is in its parameter's dtype again, as optimizers make it."""
+    """Convert bfloat16 state back to its parameter's dtype."""
     names = bf16_state_names(optimizer, optimizer.param_groups, find)
     for param, entries in optimizer.state.items():
         record = find(param)
@@ -53,16 +74,97 @@ def restore_state_dtype(optimizer: torch.optim.Optimizer, find: Callable[[Tensor
 
 
 def check_bf16_state(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raises :class:`UnsupportedError` for an optimizer whose state, with these groups, cannot be kept so."""
+    """Raise :class:`UnsupportedError` if the optimizer's state cannot be kept in bfloat16."""
     name = type(optimizer).__name__
     if not has_rules(optimizer, groups):
         raise UnsupportedError(
-            f"state_dtype='bf16' has what {name} keeps rounded after each step, by the formula of its update, and that "
-            "is none of those that are known here (elementwise ones of torch.optim, no subclasses). "
-            "lightning_zero.register_rule makes it known; otherwise leave state_dtype out."
+            f"state_dtype='bf16' rounds the state of {name} after each step, which needs its update rule. The rule is "
+            "not known (only elementwise ones of torch.optim, no subclasses). "
+            "Register it with lightning_zero.register_rule, or leave state_dtype out."
         )
     if any(param.dtype is torch.float64 for group in groups for param in group["params"]):
         raise UnsupportedError(
-            f"state_dtype='bf16' keeps the state of {name} in bfloat16, beside parameters of float64. Leave it out, or "
-            "train in float32."
+            f"state_dtype='bf16' keeps the state of {name} in bfloat16, but its parameters are float64. Leave it out, "
+            "or train in float32."
         )
+
+
+BLOCK = ALIGNMENT_BYTES // 4  # elements; no shard that is stepped in float32 or less ends inside a block
+WORD, HALF = 0xFFFFFFFF, 0xFFFF
+
+
+@dataclass(frozen=True)
+class ElementPositions:
+    """The parameter and index of each element of a flat run, or of a chunk of one.
+
+    Attributes:
+        owners: Number of the parameter, for each block of elements.
+        shifts: For each parameter, its element index minus the index in the run.
+        salts: For each parameter, 32 bits of its name.
+        begin: Index in the run of the first element, 0-dim.
+    """
+
+    owners: Tensor
+    shifts: Tensor
+    salts: Tensor
+    begin: Tensor
+
+    @classmethod
+    def from_members(cls, members: Sequence[ShardedParameter], device: torch.device) -> ElementPositions:
+        """Return the positions in a run of these parameters."""
+        numels = [record.layout.shard_numel for record in members]
+        kind = torch.int16 if len(members) <= torch.iinfo(torch.int16).max else torch.int32
+        owners = torch.arange(len(members), dtype=kind, device=device)
+        shifts, begin = [], 0
+        for record, numel in zip(members, numels, strict=True):
+            assert numel % BLOCK == 0, f"{record.name}: a shard of {numel} elements"
+            shifts.append(record.spec.shard_index * numel - begin)
+            begin += numel
+        blocks = torch.tensor([numel // BLOCK for numel in numels], device=device)
+        return cls(
+            owners.repeat_interleave(blocks, output_size=begin // BLOCK),
+            torch.tensor(shifts, device=device),
+            torch.tensor([zlib.crc32(record.name.encode()) for record in members], device=device),
+            torch.zeros((), dtype=torch.int64, device=device),
+        )
+
+    def part(self, begin: int, end: int) -> ElementPositions:
+        """Return the positions of these elements; ``begin`` and ``end`` are block boundaries."""
+        assert begin % BLOCK == end % BLOCK == 0, f"elements {begin} to {end} are no blocks"
+        return ElementPositions(self.owners[begin // BLOCK : end // BLOCK], self.shifts, self.salts, self.begin + begin)
+
+
+def noise_keys(salts: Tensor, step: Tensor) -> Tensor:
+    """Return a hash word for each parameter at this step count (0-dim)."""
+    return _hash_words(salts ^ _hash_words(step.long() & WORD))
+
+
+def rounding_noise(owners: Tensor, shifts: Tensor, begin: Tensor, keys: Tensor) -> Tensor:
+    """Return a hash word for each element, from its :class:`ElementPositions` and keys."""
+    # 1-D from here on: Inductor must see one shape to fuse this with the update.
+    owner = owners.long().view(-1, 1).expand(-1, BLOCK).reshape(-1)
+    numbers = (torch.arange(len(owner), device=owners.device) + begin + shifts[owner]) & WORD
+    return _hash_words(numbers ^ keys[owner])
+
+
+def stochastic_round(value: Tensor, noise: Tensor, number: int) -> Tensor:
+    """Round float32 to bfloat16 with this noise.
+
+    ``number`` is the index of the value among those that share the noise. Each index uses other bits of it.
+    """
+    if number >= 2:
+        noise = _hash_words((noise + number // 2 * 0x3C6EF372) & WORD)
+    low = torch.bitwise_right_shift(noise, 16 * (number % 2)) & HALF
+    finite = value.isfinite()
+    bits = torch.where(finite, value, 0.0).view(torch.int32)
+    up = (bits + low.to(torch.int32)) & ~HALF  # the sign bit stays: finite magnitudes are below it
+    return torch.where(finite, up.view(torch.float32), value).to(torch.bfloat16)
+
+
+def _hash_words(word: Tensor) -> Tensor:
+    """Hash words by C. Wellons' lowbias32 (public domain), a permutation."""
+    word = word ^ torch.bitwise_right_shift(word, 16)
+    word = (word * 0x7FEB352D) & WORD
+    word = word ^ torch.bitwise_right_shift(word, 15)
+    word = (word * (0x846CA68B - 2**32)) & WORD  # the odd factor modulo 2**32
+    return word ^ torch.bitwise_right_shift(word, 16)

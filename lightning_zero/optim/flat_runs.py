@@ -1,47 +1,62 @@
-"""An optimizer's view of the arenas: neighbouring shards of a parameter group, stepped as one flat tensor.
+"""Flat runs: neighboring shards that an optimizer steps as one tensor, and their chunks.
 
-An optimizer that treats elements one by one does the same to a run of neighbouring shards as to each of them, with one
-kernel in place of many. Its own parameters, groups and state keep their identity and shapes: every state tensor of a
-parameter is a view of its segment's.
+An elementwise optimizer does the same to a run of neighboring shards as to each of them, with fewer kernels. Its own
+parameters, groups and state keep their identity and shapes: each parameter's state is a view of its run's state. Runs
+are stepped in chunks if their state is on the host, or if temporary memory must be small.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.memory import HostMemory
-from lightning_zero.optim.bf16_state import STATE_DTYPE, ROUNDING_COUNT
+from lightning_zero.offload.pinned_memory import HostMemory
+from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagedChunks, StagingRing
+from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE, ElementPositions
 from lightning_zero.optim.support import INSTEAD, large_tensors
-from lightning_zero.sharding.record import Role, ShardedParameter
+from lightning_zero.sharding.param_record import Role, ShardedParameter
 
-__all__ = ["FlatRun", "State", "make_flat_runs"]
+__all__ = [
+    "Chunk",
+    "ChunkedState",
+    "FlatRun",
+    "InPlacePass",
+    "LoadedChunk",
+    "MASTER_SHARD",
+    "MAX_CHUNK_NUMEL",
+    "State",
+    "StateOnHost",
+    "chunk_itemsizes",
+    "make_flat_runs",
+    "split_into_chunks",
+]
 
 State = defaultdict[Any, dict[str, Any]]
 
 
 @dataclass
 class FlatRun:
-    """Shards that are stepped as one.
+    """Shards that are stepped as one tensor.
 
     Attributes:
-        group: number of the parameter group.
-        members: the parameters, in the order of memory.
-        param: all of them, flat, with as many dimensions as each of them has, or 1-D if those differ; ``.grad`` is set,
-            unless that is in another dtype.
-        grad: their gradients, in the same shape.
-        counts: by name, the members' 0-dim state tensors (such as step counts), as one 1-D tensor.
-        state: the optimizer's state for ``param``.
-        narrow: names of the state that is kept in bfloat16, in the rule's order.
-        on_host: of ``param``, where that lies in the host's memory: as the host sees it.
-        copy: compute copies of such members, which are written with them; None where there are none.
-        copied: whether the last step has written all of ``copy``.
+        group: Number of the parameter group.
+        members: Parameters in the order of memory.
+        param: All members, flat, with the number of dimensions that all have, or 1-D. ``.grad`` is set unless it has
+            another dtype.
+        grad: Gradients in the shape of ``param``.
+        counts: The members' 0-dim state (such as step counts) by name, as one 1-D tensor.
+        state: Optimizer state of ``param``.
+        bf16_state: Names of the bfloat16 state, in the rule's order.
+        on_host: Host view of ``param`` if it is offloaded.
+        copy: Compute shards of offloaded members, written by the step; None if there are none.
+        copied: True if the last step has written all of ``copy``.
     """
 
     group: int
@@ -54,19 +69,19 @@ class FlatRun:
     on_host: Tensor | None = None
     copy: Tensor | None = None
     copied: bool = False
-    _shown: dict[str, Any] = field(default_factory=dict)
+    _exported: dict[str, Any] = field(default_factory=dict)
 
     @property
     def over_copies(self) -> bool:
-        """Whether gradients lie over compute copies, in another dtype than ``param``."""
+        """True if gradients alias compute shards, in another dtype than ``param``."""
         return self.grad.dtype != self.param.dtype
 
     def set_param_grad(self) -> None:
-        """``param.grad`` is as an optimizer wants it: in the dtype of ``param``, and for that copied if need be."""
+        """Set ``param.grad`` in the dtype of ``param``, by a copy if needed."""
         self.param.grad = self.grad.to(self.param.dtype)
 
     def drop_aliased_gradient(self) -> None:
-        """A step has used it: where it lies over copies, it is nobody's any more."""
+        """Clear gradients that alias compute shards, after a step has used them."""
         if self.over_copies:
             self.param.grad = None
             for record in self.members:
@@ -74,13 +89,15 @@ class FlatRun:
 
     @property
     def elementwise(self) -> list[str]:
-        """Names of the state with one element for each of the members'."""
+        """Names of the state with one element per element of the members."""
         return [name for name, value in self.state.items() if isinstance(value, Tensor) and not self._is_count(value)]
 
     def join_state(self, state: State, host: HostMemory | None = None) -> bool:
-        """Joins the members' state into this segment's; what is not in one piece of memory yet is moved there, and the
-        members' state becomes views of it. What has one element for each of the members' lies on their device, or, if
-        that is given, on the host, and what is narrow is rounded to that. Returns whether anything was moved."""
+        """Join the members' state into this run's, and make the members' state views of it.
+
+        State that is not contiguous, not on the right device (``host`` if given) or not in its stored dtype is copied.
+        Return True if any was copied.
+        """
         own = [state[record.param] for record in self.members if record.param in state]
         if len(own) != len(self.members):
             return False
@@ -91,7 +108,7 @@ class FlatRun:
             if not isinstance(first, Tensor):
                 self.state[key] = first
                 continue
-            if key == ROUNDING_COUNT:  # torch makes what it loads as wide as parameters, and bfloat16 counts to 256
+            if key == ROUNDING_COUNT:  # torch loads state in the parameter's dtype, and bfloat16 counts only to 256
                 values = [value.float() for value in values]
             joined = _contiguous_view(values)
             if self._is_count(first):
@@ -106,11 +123,11 @@ class FlatRun:
                 self.state[key] = flat.view(self.param.shape)
             moved = moved or joined is None
             del values
-            self._show(key, state)  # one by one, so that no more than one of them exists twice
+            self._export(key, state)  # one at a time, so that at most one of them exists twice
         return moved
 
     def move_counts(self, device: torch.device) -> bool:
-        """Counts are on this device from now on; :meth:`export_state` shows them. Returns whether they were not before."""
+        """Move counts to this device; :meth:`export_state` publishes them. Return True if any moved."""
         away = {key: counts for key, counts in self.counts.items() if counts.device != device}
         for key, counts in away.items():
             self.counts[key] = counts.to(device)
@@ -118,25 +135,24 @@ class FlatRun:
         return bool(away)
 
     def read_non_tensor_state(self, state: State) -> None:
-        """What is no tensor, the optimizer may have changed in the members' state since."""
+        """Read non-tensor state from the members, where the optimizer may have changed it."""
         own = state.get(self.members[0].param, {})
         self.state.update({k: own[k] for k, v in self.state.items() if not isinstance(v, Tensor) and k in own})
 
     def export_state(self, state: State) -> None:
-        """Shows what the optimizer keeps for this segment as the members' state, as far as it is something else than
-        last time."""
+        """Publish this run's state as the members' state, as far as it is new."""
         for key, value in self.state.items():
-            if key in self._shown and self._shown[key] is value:
+            if key in self._exported and self._exported[key] is value:
                 continue
             if isinstance(value, Tensor) and self._is_count(value):
                 counts = self.counts.get(key)
                 if counts is None or counts.data_ptr() != value.data_ptr():
                     self.counts[key] = counts = value.detach().reshape(1).repeat(len(self.members))
                     self.state[key] = counts[0]
-            self._show(key, state)
+            self._export(key, state)
 
-    def _show(self, key: str, state: State) -> None:
-        value = self._shown[key] = self.state[key]
+    def _export(self, key: str, state: State) -> None:
+        value = self._exported[key] = self.state[key]
         begin = 0
         for position, record in enumerate(self.members):
             end = begin + record.layout.shard_numel
@@ -144,8 +160,8 @@ class FlatRun:
                 state[record.param][key] = self.counts[key][position]
             elif isinstance(value, Tensor):
                 self.check(key, value, self.param.shape)
-                part = value.view(-1)[begin:end].view(record.layout.visible_shape)
-                state[record.param][key] = record.spec.wrap(part)  # users who read it see the full value's norm
+                chunk = value.view(-1)[begin:end].view(record.layout.visible_shape)
+                state[record.param][key] = record.spec.wrap(chunk)  # reductions by users then return the full value's
             else:
                 self._check_number(key, value)
                 state[record.param][key] = value
@@ -160,7 +176,7 @@ class FlatRun:
             )
 
     def broadcast_counts(self) -> None:
-        """The optimizer has changed the first member's counts; the others' follow."""
+        """Copy the first member's counts, which the optimizer has changed, to the others."""
         for counts in self.counts.values():
             if counts.numel() > 1:
                 counts[1:] = counts[0]
@@ -169,16 +185,15 @@ class FlatRun:
         return value.device == self.param.device if host is None else host.holds(value)
 
     def stored_dtype(self, key: str, value: Tensor) -> torch.dtype:
-        """The dtype in which this state, with one element for each of the members', is kept."""
+        """Return the dtype in which this elementwise state is stored."""
         return STATE_DTYPE if key in self.bf16_state and value.is_floating_point() else value.dtype
 
     def empty(self, dtype: torch.dtype, host: HostMemory | None) -> Tensor:
-        """New memory for such state, 1-D."""
+        """Return new 1-D memory for elementwise state."""
         numel = self.param.numel()
         return torch.empty(numel, dtype=dtype, device=self.param.device) if host is None else host.empty(numel, dtype)
 
     def _concatenate(self, values: Sequence[Tensor], dtype: torch.dtype, host: HostMemory | None) -> Tensor:
-        """In new memory, one behind the other."""
         flat = self.empty(dtype, host)
         for piece, value in zip(flat.split([value.numel() for value in values]), values, strict=True):
             piece.copy_(value.detach().reshape(-1))
@@ -188,8 +203,7 @@ class FlatRun:
         return value.numel() == 1  # a shard has more elements: see ShardLayout
 
     def check(self, key: str, value: Tensor, shape: torch.Size) -> None:
-        """Raise :class:`UnsupportedError` if the state of members, seen in this shape, has another one, or is no plain
-        tensor, such as a quantized one."""
+        """Raise :class:`UnsupportedError` if state is no plain tensor, or not of ``shape``."""
         if type(value) not in (Tensor, nn.Parameter) and "_zero_spec" not in value.__dict__:
             raise UnsupportedError(
                 f"The optimizer keeps a state {key!r} for {self.members[0].name!r} that is a {type(value).__name__}, "
@@ -199,7 +213,7 @@ class FlatRun:
             raise UnsupportedError(
                 f"The optimizer keeps a state {key!r} of shape {tuple(value.shape)} for {self.members[0].name!r}, "
                 f"whose shard it sees as {tuple(shape)}: it does not treat elements one by one, and each rank holds "
-                "only a flat piece of every parameter. Use an optimizer that does, such as AdamW, SGD or Lion."
+                "only a flat shard of every parameter. Use an optimizer that does, such as AdamW, SGD or Lion."
             )
 
 
@@ -210,22 +224,24 @@ def make_flat_runs(
     bf16_state: Mapping[int, tuple[str, ...]] | None = None,
     one_per_parameter: bool = False,
 ) -> list[FlatRun]:
-    """Segments of the parameters in ``groups``, all of which have a gradient.
+    """Return the flat runs of the parameters in ``groups``, all of which have a gradient.
 
     Args:
-        groups: by parameter group.
-        kinds: by index, a number for parameters with the same history; only those are joined.
-        mix_dimensions: join parameters with different numbers of dimensions.
-        narrow: by index, the names of the state that is kept in bfloat16.
-        apart: make a segment of each parameter.
+        groups: Parameters by parameter group.
+        kinds: A number for parameters with the same history, by index; only those are joined.
+        mix_dimensions: Join parameters with different numbers of dimensions.
+        bf16_state: Names of the bfloat16 state by index.
+        one_per_parameter: Make a run of each parameter.
     """
     names = bf16_state or {}
     runs: list[FlatRun] = []
     for number, records in enumerate(groups):
         members: list[ShardedParameter] = []
         for record in sorted(records, key=lambda record: record.shard.data_ptr()):
-            alike = members and names.get(members[-1].index) == names.get(record.index)
-            if members and (one_per_parameter or not alike or not _joins(members[-1], record, kinds, mix_dimensions)):
+            same_state = members and names.get(members[-1].index) == names.get(record.index)
+            if members and (
+                one_per_parameter or not same_state or not _joins(members[-1], record, kinds, mix_dimensions)
+            ):
                 runs.append(_make_run(number, members, names))
                 members = []
             members.append(record)
@@ -255,18 +271,18 @@ def _adjacent(a: Tensor, b: Tensor) -> bool:
 
 
 def _rank_part(record: ShardedParameter, value: Any) -> Any:
-    """Return this rank's part of a full value that a user has put into the state; anything else as it is."""
+    """Return this rank's part of a full value that a user has put into the state; other values unchanged."""
     if isinstance(value, Tensor) and value.numel() > 1 and value.shape != record.layout.visible_shape:
         return record.local_part(value) if value.shape == record.layout.shape else value
     return value
 
 
-def _contiguous_view(pieces: Sequence[Tensor]) -> Tensor | None:
-    """One 1-D view of pieces that lie one behind the other; None if they do not."""
-    first = pieces[0]
-    if not all(p.is_contiguous() for p in pieces) or not all(map(_adjacent, pieces, pieces[1:])):
+def _contiguous_view(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return one 1-D view of tensors that are adjacent in memory; None if they are not."""
+    first = tensors[0]
+    if not all(p.is_contiguous() for p in tensors) or not all(map(_adjacent, tensors, tensors[1:])):
         return None
-    return first.detach().as_strided((sum(p.numel() for p in pieces),), (1,), first.storage_offset())
+    return first.detach().as_strided((sum(p.numel() for p in tensors),), (1,), first.storage_offset())
 
 
 def _make_run(group: int, members: list[ShardedParameter], bf16_state: Mapping[int, tuple[str, ...]]) -> FlatRun:
@@ -277,13 +293,179 @@ def _make_run(group: int, members: list[ShardedParameter], bf16_state: Mapping[i
     dims = {record.param.dim() for record in members}
     shape = (1,) * (dims.pop() - 1) + (flat.numel(),) if len(dims) == 1 else (flat.numel(),)
     param = nn.Parameter(flat.view(shape))
-    found = FlatRun(group, members, param, grad.view(shape), bf16_state=bf16_state.get(members[0].index, ()))
-    if not found.over_copies:
-        found.set_param_grad()
+    run = FlatRun(group, members, param, grad.view(shape), bf16_state=bf16_state.get(members[0].index, ()))
+    if not run.over_copies:
+        run.set_param_grad()
     on_host = [record.on_host for record in members if record.on_host is not None]
     if len(on_host) == len(members):
-        found.on_host = _contiguous_view(on_host)
-        assert found.on_host is not None
+        run.on_host = _contiguous_view(on_host)
+        assert run.on_host is not None
         copies = [record.memory[Role.COMPUTE_SHARD] for record in members if Role.COMPUTE_SHARD in record.memory]
-        found.copy = _contiguous_view(copies) if len(copies) == len(members) else None
-    return found
+        run.copy = _contiguous_view(copies) if len(copies) == len(members) else None
+    return run
+
+
+MAX_CHUNK_NUMEL = 1 << 22  # elements that are float32 at a time; bounds the memory of a step that is not compiled
+MASTER_SHARD = "master shard"  # key next to the names of state, which are identifiers
+
+
+@dataclass(frozen=True)
+class StateOnHost:
+    """Host memory of one engine's shard-sized optimizer state, and its staging ring.
+
+    Attributes:
+        memory: Host memory.
+        ring: Staging ring for each step's state.
+    """
+
+    memory: HostMemory
+    ring: StagingRing
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Neighboring elements of a flat run, stepped at once."""
+
+    run: FlatRun
+    begin: int
+    end: int
+
+    def view_of(self, flat: Tensor) -> Tensor:
+        """Return this chunk's part of a tensor with the run's elements, as a 1-D view."""
+        return flat.detach().view(-1)[self.begin : self.end]
+
+    def load(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return this chunk's part of the run's state by name, and of offloaded master shards.
+
+        Master shards are first: their place in the staging buffer then does not depend on the state.
+        """
+        master = {} if self.run.on_host is None else {MASTER_SHARD: self.view_of(self.run.on_host)}
+        return master | {name: self.view_of(self.run.state[name]) for name in names}
+
+    def positions(self, whole: Mapping[int, ElementPositions]) -> ElementPositions | None:
+        """Return the positions of this chunk's elements; None if its run has none."""
+        positions = whole.get(id(self.run))
+        return None if positions is None else positions.part(self.begin, self.end)
+
+
+class LoadedChunk(NamedTuple):
+    """A chunk on the device.
+
+    Attributes:
+        chunk: The chunk.
+        param: Its elements of the master shards.
+        copy: Its compute shard, if the step writes it; otherwise None.
+        state: State by name.
+        positions: Positions of its elements if some state is bfloat16.
+    """
+
+    chunk: Chunk
+    param: Tensor
+    copy: Tensor | None
+    state: dict[str, Tensor]
+    positions: ElementPositions | None
+
+
+def chunk_itemsizes(run: FlatRun, state: Sequence[int]) -> list[int]:
+    """Return the bytes per element of each tensor that is copied from the host, given those of the state."""
+    return [*state, *([] if run.on_host is None else [run.on_host.itemsize])]
+
+
+def split_into_chunks(run: FlatRun, max_numel: int) -> list[Chunk]:
+    """Split a run into chunks of at most ``max_numel`` elements."""
+    numel = run.param.numel()
+    return [Chunk(run, begin, min(begin + max_numel, numel)) for begin in range(0, numel, max_numel)]
+
+
+class InPlacePass:
+    """Replaces the staging ring's ``RingPass`` for state on the device, which needs no copies."""
+
+    def __init__(self, loads: Sequence[StagedChunk]) -> None:
+        self._loads = loads
+
+    def prefetch(self) -> None:
+        pass
+
+    def open(self, number: int) -> dict[str, Tensor]:
+        return dict(self._loads[number])
+
+    def close(self, number: int, load: StagedChunk | None = None, values: StagedChunk | None = None) -> None:
+        to = self._loads[number] if load is None else load
+        for name, value in (values or {}).items():
+            if value.data_ptr() != to[name].data_ptr():
+                to[name].copy_(value.reshape(-1))
+
+    def flush(self) -> None:
+        pass
+
+    def rejoin(self) -> None:
+        pass
+
+
+class ChunkedState:
+    """Flat runs in chunks, and the transfer of each chunk's state.
+
+    Args:
+        runs: Flat runs with complete state, at fixed addresses.
+        names: Returns the names of a run's state.
+        ring: Staging ring; None if state is on the device, and runs are not split.
+        most: Maximum number of elements of a chunk with bfloat16 state; None: no limit.
+
+    Attributes:
+        positions: Element positions of the runs with bfloat16 state, by run id.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[FlatRun],
+        names: Callable[[FlatRun], Sequence[str]],
+        ring: StagingRing | None,
+        max_numel: int | None = None,
+    ) -> None:
+        self._ring = ring
+        self._masters = any(run.on_host is not None for run in runs)
+        self._chunks: list[Chunk] = []
+        for run in runs:
+            itemsizes = chunk_itemsizes(run, [run.state[name].itemsize for name in names(run)])
+            numel = ring.elements(itemsizes) if ring and itemsizes else run.param.numel()
+            self._chunks += split_into_chunks(run, min(numel, max_numel) if run.bf16_state and max_numel else numel)
+        self.positions = {id(s): ElementPositions.from_members(s.members, s.param.device) for s in runs if s.bf16_state}
+        self._positions = [chunk.positions(self.positions) for chunk in self._chunks]
+        self._loads = StagedChunks(chunk.load(names(chunk.run)) for chunk in self._chunks)
+        self._prefetched: RingPass | None = None
+
+    def prefetch_from_host(self) -> None:
+        """Start to copy state for the next step, as far as the ring has space.
+
+        Idempotent; the step need not follow.
+        """
+        if self._ring is not None and (self._prefetched is None or not self._prefetched.is_valid):
+            self._prefetched = RingPass(self._ring, self._loads)
+            self._prefetched.prefetch()
+
+    @contextmanager
+    def stream_state(self) -> Iterator[None]:
+        """Surround :meth:`iter_chunks`, or the replay of a graph that captured it."""
+        self.prefetch_from_host()
+        ring_pass, self._prefetched = self._prefetched, None
+        if ring_pass is not None:
+            ring_pass.join()
+        yield
+        if ring_pass is not None:
+            ring_pass.flush(range(len(self._loads)))
+            if self._masters:  # the compute stream may read them from here on
+                ring_pass.rejoin()
+
+    def iter_chunks(self) -> Iterator[LoadedChunk]:
+        """Yield each chunk with its state on the device.
+
+        Writes to state and parameter are copied back before the next chunk is yielded.
+        """
+        ring_pass = InPlacePass(self._loads) if self._ring is None else RingPass(self._ring, self._loads)
+        for number, chunk in enumerate(self._chunks):
+            state, run = ring_pass.open(number), chunk.run
+            param = state.pop(MASTER_SHARD) if run.on_host is not None else chunk.view_of(run.param)
+            copy = None if run.copy is None else chunk.view_of(run.copy)
+            yield LoadedChunk(chunk, param, copy, state, self._positions[number])
+            ring_pass.close(number)
+        ring_pass.rejoin()

@@ -1,5 +1,7 @@
-"""An optimizer whose state lies on the host, or is kept in fewer bytes, loads it without a detour over the device in
-torch's own dtype, for which there may be no room."""
+"""Placement of optimizer state: on the host, or in fewer bytes, also while it is loaded.
+
+``load_state_dict`` would move state to the device in the parameter's dtype, for which there may be no memory.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,26 @@ import torch
 from torch import Tensor
 
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT
+from lightning_zero.sharding.param_record import ShardedParameter
 
-__all__ = ["StatePlacer", "MakePlacer", "register_placement_hooks", "place_loaded_state"]
+__all__ = ["MakePlacer", "StatePlacer", "move_state_to_host", "place_loaded_state", "register_placement_hooks"]
 
-StatePlacer = Callable[[Tensor, str, Tensor], Tensor]  # of a parameter, a name and what was loaded: what is kept
-MakePlacer = Callable[[torch.optim.Optimizer], StatePlacer]  # as its groups are, which are loaded first
+StatePlacer = Callable[[Tensor, str, Tensor], Tensor]  # (parameter, name, loaded value) -> stored value
+MakePlacer = Callable[[torch.optim.Optimizer], StatePlacer]  # called after the groups are loaded
 
 
 class _WrappedTensor:
-    """A tensor that ``load_state_dict`` does not take for one: those it moves to their parameters' devices."""
+    """Hides a tensor from ``load_state_dict``, which moves tensors to their parameters' devices."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
 
 
 def register_placement_hooks(optimizer: torch.optim.Optimizer, make_placer: MakePlacer) -> list[Any]:
-    """From now on state with more than one element goes where ``make_placer`` have it when it is loaded; returns the handles
-    of hooks that see to it, for our own counts, too. All other hooks see the tensors."""
+    """Place state with more than one element, and our own counts, when it is loaded.
+
+    All other hooks see tensors. Return the handles of the hooks.
+    """
 
     def place_tensors(optimizer: torch.optim.Optimizer) -> None:
         placer = make_placer(optimizer)
@@ -44,7 +49,7 @@ def register_placement_hooks(optimizer: torch.optim.Optimizer, make_placer: Make
 
 @contextmanager
 def place_loaded_state(optimizer: torch.optim.Optimizer, make_placer: MakePlacer) -> Iterator[None]:
-    """Likewise, inside."""
+    """Apply :func:`register_placement_hooks` in this context."""
     handles = register_placement_hooks(optimizer, make_placer)
     try:
         yield
@@ -55,13 +60,29 @@ def place_loaded_state(optimizer: torch.optim.Optimizer, make_placer: MakePlacer
 
 def _wrap_tensors(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> dict[str, Any]:
     state = {
-        number: {k: _WrappedTensor(v) if isinstance(v, Tensor) and _needs_placement(k, v) else v for k, v in entries.items()}
+        number: {
+            k: _WrappedTensor(v) if isinstance(v, Tensor) and _needs_placement(k, v) else v for k, v in entries.items()
+        }
         for number, entries in packed["state"].items()
     }
     return packed | {"state": state}
 
 
 def _needs_placement(key: str, value: Tensor) -> bool:
-    """Whether torch would do with it what is not wanted: counts would be as wide as parameters, and bfloat16 counts to
-    256 (of which torch spares those that it knows)."""
+    """Return True if torch would change the value.
+
+    It loads counts in the parameters' dtype, and bfloat16 counts only to 256.
+    """
     return value.numel() > 1 or key == ROUNDING_COUNT
+
+
+def move_state_to_host(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], ShardedParameter | None]) -> None:
+    """Move shard-sized state to pageable host memory, as soon as offload is enabled.
+
+    The next step moves it to its final memory. The forward and backward before that step need the device memory
+    already.
+    """
+    for param, entries in optimizer.state.items():
+        record = find(param)
+        if record is not None:
+            entries.update({key: value.to("cpu") for key, value in entries.items() if record.has_shard_shape(value)})

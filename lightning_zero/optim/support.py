@@ -1,8 +1,7 @@
-"""Which optimizers can be trusted with shards.
+"""Checks of optimizers: can they step shards, and be captured or offloaded?
 
-An optimizer sees a flat piece of each parameter. That is enough for any rule that treats elements one by one. A rule
-that needs a parameter's shape, or a norm over it, would compute something else from a piece, without an error; such
-optimizers are refused by name.
+An optimizer sees a flat part of each parameter. That is enough for an elementwise rule. A rule that needs a parameter's
+shape, or a norm over it, would silently compute a different result, so such optimizers are rejected by name.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.rules import has_rules
-from lightning_zero.sharding.unsupported import without_shard_dispatch
+from lightning_zero.optim.update_rules import has_rules
+from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 
 __all__ = [
     "INSTEAD",
@@ -31,46 +30,45 @@ __all__ = [
     "speed_up_zero_grad",
 ]
 
-# What to do where an optimizer would train wrongly.
+# Advice in errors about optimizers that would train wrongly.
 INSTEAD = "Use an optimizer that treats elements one by one, such as AdamW, Adam, SGD or Lion, or another strategy."
 
 _NEEDS_FULL_PARAMETERS = {
-    "Muon": "orthogonalises whole matrices",
-    "Dion": "orthogonalises whole matrices",
-    "Adafactor": "keeps row and column statistics of whole matrices",
-    "AdaFactor": "keeps row and column statistics of whole matrices",
-    "CAME": "keeps row and column statistics of whole matrices",
-    "SM3": "keeps row and column statistics of whole matrices",
-    "Shampoo": "preconditions with whole matrices",
-    "SOAP": "preconditions with whole matrices",
-    "KFAC": "preconditions with whole matrices",
-    "PSGD": "preconditions with whole matrices",
-    "GaLore": "projects whole matrices",
-    "LAMB": "scales by the norm of whole parameters",
-    "Lamb": "scales by the norm of whole parameters",
-    "LARS": "scales by the norm of whole parameters",
-    "AdamP": "projects on whole parameters",
-    "SGDP": "projects on whole parameters",
+    "Muon": "orthogonalizes full matrices",
+    "Dion": "orthogonalizes full matrices",
+    "Adafactor": "keeps row and column statistics of full matrices",
+    "AdaFactor": "keeps row and column statistics of full matrices",
+    "CAME": "keeps row and column statistics of full matrices",
+    "SM3": "keeps row and column statistics of full matrices",
+    "Shampoo": "preconditions with full matrices",
+    "SOAP": "preconditions with full matrices",
+    "KFAC": "preconditions with full matrices",
+    "PSGD": "preconditions with full matrices",
+    "GaLore": "projects full matrices",
+    "LAMB": "scales by the norm of full parameters",
+    "Lamb": "scales by the norm of full parameters",
+    "LARS": "scales by the norm of full parameters",
+    "AdamP": "projects on full parameters",
+    "SGDP": "projects on full parameters",
     "LBFGS": "takes inner products over all parameters",
     "Prodigy": "takes inner products over all parameters",
     "DAdapt": "takes inner products over all parameters",
-    "NovoGrad": "normalises by the norm of whole gradients",
-    "AdamMini": "shares statistics over blocks of whole parameters",
-    "Adam_mini": "shares statistics over blocks of whole parameters",
+    "NovoGrad": "normalizes by the norm of full gradients",
+    "AdamMini": "shares statistics over blocks of full parameters",
+    "Adam_mini": "shares statistics over blocks of full parameters",
     "SparseAdam": "steps the rows that sparse gradients name",
 }
-# Families: anywhere in the name, as in SingleDeviceMuonWithAuxAdam.
+# Matched anywhere in the class name, such as SingleDeviceMuonWithAuxAdam.
 _FAMILIES = ("GaLore", "Muon", "Shampoo", "Adafactor", "AdaFactor", "DAdapt")
 
 
 def is_torch_optimizer(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether its class is one of torch's own, not a subclass."""
+    """Return True if the class is one of torch's own, not a subclass."""
     return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise :class:`UnsupportedError`, naming the optimizer and the reason, if it needs whole parameters or steps them
-    by another optimizer."""
+    """Raise :class:`UnsupportedError` if the optimizer needs full parameters or has an inner one."""
     for cls in type(optimizer).__mro__:
         name = cls.__name__
         reason = _NEEDS_FULL_PARAMETERS.get(next((family for family in _FAMILIES if family in name), name))
@@ -92,7 +90,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"{name} has not called torch.optim.Optimizer.__init__(), so its steps have no hooks, in which shards are "
             "made ready. Call super().__init__(params, defaults) in its __init__."
         )
-    steps = any(group["params"] for group in optimizer.param_groups)  # Lightning has an optimizer of nothing
+    steps = any(group["params"] for group in optimizer.param_groups)  # Lightning has an optimizer without parameters
     if steps and type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         check_state_dict(optimizer, optimizer.state_dict())
 
@@ -108,26 +106,25 @@ def check_state_dict(optimizer: torch.optim.Optimizer, packed: Any) -> None:
     if not (isinstance(packed, Mapping) and isinstance(packed.get("state"), Mapping) and "param_groups" in packed):
         keys = ", ".join(map(repr, packed)) if isinstance(packed, Mapping) else type(packed).__name__
         raise UnsupportedError(
-            f"The state_dict() of {name} is {{{keys}}}, and not 'state' and 'param_groups' as of torch.optim's, so it "
-            f"cannot be put together from the pieces that each rank holds. {INSTEAD}"
+            f"The state_dict() of {name} is {{{keys}}}, not 'state' and 'param_groups' as torch.optim's, so it "
+            f"cannot be assembled from the shards of all ranks. {INSTEAD}"
         )
     numbers = range(sum(len(group["params"]) for group in optimizer.param_groups))
-    others: dict[Any, Any] = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
-    others |= {key: value for key, value in packed["state"].items() if key not in numbers}
+    extra: dict[Any, Any] = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    extra |= {key: value for key, value in packed["state"].items() if key not in numbers}
     for group in packed["param_groups"]:
-        others |= {key: value for key, value in group.items() if key != "params"}
-    for key, value in others.items():
+        extra |= {key: value for key, value in group.items() if key != "params"}
+    for key, value in extra.items():
         if large := large_tensors(value):
             raise UnsupportedError(
                 f"The state_dict() of {name} holds {key!r} with a tensor of shape {tuple(large[0].shape)} that belongs "
-                "to no parameter's state, so a checkpoint would hold rank 0's piece alone. Keep such tensors in "
+                "to no parameter's state, so a checkpoint would hold only rank 0's part. Keep such tensors in "
                 f"optimizer.state[param]. {INSTEAD}"
             )
 
 
 def check_capture(optimizer: torch.optim.Optimizer, reason: str | None, option: str) -> None:
-    """Raises :class:`UnsupportedError` where there is a reason why a step that must be captured cannot be. ``option``:
-    what the user has set to True."""
+    """Raise :class:`UnsupportedError` if ``reason`` prevents the capture that ``option=True`` requires."""
     if reason is not None:
         raise UnsupportedError(
             f"{option}=True, but the step of {type(optimizer).__name__} cannot be captured: {reason}. "
@@ -136,24 +133,22 @@ def check_capture(optimizer: torch.optim.Optimizer, reason: str | None, option: 
 
 
 def check_offload(optimizer: torch.optim.Optimizer) -> None:
-    """Raises :class:`UnsupportedError` for an optimizer whose state cannot lie on the host."""
+    """Raise :class:`UnsupportedError` if the optimizer's state cannot be offloaded."""
     if not has_rules(optimizer, optimizer.param_groups):
         raise UnsupportedError(
-            f"offload=('optimizer',) has optimizers step their parameters in parts, and whether "
-            f"{type(optimizer).__name__} can do that is not known: its update rule is none of those that are known "
-            "here (elementwise ones of torch.optim, no subclasses). lightning_zero.register_rule makes it known; "
-            "otherwise leave 'optimizer' out of offload."
+            f"offload=('optimizer',) steps parameters in chunks, and it is unknown if {type(optimizer).__name__} "
+            "supports that: its update rule is not known (only elementwise optimizers of torch.optim, no subclasses). "
+            "Register it with lightning_zero.register_rule, or leave 'optimizer' out of offload."
         )
 
 
 def speed_up_zero_grad(optimizer: torch.optim.Optimizer) -> None:
-    """Makes ``optimizer.zero_grad()``, which comes each step and looks at each parameter twice, as quick as for
-    ordinary parameters. Harmless when repeated."""
-    of = weakref.ref(optimizer)
+    """Make ``optimizer.zero_grad()`` bypass the shards' dispatch, for speed. Idempotent."""
+    reference = weakref.ref(optimizer)
 
     @without_shard_dispatch
     def zero_grad(set_to_none: bool = True) -> None:
-        own = of()
+        own = reference()
         assert own is not None
         type(own).zero_grad(own, set_to_none)
 
@@ -161,8 +156,7 @@ def speed_up_zero_grad(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_members(groups: list[dict[str, Any]], name: str, find: Callable[[Tensor], Any]) -> None:
-    """Raises :class:`UnsupportedError` when an optimizer of that name holds a parameter of which ``find`` finds
-    nothing."""
+    """Raise :class:`UnsupportedError` if the optimizer holds a parameter that ``find`` does not know."""
     for number, group in enumerate(groups):
         for position, param in enumerate(group["params"]):
             if find(param) is None:

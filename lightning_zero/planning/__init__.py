@@ -1,6 +1,6 @@
-"""What a training would need of each GPU, said before there is one: ``lightning_zero.plan``.
+"""Estimate a training's memory and time per GPU without a GPU: ``lightning_zero.plan``.
 
-``training.py`` runs a training step on tensors that have shapes and no memory; ``compiled.py`` puts the graphs in the
-place of modules that would be compiled, as torch's own partitioner cuts them; ``ledger.py`` and ``lifetimes.py`` count
-what is alive; ``static.py`` and ``states.py`` know what stays from step to step; ``seconds.py`` how long it all takes.
+``estimate_training.py`` is the entry. ``fake_step.py`` runs a step on fake tensors, in which ``fake_compiler.py``
+replaces modules by their partitioned graphs. ``memory_counter.py`` counts eager tensors, and ``graph_memory.py`` those
+of compiled graphs. ``persistent_memory.py`` computes what stays between steps, and ``step_seconds.py`` the time.
 """

@@ -1,5 +1,4 @@
-"""What a plan asks of users' code: the loss of a batch, and the optimizers. For LightningModules, as a Trainer would
-ask."""
+"""Call users' code for an estimate: the loss of a batch, and the optimizers, as a Trainer would."""
 
 from __future__ import annotations
 
@@ -14,19 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.planning.states import OptimizerMemory, measure_optimizer_memory
-from lightning_zero.planning.static import cut
+from lightning_zero.planning.persistent_memory import OptimizerMemory, measure_optimizer_memory, shard_parameters
 
 __all__ = ["UserCode"]
 
 
 class UserCode:
-    """Of one module.
+    """The user's code around one module.
 
     Args:
-        module: to be planned.
-        loss: of the module and a batch; None for its ``training_step``.
-        optimizer: made of parameters; None for its ``configure_optimizers``, or AdamW.
+        module: the module.
+        loss: returns the loss of the module and a batch; None calls its ``training_step``.
+        optimizer: makes an optimizer of parameters; None calls its ``configure_optimizers``, or makes AdamW.
     """
 
     def __init__(
@@ -44,12 +42,12 @@ class UserCode:
 
     @contextmanager
     def configured(self) -> Iterator[None]:
-        """Inside, the module has its layers, trains, and believes to have a Trainer that logs nothing."""
+        """Give the module its layers, training mode and a stub Trainer within the context."""
         module: Any = self._module
         mode, trainer = module.training, getattr(module, "_trainer", None)
         level = logging.getLogger("lightning.pytorch").level
         if hasattr(module, "_trainer") and trainer is None:
-            module._trainer = _Trainer()
+            module._trainer = _StubTrainer()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -66,11 +64,11 @@ class UserCode:
 
     @property
     def is_automatic(self) -> bool:
-        """Whether a Trainer calls backward and the optimizer, each once for a batch."""
+        """Return True if a Trainer calls backward and the optimizer once for each batch."""
         return bool(getattr(self._module, "automatic_optimization", True))
 
     def loss(self, module: nn.Module, batch: Any) -> Tensor:
-        """Raises ``ValueError`` where a step returns none."""
+        """Return the loss. Raises ``ValueError`` if the training step returns none."""
         if self._loss is not None:
             result = self._loss(module, batch)
         else:
@@ -82,11 +80,11 @@ class UserCode:
             raise ValueError("The training step returns no loss (manual optimization cannot be planned).")
         return loss
 
-    def kept(self, dtype: torch.dtype | None, world_size: int, narrow: bool) -> OptimizerMemory:
-        """What the module's optimizers keep; ``dtype``: that precision gives parameters; ``narrow``: see
-        :func:`measure_optimizer_memory`."""
+    def optimizer_memory(self, dtype: torch.dtype | None, world_size: int, narrow: bool) -> OptimizerMemory:
+        """Return the memory of the module's optimizers; ``dtype``: of parameters, see ``shard_parameters``."""
         params = list(self._module.parameters())
-        return measure_optimizer_memory(self._optimizers(params), params, cut(self._module, world_size, dtype), narrow)
+        shards = shard_parameters(self._module, world_size, dtype)
+        return measure_optimizer_memory(self._optimizers(params), params, shards, narrow)
 
     def _optimizers(self, params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
         if self._optimizer is not None:
@@ -98,7 +96,6 @@ class UserCode:
 
 
 def _optimizers_in(configured: Any) -> Iterator[torch.optim.Optimizer]:
-    """In whatever ``configure_optimizers`` may return."""
     if isinstance(configured, torch.optim.Optimizer):
         yield configured
     elif isinstance(configured, dict):
@@ -108,8 +105,8 @@ def _optimizers_in(configured: Any) -> Iterator[torch.optim.Optimizer]:
             yield from _optimizers_in(entry)
 
 
-class _Trainer(SimpleNamespace):
-    """What modules ask a Trainer in ``configure_optimizers`` and ``training_step``."""
+class _StubTrainer(SimpleNamespace):
+    """Attributes that modules read from a Trainer in ``configure_optimizers`` and ``training_step``."""
 
     def __init__(self) -> None:
         super().__init__(

@@ -1,1 +1,1 @@
-"""Estimates and measurements of what graphs cost: time per node, memory, transfers, overlap."""
+"""Costs of graphs and devices: nodes, links, device memory and timers."""

@@ -1,4 +1,4 @@
-"""GPUs as their vendors state them: memory, dense products, bandwidths; and how much of that is reached."""
+"""Data sheets of GPUs, the shares of them that trainings reach, and the peak FLOP/s for MFU."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_zero.profiling.cost import DeviceSpeed
+from lightning_zero.profiling.node_costs import DeviceSpeed
 
-__all__ = ["DEVICES", "Device", "find_device"]
+__all__ = ["DEVICES", "Device", "PeakFlops", "find_device", "find_peak_flops"]
 
 GIB = 2**30
 
-# Shares of what is stated that trainings reach: measured on H200s, where products of bfloat16 ran at 640 to 790 of 989
-# TFLOP/s, elementwise kernels at 4.2 of 4.8 TB/s, and all-gathers inside a host at 305 of 450 GB/s.
+# Shares of the data sheet that trainings reach. Measured on H200s: products of bfloat16 at 640 to 790 of 989 TFLOP/s,
+# elementwise kernels at 4.2 of 4.8 TB/s, and all-gathers within a host at 305 of 450 GB/s.
 PRODUCTS, MEMORY, LINKS = 0.7, 0.87, 0.68
-LAUNCH_S = 2e-6  # between kernels of a replayed graph
-ACROSS = 50e9  # bytes per second from other hosts: one network card of 400 Gbit/s for each GPU
+LAUNCH_S = 2e-6  # between kernels of a CUDA graph
+ACROSS = 50e9  # bytes per second from other hosts: a 400 Gbit/s network card for each GPU
 
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU, by data sheet.
+    """Data sheet of one GPU.
 
     Attributes:
-        name: by which users ask for it.
+        name: for the argument ``device``.
         memory: bytes that its driver reports.
-        half: floating-point operations per second in dense products of bfloat16 or float16, without sparsity.
-        single: likewise of float32, without tf32.
-        bytes_per_s: of its memory.
-        inside: bytes per second that it receives from other GPUs of its host, while it sends as many.
-        across: likewise from other hosts.
-        context: bytes that the driver, CUDA's context, cuBLAS and NCCL take of each device, which no allocator sees.
+        half: FLOP/s in dense products of bfloat16 or float16, without sparsity.
+        single: FLOP/s in dense products of float32, without tf32.
+        bytes_per_s: bandwidth of its memory.
+        inside: bytes per second that it receives from GPUs of its host while it sends as many.
+        across: bytes per second that it receives from other hosts while it sends as many.
+        context: bytes of the driver, CUDA's context, cuBLAS and NCCL, which the allocator does not see.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Device:
 
     @property
     def speed(self) -> DeviceSpeed:
-        """As far as it is reached."""
+        """Return the speed that trainings reach."""
         half, single = self.half * PRODUCTS, self.single * PRODUCTS
         flops = {torch.bfloat16: half, torch.float16: half, torch.float32: single, torch.float64: single / 2}
         return DeviceSpeed(flops, self.bytes_per_s * MEMORY, LAUNCH_S)
@@ -69,7 +69,7 @@ DEVICES = (
 
 
 def find_device(name: str) -> Device:
-    """Raises ``ValueError`` for one that is not in the table."""
+    """Return the device of a name. Raises ``ValueError`` for an unknown one."""
     for device in DEVICES:
         if device.name.lower() == name.lower().replace(" ", "-"):
             return device
@@ -77,3 +77,46 @@ def find_device(name: str) -> Device:
     raise ValueError(
         f"device={name!r} is none of {known}. Pass one of these, or lightning_zero.Device(...) with its data sheet."
     )
+
+
+# For MFU: words in a device's name, and TFLOP/s in dense products of float32, tf32, and bfloat16 or float16, without
+# sparsity. The first row whose words are all in the name applies. Lightning's table
+# (``lightning.fabric.utilities.throughput``) is not used: it lacks "NVIDIA H200", has the numbers with sparsity for
+# other H200s, those of a pair of cards for "h100 nvl", and takes an L40S for an L4.
+PEAKS: tuple[tuple[tuple[str, ...], float, float, float], ...] = (
+    (("h200", "nvl"), 60.0, 417.5, 835.5),
+    (("h200",), 66.9, 494.7, 989.4),
+    (("gh200",), 66.9, 494.7, 989.4),
+    (("h100", "nvl"), 60.0, 417.5, 835.5),
+    (("h100", "pcie"), 51.2, 378.0, 756.0),
+    (("h100", "hbm3"), 66.9, 494.7, 989.4),
+    (("h100", "sxm"), 66.9, 494.7, 989.4),
+    (("a100",), 19.5, 156.0, 312.0),
+    (("l40s",), 91.6, 183.0, 362.0),
+    (("l4",), 30.3, 60.0, 121.0),
+)
+
+
+@dataclass(frozen=True)
+class PeakFlops:
+    """Peak FLOP/s of a device, and their description."""
+
+    flops: float
+    what: str
+
+
+def find_peak_flops(name: str, dtype: torch.dtype, tf32: bool) -> PeakFlops | None:
+    """Return the peak of the device called ``name`` for products in ``dtype``; None if it is unknown.
+
+    Args:
+        tf32: products of float32 may run in tf32.
+    """
+    words = name.lower().replace("-", " ").split()
+    for wanted, single, tensor, half in PEAKS:
+        if all(any(word == part or (part != "l4" and part in word) for word in words) for part in wanted):
+            column = {torch.bfloat16: half, torch.float16: half, torch.float32: tensor if tf32 else single}.get(dtype)
+            if column is None:
+                return None
+            kind = "tf32" if dtype is torch.float32 and tf32 else str(dtype).removeprefix("torch.")
+            return PeakFlops(column * 1e12, f"{name}, dense {kind}: {column:g} TFLOP/s")
+    return None

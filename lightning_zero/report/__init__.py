@@ -1,4 +1,4 @@
-"""What a training did and what it cost, shown to the user: as estimated from its graphs, and as measured."""
+"""Reports for the user: metrics, files about compiled graphs, and lines about a start."""
 
 from lightning_zero.report.comm_monitor import CommMonitor
 from lightning_zero.report.plan_report import PlanReport

@@ -1,7 +1,7 @@
-"""What a training's steps cost and move, as numbers for any logger.
+"""Log the time, traffic and memory of training steps to any logger.
 
-Nothing waits for the device: times are between events, and a window of steps is logged once the device has come to its
-end, which is at one of the next steps, under the number of its own last step.
+The host never waits for the device: times are between events. A window of steps is logged at a later step, once the
+device has reached its end, under the number of its own last step.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from typing_extensions import override
 
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.trainer.pass_schedule import zero_strategy
+from lightning_zero.profiling.devices import PeakFlops, find_peak_flops
 from lightning_zero.report.flops import FlopCount
-from lightning_zero.report.peaks import PeakFlops, find_peak_flops
-from lightning_zero.report.values import window_metrics
-from lightning_zero.report.window import EngineCounters, BatchTotals, StepWindow
+from lightning_zero.report.step_metrics import BatchTotals, EngineCounters, StepWindow, window_metrics
 
 __all__ = ["CommMonitor"]
 
@@ -31,38 +30,36 @@ SizeOf = Callable[[Any], int]
 
 
 class CommMonitor(Callback):
-    """Logs, every few optimizer steps, means over the steps since the last time:
+    """Log means over a window of optimizer steps:
 
     * ``throughput/step_ms``, ``throughput/samples_per_sec`` and, with a ``length_fn``, ``throughput/tokens_per_sec`` of
       all ranks together, without validation between the steps;
     * ``throughput/tflops_per_device``, and ``throughput/mfu``: its share of the device's peak in dense products of the
-      dtype that is computed in. Operations are the module's ``flops_per_batch``, as for Lightning's
-      ``ThroughputMonitor``, or counted in the first training step, which runs eagerly (on rank 0; what activation
-      checkpointing computes twice counts twice), and scaled by the size of batches. One line says which peak was taken;
-    * ``comm/gathered_mib``, ``comm/reduced_mib``: of whole weights and gradients' buckets, per step, on each rank;
-    * ``comm/exposed_ms_estimated``: per step, how long compute stands idle for transfers. Nothing can measure that in a
-      replayed step: it comes from the plan and from measured speeds of device and links, corrected by the time that a
-      pass really takes. Not on CPUs, and not where a pass runs something else than each of its
-      graphs once;
-    * ``memory/peak_mib``, ``memory/reserved_mib``: of the device's allocator (peaks since torch's own statistics were
-      last reset, which this leaves alone), and ``memory/master_shard_mib``, ``gradient``, ``compute_copy``,
-      ``optimizer_state``, ``optimizer_state_on_host``, ``activations_on_host``, ``captures``, ``peers`` (read by
-      other ranks; outside of the allocator) and so on: by what it is for;
-    * ``replays/forward_backward``, ``replays/optimizer_step``: 1 where graphs of the device were replayed in these
-      steps, else 0, and one line says why not.
+      compute dtype. Operations are the module's ``flops_per_batch``, as for Lightning's ``ThroughputMonitor``.
+      Without that they are counted in the eager first step on rank 0, with recomputed ones counted twice, and scaled
+      by the size of batches. One line names the peak;
+    * ``comm/gathered_mib``, ``comm/reduced_mib``: of unsharded weights and gradient buckets, per step and rank;
+    * ``comm/exposed_ms_estimated``: time per step in which compute waits for transfers. It cannot be measured in a
+      CUDA graph, so it is estimated from the plan and the measured speeds of device and links, corrected by the
+      measured time of a pass. It is missing on CPUs, and if a pass does not run each of its graphs once;
+    * ``memory/peak_mib``, ``memory/reserved_mib``: of the device's allocator, since torch's own statistics were last
+      reset; and ``memory/master_shard_mib``, ``gradient``, ``compute_copy``, ``optimizer_state``,
+      ``optimizer_state_on_host``, ``activations_on_host``, ``captures``, ``peers`` (symmetric memory, outside of the
+      allocator) and so on, by role;
+    * ``replays/forward_backward``, ``replays/optimizer_step``: 1 if CUDA graphs were replayed in these steps, else 0,
+      and one line gives the reason.
 
-    Steps in which something was compiled are left out of times and rates. The numbers are rank 0's; other ranks do
-    nothing.
+    Steps in which something was compiled do not count in times and rates. The numbers are rank 0's.
 
     Args:
-        every_n_steps: optimizer steps between two times; by default the Trainer's ``log_every_n_steps``.
-        batch_size_fn: gives the number of samples in a batch. By default that of a ``ThroughputMonitor`` among the
-            callbacks, or what Lightning takes for the size of a batch.
-        length_fn: gives the number of tokens in a batch. By default that of a ``ThroughputMonitor``, or none.
-        peak_flops: of one device, in floating-point operations per second; by default looked up by its name.
+        every_n_steps: optimizer steps in a window; by default the Trainer's ``log_every_n_steps``.
+        batch_size_fn: returns the number of samples in a batch. By default that of a ``ThroughputMonitor`` among the
+            callbacks, or Lightning's guess.
+        length_fn: returns the number of tokens in a batch. By default that of a ``ThroughputMonitor``, or none.
+        peak_flops: of one device, in FLOP/s; by default looked up by its name.
 
     Attributes:
-        values: what was logged last.
+        values: metrics that were logged last.
 
     Raises:
         MisconfigurationException: ``every_n_steps`` is not positive, or (in ``setup``) the strategy is no
@@ -81,13 +78,13 @@ class CommMonitor(Callback):
         self._every = every_n_steps
         self._size_of, self._length_of = batch_size_fn, length_fn
         self._peak = None if peak_flops is None else PeakFlops(peak_flops, "the given peak_flops")
-        self._engine: Engine | None = None  # on rank 0, while training
+        self._engine: Engine | None = None  # on rank 0 during training
         self._window: StepWindow | None = None
-        self._ended: deque[tuple[int, int, StepWindow]] = deque()  # not logged yet: first and last step
+        self._ended: deque[tuple[int, int, StepWindow]] = deque()  # first step, last step; not logged yet
         self._first_step = 0
-        self._count: FlopCount | None = None  # while the first step runs
-        self._flops: tuple[float, int] | None = None  # of a batch, and its size
-        self._said: set[str] = set()
+        self._count: FlopCount | None = None  # during the first step
+        self._flops: tuple[float, int] | None = None  # of a batch of this size
+        self._reported: set[str] = set()
         self.values: dict[str, float] = {}
 
     @override
@@ -164,7 +161,7 @@ class CommMonitor(Callback):
         count.__exit__(None, None, None)
         return count.total
 
-    # -- what interrupts
+    # -- interruptions
 
     @override
     def on_validation_start(self, *args: Any) -> None:
@@ -179,7 +176,7 @@ class CommMonitor(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         while self._ended:
-            self._log(trainer, *self._ended.popleft())  # the training is over: now it may wait
+            self._log(trainer, *self._ended.popleft())  # this waits for the device
         self._engine = self._window = None
 
     @override
@@ -188,22 +185,22 @@ class CommMonitor(Callback):
         self._ended.clear()
         self._engine = self._window = None
 
-    # -- what is logged
+    # -- logging
 
     def _log(self, trainer: pl.Trainer, first: int, last: int, window: StepWindow) -> None:
         engine = self._engine
         assert engine is not None
         self._find_peak(engine, window)
         values, why = window_metrics(engine, trainer.optimizers, window, last - first, self._peak)
-        for what in why:
-            self._say(what)
+        for line in why:
+            self._report(line)
         self.values = values
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=last - 1)  # where Lightning logs what was logged in that step
+            logger.log_metrics(values, step=last - 1)  # the number under which Lightning logs that step
 
     def _find_peak(self, engine: Engine, window: StepWindow) -> None:
         if not window.tally.flops:
-            self._say(
+            self._report(
                 "CommMonitor logs no MFU: no step ran eagerly in which operations could be counted. Give the "
                 "LightningModule a flops_per_batch."
             )
@@ -211,20 +208,20 @@ class CommMonitor(Callback):
         if self._peak is None:
             self._peak = _peak_of(engine)
         if self._peak is None:
-            self._say(
+            self._report(
                 "CommMonitor logs no MFU: the peak of this device is not known. Pass CommMonitor(peak_flops=...)."
             )
         else:
             per_batch = window.tally.flops / window.tally.batches
-            self._say(
+            self._report(
                 f"CommMonitor: MFU is a share of {self._peak.what}.", f" A batch takes {per_batch / 1e9:.4g} GFLOP."
             )
 
-    def _say(self, line: str, once: str = "") -> None:
-        """Once; the second part may change."""
-        if line not in self._said:
-            self._said.add(line)
-            rank_zero_info(line + once)
+    def _report(self, line: str, suffix: str = "") -> None:
+        """Report a line once; ``suffix`` may differ."""
+        if line not in self._reported:
+            self._reported.add(line)
+            rank_zero_info(line + suffix)
 
 
 def _counts(engine: Engine, optimizers: list[torch.optim.Optimizer]) -> EngineCounters:

@@ -1,6 +1,6 @@
 """Count the floating-point operations of code that runs eagerly, by torch's own formulas.
 
-``torch.utils.flop_counter.FlopCounterMode`` is not used: a formula that raises would end the training step there, it
+``torch.utils.flop_counter.FlopCounterMode`` is not used: a formula that raises would fail the training step there, it
 counts no attention on CPUs, and it puts hooks on all modules, whose calls the engine records in that step.
 """
 
@@ -10,16 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_zero.compat.tensors import TorchDispatchMode
-from lightning_zero.profiling.cost import op_flops
+from lightning_zero.profiling.node_costs import op_flops
 
 __all__ = ["FlopCount"]
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts while it is entered, also what backward passes do in threads of their own.
+    """Counts while the mode is active, also in backward passes on autograd's threads.
 
     Attributes:
-        total: operations so far, on this rank: a multiplication and an addition are two.
+        total: operations of this rank so far; a multiplication and an addition are two.
     """
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ fails warns once and leaves the training alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +19,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.fx import Graph
 from typing_extensions import override
 
-from lightning_zero.compile.graph import graph_kind
-from lightning_zero.compile.passes.pass_trace import PassTrace
-from lightning_zero.compile.readable import readable
+from lightning_zero.compile.fx_utils import format_graph, graph_kind
+from lightning_zero.compile.passes.base import PassTrace
 from lightning_zero.integrations.trainer.pass_schedule import zero_strategy
-from lightning_zero.report.passes import write_passes
 
-__all__ = ["PlanReport"]
+__all__ = ["PlanReport", "write_passes"]
+
+HEADING = ("pass", "ms", "nodes afterwards", "added", "removed", "changed", "moved")
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class PlanReport(Callback):
         """Keep the text of a graph; ``what`` is ``"joint"``, or ``"before"`` or ``"after"`` the passes."""
         with self._forgiving("look at a compiled graph"):
             if what == "before":
-                self._before, self._traces = readable(graph), []
+                self._before, self._traces = format_graph(graph), []
             elif what == "after":
                 before, self._before = self._before, ""
-                self._seen.append(_GraphText(graph_kind(graph), before, readable(graph), tuple(self._traces)))
+                self._seen.append(_GraphText(graph_kind(graph), before, format_graph(graph), tuple(self._traces)))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -142,3 +142,24 @@ class PlanReport(Callback):
                     f"PlanReport could not {doing}: {type(error).__name__}: {error}. The training goes on; the report "
                     "lacks this and maybe more."
                 )
+
+
+def write_passes(folder: Path, stem: str, traces: Sequence[PassTrace]) -> None:
+    """Write ``STEM.txt``, a table of the passes, and ``STEM_NUMBER_PASS.diff`` for each change.
+
+    Args:
+        folder: made if it does not exist.
+        stem: of the graph's files.
+        traces: of the passes, in their order.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [HEADING]
+    for t in traces:
+        counts = (t.nodes, *map(len, (t.added, t.removed, t.changed, t.moved)))
+        rows.append((t.name, f"{t.milliseconds:.2f}", *map(str, counts)))  # type: ignore[arg-type]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADING))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    (folder / f"{stem}.txt").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    for number, trace in enumerate(traces):
+        if trace.diff:
+            (folder / f"{stem}_{number:02}_{trace.name}.diff").write_text(trace.diff, encoding="utf-8")

@@ -1,1 +1,1 @@
-"""Shards: how a parameter is cut, where the pieces lie, and how a module reads them."""
+"""Shard parameters, allocate their memory, and gather them when modules read them."""

@@ -1,8 +1,8 @@
-"""Tensors that share memory with a parameter and were taken before it was sharded (``weight.data``, a row of it).
+"""Find tensors that were taken of a parameter's memory before it was sharded (``weight.data``, a row).
 
 In a plain module a write to such a tensor changes the parameter. After sharding, the parameter has other memory. A
-tensor of all elements becomes another name of the shard, and follows the same rules; any other one raises when it is
-used, with the parameter's name.
+tensor of all elements becomes an alias of the shard and follows the same rules. Any other one raises on use, with the
+parameter's name.
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.sharding.layout import is_strided
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.tensor_extent import extent
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.layout import extent, is_strided
+from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
 __all__ = ["Aliases", "check_shared_memory"]
 
 
-class _Range:
-    """Bytes of a storage that a tensor's elements span."""
+class _StorageSpan:
+    """Hold the byte range of a storage that a tensor's elements span."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.storage = tensor.untyped_storage()._cdata
         self.begin = tensor.storage_offset() * tensor.element_size()
         self.end = self.begin + extent(tensor.size(), tensor.stride()) * tensor.element_size()
 
-    def overlaps(self, other: _Range) -> bool:
+    def overlaps(self, other: _StorageSpan) -> bool:
         return self.storage == other.storage and self.begin < other.end and other.begin < self.end
 
 
@@ -41,19 +40,19 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def check_shared_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-    """Raise UnsupportedError for parameters, or a parameter and a buffer, that are two objects in the same memory.
+    """Raise UnsupportedError if a parameter shares memory with another parameter object or a buffer.
 
     Args:
-        params: by name, each object once.
-        buffers: by name.
+        params: parameters by name, each object once.
+        buffers: buffers by name.
     """
-    by_storage: dict[int, list[tuple[str, _Range]]] = {}
+    by_storage: dict[int, list[tuple[str, _StorageSpan]]] = {}
     with no_shard_dispatch():
         for name, param in params.items():
             if _has_memory(param):
-                span = _Range(param)
-                for other, theirs in by_storage.setdefault(span.storage, []):
-                    if span.overlaps(theirs):
+                span = _StorageSpan(param)
+                for other, other_span in by_storage.setdefault(span.storage, []):
+                    if span.overlaps(other_span):
                         raise UnsupportedError(
                             f"Parameters {other!r} and {name!r} are two objects in the same memory. Sharded, each "
                             "would have values of its own. Tie them as one object: `module.weight = other.weight`, in "
@@ -62,9 +61,9 @@ def check_shared_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tens
                 by_storage[span.storage].append((name, span))
         for name, buffer in buffers.items():
             if type(buffer) is Tensor and is_strided(buffer) and _has_memory(buffer):
-                span = _Range(buffer)
-                for other, theirs in by_storage.get(span.storage, ()):
-                    if span.overlaps(theirs):
+                span = _StorageSpan(buffer)
+                for other, other_span in by_storage.get(span.storage, ()):
+                    if span.overlaps(other_span):
                         raise UnsupportedError(
                             f"Buffer {name!r} shares memory with parameter {other!r}, which would have other memory "
                             "once it is sharded. Register a copy (`tensor.clone()`), or read the parameter instead."
@@ -72,7 +71,7 @@ def check_shared_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tens
 
 
 class StaleAlias(Tensor):
-    """Part of a parameter's memory before it was sharded. Each use raises an error with the parameter's name."""
+    """Represent part of a parameter's former memory. Each use raises, with the parameter's name."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -98,49 +97,49 @@ def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 class Aliases:
-    """Finds these tensors when all parameters are sharded."""
+    """Collect the former memory of parameters, and find the tensors in it after sharding."""
 
     def __init__(self) -> None:
-        self._cut: list[tuple[StorageWeakRef, _Range, ShardedParameter, tuple[Any, ...]]] = []
+        self._registered: list[tuple[StorageWeakRef, _StorageSpan, ShardedParameter, tuple[Any, ...]]] = []
 
-    def note(self, param: Tensor) -> Any:
-        """Return what :meth:`cut` needs to know of a parameter's memory; before that is replaced."""
+    def snapshot_memory(self, param: Tensor) -> Any:
+        """Return a parameter's memory for :meth:`register`. Call it before that memory is replaced."""
         with no_shard_dispatch():
             if not _has_memory(param):
                 return None
-            return StorageWeakRef(param.untyped_storage()), _Range(param), _looks(param)
+            return StorageWeakRef(param.untyped_storage()), _StorageSpan(param), _view_key(param)
 
-    def cut(self, noted: Any, record: ShardedParameter) -> None:
-        """Remember that the parameter of this record had that memory."""
+    def register(self, noted: Any, record: ShardedParameter) -> None:
+        """Remember that the parameter of this record had the memory of this snapshot."""
         if noted is not None:
-            storage, span, looks = noted
-            self._cut.append((storage, span, record, looks))
+            storage, span, view_key = noted
+            self._registered.append((storage, span, record, view_key))
 
     def resolve(self) -> None:
-        """Turn the tensors that still hold a sharded parameter's former memory into shards, or into stale ones."""
-        held = [entry for entry in self._cut if not entry[0].expired()]
-        self._cut.clear()
-        if not held:
+        """Turn tensors that still hold former memory of a parameter into shards or stale aliases."""
+        alive = [entry for entry in self._registered if not entry[0].expired()]
+        self._registered.clear()
+        if not alive:
             return
-        by_storage: dict[int, list[tuple[_Range, ShardedParameter, tuple[Any, ...]]]] = {}
-        for storage, span, record, looks in held:
-            by_storage.setdefault(storage.cdata, []).append((span, record, looks))
+        by_storage: dict[int, list[tuple[_StorageSpan, ShardedParameter, tuple[Any, ...]]]] = {}
+        for storage, span, record, view_key in alive:
+            by_storage.setdefault(storage.cdata, []).append((span, record, view_key))
         with no_shard_dispatch():
             for tensor in _living_tensors():
                 self._resolve(tensor, by_storage)
 
     @staticmethod
     def _resolve(
-        tensor: Tensor, by_storage: Mapping[int, list[tuple[_Range, ShardedParameter, tuple[Any, ...]]]]
+        tensor: Tensor, by_storage: Mapping[int, list[tuple[_StorageSpan, ShardedParameter, tuple[Any, ...]]]]
     ) -> None:
         try:
-            span = _Range(tensor) if _has_memory(tensor) else None
+            span = _StorageSpan(tensor) if _has_memory(tensor) else None
         except (RuntimeError, NotImplementedError):  # a tensor without a storage
             return
-        for theirs, record, looks in by_storage.get(span.storage, ()) if span is not None else ():
-            if span is None or not span.overlaps(theirs):
+        for other_span, record, view_key in by_storage.get(span.storage, ()) if span is not None else ():
+            if span is None or not span.overlaps(other_span):
                 continue
-            if _looks(tensor) == looks and type(tensor) in (Tensor, nn.Parameter):
+            if _view_key(tensor) == view_key and type(tensor) in (Tensor, nn.Parameter):
                 # numpy arrays of this tensor's memory do not hold the storage themselves.
                 tensor.__dict__["_zero_former_memory"] = tensor.detach()
                 record.add_alias(tensor)
@@ -150,7 +149,7 @@ class Aliases:
             return
 
 
-def _looks(tensor: Tensor) -> tuple[Any, ...]:
+def _view_key(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 

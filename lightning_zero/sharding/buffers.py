@@ -1,12 +1,12 @@
-"""Buffers that forward changes (running statistics, codebooks) are the same on all ranks, as under DDP: rank 0's are
-sent to the others before the first forward after each optimizer step.
+"""Broadcast rank 0's buffers that forward changes (running statistics, codebooks), as DDP does.
 
-Protocol: ``before_forward()`` comes before each forward, in training and evaluation, on every rank; ``notice()``
-between a forward and its backward; ``stepped()`` when an optimizer steps. The first time everything is sent, later the
-buffers of those modules of which some rank has seen one change. Ranks must agree on which these are, or one would wait
-for a broadcast that another leaves out: they compare in the first rounds, and again when the agreement at the end of a
-backward has carried the word that somebody saw something new. So what changes outside of a forward for the first time,
-some steps after the beginning, is sent one step late.
+``before_forward()`` runs before each forward, in training and evaluation, and sends what is due; ``notice()`` runs
+between forward and backward; ``stepped()`` when an optimizer steps. The first round sends all buffers, later rounds
+those of modules in which some rank has seen a change.
+
+Ranks must agree on the buffers, or a broadcast would hang. They compare in the first rounds, and after a backward's
+consensus has reported a new change. So a buffer that first changes outside of forward is sent one step late. DDP's
+``_broadcast_coalesced`` is not used, because it sends all buffers in each forward.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.compat.tensors import preserve_versions
-from lightning_zero.compat.tensors import foreach_copy
+from lightning_zero.compat.tensors import foreach_copy, preserve_versions
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import RankMismatchError
 from lightning_zero.mesh import Mesh
@@ -31,41 +30,41 @@ from lightning_zero.sharding.layout import is_strided
 
 __all__ = ["BufferBroadcast"]
 
-ROUNDS = 3  # in which ranks compare what has changed, whatever they have noticed
-PIECE_BYTES = 256 << 20  # sent at once
-_ALIGN = 16  # bytes; the widest dtype's
+COMPARED_ROUNDS = 3  # first rounds, in which ranks always compare their changed buffers
+BUCKET_BYTES = 256 << 20  # of one broadcast; bounds its temporary memory
+_ALIGN = 16  # bytes, of the widest dtype
 
-_Seen = tuple[Tensor | None, int, int]
+_Snapshot = tuple[Tensor | None, int, int]
 
 
 @dataclass(eq=False)
 class _Buffer:
-    """One buffer; ``home`` is its module's dictionary of buffers, since a module may put another tensor there."""
+    """Hold one buffer, with its module, which may replace the tensor."""
 
     name: str
     module: nn.Module
     key: str
-    seen: _Seen = (None, 0, 0)
+    last_seen: _Snapshot = (None, 0, 0)
     checksum: int | None = None
-    changes: bool = False  # since it was first sent, here
+    changes: bool = False  # on this rank, since it was first sent
 
     @property
     def value(self) -> Tensor | None:
         value = self.module._buffers.get(self.key)
         return value if value is not None and _can_be_written(value) else None
 
-    def look(self) -> _Seen:
+    def snapshot(self) -> _Snapshot:
         value = self.module._buffers.get(self.key)
         return (None, 0, 0) if value is None or value.is_inference() else (value, value._version, value.data_ptr())
 
     def has_changed(self) -> bool:
-        value, *now = self.look()
-        before, *then = self.seen
+        value, *now = self.snapshot()
+        before, *then = self.last_seen
         return value is not before or now != then
 
 
-class _Piece:
-    """Buffers that travel in one tensor."""
+class _BufferBucket:
+    """Hold buffers that are broadcast in one tensor."""
 
     def __init__(self, buffers: Sequence[_Buffer], device: torch.device) -> None:
         values = [cast(Tensor, buffer.value) for buffer in buffers]
@@ -80,8 +79,10 @@ class _Piece:
             self.parts.setdefault(value.dtype, []).append((buffer, part))
 
     def exchange(self, receive: bool) -> bool:
-        """Copies between the buffers and the tensor; returns whether all still have the shape they were listed with.
-        Others are left out."""
+        """Copy between the buffers and the tensor.
+
+        Return False if a buffer has changed its shape. Such a buffer is skipped.
+        """
         complete = True
         for dtype, parts in self.parts.items():
             found = [(buffer.value, part) for buffer, part in parts]
@@ -92,19 +93,16 @@ class _Piece:
             if not receive:
                 copy(theirs, mine)
             else:
-                # As DDP: what autograd has saved is not thereby spoilt.
+                # Keep version counters, as DDP does: autograd may have saved the buffers.
                 with preserve_versions(tuple(mine)):
                     copy(mine, theirs)
         return complete
 
 
 class BufferBroadcast:
-    """One engine's.
+    """Broadcast the buffers of one engine, except those of modules of the types ``skip``, such as metrics.
 
-    Args:
-        executor: carries the word between ranks.
-        mesh: its ranks compare on the control group, on which buffers on a CPU beside a GPU are sent, too.
-        skip: types of modules that count for themselves on each rank: metrics.
+    The executor reports new changes to other ranks. Ranks compare over the control group, which also sends CPU buffers.
     """
 
     def __init__(
@@ -118,94 +116,96 @@ class BufferBroadcast:
         self._mesh = mesh
         self._skip = skip
         self._enabled = True
-        self._said = False
+        self._reported = False
         self._buffers: list[_Buffer] = []
         self._watched: list[_Buffer] = []
-        self._homes: list[dict[str, Tensor | None]] = []
+        self._buffer_dicts: list[dict[str, Tensor | None]] = []
         self._count = 0
-        self._pieces: Iterable[_Piece] = []
+        self._buckets: Iterable[_BufferBucket] = []
         self.reset()
 
     def configure(self, config: EngineConfig) -> None:
-        """Whether to, from now on."""
+        """Enable or disable broadcasts."""
         self._enabled = config.broadcast_buffers
 
     def watch(self, root: nn.Module) -> None:
-        """These buffers, except those that DDP is told to ignore (``_ddp_params_and_buffers_to_ignore``)."""
+        """Set the module. Buffers in ``_ddp_params_and_buffers_to_ignore`` are left out."""
         self._root = root if self._mesh.world_size > 1 else None
 
     def reset(self) -> None:
-        """All is sent again before the next forward."""
-        self._due, self._round, self._misfit = True, 0, False
-        self._buffers, self._watched, self._pieces = [], [], []
-        self._say(False)
+        """Send all buffers again before the next forward."""
+        self._is_due, self._round, self._has_mismatch = True, 0, False
+        self._buffers, self._watched, self._buckets = [], [], []
+        self._report(False)
         self._executor.gradients.take_consensus_flag()
 
     def stepped(self) -> None:
-        """An optimizer steps: as under DDP, accumulated micro-batches and the batches of an evaluation share what was
-        sent before the first."""
-        self._due = True
+        """Make a broadcast due.
 
-    @torch.inference_mode(False)  # or what is made here could not be written to in training
+        As in DDP, micro-batches and evaluation batches share the buffers that were sent before the first one.
+        """
+        self._is_due = True
+
+    @torch.inference_mode(False)  # tensors made here must be writable in training
     @torch.no_grad()
     def before_forward(self) -> None:
-        """Sends rank 0's buffers where that is due. Collective; does not wait for a GPU after the first rounds.
+        """Send rank 0's buffers if that is due. Collective; does not wait for the GPU after the first rounds.
 
         Raises:
-            RankMismatchError: ranks have other buffers.
+            RankMismatchError: ranks have different buffers.
         """
-        if not self._due or not self._enabled or self._root is None:
+        if not self._is_due or not self._enabled or self._root is None:
             return
-        self._due = False
-        comparing = self._executor.gradients.take_consensus_flag() or self._round < ROUNDS
+        self._is_due = False
+        comparing = self._executor.gradients.take_consensus_flag() or self._round < COMPARED_ROUNDS
         if comparing:
             self._compare()
             if not self._buffers:
-                self._round = ROUNDS  # on every rank: there is nothing to look at again
-        fit = [self._send(piece) for piece in self._pieces]
-        self._misfit = not all(fit)
+                self._round = COMPARED_ROUNDS  # on every rank: there are no buffers to compare
+        fit = [self._send(bucket) for bucket in self._buckets]
+        self._has_mismatch = not all(fit)
         if comparing:
-            # And no later: a change that nobody has been told of yet must go on showing.
+            # Only after a comparison: a change that was not reported yet must stay visible.
             for buffer in self._watched:
-                buffer.seen = buffer.look()
-        if self._round < ROUNDS:
-            self._pieces = self._pieces if self._round else []
+                buffer.last_seen = buffer.snapshot()
+        if self._round < COMPARED_ROUNDS:
+            self._buckets = self._buckets if self._round else []
             for buffer, number in self._checksums().items():
                 buffer.checksum = number
         self._round += 1
 
     def notice(self) -> None:
-        """Looks whether something has changed that is not sent; ranks hear of it when the next backward ends."""
+        """Check for changes of buffers that are not sent; ranks learn of them when the next backward ends."""
         if self._enabled and self._round > 0:
-            new = self._misfit or sum(map(len, self._homes)) != self._count
-            self._say(new or any(buffer.has_changed() for buffer in self._watched))
+            new = self._has_mismatch or sum(map(len, self._buffer_dicts)) != self._count
+            self._report(new or any(buffer.has_changed() for buffer in self._watched))
 
-    def _say(self, something_new: bool) -> None:
-        if something_new != self._said:
-            self._said = something_new
+    def _report(self, something_new: bool) -> None:
+        if something_new != self._reported:
+            self._reported = something_new
             self._executor.gradients.set_consensus_flag(something_new)
 
-    def _send(self, piece: _Piece) -> bool:
+    def _send(self, bucket: _BufferBucket) -> bool:
         rank_0 = self._mesh.rank == 0
-        fits = piece.exchange(receive=False) if rank_0 else True
-        other = piece.device != self._mesh.device
+        fits = bucket.exchange(receive=False) if rank_0 else True
+        other = bucket.device != self._mesh.device
         group = self._mesh.control_group if other else self._mesh.gather_group
         self._executor.collective(
             "rank 0's buffers",
             SequenceId.CONTROL if other else SequenceId.GATHER,
-            lambda later: dist.broadcast(piece.memory, group=group, group_src=0, async_op=later),
+            lambda later: dist.broadcast(bucket.memory, group=group, group_src=0, async_op=later),
         )
-        return fits if rank_0 else piece.exchange(receive=True)
+        return fits if rank_0 else bucket.exchange(receive=True)
 
     def _compare(self) -> None:
-        """Ranks agree on which modules' buffers are sent: at first all."""
+        """Agree with all ranks on the modules whose buffers are sent: all of them in the first round."""
         assert self._root is not None
         first = self._round == 0
         before = {(id(buffer.module), buffer.key): buffer for buffer in self._buffers}
-        self._homes = [module._buffers for module in self._root.modules()]
-        self._count = sum(map(len, self._homes))
-        self._buffers = [before.get((id(b.module), b.key), b) for b in self._listed()]
-        sums = self._checksums() if not first and self._round < ROUNDS else {}
+        self._buffer_dicts = [module._buffers for module in self._root.modules()]
+        self._count = sum(map(len, self._buffer_dicts))
+        self._buffers = [before.get((id(b.module), b.key), b) for b in self._list_buffers()]
+        sums = self._checksums() if not first and self._round < COMPARED_ROUNDS else {}
         for buffer in self._buffers:
             edited = buffer in sums and buffer.checksum != sums[buffer]
             buffer.changes |= edited or buffer.has_changed() and not first
@@ -215,15 +215,17 @@ class BufferBroadcast:
         with self._executor.waiting("the comparison of buffers", SequenceId.CONTROL):
             everyones = self._mesh.all_gather_values(mine)
         if any(other != digest for other, _ in everyones):
-            self._refuse(listed)
+            self._raise_mismatch(listed)
         changing = {self._buffers[n].module for _, found in everyones for n in found}
-        # Where ranks compute the same statistics together, how they begin is all that is sent.
+        # SyncBatchNorm computes the same statistics on all ranks, so only initial values are sent.
         apart = [b for b in self._buffers if not _is_synchronised(b.module)]
         self._watched = [b for b in apart if first or b.module not in changing]
-        pieces = self._packed([b for b in (self._buffers if first else apart) if b.module in changing])
-        self._pieces = pieces if first else list(pieces)  # all there is, but one after the other
+        buckets = self._make_buckets([b for b in (self._buffers if first else apart) if b.module in changing])
+        self._buckets = (
+            buckets if first else list(buckets)
+        )  # the first round sends all buffers, so its buckets are created one by one
 
-    def _refuse(self, mine: list[str]) -> None:
+    def _raise_mismatch(self, mine: list[str]) -> None:
         everyones = self._mesh.all_gather_values(mine)
         other = next(rank for rank, listed in enumerate(everyones) if listed != everyones[0])
         pairs = list(zip([*everyones[0], "(nothing)"], [*everyones[other], "(nothing)"], strict=False))
@@ -234,7 +236,7 @@ class BufferBroadcast:
             "Register the same buffers on every rank, or pass broadcast_buffers=False to the strategy."
         )
 
-    def _listed(self) -> Iterator[_Buffer]:
+    def _list_buffers(self) -> Iterator[_Buffer]:
         assert self._root is not None
         ignored = getattr(self._root, "_ddp_params_and_buffers_to_ignore", ())
         own = [name for name, module in self._root.named_modules() if isinstance(module, self._skip)]
@@ -248,23 +250,23 @@ class BufferBroadcast:
                     seen.add(id(value))
                     yield _Buffer(name, module, key)
 
-    def _packed(self, buffers: Sequence[_Buffer]) -> Iterator[_Piece]:
+    def _make_buckets(self, buffers: Sequence[_Buffer]) -> Iterator[_BufferBucket]:
         by_device: dict[torch.device, list[_Buffer]] = {}
         for buffer in buffers:
             by_device.setdefault(cast(Tensor, buffer.value).device, []).append(buffer)
         for device, members in by_device.items():
-            piece: list[_Buffer] = []
+            bucket: list[_Buffer] = []
             size = 0
             for buffer in members:
                 size += _nbytes(cast(Tensor, buffer.value))
-                if piece and size > PIECE_BYTES:
-                    yield _Piece(piece, device)
-                    piece, size = [], _nbytes(cast(Tensor, buffer.value))
-                piece.append(buffer)
-            yield _Piece(piece, device)
+                if bucket and size > BUCKET_BYTES:
+                    yield _BufferBucket(bucket, device)
+                    bucket, size = [], _nbytes(cast(Tensor, buffer.value))
+                bucket.append(buffer)
+            yield _BufferBucket(bucket, device)
 
     def _checksums(self) -> dict[_Buffer, int]:
-        """Of what is in the buffers: ``buffer.data.copy_(x)`` leaves no other trace."""
+        """Return checksums of the values: ``buffer.data.copy_(x)`` changes no version counter."""
         found: dict[torch.device, list[tuple[_Buffer, Tensor]]] = {}
         for buffer in self._buffers:
             value = buffer.value
@@ -289,7 +291,6 @@ def _can_be_written(value: Tensor) -> bool:
 
 
 def _copy_each(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """For conjugated and negated ones, which are not copied together."""
     for target, value in zip(into, values, strict=True):
         target.copy_(value)
 
@@ -309,5 +310,5 @@ def _checksum(value: Tensor) -> Tensor:
     bits = value.detach().resolve_conj().resolve_neg().reshape(-1).view(_BITS.get(value.element_size(), torch.int64))
     if bits.numel() > 2**22:
         return bits.sum()
-    # Weighted, so that elements that change places show.
+    # Weighted, so that exchanged elements change the sum.
     return (bits * torch.arange(1, bits.numel() + 1, device=value.device)).sum()

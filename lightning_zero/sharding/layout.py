@@ -1,37 +1,41 @@
-"""How one parameter is cut into equal pieces. Pure arithmetic.
+"""Compute how one parameter is split into equal shards.
 
-A parameter is flattened and cut into ``world_size`` pieces of one size, a multiple of 128 bytes, so that all-gathering
-the pieces gives the parameter itself, with no copy, followed by padding. The padding is zero, always.
+A parameter is flattened and split into ``world_size`` shards of one size, a multiple of 128 bytes. So an all-gather of
+the shards gives the parameter itself, without a copy, followed by padding. The padding is always zero.
 
-It is flattened as it lies in memory: a convolution's weight that was ``channels_last`` is so again when it has been
-gathered.
+It is flattened in memory order: a ``channels_last`` weight of a convolution is ``channels_last`` again after the
+all-gather. This is why shards are no DTensors: ``Shard(0)`` splits at rows of dimension 0, so small and odd shapes
+would need padding copies around each collective.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["ShardLayout", "as_real", "inverse", "is_strided", "memory_order"]
+__all__ = ["ShardLayout", "as_real", "extent", "inverse", "is_strided", "memory_order", "should_read_gaps"]
 
 ALIGNMENT_BYTES = 128
 
 
 def is_strided(tensor: Tensor) -> bool:
-    """Whether the bytes of its elements say all: not of sparse, nested and quantized ones."""
+    """Return True if the tensor is a plain strided one: not sparse, nested or quantized."""
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a view of a complex tensor as pairs of real numbers; any other tensor as it is."""
+    """Return a view of a complex tensor as pairs of real numbers, and any other tensor unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
-    """The dimensions of a convolution's weight, from the one with the widest stride on; None for tensors of fewer
-    dimensions, for those that lie as their shape says, and for those with gaps or overlaps."""
+    """Return the dimensions of a convolution's weight ordered by stride, the largest first.
+
+    Return None for tensors of fewer than 4 dimensions, for contiguous ones, and for those with gaps or overlaps.
+    """
     order = tuple(sorted(range(tensor.dim()), key=lambda dim: (-tensor.stride()[dim], tensor.shape[dim] == 1, dim)))
     if tensor.dim() < 4 or order == tuple(range(tensor.dim())) or not tensor.permute(order).is_contiguous():
         return None
@@ -39,20 +43,20 @@ def memory_order(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    """The permutation that undoes ``permute(order)``."""
+    """Return the permutation that undoes ``permute(order)``."""
     return tuple(order.index(dim) for dim in range(len(order)))
 
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """The cut of one parameter.
+    """Describe how one parameter is split.
 
     Attributes:
-        shape: the whole parameter's.
-        shard_numel: elements in each rank's piece, padding included; at least one alignment unit, so that even an empty
-            parameter has a shard with an address of its own.
-        world_size: number of pieces.
-        order: its dimensions as they lie in memory, the slowest first; None where that is their own order.
+        shape: of the full parameter.
+        shard_numel: elements in each rank's shard, padding included; at least one alignment unit, so that even an empty
+            parameter has a shard with its own address.
+        world_size: number of shards.
+        order: the dimensions in memory order, the slowest first; None if that is the order of the dimensions.
     """
 
     shape: torch.Size
@@ -61,29 +65,28 @@ class ShardLayout:
     order: tuple[int, ...] | None = None
 
     @classmethod
-    def of(
+    def from_shape(
         cls, shape: torch.Size, dtype: torch.dtype, world_size: int, order: tuple[int, ...] | None = None
     ) -> ShardLayout:
-        """The layout of a parameter of this shape and dtype over ``world_size`` ranks."""
         unit = max(1, ALIGNMENT_BYTES // dtype.itemsize)
         piece = -(-shape.numel() // world_size)
         return cls(torch.Size(shape), max(unit, -(-piece // unit) * unit), world_size, order)
 
     @property
     def memory_shape(self) -> torch.Size:
-        """The parameter's shape with its dimensions as they lie in memory."""
+        """Return the parameter's shape in memory order."""
         return self.shape if self.order is None else torch.Size(self.shape[dim] for dim in self.order)
 
     def permute_to_memory(self, full: Tensor) -> Tensor:
-        """``full``, of the parameter's shape, with its dimensions as they lie in memory: a view."""
+        """Return a view of ``full``, a tensor of the parameter's shape, in memory order."""
         return full if self.order is None else full.permute(self.order)
 
     def permute_from_memory(self, stored: Tensor) -> Tensor:
-        """The inverse of :meth:`permute_to_memory`."""
+        """Undo :meth:`permute_to_memory`."""
         return stored if self.order is None else stored.permute(inverse(self.order))
 
     def full_view(self, flat: Tensor) -> Tensor:
-        """The parameter that the 1-D ``flat`` begins with: a view."""
+        """Return the full parameter as a view of the first elements of the 1-D ``flat``."""
         return self.permute_from_memory(flat[: self.numel].view(self.memory_shape))
 
     @property
@@ -92,7 +95,7 @@ class ShardLayout:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """The full parameter's strides, in elements."""
+        """Return the full parameter's strides, in elements."""
         strides, step = [0] * len(self.shape), 1
         for dim in reversed(self.order or range(len(self.shape))):
             strides[dim] = step
@@ -101,30 +104,58 @@ class ShardLayout:
 
     @property
     def visible_shape(self) -> torch.Size:
-        """The shard's shape as users see it: as many dimensions as the parameter has, all but the last of size one.
+        """Return the shard's shape as users see it: (1, ..., 1, :attr:`shard_numel`).
 
-        Users split weight decay by ``p.ndim``. (A scalar's shard is 1-D: it has more than one element.)
+        It has as many dimensions as the parameter.
+
+        Users split weight decay by ``p.ndim``. A scalar's shard is 1-D, because it has more than one element.
         """
         return torch.Size((1,) * (len(self.shape) - 1) + (self.shard_numel,))
 
     def shard_range(self, number: int) -> tuple[int, int]:
-        """The half-open range of the flattened parameter that shard ``number`` is; empty where it is padding only."""
+        """Return the half-open range of the flattened parameter in shard ``number``.
+
+        It is empty if the shard is all padding.
+        """
         begin = min(number * self.shard_numel, self.numel)
         return begin, min(begin + self.shard_numel, self.numel)
 
     def part(self, full: Tensor, number: int) -> Tensor:
-        """Shard ``number`` of ``full`` (the parameter's shape), as users see it: on its device and in its dtype, padded
-        with zeros. Memory of its own."""
+        """Return shard ``number`` of ``full`` in :attr:`visible_shape`, as a new tensor padded with zeros.
+
+        Device and dtype are those of ``full``, which has the parameter's shape.
+        """
         shard = torch.empty(self.shard_numel, dtype=full.dtype, device=full.device)
         self.write(shard, full, number)
         return shard.view(self.visible_shape)
 
     def write(self, shard: Tensor, full: Tensor, number: int) -> None:
-        """Copies shard ``number`` of ``full`` (the parameter's shape, any device and dtype) into the 1-D ``shard``;
-        pads with zeros. A tensor that lies in a checkpoint is asked for this part alone: it has ``read_part``."""
+        """Copy shard ``number`` of the full tensor into the 1-D ``shard``, and pad with zeros.
+
+        ``full`` may have any device and dtype. If it has a method ``read_part``, as a tensor in a checkpoint file has,
+        only this shard is read.
+        """
         if (read_part := getattr(full, "read_part", None)) is not None:
             read_part(shard, self, number)
             return
         begin, end = self.shard_range(number)
         shard[: end - begin].copy_(self.permute_to_memory(full.detach()).reshape(-1)[begin:end])
         shard[end - begin :].zero_()
+
+
+def extent(sizes: Iterable[int], strides: Iterable[int]) -> int:
+    """Return the number of elements from a tensor's first to its last, both included.
+
+    It is 0 for an empty tensor.
+    """
+    pairs = list(zip(sizes, strides, strict=True))
+    return 0 if any(size == 0 for size, _ in pairs) else 1 + sum((size - 1) * stride for size, stride in pairs)
+
+
+def should_read_gaps(values: Tensor, block: int) -> bool:
+    """Return True if one read of the tensor's whole extent is cheaper than reads that skip its gaps.
+
+    That is if the gaps are no larger than the tensor, or the extent fits into one read of ``block`` bytes.
+    """
+    span = extent(values.shape, values.stride())
+    return span <= 2 * values.numel() or span * values.itemsize <= block

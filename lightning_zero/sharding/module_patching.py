@@ -1,9 +1,9 @@
-"""How a module reads its weights once they are shards.
+"""Replace a module's class by a subclass whose properties gather its parameters.
 
-The module's class is replaced by a subclass with one property per parameter. Reading the property gathers; compiled
-code and eager code go through the same door. There is one subclass per (class, parameter names), shared by all such
-modules, and nothing about a particular module is baked into it: otherwise every layer would compile anew wherever a
-graph breaks inside a block.
+There is one property per parameter; compiled and eager code read the same one. All modules of one (class, parameter
+names) share one subclass, and nothing about a particular module is stored in it. Otherwise every layer would be
+compiled again if a graph breaks inside a block. ``torch.nn.utils.parametrize`` replaces classes in the same way, but
+per module.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.compat.tensors import functorch_unwrapped, is_functorch_wrapped
 from lightning_zero.compat.lookup import Absent
 from lightning_zero.compat.modules import skip_code
-from lightning_zero.compat.tensors import DisableTorchFunction, DisableTorchFunctionSubclass
+from lightning_zero.compat.tensors import (
+    DisableTorchFunction,
+    DisableTorchFunctionSubclass,
+    functorch_unwrapped,
+    is_functorch_wrapped,
+)
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import inverse
 from lightning_zero.sharding.weight_reader import WeightReader
@@ -35,34 +39,35 @@ __all__ = [
     "raise_copy_unsupported",
 ]
 
-# Module attributes: parameter name -> whole shape, or None while the whole parameter is in place;
+# Module attributes. Parameter name -> full shape, or None while the full parameter is installed;
 SHAPES = "_zero_shapes"
-# parameter name -> order of its dimensions in memory, where that is not their own (channels_last);
+# parameter name -> memory order of its dimensions, if it differs from their own order (channels_last);
 ORDERS = "_zero_orders"
-# and parameter name -> memory in which compiled code keeps the whole parameter until the optimizer steps.
+# parameter name -> memory in which compiled code keeps the unsharded parameter until the optimizer steps.
 UNSHARDED_CACHE = "_zero_resident"
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether this module's own parameters are shards."""
+    """Return True if this module's own parameters are shards."""
     return SHAPES in module.__dict__
 
 
 def engine_of_class(module: nn.Module) -> Any:
-    """The engine that a sharded module's class belongs to, or None when it is gone."""
-    return cast(Any, type(module))._zero_cache.view.engine
+    """Return the engine of a sharded module's class, or None after it is deleted."""
+    return cast(Any, type(module))._zero_cache.reader.engine
 
 
 def pop_functional_call_read(module: nn.Module) -> bool:
-    """Whether eager code has read a weight, of this module or another of its engine's, that
-    ``torch.func.functional_call`` had put in a shard's place, since the last question."""
+    """Return True if eager code has read a weight of ``torch.func.functional_call`` since last asked.
+
+    The weight may be of any module of the same engine.
+    """
     cache: Any = getattr(type(module), "_zero_cache", None)
-    return cache is not None and cache.view.pop_functional_call_read()
+    return cache is not None and cache.reader.pop_functional_call_read()
 
 
 def _weight_property(name: str) -> property:
-    # Dynamo goes through this line by line, once for each weight that a model reads: nothing here that is for readers
-    # only, such as cast().
+    # Dynamo traces this for each weight that a model reads, so it has no calls that do nothing, such as cast().
     def read(self: Any) -> Tensor | None:
         param = self._parameters[name]
         if param is None:
@@ -71,9 +76,9 @@ def _weight_property(name: str) -> property:
         if shape is None:
             return param
         if torch.compiler.is_compiling():
-            # Modes, too (torch.set_default_device): Dynamo would ask the parameter's class after them, without end.
+            # Disable modes, too (torch.set_default_device): after them Dynamo would call the class's rule endlessly.
             with DisableTorchFunction():
-                if not (self._zero_resident or self._zero_orders):  # of most modules
+                if not (self._zero_resident or self._zero_orders):  # true for most modules
                     return torch.ops.lightning_zero.gather(param, shape, param.dtype)
                 resident: Tensor | None = (self._zero_resident or {}).get(name)
                 order: tuple[int, ...] | None = (self._zero_orders or {}).get(name)
@@ -82,47 +87,47 @@ def _weight_property(name: str) -> property:
                 return weight if order is None else weight.permute(inverse(order))
         return _read_eagerly(self, param, shape)
 
-    return property(read, doc=f"The whole parameter {name!r}, gathered from its shards.")
+    return property(read, doc=f"The full parameter {name!r}, gathered from its shards.")
 
 
-# Dynamo runs code that it cannot trace, as recurrent modules and loops that a graph breaks in, and would compile what
-# is called from there: a graph for each weight, whose result is saved whole for backward. All reads share one code.
-if not isinstance(skip_code, Absent):  # nothing is compiled then
+# From code that Dynamo cannot trace (recurrent modules, loops with a graph break) it would compile each read as a graph
+# that saves the full weight for backward. All properties share one code object, which is skipped here.
+if not isinstance(skip_code, Absent):  # without Dynamo's skip_code, nothing is compiled
     skip_code(cast(types.FunctionType, _weight_property("").fget).__code__)
 
 
 @torch.compiler.disable
 def _read_eagerly(module: Any, param: Tensor, shape: tuple[int, ...]) -> Tensor:
-    view: WeightReader = module._zero_cache.view
-    if view.reads_shards:
+    reader: WeightReader = module._zero_cache.reader
+    if reader.reads_shards:
         return param
-    if type(param) is not nn.Parameter and _is_given(param, shape, view):
-        view.note_functional_call_read()
+    if type(param) is not nn.Parameter and _is_functional_call_weight(param, shape, reader):
+        reader.note_functional_call_read()
         return param
-    view.note_read(cast(nn.Parameter, param))
+    reader.note_read(cast(nn.Parameter, param))
     with DisableTorchFunctionSubclass():
         weight = torch.ops.lightning_zero.gather_eager(param, shape, param.dtype)
-    return view.wrap(weight, cast(nn.Parameter, param))
+    return reader.wrap(weight, cast(nn.Parameter, param))
 
 
-def _is_given(weight: Tensor, shape: tuple[int, ...], view: WeightReader) -> bool:
-    """Whether a whole weight is in the place of a shard, where ``torch.func.functional_call`` puts what it is given.
+def _is_functional_call_weight(weight: Tensor, shape: tuple[int, ...], reader: WeightReader) -> bool:
+    """Return True if ``torch.func.functional_call`` has put a full weight in the place of a shard.
 
     Raises:
-        UnsupportedError: a shard there, of which a transform is to be taken.
+        UnsupportedError: it is a shard inside a functorch transform.
     """
     if isinstance(weight, nn.Parameter):
         return False
     base = weight
     while is_functorch_wrapped(base):
         base = functorch_unwrapped(base)
-    shards = {record.shard.data_ptr() for record in view.engine.sharder.live}
+    shards = {record.shard.data_ptr() for record in reader.engine.sharder.live}
     if weight.shape == shape and base.data_ptr() not in shards:
         return True
     if base is not weight:
         raise UnsupportedError(
-            "torch.func was given module.parameters(), which are shards. Give it whole weights: what is read from the "
-            "modules themselves, {'weight': module.weight, ...}."
+            "torch.func was given module.parameters(), which are shards. Pass full weights, read from the modules: "
+            "{'weight': module.weight, ...}."
         )
     return False
 
@@ -131,27 +136,29 @@ def _flat_weights(self: nn.RNNBase) -> list[Tensor | None]:
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
-def _ignore(self: nn.RNNBase, value: Any) -> None:
-    """Recurrent modules keep a list of their parameters; it would hold shards."""
+def _ignore_flat_weights(self: nn.RNNBase, value: Any) -> None:
+    """Ignore the list of parameters that recurrent modules keep; it would hold shards."""
 
 
 class ClassCache:
-    """Makes and remembers the subclasses, for one engine."""
+    """Create and cache the subclasses of one engine."""
 
     def __init__(self) -> None:
         self._classes: dict[tuple[type, tuple[str, ...]], type] = {}
-        self.view = WeightReader()  # what eager code reads
+        self.reader = WeightReader()
         self._deepcopy: Callable[..., Any] = raise_copy_unsupported
         self._reduce: Callable[..., Any] = raise_copy_unsupported
 
-    def copy_by(self, deepcopy: Callable[..., Any], reduce: Callable[..., Any]) -> None:
-        """How modules are copied, (module, memo), and pickled, (module, protocol). Must keep no engine alive: torch
-        remembers classes for longer than an engine lives."""
+    def set_copiers(self, deepcopy: Callable[..., Any], reduce: Callable[..., Any]) -> None:
+        """Set the functions that deep-copy (module, memo) and pickle (module, protocol) modules.
+
+        They must not keep the engine alive, because torch caches classes for longer than an engine lives.
+        """
         self._deepcopy, self._reduce = deepcopy, reduce
 
     @contextmanager
-    def copying_by(self, deepcopy: Callable[..., Any]) -> Iterator[None]:
-        """Inside, modules are copied so."""
+    def overriding_deepcopy(self, deepcopy: Callable[..., Any]) -> Iterator[None]:
+        """Inside, deep-copy modules by this function."""
         before, self._deepcopy = self._deepcopy, deepcopy
         try:
             yield
@@ -159,19 +166,15 @@ class ClassCache:
             self._deepcopy = before
 
     def deepcopy(self, module: nn.Module, memo: dict[Any, Any]) -> Any:
-        """For ``copy.deepcopy``."""
+        """Implement ``copy.deepcopy`` of a module."""
         return self._deepcopy(module, memo)
 
     def reduce(self, module: nn.Module, protocol: Any) -> Any:
-        """For ``pickle`` and ``copy.copy``."""
+        """Implement ``pickle`` and ``copy.copy`` of a module."""
         return self._reduce(module, protocol)
 
-    def swap(self, module: nn.Module, names: tuple[str, ...]) -> None:
-        """Gives ``module`` the subclass whose properties read ``names``.
-
-        Raises:
-            UnsupportedError: the module's class cannot be subclassed, or is a scripted one.
-        """
+    def install_class(self, module: nn.Module, names: tuple[str, ...]) -> None:
+        """Give ``module`` the subclass whose properties read ``names``."""
         self.check(module)
         original = getattr(type(module), "_zero_original_class", type(module))
         key = (original, names)
@@ -184,7 +187,7 @@ class ClassCache:
 
     @staticmethod
     def check(module: nn.Module) -> None:
-        """Raises :class:`UnsupportedError` for modules whose parameters cannot be read through a property."""
+        """Raise :class:`UnsupportedError` for modules whose parameters cannot be read through a property."""
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(
                 f"{type(module).__name__} is a torch.jit.ScriptModule; its parameters cannot be sharded. Pass the "
@@ -193,7 +196,7 @@ class ClassCache:
 
     @staticmethod
     def restore(module: nn.Module) -> None:
-        """Gives ``module`` its own class back, and forgets what its properties knew."""
+        """Restore the module's own class, and delete the attributes of the subclass."""
         for attribute in (SHAPES, ORDERS, UNSHARDED_CACHE):
             module.__dict__.pop(attribute, None)
         module.__class__ = getattr(type(module), "_zero_original_class", type(module))
@@ -202,11 +205,11 @@ class ClassCache:
 def _subclass(original: type, names: tuple[str, ...], cache: ClassCache) -> type:
     members: dict[str, Any] = {name: _weight_property(name) for name in names}
     if issubclass(original, nn.RNNBase):
-        members["_flat_weights"] = property(_flat_weights, _ignore)
+        members["_flat_weights"] = property(_flat_weights, _ignore_flat_weights)
     members.update(
         _zero_original_class=original,
         _zero_cache=cache,
-        # No dicts: torch 2.11's Dynamo compares, in each step, that those of any two weights are the same object.
+        # None instead of dicts: torch 2.11's Dynamo guards that the dicts of any two weights are one object.
         _zero_resident=None,
         _zero_orders=None,
         __module__=original.__module__,
@@ -227,7 +230,7 @@ def _reduce(self: nn.Module, protocol: Any) -> Any:
 
 
 def raise_copy_unsupported(module: nn.Module, *unused: Any) -> Any:
-    """Raises :class:`UnsupportedError`: there is no engine, or none any more."""
+    """Raise :class:`UnsupportedError`, because the module has no engine, or its engine is deleted."""
     raise UnsupportedError(
         f"A sharded {type(module).__name__} cannot be copied or pickled without its engine. Copy its values instead "
         "(`fresh.load_state_dict(module.state_dict())`, on every rank)."

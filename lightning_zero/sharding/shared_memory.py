@@ -1,8 +1,12 @@
-"""Memory that processes of one host share. It has no name, so that it ends with the last of them, however they end;
-only where processes may not open each other's descriptors it is a file for the moment until all have mapped it.
+"""Share memory between processes of one host.
 
-Protocol: each process makes a :class:`Claim` and tells the others its ``path`` and ``identity``; they map it with
-:func:`mapped`; once all have, each releases its own.
+The memory has no name, so it is freed with the last process that maps it, however that process ends. If processes may
+not open each other's descriptors, it is a file until all have mapped it.
+
+Protocol: each process makes a :class:`Claim` and sends the others its ``path`` and ``identity``. They map it with
+:func:`map_shared`. After all have, each process releases its claim.
+
+``torch.multiprocessing`` shares tensors between a process and its children; ranks of a host need not be related.
 """
 
 from __future__ import annotations
@@ -16,25 +20,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["Claim", "mapped"]
+__all__ = ["Claim", "map_shared"]
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Memory before it is mapped."""
+    """Hold shared memory before it is mapped. Other processes find it at ``path``."""
 
     descriptor: int
-    path: str  # where other processes find it
+    path: str
     named: bool
 
     @classmethod
     def of(cls, nbytes: int, named: bool = False) -> Claim:
-        """
-        Raises:
-            OSError: there is not so much memory.
-        """
+        """Reserve ``nbytes`` of shared memory; raise OSError if there is too little."""
         if named:
             descriptor, path = tempfile.mkstemp(prefix="lightning_zero_", dir=SHARED_MEMORY)
         else:
@@ -42,7 +43,7 @@ class Claim:
             path = f"/proc/{os.getpid()}/fd/{descriptor}"
         claim = cls(descriptor, path, named)
         try:
-            # Claimed now: memory that runs out when it is first written ends the process without a word.
+            # Reserve pages now: running out of memory on first write ends the process by SIGBUS.
             os.posix_fallocate(descriptor, 0, max(nbytes, 1))
         except OSError:
             claim.release()
@@ -51,21 +52,18 @@ class Claim:
 
     @property
     def identity(self) -> tuple[int, int]:
-        """The path may lead elsewhere in another container."""
+        """Return the device and inode. The path may lead elsewhere in another container."""
         return _identity(self.descriptor)
 
     def release(self) -> None:
-        """It lives on where it is mapped."""
+        """Close the descriptor. The memory lives on where it is mapped."""
         os.close(self.descriptor)
         if self.named:
             os.unlink(self.path)
 
 
-def mapped(path: str, identity: tuple[int, int], numel: int, dtype: torch.dtype) -> Tensor:
-    """
-    Raises:
-        OSError: this process cannot open it.
-    """
+def map_shared(path: str, identity: tuple[int, int], numel: int, dtype: torch.dtype) -> Tensor:
+    """Map a claim as a 1-D tensor, which keeps the mapping alive; raise OSError if it cannot be opened."""
     with open(path, "r+b") as file:
         if _identity(file.fileno()) != identity:
             raise OSError(f"{path} is something else for this process")

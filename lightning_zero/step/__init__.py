@@ -1,1 +1,1 @@
-"""The cycle of a training step, forward, backward and the optimizer's step, and what steps optimizers over shards."""
+"""The cycle of a training step, and optimizer steps over shards."""

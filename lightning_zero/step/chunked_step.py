@@ -1,8 +1,8 @@
-"""The optimizer steps flat parameters by itself, whose state lies on the host or is narrow: one stretch after the
-other, each of which has its state on the device, as wide as the optimizer makes it, while it is stepped.
+"""Step flat parameters in chunks if their state is on the host or in bfloat16.
 
-The optimizer sees a parameter group for each stretch, with the settings of its own one. It steps group after group, and
-asks for a parameter's state first: that is when the state comes, and when that of the stretch before leaves.
+The optimizer steps one chunk after the other. The state of the present chunk is on the device, in the dtype that the
+optimizer uses. The optimizer sees a parameter group for each chunk, with the settings of its own group. It reads a
+parameter's state first: this read loads the chunk's state and writes the last chunk's state back.
 """
 
 from __future__ import annotations
@@ -14,26 +14,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.offload.staging_ring import StagedChunk, RingPass
-from lightning_zero.optim.bf16_state import ROUNDING_COUNT
-from lightning_zero.optim.chunks import MASTER_SHARD, MAX_CHUNK_NUMEL, InPlacePass, StateOnHost, Chunk, chunk_itemsizes, split_into_chunks
-from lightning_zero.optim.flat_runs import FlatRun
-from lightning_zero.optim.rounding import ElementPositions, noise_keys, rounding_noise, stochastic_round
-from lightning_zero.optim.rules import rule_for
-from lightning_zero.step.layout import StepLayout
-from lightning_zero.step.layouts import StepLayouts
-from lightning_zero.step.substitute import OwnParams, FlatParams
+from lightning_zero.offload.staging_ring import RingPass, StagedChunk
+from lightning_zero.optim.bf16_state import (
+    ROUNDING_COUNT,
+    ElementPositions,
+    noise_keys,
+    rounding_noise,
+    stochastic_round,
+)
+from lightning_zero.optim.flat_runs import (
+    MASTER_SHARD,
+    MAX_CHUNK_NUMEL,
+    Chunk,
+    FlatRun,
+    InPlacePass,
+    StateOnHost,
+    chunk_itemsizes,
+    split_into_chunks,
+)
+from lightning_zero.optim.update_rules import rule_for
+from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
 
 __all__ = ["ChunkedRunner"]
 
 
 class ChunkedRunner:
-    """Shows the optimizer the stretches of a layout's segments.
+    """Shows the chunks of a layout's flat runs to the optimizer.
 
     Args:
-        optimizer: whose update rule is known; others might look at a parameter again when its turn is over.
-        layouts: of the optimizer.
-        host: where its state lies; None: on the device.
+        optimizer: Optimizer with a known update rule; other optimizers may revisit a parameter.
+        layouts: Its layouts.
+        host: Host memory of the state; None if state is on the device.
     """
 
     can_clip = can_skip = False
@@ -48,18 +59,18 @@ class ChunkedRunner:
         return True
 
     def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
-        assert skip is None, "only what replays can skip"
+        assert skip is None, "only the captured runner can skip"
         layout.prepare_eager_step(own.state, max_norm)
-        parts = [part for run in layout.runs for part in self._cut(run, own)]
-        self._sequence = _ChunkSequence(parts, self._host)
-        origins = [part.run.group for part in parts]
+        chunks = [chunk for run in layout.runs for chunk in self._cut(run, own)]
+        self._sequence = _ChunkSequence(chunks, self._host)
+        origins = [chunk.run.group for chunk in chunks]
         groups = [own.groups[n] | {"params": [param]} for n, param in zip(origins, self._sequence.params, strict=True)]
         return FlatParams(groups, _LazyState(self._sequence), origins)
 
     def _cut(self, run: FlatRun, own: OwnParams) -> list[Chunk]:
         itemsizes = [run.state[name].itemsize for name in run.elementwise]
         rule = rule_for(self._optimizer, own.groups[run.group])
-        if not itemsizes and rule is not None:  # they are still to be made
+        if not itemsizes and rule is not None:  # the optimizer has not made them yet
             itemsizes = [max(run.param.itemsize, torch.float32.itemsize)] * len(rule.state)
         itemsizes = chunk_itemsizes(run, itemsizes)
         numel = self._host.ring.elements(itemsizes) if self._host and itemsizes else run.param.numel()
@@ -72,93 +83,93 @@ class ChunkedRunner:
 
 
 class _ChunkSequence:
-    """Stretches, of which one at a time has its state on the device.
+    """Chunks, of which one at a time has its state on the device.
 
     Attributes:
-        params: of each, the elements as a parameter, with their gradient.
+        params: The elements of each chunk as a parameter, with gradient.
     """
 
-    def __init__(self, parts: Sequence[Chunk], host: StateOnHost | None) -> None:
-        self.params = [_chunk_parameter(part) for part in parts]
-        self._parts = parts
+    def __init__(self, chunks: Sequence[Chunk], host: StateOnHost | None) -> None:
+        self.params = [_chunk_parameter(chunk) for chunk in chunks]
+        self._chunks = chunks
         self._host = host
         self._numbers = {id(param): number for number, param in enumerate(self.params)}
-        self._names = {id(part.run): part.run.elementwise for part in parts}  # of what there was before
-        self._after: dict[int, tuple[FlatRun, dict[str, Any]]] = {}  # the state that the last stretch of each had
-        self._copied: set[int] = set()  # numbers of stretches whose compute copies were written
-        self._positions: dict[int, ElementPositions] = {}  # of the segments with narrow state, by their ids
+        self._names = {id(chunk.run): chunk.run.elementwise for chunk in chunks}  # names of the state before the step
+        self._after: dict[int, tuple[FlatRun, dict[str, Any]]] = {}  # state of the last chunk of each run
+        self._copied: set[int] = set()  # numbers of the chunks whose compute shards were written
+        self._positions: dict[int, ElementPositions] = {}  # of the runs with bfloat16 state, by id
         self._pass: RingPass | InPlacePass | None = None
-        self._first = 0  # stretch of that pass
-        self._now: int | None = None
-        self._state: dict[str, Any] = {}  # of that stretch
+        self._first = 0  # first chunk of that pass
+        self._current: int | None = None
+        self._state: dict[str, Any] = {}  # state of the present chunk
 
     def state_of(self, param: Any) -> dict[str, Any] | None:
-        """The state of this parameter, on the device until that of another one comes; None: it is not one of ours."""
+        """Return this parameter's state, on the device until the next one's is read; None if unknown."""
         number = self._numbers.get(id(param))
-        if number is None or number == self._now:
+        if number is None or number == self._current:
             return None if number is None else self._state
-        follows = self._pass is not None and self._now is not None and number == self._now + 1
+        follows = self._pass is not None and self._current is not None and number == self._current + 1
         self._write_back()
         if not follows:
             self._begin_at(number)
         self._state = self._open(number)
-        self._now = number
+        self._current = number
         return self._state
 
     def replace(self, param: Any, state: dict[str, Any]) -> None:
-        """The optimizer has put this in the place of what :meth:`state_of` gave."""
+        """Replace the state that :meth:`state_of` returned, as the optimizer does by assignment."""
         self.state_of(param)
         self._state = state
 
     def end(self) -> None:
-        """All that has come leaves; segments have the state that the optimizer keeps."""
+        """Write the last chunk back and update the state of the runs."""
         self._write_back()
         self._close_pass()
-        for part in self._parts:
-            part.run.copied = part.run.copy is not None
-        for number, part in enumerate(self._parts):
-            part.run.copied = part.run.copied and number in self._copied
+        for chunk in self._chunks:
+            chunk.run.copied = chunk.run.copy is not None
+        for number, chunk in enumerate(self._chunks):
+            chunk.run.copied = chunk.run.copied and number in self._copied
         for run, state in self._after.values():
-            kept = {}
+            final = {}
             for key, value in state.items():
-                kept[key] = run.state[key] if key in run.elementwise else value
+                final[key] = run.state[key] if key in run.elementwise else value
                 if key in run.counts:
-                    kept[key] = run.state[key].copy_(value)
-            run.state = kept
+                    final[key] = run.state[key].copy_(value)
+            run.state = final
 
     def _begin_at(self, number: int) -> None:
         self._close_pass()
         self._first = number
-        loads = [part.load(self._names[id(part.run)]) for part in self._parts[number:]]
+        loads = [chunk.load(self._names[id(chunk.run)]) for chunk in self._chunks[number:]]
         self._pass = RingPass(self._host.ring, loads) if self._host else InPlacePass(loads)
-        self._pass.ahead()
+        self._pass.prefetch()
 
     def _close_pass(self) -> None:
         if self._pass is not None:
-            self._pass.leave()
-            self._pass.rejoin()  # master shards may be read from here on, as tensors of the device
+            self._pass.flush()
+            self._pass.rejoin()  # the compute stream may read master shards from here on
 
     def _open(self, number: int) -> dict[str, Any]:
         assert self._pass is not None
-        here = self._pass.open(number - self._first)
-        run, found = self._parts[number].run, {}
-        if MASTER_SHARD in here:
-            self.params[number].data = here.pop(MASTER_SHARD).view(self.params[number].shape)
+        loaded = self._pass.open(number - self._first)
+        run, result = self._chunks[number].run, {}
+        if MASTER_SHARD in loaded:
+            self.params[number].data = loaded.pop(MASTER_SHARD).view(self.params[number].shape)
         for key, value in run.state.items():
-            if key in here:
-                wide = here[key].to(run.param.dtype) if key in run.bf16_state else here[key]
-                found[key] = wide.view(self.params[number].shape)
-            elif key not in run.elementwise:  # which the stretch before has made, and this one has not
-                # Each stretch counts the step for itself.
-                found[key] = value.clone() if isinstance(value, Tensor) else value
-        return found
+            if key in loaded:
+                wide = loaded[key].to(run.param.dtype) if key in run.bf16_state else loaded[key]
+                result[key] = wide.view(self.params[number].shape)
+            elif key not in run.elementwise:  # made by the chunk before
+                # Each chunk counts the step for itself.
+                result[key] = value.clone() if isinstance(value, Tensor) else value
+        return result
 
     def _write_back(self) -> None:
-        number, self._now = self._now, None
+        number, self._current = self._current, None
         if number is None or self._pass is None:
             return
-        part, state, shape = self._parts[number], self._state, self.params[number].shape
-        run = part.run
+        chunk, state, shape = self._chunks[number], self._state, self.params[number].shape
+        run = chunk.run
         large = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.numel() > 1}
         for key, value in large.items():
             run.check(key, value, shape)
@@ -167,21 +178,21 @@ class _ChunkSequence:
                 run.state[key] = memory.view(run.param.shape)
         if run.on_host is not None:
             self._write_compute_copy(number)
-        self._pass.close(number - self._first, part.load(list(large)), large | self._round_state(part, large))
+        self._pass.close(number - self._first, chunk.load(list(large)), large | self._round_state(chunk, large))
         if state:
             self._after[id(run)] = run, state
 
     def _write_compute_copy(self, number: int) -> None:
-        """Of the master shards that were stepped in a buffer."""
-        part, param = self._parts[number], self.params[number]
-        if part.run.copy is not None:
-            part.of(part.run.copy).copy_(param.data.view(-1))
+        """Write the compute shard from a master shard that was stepped in a buffer."""
+        chunk, param = self._chunks[number], self.params[number]
+        if chunk.run.copy is not None:
+            chunk.view_of(chunk.run.copy).copy_(param.data.view(-1))
             self._copied.add(number)
-        param.data = part.of(part.run.param).view(param.shape)
+        param.data = chunk.view_of(chunk.run.param).view(param.shape)
 
-    def _round_state(self, part: Chunk, large: StagedChunk) -> dict[str, Tensor]:
-        """The narrow state of a stretch, as it is kept."""
-        run, device = part.run, part.run.param.device
+    def _round_state(self, chunk: Chunk, large: StagedChunk) -> dict[str, Tensor]:
+        """Return the chunk's bfloat16 state, stochastically rounded."""
+        run, device = chunk.run, chunk.run.param.device
         bf16_state = [key for key in run.bf16_state if key in large and large[key].is_floating_point()]
         if not bf16_state:
             return {}
@@ -189,8 +200,8 @@ class _ChunkSequence:
         if not isinstance(step, Tensor):
             step = self._state[ROUNDING_COUNT] = self._state.get(ROUNDING_COUNT, torch.zeros(())) + 1
         if id(run) not in self._positions:
-            self._positions[id(run)] = ElementPositions.of(run.members, device)
-        at = self._positions[id(run)].part(part.begin, part.end)
+            self._positions[id(run)] = ElementPositions.from_members(run.members, device)
+        at = self._positions[id(run)].part(chunk.begin, chunk.end)
         noise = rounding_noise(at.owners, at.shifts, at.begin, noise_keys(at.salts, step.to(device)))
         return {
             key: stochastic_round(large[key].float().view(-1), noise, run.bf16_state.index(key)).view(large[key].shape)
@@ -199,7 +210,7 @@ class _ChunkSequence:
 
 
 class _LazyState(defaultdict[Any, dict[str, Any]]):
-    """An optimizer's ``state``, which comes when it is asked for."""
+    """The optimizer's ``state``, loaded on access."""
 
     def __init__(self, sequence: _ChunkSequence) -> None:
         super().__init__(dict)
@@ -219,9 +230,9 @@ class _LazyState(defaultdict[Any, dict[str, Any]]):
         return self._sequence.state_of(param) or default
 
 
-def _chunk_parameter(part: Chunk) -> nn.Parameter:
-    flat = part.of(part.run.param)
-    shape = (1,) * (part.run.param.dim() - 1) + (flat.numel(),)
+def _chunk_parameter(chunk: Chunk) -> nn.Parameter:
+    flat = chunk.view_of(chunk.run.param)
+    shape = (1,) * (chunk.run.param.dim() - 1) + (flat.numel(),)
     param = nn.Parameter(flat.view(shape))
-    param.grad = part.of(part.run.grad).view(shape).to(param.dtype)
+    param.grad = chunk.view_of(chunk.run.grad).view(shape).to(param.dtype)
     return param

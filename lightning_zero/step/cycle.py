@@ -1,44 +1,44 @@
-"""The cycle of a training step, and what must happen where one part of it follows another.
+"""State machine of a training step, and the work at each transition.
 
-    IDLE -> FORWARD -> BACKWARD -> IDLE -> STEP -> IDLE
+``trainer.fit`` repeats IDLE -> FORWARD -> BACKWARD -> IDLE -> STEP -> IDLE. Other orders are valid: several backwards
+for one step (accumulation), forward, backward and step of several optimizers in one ``train_step`` (manual
+optimization), a step without a backward, and evaluation between any two. An exception may end any of them early.
 
-is how ``trainer.fit`` goes round. Other orders are as good: several backwards for one step, as accumulation has them;
-forward, backward and step of several optimizers by turns inside one ``train_step``, as manual optimization has them; a
-step without a backward; evaluation between any two, but not inside. Whatever ends by an exception may be left halfway.
-
-What cannot be right is refused by name: a training step inside a training step or an evaluation inside one, where the
-one in progress would lose the graphs and the weights that its backward needs; and a forward, a backward, an evaluation
-or the step of another optimizer where gradients have been declared final and the optimizer has not yet made its step,
-which would change what it steps by.
+:class:`StepCycle` raises for orders that lose data: a training step or an evaluation inside a training step would free
+the graphs and weights that its backward needs. A forward, a backward, an evaluation or another optimizer's step between
+:meth:`StepCycle.begin_step` and the optimizer's own ``step`` would change the final gradients.
 """
 
 from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
+from lightning_zero.compile.session import CompiledStepHooks
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import Phase, Watchdog
 from lightning_zero.sharding.buffers import BufferBroadcast
-from lightning_zero.sharding.grad_aliasing import check_single_micro_batch
-from lightning_zero.sharding.hooks import GradientHooks
-from lightning_zero.sharding.record import ShardedParameter
-from lightning_zero.sharding.shard import Sharder
+from lightning_zero.sharding.flat_memory import check_single_micro_batch
+from lightning_zero.sharding.grad_hooks import GradientHooks
+from lightning_zero.sharding.sharder import Sharder
+from lightning_zero.step.stepper import OptimizerStepper
 
-__all__ = ["CompiledPart", "State", "StepCycle", "UnderWay"]
+__all__ = ["State", "StepCycle", "StepEvents"]
 
 log = logging.getLogger(__name__)
 
+Callback = Callable[[], None]
+
 
 class State(enum.Enum):
-    """Where in its cycle an engine is.
+    """State of an engine in its cycle.
 
-    FORWARD is inside ``train_step``, until a backward begins there; BACKWARD from ``before_backward`` to
-    ``after_backward``; STEP from the moment at which gradients are final until the optimizer has made its step;
-    EVALUATION from ``eval_step`` until something else begins; and IDLE is between all of these.
+    FORWARD: in ``train_step`` until a backward begins. BACKWARD: from ``before_backward`` to ``after_backward``. STEP:
+    from final gradients until the optimizer has stepped. EVALUATION: from ``eval_step`` until another state. IDLE:
+    between them.
     """
 
     IDLE = enum.auto()
@@ -48,67 +48,38 @@ class State(enum.Enum):
     EVALUATION = enum.auto()
 
 
-class CompiledPart(Protocol):
-    """What compiled code needs in each cycle."""
+@dataclass
+class StepEvents:
+    """Callbacks at points of the cycle. Parts of the engine append theirs when they are built."""
 
-    def allocate(self) -> None:
-        """Memory that peers read and write, once it is known what for; before the epoch of a forward begins."""
-
-    def prepare(self) -> None:
-        """Before each forward of a training step; collective."""
-
-    def surround(self) -> AbstractContextManager[None]:
-        """Around each forward of a training step."""
-        ...
-
-    def stepped(self) -> None:
-        """An optimizer steps now. Harmless when repeated."""
-
-    def set_hooked_parameters(self, hooked: Collection[ShardedParameter], forward_ran: bool) -> None:
-        """Hooks see the gradients of these parameters, and of no others. ``forward_ran``: their backward is next."""
-
-    def backward_begins(self) -> None:
-        """A forward is over, and its backward comes."""
-
-    def release_memory(self) -> None:
-        """Memory of CUDA graphs of forward and backward is given back where little is left."""
-
-    def reset(self) -> None:
-        """Likewise, and what was half done is forgotten."""
-
-
-class UnderWay(Protocol):
-    """A step of an optimizer.
-
-    Attributes:
-        in_progress: the optimizer's own ``step`` is still to come, or not over.
-    """
-
-    @property
-    def in_progress(self) -> bool: ...
+    forward_begin: list[Callback] = field(default_factory=list)
+    backward_begin: list[Callback] = field(default_factory=list)
+    accumulation_begin: list[Callback] = field(default_factory=list)
 
 
 class StepCycle:
-    """Says when edits of weights reach their shards, when shards are written, and in which phase the watchdog is.
+    """Propagates user writes to shards, invalidates weight copies and sets the watchdog's phase.
 
     Attributes:
-        state: where in its cycle the engine is.
-        on_forward_begin, on_backward_begin: are called where either begins, for what may go on beside it.
-        accumulates: micro-batches have been announced whose gradients may wait.
-        on_accumulation_begin: is called before that is so, where a step was to have but one.
+        state: State of the engine.
+        events: Callbacks of the parts that act at the begin of a forward, a backward or an accumulation.
+        accumulates: True once the caller has used :meth:`accumulating`.
     """
 
     def __init__(
-        self, executor: Executor, watchdog: Watchdog, sharder: Sharder, buffers: BufferBroadcast, compiled: CompiledPart
+        self,
+        executor: Executor,
+        watchdog: Watchdog,
+        sharder: Sharder,
+        buffers: BufferBroadcast,
+        compiled: CompiledStepHooks,
     ) -> None:
         self.state = State.IDLE
         self.accumulates = False
-        self.on_forward_begin: Callable[[], None] = lambda: None
-        self.on_backward_begin: Callable[[], None] = lambda: None
-        self.on_accumulation_begin: Callable[[], None] = lambda: None
-        self._in_train_step = False  # of train_step
-        self._step: UnderWay | None = None  # that began last
-        self._expects_backward = False  # a training step began, or an optimizer stepped, and none has ended since
+        self.events = StepEvents()
+        self._in_train_step = False
+        self._step: OptimizerStepper | None = None  # the one that began last
+        self._expects_backward = False  # no backward has ended since a training step began or an optimizer stepped
         self._executor = executor
         self._watchdog = watchdog
         self._sharder = sharder
@@ -116,50 +87,50 @@ class StepCycle:
         self._compiled = compiled
         self._hooks = GradientHooks(sharder)
 
-    # -- stages
-
     def begin_stage(self) -> None:
-        """From here on the other ranks notice what keeps this one away."""
+        """Begin a stage: from here on the other ranks notice if this rank does not arrive."""
         self._watchdog.begin()
         self._enter(State.IDLE, Phase.SETUP)
 
     def clean_up(self) -> None:
-        """After a stage: gives memory back. After an exception has ended it, as far as that goes: once a device is lost
-        every call raises, and users must see what came first."""
+        """End a stage and free its memory. After an exception, log cleanup errors instead of raising them.
+
+        Every call fails once a device is lost, and users must see the first error.
+        """
         self._enter(State.IDLE, Phase.OUTSIDE)
-        self._sharder.view.end_forward()
+        self._sharder.reader.end_forward()
         try:
             self.reset()
             self._executor.gradients.release_buffers()
         except RuntimeError as error:
             if not self._watchdog.failed:
                 raise
-            log.warning("What was under way could not be dropped (%s: %s).", type(error).__name__, error)
+            log.warning("Cleanup after the failed step also failed (%s: %s).", type(error).__name__, error)
 
     def reset(self) -> None:
-        """After an exception: drops half-done work and gathered weights. Not collective."""
+        """Drop unfinished work and gathered weights after an exception. Not collective."""
         self.state, self._in_train_step, self._step = State.IDLE, False, None
         self._expects_backward = False
         self._compiled.reset()
         self._executor.gradients.abort()
-        self._sharder.sync.settle()
-        self._executor.weights.drop()  # a traceback may hold them for long
+        self._sharder.sync.flush_user_writes()
+        self._executor.weights.drop()  # a traceback may keep them alive for long
         self._buffers.reset()
 
     def close(self) -> None:
-        """Autograd calls the users' hooks again: parameters are whole."""
+        """Give the users' gradient hooks back to autograd: parameters are unsharded."""
         self._hooks.restore_post_hooks()
-
-    # -- training
 
     @contextmanager
     def train_step(self) -> Iterator[None]:
-        """Surrounds the forward of a training step; in manual optimization, everything else as well.
+        """Surround the forward of a training step; in manual optimization also backward and optimizer steps.
 
         Raises:
-            RuntimeError: inside another, or while an optimizer steps.
+            RuntimeError: The caller is in another training step, or an optimizer step is in progress.
         """
-        self._check_transition(State.FORWARD, "train_step()", in_train_step="Leave the training step first, then begin the next one")
+        self._check_transition(
+            State.FORWARD, "train_step()", in_train_step="Leave the training step first, then begin the next one"
+        )
         self._enter(State.FORWARD, Phase.FORWARD)
         self._in_train_step = self._expects_backward = True
         try:
@@ -167,50 +138,53 @@ class StepCycle:
             self._sharder.memory.allocate_gradients()
             self._executor.begin_training_step()
             self._compiled.prepare()
-            self.on_forward_begin()
+            _run(self.events.forward_begin)
             self._find_hooks(forward_ran=False)
             self._buffers.before_forward()
-            self._sharder.view.begin_forward()
+            self._sharder.reader.begin_forward()
             with self._compiled.surround():
                 yield
             self._buffers.notice()
         finally:
-            # The watchdog is left as it was: what failed, failed there; and nobody need announce a backward.
+            # Keep the watchdog's phase: an error belongs to the phase in which it was raised, and callers may omit
+            # before_backward().
             self.state, self._in_train_step = State.IDLE, False
 
     def before_backward(self) -> None:
-        """Should come before each backward.
+        """Prepare for a backward. Recommended before each one.
 
         Raises:
-            RuntimeError: while an optimizer steps.
+            RuntimeError: An optimizer step is in progress.
         """
         self._check_transition(State.BACKWARD, "before_backward()")
         self._enter(State.BACKWARD, Phase.BACKWARD)
         self._find_hooks(forward_ran=True)
         self._buffers.notice()
         self._compiled.backward_begins()
-        self.on_backward_begin()
+        _run(self.events.backward_begin)
         self._expects_backward = True
 
     def on_backward_end(self) -> None:
-        """At the end of each backward, announced or not; called by the executor."""
+        """Finish a backward. The executor calls this at the end of each one, announced or not."""
         self._expects_backward = False
-        self._sharder.view.end_forward()  # users' hooks come next
+        self._sharder.reader.end_forward()  # users' hooks run next
         self._hooks.run_post_hooks(self._executor.gradients.last_attached())
 
     def after_backward(self) -> None:
-        """Should come after each backward: weights that forward read win over what is then written to
-        ``param.data``."""
+        """Propagate user writes of gathered weights. Call after each backward.
+
+        Otherwise pending writes of gathered weights overwrite later writes to ``param.data``.
+        """
         self.end_backward()
         self._enter(State.IDLE, Phase.BETWEEN)
         self._sharder.sync.before_reading()
 
     def end_backward(self) -> None:
-        """End the backward that other ranks may have made since the training step began, if this rank made none.
+        """Take part in the other ranks' backward if this rank has made none since the training step began.
 
-        A loss that reaches no weight, or a step without a loss, brings no gradient on this rank. Its gradients count as
-        zero: this rank takes part in the collectives of the other ranks' backward. Do nothing if a backward has ended.
-        Must be called before this rank uses gradients or enters another collective.
+        A loss that reaches no weight, or a step without a loss, gives no gradient on this rank. Its gradients count as
+        zero. Do nothing if a backward has ended. Must be called before this rank uses gradients or enters another
+        collective.
         """
         if not self._expects_backward:
             return
@@ -222,16 +196,18 @@ class StepCycle:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """May surround forward and backward of a micro-batch after which others come before the optimizer steps. With
-        ``stage=1`` its gradients stay whole on their ranks until the last one's backward; with several hosts and
-        ``cross_host_reduce="step"``, on their hosts; unless a hook of ``register_post_accumulate_grad_hook`` would see
-        only a part of each. On every rank alike.
+        """Surround forward and backward of a micro-batch that is not the last one before the optimizer step.
+
+        With ``stage=1``, gradients stay full on their ranks until the last micro-batch's backward. With several hosts
+        and ``cross_host_reduce="step"``, they stay on their hosts. Neither applies if a
+        ``register_post_accumulate_grad_hook`` hook exists, which would see partial gradients. Use it on all ranks
+        alike.
 
         Raises:
-            UnsupportedError: gradients lie over compute copies, which the next micro-batch needs.
+            UnsupportedError: Gradients alias the compute shards, which the next micro-batch needs.
         """
-        self.on_accumulation_begin()
-        check_single_micro_batch(self._sharder.memory.over_copies)
+        _run(self.events.accumulation_begin)
+        check_single_micro_batch(self._sharder.memory.alias_gradients)
         gradients, whole = self._executor.gradients, self._executor.reduces_once
         self.accumulates = True
         if not self._executor.defers or self._hooks.has_post_hooks():
@@ -248,29 +224,30 @@ class StepCycle:
             gradients.defer(False)
 
     def finalize_gradients(self) -> None:
-        """Before anything is made of gradients: what waits to be reduced is reduced now. Collective; harmless where
-        nothing waits, as behind the backward of a last micro-batch."""
+        """Reduce the deferred gradients, if any. Call before reading gradients. Collective."""
         self.end_backward()
         self._executor.gradients.reduce_deferred()
 
     def end_accumulation(self) -> None:
-        """Before other options hold: likewise, where micro-batches were left halfway, and the memory in which gradients
-        waited is given back."""
+        """Finish an interrupted accumulation before options change, and free the memory of deferred gradients."""
         self.finalize_gradients()
-        self._sharder.memory.forget_deferred_gradients()
+        self._sharder.memory.free_deferred_gradients()
 
     def before_step(self, stepping: bool = False) -> None:
-        """Must come before shards are overwritten, by an optimizer or by whatever does the same (an exchange with
-        averages): edits of gathered weights reach them first. ``stepping``: by an optimizer of ours."""
+        """Propagate user writes of gathered weights. Call before shards are overwritten.
+
+        Args:
+            stepping: True for an optimizer of this engine; False for other writers, such as an exchange with averages.
+        """
         self._compiled.stepped()
         self._buffers.stepped()
         self._sharder.sync.before_overwriting(stepping)
 
-    def begin_step(self, step: UnderWay) -> None:
-        """Gradients are final, and the optimizer's own ``step`` is next.
+    def begin_step(self, step: OptimizerStepper) -> None:
+        """Make gradients final: the optimizer's own ``step`` is next.
 
         Raises:
-            RuntimeError: while another optimizer steps.
+            RuntimeError: Another optimizer's step is in progress.
         """
         if step is not self._step:
             self._check_transition(State.STEP, "the step of an optimizer")
@@ -280,13 +257,15 @@ class StepCycle:
         self.finalize_gradients()
         self.before_step(stepping=True)
 
-    def end_step(self, step: UnderWay, changed: bool) -> None:
-        """After the optimizer's ``step``, whether it succeeded or not. Harmless when repeated.
+    def end_step(self, step: OptimizerStepper, changed: bool) -> None:
+        """Finish an optimizer step, successful or not. Idempotent.
 
-        changed: there was a step; in the last of several accumulated micro-batches, resident weights are still good
+        Args:
+            step: The step.
+            changed: True if the optimizer stepped. If False, unsharded weights in the cache stay valid.
         """
         if step is not self._step and self._step is not None and self._step.in_progress:
-            return  # it was refused, and the other one goes on
+            return  # this step was rejected, and the other one continues
         self._step = None
         self._expects_backward = self._in_train_step
         self._enter(State.IDLE, Phase.BETWEEN)
@@ -294,29 +273,26 @@ class StepCycle:
             self._sharder.sync.invalidate_copies()
         self._sharder.sync.after_writing()
 
-    # -- evaluation
-
     def eval_step(self) -> None:
-        """Must come before a forward outside of training: weights may have been exchanged since the last one.
+        """Prepare for a forward outside of training: weights may have changed since the last one.
 
         Raises:
-            RuntimeError: inside a training step, or while an optimizer steps.
+            RuntimeError: The caller is in a training step, or an optimizer step is in progress.
         """
         in_train_step = "Evaluate before or after it: the graphs that its backward needs would be given up"
         self._check_transition(State.EVALUATION, "eval_step()", in_train_step)
         self._enter(State.EVALUATION, Phase.EVALUATION)
-        self._sharder.memory.settle()
+        self._sharder.memory.finalize_layout()
         self._compiled.release_memory()
         self._sharder.sync.before_reading()
         self._sharder.sync.invalidate_copies()
         self._buffers.before_forward()
 
     def after_eval(self) -> None:
-        """Should come after such a forward: weights that it read, and that something still holds, would win over what
-        is then written to ``param.data``."""
-        self._sharder.sync.settle()
-
-    # --
+        """Propagate user writes after an evaluation forward, so that they do not overwrite later writes to
+        ``param.data``.
+        """
+        self._sharder.sync.flush_user_writes()
 
     def _find_hooks(self, forward_ran: bool) -> None:
         before = self._hooks.hooked
@@ -331,7 +307,11 @@ class StepCycle:
     def _check_transition(self, wanted: State, what: str, in_train_step: str = "") -> None:
         if self._step is not None and self._step.in_progress:
             way_out = "Let the optimizer make its step first, or end it (end_step())"
-        elif self._in_train_step and in_train_step and (wanted is State.FORWARD or self.state in (State.FORWARD, State.BACKWARD)):
+        elif (
+            self._in_train_step
+            and in_train_step
+            and (wanted is State.FORWARD or self.state in (State.FORWARD, State.BACKWARD))
+        ):
             way_out = in_train_step
         else:
             return
@@ -339,3 +319,8 @@ class StepCycle:
             f"{what} was called in the state {self.state.name}, and leads to {wanted.name}, which cannot follow here. "
             f"{way_out}."
         )
+
+
+def _run(callbacks: Sequence[Callback]) -> None:
+    for callback in callbacks:
+        callback()

@@ -1,16 +1,17 @@
-"""Steps one optimizer over the arenas.
+"""Steps one optimizer over flat runs of shards.
 
-Protocol, for each step: ``clip_norm()`` if gradients are to be clipped; ``begin()`` when they are final; the
-optimizer's own ``step``; ``end()``. Between begin and end the optimizer sees a few flat parameters in place of its own,
-so that whatever it does, it does in a few kernels; or none at all, where the whole step has been replayed: by begin()
-inside its ``step(closure)``, otherwise where its ``step`` begins. Its hooks, counters and schedulers notice nothing.
+For each step, call ``clip_norm()`` if gradients are clipped, ``begin()`` when they are final, the optimizer's own
+``step``, and ``end()``. Between begin and end the optimizer sees a few flat parameters instead of its own ones, and so
+launches few kernels. It sees none if the whole step is replayed: by ``begin()`` in a ``step(closure)``, otherwise at
+the beginning of its ``step``. The optimizer's hooks, counters and schedulers work as usual.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -19,38 +20,122 @@ from torch import Tensor
 
 from lightning_zero.compat.modules import global_pre_hooks
 from lightning_zero.native.watchdog import SequenceId
-from lightning_zero.optim.chunks import StateOnHost
-from lightning_zero.optim.norms import all_reduce_sum
-from lightning_zero.sharding.shard import Sharder
-from lightning_zero.sharding.unsupported import without_shard_dispatch, no_shard_dispatch
-from lightning_zero.step.captured import CapturedRunner, reason_not_captured
+from lightning_zero.optim.flat_runs import StateOnHost
+from lightning_zero.optim.grad_norms import all_reduce_sum
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch, without_shard_dispatch
+from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.chunked_step import ChunkedRunner
-from lightning_zero.step.eager import EagerRunner
-from lightning_zero.step.layout import StepLayout
-from lightning_zero.step.layouts import StepLayouts
-from lightning_zero.step.runner import StepRunner
-from lightning_zero.step.substitute import OwnParams, FlatParams, ParamSwap
-from lightning_zero.step.watch import CHECKED_STEPS, ElementwiseCheck, needs_elementwise_check
+from lightning_zero.step.elementwise_check import CHECKED_STEPS, ElementwiseCheck, needs_elementwise_check
+from lightning_zero.step.runners import CapturedRunner, EagerRunner, StepRunner, reason_not_captured
+from lightning_zero.step.step_layouts import FlatParams, Groups, OwnParams, StepLayout, StepLayouts
 
 __all__ = ["OptimizerStepper"]
 
 log = logging.getLogger(__name__)
 
 
-class OptimizerStepper:
-    """Finds the layout of each step, and the runner that carries it out.
+class ParamSwap:
+    """Swaps ``param_groups`` and ``state`` of one optimizer during its ``step``.
 
-    Args:
-        optimizer: of shards.
-        sharder: knows them.
-        capture: ``"auto"`` or True: where possible; False: never.
-        emulate: debugging: do on any device what a captured step does, without a graph.
-        host: where the state lies that is as large as the shards; None: on their device.
-        narrow: keep it in bfloat16, stochastically rounded, for parameters that are not small.
+    The optimizer's own ones are restored when ``step`` ends, before users' post-hooks run.
 
     Attributes:
-        eager_reason: why steps are never captured, in words; None if they are.
-        runner: that carried out the last step.
+        stepped: True if ``step`` has ended since the last swap.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._own: OwnParams | None = None  # set while flat parameters are shown
+        self._flat_params = FlatParams([], defaultdict(dict), [])
+        self._before: Groups = []
+        self._after: Callable[[OwnParams], None] = lambda own: None
+        self._hook: Any = None
+        self.stepped = False
+        self._around: AbstractContextManager[Any] | None = None
+
+    @property
+    def swapped(self) -> bool:
+        """True while the optimizer sees flat parameters: its ``step`` is next or in progress."""
+        return self._own is not None
+
+    @property
+    def own(self) -> OwnParams:
+        return self._own or OwnParams(self._optimizer.param_groups, self._optimizer.state)
+
+    def swap_in(
+        self,
+        flat_params: FlatParams,
+        after: Callable[[OwnParams], None],
+        around: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        """Show flat parameters until the optimizer's next ``step`` ends, or until :meth:`end`.
+
+        Args:
+            flat_params: Parameters and state to show.
+            after: Called with the own ones after they are restored.
+            around: Context in which the optimizer steps.
+        """
+        self._own, self._flat_params, self._after = self.own, flat_params, after
+        self._before = [dict(group) for group in flat_params.groups]
+        self._optimizer.param_groups, self._optimizer.state = flat_params.groups, flat_params.state
+        self.stepped = False
+        self._hook = self._optimizer.register_step_post_hook(lambda *_: self._restore(stepped=True))
+        # Users' hooks run after this one.
+        hooks: Any = self._optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(self._hook.id, last=False)
+        if around is not None:
+            around.__enter__()
+            self._around = around
+
+    def end(self) -> bool:
+        """Restore the optimizer's own parameters. Idempotent; return True if there was a swap to end."""
+        self._restore()
+        if self._hook is None:
+            return False
+        self._hook.remove()
+        self._hook = None
+        return True
+
+    @contextmanager
+    def swap_groups(self, groups: Groups) -> Iterator[None]:
+        """Show these groups in this context; the optimizer must not step in it."""
+        own = self._optimizer.param_groups
+        self._optimizer.param_groups = groups
+        try:
+            yield
+        finally:
+            self._optimizer.param_groups = own
+
+    def _restore(self, stepped: bool = False) -> None:
+        self.stepped = self.stepped or stepped
+        if self._own is None:
+            return
+        if self._around is not None:
+            around, self._around = self._around, None
+            around.__exit__(None, None, None)
+        own, self._own = self._own, None
+        self._optimizer.param_groups, self._optimizer.state = own
+        for origin, now, before in zip(self._flat_params.origins, self._flat_params.groups, self._before, strict=True):
+            # Some optimizers keep counters and averages in their groups.
+            changes = {k: v for k, v in now.items() if k != "params" and before.get(k, self) is not v}
+            own.groups[origin].update(changes)
+        self._after(own)
+
+
+class OptimizerStepper:
+    """Finds the layout of each step and the runner for it.
+
+    Args:
+        optimizer: Optimizer of shards.
+        sharder: Sharder of its parameters.
+        capture: ``"auto"`` or True: capture if possible; False: never.
+        emulate: Debugging: compute on any device as a captured step does, without a graph.
+        host: Host memory of shard-sized state; None keeps it on the shards' device.
+        bf16_state: Keep shard-sized state of large parameters in bfloat16, stochastically rounded.
+
+    Attributes:
+        eager_reason: Why steps are never captured; None if they are.
+        runner: The runner of the last step.
     """
 
     def __init__(
@@ -63,11 +148,11 @@ class OptimizerStepper:
         bf16_state: bool = False,
     ) -> None:
         device = sharder.executor.device
-        self._sharder = sharder
-        self._may_be_on_host = host is not None  # master shards are where state is
+        self._sharder, self._weights = sharder, sharder.executor.weights
+        self._may_be_on_host = host is not None  # master shards are offloaded only with state
         self._swap = ParamSwap(optimizer)
         self._optimizer = optimizer
-        self._checked_steps = 0  # steps
+        self._checked_steps = 0
         self._check: ElementwiseCheck | None = None
         self._reads_shapes = False
         self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, bf16_state)
@@ -77,47 +162,49 @@ class OptimizerStepper:
             log.info("%s steps without a captured graph: %s.", type(optimizer).__name__, self.eager_reason)
         compile_kernels, ring = device.type == "cuda", host.ring if host else None
         self._captured = CapturedRunner(optimizer, self._layouts, device, compile_kernels, ring, self._graphs)
-        # The first that takes a layout steps it.
-        apart = host is not None or bf16_state
-        own: StepRunner = ChunkedRunner(optimizer, self._layouts, host) if apart else EagerRunner(self._layouts)
+        # The first runner that can step a layout is used.
+        in_chunks = host is not None or bf16_state
+        own: StepRunner = ChunkedRunner(optimizer, self._layouts, host) if in_chunks else EagerRunner(self._layouts)
         self._runners: Sequence[StepRunner] = (self._captured, own) if self._graphs or bf16_state else (own,)
         self.runner: StepRunner | None = None
-        self._clip: tuple[StepLayout, float] | None = None  # to be done by the step
-        self._step_pre_hook: Any = None  # the hook in which the step begins, behind those of users,
-        self._begins_in_step = False  # and whether it still has to
+        self._clip: tuple[StepLayout, float] | None = None  # clipping left to the step
+        self._step_pre_hook: Any = None  # runs after users' pre-hooks and begins the step
+        self._begins_in_step = False  # the pre-hook has not run yet
 
     @property
     def layout(self) -> StepLayout | None:
-        """Of the last step."""
+        """Layout of the last step."""
         return self._layouts.last
 
     @property
     def replays(self) -> int:
-        """Steps that were one launch."""
+        """Number of steps that were one graph launch."""
         return self._captured.replays
 
     @property
     def in_progress(self) -> bool:
-        """Whether the optimizer's own ``step`` is still to come, or is not over, after :meth:`begin`."""
-        return self._swap.shown or self._begins_in_step
-
-    # -- gradients
+        """True from :meth:`begin` until the optimizer's own ``step`` has ended."""
+        return self._swap.swapped or self._begins_in_step
 
     @without_shard_dispatch
     def clip_norm(self, max_norm: float, later: bool = False) -> Tensor:
-        """Scales gradients to a global 2-norm of at most ``max_norm``; returns the norm before. Collective.
+        """Scale gradients to a global 2-norm of at most ``max_norm``; return the norm before. Collective.
 
-        The factor is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``. Nothing is read on
-        the host.
+        The factor is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``. The host does not
+        read it.
 
-        later: gradients may be scaled while they are used, which saves reading and writing them once more
+        Args:
+            max_norm: Limit.
+            later: Let the step scale gradients while it uses them, which saves one read and write.
         """
         self._choose_layouts()
         own = self._swap.own
         layout = self._layouts.current(own)
         squared = layout.sum_squares(captured=self._graphs)
         executor = self._sharder.executor
-        all_reduce_sum(squared, self._sharder.mesh, partial(executor.collective, "norms of gradients", SequenceId.GATHER))
+        all_reduce_sum(
+            squared, self._sharder.mesh, partial(executor.collective, "norms of gradients", SequenceId.GATHER)
+        )
         norm = squared.sqrt()
         self._clip = layout, max_norm
         if not later or self._has_pre_hooks or not self._choose_runner(layout, own).can_clip:
@@ -126,26 +213,24 @@ class OptimizerStepper:
         return norm
 
     @without_shard_dispatch
-    def clip_value(self, most: float) -> None:
-        """Clamps gradients to [-most, most]."""
-        self._layouts.current(self._swap.own).clip_value(most)
-
-    # -- stepping
+    def clip_value(self, limit: float) -> None:
+        """Clamp gradients to [-most, most]."""
+        self._layouts.current(self._swap.own).clip_value(limit)
 
     def prefetch_from_host(self) -> None:
-        """State that lies on the host begins to come for a step like the last one."""
+        """Start to copy offloaded state to the device for a step like the last one."""
         layout = self._layouts.last
         kernel = None if layout is None else self._captured.kernel(layout)
         if kernel is not None:
             kernel.prefetch_from_host()
 
     def drop_captures(self) -> None:
-        """State passes through other buffers from now on."""
+        """Drop captured steps, because the staging buffers change."""
         self._captured.forget()
 
     @contextmanager
     def show_flat_params(self) -> Iterator[None]:
-        """Inside, the optimizer's parameters are the flat ones, with their gradients; nothing may be stepped."""
+        """Show the flat parameters and their gradients as the optimizer's; do not step in this context."""
         own = self._swap.own
         with no_shard_dispatch():
             groups = self._layouts.current(own).flat_groups(own.groups)
@@ -153,13 +238,13 @@ class OptimizerStepper:
             yield
 
     def begin(self, skip: Tensor | None = None, in_closure: bool = True) -> None:
-        """The gradients are final: the optimizer's ``step`` comes next.
+        """Make gradients final: the optimizer's ``step`` is next.
 
         Args:
-            skip: 0-dim float32 on the device; where it is not zero, nothing changes. Only for optimizers that
-                ``may_skip``.
-            inside: of its ``step(closure)``, whose pre-hooks are over. Otherwise it begins inside, behind them: they
-                see what is the optimizer's own, and may change it; if anything raises before, nothing is stepped.
+            skip: 0-dim float32 on the device; if not zero, nothing changes. Only for optimizers that ``may_skip``.
+            in_closure: True if called in ``step(closure)``, after the pre-hooks. False begins the step after users'
+                pre-hooks: they see the optimizer's own parameters and may change them, and nothing is stepped if one
+                raises.
         """
         self.end()
         self._choose_layouts()
@@ -182,24 +267,26 @@ class OptimizerStepper:
     @without_shard_dispatch
     def _begin(self, skip: Tensor | None) -> None:
         own = self._swap.own
-        # Between a clipping that is left to the step and the step, nobody has touched anything.
+        # Nothing changes between clip_norm(later=True) and the step.
         clip, self._clip = self._clip, None
         layout, max_norm = clip or (self._layouts.current(own), None)
         runner = self.runner = self._choose_runner(layout, own)
         self._mark_written(layout, False)
-        shown = runner.begin(layout, own, max_norm, skip)
-        self._swap.swap_in(shown, lambda own: runner.end(layout, own), self._elementwise_check(layout, shown))
+        flat_params = runner.begin(layout, own, max_norm, skip)
+        self._swap.swap_in(
+            flat_params, lambda own: runner.end(layout, own), self._elementwise_check(layout, flat_params)
+        )
 
-    def _elementwise_check(self, layout: StepLayout, shown: FlatParams) -> ElementwiseCheck | None:
-        """Return the mode for a step that is not known to treat elements one by one."""
-        if not shown.groups or not needs_elementwise_check(self._optimizer):
+    def _elementwise_check(self, layout: StepLayout, flat_params: FlatParams) -> ElementwiseCheck | None:
+        """Return a checking mode if the optimizer is not known to be elementwise."""
+        if not flat_params.groups or not needs_elementwise_check(self._optimizer):
             return None
         self._checked_steps += 1
         self._check = ElementwiseCheck(self._optimizer, layout)
         return self._check
 
     def _choose_layouts(self) -> None:
-        """Step each parameter by itself while the optimizer's code may ask for shapes."""
+        """Make each parameter a run of its own while the optimizer's code may read shapes."""
         if self._check is not None and self._check.reads_shapes:
             self._reads_shapes = True
         watched = needs_elementwise_check(self._optimizer)
@@ -207,15 +294,14 @@ class OptimizerStepper:
 
     @without_shard_dispatch
     def end(self) -> bool:
-        """The optimizer has its own parameters again. Harmless when repeated; returns whether there was a step to
-        end."""
+        """Restore the optimizer's own parameters. Idempotent; return True if there was a step to end."""
         if self._step_pre_hook is not None:
             self._step_pre_hook.remove()
             self._begins_in_step, self._step_pre_hook = False, None
         if not self._swap.end():
             return False
-        # Flat parameters were written, which no parameter's version shows: a backward that needs the old values would
-        # take the new ones, and nobody would know.
+        # Writing flat parameters changes no parameter's version: without this, a backward that needs the old values
+        # would silently use the new ones.
         own = self._swap.own
         if self._swap.stepped and self.layout is not None:
             for run in self.layout.runs:
@@ -224,25 +310,25 @@ class OptimizerStepper:
         if not self._may_be_on_host or self.layout is None:
             torch.autograd.graph.increment_version(params)
             return True
-        others = self._sharder.executor.weights.valid_compute_shards()  # of which this was no step
+        still_valid = self._weights.valid_compute_shards()  # not written by this step
         torch.autograd.graph.increment_version(params)
-        self._sharder.executor.weights.mark_compute_shards_written(others, True)
+        self._weights.mark_compute_shards_written(still_valid, True)
         self._mark_written(self.layout, True)
         return True
 
     def _mark_written(self, layout: StepLayout, written: bool) -> None:
-        """Compute copies of shards on the host: the runner is about to write them, and those that it has written."""
+        """Mark compute shards of offloaded masters as invalid before a step, or valid if written."""
         indices = []
         for run in layout.runs:
             run.copied = run.copied and written
             if run.copy is not None and (run.copied or not written):
                 indices += [record.index for record in run.members]
         if indices:
-            self._sharder.executor.weights.mark_compute_shards_written(indices, written)
+            self._weights.mark_compute_shards_written(indices, written)
 
     @without_shard_dispatch
     def may_skip(self) -> bool:
-        """Whether ``begin`` can skip the step by what the device knows."""
+        """Return True if ``begin`` can skip the step by a flag on the device."""
         own = self._swap.own
         return not self._has_pre_hooks and self._choose_runner(self._layouts.current(own), own).can_skip
 

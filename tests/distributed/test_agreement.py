@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from lightning_zero.errors import RankMismatchError
-from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.estimate import CostModel
+from lightning_zero.profiling.cost_model import CostModel
+from lightning_zero.profiling.node_costs import DeviceSpeed
 from tests.helpers.forks import Forks, run_forks
 from tests.helpers.models import NextToken, build, make_batches
 from tests.helpers.oracle import assert_close_relative
@@ -140,7 +140,7 @@ def test_ranks_that_compile_different_graphs_are_told_the_first_difference(ranks
 @pytest.mark.exhaustive  # see unit/compile/test_consensus.py
 def test_a_rank_that_compiles_other_gathers_alone_is_told_who_is_missing(ranks: Ranks) -> None:
     swaps = {0: [False, False, False], 1: [False, False, True]}
-    with pytest.raises(RankFailure, match=r"(?s)Rank 1 is about to run a newly compiled graph.*rank 0 did not come"):
+    with pytest.raises(RankFailure, match=r"(?s)Rank 1 is about to run a newly compiled graph.*rank 0 did not reach"):
         ranks.run(2, run_and_raise, swaps, 5.0, {})
 
 
@@ -148,7 +148,7 @@ def test_a_rank_that_compiles_other_gathers_alone_is_told_who_is_missing(ranks: 
 def test_a_late_rank_is_named(ranks: Ranks) -> None:
     swaps = {0: [False, False], 1: [False, False]}
     with pytest.raises(
-        RankFailure, match=r"(?s)Rank 0 is about to run.*rank 1 did not come.*raise consensus_timeout_s"
+        RankFailure, match=r"(?s)Rank 0 is about to run.*rank 1 did not reach.*raise consensus_timeout_s"
     ):
         ranks.run(2, run_and_raise, swaps, 1.0, {1: 6.0})
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.report.readings import memory_by_role
+from lightning_zero.report.engine_report import memory_by_role
 from tests.helpers.checkpointed import NonReentrant, Reentrant
 from tests.helpers.in_parts import FrozenEncoder, OtherHeads, Parts
 from tests.helpers.models import Case, OneLayer, TiedLayer, build, make_batches

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.planning.static import cut, persistent_bytes
-from lightning_zero.report.readings import memory_by_role
-from lightning_zero.report.running import running
+from lightning_zero.planning.persistent_memory import persistent_bytes, shard_parameters
+from lightning_zero.report.engine_report import memory_by_role, startup_summary
 from tests.helpers.models import Batch, Case, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch, train_reference
 from tests.helpers.sharded import (
@@ -91,7 +90,9 @@ def train(
             before_batch=reset,
         )
         nbytes = sum(r.shard.nbytes for r in engine.sharder.live) * engine.mesh.shard_group.size
-        planned = persistent_bytes(cut(build(Wide), engine.mesh.shard_group.size), engine.config, engine.mesh.host_count)
+        planned = persistent_bytes(
+            shard_parameters(build(Wide), engine.mesh.shard_group.size), engine.config, engine.mesh.host_count
+        )
         held = memory_by_role(engine, [])
         assert accumulate > 1 or planned == {role: held[role] for role in planned}
         return out, engine.executor.counters(), nbytes
@@ -228,7 +229,7 @@ def alone() -> tuple[list[float], dict[str, int], str]:
     model = build(Wide)
     with engine_for(model, EAGER, **REPLICAS) as engine:
         out = train_sharded(engine, model, make_batches(Wide, STEPS, SAMPLES)[:2], sgd(model), clip_norm=CLIP)
-        return out.losses, engine.executor.counters(), running(engine, [])
+        return out.losses, engine.executor.counters(), startup_summary(engine, [])
 
 
 def test_on_one_host_there_is_nothing_to_replicate_and_one_line_says_so(ranks: Ranks) -> None:

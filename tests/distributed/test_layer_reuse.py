@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_zero.compile.discover import reuse_layer_traces
+from lightning_zero.compile.capture.discovery import reuse_layer_traces
 from tests.helpers.checkpointed import Blocks
 from tests.helpers.models import Case, Deep, build
 from tests.helpers.oracle import Reference
@@ -38,7 +38,7 @@ def train(case: type[Case], kind: str, once: bool, **options: Any) -> tuple[Refe
     model = build(case)
     torch.compiler.reset()
     torch.manual_seed(7)
-    instead = patch("lightning_zero.compile.discover.reuse_layer_traces", nullcontext)
+    instead = patch("lightning_zero.compile.capture.discovery.reuse_layer_traces", nullcontext)
     with (
         nullcontext() if once else instead,
         counted() as followed,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_zero.errors import HostMemoryError, UnsupportedError
-from lightning_zero.offload.memory import HostMemory
+from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import StagingRing
 from tests.helpers.masters import (
     ANEW,
@@ -180,9 +180,9 @@ def before_and_after_an_evaluation() -> list[bool]:
     """Whether a rank reads another's shards, and whether these may still leave."""
     with engine_for(Mixed(), compute_dtype=BF16, memory=1.0) as engine:
         memory, weights = engine.sharder.memory, engine.executor.weights
-        before = [weights.uses_epoch_lock(), memory.may_leave]
+        before = [weights.uses_epoch_lock(), memory.can_move_to_host]
         engine.eval_step()
-        return [*before, weights.uses_epoch_lock(), memory.may_leave]
+        return [*before, weights.uses_epoch_lock(), memory.can_move_to_host]
 
 
 def test_whoever_evaluates_first_need_not_come_along_with_other_ranks(ranks: Ranks) -> None:
@@ -239,7 +239,7 @@ def test_where_masters_cannot_leave_it_is_refused_with_what_to_do(ranks: Ranks) 
         assert "Pass offload=('optimizer', 'parameters')." in state
         assert "Leave compile at True, or 'parameters' out." in eager
         assert "Pass precision='bf16-mixed' or '16-mixed'" in dtype
-        assert "gather_transport='copy' is impossible here: master weights lie on the host" in copy
+        assert "gather_transport='copy' is impossible here: offload= stores master weights on the host" in copy
         assert "over several hosts (2 here)" in hosts
         for message in later:
             assert "fixed from then on" in message

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import Graph
 
-from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
+from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge
 from tests.helpers.measured import AGAIN, Blocks, same
 from tests.helpers.models import build, make_batches
 from tests.helpers.oracle import Batch
@@ -64,13 +64,13 @@ def train(
             out = train_sharded(engine, model, batches, sgd(model), loss, accumulate=accumulate, before_batch=note)
             note()
             kept = {g.until for plan in engine.session.plans.plan.graphs for g in plan.gathers}
-            stay = [engine.session.budget.until_step(engine.config.compiled)]
+            stay = [engine.session.planner.step_resident_bytes(engine.config.compiled)]
             for resharded in (False, True):
                 tuning = replace(engine.config.tuning, report_stall_after_s=20.0)
                 if resharded:
                     tuning = replace(tuning, unsharded_cache_until="backward")
                 engine.configure(replace(engine.config, tuning=tuning))
-                stay.append(engine.session.budget.until_step(engine.config.compiled))
+                stay.append(engine.session.planner.step_resident_bytes(engine.config.compiled))
     changes = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, before[1:], strict=False)]
     return {
         "losses": out.losses,

@@ -180,7 +180,7 @@ def leaks() -> Iterator[None]:
     """What must keep weights from living on, taken away."""
     with (
         patch("lightning_zero.compile.backend.tag_gathers", lambda graph, *options: graph),
-        patch("lightning_zero.compile.steps.regather_saved_weights", lambda sharder, rest: nullcontext()),
+        patch("lightning_zero.compile.session.regather_saved_weights", lambda sharder, rest: nullcontext()),
     ):
         yield
 

@@ -1,36 +1,33 @@
-"""``memory=``: what is planned for a device of which the tests say how much it has, and how much is taken."""
+"""``memory=``: plans for a simulated device."""
 
 import warnings
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.fx import Graph
 
-from lightning_zero.budget.curve import Curve, nested
-from lightning_zero.compile.budget_sweep import chart
-from lightning_zero.compile.plan_with_margin import CAUTION
-from lightning_zero.offload.saved import SavedTensorOffload
-from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
+from lightning_zero.memory_planner.planner import LIMIT_MARGIN
+from lightning_zero.offload.saved_tensors import SavedTensorOffload
+from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge
 from tests.helpers.measured import AGAIN, Blocks, same
 from tests.helpers.models import build, make_batches
 from tests.helpers.options import config
-from tests.helpers.oracle import Batch, assert_close_relative
+from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import adamw, case_loss, engine_for, train_sharded
 from tests.ranks.pool import Ranks
 
 GIB, TOTAL = 2**30, 10**6
-HELD, SAVED = 200_000, 100_000  # bytes of what stays, and of activations where none is computed again
+HELD, SAVED = 200_000, 100_000  # bytes of persistent memory, and of activations without recomputation
 
 
 @dataclass
 class Device:
-    """Takes what stays and, at the peak, activations: all of them in an eager step."""
+    """Takes persistent memory and, at the peak, activations: all of them in an eager step."""
 
     eager: int = SAVED
     fuller: int = 0  # on rank 1
@@ -38,12 +35,11 @@ class Device:
 
 
 class Gauge(MemoryGauge):
-    """Of that device."""
+    """The gauge of that device."""
 
     reports_memory = True
     simulated: Device
     engine: Any = None
-    laps = 0
 
     def start(self, anew: bool = False) -> None:
         pass
@@ -57,24 +53,22 @@ class Gauge(MemoryGauge):
         others = self.simulated.fuller * dist.get_rank()
         return DeviceMemory(TOTAL, others, HELD + took, HELD + took, HELD)
 
-    def lap(self) -> DeviceMemory:
-        Gauge.laps += 1
-        return self.read()
-
 
 def train(
     device: Device | None, steps: int = 7, again: dict[str, Any] | None = None, accumulate: int = 1, **options: Any
 ) -> dict[str, Any]:
-    """A training's losses and weights, in which batches something was compiled, and what holds at its end. ``again``:
-    goes on with other options."""
+    """Return a training's losses, weights, compiling batches and final options.
+
+    Args:
+        again: continue with these options.
+    """
     torch._dynamo.reset()
     model, said = build(Blocks), []
     graphs: list[int] = [0]
     before: list[int] = []
     reduced: list[int] = []
     stays = True
-    Gauge.engine, Gauge.laps = None, 0
-    charting = Mock(side_effect=chart)
+    Gauge.engine = None
 
     def count(what: str, graph: Graph) -> None:
         graphs[0] += what == "after"
@@ -86,9 +80,8 @@ def train(
     gauge = patch("lightning_zero.compile.session.MemoryGauge", Gauge if device is not None else MemoryGauge)
     with (
         gauge,
-        patch("lightning_zero.step.planned.OFFLOADABLE", (device or Device()).may_leave),
+        patch("lightning_zero.step.memory_controller.OFFLOADABLE", (device or Device()).may_leave),
         patch.object(Gauge, "simulated", device, create=True),
-        patch("lightning_zero.compile.backend.chart", charting),
         engine_for(model, "aot_eager", observe=count, gather_group_mb=0.001, **options) as engine,
     ):
         Gauge.engine, engine.session.progress._report = engine, said.append
@@ -113,12 +106,10 @@ def train(
             "offload": engine.optimizers.config.offload,
             "stays": stays,
             "buffers": engine.optimizers.config.tuning.offload_buffer_mb,
-            "charts": charting.call_count,
             "kept": {g.until for plan in engine.session.plans.plan.graphs for g in plan.gathers},
             "plan": None if engine.memory.plan is None else engine.memory.plan.as_dict(),
             "reduced": reduced[-1] - reduced[-1 - accumulate] if len(reduced) > accumulate else 0,  # in as many batches
             "said": said,
-            "laps": Gauge.laps,
         }
 
 
@@ -130,7 +121,7 @@ STILL: dict[str, Any] = {
 
 
 def alike(ranks: Ranks, device: Device | None, steps: int = 7, world_size: int = 2, **options: Any) -> Any:
-    """What all ranks decided, which is the same; their training is that of code that is not compiled, to the last bit."""
+    """Return the common decision of all ranks; they train like eager code, bit for bit."""
     found = ranks.run(world_size, train, device, steps, **options)
     for mine, theirs in zip(found, ranks.run(world_size, train, None, steps, compile=False), strict=True):
         assert mine["losses"] == theirs["losses"]
@@ -153,7 +144,7 @@ def test_with_room_left_weights_stay_after_some_steps(ranks: Ranks) -> None:
 
 @pytest.mark.slow
 def test_what_a_first_step_shows_is_planned_away_before_anything_is_compiled(ranks: Ranks) -> None:
-    # 0.8 of what the eager step took count as activations: a fifth of them has to go, and after that all fits.
+    # 0.8 of the eager step's memory count as activations: a fifth of them has to go, and after that all fits.
     memory = (HELD + 0.85 * SAVED) / GIB
     found = alike(ranks, Device(), world_size=1, memory=memory)
     assert found["compiles_in"][0] == 1
@@ -171,103 +162,6 @@ def test_what_was_measured_to_be_too_much_is_compiled_once_more(ranks: Ranks) ->
     assert "the peak is" in found["said"][-1]
 
 
-def test_graphs_are_asked_for_other_budgets_once_and_only_where_a_plan_may_choose_one(ranks: Ranks) -> None:
-    limit = (HELD + 0.5 * SAVED) / GIB
-    for found in ranks.run(2, train, Device(eager=1000), 7, memory=limit):
-        assert found["compiles_in"] == [1, AGAIN]
-        assert found["charts"] == 2, "of the first block and of the others, and not once more when all is settled"
-    for options in ({"memory": limit, "activation_memory_budget": 0.9}, {"reshard_after_forward": "auto"}):
-        (found,) = ranks.run(1, train, Device(eager=1000), 3, **options)
-        assert found["charts"] == 0
-
-
-class Whole(Blocks):
-    """One graph, which runs once in a pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.whole = nn.Sequential(*self.blocks)
-
-    def loss(self, batch: Batch) -> Tensor:
-        x, target = batch
-        return self.criterion(self.whole(x), target)
-
-
-class Charted(Gauge):
-    """Of a device that takes what its rank's graphs say."""
-
-    in_forward = False
-
-    def read(self) -> DeviceMemory:
-        session = Gauge.engine.session if Gauge.engine is not None else None
-        curve = None if session is None else nested([Curve(chart) for chart in session.plans.charts])
-        if session is None or curve is None:
-            return DeviceMemory(TOTAL, 0, HELD, HELD, HELD)
-        point = curve.at(session._compiler.context().config.activation_memory_budget)
-        took, now = HELD + int(point.peak), HELD + int(point.saved) * Charted.in_forward
-        return DeviceMemory(TOTAL, self.simulated.fuller * dist.get_rank(), took, took, now)
-
-
-def with_charts(limit: int, backend: str = "aot_eager") -> dict[str, Any]:
-    """Of one training, in which ranks have batches of other lengths. ``limit``: bytes."""
-    torch._dynamo.reset()
-    model, said = build(Whole), []
-    Gauge.engine = None
-    with (
-        patch("lightning_zero.compile.session.MemoryGauge", Charted),
-        patch("lightning_zero.step.planned.OFFLOADABLE", ()),
-        patch.object(Gauge, "simulated", Device(fuller=100), create=True),
-        patch("lightning_zero.compile.plan_with_margin.DOUBT", 0.0),
-        engine_for(model, backend, gather_group_mb=0.001, memory=limit / GIB) as engine,
-    ):
-        Gauge.engine, engine.session.progress._report = engine, said.append
-        optimizer = adamw(model)
-        engine.optimizers.check(optimizer)
-        engine.optimizers.arrange([optimizer])
-        for batch in make_batches(Whole, 16, 12 + 12 * dist.get_rank()):
-            with engine.train_step():
-                loss = case_loss(model, batch)
-            Charted.in_forward = True
-            engine.cycle.before_backward()
-            Charted.in_forward = False
-            loss.backward()
-            with engine.optimizers.stepping(optimizer):
-                optimizer.step()
-            optimizer.zero_grad()
-        assert engine.memory.plan is not None
-        curve = nested([Curve(chart) for chart in engine.session.plans.charts])
-        compiled = sum(line.startswith("Compiling") for line in said)
-        return {"curve": curve, "compiled": compiled, "plan": engine.memory.plan.as_dict(), "said": said}
-
-
-def test_ranks_choose_one_budget_by_what_the_larger_batch_would_take(ranks: Ranks) -> None:
-    small, large = ranks.run(2, with_charts, TOTAL)
-    assert large["curve"].at(1.0).saved == pytest.approx(2 * small["curve"].at(1.0).saved, rel=0.1)
-    for found in (small, large):
-        assert found["plan"]["chosen"]["activation_memory_budget"] == 1.0
-    most = HELD + 100 + large["curve"].at(0.5).peak
-    found = ranks.run(2, with_charts, int(most / (1 - CAUTION)) + 8)
-    for one in found:
-        assert one["plan"]["chosen"] == found[0]["plan"]["chosen"]
-        assert one["plan"]["chosen"]["activation_memory_budget"] == 0.5
-        assert one["plan"]["fits"]
-        assert one["plan"]["measured"] == pytest.approx(one["plan"]["peak"], abs=2)
-        assert one["compiled"] == 2, "no third time"
-
-
-def twice() -> list[dict[str, Any]]:
-    return [with_charts(TOTAL, "inductor") for _ in range(2)]
-
-
-@pytest.mark.exhaustive  # test_warm_start.py trains with graphs out of the cache
-def test_a_graph_out_of_torchs_cache_says_what_it_said_when_it_was_compiled(ranks: Ranks) -> None:
-    [(cold, warm)] = ranks.run(1, twice)
-    assert "out of torch's cache" not in "".join(cold["said"])
-    assert "out of torch's cache" in "".join(warm["said"])
-    assert cold["curve"] is not None
-    assert warm["curve"] == cold["curve"]
-
-
 @pytest.mark.slow
 def test_activations_leave_where_none_may_be_computed_again(ranks: Ranks) -> None:
     memory = (HELD + 0.5 * SAVED) / GIB
@@ -278,7 +172,7 @@ def test_activations_leave_where_none_may_be_computed_again(ranks: Ranks) -> Non
 
 
 def test_optimizer_state_goes_to_the_host_at_setup_where_the_rest_would_not_fit(ranks: Ranks) -> None:
-    # A CPU does not say what it has: by the number alone.
+    # A CPU does not report its memory: the number alone decides.
     buffer = {"offload_buffer_mb": 0.001}
     (enough,) = ranks.run(1, train, None, 1, memory=1.0)
     assert (enough["offload"], enough["plan"]["fits"]) == ((), True)
@@ -293,12 +187,12 @@ def test_optimizer_state_goes_to_the_host_at_setup_where_the_rest_would_not_fit(
 
 
 def train_with_few_buffers(device: Device | None, steps: int, **options: Any) -> dict[str, Any]:
-    """Nobody has chosen how large they are, and they are small."""
+    """Train with small staging buffers whose size is the default."""
     mb = options["offload_buffer_mb"]
     with (
-        patch("lightning_zero.budget.options.BUFFER_MB", mb),
-        patch("lightning_zero.budget.items.LEAST_RING", 1),
-        patch("lightning_zero.offload.staging_ring.MOST_BYTES", 1024),
+        patch("lightning_zero.memory_planner.inputs.DEFAULT_BUFFER_MB", mb),
+        patch("lightning_zero.memory_planner.choices.MIN_RING_BYTES", 1),
+        patch("lightning_zero.offload.staging_ring.MAX_SLOT_BYTES", 1024),
     ):
         return train(device, steps, emulate_cuda_graph_step=True, **options)
 
@@ -308,7 +202,7 @@ def test_what_lies_on_the_host_passes_through_as_much_as_there_is_room_for_once_
 ) -> None:
     options: dict[str, Any] = {"offload": ("optimizer",), "offload_buffer_mb": 0.001}
     small = int(0.001 * 2**20)
-    room = (HELD + SAVED + 3 * small) / (1 - CAUTION) / GIB  # one buffer of that size is there already
+    room = (HELD + SAVED + 3 * small) / (1 - LIMIT_MARGIN) / GIB  # one buffer of that size is there already
     found = ranks.run(2, train_with_few_buffers, Device(), 9, memory=room, **options)
     by_hand = ranks.run(2, train_with_few_buffers, None, 9, **options)
     for mine, theirs in zip(found, by_hand, strict=True):
@@ -329,7 +223,7 @@ def goes_on_with_other_buffers(memory: float) -> list[dict[str, Any]]:
 @pytest.mark.slow
 def test_buffers_that_are_set_by_hand_later_are_what_was_set(ranks: Ranks) -> None:
     small = int(0.001 * 2**20)
-    (found,) = ranks.run(1, goes_on_with_other_buffers, (HELD + SAVED + 3 * small) / (1 - CAUTION) / GIB)
+    (found,) = ranks.run(1, goes_on_with_other_buffers, (HELD + SAVED + 3 * small) / (1 - LIMIT_MARGIN) / GIB)
     assert [training["buffers"] * 2**20 for training in found] == [4 * small, 0.002 * 2**20]
 
 
@@ -356,7 +250,10 @@ def held() -> tuple[Any, Any]:
     memory = (HELD - 1) / GIB  # nothing is free when the first step begins
     with (
         warnings.catch_warnings(),
-        patch("lightning_zero.compile.first_step.SavedTensorOffload", partial(SavedTensorOffload, least_bytes=1)),
+        patch(
+            "lightning_zero.memory_planner.first_step_memory.SavedTensorOffload",
+            partial(SavedTensorOffload, least_bytes=1),
+        ),
     ):
         warnings.simplefilter("ignore")  # that it cannot be held
         return train(Device(), 3, memory=memory), train(None, 3, activation_memory_budget=0.2)
@@ -364,18 +261,20 @@ def held() -> tuple[Any, Any]:
 
 def test_what_a_first_step_saves_is_on_the_host_until_its_backward(ranks: Ranks) -> None:
     for found, by_hand in ranks.run(2, held):
-        assert "were on the host meanwhile" in "".join(found["said"])
+        assert "were on the host until its backward" in "".join(found["said"])
         assert found["losses"] == by_hand["losses"]
         assert same(found["params"], by_hand["params"])
 
 
 def held_without_a_limit() -> tuple[dict[str, Any], dict[str, Any]]:
-    with patch("lightning_zero.compile.first_step.SavedTensorOffload", partial(SavedTensorOffload, least_bytes=1)):
+    with patch(
+        "lightning_zero.memory_planner.first_step_memory.SavedTensorOffload", partial(SavedTensorOffload, least_bytes=1)
+    ):
         return train(Device(fuller=TOTAL - HELD), 3), train(None, 3)
 
 
 def test_without_a_limit_what_a_full_device_has_no_room_for_is_on_the_host_as_well(ranks: Ranks) -> None:
-    told = "of what this step, which runs eagerly, saved"
+    told = "of activations of this eager step"
     roomy, full = ranks.run(2, held_without_a_limit)
     assert told not in "".join(roomy[0]["said"])
     assert told in "".join(full[0]["said"])
@@ -397,7 +296,7 @@ def test_gradients_of_micro_batches_are_reduced_once_where_that_costs_less(ranks
 
 
 def once(device: Device | None, **options: Any) -> dict[str, Any]:
-    with patch("lightning_zero.budget.items.WORTH", 0.0):  # as if links were slow
+    with patch("lightning_zero.memory_planner.choices.MIN_REDUCE_ONCE_GAIN", 0.0):  # as if links were slow
         return train(device, 7, accumulate=3, **options)
 
 
@@ -439,17 +338,8 @@ def test_a_later_trainer_has_its_own_budget(ranks: Ranks) -> None:
         assert (found["activations"], found["plan"]) == (1.0, None)
 
 
-def test_one_step_is_watched_where_graphs_will_keep_their_memory(ranks: Ranks) -> None:
-    (found,) = ranks.run(1, train, Device(), AGAIN + 1, memory=0.5, emulate_cuda_graph_model=True)
-    # The step begins and ends, and so do three calls' forward and backward, then and in the other of their first steps.
-    assert found["laps"] == 2 + 2 * 4 * 3
-    # The device says that all of it was there inside and outside. Three calls have an input, an output and its gradient
-    # of 12 times 19 floats, and two of them a gradient of their input.
-    assert found["plan"]["peak"] == HELD + 2.04 * SAVED + (3 * 3 + 2) * 12 * 19 * 4
-
-
 class Caching(MemoryGauge):
-    """A device whose allocator has let go of 5 GiB whenever it is looked at, but for the look behind giving back."""
+    """A device with 5 GiB cached, except when it is read right after the cache was emptied."""
 
     reports_memory = True
     given_back = 0
@@ -468,7 +358,7 @@ class Caching(MemoryGauge):
 
 
 def given_back(memory: Any, then: Any) -> list[int]:
-    """In each training step; with other options from the fourth on; and in an evaluation behind them."""
+    """Return the releases of each step, with other options from the fourth on, and of an evaluation."""
     torch._dynamo.reset()
     Caching.given_back, model, found = 0, build(Blocks), []
     with (

@@ -55,7 +55,7 @@ UNSENT = {
 def devices(come_after_s: float, rest_s: float) -> str:
     """As if devices waited for the second part of an exchange, whose numbers follow 7 others; of four ranks, two on each
     host. What ends this rank before the part comes, or behind that."""
-    mesh = Mesh.of(torch.device("cpu"), ranks_per_host=2)
+    mesh = Mesh.from_world(torch.device("cpu"), ranks_per_host=2)
     watchdog = Watchdog(replace(mesh, timeout_s=DEVICES_S), report_s=1.0)
     try:
         words = torch.zeros(16, dtype=torch.int32)

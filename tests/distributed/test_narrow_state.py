@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_zero import Tuning
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.report.readings import memory_by_role
+from lightning_zero.report.engine_report import memory_by_role
 from tests.helpers.optimizer_steps import (
     Event,
     Lion,
@@ -118,9 +118,9 @@ def refuse() -> tuple[str, str]:
 
 def test_what_cannot_be_narrow_is_refused_by_name(ranks: Ranks) -> None:
     ((unknown, double),) = ranks.run(1, refuse)
-    assert "what Lion keeps rounded" in unknown
-    assert "lightning_zero.register_rule makes it known" in unknown
-    assert "beside parameters of float64" in double
+    assert "rounds the state of Lion" in unknown
+    assert "Register it with lightning_zero.register_rule" in unknown
+    assert "but its parameters are float64" in double
     with pytest.raises(ValueError, match="state_dtype='fp8' must be 'bf16' or None"):
         Tuning(state_dtype="fp8")  # type: ignore[arg-type]
 
@@ -142,7 +142,7 @@ WAYS: list[tuple[bool, dict[str, Any]]] = [
 def train_in_all_ways(events: list[tuple[str, Event]]) -> list[str]:
     """What is not the same, with state of every size narrow."""
     wrong = []
-    with patch("lightning_zero.optim.bf16_state.LEAST", 1):
+    with patch("lightning_zero.optim.bf16_state.MIN_NUMEL", 1):
         for name, event in events:
             first, *others = [
                 train_sharded_steps(name, event, emulate, state_dtype="bf16", **options) for emulate, options in WAYS

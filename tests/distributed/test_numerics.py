@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.integrations.precision import FlatGradScaler
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from tests.helpers.models import Case, NextToken, build, make_batches
 from tests.helpers.oracle import Batch, Reference, assert_close_relative, batches_for_rank, shard_batch, train_reference
 from tests.helpers.sharded import (

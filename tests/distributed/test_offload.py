@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.staging_ring import StagedChunk, RingPass, StagingRing
+from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagingRing
 from tests.helpers.lion import Lion
 from tests.helpers.models import build
 from tests.helpers.optimizer_steps import (
@@ -94,7 +94,7 @@ def train_both_ways(cases: list[tuple[str, Event]], emulate: bool) -> list[str]:
         Counted.most = 0
         with (
             patch("lightning_zero.step.chunked_step.RingPass", Counted),
-            patch("lightning_zero.optim.chunks.RingPass", Counted),
+            patch("lightning_zero.optim.flat_runs.RingPass", Counted),
         ):
             found = train_sharded_steps(name, event, emulate, **ON_HOST)
         try:
@@ -120,7 +120,7 @@ def buffers_grow(emulate: bool) -> tuple[Any, Any, int]:
     resize = StagingRing.resize
     expected = train_sharded_steps("AdamW", unfreeze_and_add, emulate)
     with (
-        patch("lightning_zero.offload.staging_ring.MOST_BYTES", 1024),
+        patch("lightning_zero.offload.staging_ring.MAX_SLOT_BYTES", 1024),
         patch.object(StagingRing, "resize", lambda ring, nbytes: (made.append(nbytes), resize(ring, nbytes))[1]),
     ):
         found = train_sharded_steps("AdamW", unfreeze_and_add, emulate, offload=("optimizer",), offload_buffer_mb=0.5)
@@ -137,12 +137,12 @@ def test_more_to_step_passes_through_more_buffers(ranks: Ranks, emulate: bool) -
 def when_it_comes(masters: bool) -> list[str]:
     """In training: forwards, steps, and when state begins to come for the next one."""
     seen: list[str] = []
-    ahead = RingPass.ahead
+    ahead = RingPass.prefetch
     model = build(Parts)
     others = {"offload": ("optimizer", "parameters"), "compute_dtype": torch.bfloat16} if masters else {}
     with (
         engine_for(model, emulate_cuda_graph_step=True, **ON_HOST | others) as engine,
-        patch.object(RingPass, "ahead", lambda through: (seen.append("comes"), ahead(through))[1]),
+        patch.object(RingPass, "prefetch", lambda through: (seen.append("comes"), ahead(through))[1]),
     ):
         with engine.registered_parameters():
             optimizer = OPTIMIZERS["AdamW"](model)
@@ -173,8 +173,8 @@ def amid_a_step(refused: bool, **options: Any) -> dict[str, Any]:
     model, lerp = build(Parts), torch.Tensor.lerp_
 
     with (
-        patch("lightning_zero.offload.staging_ring.MOST_BYTES", 1024),
-        patch("lightning_zero.offload.staging_ring.LEAST", 1),
+        patch("lightning_zero.offload.staging_ring.MAX_SLOT_BYTES", 1024),
+        patch("lightning_zero.offload.staging_ring.MIN_TENSORS_PER_SLOT", 1),
         engine_for(model, "eager", cuda_graph_step=False, **options) as engine,
     ):
         with engine.registered_parameters():
@@ -214,7 +214,9 @@ def configure_twice() -> list[tuple[str, ...]]:
         engine.optimizers.arrange([optimizer])
         engine.optimizers.stepper(optimizer)
         away = replace(engine.config, offload=("optimizer",))
-        full = patch("lightning_zero.step.optimizers.move_state_to_host", side_effect=MemoryError("the host is full"))
+        full = patch(
+            "lightning_zero.step.optimizer_steps.move_state_to_host", side_effect=MemoryError("the host is full")
+        )
         with full, pytest.raises(MemoryError):
             engine.configure(away)
         engine.configure(away)
@@ -237,8 +239,8 @@ def refuse() -> str:
 
 def test_an_optimizer_whose_rule_is_not_known_is_refused_by_name(ranks: Ranks) -> None:
     (message,) = ranks.run(1, refuse)
-    assert "whether Lion can do that is not known" in message
-    assert "lightning_zero.register_rule makes it known" in message
+    assert "it is unknown if Lion supports that" in message
+    assert "Register it with lightning_zero.register_rule" in message
 
 
 def copy_out(optimizer: torch.optim.Optimizer, find: Any) -> None:
@@ -270,7 +272,7 @@ def left_behind(**options: Any) -> int:
         gc.collect()
         gc.disable()
         try:
-            with patch("lightning_zero.step.optimizers.move_state_to_host", copy_out):
+            with patch("lightning_zero.step.optimizer_steps.move_state_to_host", copy_out):
                 engine.configure(replace(engine.config, offload=("optimizer",)))
             return sum(not one.expired() for one in held)
         finally:

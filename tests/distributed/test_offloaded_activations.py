@@ -12,7 +12,7 @@ from torch import nn
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
 from tests.helpers.checkpointed import NonReentrant
-from tests.helpers.lanes import LateLanes
+from tests.helpers.copy_streams import LateCopyStreams
 from tests.helpers.models import Case, Deep, OneBlock, OneLayer, OneMLP, build, made_one_mlp, make_batches
 from tests.helpers.options import config
 from tests.helpers.oracle import Reference, assert_same_bits, shard_batch
@@ -24,9 +24,9 @@ AWAY: dict[str, Any] = {"offload": ("activations",), "offload_activations_mb": f
 MIXED: dict[str, Any] = {"compute_dtype": BF16, "reduce_dtype": BF16}
 
 
-def made_late(engine: Engine) -> LateLanes:
+def made_late(engine: Engine) -> LateCopyStreams:
     """From here on its copies are done when they are waited for, and what comes back to the pool is spoilt."""
-    lanes = engine.executor.activations._lanes = LateLanes()
+    lanes = engine.executor.activations._streams = LateCopyStreams()
     return lanes
 
 
@@ -48,7 +48,7 @@ def train(case: str | type[Case], away: dict[str, Any], backend: str = "aot_eage
             "out": out,
             "counters": engine.executor.counters(),
             "host": activations.nbytes,
-            "waiting": lanes.waiting + len(activations._leaving) + len(activations._coming),
+            "waiting": lanes.waiting + len(activations._offloading) + len(activations._loading),
         }
 
 
@@ -178,7 +178,7 @@ def test_an_amount_is_kept_by_all_graphs_of_a_pass_together(ranks: Ranks) -> Non
         assert all(0.05 < mib <= 0.1 for mib in sent[1:]), way
         assert said == []
     assert any(mib > 0.1 for mib in found["more later"][0])
-    assert "went beyond it in the whole OneLayer" in told
+    assert "exceeded it in the whole OneLayer" in told
     assert "a call that the first step did not have" in told
 
 
@@ -272,7 +272,7 @@ def interrupted(away: dict[str, Any]) -> tuple[Reference, int]:
         except ArithmeticError:
             Breaks.armed = False
         assert not Breaks.armed
-        half = len(engine.executor.activations._coming)
+        half = len(engine.executor.activations._loading)
         engine.cycle.reset()
         assert lanes.waiting == 0
         optimizer.zero_grad()

@@ -9,8 +9,8 @@ import torch
 
 from lightning_zero import Tuning
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.schema import OnChange, option_fields
 from lightning_zero.config.options import Options
+from lightning_zero.config.schema import OnChange, option_fields
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
 from tests.helpers.models import build, make_batches

@@ -27,7 +27,7 @@ class Dropping(Deep):
 
 
 def no_outline() -> Any:
-    return patch("lightning_zero.compile.backend.outline", lambda *_: None)
+    return patch("lightning_zero.compile.backend.dedup_layers", lambda *_: None)
 
 
 def train(backend: str, dtype: torch.dtype | None, once: bool) -> tuple[Reference, list[str]]:
@@ -110,7 +110,7 @@ def checkpointed(case: type[Case], backend: str, layers: int, same_order: bool) 
     (once, lines, plans, saved), (each, none, expected, saves) = (
         train_checkpointed(case, backend, once) for once in (True, False)
     )
-    assert lines == [f"{layers} layers are differentiated as 1"]
+    assert lines == [f"Layer deduplication: {layers} layers are differentiated as 1"]
     assert not none
     assert once.losses == each.losses
     for grads, wanted in zip(once.grads, each.grads, strict=True):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import BACKENDS, EAGER, engine_for
 from tests.helpers.spread import check_spread

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.estimate import NOMINAL_COSTS, CostModel
+from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
+from lightning_zero.profiling.node_costs import DeviceSpeed
 from tests.helpers.models import Case, OneLayer, OneMLP, TiedLayer, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits
 from tests.helpers.sharded import engine_for, sgd, train_case, train_sharded

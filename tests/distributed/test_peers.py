@@ -19,10 +19,10 @@ from torch import nn
 from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
-from lightning_zero.profiling.estimate import NOMINAL_COSTS
-from lightning_zero.sharding.shared_memory import mapped
-from lightning_zero.sharding.symm_mem import SymmetricMemory, gradients, weights
-from lightning_zero.sharding.symm_mem import memory as peer_memory
+from lightning_zero.profiling.cost_model import NOMINAL_COSTS
+from lightning_zero.sharding.shared_memory import map_shared
+from lightning_zero.sharding.symm_mem import SymmetricMemory, transports
+from lightning_zero.sharding.symm_mem import symmetric_memory as peer_memory
 from tests.helpers.models import OneLayer, TiedLayer, build, make_batches
 from tests.helpers.options import config
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch
@@ -36,7 +36,7 @@ autocast = partial(torch.autocast, "cpu", BF16, cache_enabled=False)
 
 
 def memory() -> SymmetricMemory:
-    return SymmetricMemory(Mesh.of(torch.device("cpu")))
+    return SymmetricMemory(Mesh.from_world(torch.device("cpu")))
 
 
 def in_shared_memory() -> set[str]:
@@ -96,9 +96,9 @@ def without_descriptors() -> tuple[list[int], list[str]]:
     def refused(path: str, *args: Any) -> Any:
         if path.startswith("/proc/") and dist.get_rank() == 1:
             raise PermissionError(13, "Permission denied", path)
-        return mapped(path, *args)
+        return map_shared(path, *args)
 
-    with patch.object(peer_memory, "mapped", refused):
+    with patch.object(peer_memory, "map_shared", refused):
         return write_and_read()
 
 
@@ -115,7 +115,7 @@ def copying_by_itself() -> Iterator[None]:
     def wanted(choice: str, *args: Any, **kwargs: Any) -> bool:
         return choice != "collective"
 
-    with patch.object(weights, "wanted", wanted), patch.object(gradients, "wanted", wanted):
+    with patch.object(transports, "chooses_copies", wanted):
         yield
 
 
@@ -151,7 +151,13 @@ def trained(nth: int, choices: dict[str, str]) -> tuple[list[float], dict[str, i
         batches = make_batches(OneLayer, 5, 12)
         got = train_sharded(engine, model, batches, sgd(model), context=autocast)
         measured = [call.args[1] for call in links.mock_calls]
-        return got.losses, engine.executor.counters(), engine.transports.nbytes, engine.transports.collectives_used, measured
+        return (
+            got.losses,
+            engine.executor.counters(),
+            engine.transports.nbytes,
+            engine.transports.collectives_used,
+            measured,
+        )
 
 
 def falls_back(nth: int, oracle: dict[str, str]) -> tuple[Any, Any]:
@@ -212,7 +218,7 @@ def test_copies_that_were_asked_for_are_refused_by_name_on_every_rank(ranks: Ran
 
 
 def with_a_stub_for_a_barrier(choice: str) -> str:
-    with patch.object(SymmetricMemory, "_meet", lambda self: None):
+    with patch.object(SymmetricMemory, "_device_barrier", lambda self: None):
         try:
             with engine_for(None, "aot_eager", **MIXED, reduce_transport=choice) as engine:
                 return engine.transports.collectives_used
@@ -228,13 +234,13 @@ def test_a_barrier_that_does_not_wait_is_not_relied_on(ranks: Ranks) -> None:
 def objections(backend: str, atomics: str) -> str | None:
     """Of GPUs, of which rank 1's is not as the others."""
     mine = dist.get_rank() == 1
-    own = SymmetricMemory(Mesh.of(torch.device("cuda", 0)))
+    own = SymmetricMemory(Mesh.from_world(torch.device("cuda", 0)))
     with (
         patch("torch.distributed._symmetric_memory.get_backend", lambda device: backend if mine else "CUDA"),
         patch.object(peer_memory, "gpu_uuid", lambda device: f"gpu {dist.get_rank()}"),
         patch.object(peer_memory, "no_atomics_reason", lambda device, uuids: atomics if mine else ""),
     ):
-        return own._objection()
+        return own._unavailable_reason()
 
 
 def test_gpus_that_cannot_wait_for_each_other_are_told_on_every_rank(ranks: Ranks) -> None:
@@ -404,7 +410,10 @@ def placed_twice() -> tuple[int, int, int, Reference]:
         optimizer = torch.optim.SGD([{"params": params[::2]}, {"params": params[1::2], "lr": 0.05}], lr=0.1)
         before, order = engine.transports.nbytes, [param.data_ptr() for param in params]
         engine.optimizers.arrange([optimizer])
-        after, moved = engine.transports.nbytes, sum(param.data_ptr() != at for param, at in zip(params, order, strict=True))
+        after, moved = (
+            engine.transports.nbytes,
+            sum(param.data_ptr() != at for param, at in zip(params, order, strict=True)),
+        )
         return (
             before,
             after,

@@ -8,7 +8,7 @@ import torch
 
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.module_patching import UNSHARDED_CACHE
-from lightning_zero.sharding.record import Role
+from lightning_zero.sharding.param_record import Role
 from tests.helpers.models import Case, OneLayer, TiedLayer, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits
 from tests.helpers.sharded import engine_for, sgd, train_plain, train_sharded, whole_params
@@ -67,10 +67,13 @@ def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
         out = train_sharded(engine, model, batches, optimizer, accumulate=2)
         resident = {
             view.untyped_storage().data_ptr(): view.untyped_storage().nbytes()
-            for view in engine.sharder.memory.holds(Role.UNSHARDED_CACHE)
+            for view in engine.sharder.memory.tensors(Role.UNSHARDED_CACHE)
         }
         names = [
-            r.name for r in engine.sharder.live for owner, key in r.owners if key in owner.__dict__.get(UNSHARDED_CACHE, {})
+            r.name
+            for r in engine.sharder.live
+            for owner, key in r.owners
+            if key in owner.__dict__.get(UNSHARDED_CACHE, {})
         ]
         return names, sum(resident.values()), engine.executor.counters().get("resident_gathers", 0), out
 
@@ -79,7 +82,9 @@ def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
 def test_no_more_is_kept_than_the_budget_allows(ranks: Ranks, share: float) -> None:
     """In the order of registration; what does not fit is passed over."""
     model = build("CalledTwice")
-    sizes = {name: ShardLayout.of(p.shape, p.dtype, 2).shard_numel * 2 * 4 for name, p in model.named_parameters()}
+    sizes = {
+        name: ShardLayout.from_shape(p.shape, p.dtype, 2).shard_numel * 2 * 4 for name, p in model.named_parameters()
+    }
     budget = left = int(share * sum(sizes.values()))
     expected = []
     for name, size in sizes.items():

@@ -1,5 +1,7 @@
-"""``memory=`` has gradients lie over copies of weights where a training would not fit otherwise: from then on it is what
-it is with rounded gradients, the memory is given back, and micro-batches that come all the same are trained with."""
+"""``memory=`` lets gradients alias compute copies if a training would not fit otherwise.
+
+It then equals a training with rounded gradients, frees their memory, and still accepts micro-batches.
+"""
 
 from typing import Any
 from unittest.mock import patch
@@ -9,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_zero.budget.facts import MemoryConfig
 from lightning_zero.engine import Engine
-from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
-from lightning_zero.report.readings import memory_by_role
+from lightning_zero.memory_planner.inputs import MemoryConfig
+from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge
+from lightning_zero.report.engine_report import memory_by_role
 from tests.helpers.measured import AGAIN
 from tests.helpers.models import OneLayer, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative
@@ -21,14 +23,14 @@ from tests.ranks.pool import Ranks
 
 BF16 = torch.bfloat16
 GIB, TOTAL = 2**30, 10**6
-HELD, SAVED, GRADIENTS = 300_000, 10_000, 17_152  # bytes; the last, of a rank, are what they are
+HELD, SAVED, GRADIENTS = 300_000, 10_000, 17_152  # bytes; the last are those of a rank
 STEPS, LATER = 10, 4
 BASE: dict[str, Any] = {"compute_dtype": BF16, "reduce_dtype": BF16, "gather_group_mb": 0.01}
 REPLAYED = {"emulate_cuda_graph_model": True, "emulate_cuda_graph_step": True, "reduce_transport": "copy"}
 
 
 class Gauge(MemoryGauge):
-    """Of a device that takes what stays, without gradients where these lie over copies, and activations."""
+    """A device with persistent memory, activations, and gradients unless they alias copies."""
 
     reports_memory = True
     engine: Engine | None = None
@@ -39,25 +41,22 @@ class Gauge(MemoryGauge):
 
     def read(self) -> DeviceMemory:
         engine = Gauge.engine
-        here = HELD + GRADIENTS * (engine is None or not engine.sharder.memory.over_copies)
+        here = HELD + GRADIENTS * (engine is None or not engine.sharder.memory.alias_gradients)
         took = SAVED if engine is not None and engine.session.plans.count else Gauge.eager
         return DeviceMemory(TOTAL, 0, here + took, here + took, here)
 
-    def lap(self) -> DeviceMemory:
-        return self.read()
-
 
 class Course:
-    """What is seen of one training."""
+    """Observations of one training."""
 
     def __init__(self) -> None:
         self.over: list[bool] = []  # before each batch
-        self.dtypes: list[Any] = []  # of gradients that came with each
-        self.old: list[StorageWeakRef] = []  # memory in which gradients lay
+        self.dtypes: list[Any] = []  # of the gradients of each batch
+        self.old: list[StorageWeakRef] = []  # memory that gradients used
 
 
 def train(limit: int | None, rounded: int = STEPS + LATER, options: Any = None, eager: int = SAVED) -> tuple[Any, ...]:
-    """``limit``: bytes; None for none. ``rounded``: from this step on gradients are, by a hook. Behind ``STEPS`` some
+    """``limit``: bytes; None for none. ``rounded``: from this step on gradients are, by a hook. After ``STEPS`` some
     more have two micro-batches."""
     torch._dynamo.reset()
     torch.manual_seed(17)
@@ -73,8 +72,7 @@ def train(limit: int | None, rounded: int = STEPS + LATER, options: Any = None, 
 
     with (
         patch("lightning_zero.compile.session.MemoryGauge", Gauge),
-        patch("lightning_zero.step.planned.OFFLOADABLE", ("optimizer", "activations")),
-        patch("lightning_zero.compile.uncaptured_memory.Outside.end", return_value=0),  # of graphs' own memory
+        patch("lightning_zero.step.memory_controller.OFFLOADABLE", ("optimizer", "activations")),
         engine_for(model, **chosen) as engine,
     ):
         Gauge.engine, engine.session.progress._report = engine, said.append
@@ -84,7 +82,7 @@ def train(limit: int | None, rounded: int = STEPS + LATER, options: Any = None, 
             param.register_post_accumulate_grad_hook(look)
 
         def note(*_: Any) -> None:
-            seen.over.append(memory.over_copies)
+            seen.over.append(memory.alias_gradients)
             seen.dtypes.append(set())
             if memory.gradients is not None and not seen.old:
                 seen.old = [StorageWeakRef(flat.untyped_storage()) for flat in memory.gradients.flat.values()]
@@ -126,12 +124,12 @@ def test_from_the_plan_on_a_training_is_what_it_is_with_rounded_gradients(
         )
         assert dtypes[:STEPS] == [{torch.float32}] * begin + [{BF16}] * (STEPS - begin)
         assert (held, gone) == (0, True), "what gradients took is given back"
-        assert plan.chosen == MemoryConfig(weights=plan.chosen.weights, over_copies=True), "\n".join(said)
+        assert plan.chosen == MemoryConfig(weights=plan.chosen.weights, grad_aliasing=True), "\n".join(said)
         table = next(line for line in said if "Memory plan" in line)
         [row] = [line for line in table.splitlines() if "gradients" in line]
         assert row.split()[1:7] == ["over", "copies", "of", "weights,", "in", "bfloat16"]
         check(one, plain[0])
-        # Micro-batches that nobody had announced have gradients of their own, as wide as ever.
+        # Micro-batches that were not announced have gradients in float32.
         assert over[STEPS:] == [True] + [False] * (2 * LATER - 1)
         assert dtypes[STEPS:] == [{torch.float32}] * 2 * LATER
         [told] = [line for line in said if "several micro-batches share a step" in line]

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.compile.cuda_graphs import pairs
+from lightning_zero.compile.cuda_graphs import graph_pairs as pairs
 from tests.helpers.models import OneLayer, build, make_batches
 from tests.helpers.oracle import shard_batch
 from tests.helpers.replays import BF16, BY_COLLECTIVE, COPY, SHORTER_ON_ONE, TO_STEP, WAYS, meetings, train

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.sharding.record import Role
+from lightning_zero.sharding.param_record import Role
 from tests.helpers.models import TiedLayer, build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, assert_same_bits, shard_batch, train_reference
 from tests.helpers.sharded import (
@@ -150,7 +150,9 @@ def in_mixed_precision(backend: str, stages: Sequence[int]) -> list[tuple[Refere
             batches = make_batches(TiedLayer, STEPS, SAMPLES)
             out = train_sharded(engine, model, batches, sgd(model), context=autocast, before_batch=reset)
             kept = [r for r in engine.sharder.live if Role.UNSHARDED_CACHE in r.memory]
-            sizes = [engine.world_size * r.layout.shard_numel * r.memory[Role.UNSHARDED_CACHE].element_size() for r in kept]
+            sizes = [
+                engine.world_size * r.layout.shard_numel * r.memory[Role.UNSHARDED_CACHE].element_size() for r in kept
+            ]
             dtypes = {r.memory[Role.UNSHARDED_CACHE].dtype for r in kept}
             assert dtypes == ({torch.bfloat16, torch.float32} if stage == 2 else set())
             found.append((out, engine.executor.counters()["gather_bytes"], sum(sizes)))
@@ -341,7 +343,7 @@ def changed(backend: str) -> tuple[Reference, list[set[str]]]:
 
         def configure(model: nn.Module, index: int) -> None:
             if index % MICRO == 0:
-                held.append({role.value for role in Role if engine.sharder.memory.holds(role)})
+                held.append({role.value for role in Role if engine.sharder.memory.tensors(role)})
             engine.configure(replace(first, stage=next(stages)))
 
         out = train_sharded(
@@ -354,7 +356,7 @@ def changed(backend: str) -> tuple[Reference, list[set[str]]]:
             announce=True,
             before_batch=configure,
         )
-        held.append({role.value for role in Role if engine.sharder.memory.holds(role)})
+        held.append({role.value for role in Role if engine.sharder.memory.tensors(role)})
         return out, held
 
 

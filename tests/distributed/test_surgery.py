@@ -21,7 +21,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.strategy_base import add_error_notes
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from tests.ranks.pool import Ranks
 
 

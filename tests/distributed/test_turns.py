@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import engine_for, sgd, whole_params
 from tests.helpers.spread import check_spread

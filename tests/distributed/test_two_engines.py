@@ -94,7 +94,7 @@ def test_a_teacher_of_another_engine_only_teaches(ranks: Ranks) -> None:
 
 
 def a_model_for_each_part(parts: list[list[int]]) -> list[dict[str, torch.Tensor]]:
-    mesh = Mesh.over(parts, torch.device("cpu"))
+    mesh = Mesh.from_parts(parts, torch.device("cpu"))
     number = next(n for n, part in enumerate(parts) if dist.get_rank() in part)
     model = build("NeverUsed", seed=number)
     engine = Engine(mesh.device, config(compile_backend="aot_eager"), mesh=mesh)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.errors import RankFailedError, RankMismatchError
-from lightning_zero.native.watchdog import SequenceId, Phase
+from lightning_zero.native.watchdog import Phase, SequenceId
 from tests.helpers.beside import ranks_beside
 from tests.helpers.logs import stderr
 from tests.helpers.watched import step, watched

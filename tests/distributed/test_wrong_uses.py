@@ -322,7 +322,7 @@ def optimizer_of_somebody_elses_parameters() -> None:
 
 
 @wrong(
-    r"MisconfigurationException: Muon orthogonalises whole matrices.*each rank holds only a flat piece.*Use an optimizer that"
+    r"MisconfigurationException: Muon orthogonalizes full matrices.*each rank holds only a flat piece.*Use an optimizer that"
 )
 def optimizer_of_whole_matrices() -> None:
     class Muon(torch.optim.SGD):
@@ -423,9 +423,7 @@ def test_an_engine_without_processes_says_how_to_get_some() -> None:
 def test_a_strategy_that_is_not_set_up_says_when_it_is() -> None:
     trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="zero3", logger=False, enable_checkpointing=False)
     for ask in (trainer.strategy.lightning_module_state_dict, lambda: trainer.strategy.optimizer_state(None)):
-        with pytest.raises(
-            MisconfigurationException, match=r"before its setup\..*while trainer\.fit\(\) or another"
-        ):
+        with pytest.raises(MisconfigurationException, match=r"before its setup\..*while trainer\.fit\(\) or another"):
             ask()
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_zero.engine import engine_of
-from lightning_zero.step.captured import CapturedRunner
+from lightning_zero.step.runners import CapturedRunner
 from tests.helpers.fabric import NORM, VALUE, closing, make_fabric, network, set_up, train, whole_state
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import RTOL

@@ -122,9 +122,8 @@ def _in_worker(point: Point, injector: Injector) -> None:
 
 
 def _first_to_build(point: Point, injector: Injector) -> None:
-    """One rank builds, the others wait for it; so these come later, and nobody builds ahead."""
+    """One rank builds, the others wait for it, so these begin later."""
     build, compile = point.targets
-    wrap("lightning_zero.native.ahead:is_built", lambda original: lambda: True)
     wrap(compile, injector.around(point.name, point.step, False, point.skipped))
 
     def make(original: Calls) -> Calls:
@@ -142,9 +141,9 @@ STRATEGY = "lightning_zero.integrations.trainer.strategy:ZeroStrategy"
 ENGINE = "lightning_zero.engine:Engine"
 CYCLE = "lightning_zero.step.cycle:StepCycle"
 LOOP = "lightning.pytorch.loops.evaluation_loop:_EvaluationLoop"
-PEERS = "lightning_zero.sharding.symm_mem.memory:SymmetricMemory"
+PEERS = "lightning_zero.sharding.symm_mem.symmetric_memory:SymmetricMemory"
 COMPILER = "lightning_zero.compile.backend:Compiler"
-PAIRS = "lightning_zero.compile.cuda_graphs.pairs"
+PAIRS = "lightning_zero.compile.cuda_graphs.graph_pairs"
 MODEL = "tests.faults.model"
 
 COMPILED = {"strategy": "aot_eager"}
@@ -197,7 +196,7 @@ _ALL = (
     Point(
         "construction",
         "shards a layer that was just built in configure_model",
-        ("lightning_zero.sharding.shard:Sharder.shard_module",),
+        ("lightning_zero.sharding.sharder:Sharder.shard_module",),
         -1,
         training={"late": True},
     ),
@@ -212,7 +211,7 @@ _ALL = (
     Point(
         "checkpoint_scatter",
         "takes its part of a weight from the checkpoint that it resumes from",
-        ("lightning_zero.sharding.state:StateDictHooks._scatter",),
+        ("lightning_zero.sharding.state_dict:StateDictHooks._scatter",),
         -1,
         training={"resume": True},
     ),
@@ -228,7 +227,7 @@ _ALL = (
     Point(
         "peer_memory_mapped",
         "maps the memory of its peers",
-        ("lightning_zero.sharding.symm_mem.memory:mapped",),
+        ("lightning_zero.sharding.symm_mem.symmetric_memory:mapped",),
         0,
         training=COPIED,
     ),
@@ -242,7 +241,9 @@ _ALL = (
     ),
     Point("before_forward", "begins a training step", (f"{ENGINE}.train_step",)),
     Point("forward", "is half way through a forward", (f"{MODEL}:Block.between",), install=_between),
-    Point("gather_in_backward", "gathers a weight again", ("lightning_zero.compile.eager:gather_full",)),
+    Point(
+        "gather_in_backward", "gathers a weight again", ("lightning_zero.compile.capture.eager_weights:gather_full",)
+    ),
     Point("compile", "compiles a graph", (f"{COMPILER}._tag",), 1, training=COMPILED),
     Point(
         "agreement",
@@ -274,7 +275,7 @@ _ALL = (
     Point(
         "in_step",
         "steps the optimizer",
-        ("torch.optim.adam:adam", "lightning_zero.optim.kernel:StepKernel.run"),
+        ("torch.optim.adam:adam", "lightning_zero.optim.step_kernel:StepKernel.run"),
     ),
     Point("after_step", "has stepped the optimizer", (f"{STRATEGY}.optimizer_step",), after=True),
     Point("batch_end", "is between two batches", (f"{MODEL}:Trained.on_train_batch_end",)),

@@ -122,7 +122,7 @@ def registering() -> str:
 @pytest.mark.gpu(2)
 def test_what_would_not_fit_together_with_runs_is_refused_by_name(ranks: Ranks) -> None:
     for text in ranks.run(2, registering, backend="nccl"):
-        assert "weights and gradients travel by collectives, and NCCL_GRAPH_REGISTER is not 0" in text
+        assert "weights and gradients use collectives, and NCCL_GRAPH_REGISTER is not 0" in text
 
 
 def destroyed() -> int:

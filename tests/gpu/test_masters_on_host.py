@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.offload.memory import HostMemory
+from lightning_zero.offload.pinned_memory import HostMemory
 from tests.helpers.masters import BF16, check, train_both_ways
 from tests.helpers.sharded import engine_for
 from tests.ranks.pool import Ranks
@@ -90,7 +90,7 @@ def train_large(
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
         engine.optimizers.check(optimizer)
         engine.optimizers.arrange([optimizer])
-        plan, states = engine.memory.plan, engine.session.budget.known.states
+        plan, states = engine.memory.plan, engine.session.planner.known.states
         x, losses = torch.randn(8, 4096, device=engine.device), []
         for step in range(steps):
             with engine.train_step(), autocast():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_zero.engine import Engine
-from lightning_zero.profiling.headroom import MARGIN, MemoryGauge, memory_limit
+from lightning_zero.profiling.device_gauges import MARGIN, MemoryGauge, memory_limit
 from tests.helpers.options import config
 from tests.ranks.pool import Ranks
 

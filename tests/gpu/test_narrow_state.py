@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.step.captured import CapturedRunner
+from lightning_zero.step.runners import CapturedRunner
 from tests.helpers.sharded import engine_for, whole_params
 from tests.ranks.pool import Ranks
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.report.readings import memory_by_role
-from lightning_zero.step.captured import CapturedRunner
+from lightning_zero.report.engine_report import memory_by_role
+from lightning_zero.step.runners import CapturedRunner
 from tests.helpers.optimizer_steps import (
     OPTIMIZERS,
     Event,
@@ -203,7 +203,7 @@ def train_wide(capture: bool | str, backend: str, sizes: tuple[int, ...] = (4096
             "host": memory_by_role(engine)["activations_on_host"],
             "left": counted.get("offload_bytes", 0),
             "left last": counted.get("offload_bytes", 0) - earlier,
-            "counted last": engine.executor.activations.amount.sent,
+            "counted last": engine.executor.activations.quota.sent,
             "replays": counted.get("replayed_graphs", 0),
         }
 

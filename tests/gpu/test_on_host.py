@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.sharding.host_memory import BLOCK, copy_to_host
+from lightning_zero.sharding.host_memory import BLOCK_BYTES, copy_to_host
 
 pytestmark = pytest.mark.gpu(1)
 
@@ -16,7 +16,7 @@ def large(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: large(3 * BLOCK // 4 + 5),
+        lambda: large(3 * BLOCK_BYTES // 4 + 5),
         lambda: large(4000, 9001, dtype=torch.bfloat16),
         lambda: large(64, 128, 40, 40).contiguous(memory_format=torch.channels_last),
         lambda: large(5000, 5000).t(),

@@ -17,11 +17,13 @@ GIB = 2**30
 
 
 def memory() -> tuple[SymmetricMemory | None, str]:
-    return SymmetricMemory.of(Mesh.of(torch.device("cuda", torch.cuda.current_device())))
+    return SymmetricMemory.of(Mesh.from_world(torch.device("cuda", torch.cuda.current_device())))
 
 
 def why_not(stub: bool) -> str:
-    with patch.object(SymmetricMemory, "_meet", (lambda self: None) if stub else SymmetricMemory._meet):
+    with patch.object(
+        SymmetricMemory, "_device_barrier", (lambda self: None) if stub else SymmetricMemory._device_barrier
+    ):
         return memory()[1]
 
 

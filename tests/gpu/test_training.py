@@ -87,7 +87,9 @@ def test_copies_between_gpus_are_as_good_as_collectives(ranks: Ranks, case: str,
 
 def train_with_kept_weights(case: str, backend: str, unsharded_cache_until: str):
     with patch("lightning_zero.compile.context.SMALL_BYTES", 256):
-        return train_both(case, backend, False, unsharded_cache_mb=float("inf"), unsharded_cache_until=unsharded_cache_until)
+        return train_both(
+            case, backend, False, unsharded_cache_mb=float("inf"), unsharded_cache_until=unsharded_cache_until
+        )
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

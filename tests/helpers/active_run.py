@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.compat.patches import PATCHES, counted
-from lightning_zero.compile.active import OPTIMIZATION_COUNTS
+from lightning_zero.compile.events import OPTIMIZATION_COUNTS
 
 WIDTH, LAYERS = 32, 6
 

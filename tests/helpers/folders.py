@@ -13,7 +13,7 @@ from lightning_zero.sharding.layout import ShardLayout
 
 def sharded(value: torch.Tensor) -> CheckpointShard:
     """Over one rank."""
-    layout = ShardLayout.of(value.shape, value.dtype, 1)
+    layout = ShardLayout.from_shape(value.shape, value.dtype, 1)
     return CheckpointShard(layout, layout.part(value, 0), 0)
 
 

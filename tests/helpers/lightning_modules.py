@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
 from lightning_zero.engine import engine_of
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from tests.helpers.trainer import (
     HIDDEN,
     INPUTS,

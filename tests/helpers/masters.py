@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.report.readings import memory_by_role
-from lightning_zero.sharding.record import Role
-from lightning_zero.step.captured import CapturedRunner
+from lightning_zero.report.engine_report import memory_by_role
+from lightning_zero.sharding.param_record import Role
+from lightning_zero.step.runners import CapturedRunner
 from tests.helpers.options import config
 from tests.helpers.sharded import engine_for, mean_over_ranks, whole_params, whole_state
 
@@ -113,7 +113,7 @@ def least_with_masters(name: str = "AdamW", **options: Any) -> float:
             optimizer = OPTIMIZERS[name](model)
         engine.optimizers.arrange([optimizer])
         assert engine.memory.plan is not None
-        return (engine.memory.plan.peak - engine.session.budget.known.states - 1) / 2**30
+        return (engine.memory.plan.peak - engine.session.planner.known.states - 1) / 2**30
 
 
 def planned(name: str = "AdamW", **options: Any) -> dict[str, Any]:

@@ -1,5 +1,4 @@
-"""Shards on one rank without an executor: an arena, and what a stepper asks of a sharder. The rank may be one of
-several, of which the others are elsewhere."""
+"""Emulate a sharder on one rank without an executor. The rank may be one of several."""
 
 from __future__ import annotations
 
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.sharding.flat_buffer import FlatBuffer
+from lightning_zero.sharding.flat_memory import FlatBuffer
 from lightning_zero.sharding.layout import ShardLayout
 
 __all__ = ["OneRank"]
@@ -19,13 +18,14 @@ CPU = torch.device("cpu")
 
 
 class OneRank:
-    """Stands for a Sharder. ``params`` are views of one arena, and so are the gradients that :meth:`bring` gives
-    them."""
+    """Stand for a Sharder. ``params``, and the gradients of :meth:`bring`, are views of flat buffers."""
 
     def __init__(self, shapes: Sequence[Sequence[int]], seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
         self.mesh = SimpleNamespace(replicated=False, shard_group=SimpleNamespace(gather_group=None))
-        pieces = [(ShardLayout.of(torch.Size(shape), torch.float32, world_size), torch.float32) for shape in shapes]
+        pieces = [
+            (ShardLayout.from_shape(torch.Size(shape), torch.float32, world_size), torch.float32) for shape in shapes
+        ]
         shards, grads = FlatBuffer(pieces, CPU), FlatBuffer(pieces, CPU)
         rng = torch.Generator().manual_seed(seed)
         self.live = []
@@ -39,7 +39,7 @@ class OneRank:
                     param=param,
                     layout=layout,
                     shard=shard,
-                    spec=SimpleNamespace(number=rank, wrap=lambda tensor: tensor),
+                    spec=SimpleNamespace(shard_index=rank, wrap=lambda tensor: tensor),
                     gradient=grads.views[index],
                     visible_grad=None,
                     on_host=None,
@@ -51,7 +51,9 @@ class OneRank:
         self.executor: Any = SimpleNamespace(
             device=CPU,
             gradients=SimpleNamespace(attachment_key=lambda: self.key, may_write_gradient=lambda index: True),
-            weights=SimpleNamespace(valid_compute_shards=list, mark_compute_shards_written=lambda indices, written: None),
+            weights=SimpleNamespace(
+                valid_compute_shards=list, mark_compute_shards_written=lambda indices, written: None
+            ),
             collective=self._collective,
             waiting=None,
         )
@@ -63,7 +65,7 @@ class OneRank:
         return next((record for record in self.live if record.param is param), None)
 
     def bring(self, step: int, without: Sequence[int] = ()) -> None:
-        """Gradients as after a backward; parameters that are left out have none."""
+        """Set gradients as after a backward, except for parameters that are left out."""
         self.key += 1
         for index, param in enumerate(self.params):
             if index in without:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.step.captured import CapturedRunner
+from lightning_zero.step.runners import CapturedRunner
 from tests.helpers import lion
 from tests.helpers.models import build
 from tests.helpers.oracle import assert_close_relative

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.compile.cuda_graphs.dispatch import WARMUP_RUNS, GraphDispatcher
+from lightning_zero.compile.cuda_graphs.manager import WARMUP_RUNS, GraphDispatcher
 from tests.helpers.models import Case, _regression, build, make_batches
 from tests.helpers.oracle import Reference, train_reference
 from tests.helpers.sharded import engine_for, sgd, train_sharded
@@ -53,7 +53,10 @@ def train_captured_at_once(device: str = "cpu", **options: Any) -> tuple[Referen
         dropped.append(f"in step {len(parts)}: {reason}")
         invalidate(call, reason)
 
-    with patch.object(GraphDispatcher, "interrupt", note), engine_for(model, device=device, **ACROSS | options) as engine:
+    with (
+        patch.object(GraphDispatcher, "invalidate", note),
+        engine_for(model, device=device, **ACROSS | options) as engine,
+    ):
 
         def count(model: nn.Module, index: int) -> None:
             if index and index % MICRO == 0:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
-from lightning_zero.compile.listener import GraphObserver
+from lightning_zero.compile.events import GraphObserver
 from lightning_zero.engine import Engine
-from lightning_zero.profiling.estimate import NOMINAL_COSTS, CostModel
-from lightning_zero.sharding.unsupported import without_shard_dispatch
+from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
+from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 from tests.helpers.models import Case, build, make_batches
 from tests.helpers.options import config
 from tests.helpers.oracle import Batch, Reference, shard_batch

@@ -102,7 +102,7 @@ def sharded_state(rank: int, world_size: int, seed: float) -> dict[str, Any]:
     whole: Mapping[str, torch.Tensor] = values_of(seed)
     parts = {}
     for key, value in whole.items():
-        layout = ShardLayout.of(value.shape, value.dtype, world_size)
+        layout = ShardLayout.from_shape(value.shape, value.dtype, world_size)
         parts[key] = CheckpointShard(layout, layout.part(value, rank), rank)
     moments = {key: {"step": torch.tensor(4.0), "exp_avg": part} for key, part in parts.items()}
     groups = [{"lr": 0.1, "params": list(parts)}]

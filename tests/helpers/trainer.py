@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import engine_of
 from lightning_zero.integrations.trainer.precision import unwrap_optimizer
-from lightning_zero.step.captured import CapturedRunner
+from lightning_zero.step.runners import CapturedRunner
 from tests.helpers.options import arguments
 from tests.helpers.spread import check_spread
 

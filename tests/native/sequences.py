@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_zero.config import EngineConfig
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
-from lightning_zero.sharding.flat_buffer import FlatBuffer
+from lightning_zero.sharding.flat_memory import FlatBuffer
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.symm_mem import SymmetricMemory
 from tests.helpers.options import config
@@ -112,7 +112,7 @@ class Twin:
 
 
 def new_twin(executor: Executor, name: str, full: Tensor, trainable: bool = True) -> Twin:
-    layout = ShardLayout.of(full.shape, full.dtype, executor.world_size)
+    layout = ShardLayout.from_shape(full.shape, full.dtype, executor.world_size)
     shard = torch.empty(layout.shard_numel, dtype=full.dtype)
     layout.write(shard, full, executor.rank)
     param = nn.Parameter(full.clone(), requires_grad=trainable)
@@ -542,7 +542,7 @@ class Sequence:
 
 def run_sequences(seeds: range) -> tuple[list[str], dict[str, int]]:
     """Return failures, and the counters summed over all sequences."""
-    mesh = Mesh.of(torch.device("cpu"))
+    mesh = Mesh.from_world(torch.device("cpu"))
     complaints: list[str] = []
     totals: dict[str, int] = {}
     torch.use_deterministic_algorithms(True)  # fills uninitialized memory with NaN

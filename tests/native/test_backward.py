@@ -44,7 +44,7 @@ def assert_grad(twin: Twin, contributions: list[Tensor | None], held: Tensor | f
 def some_ranks_only(bucket_mb: float) -> dict[str, int]:
     """p0: all ranks. p1: only rank 0. p2: only the last rank, twice. p3: none. Each rank has its own order."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    executor, (p0, p1, p2, p3) = make(Mesh.of(CPU), [(7, 3), (5,), (40,), (2, 2)], reduce_bucket_mb=bucket_mb)
+    executor, (p0, p1, p2, p3) = make(Mesh.from_world(CPU), [(7, 3), (5,), (40,), (2, 2)], reduce_bucket_mb=bucket_mb)
     last = world - 1
     for step in range(3):  # ranks differ in the order of the first step, so it must not be adopted
         arrivals = [(gradient(p0, rank, step), p0.param)]
@@ -75,7 +75,7 @@ def test_gradients_that_some_ranks_lack_count_as_zero(ranks: Ranks, world_size: 
 def interrupt_and_repeat() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     executor, twins = make(
-        Mesh.of(CPU), [(31,), (8, 9), (3,), (100,)], reduce_bucket_mb=TINY, reduce_double_buffer=False
+        Mesh.from_world(CPU), [(31,), (8, 9), (3,), (100,)], reduce_bucket_mb=TINY, reduce_double_buffer=False
     )
     arrivals = [(gradient(t, rank), t.param) for t in reversed(twins)]
     deliver(arrivals)
@@ -101,8 +101,8 @@ def test_a_backward_after_an_interrupted_one_is_right(ranks: Ranks, world_size: 
 def two_at_once() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     (a, ours), (b, theirs) = (
-        make(Mesh.of(CPU), [(33,), (4, 4)]),
-        make(Mesh.of(CPU), [(33,), (4, 4), (5,)], reduce_bucket_mb=TINY),
+        make(Mesh.from_world(CPU), [(33,), (4, 4)]),
+        make(Mesh.from_world(CPU), [(33,), (4, 4), (5,)], reduce_bucket_mb=TINY),
     )
     mixed = [(gradient(t, rank, n), t.param) for pair in zip(ours, theirs, strict=False) for n, t in enumerate(pair)]
     for _ in range(2):
@@ -146,7 +146,7 @@ class Outer(torch.autograd.Function):
 
 def nested() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
-    executor, twins = make(Mesh.of(CPU), [(31,), (8, 9), (3,)])
+    executor, twins = make(Mesh.from_world(CPU), [(31,), (8, 9), (3,)])
     p0, p1, p2 = twins
     for step in range(1, 3):
         root = torch.zeros((), requires_grad=True)
@@ -166,7 +166,7 @@ def test_a_backward_inside_a_backward_loses_nothing(ranks: Ranks, world_size: in
 def nested_and_then_nothing() -> None:
     """The checkpointed region is the first in the model, so no gradient arrives after it."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    executor, (p0, p1) = make(Mesh.of(CPU), [(31,), (8, 9)])
+    executor, (p0, p1) = make(Mesh.from_world(CPU), [(31,), (8, 9)])
     for step in range(1, 4):
         root = Outer.apply(torch.zeros((), requires_grad=True), [(gradient(p0, rank), p0.param)])
         Deliver.apply(root, [(gradient(p1, rank), p1.param)], False).backward()
@@ -183,7 +183,7 @@ def test_a_backward_inside_a_backward_may_be_the_last_to_bring_gradients(ranks: 
 def replaced_gradient(double_buffer: bool) -> None:
     """A second gradient arrives after its bucket was sent, in addition to the user's own gradient."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    executor, (twin,) = make(Mesh.of(CPU), [(31,)], reduce_double_buffer=double_buffer)
+    executor, (twin,) = make(Mesh.from_world(CPU), [(31,)], reduce_double_buffer=double_buffer)
     twin.param.grad = twin.part(torch.ones(31), rank)
     users = twin.param.grad
     deliver([(gradient(twin, rank), twin.param)], [(gradient(twin, rank), twin.param)])
@@ -221,7 +221,7 @@ def in_one_backward(*calls: Callable[[], Any]) -> None:
 def recorded_behind_a_deferred_gradient() -> None:
     """Capture a graph's backward while an earlier bucket still has deferred gradients to send."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    executor, (a, b, first) = make(Mesh.of(CPU), [(31,), (8, 9), (5,)])
+    executor, (a, b, first) = make(Mesh.from_world(CPU), [(31,), (8, 9), (5,)])
     gradients, graphs = executor.gradients, executor.graphs
     segments: list[int] = []
 
@@ -257,7 +257,7 @@ def test_recording_sends_a_deferred_gradient_once(ranks: Ranks) -> None:
 
 
 def low_precision_mean(dtype: torch.dtype) -> float:
-    executor, (twin,) = make(Mesh.of(CPU), [(30_000,)], dtype)
+    executor, (twin,) = make(Mesh.from_world(CPU), [(30_000,)], dtype)
     grads = [gradient(twin, r) for r in range(dist.get_world_size())]
     deliver([(grads[dist.get_rank()], twin.param)])
     expected = twin.part(sum(g.double() for g in grads) / len(grads), dist.get_rank())
@@ -274,7 +274,7 @@ def test_dividing_by_three_in_low_precision_is_not_biased(ranks: Ranks) -> None:
 
 def count_buckets() -> list[dict[str, int]]:
     world = dist.get_world_size()
-    mesh = Mesh.of(CPU)
+    mesh = Mesh.from_world(CPU)
     capacity = 128 * 4 * world / 2**20  # one shard of 128 elements on each rank
     found = []
     for size in (128, 129):  # fits, does not fit
@@ -303,7 +303,7 @@ def test_buckets_are_counted_and_grow_only_for_what_does_not_fit(ranks: Ranks, w
 
 
 def wrong_calls() -> None:
-    executor, (twin, frozen) = make(Mesh.of(CPU), [(4, 3), (2,)])
+    executor, (twin, frozen) = make(Mesh.from_world(CPU), [(4, 3), (2,)])
     frozen.param.requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"gradient of p0 has shape \[3\].*the parameter has shape \[4, 3\]"):
         deliver([(torch.ones(3), twin.param)])

@@ -30,7 +30,7 @@ def said(part: type) -> Methods:
 
 
 def built() -> dict[str, Methods]:
-    executor = Executor(Mesh.of(torch.device("cpu")), EngineConfig())
+    executor = Executor(Mesh.from_world(torch.device("cpu")), EngineConfig())
     found: dict[str, Methods] = {}
     for part in PARTS:
         native: torch.ScriptObject = getattr(executor, part)

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def refused() -> dict[str, str]:
     """Return the errors of calls with too little memory, by name."""
-    mesh = Mesh.of(CPU)
+    mesh = Mesh.from_world(CPU)
     executor = Executor(mesh, config())
     twin = new_twin(executor, "p0", torch.zeros(40))
     transport, size = executor.transport._native, executor.world_size
@@ -56,7 +56,7 @@ def test_memory_that_is_too_small_is_refused(ranks: Ranks) -> None:
 
 
 def wrong_ranks() -> tuple[str, str]:
-    mesh = Mesh.of(CPU)
+    mesh = Mesh.from_world(CPU)
     watchdog = Watchdog(mesh, 60.0)
     with pytest.raises(ValueError, match="no sequence 9") as sequence:
         watchdog.native.begin_wait(9, "nothing")

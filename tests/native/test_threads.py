@@ -20,7 +20,7 @@ SECONDS = 1.0
 
 def from_two_threads() -> int:
     """Return the number of gradients that arrived."""
-    executor = Executor(Mesh.of(torch.device("cpu")), config(reduce_bucket_mb=1e-6))
+    executor = Executor(Mesh.from_world(torch.device("cpu")), config(reduce_bucket_mb=1e-6))
     twins = [new_twin(executor, f"p{number}", torch.zeros(7)) for number in range(3)]
     spare = new_twin(executor, "spare", torch.zeros(7), trainable=False)
     parameters, weights, gradients = executor.parameters, executor.weights, executor.gradients

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.helpers.command import python_path
 from tests.ranks.pool import REPO
 
@@ -30,8 +31,8 @@ OPTIMIZATION_COUNTS = {
     "layers stamped": 5,
     "layers": 12,
     "layers differentiated": 2,
-    "pieces": 83,
-    "pieces compiled": 22,
+    "subgraphs": 83,
+    "subgraphs compiled": 22,
 }
 
 

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torchmetrics import MeanMetric
 
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import (
     INPUTS,

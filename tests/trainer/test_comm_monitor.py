@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_zero import CommMonitor
 from lightning_zero.compile import session
-from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.estimate import CostModel
+from lightning_zero.profiling.cost_model import CostModel
+from lightning_zero.profiling.node_costs import DeviceSpeed
 from tests.helpers.callbacks import Lines
 from tests.helpers.trainer import (
     HIDDEN,

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import lightning_zero
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import engine_of
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from tests.helpers.options import arguments
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import (

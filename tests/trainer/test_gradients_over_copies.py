@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
-from lightning_zero.budget.facts import MemoryConfig
-from lightning_zero.sharding.record import Role
+from lightning_zero.memory_planner.inputs import MemoryConfig
+from lightning_zero.sharding.param_record import Role
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import Regression, close, make_loader, make_strategy, make_trainer, whole_state
 from tests.ranks.pool import RankFailure, Ranks
@@ -87,7 +87,7 @@ def test_a_training_is_what_it_is_with_rounded_gradients(ranks: Ranks, kind: str
     ):
         if by_plan:
             assert plan.fits
-            assert plan.chosen == MemoryConfig(over_copies=True)
+            assert plan.chosen == MemoryConfig(grad_aliasing=True)
         assert_close_relative(over, plain, 1e-6, what="weights")
         for what, one, other in zip(("losses", "norms", "evaluations"), found, expected, strict=True):
             assert len(one) >= 8
@@ -125,7 +125,7 @@ def one_after_another(*later: dict[str, Any]) -> list[tuple[bool, set[Any]]]:
         trainer = make_trainer("compiled", strategy=strategy, precision="bf16-mixed", max_epochs=1, **options)
         trainer.fit(model, make_loader("compiled", 4))
         memory = strategy._require_engine().sharder.memory
-        found.append((memory.over_copies, {gradient.dtype for gradient in memory.holds(Role.GRADIENT)}))
+        found.append((memory.alias_gradients, {gradient.dtype for gradient in memory.tensors(Role.GRADIENT)}))
         if limit == 1.0:
             close(model)
             torch._dynamo.reset()
@@ -149,7 +149,7 @@ def goes_on(batches: int) -> list[bool]:
 
     class Changes(Looks):
         def on_train_batch_start(self, batch: Any, index: int) -> None:
-            found.append(self.trainer.strategy._require_engine().sharder.memory.over_copies)
+            found.append(self.trainer.strategy._require_engine().sharder.memory.alias_gradients)
             if index == batches // 2 and limit < 1:
                 self.trainer.accumulate_grad_batches = 2
 

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerStatus
+
+from lightning_zero.integrations.checkpoint_files import read_folder
 from tests.helpers.marks import how_seldom
 from tests.helpers.save_points import observed
 from tests.helpers.saved import Scheduled
 from tests.helpers.trainer import close, make_loader, make_trainer
 from tests.helpers.writers import forked_writers
 from tests.ranks.pool import RankFailure, Ranks
-
-from lightning_zero.integrations.checkpoint_files import read_folder
 
 STEPS, EPOCHS = 4, 3
 NEW = {False: "last-v1.ckpt", True: "last.ckpt"}

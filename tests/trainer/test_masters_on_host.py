@@ -52,7 +52,7 @@ def planned() -> dict[str, Any]:
     trainer, module = fit(1, memory=1.0, **apart)
     engine, plan = engine_of(module), trainer.strategy.memory_plan
     assert engine is not None
-    limit = (plan.peak - engine.session.budget.known.states - 1) / 2**30
+    limit = (plan.peak - engine.session.planner.known.states - 1) / 2**30
     close(module)
     return {"memory": limit, "offload_buffer_mb": AWAY["offload_buffer_mb"], **apart}
 

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import torch
 
 from lightning_zero import PassSchedule
-from lightning_zero.profiling.headroom import DeviceMemory, MemoryGauge
+from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge
 from tests.helpers.callbacks import MINIMAL, Count
 from tests.helpers.trainer import fitted, make_strategy
 from tests.ranks.pool import Ranks

@@ -17,11 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
-from tests.helpers.damage import flip
-from tests.helpers.saved import Scheduled
-from tests.helpers.trainer import close, make_loader, make_trainer, whole_state
-from tests.helpers.writers import forked_writers
-from tests.ranks.pool import RankFailure, Ranks
 
 from lightning_zero import full_parameters
 from lightning_zero.checkpoint import rank_tasks
@@ -29,6 +24,11 @@ from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTenso
 from lightning_zero.engine import engine_of
 from lightning_zero.integrations.checkpoint_files import read_folder
 from lightning_zero.integrations.trainer import trainer_checkpoints
+from tests.helpers.damage import flip
+from tests.helpers.saved import Scheduled
+from tests.helpers.trainer import close, make_loader, make_trainer, whole_state
+from tests.helpers.writers import forked_writers
+from tests.ranks.pool import RankFailure, Ranks
 
 KINDS = {"full": {"state_dict_type": "full"}, "sharded": {"state_dict_type": "sharded"}}
 KINDS |= {f"{kind}, async": options | {"async_save": True} for kind, options in KINDS.items()}

@@ -123,7 +123,7 @@ def test_what_ddp_has_saved_is_rounded_to_the_nearest_as_it_is_loaded(ranks: Ran
 
 def with_an_overflow(kind: str) -> dict[str, Any]:
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3))
-    with patch("lightning_zero.optim.bf16_state.LEAST", 1):
+    with patch("lightning_zero.optim.bf16_state.MIN_NUMEL", 1):
         trainer, module = make_trainer(kind, plugins=[plugin], gradient_clip_val=0.2, state_dtype="bf16"), Overflows()
         trainer.fit(module, make_loader(kind, 6))
         check_captured(trainer)

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 
 from lightning_zero import FabricZeroStrategy, ZeroStrategy
 from lightning_zero.engine import engine_of
-from lightning_zero.report.readings import memory_by_role
+from lightning_zero.report.engine_report import memory_by_role
 from tests.helpers.lightning_modules import Overflows
 from tests.helpers.trainer import Regression, check_captured, close, make_loader, make_trainer, whole_state
 from tests.ranks.pool import Ranks

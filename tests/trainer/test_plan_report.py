@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.compile.plan import Plan
+from lightning_zero.compile.graph_plan import Plan
 from lightning_zero.report import PlanReport
 from tests.helpers.trainer import fitted
 from tests.ranks.pool import Ranks
@@ -69,7 +69,7 @@ def test_what_each_pass_did_is_written_beside_a_training_that_stays_the_same(
     names = sorted(path.name for path in (folder / "passes").iterdir())
     assert "graph_00_forward.txt" in names
     assert "graph_01_backward.txt" in names
-    (diff,) = (folder / "passes").glob("graph_01_backward_*_hand_over_gradients.diff")
+    (diff,) = (folder / "passes").glob("graph_01_backward_*_enqueue_gradients.diff")
     lines = diff.read_text().splitlines()
     assert any(line.startswith("-") and "lightning_zero.reduce.default" in line for line in lines)
     assert any(line.startswith("+") and "lightning_zero.reduce_add.default" in line for line in lines)

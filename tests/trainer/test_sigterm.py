@@ -11,13 +11,13 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from tests.helpers.command import run
-from tests.helpers.trainer import Regression, close, make_loader, make_trainer
-from tests.ranks.pool import Ranks
 
 from lightning_zero.engine import engine_of
 from lightning_zero.integrations.checkpoint_files import read_folder
 from lightning_zero.integrations.trainer.signals import check_stop_on_cpu
+from tests.helpers.command import run
+from tests.helpers.trainer import Regression, close, make_loader, make_trainer
+from tests.ranks.pool import Ranks
 
 METHOD = "_broadcast_sigterm_tensor"
 

@@ -9,14 +9,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
+
+import lightning_zero
+from lightning_zero.integrations.checkpoint_files import BackgroundFileIO, read_folder, to_trainer_keys
 from tests.helpers.late_copies import Late, late_copies
 from tests.helpers.noted_saves import NotedSaves
 from tests.helpers.trainer import INPUTS, Regression, close, make_loader, make_trainer
 from tests.helpers.writers import forked_writers
 from tests.ranks.pool import Ranks
-
-import lightning_zero
-from lightning_zero.integrations.checkpoint_files import BackgroundFileIO, read_folder, to_trainer_keys
 
 SAVED = 2  # after that step
 

@@ -137,7 +137,7 @@ def lbfgs() -> None:
     fit(Optimized(lambda params: torch.optim.LBFGS(params)))
 
 
-@wrong(r"MisconfigurationException: Adafactor keeps row and column statistics of whole matrices.*Use an optimizer that")
+@wrong(r"MisconfigurationException: Adafactor keeps row and column statistics of full matrices.*Use an optimizer that")
 def adafactor() -> None:
     fit(Optimized(lambda params: torch.optim.Adafactor(params)))
 

@@ -1,4 +1,4 @@
-"""The ranks that share a model: who they are, and that parts of the world do not hear each other."""
+"""Test the ranks that share a model, and that parts of the world do not communicate with each other."""
 
 import re
 from dataclasses import FrozenInstanceError
@@ -18,13 +18,13 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def whole_world() -> None:
-    mesh = Mesh.of(CPU, timedelta(seconds=77))
+    mesh = Mesh.from_world(CPU, timedelta(seconds=77))
     assert (mesh.rank, mesh.world_size, mesh.timeout_s) == (dist.get_rank(), dist.get_world_size(), 77.0)
     assert mesh.hosts == (0,) * mesh.world_size
     assert mesh.world_group is dist.group.WORLD
     assert len({*mesh.device_groups, mesh.control_group}) == 4
     assert mesh.all_gather_values(f"rank {mesh.rank}") == [f"rank {rank}" for rank in range(mesh.world_size)]
-    assert Mesh.of(CPU).timeout_s == dist.constants.default_pg_timeout.total_seconds()
+    assert Mesh.from_world(CPU).timeout_s == dist.constants.default_pg_timeout.total_seconds()
     with pytest.raises(FrozenInstanceError):
         mesh.rank = 0  # type: ignore[misc]
 
@@ -48,23 +48,23 @@ def groups_of_a_world_for_one_device() -> list[tuple[str, torch.device | None]]:
     assert dist.group.WORLD is not None
     dist.group.WORLD.bound_device_id = GPU
     with patch.object(dist, "new_group", new):
-        Mesh.of(CPU, ranks_per_host=1)
+        Mesh.from_world(CPU, ranks_per_host=1)
     assert dist.group.WORLD.bound_device_id == GPU
     dist.group.WORLD.bound_device_id = None
     return made
 
 
 def test_groups_for_gradients_connect_when_they_are_used(ranks: Ranks) -> None:
-    """Each of NCCL's communicators takes half a GiB, and copies between GPUs need none for gradients."""
+    """A NCCL communicator takes about 0.5 GiB, and copies between GPUs need none for gradients."""
     at_once, later = ("gloo", GPU), ("gloo", None)
-    # Of all ranks, that on the CPU, of each host, and of their one place.
+    # Those of all ranks, on the CPU, of each host, and of each local rank.
     for made in ranks.run(2, groups_of_a_world_for_one_device):
         assert made == [at_once, later, at_once, *[at_once, later] * 3]
 
 
 def parts_of_the_world(parts: list[list[int]]) -> None:
     me = dist.get_rank()
-    mesh = Mesh.over(parts, CPU)
+    mesh = Mesh.from_parts(parts, CPU)
     mine = next(sorted(part) for part in parts if me in part)
     assert (mesh.rank, mesh.world_size) == (mine.index(me), len(mine))
     for group in (mesh.gather_group, mesh.reduce_group, mesh.control_group):
@@ -85,7 +85,7 @@ def test_parts_of_the_world_do_not_hear_each_other(ranks: Ranks, parts: list[lis
 
 def hosts_of_each(names: list[str]) -> tuple[int, ...]:
     with patch("lightning_zero.mesh.host_name", lambda: names[dist.get_rank()]):
-        return Mesh.of(CPU).hosts
+        return Mesh.from_world(CPU).hosts
 
 
 def test_ranks_know_who_shares_a_host(ranks: Ranks) -> None:
@@ -94,7 +94,7 @@ def test_ranks_know_who_shares_a_host(ranks: Ranks) -> None:
 
 def on_hosts(names: list[str], ranks_per_host: int | None) -> tuple[Any, ...]:
     with patch("lightning_zero.mesh.host_name", lambda: names[dist.get_rank()]):
-        mesh = Mesh.of(CPU, ranks_per_host=ranks_per_host)
+        mesh = Mesh.from_world(CPU, ranks_per_host=ranks_per_host)
     assert (mesh.shard_group.size, mesh.shard_host_count, mesh.replica) == (mesh.world_size, mesh.host_count, (0, 1))
     assert len({*mesh.device_groups, mesh.control_group}) == (4 if mesh.inter_host is None else 8)
     sides = [mesh.intra_host] if mesh.inter_host is None else [mesh.intra_host, mesh.inter_host]
@@ -104,7 +104,7 @@ def on_hosts(names: list[str], ranks_per_host: int | None) -> tuple[Any, ...]:
             total = torch.tensor([1 << mesh.rank])
             dist.all_reduce(total, group=group)
             assert int(total) == sum(1 << rank for rank in side.ranks), "others were heard"
-    # Of shards that are called by their numbers.
+    # Shards are named by their indices.
     assert mesh.all_gather_shard(torch.tensor([mesh.shard_index])).tolist() == list(range(mesh.world_size))
     return mesh.hosts, mesh.physical_hosts, tuple(side.ranks for side in sides), mesh.shard_index
 
@@ -136,7 +136,7 @@ def test_ranks_at_one_place_of_all_hosts_hold_neighbouring_shards(ranks: Ranks, 
 
 
 def replicated(ranks_per_host: int) -> tuple[int, tuple[int, ...], tuple[int, int]]:
-    mesh = Mesh.of(CPU, ranks_per_host=ranks_per_host, replicate=True)
+    mesh = Mesh.from_world(CPU, ranks_per_host=ranks_per_host, replicate=True)
     assert mesh.replicated == (ranks_per_host < mesh.world_size)
     assert (mesh.shard_host_count, mesh.inter_host_shard_group) == (1, None)
     for group in (mesh.shard_group.gather_group, mesh.shard_group.reduce_group):
@@ -176,10 +176,12 @@ def test_hosts_of_other_sizes_are_refused(names: str, ranks_per_host: int | None
 
 
 def parts_on_hosts() -> None:
-    mesh = Mesh.over([[0, 3], [1, 2]], CPU, ranks_per_host=1)
+    mesh = Mesh.from_parts([[0, 3], [1, 2]], CPU, ranks_per_host=1)
     assert mesh.inter_host is not None
     assert (mesh.world_size, mesh.intra_host.size, mesh.inter_host.ranks) == (2, 1, (0, 1))
-    assert dist.get_process_group_ranks(mesh.inter_host.gather_group) == ([0, 3] if dist.get_rank() in (0, 3) else [1, 2])
+    assert dist.get_process_group_ranks(mesh.inter_host.gather_group) == (
+        [0, 3] if dist.get_rank() in (0, 3) else [1, 2]
+    )
     assert mesh.all_gather_shard(torch.tensor([dist.get_rank()])).tolist() == (
         [0, 3] if dist.get_rank() in (0, 3) else [1, 2]
     )
@@ -191,7 +193,7 @@ def test_each_part_has_hosts_of_its_own(ranks: Ranks) -> None:
 
 def refused(parts: list[list[int]]) -> str:
     with pytest.raises(ValueError, match="do not divide the 2 processes") as caught:
-        Mesh.over(parts, CPU)
+        Mesh.from_parts(parts, CPU)
     return str(caught.value)
 
 
@@ -202,7 +204,7 @@ def test_parts_that_leave_a_rank_out_or_share_one_are_refused(ranks: Ranks, part
 
 
 def test_ranks_must_have_found_each_other() -> None:
-    for make in (lambda: Mesh.of(CPU), lambda: Mesh.over([[0]], CPU)):
+    for make in (lambda: Mesh.from_world(CPU), lambda: Mesh.from_parts([[0]], CPU)):
         with pytest.raises(RuntimeError, match=r"Call torch.distributed.init_process_group\(\) first"):
             make()
 

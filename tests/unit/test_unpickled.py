@@ -18,7 +18,7 @@ LIGHTNING = "as torch.load(weights_only=...) and Lightning: an http(s) checkpoin
 
 TRUSTED = {
     ("mesh.py", "all_gather_object"): RANKS,
-    ("sharding/construct.py", "broadcast_object_list"): RANKS,
+    ("sharding/construction.py", "broadcast_object_list"): RANKS,
     ("integrations/processes.py", "broadcast_object_list"): RANKS,
     ("checkpoint/async_save/writer_process.py", "pickle.load"): PIPE,
     ("checkpoint/sharded/metadata.py", "_Unpickler"): NOTHING,

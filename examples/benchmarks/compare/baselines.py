@@ -25,7 +25,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 
 from compare.job import Job
 from compare.step_graph import StepGraph
-from lightning_zero.cli.plan import parsed_options
+from lightning_zero.cli.plan_command import parsed_options
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
 
 __all__ = ["FLOOR", "OURS", "PEERS", "Peer", "clip_by_hand", "repeated", "zero_strategy"]
@@ -65,7 +65,7 @@ class Peer:
 
 
 def zero_strategy(name: str, options: Sequence[str], backend: str = "inductor") -> Any:
-    """Return the Trainer's ``strategy``. `options` are as in :func:`~lightning_zero.cli.plan.parsed_options`."""
+    """Return the Trainer's ``strategy``; `options`: see :func:`~lightning_zero.cli.plan_command.parsed_options`."""
     if not options and backend == "inductor":
         return name
     chosen: dict[str, Any] = {"compile": name == "zero3_compile", "compile_backend": backend}

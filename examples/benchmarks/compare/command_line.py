@@ -16,7 +16,7 @@ from compare.job import Job
 from compare.time_chart import draw
 from lightning_zero.cli.main import run_command
 from lightning_zero.cli.models import SIZES, model_class
-from lightning_zero.cli.terminal import show_table, print_progress
+from lightning_zero.cli.terminal import print_progress, show_table
 from lightning_zero.native.build import build
 
 __all__ = ["main"]

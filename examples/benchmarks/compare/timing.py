@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_zero.integrations.trainer.signals import check_stop_on_cpu
-from lightning_zero.report.readings import memory_by_role
+from lightning_zero.report.engine_report import memory_by_role
 
 __all__ = ["Clock", "Start", "bytes_of_graphs", "exit_without_cleanup"]
 

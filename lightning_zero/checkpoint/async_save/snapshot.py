@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.planner import PickledItem, TensorChunk
 from lightning_zero.sharding.host_memory import copy_waiter
 from lightning_zero.sharding.layout import is_strided
-from lightning_zero.sharding.shared_memory import Claim, mapped
+from lightning_zero.sharding.shared_memory import Claim, map_shared
 
 __all__ = ["MemoryRun", "Snapshot", "SnapshotChunk", "SnapshotMemory", "dense_copy", "layout_runs"]
 
@@ -165,7 +165,7 @@ class Snapshot:
             return
         self._release()
         self._claim = Claim.of(count)
-        self._memory = mapped(self._claim.path, self._claim.identity, max(count, 1), torch.uint8)
+        self._memory = map_shared(self._claim.path, self._claim.identity, max(count, 1), torch.uint8)
         if self._stream is not None:
             # Copies to pageable memory go through a small buffer, and block the host.
             with torch.cuda.device(self._device):  # a new thread would create a context on device 0

@@ -26,14 +26,14 @@ from typing import Any, BinaryIO
 import torch
 from fsspec.config import conf
 
-from lightning_zero.alone import program_without_lightning
 from lightning_zero.checkpoint.async_save.snapshot import SnapshotChunk, SnapshotMemory
 from lightning_zero.checkpoint.rank_tasks import error_text
 from lightning_zero.checkpoint.sharded.folder import save_folder_at
 from lightning_zero.checkpoint.sharded.planner import PickledItem
 from lightning_zero.checkpoint.sharded.writer import RankFiles, write_items
 from lightning_zero.errors import CheckpointError
-from lightning_zero.sharding.shared_memory import mapped
+from lightning_zero.sharding.shared_memory import map_shared
+from lightning_zero.subprocess_main import program_without_lightning
 
 __all__ = ["WriteProgress", "WriteRequest", "WriterProcess", "fsspec_settings", "main"]
 
@@ -152,7 +152,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             if known is None or known[0] != request.memory:
                 known = None
                 at = request.memory
-                known = at, mapped(at.path, at.identity, max(at.bytes, 1), torch.uint8)
+                known = at, map_shared(at.path, at.identity, max(at.bytes, 1), torch.uint8)
             reply: Any = _write(request, known[1], _ProgressReplies(replies))
         except Exception as error:
             reply = error_text(error)

@@ -26,10 +26,8 @@ from lightning_zero.checkpoint.sharded.boxes import Box, boxes, overlap
 from lightning_zero.compat.modules import extra_state_suffix
 from lightning_zero.compat.tensors import disabled_torch_function, make_wrapper_subclass, tree_map_only
 from lightning_zero.errors import CheckpointError, UnsupportedError
-from lightning_zero.sharding.chunked_io import read_in_chunks
-from lightning_zero.sharding.layout import ShardLayout, inverse
-from lightning_zero.sharding.mapped import copy_mapped
-from lightning_zero.sharding.tensor_extent import extent, should_read_gaps
+from lightning_zero.sharding.host_memory import copy_mapped, read_in_chunks
+from lightning_zero.sharding.layout import ShardLayout, extent, inverse, should_read_gaps
 
 __all__ = [
     "CheckpointShard",

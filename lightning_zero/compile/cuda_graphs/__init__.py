@@ -1,5 +1,5 @@
-"""Replays what a compiled graph does, forward and backward, as two CUDA graphs."""
+"""CUDA graphs of compiled forwards and backwards."""
 
-from lightning_zero.compile.cuda_graphs.policy import CUDAGraphManager
+from lightning_zero.compile.cuda_graphs.manager import CUDAGraphManager
 
 __all__ = ["CUDAGraphManager"]

@@ -14,7 +14,6 @@ from torch.fx import Graph, Node
 from lightning_zero.compat.dynamo import LAYER_REUSE, ModuleVariable, has_global_hooks
 from lightning_zero.compat.patches import swap_attribute
 from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
-from lightning_zero.compile.active import OPTIMIZATION_COUNTS
 from lightning_zero.compile.dynamo_layer_reuse.layer_copy import LayerNodes, copy_layer
 from lightning_zero.compile.dynamo_layer_reuse.trace_guards import TraceGuards, check_built_alike
 from lightning_zero.compile.dynamo_layer_reuse.trace_inputs import (
@@ -24,6 +23,7 @@ from lightning_zero.compile.dynamo_layer_reuse.trace_inputs import (
     is_written_to,
 )
 from lightning_zero.compile.dynamo_layer_reuse.traced_code import watch_foreign_values, watch_identity_checks
+from lightning_zero.compile.events import OPTIMIZATION_COUNTS
 
 __all__ = ["reuse_layer_traces"]
 

@@ -34,9 +34,9 @@ from lightning_zero.compat.graphs import (
     STACK_TRACE,
 )
 from lightning_zero.compat.tensors import FakeTensor, fake_like, no_dispatch_modes, no_python_dispatcher, unsafe_view
+from lightning_zero.compile.capture.dynamo_graph import mutated_inputs, storage_key
 from lightning_zero.compile.dynamo_layer_reuse.trace_guards import MatchedGuards
 from lightning_zero.compile.dynamo_layer_reuse.trace_inputs import CallSignature, ReuseRejected, fake_layout
-from lightning_zero.compile.frontend import mutated_inputs, storage_key
 
 __all__ = ["LayerNodes", "copy_layer"]
 

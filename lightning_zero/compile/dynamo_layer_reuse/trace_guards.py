@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lightning_zero.compat.dynamo import ChainedSource, Guard, Source, guard_name, value_at
 from lightning_zero.compat.modules import STATE_DICT_HOOKS
+from lightning_zero.compile.capture.module_hooks import module_hooks
 from lightning_zero.compile.dynamo_layer_reuse.trace_inputs import PLAIN, ReuseRejected, comparable, tensor_layout
-from lightning_zero.compile.hooks import module_hooks
 
 __all__ = ["MatchedGuards", "SourceMap", "TraceGuards", "begins_at", "check_built_alike"]
 

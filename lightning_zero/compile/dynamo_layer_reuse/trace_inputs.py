@@ -25,7 +25,7 @@ from lightning_zero.compat.dynamo import (
 )
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE
 from lightning_zero.compat.tensors import FakeTensor
-from lightning_zero.compile.frontend import node_storage
+from lightning_zero.compile.capture.dynamo_graph import node_storage
 
 __all__ = [
     "PLAIN",

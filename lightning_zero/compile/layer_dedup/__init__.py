@@ -1,15 +1,16 @@
-"""Equal layers are differentiated once: AOTAutograd sees one call in place of each, and the layer's own forward and
-backward stand there again before any pass looks at the graph.
+"""Layer deduplication: equal layers are traced and differentiated once.
 
-``find_layers.py`` and ``matching.py`` find equal parts of Dynamo's graph. Each part becomes a call of an op that has
-shapes and a derivative, and computes nothing (``layer_call.py``). AOTAutograd traces one of the equal parts by itself
-(``trace_layers.py``, ``layer_graph.py``). The joint graph then gets the nodes of that part once for each call
-(``expand.py``), and equals the joint graph of the whole. A checkpointed region is a call of its own graph
-(``hop_bodies.py``), is traced with its layer, and gets another region number in each layer (``region_ids.py``).
+``matching.py`` finds equal layers in Dynamo's graph. ``dedup.py`` replaces each by an op with shapes and a derivative
+(``layer_call.py``). ``layer_graph.py`` traces one layer of each kind, and ``expand.py`` puts its nodes into the joint
+graph for each call, which then equals the joint graph of the whole model. Passes see no difference.
+
+torch's ``nested_compile_region`` needs annotations in the model. Its reuse (none in torch 2.11) installs no guards for
+the reused layers in 2.13, so it can run with a stale value: examples/benchmarks/2026-11-24-starts-cpu.md. Compare again
+with each torch release.
 """
 
+from lightning_zero.compile.layer_dedup.dedup import LayerDedup, dedup_layers
 from lightning_zero.compile.layer_dedup.layer_call import DedupFailed
-from lightning_zero.compile.layer_dedup.layers import LayerDedup, dedup_layers
-from lightning_zero.compile.layer_dedup.trace_layers import joint_tracer
+from lightning_zero.compile.layer_dedup.layer_graph import joint_tracer
 
 __all__ = ["DedupFailed", "LayerDedup", "dedup_layers", "joint_tracer"]

@@ -1,4 +1,7 @@
-"""A layer's nodes in the place of its standins, with the memory, names and modules of that layer."""
+"""Replace layer calls in a joint graph by the nodes of the traced layer.
+
+The copies get the memory, names and module metadata of their own layer.
+"""
 
 from __future__ import annotations
 
@@ -10,45 +13,43 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
-from lightning_zero.compat.tensors import fake_like
-from lightning_zero.compat.graphs import MUST_BE_IN_BACKWARD, CUSTOM, AC_GRAPH_ID, PARTITIONER_TAG
-from lightning_zero.compat.tensors import FakeTensor
-from lightning_zero.compile.frontend import storage_key
-from lightning_zero.compile.layer_dedup.find_layers import LayerMatch
+from lightning_zero.compat.graphs import AC_GRAPH_ID, CUSTOM, MUST_BE_IN_BACKWARD, PARTITIONER_TAG
+from lightning_zero.compat.tensors import FakeTensor, fake_like
+from lightning_zero.compile.capture.dynamo_graph import storage_key
+from lightning_zero.compile.fx_utils import NodeReplacer
 from lightning_zero.compile.layer_dedup.layer_call import DedupFailed
-from lightning_zero.compile.layer_dedup.layer_graph import LayerGraph
-from lightning_zero.compile.layer_dedup.node_template import NodeTemplate, View
-from lightning_zero.compile.successors import NodeReplacer
+from lightning_zero.compile.layer_dedup.layer_graph import LayerGraph, NodeTemplate, View
+from lightning_zero.compile.layer_dedup.matching import LayerMatch
 
 __all__ = ["LayerExpansion", "rebase_value"]
 
 
 class LayerExpansion:
-    """One layer of a joint graph.
+    """Expansion of one layer in a joint graph.
 
     Args:
         graph: the joint graph.
-        standins: of its nodes, by what comes in their place.
-        number: of the layer.
+        layer_calls: replaces nodes that call layers.
+        number: index of the layer.
         region: the layer in Dynamo's graph.
-        body: what it and its like do.
-        numbers: of the body's checkpointed regions -> of the layer's.
+        body: traced graph, shared by equal layers.
+        numbers: maps checkpoint region ids of the traced graph to ids of this layer.
 
     Attributes:
-        moved: memory of the standins' results -> what is there now.
+        moved: maps the storage of the layer call's results to the tensor that replaces it.
     """
 
     def __init__(
         self,
         graph: Graph,
-        standins: NodeReplacer,
+        layer_calls: NodeReplacer,
         number: int,
         region: LayerMatch,
         body: LayerGraph,
         numbers: Mapping[int, int],
     ) -> None:
         self._graph = graph
-        self._standins = standins
+        self._layer_calls = layer_calls
         self._number = number
         self._region = region
         self._body = body
@@ -57,31 +58,34 @@ class LayerExpansion:
         self._memory: dict[int, Tensor] = {}
         self.moved: dict[int, Tensor] = {}
 
-    def forward(self, standin: Node) -> None:
-        """Puts the forward in its place."""
-        given = standin.args[4]
+    def forward(self, call: Node) -> None:
+        """Replace a forward layer call."""
+        given = call.args[4]
         assert isinstance(given, Sequence)
-        self._begin(self._body.given, given)
-        self._work(standin, self._body.forward)
-        self._replace(standin, self._body.results)
+        self._bind_inputs(self._body.inputs, given)
+        self._copy_nodes(call, self._body.forward)
+        self._replace(call, self._body.results)
 
-    def backward(self, standin: Node) -> None:
-        """Puts the backward in its place."""
-        tangents = standin.args[3]
+    def backward(self, call: Node) -> None:
+        """Replace a backward layer call."""
+        tangents = call.args[3]
         assert isinstance(tangents, Sequence)
-        with self._graph.inserting_before(standin):
-            tangents = [self._laid_out(*pair) for pair in zip_longest(tangents, self._body.tangents)]
-        self._begin(self._body.tangents, tangents)
-        self._work(standin, self._body.backward)
-        self._replace(standin, [grad for grad in self._body.grads if grad is not None])
+        with self._graph.inserting_before(call):
+            tangents = [self._match_layout(*pair) for pair in zip_longest(tangents, self._body.tangents)]
+        self._bind_inputs(self._body.tangents, tangents)
+        self._copy_nodes(call, self._body.backward)
+        self._replace(call, [grad for grad in self._body.grads if grad is not None])
 
-    def _laid_out(self, tangent: Any, like: Node | None) -> Any:
-        """A tangent of the whole graph, as the layer by itself was given it: torch guesses another layout for what the
-        layer returns to whoever calls the graph (keys and values of GPT-2, views of one product)."""
+    def _match_layout(self, tangent: Any, like: Node | None) -> Any:
+        """Return a tangent of the whole graph in the layout that the traced layer was given.
+
+        AOTAutograd guesses another layout for results that the layer returns to the graph's caller (keys and values of
+        GPT-2, views of one product).
+        """
         if like is None or not isinstance(tangent, Node) or tangent.op != "placeholder":
             return tangent
         value, wanted = tangent.meta["val"], like.meta["val"]
-        if _form(value) == _form(wanted) or value.shape != wanted.shape or not wanted.is_contiguous():
+        if _layout(value) == _layout(wanted) or value.shape != wanted.shape or not wanted.is_contiguous():
             return tangent
         form = torch.contiguous_format
         copy = self._graph.call_function(torch.ops.aten.clone.default, (tangent,), {"memory_format": form})
@@ -90,63 +94,63 @@ class LayerExpansion:
         copy.meta[PARTITIONER_TAG] = MUST_BE_IN_BACKWARD
         return copy
 
-    def _begin(self, inputs: Sequence[Node], actual: Sequence[Any]) -> None:
+    def _bind_inputs(self, inputs: Sequence[Node], actual: Sequence[Any]) -> None:
         if len(inputs) != len(actual):
-            raise DedupFailed("one of a layer's results gets no gradient", self._number)
+            raise DedupFailed("a result of a layer has no gradient", self._number)
         for node, value in zip(inputs, actual, strict=True):
-            if _form(node.meta["val"]) != _form(value.meta["val"]):
+            if _layout(node.meta["val"]) != _layout(value.meta["val"]):
                 strides = _strides(actual) if inputs is self._body.tangents else None
-                raise DedupFailed("a layer is given values of another layout", self._number, strides)
+                raise DedupFailed("inputs of a layer have another layout", self._number, strides)
             self._new[node] = value
             self._memory[storage_key(node.meta["val"])] = value.meta["val"]
 
-    def _work(self, standin: Node, nodes: Sequence[Node]) -> None:
-        with self._graph.inserting_before(standin):
+    def _copy_nodes(self, call: Node, nodes: Sequence[Node]) -> None:
+        with self._graph.inserting_before(call):
             for node in nodes:
                 args, kwargs = map_arg((node.args, node.kwargs), self._new.__getitem__)
-                notes = self._body.notes[node]
-                new = self._graph.create_node(node.op, node.target, args, kwargs, notes.name, node.type)
+                template = self._body.templates[node]
+                new = self._graph.create_node(node.op, node.target, args, kwargs, template.name, node.type)
                 self._new[node] = new
                 if node.op == "get_attr":
                     new.target = self._constant(self._body.constants[str(node.target)])
-                new.meta = self._meta(notes)
+                new.meta = self._meta(template)
 
     def _constant(self, value: Tensor) -> str:
-        """The name of an attribute that is this tensor, the same one for all layers of a kind."""
+        """Return the name of an attribute with this tensor, shared by all layers of a kind."""
         module = self._graph.owning_module
         name = next(n for n in map("_layer_constant{}".format, count()) if getattr(module, n, value) is value)
         setattr(module, name, value)
         return name
 
-    def _replace(self, standin: Node, results: Sequence[Node]) -> None:
-        for part in list(standin.users):
+    def _replace(self, call: Node, results: Sequence[Node]) -> None:
+        for part in list(call.users):
             at = part.args[1]
             assert isinstance(at, int)
             new = self._new[results[at]]
             self.moved[storage_key(part.meta["val"])] = new.meta["val"]
-            self._standins.replace(part, new)
-        self._standins.erase(standin)
+            self._layer_calls.replace(part, new)
+        self._layer_calls.erase(call)
 
-    def _meta(self, notes: NodeTemplate) -> dict[str, Any]:
-        meta = dict(notes.meta)
+    def _meta(self, template: NodeTemplate) -> dict[str, Any]:
+        meta = dict(template.meta)
         if "val" in meta:
-            meta["val"] = self._own(notes.view)
-        if notes.region is not None:
-            meta[AC_GRAPH_ID] = self._numbers[notes.region]
+            meta["val"] = self._rebase(template.view)
+        if template.region is not None:
+            meta[AC_GRAPH_ID] = self._numbers[template.region]
         if CUSTOM in meta:
             meta[CUSTOM] = dict(meta[CUSTOM])
-        place = notes.place if notes.within is None else notes.within
+        place = template.place if template.within is None else template.within
         if place is not None:
             source = self._region.places[place].meta
-            meta |= {key: source[origin] for key, origin in notes.origins if origin in source}
-            if notes.within is None and CUSTOM in source:
+            meta |= {key: source[origin] for key, origin in template.origins if origin in source}
+            if template.within is None and CUSTOM in source:
                 meta[CUSTOM] = dict(source[CUSTOM])
         return meta
 
-    def _own(self, view: Any) -> Any:
-        """A value of the same form in this layer's memory; views stay views."""
+    def _rebase(self, view: Any) -> Any:
+        """Return a value of the same layout in this layer's memory; views stay views."""
         if isinstance(view, tuple | list):
-            return type(view)(map(self._own, view))
+            return type(view)(map(self._rebase, view))
         if not isinstance(view, View):
             return view
         memory, value = self._memory.get(view.memory), view.value
@@ -157,7 +161,7 @@ class LayerExpansion:
 
 
 def rebase_value(value: Any, moved: dict[int, Tensor]) -> Any:
-    """A value, if it is a view of a standin's result, as a view of what came in its place."""
+    """Return views of a layer call's result as views of its replacement, and other values unchanged."""
     if isinstance(value, tuple | list):
         return type(value)(rebase_value(part, moved) for part in value)
     memory = moved.get(storage_key(value)) if isinstance(value, FakeTensor) else None
@@ -165,7 +169,7 @@ def rebase_value(value: Any, moved: dict[int, Tensor]) -> Any:
 
 
 def _view(memory: Tensor, view: View) -> Tensor:
-    """The value, as it would be in other memory: that of a fake tensor, or all of a plain one."""
+    """Return the value in other memory: that of a fake tensor, or all of a plain one."""
     value, shape, stride = view.value, view.shape, view.stride
     offset = memory.storage_offset() * memory.itemsize // value.itemsize + view.offset
     if value.dtype != memory.dtype:  # complex numbers as pairs of real ones
@@ -174,18 +178,20 @@ def _view(memory: Tensor, view: View) -> Tensor:
     if isinstance(memory, FakeTensor):
         with value.fake_mode:
             return memory.as_strided(shape, stride, offset)
-    # A layer has hundreds of values, and to have them made by torch takes most of the time that all this takes.
+    # A layer has hundreds of values. Making each of them in torch took most of the time of the expansion.
     return fake_like(value, memory.as_strided(shape, stride, offset))
 
 
 def _strides(values: Sequence[Any]) -> list[list[int]] | None:
-    """None where one is expanded, or of no memory that it fills: such a gradient comes to one layer, and not to all."""
+    """Return the strides of values; None if one is expanded or does not fill its memory.
+
+    Such a gradient belongs to a single layer.
+    """
     found = [value.meta["val"] for value in values]
-    return [list(value.stride()) for value in found] if all(map(_dense, found)) else None
+    return [list(value.stride()) for value in found] if all(map(_is_dense, found)) else None
 
 
-def _dense(value: Tensor) -> bool:
-    """Whether its elements lie side by side, in whatever order."""
+def _is_dense(value: Tensor) -> bool:
     spanned = 1
     for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True)):
         if size != 1 and stride != spanned:
@@ -194,5 +200,5 @@ def _dense(value: Tensor) -> bool:
     return True
 
 
-def _form(value: Tensor) -> tuple[Any, ...]:
+def _layout(value: Tensor) -> tuple[Any, ...]:
     return value.dtype, value.shape, value.stride(), value.device

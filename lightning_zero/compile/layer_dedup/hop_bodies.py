@@ -1,4 +1,4 @@
-"""Graphs of their own that nodes of Dynamo's graph call: users' autograd functions, checkpointed regions."""
+"""Graphs called by nodes of Dynamo's graph: autograd functions and checkpointed regions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.graphs import CHECKPOINT_POLICY, CHECKPOINT_POLICY_HASH
 from lightning_zero.compat.tensors import CHECKPOINTS, function_call
-from lightning_zero.compile.graph import results
+from lightning_zero.compile.fx_utils import results
 
 __all__ = [
     "hop_body",
@@ -28,7 +28,7 @@ _CALLS = {function_call, *CHECKPOINTS}
 
 
 def hop_body(node: Node) -> GraphModule | None:
-    """The graph that a node stands for, of an autograd function's forward or backward, or of a checkpointed region."""
+    """Return the graph of an autograd function or a checkpointed region that a ``get_attr`` node names."""
     if node.op != "get_attr" or any(user.target not in _CALLS for user in node.users):
         return None
     value = getattr(node.graph.owning_module, str(node.target), None)
@@ -36,12 +36,12 @@ def hop_body(node: Node) -> GraphModule | None:
 
 
 def is_region(node: Node) -> bool:
-    """Whether such a node stands for a checkpointed region."""
+    """Return True if the node of :func:`hop_body` names a checkpointed region."""
     return all(user.target in CHECKPOINTS for user in node.users)
 
 
 def regions(node: Node) -> Iterator[GraphModule]:
-    """The graphs of those that this node runs, which take what it is given."""
+    """Yield the graphs of checkpointed regions that the node calls with all of its arguments."""
     if node.target in CHECKPOINTS:
         for body in filter(None, map(hop_body, node.all_input_nodes)):
             if len(body.graph.find_nodes(op="placeholder")) == len(node.args) - 1:
@@ -49,7 +49,7 @@ def regions(node: Node) -> Iterator[GraphModule]:
 
 
 def expand_regions(nodes: Iterable[Node]) -> list[Node]:
-    """Nodes, and behind them those of the regions that they run: in the same order for those that do the same."""
+    """Return nodes followed by the nodes of their regions, in equal order for equal nodes."""
     found = list(nodes)
     for node in list(found):
         for body in regions(node):
@@ -58,7 +58,7 @@ def expand_regions(nodes: Iterable[Node]) -> list[Node]:
 
 
 def readers(node: Node, users: Iterable[Node]) -> Iterator[Node]:
-    """Those of its users that read a value, or, where they only hand it to a region, what reads it there."""
+    """Yield users that read a value; if a user passes it to a region, yield the readers in the region."""
     for user in users:
         bodies = list(regions(user))
         if not bodies:
@@ -70,13 +70,14 @@ def readers(node: Node, users: Iterable[Node]) -> Iterator[Node]:
 
 
 def _inputs(body: GraphModule, call: Node) -> Iterator[tuple[Node, Any]]:
-    """Those of a region's graph, and what a call of it is given."""
     return zip(body.graph.find_nodes(op="placeholder"), call.args[1:], strict=True)
 
 
 def bypass_region_inputs(graph: Graph) -> None:
-    """What a region returns of what it was given, in place: it is the very same value, and a layer that returns it is
-    none by itself. Layers of T5 return the bias of their attention."""
+    """Replace results that a region returns unchanged by the region's input, in place.
+
+    A layer that returns its input cannot be traced alone. T5 layers return the bias of their attention.
+    """
     for node in graph.nodes:
         for body in regions(node):
             given, returned = dict(_inputs(body, node)), results(body.graph)
@@ -90,13 +91,16 @@ def bypass_region_inputs(graph: Graph) -> None:
 
 
 def describe_policy(body: GraphModule) -> str:
-    """What users choose that is saved of a region, as a text that is another for other choices of this process. Asked
-    for one layer of a kind, so a policy that counts from region to region chooses for all what it does for one."""
+    """Return a text that differs for different save policies of a region in this process.
+
+    It is asked for one layer of a kind. A policy that counts regions therefore gives all layers the choice of the
+    first.
+    """
     return _described(body.meta.get(CHECKPOINT_POLICY))
 
 
 def has_own_policy(nodes: Iterable[Node]) -> bool:
-    """Whether users choose it in one of these by code that no text describes."""
+    """Return True if some region's save policy is user code that no text describes."""
     policies = [body.meta.get(CHECKPOINT_POLICY) for node in nodes for body in regions(node)]
     return any(policy is not None and not hasattr(policy, CHECKPOINT_POLICY_HASH) for policy in policies)
 

@@ -1,7 +1,7 @@
-"""The op that stands for a layer while the graph around it is differentiated, and the one for its backward. They have
-shapes and a derivative, and no kernel: :mod:`inline` puts the layer in their place before anything could run.
+"""Ops that replace a layer and its backward while AOTAutograd traces the rest of the graph.
 
-All that is known of them stands in their arguments, so that AOTAutograd's cache knows equal graphs in other processes.
+They have shapes and a derivative but no kernel: ``expand.py`` replaces them before anything runs. Their arguments
+identify the layer, so that AOTAutograd's cache recognizes equal graphs in other processes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ __all__ = [
     "forward",
 ]
 
-_NAMESPACE = "lightning_zero_outline"
+_NAMESPACE = "lightning_zero_layers"
 FORWARD, BACKWARD, END = f"{_NAMESPACE}::forward", f"{_NAMESPACE}::backward", f"{_NAMESPACE}::end"
 
 
 class DedupFailed(Exception):
-    """In a graph something is other than it was for the layer by itself; without a standin it can be compiled.
+    """A layer differs between the graph and its own trace; compile without deduplicating it.
 
     Attributes:
-        number: of the standin.
-        strides: of the gradients that the layer is given, where these are what is other; None where it is not that, or
-            where they are no tensors of their own.
+        number: index of the layer.
+        strides: of the layer's output gradients, if only these differ and are dense tensors; otherwise None.
     """
 
     def __init__(self, why: str, number: int = -1, strides: list[list[int]] | None = None) -> None:
@@ -46,7 +45,7 @@ class DedupFailed(Exception):
 
 
 def describe(values: Sequence[Tensor | None]) -> str:
-    """The layouts of results, as an argument of a standin."""
+    """Return the layouts of results as an argument of a layer call."""
     return json.dumps(
         [
             None if v is None else [str(v.dtype).removeprefix("torch."), list(v.shape), list(v.stride()), str(v.device)]
@@ -63,35 +62,35 @@ class _Layout(NamedTuple):
 
 
 @cache
-def _forms(described: str) -> list[_Layout]:
+def _layouts(described: str) -> list[_Layout]:
     return [
         _Layout(tuple(shape), tuple(stride), getattr(torch, dtype), torch.device(device))
         for dtype, shape, stride, device in filter(None, json.loads(described))
     ]
 
 
-def _made(described: str) -> list[Tensor]:
-    return [torch.empty_strided(*form[:2], dtype=form.dtype, device=form.device) for form in _forms(described)]
+def _fake_results(described: str) -> list[Tensor]:
+    return [torch.empty_strided(*form[:2], dtype=form.dtype, device=form.device) for form in _layouts(described)]
 
 
 def _forward(layer: str, number: int, results: str, grads: str, given: Sequence[Tensor]) -> list[Tensor]:
-    return _made(results)
+    return _fake_results(results)
 
 
 def _backward(layer: str, number: int, grads: str, tangents: Sequence[Tensor]) -> list[Tensor]:
-    return _made(grads)
+    return _fake_results(grads)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     layer, number, _, grads, _ = inputs
     ctx.arguments = layer, number, grads
 
 
 def _differentiate(ctx: Any, tangents: Sequence[Tensor | None]) -> tuple[Any, ...]:
     layer, number, grads = ctx.arguments
-    # One that has none is missed where the layer is put in place: to raise here would have autograd warn users.
-    come = [tangent for tangent in tangents if tangent is not None]
-    found = iter(backward()(layer, number, grads, come))
+    # A missing gradient is detected when the layer is expanded. Raising here would make autograd warn users.
+    present = [tangent for tangent in tangents if tangent is not None]
+    found = iter(backward()(layer, number, grads, present))
     return None, None, None, None, [None if known is None else next(found) for known in json.loads(grads)]
 
 
@@ -105,27 +104,26 @@ def _pass_back(ctx: Any, tangent: Tensor) -> tuple[Tensor, None]:
 
 _LIBRARY = torch.library.Library(_NAMESPACE, "DEF")
 _LIBRARY.define("forward(str layer, int number, str results, str grads, Tensor[] given) -> Tensor[]")
-# Not given what forward was: who puts the layer in its place knows that, and each tensor of each call takes its time.
+# Forward inputs are not arguments: the expansion knows them, and each tensor argument costs time.
 _LIBRARY.define("backward(str layer, int number, str grads, Tensor[] tangents) -> Tensor[]")
 _LIBRARY.define("end(Tensor result, int[] stride) -> Tensor")
 torch.library.register_fake(END, _end, lib=_LIBRARY)
 torch.library.register_autograd(END, _pass_back, lib=_LIBRARY)
 torch.library.register_fake(FORWARD, _forward, lib=_LIBRARY)
 torch.library.register_fake(BACKWARD, _backward, lib=_LIBRARY)
-torch.library.register_autograd(FORWARD, _differentiate, setup_context=_remember, lib=_LIBRARY)
+torch.library.register_autograd(FORWARD, _differentiate, setup_context=_setup_context, lib=_LIBRARY)
 
 
 def forward() -> OpOverload:
-    """The op that stands for a layer."""
+    """Return the op of a layer's forward."""
     return getattr(torch.ops, _NAMESPACE).forward.default
 
 
 def backward() -> OpOverload:
-    """The op that stands for a layer's backward."""
+    """Return the op of a layer's backward."""
     return getattr(torch.ops, _NAMESPACE).backward.default
 
 
 def end() -> OpOverload:
-    """The op through which a layer's result goes whose gradient has other strides than it, while the layer is traced by
-    itself."""
+    """Return the op that gives a result a gradient of other strides while the layer is traced alone."""
     return getattr(torch.ops, _NAMESPACE).end.default

@@ -1,41 +1,56 @@
-"""Chooses the activations that leave for the host between forward and backward, and puts it into both graphs.
+"""Offload activations to the host in forward and reload them in backward, concurrently with compute.
 
-Runs where a joint graph has been partitioned: what crosses from forward to backward is known, and neither graph has
-been compiled, so both say the same from then on, whichever of them comes out of a cache. An activation that leaves
-crosses as a tensor of the host.
+:func:`insert_offloads` chooses activations right after partitioning, before either graph is compiled, so that both
+agree wherever they are cached. Without a limit it takes those whose copies finish before forward ends and before
+backward uses them; with a limit, those unused for the longest. Small activations, inputs, weights and outputs stay.
 
-Those leave first that are not needed for longest, as far as a budget reaches; without one, as many as travel beside
-compute, out before forward ends and back before they are used, so that nobody waits for them. What is left alone: what
-is small; inputs, weights in any form, and what the user is given, whose memory would stay anyway.
+The pass :func:`place_offloads` splits each op into start and wait. Offloads start when their value is made, and its
+memory is freed at the wait. Reloads start in time for their first use, given that copies are queued. If copies are
+slower than compute, a window bounds the bytes in flight.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import gathers, ops, output_node, readers, reduces, results, shard_of, weight_nodes
-from lightning_zero.compile.passes.offload import OFFLOAD, RELOAD, FindOp, HostCosts
+from lightning_zero.compat.tensors import OpOverload
+from lightning_zero.compile.fx_utils import (
+    calls,
+    first_call,
+    gathers,
+    ops,
+    output_node,
+    readers,
+    reduces,
+    results,
+    shard_of,
+    weight_nodes,
+)
 from lightning_zero.compile.passes.prefetch_schedule import node_seconds
-from lightning_zero.profiling.tensors import Storage, size_hint, storages, view_base
-from lightning_zero.sharding.tensor_extent import extent
+from lightning_zero.compile.passes.prepare import sink
+from lightning_zero.native.ops import Op, no_result, register_op
+from lightning_zero.profiling.cost_model import CostModel
+from lightning_zero.profiling.graph_tensors import Storage, nbytes, size_hint, storages, view_base
+from lightning_zero.sharding.layout import extent
 
-__all__ = ["OffloadLimits", "insert_offloads"]
+__all__ = ["FindOp", "HostCosts", "OFFLOAD", "OffloadLimits", "RELOAD", "insert_offloads", "place_offloads"]
 
 
 @dataclass(frozen=True)
 class OffloadLimits:
-    """What leaves.
+    """Bounds of offloading.
 
     Attributes:
-        host: how long that takes.
-        least_bytes: smaller activations stay.
-        budget_bytes: for all of one graph together; None: what nobody waits for.
+        host: cost of copies.
+        least_bytes: smaller activations stay on the device.
+        budget_bytes: limit for one graph; None to offload only as much as compute hides.
     """
 
     host: HostCosts
@@ -45,15 +60,15 @@ class OffloadLimits:
 
 @dataclass(frozen=True, eq=False)
 class _Activation:
-    """Memory that forward makes, and saves for backward.
+    """Memory that forward allocates and saves for backward.
 
     Attributes:
-        node: what is copied.
-        saved: what backward is given, with the views that make each of ``node``, in order.
+        node: node to copy.
+        saved: backward inputs, each with the views that make it from ``node``, in order.
         size: bytes.
-        made: seconds from forward's beginning until it is there.
-        done: until forward has used it for the last time.
-        again: from backward's beginning until its first use there.
+        made: seconds from the beginning of forward until the value exists.
+        done: seconds until its last use in forward.
+        next_use: seconds from the beginning of backward until its first use.
     """
 
     node: Node
@@ -61,24 +76,22 @@ class _Activation:
     size: int
     made: float
     done: float
-    again: float
+    next_use: float
 
 
 def insert_offloads(forward: Graph, backward: Graph, outputs: int, limits: OffloadLimits, op: FindOp = ops) -> int:
-    """Changes both graphs, in place.
+    """Insert offloads and reloads into both graphs, in place, and return the offloaded bytes.
 
     Args:
-        outputs: of forward, which the user, or autograd, gets; behind them is what is saved.
-        op: gives an op of ours by its name.
-
-    Returns:
-        Bytes that leave.
+        outputs: number of forward outputs; saved values follow them.
+        limits: bounds of offloading.
+        op: returns one of our ops by name.
     """
     shards = _shards(forward, backward)
     if shards is None:
         return 0
     found, end = _activations(forward, backward, outputs, limits)
-    found.sort(key=lambda activation: activation.done - activation.again)
+    found.sort(key=lambda activation: activation.done - activation.next_use)
     chosen = _hidden(found, end, limits.host) if limits.budget_bytes is None else _within(found, limits.budget_bytes)
     for activation in chosen:
         _move(forward, backward, activation, shards, op)
@@ -86,7 +99,7 @@ def insert_offloads(forward: Graph, backward: Graph, outputs: int, limits: Offlo
 
 
 def _shards(forward: Graph, backward: Graph) -> tuple[Node, Node] | None:
-    """An input of both graphs by which ops find their executor; None where they have none."""
+    """Return an input of each graph by which ops find their executor; None if they share no weight."""
     mine = {shard.name: shard for shard in map(shard_of, gathers(forward))}
     for node in (*gathers(backward), *reduces(backward)):
         theirs = shard_of(node)
@@ -98,21 +111,20 @@ def _shards(forward: Graph, backward: Graph) -> tuple[Node, Node] | None:
 def _activations(
     forward: Graph, backward: Graph, outputs: int, limits: OffloadLimits
 ) -> tuple[list[_Activation], float]:
-    """Those that may leave; how long forward takes."""
-    held, clock = storages(forward), _clock(forward, limits)
+    node_storages, clock = storages(forward), _clock(forward, limits)
     others = [*weight_nodes(forward), *(node for node in results(forward)[:outputs] if isinstance(node, Node))]
-    stay = {storage for node in others for storage in held[node]}
+    stay = {storage for node in others for storage in node_storages[node]}
     inputs = {node.name: node for node in backward.find_nodes(op="placeholder")}
-    again = _clock(backward, limits)
-    again = {node: again.get(node.prev, 0.0) for node in again}  # when it begins
+    next_use = _clock(backward, limits)
+    next_use = {node: next_use.get(node.prev, 0.0) for node in next_use}  # start of each node
     saved: dict[Storage, list[Node]] = {}
     for node in dict.fromkeys(value for value in results(forward)[outputs:] if isinstance(value, Node)):
-        storage = held[node][0] if isinstance(node.meta.get("val"), Tensor) else None
+        storage = node_storages[node][0] if isinstance(node.meta.get("val"), Tensor) else None
         if storage is not None and storage not in stay and node.name in inputs:
             saved.setdefault(storage, []).append(node)
     found = []
     for storage, nodes in saved.items():
-        used = [again[user] for node in nodes for user in readers(inputs[node.name]) if user.op != "output"]
+        used = [next_use[user] for node in nodes for user in readers(inputs[node.name]) if user.op != "output"]
         copied = _copied(storage, nodes)
         if copied is None or not used or copied[2] < limits.least_bytes:
             continue
@@ -123,42 +135,43 @@ def _activations(
 
 
 def _clock(graph: Graph, limits: OffloadLimits) -> dict[Node, float]:
-    """When each node is over, if nothing waits."""
+    """Return the end of each node if nothing waits."""
     return dict(zip(graph.nodes, accumulate(node_seconds(graph, limits.host.costs)), strict=True))
 
 
 def _copied(storage: Storage, saved: Sequence[Node]) -> tuple[Node, dict[Node, list[Node]], int] | None:
-    """What to copy of memory that a forward makes; the views behind it, for each thing that is saved; its bytes. None
-    for inputs, and where views cannot be made again."""
+    """Return the node to copy, the views after it for each saved value, and its bytes.
+
+    It is None for inputs, and for views that backward cannot make again.
+    """
     chains = {node: _views(node) for node in saved}
     base = next(iter(chains.values()))[0]
     if base.op != "call_function" or any(chain[0] is not base for chain in chains.values()):
         return None
-    size = _reach(base)
+    size = _extent_bytes(base)
     plain = all(_is_constant(view) for chain in chains.values() for view in chain[1:])
     if plain and size <= storage.nbytes:
         return base, {node: chain[1:] for node, chain in chains.items()}, size
-    (alone, *others), size = saved, _reach(saved[0])
+    (alone, *others), size = saved, _extent_bytes(saved[0])
     return None if others or size > storage.nbytes else (alone, {alone: []}, size)
 
 
 def _views(node: Node) -> list[Node]:
-    """From what made the memory to ``node``, which is a view of it, or itself."""
+    """Return the chain from the node that allocated the memory to ``node``."""
     chain = [node]
     while (source := view_base(chain[-1])) is not None:
         if chain[-1].target is operator.getitem and view_base(source) is None:
-            break  # one of several results
+            break  # an item of several results
         chain.append(source)
     return chain[::-1]
 
 
 def _is_constant(view: Node) -> bool:
-    """Whether it can be made in another graph: it reads nothing but what it is a view of."""
+    """Return True if a view depends only on its base, so that another graph can make it."""
     return len(view.all_input_nodes) == 1
 
 
-def _reach(node: Node) -> int:
-    """Bytes from a tensor's first element to its last."""
+def _extent_bytes(node: Node) -> int:
     value = node.meta.get("val")
     if not isinstance(value, Tensor):
         return 0
@@ -175,36 +188,36 @@ def _within(found: Sequence[_Activation], budget_bytes: float) -> list[_Activati
 
 
 def _hidden(found: Sequence[_Activation], end: float, host: HostCosts) -> list[_Activation]:
-    """Those whose copies are over in time, queueing one behind the other."""
+    """Return activations whose queued copies finish in time."""
     chosen: list[_Activation] = []
     for activation in found:
-        if _leave_in_time([*chosen, activation], end, host) and _come_in_time([*chosen, activation], host):
+        if _offloads_in_time([*chosen, activation], end, host) and _reloads_in_time([*chosen, activation], host):
             chosen.append(activation)
     return chosen
 
 
-def _leave_in_time(chosen: Sequence[_Activation], end: float, host: HostCosts) -> bool:
+def _offloads_in_time(chosen: Sequence[_Activation], end: float, host: HostCosts) -> bool:
     free = 0.0
     for activation in sorted(chosen, key=lambda activation: activation.made):
         free = max(free, activation.made) + host.seconds(activation.size)
     return free <= end
 
 
-def _come_in_time(chosen: Sequence[_Activation], host: HostCosts) -> bool:
+def _reloads_in_time(chosen: Sequence[_Activation], host: HostCosts) -> bool:
     free = 0.0
-    for activation in sorted(chosen, key=lambda activation: activation.again):
+    for activation in sorted(chosen, key=lambda activation: activation.next_use):
         free += host.seconds(activation.size)
-        if free > activation.again:
+        if free > activation.next_use:
             return False
     return True
 
 
 def _move(forward: Graph, backward: Graph, activation: _Activation, shards: tuple[Node, Node], op: FindOp) -> None:
     node, value = activation.node, activation.node.meta["val"]
-    behind = node
-    while behind.next.target is operator.getitem:  # other results of the same op
-        behind = behind.next
-    with forward.inserting_after(behind):
+    last = node
+    while last.next.target is operator.getitem:  # other items of the same op's results
+        last = last.next
+    with forward.inserting_after(last):
         host = forward.call_function(op(OFFLOAD), (node, shards[0]))
     host.meta["val"] = value.new_empty_strided(value.size(), value.stride(), device="cpu")
     output = output_node(forward)
@@ -222,3 +235,152 @@ def _move(forward: Graph, backward: Graph, activation: _Activation, shards: tupl
                 if view not in copies:
                     copies[view] = backward.node_copy(view, copies.__getitem__)
             own.replace_all_uses_with(copies[saved], delete_user_cb=lambda user: user is not back)
+
+
+def _on_host(value: Tensor, shard: Tensor) -> Tensor:
+    return value.new_empty_strided(value.size(), value.stride(), device="cpu")
+
+
+def _on_device(host: Tensor, shard: Tensor) -> Tensor:
+    return host.new_empty_strided(host.size(), host.stride(), device=shard.device)
+
+
+def _same_value(value: Tensor, host: Tensor, shard: Tensor) -> Tensor:
+    return value
+
+
+OFFLOAD, RELOAD = "offload", "reload"
+register_op(Op(OFFLOAD, shards=1, fake=_on_host))
+register_op(Op("offload_start", shards=1, fake=_on_host))
+register_op(Op("offload_wait", shards=2, fake=no_result, has_effect=True))
+register_op(Op(RELOAD, shards=1, fake=_on_device))
+register_op(Op("reload_start", shards=1, fake=_on_device))
+register_op(Op("reload_wait", shards=2, fake=_same_value, has_effect=True))
+
+LAUNCH_S = 1e-5  # seconds per copy, in addition to its size
+
+
+@dataclass(frozen=True)
+class HostCosts:
+    """Costs of copies between device and host.
+
+    Attributes:
+        costs: seconds of nodes, and bandwidth of the host.
+        window_bytes: bound on bytes in flight if compute waits for copies.
+    """
+
+    costs: CostModel
+    window_bytes: float = float("inf")
+
+    def seconds(self, size: int) -> float:
+        """Return the seconds of one copy."""
+        return size / self.costs.host_bytes_per_s + LAUNCH_S
+
+
+FindOp = Callable[[str], OpOverload]  # returns one of our ops by name
+
+
+def place_offloads(graph: Graph, host: HostCosts, op: FindOp = ops) -> Graph:
+    """Split ``offload`` and ``reload`` into starts and waits, in place."""
+    offloads = [node for node in graph.nodes if calls(node, OFFLOAD)]
+    reloads = [node for node in graph.nodes if calls(node, RELOAD)]
+    if offloads:
+        _place_waits(graph, offloads, host, op)
+    if reloads:
+        sink(graph, reloads)
+        _place_starts(graph, reloads, host, op)
+    return graph
+
+
+@dataclass(eq=False)
+class _Copy:
+    node: Node
+    size: int
+    over: float  # estimated end
+    last: int  # position of the value's last use
+
+
+def _place_waits(graph: Graph, offloads: list[Node], host: HostCosts, op: FindOp) -> None:
+    seconds, nodes = node_seconds(graph, host.costs), list(graph.nodes)
+    position = {node: number for number, node in enumerate(nodes)}
+    waiting: list[_Copy] = []
+    now = free = 0.0  # time of the current node, and time at which the copy stream is free
+
+    def wait(copy: _Copy, before: Node) -> None:
+        waiting.remove(copy)
+        with graph.inserting_before(before):
+            value, shard = copy.node.args
+            graph.call_function(op("offload_wait"), (value, copy.node, shard)).meta["val"] = None
+
+    starts = set(offloads)
+    for number, node in enumerate(nodes):
+        for copy in [c for c in waiting if node.op == "output" or (c.over <= now and c.last < number)]:
+            wait(copy, node)
+        if node in starts:
+            value = node.args[0]
+            assert isinstance(value, Node)
+            size = nbytes(value.meta["val"])
+            while sum(c.size for c in waiting) + size > host.window_bytes:
+                oldest = next((c for c in waiting if c.last < number), None)
+                if oldest is None:
+                    break
+                now = max(now, oldest.over)
+                wait(oldest, node)
+            free = max(free, now) + host.seconds(size)
+            with graph.inserting_before(node):
+                start = graph.call_function(op("offload_start"), node.args)
+            start.meta = dict(node.meta)
+            waiting.append(_Copy(start, size, free, max(_uses(value, position), default=number)))
+            node.replace_all_uses_with(start)
+            graph.erase_node(node)
+        now += seconds[number]
+
+
+def _place_starts(graph: Graph, reloads: list[Node], host: HostCosts, op: FindOp) -> None:
+    seconds, nodes = node_seconds(graph, host.costs), list(graph.nodes)
+    position = {node: number for number, node in enumerate(nodes)}
+    used = {node: min(_uses(node, position), default=position[node]) for node in reloads}
+    reloads = sorted(reloads, key=used.__getitem__)
+    sizes = [nbytes(node.meta["val"]) for node in reloads]
+    starts = _starts(position[first_call(graph)], [used[node] for node in reloads], sizes, host, seconds)
+    for node, start in zip(reloads, starts, strict=True):
+        source, shard = node.args
+        first = min(node.users, key=position.__getitem__)
+        with graph.inserting_before(nodes[start]):
+            begun = graph.call_function(op("reload_start"), (source, shard))
+        with graph.inserting_before(first):
+            wait = graph.call_function(op("reload_wait"), (begun, source, shard))
+        begun.meta, wait.meta = dict(node.meta), dict(node.meta)
+        node.replace_all_uses_with(wait)
+    for node in reloads:  # erased last: others may have been inserted before them
+        graph.erase_node(node)
+
+
+def _starts(begin: int, used: list[int], sizes: list[int], host: HostCosts, seconds: list[float]) -> list[int]:
+    """Return the positions before which reloads start, computed from the last to the first."""
+    clock = [0.0, *accumulate(seconds)]  # start of each node if nothing waits
+    starts, due = list(used), float("inf")
+    for number in reversed(range(len(used))):
+        launch = min(due, clock[used[number]]) - host.seconds(sizes[number])
+        if launch >= clock[begin]:
+            starts[number] = max(begin, min(bisect_right(clock, launch) - 1, used[number]))
+        else:
+            starts[number] = max(begin, _earliest(number, used, sizes, host.window_bytes))
+        due = launch
+    return list(accumulate(reversed(starts), min))[::-1]  # in order
+
+
+def _earliest(number: int, used: list[int], sizes: list[int], window_bytes: float) -> int:
+    """Return the position at which a copy fits into the window with those before it.
+
+    If there is none, return the use of the copy before it.
+    """
+    node_storages, first = sizes[number], number
+    while first and node_storages + sizes[first - 1] <= window_bytes:
+        first -= 1
+        node_storages += sizes[first]
+    return used[first - 1] if first else 0
+
+
+def _uses(value: Node, position: dict[Node, int]) -> list[int]:
+    return [position[user] for user in readers(value) if user in position and user.op != "output"]

@@ -1,8 +1,7 @@
-"""What a pass is, and the loop that runs passes.
+"""Definition of graph passes, the loop that runs them, and traces of their effect.
 
-A pass takes a forward, backward or inference graph, after partitioning, and returns a graph. It calls no collective,
-touches no device and keeps no state, so that every rank gets the same result from the same graph and a test needs no
-process group.
+A pass takes a partitioned forward, backward or inference graph and returns a graph. It calls no collective, touches no
+device and keeps no state. Equal graphs therefore give equal results on every rank, and tests need no process group.
 """
 
 from __future__ import annotations
@@ -10,12 +9,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import unified_diff
+from time import perf_counter
 
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.passes.pass_trace import PassTrace, trace_pass
+from lightning_zero.compile.fx_utils import format_nodes
 
-__all__ = ["PassSpec", "run_passes"]
+__all__ = ["PassSpec", "PassTrace", "run_passes", "trace_pass"]
+
 
 log = logging.getLogger(__name__)
 
@@ -25,13 +27,13 @@ class PassSpec:
     """A pass and its contract.
 
     Attributes:
-        name: unique; what schedules and reports call it.
+        name: unique name in schedules and reports.
         apply: the pass.
-        requires: properties that earlier passes must have provided.
+        requires: properties that earlier passes must provide.
         provides: properties that hold afterwards.
         conflicts: properties that must not hold before.
-        version: of a pass of your own: another text whenever it changes, so that graphs it has rewritten may come out
-            of the compiler's cache; None keeps them out.
+        version: of a user's pass: change it whenever the pass changes, so that its graphs may come from the compiler's
+            cache; None disables the cache for them.
     """
 
     name: str
@@ -43,14 +45,14 @@ class PassSpec:
 
 
 def check_contracts(passes: Sequence[PassSpec]) -> set[str]:
-    """What the graph provides after all passes.
+    """Return the properties provided after all passes.
 
     Raises:
-        ValueError: a pass comes before what it requires, or after what it conflicts with.
+        ValueError: a pass precedes what it requires, or follows what it conflicts with.
     """
-    held: set[str] = set()
+    provided: set[str] = set()
     for spec in passes:
-        missing, clashing = spec.requires - held, spec.conflicts & held
+        missing, clashing = spec.requires - provided, spec.conflicts & provided
         if missing:
             raise ValueError(
                 f"Pass {spec.name!r} requires {sorted(missing)}, which no earlier pass provides. Put one before it."
@@ -60,8 +62,8 @@ def check_contracts(passes: Sequence[PassSpec]) -> set[str]:
                 f"Pass {spec.name!r} conflicts with {sorted(clashing)}, provided by an earlier pass. Remove one of "
                 "them."
             )
-        held |= spec.provides
-    return held
+        provided |= spec.provides
+    return provided
 
 
 def run_passes(
@@ -70,12 +72,14 @@ def run_passes(
     watch: Callable[[PassTrace], None] | None = None,
     check_each: bool = True,
 ) -> Graph:
-    """Runs ``passes`` in order and checks the graph.
+    """Run passes in order and check the graph.
 
     Args:
-        watch: is told what each did, which takes time.
-        check_each: all that torch can check, after each pass, which for a large graph takes as long as the passes
-            themselves; otherwise once, whether nodes read what stands before them.
+        graph: graph to rewrite.
+        passes: passes in order.
+        watch: receives the effect of each pass, which costs time.
+        check_each: lint after each pass, which takes as long as the passes on large graphs. Otherwise check once that
+            nodes read only earlier nodes.
     """
     check_contracts(passes)
     for spec in passes:
@@ -91,10 +95,63 @@ def run_passes(
 
 
 def _in_order(graph: Graph) -> bool:
-    """Whether each node reads what stands before it, and has a name of its own; if not, torch says more."""
+    """Return True if nodes read only earlier nodes and have unique names; lint() explains if not."""
     before: set[Node] = set()
     for node in graph.nodes:
         if not before.issuperset(node.all_input_nodes):
             return False
         before.add(node)
     return len({node.name for node in before}) == len(before)
+
+
+CONTEXT_LINES = 2  # lines of the diff
+
+
+@dataclass(frozen=True)
+class PassTrace:
+    """Effect of one pass on one graph. It has only text and numbers: a graph would keep its compilation alive.
+
+    Attributes:
+        name: of the pass.
+        milliseconds: of the pass alone, on the host.
+        nodes: number of nodes afterwards.
+        added: names of new nodes.
+        removed: names of removed nodes.
+        changed: names of nodes with another op, arguments or result.
+        moved: names of equal nodes at another position.
+        diff: unified diff with a line per node; empty without changes.
+    """
+
+    name: str
+    milliseconds: float
+    nodes: int
+    added: tuple[str, ...]
+    removed: tuple[str, ...]
+    changed: tuple[str, ...]
+    moved: tuple[str, ...]
+    diff: str
+
+
+def trace_pass(graph: Graph, name: str, apply: Callable[[Graph], Graph]) -> tuple[Graph, PassTrace]:
+    """Apply the pass, and return its graph and its effect."""
+    before = dict(format_nodes(graph))
+    begun = perf_counter()
+    graph = apply(graph)
+    milliseconds = (perf_counter() - begun) * 1e3
+    after = dict(format_nodes(graph))
+    lines = list(
+        unified_diff(
+            list(before.values()), list(after.values()), "before", f"after {name}", lineterm="", n=CONTEXT_LINES
+        )
+    )
+    touched = {line[1:] for line in lines[2:] if line.startswith("+")}
+    return graph, PassTrace(
+        name,
+        milliseconds,
+        len(graph.nodes),
+        tuple(node for node in after if node not in before),
+        tuple(node for node in before if node not in after),
+        tuple(node for node, line in after.items() if before.get(node, line) != line),
+        tuple(node for node, line in after.items() if before.get(node) == line and line in touched),
+        "".join(f"{line}\n" for line in lines),
+    )

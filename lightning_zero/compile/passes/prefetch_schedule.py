@@ -1,11 +1,11 @@
-"""Where in a graph groups of gathers are started, and where they are waited for.
+"""Choose where groups of gathers start and where they are waited for.
 
-A group is waited for at its first use. Without estimates it is started where the group before it is first used: one
-group ahead. With estimates it is started as late as its transfer still hides behind the nodes before its use, counting
-that transfers queue one behind the other: whole weights that arrive early only take up memory. Where a transfer cannot
-be hidden, it is started as early as there is room for, and never later than one group ahead.
+A group is waited for at its first use. Without estimates it starts at the first use of the previous group, one group
+ahead. With estimates it starts as late as its transfer is still hidden by compute, given that transfers are queued:
+weights that arrive early only use memory. A transfer that cannot be hidden starts as early as memory allows, and never
+later than one group ahead.
 
-Only positions depend on estimates, and never the order of launches: batches of other shapes, on other ranks, have other
+Estimates change only positions and never the order of launches, because ranks with other batch shapes have other
 estimates.
 """
 
@@ -20,8 +20,8 @@ from itertools import accumulate
 
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import first_call, readers
-from lightning_zero.profiling.estimate import CostModel
+from lightning_zero.compile.fx_utils import first_call, readers
+from lightning_zero.profiling.cost_model import CostModel
 
 __all__ = ["PrefetchBudget", "node_seconds", "prefetch_schedule"]
 
@@ -30,13 +30,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PrefetchBudget:
-    """What decides how early a group is started.
+    """Bounds on how early a group starts.
 
     Attributes:
-        costs: seconds for transfers and nodes.
+        costs: seconds of transfers and nodes.
         sizes: bytes of each group.
-        window_bytes: a group is started earlier than one group ahead only where, with it, at most so many bytes of
-            groups are in flight or in use.
+        window_bytes: bound on bytes of groups in flight or in use if a group starts more than one group ahead.
     """
 
     costs: CostModel
@@ -51,12 +50,13 @@ def prefetch_schedule(
     ahead: int,
     budget: PrefetchBudget | None = None,
 ) -> tuple[list[Node], list[Node]]:
-    """The nodes that each group is started before, and waited for before. Groups are started in their order.
+    """Return the nodes before which each group starts and is waited for; groups start in order.
 
     Args:
-        at_once: whether a group is small, and may be started at the beginning.
-        ahead: others are started where the group that comes ``ahead`` before is first used.
-        budget: whether earlier is better, or later early enough; None to start groups where the above says.
+        groups: gathers of each group.
+        at_once: True for small groups, which may start at the beginning.
+        ahead: a large group starts at the first use of the group this many groups earlier.
+        budget: estimates that move starts earlier or later; None to use only ``ahead``.
     """
     anchors = list(graph.nodes)
     position = {node: number for number, node in enumerate(anchors)}
@@ -66,21 +66,21 @@ def prefetch_schedule(
     if budget is not None:
         last = [max(_last_use(node, position) for node in group) for group in groups]
         large = [0 if now else size for now, size in zip(at_once, budget.sizes, strict=True)]
-        room = _room(last, large, budget.window_bytes, begin)
-        # Both grow from group to group, so their minimum does.
+        room = _earliest_fit(last, large, budget.window_bytes, begin)
+        # Both are monotonic over groups, so their minimum is, too.
         earliest = list(map(min, starts, room))
         starts = _just_in_time(node_seconds(graph, budget.costs), waits, earliest, budget)
     return [anchors[start] for start in starts], [anchors[wait] for wait in waits]
 
 
 def node_seconds(graph: Graph, costs: CostModel) -> list[float]:
-    """Of each node of a graph; all zero where the estimate fails."""
+    """Return seconds per node; all zero if the estimate fails."""
     try:
         return costs.node_seconds(graph)
-    except Exception as error:  # an op that the estimate does not understand must not end a compilation
+    except Exception as error:  # an op without an estimate must not fail the compilation
         log.warning(
-            "The cost of a graph's nodes could not be estimated (%s: %s). What travels starts as early as there is "
-            "room for. Training goes on; please report the op.",
+            "The cost of a graph's nodes could not be estimated (%s: %s). Transfers start as early as memory "
+            "allows. Training continues; please report the op.",
             type(error).__name__,
             error,
         )
@@ -97,20 +97,21 @@ def _ahead(waits: Sequence[int], at_once: Sequence[bool], ahead: int, begin: int
 
 
 def _in_order(starts: list[int]) -> list[int]:
-    """Each at most as late as the next."""
     return list(accumulate(reversed(starts), min))[::-1]
 
 
 def _last_use(node: Node, position: dict[Node, int]) -> int:
-    """Of a weight within the graph. One that the graph returns is another budget's."""
+    """Return the last use of a weight within the graph; the saved-weights budget counts returned ones."""
     return max((position[user] for user in readers(node) if user.op != "output"), default=position[node])
 
 
-def _room(last: Sequence[int], sizes: Sequence[int], window_bytes: float, begin: int) -> list[int]:
-    """For each group, the first position, not before that of an earlier one, at which it fits next to those before it
-    that are still needed."""
+def _earliest_fit(last: Sequence[int], sizes: Sequence[int], window_bytes: float, begin: int) -> list[int]:
+    """Return the first position at which each group fits in memory with those before it that are in use.
+
+    Positions increase with the groups.
+    """
     found, at, alive = [], begin, 0
-    ends: list[tuple[int, int]] = []  # of those that are alive
+    ends: list[tuple[int, int]] = []  # of groups in use
     for end, size in zip(last, sizes, strict=True):
         while ends and size and alive + size > window_bytes:
             over, freed = heappop(ends)
@@ -124,14 +125,13 @@ def _room(last: Sequence[int], sizes: Sequence[int], window_bytes: float, begin:
 def _just_in_time(
     seconds: Sequence[float], waits: Sequence[int], earliest: Sequence[int], budget: PrefetchBudget
 ) -> list[int]:
-    """From the last group to the first: where each is started for its transfer to end before its use, and before the
-    next one's transfer has to begin."""
-    clock = [0.0, *accumulate(seconds)]  # when each node begins, if nothing waits
+    """Place starts from the last group to the first, so that transfers end before use and do not overlap."""
+    clock = [0.0, *accumulate(seconds)]  # start of each node if nothing waits
     starts, due = list(earliest), float("inf")
     for number in reversed(range(len(waits))):
         launch = min(due, clock[waits[number]]) - budget.costs.gather_seconds(budget.sizes[number])
         if launch >= clock[earliest[number]]:
             starts[number] = max(earliest[number], min(bisect_right(clock, launch) - 1, waits[number]))
-        # No transfer begins before its group may be started: one before it need not end any earlier.
+        # A transfer does not start before its group may start, so the previous one need not end earlier.
         due = max(launch, clock[earliest[number]])
     return _in_order(starts)

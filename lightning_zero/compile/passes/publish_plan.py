@@ -1,7 +1,7 @@
-"""Lets a graph say, before its first collective, what it is going to gather and reduce.
+"""Insert an op that publishes a graph's plan before its first collective.
 
-The plan travels inside the graph, so it is there however the graph came about: compiled now, compiled again for another
-length, or taken from a cache that an earlier process filled.
+The plan is stored in the graph. It is therefore available whether the graph was compiled now, recompiled for another
+length, or loaded from a cache that an earlier process filled.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.tensors import wait_tensor
-from lightning_zero.compile.graph import first_call, nodes_in_role, graph_kind, ops, output_node, weight_name
-from lightning_zero.compile.passes.grouping import dtype_name
-from lightning_zero.compile.plan import CHART, Gather, GraphPlan, Reduce
-from lightning_zero.native.ops import Op, Role, register_op, no_result, find_op
-from lightning_zero.profiling.estimate import CostModel
-from lightning_zero.profiling.tensors import nbytes
+from lightning_zero.compile.fx_utils import first_call, graph_kind, nodes_in_role, ops, weight_name
+from lightning_zero.compile.graph_plan import Gather, GraphPlan, Reduce
+from lightning_zero.compile.passes.gather_groups import dtype_name
+from lightning_zero.native.ops import Op, Role, find_op, no_result, register_op
+from lightning_zero.profiling.cost_model import CostModel
+from lightning_zero.profiling.graph_tensors import nbytes
 
 __all__ = ["publish_plan", "read_plan"]
 
@@ -29,15 +29,20 @@ log = logging.getLogger(__name__)
 
 register_op(Op("check_plan", shards=0, fake=no_result, has_effect=True))
 
-_PARTS = (wait_tensor, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default)  # how a weight is cut out of its group
+# ops that cut a weight out of its group
+_PARTS = (wait_tensor, torch.ops.aten.slice.Tensor, torch.ops.aten.view.default)
 
 
 def publish_plan(graph: Graph, costs: CostModel | None = None) -> Graph:
-    """Puts ``check_plan(shard, digest, plan)`` in front of the first collective, in place. ``costs``: what was
-    measured, by which the plan is given its seconds."""
+    """Insert ``check_plan(shard, digest, plan)`` before the first collective, in place.
+
+    Args:
+        graph: after all other passes.
+        costs: measured costs, to estimate the plan's seconds; None for a plan without seconds.
+    """
     plan = read_plan(graph)
     if costs is not None and (plan.gathers or plan.reduces):
-        plan = _timed(plan, graph, costs)
+        plan = _estimate_seconds(plan, graph, costs)
     first = next(iter(nodes_in_role(graph, Role.START, Role.REDUCE)), None)
     if first is None:
         return graph
@@ -52,20 +57,18 @@ def publish_plan(graph: Graph, costs: CostModel | None = None) -> Graph:
 
 
 def read_plan(graph: Graph) -> GraphPlan:
-    """The plan of a graph that passes have gone over."""
+    """Return the plan of a graph after the passes."""
     nodes = _counted(graph)
     position = {node: number for number, node in enumerate(nodes)}
     starts = nodes_in_role(graph, Role.START)
     ours = {*starts, *_parts(graph)}
-    before, waits = _users_behind(nodes, ours), _resident_waits(graph)
+    before, waits = _next_user_nodes(nodes, ours), _resident_waits(graph)
     gathers = tuple(_gather(node, position, before, waits, ours) for node in starts)
     reduces = tuple(_reduce(node, position) for node in nodes_in_role(graph, Role.REDUCE))
-    chart = output_node(graph).meta.get(CHART, ())
-    return GraphPlan(graph_kind(graph), len(nodes), gathers, reduces, chart=chart)
+    return GraphPlan(graph_kind(graph), len(nodes), gathers, reduces)
 
 
 def _parts(graph: Graph) -> list[Node]:
-    """What waits for gathers, and cuts weights out of groups."""
     return [part for target in (*_PARTS, ops("resident_wait")) for part in _calls(graph, target)]
 
 
@@ -73,8 +76,8 @@ def _calls(graph: Graph, target: Any) -> list[Node]:
     return graph.find_nodes(op="call_function", target=target)
 
 
-def _users_behind(nodes: list[Node], ours: AbstractSet[Node]) -> list[str]:
-    """For each node the name of the first one behind it that is the user's."""
+def _next_user_nodes(nodes: list[Node], ours: AbstractSet[Node]) -> list[str]:
+    """Return for each node the name of the next node that belongs to the user."""
     names, name = [""] * len(nodes), "the end"
     for number in reversed(range(len(nodes))):
         names[number] = name
@@ -84,7 +87,6 @@ def _users_behind(nodes: list[Node], ours: AbstractSet[Node]) -> list[str]:
 
 
 def _resident_waits(graph: Graph) -> dict[tuple[Any, ...], Node]:
-    """The first one for each group of memory."""
     waits: dict[tuple[Any, ...], Node] = {}
     for node in _calls(graph, ops("resident_wait")):
         waits.setdefault(_group(node), node)
@@ -102,13 +104,13 @@ def _counted(graph: Graph) -> list[Node]:
     return [node for node in graph.nodes if node.op not in apart and node.target is not check]
 
 
-def _timed(plan: GraphPlan, graph: Graph, costs: CostModel) -> GraphPlan:
-    """With its seconds. Gradients travel in buckets: each has its share of one large transfer."""
+def _estimate_seconds(plan: GraphPlan, graph: Graph, costs: CostModel) -> GraphPlan:
+    """Return the plan with estimated seconds; each gradient has its share of one large transfer."""
     try:
         seconds = dict(zip(graph.nodes, costs.node_seconds(graph), strict=True))
         clock = [0.0, *accumulate(map(seconds.__getitem__, _counted(graph)))]
-    except Exception as error:  # an op that the estimate does not understand must not end a compilation
-        log.info("A graph's plan is not timed: %s: %s", type(error).__name__, error)
+    except Exception as error:  # an op without an estimate must not fail the compilation
+        log.info("A plan has no estimated seconds: %s: %s", type(error).__name__, error)
         return plan
     reduced = sum(reduce.bytes for reduce in plan.reduces)
     per_byte = costs.gather_seconds(reduced) / reduced if reduced else 0.0
@@ -117,7 +119,7 @@ def _timed(plan: GraphPlan, graph: Graph, costs: CostModel) -> GraphPlan:
             gather,
             started_s=clock[gather.started],
             waited_s=clock[gather.waited],
-            # Resident weights that are there already travel nowhere; those that are not are the first pass's alone.
+            # Resident weights are transferred only in the first pass after an optimizer step.
             transfer_s=0.0 if gather.until == "step" else costs.gather_seconds(gather.bytes),
         )
         for gather in plan.gathers
@@ -159,7 +161,6 @@ def _gather(
 
 
 def _uses(memory: Node, ours: AbstractSet[Node]) -> list[Node]:
-    """What reads weights in this memory: through the views that cut a group into weights."""
     found, pending = [], [memory]
     while pending:
         for user in pending.pop().users:

@@ -1,13 +1,10 @@
-"""Chooses the gathered weights that live from forward to backward instead of being gathered twice.
+"""Choose gathered weights that are kept from forward to backward instead of being gathered twice.
 
-Small ones always: saving a bias costs next to nothing, and its transfer would be one more at the beginning of backward,
-where nothing hides it. The last group of a step's forward, too, when backward needs it first: it is there when forward
-ends, and would be wanted again at once. Others as far as a budget reaches, those first that backward would wait for
-longest, for their size.
+Small weights always: their transfers at the beginning of backward are not hidden. The last group of a step's forward if
+backward needs it first. Others within a budget, by the time that backward would wait for them per byte.
 
-How long that is follows from the weights alone, their order of use and their sizes. Measured bandwidths and the shapes
-of batches stay out of it: ranks may have batches of other shapes, and take graphs out of caches that an earlier run
-filled, and must still keep, and so gather, the same weights.
+The estimate depends only on weights, their order of use and sizes. Measured bandwidths and batch shapes are excluded,
+because ranks with other shapes or cached graphs must gather the same weights.
 """
 
 from __future__ import annotations
@@ -16,30 +13,29 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from math import inf
 
 import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import TANGENTS
-from lightning_zero.compile.graph import cast_dtype, gathers, is_view_or_cast, readers, shard_of
-from lightning_zero.compile.passes.grouping import max_group_bytes
-from lightning_zero.compile.passes.waits import BackwardWaits
-from lightning_zero.profiling.tensors import nbytes
+from lightning_zero.compile.fx_utils import cast_dtype, gathers, is_view_or_cast, readers, shard_of
+from lightning_zero.compile.passes.gather_groups import max_group_bytes
+from lightning_zero.profiling.graph_tensors import nbytes
 
-__all__ = ["NOTHING_SAVED", "SavedLimits", "backward_nodes", "choose_saved"]
+__all__ = ["BackwardWaits", "NOTHING_SAVED", "SavedLimits", "backward_nodes", "choose_saved"]
 
 
 @dataclass(frozen=True)
 class SavedLimits:
-    """What a graph keeps of its weights from forward to backward.
+    """Limits on weights that a graph keeps from forward to backward.
 
     Attributes:
-        small_bytes: weights of at most this size, in the dtype that is saved, are saved whatever the budget.
-        budget_bytes: for all others together. One that does not fit is skipped, a smaller one may follow.
-        group_bytes: backward follows right after this graph's forward, and its last group is saved whatever the budget;
-            of at most so many bytes. 0: something else comes between.
-        parts: smaller groups where the graph gathers little, see :class:`GroupLimits`.
-        share: adds this share of what would otherwise be gathered again to the budget.
+        small_bytes: weights up to this size, in the saved dtype, are always kept.
+        budget_bytes: bound for all others. A weight that does not fit is skipped.
+        group_bytes: bound on the last group, kept if backward follows right after this forward; 0 if it does not.
+        parts: see :class:`GroupLimits`.
+        share: adds this share of the remaining re-gathered bytes to the budget.
     """
 
     small_bytes: int = 0
@@ -54,8 +50,14 @@ NOTHING_SAVED = SavedLimits()
 
 @dataclass(frozen=True, eq=False)
 class _Weight:
-    """A weight in one dtype that it is used in. A tied one is one for the compiler, too, which sees that it is read
-    twice. Positions are of nodes in the joint graph; ``again``: of the first use in backward, None for no use."""
+    """A weight in one dtype; tied weights are one. Positions are of nodes in the joint graph.
+
+    Attributes:
+        nodes: gathers or casts.
+        size: bytes.
+        first, last: first and last use in forward.
+        again: first use in backward; None for no use.
+    """
 
     nodes: list[Node]
     size: int
@@ -65,7 +67,7 @@ class _Weight:
 
 
 def choose_saved(graph: Graph, limits: SavedLimits) -> list[Node]:
-    """The nodes of a joint graph to save for backward: gathers, or the casts of gathers that are used."""
+    """Return the nodes of a joint graph to save for backward: gathers, or casts of gathers."""
     weights = _weights(graph)
     small = [weight for weight in weights if weight.size <= limits.small_bytes]
     large = [weight for weight in weights if weight.size > limits.small_bytes]
@@ -78,7 +80,6 @@ def choose_saved(graph: Graph, limits: SavedLimits) -> list[Node]:
 
 
 def _weights(graph: Graph) -> list[_Weight]:
-    """Those that forward gathers, the last first."""
     backward = backward_nodes(graph)
     position = {node: number for number, node in enumerate(graph.nodes)}
     forms: dict[tuple[object, torch.dtype], list[Node]] = {}
@@ -105,18 +106,17 @@ def _weights(graph: Graph) -> list[_Weight]:
 def _last_group(
     weights: Sequence[_Weight], again: Sequence[_Weight], group_bytes: int, parts: int
 ) -> Iterator[_Weight]:
-    """The weights that backward needs first, as long as each is used in forward only after all others.
+    """Yield the weights that backward needs first, if forward uses each of them after all others.
 
-    Memory is at its highest around there anyway: activations are all saved, and these weights lie in it, at the end of
-    forward and at the beginning of backward. So long as they are no more than the group that would be in flight then.
+    Memory peaks around the end of forward. These weights may take no more than the group that would be in flight then.
     """
     left = list(weights)
-    held, limit = 0, max_group_bytes((weight.size for weight in weights), group_bytes, parts)
+    group_size, limit = 0, max_group_bytes((weight.size for weight in weights), group_bytes, parts)
     for weight in again:
         left.remove(weight)
-        held += weight.size
-        # As elsewhere, a weight that is larger than a group of this graph may be one of its own.
-        if held > (limit if held > weight.size else group_bytes):
+        group_size += weight.size
+        # A weight larger than a group of this graph may be a group of its own, as elsewhere.
+        if group_size > (limit if group_size > weight.size else group_bytes):
             return
         if any(other.last > weight.first for other in left):
             return
@@ -124,15 +124,17 @@ def _last_group(
 
 
 def _within(again: Sequence[_Weight], saved: AbstractSet[_Weight], budget_bytes: float) -> list[_Weight]:
-    """What to keep within a budget besides what is ``saved``: one after the other that which saves the most for its
-    size, given those before. Of equal ones, the first in backward: they live for the shortest time."""
+    """Return weights to keep within a budget, greedily by saved waiting time per byte.
+
+    Ties go to the first in backward, which lives for the shortest time.
+    """
     fits = [place for place, weight in enumerate(again) if weight not in saved and weight.size <= budget_bytes]
     if sum(again[place].size for place in fits) <= budget_bytes:
         return [again[place] for place in fits]
     waits = BackwardWaits([weight.size for weight in again], [weight in saved for weight in again])
     chosen: list[_Weight] = []
-    # What a weight was worth when it was looked at last: it is never worth more later, so whichever still is worth what
-    # is noted of it, and is the first, is worth the most of all.
+    # Lazy evaluation: the worth of a weight only decreases, so a weight whose worth equals its recorded one is the
+    # best.
     noted = [(-waits.of(place) / again[place].size, place) for place in fits]
     heapify(noted)
     while noted:
@@ -141,7 +143,7 @@ def _within(again: Sequence[_Weight], saved: AbstractSet[_Weight], budget_bytes:
         if weight.size > budget_bytes:
             continue
         worth = -waits.of(place) / weight.size
-        if worth > before:  # both are below zero: it is worth less
+        if worth > before:  # both are negative: it is worth less
             heappush(noted, (worth, place))
             continue
         chosen.append(weight)
@@ -155,19 +157,77 @@ def _only_view(node: Node) -> bool:
 
 
 def _forms(gather: Node) -> list[Node]:
-    """The weight in each dtype it is used in: its narrowing casts, and itself where it is used as it is."""
+    """Return the weight in each dtype in which it is used: narrowing casts, and itself."""
     own: torch.dtype = gather.meta["val"].dtype
     narrow = [user for user in gather.users if (cast_dtype(user) or own).itemsize < own.itemsize]
     return narrow + ([gather] if len(narrow) < len(gather.users) else [])
 
 
 def backward_nodes(graph: Graph) -> set[Node]:
-    """What a joint graph computes in backward: all that depends on gradients of the outputs."""
-    behind = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith(TANGENTS)]
-    found = set(behind)
-    for node in behind:  # which grows
+    """Return the nodes of a joint graph that depend on tangents."""
+    tangents = [node for node in graph.find_nodes(op="placeholder") if node.name.startswith(TANGENTS)]
+    found = set(tangents)
+    for node in tangents:  # the list grows
         for user in node.users:
             if user not in found and user.op != "output":
                 found.add(user)
-                behind.append(user)
+                tangents.append(user)
     return found
+
+
+_Span = tuple[float, float]  # composition of weights in order: (a, b) stands for min(lead - a, b)
+_NOTHING: _Span = (0.0, inf)
+
+
+class BackwardWaits:
+    """Time, in transferred bytes, that backward waits for each weight, for a growing set of kept weights.
+
+    Transfers are queued from the beginning of backward. Computing with a weight takes as long as its transfer. The lead
+    of a weight (0 or less) is the end of the transfers before it minus the time at which compute is free. A kept weight
+    lengthens the lead by its size; a gathered one limits it to ``min(lead, -size)``. Both have the form ``min(lead - a,
+    b)``, which composes, so a segment tree answers and updates in logarithmic time. Keeping a weight never shortens a
+    lead.
+
+    Args:
+        sizes: bytes of each weight, in the order in which backward uses them.
+        kept: True for weights that are not gathered again.
+    """
+
+    def __init__(self, sizes: Sequence[int], kept: Sequence[bool]) -> None:
+        self._sizes = sizes
+        self._leaves = 1 << max(len(sizes) - 1, 0).bit_length()
+        self._tree: list[_Span] = [_NOTHING] * (2 * self._leaves)  # children of node n are 2 n and 2 n + 1
+        for place, (size, keeps) in enumerate(zip(sizes, kept, strict=True)):
+            self._tree[self._leaves + place] = _kept(size) if keeps else (0.0, float(-size))
+        for node in reversed(range(1, self._leaves)):
+            self._join(node)
+
+    def of(self, place: int) -> float:
+        """Return the wait for a weight that is gathered again."""
+        return max(self._lead(place) + self._sizes[place], 0.0)
+
+    def keep(self, place: int) -> None:
+        """Keep a weight from now on."""
+        node = self._leaves + place
+        self._tree[node] = _kept(self._sizes[place])
+        while node := node // 2:
+            self._join(node)
+
+    def _lead(self, place: int) -> float:
+        lead, node = 0.0, 1
+        half = self._leaves
+        while node < self._leaves:
+            half //= 2
+            node *= 2
+            if place & half:
+                a, b = self._tree[node]
+                lead, node = min(lead - a, b), node + 1
+        return lead
+
+    def _join(self, node: int) -> None:
+        (a, b), (later_a, later_b) = self._tree[2 * node], self._tree[2 * node + 1]
+        self._tree[node] = a + later_a, min(b - later_a, later_b)
+
+
+def _kept(size: int) -> _Span:
+    return float(size), inf

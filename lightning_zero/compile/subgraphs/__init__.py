@@ -1,9 +1,22 @@
-"""Compiles once what repeats: a graph is cut where its layers are, and equal pieces are compiled once."""
+"""Subgraphs: cut graphs into repeated parts, and compile each distinct part once."""
 
-from lightning_zero.compile.subgraphs.cut import cut, repeats
-from lightning_zero.compile.subgraphs.deferred_kernels import DeferredKernels
-from lightning_zero.compile.subgraphs.lower import SubgraphCache, lower
-from lightning_zero.compile.subgraphs.strides import StrideMismatch, fix_strides
+from lightning_zero.compile.async_compile import DeferredKernels
+from lightning_zero.compile.subgraphs.compile_subgraphs import (
+    StrideMismatch,
+    SubgraphCache,
+    fix_strides,
+    lower_subgraphs,
+)
+from lightning_zero.compile.subgraphs.cut import cut, is_worth_cutting
 from lightning_zero.compile.subgraphs.subgraph import Subgraph
 
-__all__ = ["StrideMismatch", "DeferredKernels", "Subgraph", "SubgraphCache", "cut", "lower", "repeats", "fix_strides"]
+__all__ = [
+    "StrideMismatch",
+    "DeferredKernels",
+    "Subgraph",
+    "SubgraphCache",
+    "cut",
+    "lower_subgraphs",
+    "is_worth_cutting",
+    "fix_strides",
+]

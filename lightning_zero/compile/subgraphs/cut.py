@@ -1,8 +1,8 @@
-"""Cuts a graph that our passes have gone over into pieces, between which our own ops run.
+"""Cut a graph, after our passes, into subgraphs between which our ops run.
 
-What repeats is cut at the same places each time, so that equal layers make equal pieces, wherever their weights and
-gradients travel. An op that stood in the middle of a piece runs before it where it can (gathers are launched and waited
-for), and behind it where it needs what the piece makes (gradients are handed over).
+Repetitions are cut at equal positions, so that equal layers give equal subgraphs wherever their weights and gradients
+are transferred. An op of ours inside a subgraph moves before it if it can (gathers start and are waited for), or after
+it if it reads a result (gradients are enqueued).
 """
 
 from __future__ import annotations
@@ -10,34 +10,34 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.tensors import wait_tensor
-from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.subgraphs.cut_points import choose_cut_points
-from lightning_zero.compile.subgraphs.node_kinds import NodeKind, is_kernel, classify_nodes, reads
+from lightning_zero.compile.fx_utils import output_node
+from lightning_zero.compile.subgraphs.node_kinds import NodeKind, classify_nodes, is_kernel, reads
 from lightning_zero.compile.subgraphs.node_order import NodeOrder, graph_work
 from lightning_zero.compile.subgraphs.repeats import RepeatedRun, find_repeats
-from lightning_zero.compile.subgraphs.signatures import NodeSignatures
-from lightning_zero.compile.subgraphs.subgraph import Subgraph, make_subgraph, symbol_inputs
-from lightning_zero.profiling.tensors import nodes_where
+from lightning_zero.compile.subgraphs.subgraph import NodeSignatures, Subgraph, make_subgraph, symbol_inputs
+from lightning_zero.profiling.graph_tensors import nodes_where
 
-__all__ = ["MAX_PARTS", "cut", "repeats"]
+__all__ = ["MAX_PARTS", "choose_cut_points", "cut", "is_worth_cutting"]
 
-# Where our ops can run within a layer; more places let them come closer to where they are needed, for more calls.
+
+# Subgraphs per repetition: more give our ops better positions but cost more calls.
 MAX_PARTS = 4
-MIN_PERIOD = 6  # nodes: what repeats in fewer is not worth a cut
-REPEATED_SHARE = 0.3  # a graph of which less repeats is compiled as a whole
+MIN_PERIOD = 6  # nodes; shorter repetitions are not worth a cut
+REPEATED_SHARE = 0.3  # graphs with a smaller repeated share are compiled whole
 _convolution = torch.ops.aten.convolution.default
 
 
-def repeats(graph: Graph) -> bool:
-    """Whether enough of a graph repeats that it is worth being cut; the passes do not change that.
+def is_worth_cutting(graph: Graph) -> bool:
+    """Return True if enough of a graph repeats to be worth cutting; passes do not change the result.
 
-    Graphs stay whole in which ranks wait for each other by more than our own ops, and whose repeated parts convolve:
-    the code generator chooses one layout of memory for all convolutions of a graph.
+    Graphs with collectives other than ours stay whole. So do those with repeated convolutions, because Inductor chooses
+    one memory layout for all convolutions of a graph.
     """
     work = graph_work(graph, classify_nodes(graph))
     if any(node.target is wait_tensor for node in work):
@@ -49,12 +49,13 @@ def repeats(graph: Graph) -> bool:
 
 
 def cut(graph: Graph, parts: int = MAX_PARTS) -> list[Subgraph | Node] | None:
-    """What runs one after the other: pieces, and nodes between them. None where an op between pieces needs what the
-    piece makes that needs it.
+    """Return subgraphs and the nodes between them in execution order; None if that is impossible.
+
+    It is impossible if an op between subgraphs reads a result of a subgraph that needs the op.
 
     Args:
-        graph: after the passes; is not changed.
-        parts: at most so many pieces for each repetition.
+        graph: after the passes; not modified.
+        parts: maximum number of subgraphs per repetition.
     """
     kinds, seen = classify_nodes(graph), NodeSignatures()
     order = NodeOrder(graph, kinds, seen)
@@ -76,41 +77,43 @@ def _assemble(
     at: dict[Node, int],
     signatures: NodeSignatures | None = None,
 ) -> list[Subgraph | Node] | None:
-    subgraph_of = {node: number for number in range(len(bounds) - 1) for node in work[bounds[number] : bounds[number + 1]]}
+    subgraph_of = {
+        node: number for number in range(len(bounds) - 1) for node in work[bounds[number] : bounds[number + 1]]
+    }
     read = reads(graph, kinds)
     made_in = _SourceSubgraphs(read, subgraph_of)
     readers = _first_readers(graph, subgraph_of)
-    slots: list[list[Node]] = [[] for _ in bounds]  # before each piece, and behind the last
+    slots: list[list[Node]] = [[] for _ in bounds]  # before each subgraph, and after the last
     slot_of: dict[Node, int] = {}
-    handed = 0  # where gradients were handed over last: what concerns them stays in order
+    last_enqueued = 0  # slot of the last enqueued gradient; gradients stay in order
     for node, passed in at.items():
         slot = bisect_right(bounds, passed) - 1
         slot = min(slot, readers.get(node, slot))
         for one in read[node]:
-            # Behind what it needs; and in order among what runs between.
+            # After its inputs, and in order among other nodes between subgraphs.
             slot = max(slot, subgraph_of[one] + 1 if one in subgraph_of else slot_of.get(one, 0))
         if made_in[node]:
-            slot = handed = max(slot, handed)
+            slot = last_enqueued = max(slot, last_enqueued)
         slot_of[node] = slot
         slots[slot].append(node)
-    wanted, symbols = _wanted(graph, kinds, subgraph_of, read, made_in), symbol_inputs(graph)
-    made = {node for node in graph.nodes if kinds[node] is NodeKind.INPUT or node.op == "get_attr"}
+    outputs_of, symbols = _needed_outputs(graph, kinds, subgraph_of, read, made_in), symbol_inputs(graph)
+    available = {node for node in graph.nodes if kinds[node] is NodeKind.INPUT or node.op == "get_attr"}
     steps: list[Subgraph | Node] = []
     for number, slot_nodes in enumerate(slots):
         for node in slot_nodes:
-            for needed in [*_views_outside(node, kinds, made), node]:
+            for needed in [*_views_outside(node, kinds, available), node]:
                 steps.append(needed)
-                made.add(needed)
+                available.add(needed)
         if number + 1 < len(bounds):
             own = work[bounds[number] : bounds[number + 1]]
-            steps.append(make_subgraph(own, wanted[number], kinds, symbols, signatures))
-            made.update(wanted[number])
-    steps += _views_outside(output_node(graph), kinds, made)
+            steps.append(make_subgraph(own, outputs_of[number], kinds, symbols, signatures))
+            available.update(outputs_of[number])
+    steps += _views_outside(output_node(graph), kinds, available)
     return steps if _in_order(graph, kinds, steps) else None
 
 
 class _SourceSubgraphs(dict[Node, AbstractSet[int]]):
-    """By node: pieces whose work it reads, through views."""
+    """Subgraphs whose compute nodes each node reads, through views."""
 
     def __init__(self, read: dict[Node, list[Node]], subgraph_of: dict[Node, int]) -> None:
         super().__init__()
@@ -122,8 +125,10 @@ class _SourceSubgraphs(dict[Node, AbstractSet[int]]):
 
 
 def _first_readers(graph: Graph, subgraph_of: dict[Node, int]) -> dict[Node, int]:
-    """The first piece that reads a node's result, through whatever is no work. Work may have been moved to the other
-    side of a cut than what it reads."""
+    """Return the first subgraph that reads each node's result through nodes that are not compute.
+
+    Reordering may have moved compute nodes across a cut.
+    """
     first: dict[Node, int] = {}
     for node in reversed(graph.nodes):
         for user in node.users:
@@ -135,38 +140,49 @@ def _first_readers(graph: Graph, subgraph_of: dict[Node, int]) -> dict[Node, int
 
 
 def _in_order(graph: Graph, kinds: dict[Node, NodeKind], steps: Sequence[Subgraph | Node]) -> bool:
-    """Whether each step reads only what is there."""
-    made = {node for node in graph.nodes if kinds[node] is NodeKind.INPUT or node.op == "get_attr"}
+    available = {node for node in graph.nodes if kinds[node] is NodeKind.INPUT or node.op == "get_attr"}
     for step in steps:
         reads, makes = (step.inputs, step.outputs) if isinstance(step, Subgraph) else (step.all_input_nodes, [step])
-        if not made.issuperset(reads):
+        if not available.issuperset(reads):
             return False
-        made.update(makes)
-    return made.issuperset(output_node(graph).all_input_nodes)
+        available.update(makes)
+    return available.issuperset(output_node(graph).all_input_nodes)
 
 
-def _wanted(
-    graph: Graph, kinds: dict[Node, NodeKind], subgraph_of: dict[Node, int], read: dict[Node, list[Node]], source_subgraphs: _SourceSubgraphs
+def _needed_outputs(
+    graph: Graph,
+    kinds: dict[Node, NodeKind],
+    subgraph_of: dict[Node, int],
+    read: dict[Node, list[Node]],
+    source_subgraphs: _SourceSubgraphs,
 ) -> list[list[Node]]:
-    """What each piece has to return: work that others read, and views of it that leave the pieces."""
-    wanted: list[dict[Node, None]] = [{} for _ in range(max(subgraph_of.values(), default=0) + 1)]
+    """Return the outputs of each subgraph: compute nodes, and views of them, that others read."""
+    outputs_of: list[dict[Node, None]] = [{} for _ in range(max(subgraph_of.values(), default=0) + 1)]
     for node in graph.nodes:
         if node in subgraph_of:
             for one in read[node]:
                 if one in subgraph_of and subgraph_of[one] != subgraph_of[node]:
-                    wanted[subgraph_of[one]][one] = None
+                    outputs_of[subgraph_of[one]][one] = None
         elif kinds[node] in (NodeKind.COMM, NodeKind.OUTPUT):
             for outside in node.all_input_nodes:
-                for made in _leaving(outside, kinds, subgraph_of, read, source_subgraphs):
-                    wanted[subgraph_of[made] if made in subgraph_of else max(source_subgraphs[made])][made] = None
-    return [list(nodes) for nodes in wanted]
+                for available in _exported(outside, kinds, subgraph_of, read, source_subgraphs):
+                    outputs_of[
+                        subgraph_of[available] if available in subgraph_of else max(source_subgraphs[available])
+                    ][available] = None
+    return [list(nodes) for nodes in outputs_of]
 
 
-def _leaving(
-    node: Node, kinds: dict[Node, NodeKind], subgraph_of: dict[Node, int], read: dict[Node, list[Node]], source_subgraphs: _SourceSubgraphs
+def _exported(
+    node: Node,
+    kinds: dict[Node, NodeKind],
+    subgraph_of: dict[Node, int],
+    read: dict[Node, list[Node]],
+    source_subgraphs: _SourceSubgraphs,
 ) -> Sequence[Node]:
-    """What has to leave a piece so that ``node`` can be read outside: itself, where one piece alone makes it; otherwise
-    what it is a view of."""
+    """Return the values that a subgraph must return so that ``node`` can be read outside.
+
+    It is the node itself if a single subgraph makes it, otherwise the bases of the view.
+    """
     if node in subgraph_of:
         return (node,)
     if kinds[node] is not NodeKind.VIEW:
@@ -176,10 +192,84 @@ def _leaving(
     return [one for one in read[node] if one in subgraph_of]
 
 
-def _views_outside(node: Node, kinds: dict[Node, NodeKind], made: set[Node]) -> Iterator[Node]:
-    """Views and constants that have to be made before ``node`` can run, in order."""
+def _views_outside(node: Node, kinds: dict[Node, NodeKind], available: set[Node]) -> Iterator[Node]:
+    """Yield the views and constants to make before ``node`` can run, in order."""
     for read in node.all_input_nodes:
-        if kinds[read] is NodeKind.VIEW and read not in made:
-            yield from _views_outside(read, kinds, made)
-            made.add(read)
+        if kinds[read] is NodeKind.VIEW and read not in available:
+            yield from _views_outside(read, kinds, available)
+            available.add(read)
             yield read
+
+
+# Bound on bytes that a cut adds to memory writes, as a share of all kernel results.
+LOST_SHARE = 0.001
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    """Possible cuts.
+
+    Attributes:
+        possible: positions in order.
+        done: by position: FLOPs before it.
+        lost: by position: bytes that a cut adds.
+        allowed: bound on added bytes.
+    """
+
+    possible: Sequence[int]
+    done: Sequence[int]
+    lost: Sequence[int]
+    allowed: float
+
+    def cheap(self, begin: int, end: int) -> list[int]:
+        """Return positions in a range that add few bytes, or else the one that adds the fewest."""
+        here = [place for place in self.possible if begin <= place < end]
+        cheap = [place for place in here if self.lost[place] <= self.allowed]
+        return cheap or sorted(here, key=lambda place: self.lost[place])[:1]
+
+
+def choose_cut_points(order: NodeOrder, runs: Sequence[RepeatedRun], between: Sequence[int], parts: int) -> list[int]:
+    """Return the positions in ``order.work`` before which the graph is cut, without 0 and the end.
+
+    Args:
+        order: compute nodes of the graph.
+        runs: its repetitions.
+        between: positions of nodes between subgraphs.
+        parts: maximum number of subgraphs per repetition.
+    """
+    done = [0]
+    for effort in order.effort():
+        done.append(done[-1] + effort)
+    places = _Candidates(order.cut_points(), done, order.lost(), LOST_SHARE * order.written())
+    cut_points: set[int] = set()
+    at = 1
+    for run in runs:
+        chosen = _cuts_in_run(run, places, parts)
+        cut_points |= {*chosen, *_cuts_near(between, places, at, min(chosen, default=run.start))}
+        at = max(chosen, default=run.start) + 1
+    cut_points |= _cuts_near(between, places, at, len(order.work))
+    return sorted(cut_points - {0, len(order.work)})
+
+
+def _cuts_in_run(run: RepeatedRun, places: _Candidates, parts: int) -> list[int]:
+    """Cut every repetition at equal offsets, into parts of about equal FLOPs."""
+    middle = run.start + (run.repetitions // 2) * run.period  # one repetition represents all
+    begin = min(middle, run.stop - run.period)
+    cheap = places.cheap(begin, begin + run.period)
+    if not cheap:
+        return []
+    first = cheap[0]
+    total = places.done[begin + run.period] - places.done[begin]
+    done = {place: places.done[place] - places.done[first] for place in cheap}
+    goals = (total * part / parts for part in range(1, parts))
+    chosen = {first, *(min(cheap, key=lambda place: abs(done[place] - goal)) for goal in goals)}
+    offsets = sorted(place - begin for place in chosen)
+    repeated = (run.start + number * run.period + offset for number in range(run.repetitions + 1) for offset in offsets)
+    return [place for place in repeated if place <= run.stop]
+
+
+def _cuts_near(between: Sequence[int], places: _Candidates, begin: int, end: int) -> set[int]:
+    """Return the nearest possible cuts before nodes between subgraphs, where nothing repeats."""
+    cheap = places.cheap(begin, end)
+    behind = (bisect_right(cheap, place) for place in between if begin <= place < end)
+    return {cheap[number - 1] for number in behind if number}

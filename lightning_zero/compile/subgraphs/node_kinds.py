@@ -1,9 +1,8 @@
-"""What the nodes of a graph are where it is cut into pieces.
+"""Classify the nodes of a graph that is cut into subgraphs.
 
-Work is what pieces are compiled from, and has a place in one of them. Views and constants cost nothing: each piece
-makes those that it reads. What is ours (gathers, waits, gradients that are handed over) and what differs between equal
-layers though it costs nothing (where in a group a weight begins, the seeds of random numbers, sizes) runs between
-pieces.
+Compute nodes belong to one subgraph. Views and constants cost nothing, so each subgraph has its own copies. Our own ops
+(gathers, waits, gradient reductions) run between subgraphs. So do nodes that differ between equal layers but cost
+nothing: offsets of weights in a group, seeds of random numbers, and sizes.
 """
 
 from __future__ import annotations
@@ -19,43 +18,41 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.compat.tensors import OpOverload, inductor_seeds, wait_tensor
-from lightning_zero.compile.graph import is_start
+from lightning_zero.compile.fx_utils import is_start
 from lightning_zero.native.ops import find_op
-from lightning_zero.profiling.tensors import called_op, is_view, aliased_argument, tensors_of, is_view_op
+from lightning_zero.profiling.graph_tensors import aliased_argument, called_op, is_view, is_view_op, tensors_of
 
 __all__ = ["NodeKind", "all_read", "is_kernel", "is_pointwise", "is_random", "classify_nodes", "readers", "reads"]
 
 _aten = torch.ops.aten
-_CUTS_OUT = {_aten.slice.Tensor, _aten.view.default}  # a weight out of a group
+_CUTS_OUT = {_aten.slice.Tensor, _aten.view.default}  # these may cut a weight out of its group
 
 
 _SCALARS = (int, float, bool, SymInt, SymFloat, SymBool)
 
 
 class NodeKind(Enum):
-    """Of a node."""
-
     INPUT = auto()
     COMPUTE = auto()
-    VIEW = auto()  # a view, or a constant
+    VIEW = auto()  # a view or a constant
     COMM = auto()
     OUTPUT = auto()
 
 
 class _TargetKind(Enum):
-    """What calls an op, as a rule: where it is given a node first, and makes a tensor."""
+    """Kind that calls of an op usually have, if the first argument is a node and the result a tensor."""
 
-    COMPUTE = auto()  # where it is given a tensor
-    OURS = auto()  # in any case
+    COMPUTE = auto()  # if the first argument is a tensor
+    OURS = auto()  # always
     VIEW = auto()
-    CUT = auto()  # out of a group, or a view
-    PART = auto()  # of what it is given
+    CUT = auto()  # cuts a weight out of a group, or is a view
+    PART = auto()  # part of its argument
 
 
 def classify_nodes(graph: Graph) -> dict[Node, NodeKind]:
-    """Of all nodes."""
+    """Return the kind of each node."""
     kinds: dict[Node, NodeKind] = {}
-    usual: dict[int, _TargetKind | None] = {}  # by ids of what is called: few, where there are many nodes
+    usual: dict[int, _TargetKind | None] = {}  # by id of the target: graphs have many nodes and few targets
     for node in graph.nodes:
         if node.op == "call_function":
             key = id(node.target)
@@ -81,7 +78,7 @@ def _target_kind(target: Any) -> _TargetKind | None:
 
 
 def _by_rule(node: Node, usual: _TargetKind | None, kinds: dict[Node, NodeKind]) -> NodeKind | None:
-    """What :func:`_kind` finds, where little has to be asked for that."""
+    """Return the result of :func:`_kind` for the common cases, which need few checks."""
     if usual is _TargetKind.OURS:
         return NodeKind.COMM
     args = node.args
@@ -99,7 +96,7 @@ def _kind(node: Node, kinds: dict[Node, NodeKind]) -> NodeKind:
     value = node.meta.get("val")
     if node.op == "placeholder":
         return NodeKind.INPUT
-    if node.op == "get_attr":  # a constant; or the body of a higher-order op, which goes where it is called
+    if node.op == "get_attr":  # a constant, or the body of a higher-order op, which moves with its call
         return NodeKind.INPUT if isinstance(value, Tensor) else NodeKind.VIEW
     if node.op == "output":
         return NodeKind.OUTPUT
@@ -113,7 +110,7 @@ def _kind(node: Node, kinds: dict[Node, NodeKind]) -> NodeKind:
     if isinstance(value, _SCALARS) and not any(kinds[read] in (NodeKind.COMPUTE, NodeKind.VIEW) for read in reads):
         return NodeKind.COMM
     if node.target is operator.getitem:
-        return kinds[reads[0]]  # with what it is a part of
+        return kinds[reads[0]]  # the kind of the value that it indexes
     if is_view(node) and node.target is not wait_tensor:
         return NodeKind.VIEW
     constant = isinstance(value, Tensor) and not any(tensors_of(read.meta.get("val")) for read in reads)
@@ -121,7 +118,7 @@ def _kind(node: Node, kinds: dict[Node, NodeKind]) -> NodeKind:
 
 
 def all_read(node: Node, kinds: dict[Node, NodeKind]) -> Iterator[Node]:
-    """What a node reads, through views."""
+    """Yield the nodes that a node reads, through views."""
     for read in node.all_input_nodes:
         if kinds[read] is NodeKind.VIEW:
             yield from all_read(read, kinds)
@@ -130,7 +127,7 @@ def all_read(node: Node, kinds: dict[Node, NodeKind]) -> Iterator[Node]:
 
 
 def reads(graph: Graph, kinds: dict[Node, NodeKind]) -> dict[Node, list[Node]]:
-    """By node: what :func:`all_read` gives."""
+    """Return the nodes that each node reads, through views."""
     found: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         through: list[Node] = []
@@ -141,7 +138,7 @@ def reads(graph: Graph, kinds: dict[Node, NodeKind]) -> dict[Node, list[Node]]:
 
 
 def readers(graph: Graph, kinds: dict[Node, NodeKind]) -> dict[Node, list[Node]]:
-    """By node: those of it and of its views."""
+    """Return the readers of each node, through views."""
     found: dict[Node, list[Node]] = {}
     for node in reversed(graph.nodes):
         through: list[Node] = []
@@ -152,8 +149,12 @@ def readers(graph: Graph, kinds: dict[Node, NodeKind]) -> dict[Node, list[Node]]
 
 
 def is_kernel(node: Node) -> bool:
-    """Whether a node is a kernel of its own, whose inputs and results lie in memory: matrix products, attention. What
-    is not known to be one may be made together with what comes before or behind it."""
+    """Return True if the node is a kernel of its own (matrix product, attention).
+
+    Its inputs and results are in memory.
+
+    Inductor may fuse other nodes with their neighbors.
+    """
     if node.target is operator.getitem:
         read = node.args[0]
         return isinstance(read, Node) and is_kernel(read)
@@ -162,11 +163,10 @@ def is_kernel(node: Node) -> bool:
 
 
 def is_pointwise(node: Node) -> bool:
-    """Whether each element of a node's result is made from the same elements of its inputs."""
+    """Return True if each element depends only on the same elements of the inputs."""
     return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def is_random(node: Node) -> bool:
-    """Whether a node draws random numbers."""
     op, _ = called_op(node)
     return isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags

@@ -1,4 +1,4 @@
-"""The work of a graph in the order in which pieces do it, and what a cut at each place in it would cost."""
+"""Order the compute nodes of a graph, and find the cost of a cut at each position."""
 
 from __future__ import annotations
 
@@ -9,30 +9,31 @@ from itertools import accumulate
 from torch.fx import Graph, Node
 
 from lightning_zero.compile.subgraphs.node_kinds import NodeKind, all_read, is_kernel, is_pointwise, is_random, readers
-from lightning_zero.compile.subgraphs.signatures import NodeSignatures
-from lightning_zero.profiling.cost import FlopCache
-from lightning_zero.profiling.tensors import nbytes, nodes_where
+from lightning_zero.compile.subgraphs.subgraph import NodeSignatures
+from lightning_zero.profiling.graph_tensors import nbytes, nodes_where
+from lightning_zero.profiling.node_costs import FlopCache
 
 __all__ = ["NodeOrder", "graph_work"]
 
-# A pointwise op is done late only if what it reads is at most so many times as large as what it makes.
+# Sink a pointwise op only if its inputs are at most this many times larger than its result.
 MAX_GROWTH = 2
 
 
 class NodeOrder:
-    """Graph order, but for pointwise ops, each of which comes right before its first reader, or, where nothing in the
-    graph reads it, right behind what it reads: so it is seldom on the other side of a cut, and does not become a kernel
-    of its own.
+    """Graph order in which pointwise ops are next to their first reader.
+
+    Pointwise ops without a reader in the graph follow their inputs. This way they are seldom cut off from the kernel
+    with which Inductor fuses them.
 
     Args:
-        graph: is not changed.
+        graph: not modified.
         kinds: of its nodes.
-        signatures: of what has been asked for.
+        signatures: of its nodes; shared to avoid computing them again.
 
     Attributes:
-        kinds: of all nodes.
-        work: nodes, in order.
-        place: of each.
+        kinds: of its nodes.
+        work: compute nodes in order.
+        place: position of each in ``work``.
     """
 
     def __init__(self, graph: Graph, kinds: dict[Node, NodeKind], signatures: NodeSignatures | None = None) -> None:
@@ -44,13 +45,13 @@ class NodeOrder:
         before = graph_work(graph, kinds)
         self._kernels = nodes_where(before, is_kernel)
         self._pointwise = nodes_where(before, is_pointwise)
-        self._end = _first_impure(before)  # what is written in place must not be read later than before, or earlier
+        self._end = _first_impure(before)  # moving reads across an in-place write would change results
         self._moved: set[Node] = set()
         self.work: Sequence[Node] = self._hoist_unread(self._sink_pointwise(before))
         self.place = {node: number for number, node in enumerate(self.work)}
 
     def between(self, graph: Graph) -> dict[Node, int]:
-        """For each node that runs between pieces: before which place it stands in the graph."""
+        """Return the position in ``work`` before which each communication node is in the graph."""
         at: dict[Node, int] = {}
         following = len(self.work)
         for node in reversed(graph.nodes):
@@ -61,7 +62,7 @@ class NodeOrder:
         return dict(reversed(at.items()))
 
     def effort(self) -> list[int]:
-        """Of each node, for comparison: floating-point operations of kernels, nothing for others."""
+        """Return the floating-point operations of each compute node; 0 for nodes that are no kernels."""
         flops, known = FlopCache(), {}
         for node in self.work:
             if node in self._kernels and self._signatures[node] not in known:
@@ -69,11 +70,11 @@ class NodeOrder:
         return [known[self._signatures[node]] if node in self._kernels else 0 for node in self.work]
 
     def written(self) -> int:
-        """Bytes of all results of kernels."""
+        """Return the bytes of all kernel results."""
         return sum([self._bytes[node] for node in self.work if node in self._kernels])
 
     def cut_points(self) -> list[int]:
-        """Places where a kernel ends or begins anyway, in order."""
+        """Return the positions at which a kernel begins or ends."""
         pairs = zip(self.work, self.work[1:], strict=False)
         return [
             number
@@ -82,8 +83,7 @@ class NodeOrder:
         ]
 
     def lost(self) -> list[int]:
-        """Bytes that a cut right before each node, and behind the last, would send through memory besides what is
-        written there anyway."""
+        """Return the bytes that a cut before each node, and after the last, would add to memory writes."""
         change = [0] * (len(self.work) + 2)
         levels = self._levels()
         for number, node in enumerate(self.work):
@@ -95,13 +95,12 @@ class NodeOrder:
         return list(accumulate(change[:-1]))
 
     def _read_last(self, node: Node, number: int, levels: dict[Node, int]) -> int:
-        """Place of the last work that reads a node, which has that ``number``; this, too, where its result lies in
-        memory in any case."""
+        """Return the position of the last reader of a node; its own if the result is written to memory anyway."""
         last, level = number, None
         for user in self._readers[node]:
             if user not in self.place or user in self._kernels:
                 return number
-            # Readers before and behind a kernel cannot be made together with it.
+            # Readers before and after a kernel cannot be fused with the node.
             if level is not None and levels[user] != level:
                 return number
             level = levels[user]
@@ -110,7 +109,7 @@ class NodeOrder:
         return last
 
     def _levels(self) -> dict[Node, int]:
-        """How many kernels, one after the other, come before each node."""
+        """Return the number of kernels on the longest path before each node."""
         levels: dict[Node, int] = dict.fromkeys(self._graph.nodes, 0)
         for node in self._graph.nodes:
             behind = levels[node] + (node in self._kernels)
@@ -121,7 +120,7 @@ class NodeOrder:
 
     def _sink_pointwise(self, before: Sequence[Node]) -> list[Node]:
         first = {node: number for number, node in enumerate(before)}
-        moved: dict[int, list[Node]] = {}  # last first
+        moved: dict[int, list[Node]] = {}  # in reverse order
         for node in reversed(before[: self._end]):
             to = self._end + 1
             for user in self._readers[node]:
@@ -134,18 +133,20 @@ class NodeOrder:
         return self._rearranged(before, {to: nodes[::-1] for to, nodes in moved.items()})
 
     def _hoist_unread(self, before: Sequence[Node]) -> list[Node]:
-        """What a forward makes of each layer for its backward alone stands behind the last layer, in one piece, which
-        would have more nodes with each layer."""
+        """Move ops that forward computes only for backward to their layer.
+
+        Otherwise they all follow the last layer, in one subgraph that grows with the number of layers.
+        """
         place = {node: number for number, node in enumerate(before)}
         moved: dict[int, list[Node]] = {}
-        unread = self._unread(before[: self._end])
+        unread = self._unread_pointwise(before[: self._end])
 
         def at(node: Node) -> int:
             return place.get(node, len(before))
 
         for node in before:
             needed = list(all_read(node, self.kinds)) if node in unread else []
-            # Made earlier it lies there for longer: no more than what waits for it, and for nothing else.
+            # Moved ops keep their result longer. Move one only if it frees at least as much input memory.
             waiting = [read for read in needed if max(map(at, self._readers[read])) <= place[node]]
             if not waiting or self._bytes[node] > sum(self._bytes[read] for read in waiting):
                 continue
@@ -158,7 +159,7 @@ class NodeOrder:
         return self._rearranged(before, moved)
 
     def _rearranged(self, before: Sequence[Node], moved: dict[int, list[Node]]) -> list[Node]:
-        """``moved``: nodes, in order, by the place in ``before`` right before which they come."""
+        """Move nodes before the positions in ``before`` that are their keys in ``moved``."""
         if not moved:
             return list(before)
         gone = {node for nodes in moved.values() for node in nodes}
@@ -171,8 +172,8 @@ class NodeOrder:
                 order.append(node)
         return order
 
-    def _unread(self, nodes: Sequence[Node]) -> set[Node]:
-        """Pointwise ops that nothing in the graph reads, but for one another."""
+    def _unread_pointwise(self, nodes: Sequence[Node]) -> set[Node]:
+        """Return pointwise ops that only other such ops or the output read."""
         found: set[Node] = set()
         for node in reversed(nodes):
             if node not in self._pointwise:
@@ -191,15 +192,12 @@ class NodeOrder:
 
 
 class _Bytes(dict[Node, int]):
-    """Of nodes' values."""
-
     def __missing__(self, node: Node) -> int:
         found = self[node] = nbytes(node.meta.get("val"))
         return found
 
 
 def _first_impure(nodes: Sequence[Node]) -> int:
-    """Place of the first that does more than it returns, random numbers aside."""
     impure = nodes_where(nodes, lambda node: node.is_impure(impure_random=False))
     for number, node in enumerate(nodes):
         if node in impure:
@@ -208,7 +206,7 @@ def _first_impure(nodes: Sequence[Node]) -> int:
 
 
 def graph_work(graph: Graph, kinds: dict[Node, NodeKind]) -> list[Node]:
-    """A graph's work in its own order; parts of a result right behind it."""
+    """Return the compute nodes in graph order, each followed by the items of its result."""
     work: list[Node] = []
     for node in graph.nodes:
         if kinds[node] is NodeKind.COMPUTE and node.target is not operator.getitem:

@@ -1,4 +1,4 @@
-"""Finds what repeats in a sequence: runs of equal parts, one right behind the other, as the layers of a model are."""
+"""Find runs of equal, adjacent parts in a sequence, such as the layers of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["RepeatedRun", "find_repeats"]
 
 @dataclass(frozen=True)
 class RepeatedRun:
-    """Items ``start`` to ``stop`` (exclusive) repeat after ``period``: each equals the one ``period`` before it.
+    """Items ``start`` to ``stop`` (exclusive), each equal to the item ``period`` before it.
 
     The last repetition may be incomplete.
     """
@@ -23,16 +23,16 @@ class RepeatedRun:
 
     @property
     def repetitions(self) -> int:
-        """Complete ones."""
+        """Return the number of complete repetitions."""
         return (self.stop - self.start) // self.period
 
 
 def find_repeats(items: Sequence[Hashable], shortest: int) -> list[RepeatedRun]:
-    """Runs that do not overlap, in order: first the one that spares most, then what is left and right of it.
+    """Return disjoint runs in order: greedily the one with the most repeated items.
 
     Args:
         items: compared by equality.
-        shortest: periods of fewer items are not looked at: parts must be worth a call.
+        shortest: smallest period; a shorter part is not worth a call.
     """
     numbers: dict[Hashable, int] = {}
     encoded = np.array([numbers.setdefault(item, len(numbers)) for item in items], dtype=np.int64)
@@ -50,18 +50,18 @@ def find_repeats(items: Sequence[Hashable], shortest: int) -> list[RepeatedRun]:
 
 
 def _longest(items: np.ndarray, shortest: int) -> RepeatedRun | None:
-    """The run with most items that repeat others; of several, the one with the shortest period."""
+    """Return the run with the most repeated items; the shortest period wins ties."""
     best, spared = None, 0
     for period in range(shortest, len(items) // 2 + 1):
         if len(items) - period <= spared:
             break
         equal = np.flatnonzero(np.diff(np.concatenate(([0], items[:-period] == items[period:], [0]))))
-        starts, stops = equal[::2], equal[1::2]  # stretches of items that equal those one period later
+        starts, stops = equal[::2], equal[1::2]  # ranges of items that equal the item one period later
         if not len(starts):
             continue
         longest = int(np.argmax(stops - starts))
         length = int(stops[longest] - starts[longest])
-        # A shorter stretch than a period repeats nothing whole.
+        # A range shorter than a period does not contain a complete repetition.
         if length >= period and length > spared:
             best, spared = RepeatedRun(int(starts[longest]), int(stops[longest]) + period, period), length
     return best

@@ -1,13 +1,15 @@
-"""Runs the pieces of a graph and what lies between them, as Python code that is written once.
+"""Run the subgraphs of a graph, and the nodes between them, as generated Python code.
 
-Each value is let go of before the last piece that reads it begins, so that the piece itself can free it: what a forward
-saved takes no longer memory than in one graph.
+Each value is released before the last subgraph that reads it begins, so that the subgraph can free it. Saved tensors
+therefore live no longer than in one graph. Helpers at the end make Inductor compile and serialize subgraphs.
 """
 
 from __future__ import annotations
 
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from itertools import count
 from operator import attrgetter
@@ -18,30 +20,46 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from lightning_zero.compat.compiler import BypassCache, OutputCode
+from lightning_zero.compat.compiler import (
+    BypassCache,
+    CompiledFxGraph,
+    CompiledFxGraphConstants,
+    FxGraphCache,
+    OutputCode,
+    TracingContext,
+    compile_fx_inner,
+    functorch_config,
+    inductor_config,
+)
 from lightning_zero.compat.tensors import OpOverload, draw_seeds
-from lightning_zero.compile.graph import output_node
-from lightning_zero.compile.subgraphs.inductor_calls import pack_subgraph, report_strides, unpack_subgraph
+from lightning_zero.compile.fx_utils import output_node
 from lightning_zero.compile.subgraphs.subgraph import Subgraph
 
-__all__ = ["SubgraphProgram"]
+__all__ = [
+    "SubgraphProgram",
+    "compile_subgraph",
+    "pack_subgraph",
+    "report_strides",
+    "subgraph_context",
+    "unpack_subgraph",
+]
+
 
 _numbers = count()
-_PIECE = "lightning_zero_piece"  # no node of a graph is called so
+_SUBGRAPH = "lightning_zero_piece"  # no node has this name
 
 
 class SubgraphProgram(OutputCode):
-    """What a compiled graph is to AOTAutograd: takes its inputs in a list, which it empties. AOTAutograd's cache keeps
-    it, with its pieces, so that a later process need not trace.
+    """Compiled form of a cut graph for AOTAutograd, whose cache stores it with its subgraphs.
 
     Args:
         module: the whole graph, for its inputs, outputs and constants.
-        steps: what runs one after the other.
-        compiled: of each piece; takes its inputs in a list, which it empties, and returns its outputs.
+        steps: subgraphs and nodes in execution order.
+        compiled: one per subgraph; takes a list of inputs, which it empties, and returns its outputs.
 
     Attributes:
-        code: what runs.
-        calls: how many pieces are called.
+        code: generated code.
+        calls: number of subgraph calls.
     """
 
     def __init__(
@@ -51,8 +69,8 @@ class SubgraphProgram(OutputCode):
         writer = _Writer(module, steps)
         self.code = writer.write(compiled)
         self.calls = len(compiled)
-        self._boxed_call = True  # of the object, or wrappers would not have it
-        self._subgraphs = {name: value for name, value in writer.names.items() if name.startswith(_PIECE)}
+        self._boxed_call = True  # on the instance, otherwise wrappers would not have it
+        self._subgraphs = {name: value for name, value in writer.names.items() if name.startswith(_SUBGRAPH)}
         self._others = {name: value for name, value in writer.names.items() if name not in self._subgraphs}
         self._link()
         results: Any = output_node(module.graph).args[0]
@@ -70,20 +88,22 @@ class SubgraphProgram(OutputCode):
         return self._run(inputs)
 
     def prepare_for_serialization(self) -> None:
-        """Of a copy, which is pickled next."""
+        """Make a copy picklable."""
         self._run = None
         self._subgraphs = {name: pack_subgraph(subgraph) for name, subgraph in self._subgraphs.items()}
         self._others = {name: _named(value) for name, value in self._others.items()}
 
     def post_compile(self, example_inputs: Sequence[Any], constants: Any, graph_kwargs: Any) -> None:
-        """Once it has come out of the cache."""
+        """Restore the program after it was loaded from a cache."""
         if self._run is None:
-            self._subgraphs = {name: unpack_subgraph(subgraph, graph_kwargs) for name, subgraph in self._subgraphs.items()}
+            self._subgraphs = {
+                name: unpack_subgraph(subgraph, graph_kwargs) for name, subgraph in self._subgraphs.items()
+            }
             self._others = {n: v.find() if isinstance(v, _Op) else v for n, v in self._others.items()}
             self._link()
 
     def set_triton_bundle(self, triton_bundle: Any) -> None:
-        """Each piece has its own."""
+        """Do nothing: each subgraph has its own bundle."""
 
 
 class _Writer:
@@ -92,7 +112,7 @@ class _Writer:
         self._steps = steps
         self._last = self._last_reads()
         self.names: dict[str, Any] = {}
-        self._name_of: dict[int, str] = {}  # by the value's id; ``names`` keeps it
+        self._name_of: dict[int, str] = {}  # by id of the value, which ``names`` keeps alive
         for node in self._graph.find_nodes(op="get_attr"):
             value = self.names[node.name] = attrgetter(str(node.target))(module)
             self._name_of.setdefault(id(value), node.name)
@@ -122,7 +142,7 @@ class _Writer:
         return "def run(inputs):\n" + "".join(f"    {line}\n" for line in lines)
 
     def _call(self, number: int, subgraph: Subgraph, functions: Any) -> list[str]:
-        name = self._name(next(functions), _PIECE)
+        name = self._name(next(functions), _SUBGRAPH)
         lines = [f"arguments = [{', '.join(node.name for node in subgraph.inputs)}]"]
         lines += self._free(number, subgraph.inputs)
         results = ", ".join(node.name for node in subgraph.outputs)
@@ -163,8 +183,6 @@ class _Writer:
 
 @dataclass(frozen=True)
 class _Op:
-    """The name of an op, which cannot be pickled itself."""
-
     namespace: str
     name: str
     overload: str
@@ -174,10 +192,11 @@ class _Op:
 
 
 def _strides(value: Any) -> tuple[int | SymInt, ...] | None:
-    """Of a result, for a backward that reads it; None where they are as they were traced, or known only when it runs.
+    """Return a result's strides for a backward that reads it; None if they are as traced or not yet known.
 
-    Symbols stay symbols: in numbers, the backward would be compiled for the sizes of this batch alone; untold, for the
-    strides that a product had before Inductor padded it."""
+    Symbols stay symbols. Numbers would specialize backward to this batch, and missing strides would be those before
+    Inductor's padding.
+    """
     strides = value.stride() if isinstance(value, Tensor) else ()
     if not [stride for stride in strides if type(stride) is not int]:
         return strides or None
@@ -193,5 +212,75 @@ def _named(value: Any) -> Any:
 
 
 def _seeds(count: int, device: torch.device) -> Tensor:
-    """The numbers that Inductor's code draws in a graph that stays whole; its own op draws others."""
+    """Draw seeds as Inductor does in a graph that stays whole; its own op draws others."""
     return torch.randint(-(2**63), 2**63 - 1, [count], device=device)
+
+
+Compiled = Callable[[list[Any]], Any]
+
+
+def compile_subgraph(module: GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Compiled:
+    """Compile a subgraph to code that takes a list of inputs, which it empties, and returns its outputs.
+
+    Args:
+        module: the subgraph.
+        inputs: fake tensors and symbols.
+        settings: Inductor's arguments for compiling a graph.
+    """
+    # Subgraphs are also cached one by one, for other plans of the same layers.
+    with subgraph_context(), functorch_config.patch(bundled_autograd_cache=False):
+        return compile_fx_inner(module, inputs, **settings)
+
+
+@contextmanager
+def subgraph_context() -> Iterator[None]:
+    """Return a context that hides the whole graph from Inductor.
+
+    Hidden are the strides of its results, which are reported once, its passes, and the indices of donated inputs.
+    """
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    strides = None if context is None else context.output_strides
+    donated = None if metadata is None else metadata.bw_donated_idxs
+    if context is not None:
+        context.output_strides = None
+    if metadata is not None:
+        metadata.bw_donated_idxs = None
+    try:
+        passes = ("joint_custom_pre_pass", "joint_custom_post_pass", "post_grad_custom_post_pass")
+        with inductor_config.patch(dict.fromkeys(passes)):
+            yield
+    finally:
+        if context is not None:
+            context.output_strides = strides
+        if metadata is not None:
+            metadata.bw_donated_idxs = donated
+
+
+def report_strides(strides: Sequence[Any]) -> None:
+    """Report the strides of the whole graph's results to its compiler; None for strides as traced."""
+    context = TracingContext.try_get()
+    if context is not None and context.output_strides is not None:
+        assert not context.output_strides
+        context.output_strides.extend(strides)
+
+
+def pack_subgraph(subgraph: Any) -> Any:
+    """Return a picklable form of a subgraph."""
+    if isinstance(subgraph, CompiledFxGraph):
+        subgraph = copy(subgraph)
+        subgraph.prepare_for_serialization()
+    return subgraph
+
+
+def unpack_subgraph(subgraph: Any, settings: Any) -> Compiled:
+    """Restore the result of :func:`pack_subgraph`; ``settings`` are those of :func:`compile_subgraph`."""
+    if isinstance(subgraph, CompiledFxGraph):
+        constants = CompiledFxGraphConstants()
+        found, _ = FxGraphCache.cache_hit_post_compile(subgraph, {}, constants)
+        if found is None:
+            raise RuntimeError("A compiled subgraph could not be loaded again. Empty the compiler's cache.")
+        with subgraph_context():
+            found.post_compile((), constants, settings)
+        return found
+    return subgraph

@@ -20,8 +20,8 @@ from typing_extensions import override
 
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.strategy_base import add_error_notes
-from lightning_zero.report.running import running
-from lightning_zero.report.start import StartupTimer
+from lightning_zero.report.engine_report import startup_summary
+from lightning_zero.report.startup_timer import StartupTimer
 
 __all__ = ["LoopTracker", "ShardedModule", "unwrap_module"]
 
@@ -46,7 +46,7 @@ class LoopTracker:
         self._start = StartupTimer(
             lambda: engine.session.progress.metrics,
             compiler,
-            lambda: running(engine, _live_optimizers(optimizers)),
+            lambda: startup_summary(engine, _live_optimizers(optimizers)),
         )
         self._show = show
         self._in_forward = False

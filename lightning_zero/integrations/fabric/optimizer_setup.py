@@ -12,7 +12,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.fabric.loop import LoopTracker
 from lightning_zero.optim.state_placement import register_placement_hooks
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
 __all__ = ["find_loop", "prepare_optimizer"]
 

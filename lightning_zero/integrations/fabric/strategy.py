@@ -31,8 +31,7 @@ from lightning_zero.integrations.fabric.precision import zero_precision
 from lightning_zero.integrations.precision import with_precision
 from lightning_zero.integrations.processes import FabricLauncher, reduce_in_place
 from lightning_zero.integrations.strategy_base import options_init
-from lightning_zero.native.failures import ShownErrorHook
-from lightning_zero.native.watchdog import SequenceId
+from lightning_zero.native.watchdog import SequenceId, ShownErrorHook
 
 __all__ = ["FabricArguments", "FabricZeroStrategy"]
 

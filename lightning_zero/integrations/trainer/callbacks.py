@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_zero.checkpoint.optimizer_state import gather_value
-from lightning_zero.checkpoint.sharded.folder import full_path
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
+from lightning_zero.checkpoint.sharded.folder import full_path
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.uncompile import (
     accept_compiled_names,
@@ -37,10 +37,9 @@ from lightning_zero.integrations.uncompile import (
     uncompile_modules,
     uncompiled_name,
 )
-from lightning_zero.native.collector import pause_gc
-from lightning_zero.sharding.copying import PickledAsNone
-from lightning_zero.sharding.host_memory import copy_to_host
-from lightning_zero.sharding.mapped import mapped
+from lightning_zero.native.capture import pause_gc
+from lightning_zero.sharding.full_params import PickledAsNone
+from lightning_zero.sharding.host_memory import as_mapped, copy_to_host
 
 __all__ = ["average_shards", "check_callbacks", "compare_shards_by_identity", "patch_checkpoint_callbacks"]
 
@@ -233,7 +232,7 @@ class _ShardedAverage(PickledAsNone):
 
     def before_update(self) -> None:
         engine = self._engine
-        engine.sharder.sync.on_before_write()
+        engine.sharder.sync.wait_for_readers()
 
     def _gather(self, average: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         """Keep full values on rank 0's CPU only, or each rank's shards for a sharded checkpoint. Collective."""
@@ -260,7 +259,7 @@ class _ShardedAverage(PickledAsNone):
         for name, record in self._records.items():
             full = state.get(prefix + name)
             if full is not None and full.shape == record.layout.shape:
-                state[prefix + name] = record.local_part(mapped(full))
+                state[prefix + name] = record.local_part(as_mapped(full))
 
     def _deepcopy(self, memo: dict[Any, Any]) -> Any:
         """Return a plain module with full values on the average's device. Collective."""

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.sharding.unsupported import no_shard_dispatch
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
 __all__ = ["GlobalNormPrecision", "grad_norm"]
 

@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
 from lightning_zero.compile.passes import PassSpec
-from lightning_zero.compile.schedule import Schedule
+from lightning_zero.compile.passes.selection import Schedule
 
 __all__ = ["PassSchedule", "zero_strategy"]
 

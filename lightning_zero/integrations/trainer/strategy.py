@@ -53,8 +53,8 @@ from lightning_zero.integrations.trainer.signals import (
 )
 from lightning_zero.integrations.trainer.trainer_checkpoints import TrainerCheckpointing
 from lightning_zero.native.watchdog import SequenceId
-from lightning_zero.report.running import running
-from lightning_zero.report.start import StartupTimer
+from lightning_zero.report.engine_report import startup_summary
+from lightning_zero.report.startup_timer import StartupTimer
 
 __all__ = ["Arguments", "ZeroStrategy"]
 
@@ -250,7 +250,7 @@ class ZeroStrategy(TrainerCheckpointing):
     def _run_summary(self) -> str:
         if self._engine is None or self.lightning_module is None:
             return ""
-        return running(self._engine, self.optimizers)
+        return startup_summary(self._engine, self.optimizers)
 
     def _show_start(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -275,7 +275,7 @@ class ZeroStrategy(TrainerCheckpointing):
         self.model_to_device()
         engine = self._require_engine()
         if trainer.state.fn != TrainerFn.FITTING:  # there is no plan to wait for, and ranks may evaluate unevenly
-            engine.sharder.memory.settle()
+            engine.sharder.memory.finalize_layout()
         average_shards(trainer, engine, module, self.root_device)
         compare_shards_by_identity(trainer, engine)
         self.model = module

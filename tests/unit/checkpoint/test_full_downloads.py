@@ -77,7 +77,7 @@ def test_each_host_downloads_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
         found = load_file(FileIO(), URL, None, rank_tasks)
         assert found["step"] == 3
         for key, value in values.items():
-            layout = ShardLayout.of(value.shape, value.dtype, rank_tasks.world_size)
+            layout = ShardLayout.from_shape(value.shape, value.dtype, rank_tasks.world_size)
             part = layout.part(found["state_dict"][key], rank_tasks.rank)
             assert torch.equal(part, layout.part(value, rank_tasks.rank))
 
@@ -109,7 +109,7 @@ def test_every_value_is_what_torch_loads(rank: int) -> None:
     for key, value in wanted["state_dict"].items():
         given = found["state_dict"][key]
         assert (given.shape, given.dtype) == (value.shape, value.dtype)
-        layout = ShardLayout.of(value.shape, value.dtype, 3, memory_order(value.detach()))
+        layout = ShardLayout.from_shape(value.shape, value.dtype, 3, memory_order(value.detach()))
         assert torch.equal(layout.part(given, rank), layout.part(value, rank)), key
         assert torch.equal(given * 1, value * 1), key
 

@@ -10,13 +10,13 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from tests.helpers.saves import save, seed_of
-from tests.helpers.threaded import values_of
 
 from lightning_zero.checkpoint import atomic
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import FileIO
 from lightning_zero.integrations.trainer.checkpoint_lookup import other_checkpoints
+from tests.helpers.saves import save, seed_of
+from tests.helpers.threaded import values_of
 
 NAMES = [
     "sp ace ü %20 #1?.ckpt",

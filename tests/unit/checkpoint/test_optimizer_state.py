@@ -14,9 +14,9 @@ from lightning_zero.checkpoint.optimizer_state import (
     shard_optimizer_state,
 )
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.rules import state_names
+from lightning_zero.optim.update_rules import state_names
 from lightning_zero.sharding.layout import ShardLayout
-from lightning_zero.sharding.record import Records, Role, ShardedParameter
+from lightning_zero.sharding.param_record import Records, Role, ShardedParameter
 from tests.helpers.lion import Lion
 from tests.helpers.wrapping import Renaming, Stacking, Wrapping
 
@@ -29,7 +29,7 @@ class Sharder:
     def __init__(self, *shapes: tuple[int, ...], rank: int = 0) -> None:
         self.records = Records()
         for index, shape in enumerate(shapes):
-            layout = ShardLayout.of(torch.Size(shape), torch.float32, WORLD)
+            layout = ShardLayout.from_shape(torch.Size(shape), torch.float32, WORLD)
             param = nn.Parameter(torch.zeros(layout.visible_shape))
             spec: Any = MagicMock(number=rank)
             memory = {Role.MASTER_SHARD: param.data.view(-1)}

@@ -15,7 +15,7 @@ class Broken(Exception):
 
 @pytest.fixture
 def hooks() -> Any:
-    return SimpleNamespace(replaced=100)  # by loads before
+    return SimpleNamespace(loaded_bytes=100)  # by loads before
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, Broken])
@@ -24,7 +24,7 @@ def test_weights_that_are_replaced_in_part_are_told_of(
 ) -> None:
     halfway = PartialLoad(hooks)
     with caplog.at_level(logging.ERROR), pytest.raises(kind), halfway.watch_weights("x.ckpt"):
-        hooks.replaced += 4
+        hooks.loaded_bytes += 4
         raise kind
     assert halfway.message is not None
     assert f"Loading x.ckpt ended half way ({kind.__name__}): some weights" in halfway.message
@@ -46,5 +46,5 @@ def test_weights_without_their_optimizer_are_told_of_until_others_are_loaded(hoo
     assert halfway.message is not None
     assert "the optimizer's state is not" in halfway.message
     with halfway.watch_weights("y.ckpt"):
-        hooks.replaced += 4
+        hooks.loaded_bytes += 4
     assert halfway.message is None

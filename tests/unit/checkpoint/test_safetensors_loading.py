@@ -58,7 +58,7 @@ def test_ranks_read_their_parts_alone(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(RangeReader, "read", counted)
     value = open_safetensors(tmp_path)["w"]
-    layout = ShardLayout.of(value.shape, value.dtype, world_size)
+    layout = ShardLayout.from_shape(value.shape, value.dtype, world_size)
     for rank in range(world_size):
         assert torch.equal(layout.part(value, rank), layout.part(whole, rank))
     assert sum(read) == whole.nbytes

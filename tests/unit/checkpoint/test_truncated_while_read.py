@@ -21,8 +21,8 @@ from lightning_zero.checkpoint.sharded.commit import save_sharded
 from lightning_zero.checkpoint.sharded.reader import open_checkpoint
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import FileIO, load_file
+from lightning_zero.sharding.host_memory import as_mapped
 from lightning_zero.sharding.layout import ShardLayout
-from lightning_zero.sharding.mapped import mapped
 from tests.helpers.folders import sharded
 
 VALUES = {"a": torch.randn(300, 512), "b": torch.randn(1 << 17)}
@@ -78,4 +78,4 @@ def test_reading_says_so(tmp_path: Path, write: Callable[[Path], Callable[[], Va
 
 
 def _part(value: Tensor) -> Tensor:
-    return ShardLayout.of(value.shape, value.dtype, 2).part(mapped(value), 1)
+    return ShardLayout.from_shape(value.shape, value.dtype, 2).part(as_mapped(value), 1)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_zero.alone import program_without_lightning
 from lightning_zero.cli.hosts import MUST_BE_EQUAL, Job, compare_hosts, has_address, network, summarize
 from lightning_zero.cli.local_ranks import run_ranks
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.subprocess_main import program_without_lightning
 from tests.helpers.ports import free_port
 
 LAUNCHED = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node-a", "MASTER_PORT": "29500"}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.alone import program_without_lightning
 from lightning_zero.cli.local_ranks import run_ranks
+from lightning_zero.subprocess_main import program_without_lightning
 from tests.helpers.command import python_path
 
 

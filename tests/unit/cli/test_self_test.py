@@ -1,8 +1,8 @@
 """Test the result of the self-test; its ranks run in tests/trainer/test_commands.py."""
 
-from lightning_zero.alone import program_without_lightning
 from lightning_zero.cli.local_ranks import run_ranks
 from lightning_zero.cli.self_test import RANK_COMMAND, self_test
+from lightning_zero.subprocess_main import program_without_lightning
 
 WRITE = "import os, sys; os.environ['RANK'] == '0' and open(sys.argv[1], 'w').write('{}')"
 

@@ -9,7 +9,7 @@ from lightning_zero.compat.compiler import dynamo_config
 
 
 class Backend:
-    """Runs graphs as they are, counts them, and notes whether Dynamo guarded hooks of modules."""
+    """Run graphs as they are, count them, and record whether Dynamo guarded hooks of modules."""
 
     def __init__(self) -> None:
         self.graphs = 0

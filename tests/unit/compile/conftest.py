@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture
 def nothing_compiled_before() -> Iterator[None]:
-    """Nor afterwards."""
+    """Reset compiled code before and after each test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()

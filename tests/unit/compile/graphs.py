@@ -1,11 +1,11 @@
-"""Small graphs for tests of passes, with values for shapes only, and their order of ops in short."""
+"""Small graphs for tests of passes, with values for shapes only, and the order of their ops as text."""
 
 from __future__ import annotations
 
 import torch
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.graph import WEIGHT as WEIGHT_NAME
+from lightning_zero.compile.fx_utils import WEIGHT as WEIGHT_NAME
 from lightning_zero.native import load
 
 aten = torch.ops.aten
@@ -20,7 +20,7 @@ NAMES = {
 
 
 class Builder:
-    """Builds a graph node by node; every node gets a meta tensor as its value."""
+    """Build a graph node by node; every node gets a meta tensor as its value."""
 
     def __init__(self) -> None:
         load()
@@ -87,8 +87,7 @@ def named_products(names: str = "abc", rows: int = 64, backward: bool = False) -
 
 
 def order(graph: Graph) -> str:
-    """The graph's calls, in order: ``gather_group(a, b) wait slice view mm ...``; shards are named where an op takes
-    some."""
+    """Return the calls in order: ``gather_group(a, b) wait slice view mm ...``, with shards named."""
     words = []
     for node in graph.nodes:
         if node.op != "call_function":

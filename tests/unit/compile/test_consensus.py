@@ -1,4 +1,4 @@
-"""Ranks that agree go on, ranks that do not are told what differs, and nobody waits for ever."""
+"""Ranks that agree continue, ranks that do not get an error, and no wait is endless."""
 
 import threading
 import time
@@ -27,7 +27,7 @@ class Store:
 
 
 def together(*ranks: Callable[[RankConsensus], object], patience_s: float = 3.0, limit_s: float = 20.0) -> list[object]:
-    """What each rank's function returns or raises, run in threads of their own."""
+    """Return what each rank's function returns or raises, each in a thread of its own."""
     store = Store()
     out: list[object] = [None] * len(ranks)
 
@@ -65,7 +65,7 @@ def test_a_plan_that_was_agreed_on_needs_nobody() -> None:
 
     def alone(agreement: RankConsensus) -> str:
         agreement.check("a", ["gather a"])
-        time.sleep(0.2)  # the other is gone
+        time.sleep(0.2)  # the other has left
         agreement.check("a", ["gather a"])
         return "done"
 
@@ -99,7 +99,7 @@ def test_a_rank_that_compiles_alone_is_told_who_did_not_come() -> None:
     out = together(follows, goes_on, follows)
     assert out[0] is out[2] is None
     assert "Rank 1 is about to run a newly compiled graph" in str(out[1])
-    assert "rank 0, 2 did not come" in str(out[1])
+    assert "rank 0, 2 did not reach" in str(out[1])
     assert "'gather b'" in str(out[1])
 
 
@@ -124,7 +124,7 @@ def test_even_a_rank_that_compiles_is_not_waited_for_without_end() -> None:
         agreement.compiling(True)
 
     out = together(stuck, lambda agreement: agreement.check("a", ["gather a"]), limit_s=0.5)
-    assert "rank 0 did not come" in str(out[1])
+    assert "rank 0 did not reach" in str(out[1])
 
 
 def test_one_rank_agrees_with_itself() -> None:
@@ -138,7 +138,7 @@ def test_one_rank_agrees_with_itself() -> None:
 
 
 class Meanwhile(Store):
-    """Right after rank 0 has looked for rank 1's plan in vain, rank 1 comes with it, and with its next one."""
+    """Right after rank 0 has looked for rank 1's plan in vain, rank 1 arrives with it, and with its next one."""
 
     def check(self, keys: list[str]) -> bool:
         found = super().check(keys)
@@ -156,6 +156,6 @@ def test_a_rank_that_has_gone_on_to_its_next_plan_is_no_mismatch() -> None:
     agreement.check("first", ["first"])
     assert store.get("wants/1") == b"second"
     agreement.check("second", ["second"])
-    # One that waits with a plan that is agreed on is late, and no mismatch either.
-    with pytest.raises(RankMismatchError, match="rank 1 did not come"):
+    # A rank that waits with an agreed plan is late, which is no mismatch either.
+    with pytest.raises(RankMismatchError, match="rank 1 did not reach"):
         agreement.check("third", ["third"])

@@ -1,4 +1,4 @@
-"""What passes are told, in their units."""
+"""Limits of passes in their units."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is done to a graph grows with its layers, and not with their square: lines of ours that run are counted."""
+"""Work on a graph grows linearly with its layers: counts executed lines of our code."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.fx import Graph, GraphModule, Node
 
 import lightning_zero
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.graph import WEIGHT
+from lightning_zero.compile.fx_utils import WEIGHT
+from lightning_zero.compile.partitioner.partition import tag_gathers
 from lightning_zero.compile.passes import default_passes, run_passes, saved_limits
-from lightning_zero.compile.subgraphs import Subgraph, SubgraphCache, cut, repeats
-from lightning_zero.compile.subgraphs.lower import _fingerprint
+from lightning_zero.compile.subgraphs import Subgraph, SubgraphCache, cut, is_worth_cutting
+from lightning_zero.compile.subgraphs.compile_subgraphs import _fingerprint
 from lightning_zero.compile.subgraphs.subgraph_program import SubgraphProgram
-from lightning_zero.compile.tagging import tag_gathers
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import Builder, aten
 
@@ -31,7 +31,7 @@ FEW, MANY = 12, 48
 
 
 def model(count: int, backward: bool) -> Graph:
-    """Layers of a product, a bias and a norm's scale, each with a weight; in a backward, with a gradient of each."""
+    """Layers of a product, a bias and a norm's scale with a weight each; in a backward, with gradients."""
     b = Builder()
     shards = [[b.shard(f"primals_{i}{kind}", WIDTH * WIDTH // 2) for kind in "wo"] for i in range(count)]
     x = b.input("tangents_1" if backward else "x", WIDTH, WIDTH)
@@ -49,7 +49,7 @@ def model(count: int, backward: bool) -> Graph:
 
 
 def counted(work: Callable[[], Any]) -> Counter[str]:
-    """Lines that run in each of our files."""
+    """Return executed lines of each of our files."""
     lines: Counter[str] = Counter()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -73,7 +73,7 @@ def compile_passes(graph: Graph, options: dict[str, Any]) -> None:
         CompileConfig(gather_group_mb=0.002, reduce_group_mb=0.002, **options), 2, zero_copy_gradients=True
     )
     tag_gathers(graph, saved_limits(context))
-    repeats(graph)
+    is_worth_cutting(graph)
     run_passes(graph, default_passes(context), check_each=False)
     module = GraphModule(torch.nn.Module(), graph)
     steps = cut(graph)

@@ -1,4 +1,4 @@
-"""One object decides what is compiled, with which passes and options, and when it is compiled again."""
+"""The session decides which modules are compiled, by which passes and options, and when again."""
 
 import gc
 import weakref
@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
-from lightning_zero.budget.facts import MemoryConfig
+from lightning_zero.compile.graph_plan import Gather, GraphPlan
 from lightning_zero.compile.passes import MINIMAL_PASSES, PassSpec
-from lightning_zero.compile.plan import Gather, GraphPlan
-from lightning_zero.compile.planner_state import PlanUpdate
 from lightning_zero.compile.session import CompileSession
 from lightning_zero.errors import RankMismatchError
+from lightning_zero.memory_planner.inputs import MemoryConfig
+from lightning_zero.memory_planner.planner import PlanUpdate
 from lightning_zero.native import load
-from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.estimate import NOMINAL_COSTS, CostModel
+from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
+from lightning_zero.profiling.node_costs import DeviceSpeed
 from tests.helpers.options import config
 
 MINIMAL = [spec.name for spec in MINIMAL_PASSES]
@@ -44,9 +44,9 @@ class Executor:
 
 
 class CUDAGraphManager:
-    """Wraps nothing, and counts how often captures are given back."""
+    """Wrap nothing, and count how often captures are dropped."""
 
-    def __init__(self, wrap: Any = lambda compiled, takes: compiled) -> None:
+    def __init__(self, wrap: Any = lambda compiled: compiled) -> None:
         self.wrap, self.drops = wrap, 0
 
     def drop(self) -> None:
@@ -57,7 +57,7 @@ class CUDAGraphManager:
 
 
 class Store(dict[str, bytes]):
-    """Another rank waits with the plan ``theirs``, or comes with the same one."""
+    """Another rank waits with the plan ``theirs``, or arrives with the same one."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value.encode()
@@ -70,7 +70,7 @@ class Store(dict[str, bytes]):
 
 
 class Alone(CompileSession):
-    """Of one rank on a CPU, without an engine."""
+    """A session of one rank on a CPU, without an engine."""
 
     def __init__(self, options: dict[str, Any] = EXACT, world_size: int = 1, begin: bool = True) -> None:
         load()
@@ -139,7 +139,7 @@ def test_the_first_step_is_eager_and_the_next_one_compiles_what_it_called() -> N
 def test_what_is_called_instead_of_compiled_code_is_what_the_engine_wraps() -> None:
     session, ran = Alone(begin=False), []
 
-    def wrap(compiled: Any, takes: Any) -> Any:
+    def wrap(compiled: Any) -> Any:
         def run(*args: Any) -> Any:
             ran.append("wrapped")
             return compiled(*args)
@@ -271,7 +271,7 @@ def test_a_budget_that_is_measured_compiles_again_with_a_share_to_keep() -> None
     model = attached(session)
     session.train(model, 2)
     session.plans.add(PLAN)
-    with patch.object(session.budget, "decided", side_effect=[PlanUpdate(MemoryConfig(), 0.25), None]):
+    with patch.object(session.planner, "update", side_effect=[PlanUpdate(MemoryConfig(), 0.25), None]):
         assert session.next_pass() == 0.0
         assert session._compiler.context().saved_share == 0.25
         assert session.plans.agreed_plans == (), "graphs that keep other weights follow other plans"
@@ -283,9 +283,9 @@ def test_gradients_that_a_plan_has_laid_over_copies_lie_apart_once_a_later_train
     planned = EXACT | {"memory": 1.0, "compute_dtype": torch.bfloat16}
     session, applied = Alone(planned), []
     attached(session)
-    session.budget.apply = lambda config, chosen: applied.append(config.tuning.grad_aliasing)
-    session.apply_update(PlanUpdate(MemoryConfig(over_copies=True)))
-    session.budget._now = MemoryConfig(over_copies=True)
+    session.planner.connect(lambda config, chosen: applied.append(config.tuning.grad_aliasing), lambda: False)
+    session.apply_update(PlanUpdate(MemoryConfig(grad_aliasing=True)))
+    session.planner._current = MemoryConfig(grad_aliasing=True)
     session.configure(config(**planned, consensus_timeout_s=3.0))
     session.configure(config(**planned, consensus_timeout_s=3.0, grad_aliasing=False))
     assert applied == [True, True, False]
@@ -298,11 +298,11 @@ def test_weights_that_stay_until_the_step_are_told_in_bytes() -> None:
 
 def test_a_plan_is_kept_once_the_ranks_have_agreed_on_it() -> None:
     session = Alone(world_size=2)
-    with pytest.raises(RankMismatchError, match=r"rank 1 did not come"):
+    with pytest.raises(RankMismatchError, match=r"rank 1 did not reach"):
         session.check_plan(PLAN.digest, PLAN.to_json())
     assert session.plans.count == 0
     assert session.waits == ["the agreement on a newly compiled graph"]
-    session.executor.turns = True  # ranks do nothing at the same time, and need not agree
+    session.executor.turns = True  # ranks never run concurrently, and need not agree
     session.check_plan(PLAN.digest, PLAN.to_json())
     assert session.plans.agreed_plans == (PLAN,)
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-# Writes a line for each call, keeps what it compiles, answers --version, and writes what it is told to the file after -o: `half`, then `whole`.
+# Logs each call, keeps the sources, answers --version, and writes `half`, then `whole`, to the file after -o.
 COMPILER = """#!/bin/sh
 echo "$@" >> "{log}"
 if [ "$1" = --version ]; then echo "stand-in {version}"; exit 0; fi
@@ -26,5 +26,5 @@ class Compiler:
         return [line for line in self.log.read_text().splitlines() if line != "--version"] if self.log.exists() else []
 
     def included(self) -> list[str]:
-        """Names of the sources that the files which were compiled include."""
+        """Return the names of the sources that the compiled files include."""
         return [line.split("/")[-1].rstrip('"') for line in Path(f"{self.log}-included").read_text().splitlines()]

@@ -1,4 +1,4 @@
-"""Building the C++ executor, with stand-ins for the compiler: a real build takes most of a minute."""
+"""Test the build of the C++ executor with a stand-in compiler: a real build takes most of a minute."""
 
 import errno
 import fcntl
@@ -62,7 +62,7 @@ def test_every_source_is_compiled_and_linked_once_and_then_never_again(
     assert sorted(compiler.included()) == sources
     assert len(compiler.calls()) == units + 1
     caplog.clear()
-    # Another process may hold the lock for ever: what is there can be used at once.
+    # Another process may hold the lock: a built library is used without it.
     with open(library.parent / "lock", "w") as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
         assert build(tmp_path / "cache", compiler.path, deadline_s=0) == library
@@ -89,10 +89,10 @@ def test_another_torch_machine_or_source_gets_a_library_of_its_own(
     monkeypatch.setattr(build_module, "source_directory", lambda: edited)
     found.add(build(tmp_path, compiler.path))
     assert len(found) == 4, "the same sources in another folder are the same library"
-    (edited / "torch_compat.h").write_text("// a header counts, too")
+    (edited / "runtime" / "compat.h").write_text("// a header counts, too")
     found.add(build(tmp_path, compiler.path))
     assert len(found) == 5
-    (edited / "torch_compat.h").rename(edited / "transport" / "torch_compat.h")
+    (edited / "runtime" / "compat.h").rename(edited / "transport" / "compat.h")
     found.add(build(tmp_path, compiler.path))
     assert len(found) == 6, "and so does where it lies"
 
@@ -139,7 +139,7 @@ def test_the_c_plus_plus_library_of_the_process_is_used_where_a_compiler_would_t
     (tmp_path / "one.cpp").write_text(
         "#include <sstream>\nvoid print(std::ostream& to, long number) { to << number; }\n"
     )
-    printing = "_M_insertIlE"  # of std::ostream, which a static library would bring along
+    printing = "_M_insertIlE"  # of std::ostream, which a static library would contain
 
     def defined(*libraries: str) -> bool:
         target = str(tmp_path / "one.so")
@@ -273,7 +273,7 @@ def test_missing_sources_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_kernel_is_found_in_whatever_room_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kernel_source("kernels.cu").parent.name == "transport"
+    assert kernel_source("barrier.cu").parent.name == "runtime"
     with pytest.raises(NativeBuildError, match=r"0 files in .* are called no-such\.cu, not one.*install it again"):
         kernel_source("no-such.cu")
     for room in ("a", "b"):

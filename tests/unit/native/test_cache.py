@@ -1,4 +1,4 @@
-"""Where built libraries lie: what is loaded from there runs as this user."""
+"""Test the cache of built libraries, which run as this user."""
 
 import errno
 import fcntl
@@ -24,7 +24,7 @@ SOMEBODY = 54321
 
 
 def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes it another user's, as seen from this process."""
+    """Make it another user's, as seen from this process."""
     if os.geteuid() == 0:
         os.chown(path, SOMEBODY, -1)
     else:

@@ -1,4 +1,4 @@
-"""Ranks that set up hear of each other over the store by which they will meet. How processes end: tests/faults."""
+"""Test that ranks that set up exchange messages over the rendezvous store. Ends of processes: tests/faults."""
 
 import socket
 import time
@@ -17,7 +17,7 @@ Said = list[str]
 
 @contextmanager
 def watching(rank: int, port: int, report_s: float = 60.0) -> Iterator[tuple[StartupWatch, Said, Said]]:
-    """What it says, and what it would end the process with."""
+    """Yield its output, and the text with which it would end the process."""
     said: Said = []
     ended: Said = []
 

@@ -1,5 +1,4 @@
-"""Master shards that lie on the host pass with their state; in whatever order copies and compute get on, steps and those who
-read afterwards see what they should."""
+"""Test offloaded master shards and state: for each order of copies and compute, readers see the right values."""
 
 from typing import Any
 
@@ -7,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.staging_ring import LEAST_SLOTS, StagingRing
-from lightning_zero.optim.chunks import LoadedChunk, ChunkedState
-from lightning_zero.optim.flat_runs import FlatRun
-from tests.helpers.lanes import ORDERS, DelayedLanes
+from lightning_zero.offload.staging_ring import MIN_SLOTS, StagingRing
+from lightning_zero.optim.flat_runs import ChunkedState, FlatRun, LoadedChunk
+from tests.helpers.copy_streams import ORDERS, DelayedCopyStreams
 
 CPU = torch.device("cpu")
-SMALL = 1 << 14  # bytes of a ring with as few slots as can be
-NUMEL = 3 * LEAST_SLOTS * 320
+SMALL = 1 << 14  # bytes of a ring with the minimum number of slots
+NUMEL = 3 * MIN_SLOTS * 320
 
 
 def run(away: bool) -> FlatRun:
@@ -28,17 +26,17 @@ def run(away: bool) -> FlatRun:
 
 def step(part: LoadedChunk) -> None:
     part.state["average"].add_(part.param)
-    part.param.mul_(2).add_(part.chunk.of(part.chunk.run.grad))
+    part.param.mul_(2).add_(part.chunk.view_of(part.chunk.run.grad))
     if part.copy is not None:
         part.copy.copy_(part.param)
 
 
-AWAY = (True, False, True)  # segments: masters come first, and leave last
+AWAY = (True, False, True)  # of each run; masters are loaded first and written back last
 
 
 def train(order: Any, without: str = "", steps: int = 3) -> list[Tensor]:
-    """What is left in memory, and what was seen behind each step."""
-    lanes, seen = DelayedLanes(without), []
+    """Return the final memory, and the values seen after each step."""
+    lanes, seen = DelayedCopyStreams(without), []
     runs = [run(away) for away in AWAY]
     parts = ChunkedState(runs, lambda s: list(s.state), StagingRing(CPU, SMALL, lanes))
     for _ in range(steps):
@@ -46,7 +44,7 @@ def train(order: Any, without: str = "", steps: int = 3) -> list[Tensor]:
         with parts.stream_state():
             for part in parts.iter_chunks():
                 lanes.compute(lambda part=part: step(part))
-        for stepped in runs:  # behind it, compute reads masters, and writes them as users may
+        for stepped in runs:  # after it, compute reads masters and writes them, as users may
             lanes.compute(lambda stepped=stepped: seen.append(stepped.param.detach().clone()))
             lanes.compute(lambda stepped=stepped: stepped.param.data.add_(1))
     lanes.run(order)
@@ -76,10 +74,10 @@ def test_steps_and_who_reads_behind_them_see_what_they_should_in_any_order() -> 
     "race",
     [
         "out behind compute",  # copies wait for the optimizer's writes
-        "in behind out",  # a buffer is not used again before its copy has left
+        "in behind out",  # a buffer is not reused before its copy has finished
         "in behind compute",  # copies wait for compute, which may have changed masters
-        "compute behind in",  # a step waits for what comes
-        "compute behind out",  # and who reads masters for what leaves
+        "compute behind in",  # a step waits for its loads
+        "compute behind out",  # readers of masters wait for the write-back
     ],
 )
 def test_each_wait_is_needed(race: str) -> None:
@@ -87,7 +85,7 @@ def test_each_wait_is_needed(race: str) -> None:
 
 
 def test_what_is_on_the_device_stays_there() -> None:
-    """And without a ring all is as it was."""
+    """Without a ring nothing moves."""
     both = [run(False), run(False)]
     for part in ChunkedState(both, lambda s: list(s.state), None).iter_chunks():
         assert part.param.data_ptr() == part.chunk.run.param.data_ptr()
@@ -99,5 +97,5 @@ def test_what_is_on_the_device_stays_there() -> None:
 
 def test_a_stretch_has_room_for_its_master() -> None:
     ring = StagingRing(CPU, SMALL)
-    counts = [len(list(ChunkedState([run(away)], lambda s: list(s.state), ring)._parts)) for away in (False, True)]
-    assert counts[1] > counts[0] > LEAST_SLOTS
+    counts = [len(list(ChunkedState([run(away)], lambda s: list(s.state), ring)._chunks)) for away in (False, True)]
+    assert counts[1] > counts[0] > MIN_SLOTS

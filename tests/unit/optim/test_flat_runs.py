@@ -1,4 +1,4 @@
-"""Neighbouring shards are one flat parameter, and what an optimizer keeps for it is its own parameters' state."""
+"""Test that neighboring shards are one flat parameter, whose state is that of the optimizer's own parameters."""
 
 from collections import defaultdict
 from typing import Any
@@ -11,7 +11,7 @@ from lightning_zero.optim.bf16_state import ROUNDING_COUNT
 from lightning_zero.optim.flat_runs import FlatRun, State, make_flat_runs
 from tests.helpers.one_rank import OneRank
 
-SHAPES = [(8, 4), (32,), (4, 8), (64,)]  # whole alignment units: no padding
+SHAPES = [(8, 4), (32,), (4, 8), (64,)]  # multiples of the alignment unit: no padding
 
 
 def segments_of(

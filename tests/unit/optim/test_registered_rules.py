@@ -1,4 +1,4 @@
-"""Users' optimizers step by captured graphs once their rules are registered."""
+"""Test that users' optimizers step by captured graphs once their rules are registered."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from lightning_zero import Rule, register_rule
-from lightning_zero.optim.kernel import StepKernel
-from lightning_zero.optim.rules import rule_for
-from lightning_zero.step.captured import reason_not_captured
+from lightning_zero.optim.step_kernel import StepKernel
+from lightning_zero.optim.update_rules import rule_for
+from lightning_zero.step.runners import reason_not_captured
 from tests.helpers.lion import Lion, lion, make_lion
 
 

@@ -1,12 +1,14 @@
-"""State that is loaded stays where it is, in the dtype that torch gives it, and hooks see tensors."""
+"""Test that loaded state keeps its placement and dtype, and that hooks see tensors."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT
-from lightning_zero.optim.state_placement import place_loaded_state
+from lightning_zero.optim.state_placement import move_state_to_host, place_loaded_state
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -16,7 +18,7 @@ def test_only_what_has_one_element_goes_to_the_parameters_device(dtype: torch.dt
     made.grad = torch.randn(40)
     first.step()
     saved = first.state_dict()
-    # As a device that is not the host: torch would move all but the step count there.
+    # Like a device other than the host: torch would move all but the step count there.
     param = torch.nn.Parameter(torch.empty(40, dtype=dtype, device="meta"))
     optimizer = torch.optim.NAdam([param])
     seen: list[Any] = []
@@ -46,3 +48,27 @@ def test_a_count_of_ours_is_as_wide_as_it_was() -> None:
         optimizer.load_state_dict(saved)
     assert optimizer.state[param][ROUNDING_COUNT].tolist() == 1001
     assert optimizer.state[param]["momentum_buffer"].dtype is torch.bfloat16
+
+
+class OnDevice:
+    """Stands for a tensor on a device that this machine does not have."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self.shape = shape
+
+    def to(self, device: str) -> str:
+        return f"{self.shape} on {device}"
+
+
+def test_what_is_as_large_as_shards_leaves_and_the_rest_stays() -> None:
+    shard, stranger = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.zeros(4))
+    record: Any = SimpleNamespace(has_shard_shape=lambda value: getattr(value, "shape", None) == (4,))
+    optimizer: Any = SimpleNamespace(state={})
+    count, kept = OnDevice(()), OnDevice((4,))
+    optimizer.state[shard] = {"exp_avg": OnDevice((4,)), "step": count, "lr": 0.1}
+    optimizer.state[stranger] = {"exp_avg": kept}
+    entries = optimizer.state[shard]
+    move_state_to_host(optimizer, lambda param: record if param is shard else None)
+    assert optimizer.state[shard] is entries
+    assert entries == {"exp_avg": "(4,) on cpu", "step": count, "lr": 0.1}
+    assert optimizer.state[stranger] == {"exp_avg": kept}

@@ -1,4 +1,4 @@
-"""Optimizers that need whole parameters are refused by name; those that treat elements one by one are not."""
+"""Test that optimizers that need full parameters are rejected by name, and elementwise ones are not."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,26 +23,26 @@ class Elementwise(Optimizer):
 
 
 def named(name: str, base: type = Elementwise) -> Optimizer:
-    """Stands for an optimizer of a library that is not installed."""
+    """Return a stand-in for an optimizer of a library that is not installed."""
     return type(name, (base,), {})([nn.Parameter(torch.zeros(3, 3))])
 
 
 REASONS = {
-    "orthogonalises whole matrices": ["Muon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam", "NorMuon", "Dion"],
-    "keeps row and column statistics of whole matrices": [
+    "orthogonalizes full matrices": ["Muon", "MuonWithAuxAdam", "SingleDeviceMuonWithAuxAdam", "NorMuon", "Dion"],
+    "keeps row and column statistics of full matrices": [
         "Adafactor",
         "AdafactorScheduled",
         "AdaFactor",
         "CAME",
         "SM3",
     ],
-    "preconditions with whole matrices": ["Shampoo", "DistributedShampoo", "ShampooV2", "SOAP", "KFAC", "PSGD"],
-    "projects whole matrices": ["GaLore", "GaLoreAdamW", "GaLoreAdamW8bit"],
-    "scales by the norm of whole parameters": ["LAMB", "Lamb", "LARS"],
+    "preconditions with full matrices": ["Shampoo", "DistributedShampoo", "ShampooV2", "SOAP", "KFAC", "PSGD"],
+    "projects full matrices": ["GaLore", "GaLoreAdamW", "GaLoreAdamW8bit"],
+    "scales by the norm of full parameters": ["LAMB", "Lamb", "LARS"],
     "takes inner products over all parameters": ["LBFGS", "Prodigy", "DAdaptAdam"],
-    "projects on whole parameters": ["AdamP", "SGDP"],
-    "normalises by the norm of whole gradients": ["NovoGrad"],
-    "shares statistics over blocks of whole parameters": ["AdamMini", "Adam_mini"],
+    "projects on full parameters": ["AdamP", "SGDP"],
+    "normalizes by the norm of full gradients": ["NovoGrad"],
+    "shares statistics over blocks of full parameters": ["AdamMini", "Adam_mini"],
     "steps the rows that sparse gradients name": ["SparseAdam"],
 }
 REFUSED = [(name, reason) for reason, names in REASONS.items() for name in names]
@@ -69,7 +69,7 @@ def test_a_subclass_of_a_refused_one_is_refused_by_its_own_name() -> None:
 
 
 class Lion(Elementwise):
-    """Named like many others that treat elements one by one."""
+    """Named like many elementwise optimizers."""
 
 
 ACCEPTED: list[Callable[..., Optimizer]] = [
@@ -84,7 +84,7 @@ def test_an_optimizer_that_treats_elements_one_by_one_is_accepted(make: Callable
 
 
 class Lookahead(Elementwise):
-    """Steps by another optimizer, as many wrappers do."""
+    """Steps by an inner optimizer, as many wrappers do."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -106,7 +106,7 @@ class InTwoParts(Elementwise):
     [
         (Lookahead, "by another optimizer that it holds .SGD.*Return the SGD itself"),
         (NotInitialized, r"has not called .*Call super\(\).__init__"),
-        (InTwoParts, r"is \{'fast', 'slow'\}, and not 'state'"),
+        (InTwoParts, r"is \{'fast', 'slow'\}, not 'state'"),
     ],
 )
 def test_an_optimizer_that_no_checkpoint_could_hold_is_refused_before_training(cls: Any, words: str) -> None:

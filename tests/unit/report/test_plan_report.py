@@ -1,4 +1,4 @@
-"""What a report writes, when, on which rank, and that its failures stay its own."""
+"""Files of a report, their time and rank, and failures that do not stop a training."""
 
 import gc
 import weakref
@@ -12,11 +12,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.fx import Graph
 
-from lightning_zero.compile.passes.group import group_gathers
-from lightning_zero.compile.passes.grouping import GroupLimits
-from lightning_zero.compile.passes.pass_trace import PassTrace
-from lightning_zero.compile.plan import Gather, GraphPlan, Plan, Reduce
+from lightning_zero.compile.graph_plan import Gather, GraphPlan, Plan, Reduce
+from lightning_zero.compile.passes.base import PassTrace
+from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers
 from lightning_zero.report import PlanReport
+from lightning_zero.report.plan_report import write_passes
 from tests.unit.compile.graphs import Builder
 
 aten = torch.ops.aten
@@ -64,7 +64,7 @@ def backward() -> Graph:
 
 
 def compiled(observe: Any, name: str = "w") -> None:
-    """What the compiler does with a forward graph."""
+    """Report a forward graph as the compiler does."""
     graph = forward(name)
     observe("joint", graph)
     observe("before", graph)
@@ -242,3 +242,19 @@ def test_graphs_are_not_kept(tmp_path: Path) -> None:
     del graph
     gc.collect()
     assert value() is None
+
+
+SWAP = PassTrace("swap", 1.25, 6, ("neg",), ("relu",), ("mm", "add"), (), "--- before\n+++ after swap\n-relu\n+neg\n")
+LOOK = PassTrace("look", 0.5, 6, (), (), (), (), "")
+
+
+def test_only_passes_that_did_something_leave_a_diff(tmp_path: Path) -> None:
+    write_passes(tmp_path / "deep" / "passes", "graph_00_forward", [LOOK, SWAP])
+    written = {path.name: path.read_text() for path in (tmp_path / "deep" / "passes").iterdir()}
+    assert sorted(written) == ["graph_00_forward.txt", "graph_00_forward_01_swap.diff"]
+    assert written["graph_00_forward_01_swap.diff"] == SWAP.diff
+    assert [line.split() for line in written["graph_00_forward.txt"].splitlines()] == [
+        ["pass", "ms", "nodes", "afterwards", "added", "removed", "changed", "moved"],
+        ["look", "0.50", "6", "0", "0", "0", "0"],
+        ["swap", "1.25", "6", "1", "1", "2", "0"],
+    ]

@@ -1,4 +1,4 @@
-"""Buffers that are no plain memory: read as they are, or left to each rank."""
+"""Test buffers without plain memory: they are read as they are, or stay different on each rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.sharding.buffers import _Buffer, _can_be_written, _checksum, _Piece
+from lightning_zero.sharding.buffers import _Buffer, _BufferBucket, _can_be_written, _checksum
 
 
 def _held(value: Tensor) -> tuple[nn.Module, _Buffer]:
@@ -24,7 +24,7 @@ def test_what_is_conjugated_or_negated_travels_as_it_is_read(kind: str) -> None:
     sent, received = made(torch.randn(7, dtype=dtype)), made(torch.zeros(7, dtype=dtype))
     (_, mine), (_, theirs) = _held(sent), _held(received)
     assert _checksum(sent) == _checksum(sent.clone().resolve_conj().resolve_neg())
-    here, there = _Piece([mine], sent.device), _Piece([theirs], sent.device)
+    here, there = _BufferBucket([mine], sent.device), _BufferBucket([theirs], sent.device)
     assert here.exchange(receive=False)
     there.memory.copy_(here.memory)
     assert there.exchange(receive=True)

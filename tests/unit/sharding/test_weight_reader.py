@@ -1,4 +1,4 @@
-"""What eager code is given for a weight, in each mode."""
+"""Test the result of eager reads in each mode."""
 
 import gc
 from typing import Any
@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.sharding.gathered import GatheredWeight
-from lightning_zero.sharding.weight_reader import WeightReader
+from lightning_zero.sharding.weight_reader import GatheredWeight, WeightReader
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def test_in_a_forward_it_is_a_plain_tensor_where_autograd_looks(param: nn.Parame
 def test_code_that_builds_a_model_sees_a_parameter_whose_data_is_the_weights(param: nn.Parameter) -> None:
     view, weight = WeightReader(), torch.ones(2, 2)
     view.begin_forward()
-    with view.parameters():
+    with view.reading_parameters():
         wrap: Any = view.wrap(weight, param)
         assert isinstance(wrap, nn.Parameter)
         assert not wrap.requires_grad
@@ -47,11 +46,11 @@ def test_code_that_builds_a_model_sees_a_parameter_whose_data_is_the_weights(par
     assert type(view.wrap(weight, param)) is torch.Tensor
 
 
-@pytest.mark.parametrize("mode", ["shards", "parameters"])
+@pytest.mark.parametrize("mode", ["reading_shards", "reading_parameters"])
 def test_modes_end_with_an_exception(mode: str, param: nn.Parameter) -> None:
     view = WeightReader()
     with pytest.raises(KeyError), getattr(view, mode)():
-        assert view.reads_shards == (mode == "shards")
+        assert view.reads_shards == (mode == "reading_shards")
         raise KeyError
     assert not view.reads_shards
     assert type(view.wrap(torch.ones(1), param)) is GatheredWeight

@@ -11,7 +11,7 @@ import pytest
 
 import lightning_zero
 from lightning_zero.native.watchdog import Phase
-from lightning_zero.sharding.shard_sync import ShardSync
+from lightning_zero.sharding.weight_reader import ShardSync
 from lightning_zero.step.cycle import State, StepCycle
 
 
@@ -62,7 +62,7 @@ class Bench:
         sharder = SimpleNamespace(
             executor=executor,
             sync=ShardSync(executor),  # type: ignore[arg-type]
-            view=SimpleNamespace(
+            reader=SimpleNamespace(
                 begin_forward=partial(self.set_forward, True), end_forward=partial(self.set_forward, False)
             ),
             memory=Calls(self.log),
@@ -188,7 +188,13 @@ def test_a_reset_drops_a_backward_before_what_it_brought_could_be_written() -> N
     bench = Bench().run("forward")
     bench.log.clear()
     bench.do("reset")
-    assert bench.log == ["reset", "abort", "sync_user_writes forget", "drop", "reset"]  # compiled code first, buffers last
+    assert bench.log == [
+        "reset",
+        "abort",
+        "sync_user_writes forget",
+        "drop",
+        "reset",
+    ]  # compiled code first, buffers last
 
 
 def test_a_training_step_is_prepared_in_one_order() -> None:
@@ -215,7 +221,10 @@ def test_a_training_step_is_prepared_in_one_order() -> None:
         ("before_step", ["stepped", "stepped", "sync_user_writes forget", "begin_writing"]),
         ("begin a", ["reduce_deferred", "stepped", "stepped", "sync_user_writes forget", "begin_writing"]),
         ("end a", ["end_writing"]),
-        ("eval_step", ["settle", "release_memory", "sync_user_writes", "expire_compute_shards", "before_forward"]),
+        (
+            "eval_step",
+            ["finalize_layout", "release_memory", "sync_user_writes", "expire_compute_shards", "before_forward"],
+        ),
         ("after_eval", ["sync_user_writes forget"]),
         ("reset", ["reset", "abort", "sync_user_writes forget", "drop", "reset"]),
         ("clean_up", ["reset", "abort", "sync_user_writes forget", "drop", "reset", "release_buffers"]),
@@ -311,4 +320,4 @@ def test_nobody_else_says_when_edits_are_synchronised() -> None:
         for path in package.rglob("*.py")
         if any(f"executor.weights.{name}(" in path.read_text() for name in names)
     }
-    assert callers == {"sharding/shard_sync.py"}
+    assert callers == {"sharding/weight_reader.py"}

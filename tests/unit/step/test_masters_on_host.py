@@ -7,11 +7,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_zero.offload.memory import HostMemory
+from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import StagingRing
-from lightning_zero.optim.chunks import StateOnHost
-from lightning_zero.sharding.record import Role
-from lightning_zero.step.captured import CapturedRunner
+from lightning_zero.optim.flat_runs import StateOnHost
+from lightning_zero.sharding.param_record import Role
+from lightning_zero.step.runners import CapturedRunner
 from lightning_zero.step.stepper import OptimizerStepper
 from tests.helpers.one_rank import OneRank
 
@@ -70,7 +70,9 @@ def test_all_ways_to_step_are_the_same_to_the_last_bit_and_write_copies(name: st
     here, away = (Training(name, away, capture, narrow) for away in (False, True))
     parts = []
     open_ = StagingRing.buffers
-    with patch.object(StagingRing, "buffers", lambda ring, number, like: parts.append(number) or open_(ring, number, like)):
+    with patch.object(
+        StagingRing, "buffers", lambda ring, number, like: parts.append(number) or open_(ring, number, like)
+    ):
         away.go(), here.go()
         torch.testing.assert_close(away.kept(), here.kept(), rtol=0, atol=0)
         away.go(without=(1,)), here.go(without=(1,))

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.offload.memory import HostMemory
+from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import StagingRing
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT
-from lightning_zero.optim.chunks import StateOnHost
-from lightning_zero.step.captured import CapturedRunner
+from lightning_zero.optim.flat_runs import StateOnHost
+from lightning_zero.step.runners import CapturedRunner
 from lightning_zero.step.stepper import OptimizerStepper
 from tests.helpers.lion import Lion
 from tests.helpers.one_rank import OneRank

@@ -14,12 +14,10 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.step.captured import CapturedRunner
-from lightning_zero.step.eager import EagerRunner
-from lightning_zero.step.layout import StepLayout
-from lightning_zero.step.optimizers import OptimizerSteps
+from lightning_zero.step.optimizer_steps import OptimizerSteps
+from lightning_zero.step.runners import CapturedRunner, EagerRunner
+from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout
 from lightning_zero.step.stepper import OptimizerStepper
-from lightning_zero.step.substitute import OwnParams, FlatParams
 from tests.helpers.one_rank import OneRank
 from tests.helpers.options import config
 
@@ -345,7 +343,7 @@ def test_stepping_surrounds_a_plain_step() -> None:
 def test_optimizers_of_an_earlier_training_are_gone_with_their_state() -> None:
     """And do not count as others of which one might step next."""
     bench: Any = Bench()
-    bench.sharder.memory, bench.stepper = SimpleNamespace(arrange=lambda *_: None), None
+    bench.sharder.memory, bench.stepper = SimpleNamespace(group_shards=lambda *_: None), None
     optimizers = steps(bench, [])
     for _ in range(2):
         optimizers.arrange([bench.optimizer])
@@ -406,7 +404,7 @@ def test_a_closure_that_is_called_twice_sees_the_optimizers_own_each_time() -> N
 def test_a_layout_is_laid_out_only_once_per_change() -> None:
     bench = Bench()
     bench.step()
-    with patch("lightning_zero.step.layouts.make_flat_runs", side_effect=AssertionError("laid out again")):
+    with patch("lightning_zero.step.step_layouts.make_flat_runs", side_effect=AssertionError("laid out again")):
         for _ in range(3):
             bench.step(clip=CLIP)
 

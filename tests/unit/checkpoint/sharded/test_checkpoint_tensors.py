@@ -26,7 +26,7 @@ CASES = [_whole(shape) for shape in SHAPES] + [_whole((8, 4, 3, 3), channels_las
 
 def _saved(whole: torch.Tensor, writers: int, most: int, read: list[Box]) -> CheckpointTensor:
     """As it lies in a checkpoint that so many ranks have written."""
-    layout = ShardLayout.of(whole.shape, whole.dtype, writers, memory_order(whole))
+    layout = ShardLayout.from_shape(whole.shape, whole.dtype, writers, memory_order(whole))
     chunks = []
     for rank in range(writers):
         for box, values in CheckpointShard(layout, layout.part(whole, rank), rank).parts(most):
@@ -46,7 +46,7 @@ def test_any_number_of_ranks_reads_what_any_number_has_written(whole: torch.Tens
         saved = _saved(whole, writers, most, [])
         assert torch.equal(saved.full_tensor(), whole)
         for readers in (1, 2, 5):
-            layout = ShardLayout.of(whole.shape, whole.dtype, readers, memory_order(whole))
+            layout = ShardLayout.from_shape(whole.shape, whole.dtype, readers, memory_order(whole))
             for rank in range(readers):
                 assert torch.equal(layout.part(saved, rank), layout.part(whole, rank)), (writers, readers, rank)
 
@@ -57,7 +57,7 @@ def test_replicas_write_each_element_once(
     whole: torch.Tensor, shared_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MIN_SHARED_BYTES", shared_bytes)
-    layout = ShardLayout.of(whole.shape, whole.dtype, 2, memory_order(whole))
+    layout = ShardLayout.from_shape(whole.shape, whole.dtype, 2, memory_order(whole))
     found, times = torch.full(whole.shape, torch.nan), torch.zeros(whole.shape)
     everything = Box((0,) * whole.dim(), tuple(whole.shape))
     writers: dict[int, int] = {}
@@ -77,7 +77,7 @@ def test_no_more_is_read_than_what_holds_the_part() -> None:
     whole = _whole((130, 32))
     read: list[Box] = []
     saved = _saved(whole, 2, 10 * 32, read)
-    layout = ShardLayout.of(whole.shape, whole.dtype, 4)
+    layout = ShardLayout.from_shape(whole.shape, whole.dtype, 4)
     layout.part(saved, 1)
     begin, end = layout.shard_range(1)
     assert sum(box.numel for box in read) <= end - begin + 2 * 10 * 32
@@ -86,7 +86,7 @@ def test_no_more_is_read_than_what_holds_the_part() -> None:
 
 def test_another_dtype_is_converted() -> None:
     saved = _saved(_whole((7, 5)), 2, 100, [])
-    layout = ShardLayout.of(saved.shape, torch.bfloat16, 2)
+    layout = ShardLayout.from_shape(saved.shape, torch.bfloat16, 2)
     shard = torch.empty(layout.shard_numel, dtype=torch.bfloat16)
     layout.write(shard, saved, 0)
     assert torch.equal(shard[:35], _whole((7, 5)).flatten().bfloat16()[: layout.shard_numel])
@@ -126,7 +126,7 @@ def test_an_edit_stays(name: str) -> None:
     assert not torch.equal(whole, _whole((7, 5)))
     assert torch.equal(saved.full_tensor(), whole)
     assert torch.equal(saved + 0, whole)
-    layout = ShardLayout.of(whole.shape, whole.dtype, 2)
+    layout = ShardLayout.from_shape(whole.shape, whole.dtype, 2)
     assert torch.equal(layout.part(saved, 1), layout.part(whole, 1))
 
 
@@ -157,7 +157,7 @@ def test_what_torch_does_not_do_for_subclasses(taken: Callable[[torch.Tensor], t
 
 
 def test_nobody_computes_with_a_part_that_looks_whole() -> None:
-    layout = ShardLayout.of(torch.Size((7, 5)), torch.float32, 2)
+    layout = ShardLayout.from_shape(torch.Size((7, 5)), torch.float32, 2)
     part = CheckpointShard(layout, torch.zeros(layout.shard_numel), 1)
     assert part.shape == (7, 5)
     assert part.detach() is part

@@ -14,8 +14,6 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
-from tests.helpers.elsewhere import Counted, Mounted, counting, mount, stored
-from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
 
 from lightning_zero.checkpoint.atomic import INCOMPLETE
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
@@ -26,6 +24,8 @@ from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import read_folder, read_on_all_ranks
 from lightning_zero.integrations.trainer.checkpoint_lookup import _replace_broken_last, other_checkpoints
 from lightning_zero.sharding.layout import ShardLayout
+from tests.helpers.elsewhere import Counted, Mounted, counting, mount, stored
+from tests.helpers.threaded import checkpoints_of, on_ranks, sharded_state, values_of
 
 WORLD = 2
 
@@ -74,7 +74,7 @@ def test_one_after_another(root: str) -> None:
 def large() -> Iterator[tuple[str, torch.Tensor]]:
     """A checkpoint of one rank with one weight, of 32 MiB, in one piece."""
     value = torch.randn(2048, 4096, generator=torch.Generator().manual_seed(0))
-    layout = ShardLayout.of(value.shape, value.dtype, 1)
+    layout = ShardLayout.from_shape(value.shape, value.dtype, 1)
     state = {"w": CheckpointShard(layout, value.flatten(), 0)}
     path = "counted://run/x.ckpt"
     with counting(".distcp"):
@@ -92,7 +92,7 @@ def test_a_rank_reads_its_part_of_the_downloaded_file(
         Counted().rm_file(f"{fsspec.core.url_to_fs(path)[1]}/{MANIFEST}")
     with patch("lightning_zero.checkpoint.sharded.reader.SAVE_ID_PREFIX", "another") if theirs else nullcontext():
         saved = CheckpointReader(path).state()["state_dict"]["w"]
-    layout = ShardLayout.of(value.shape, value.dtype, world_size)
+    layout = ShardLayout.from_shape(value.shape, value.dtype, world_size)
     for rank in range(world_size):
         shard = torch.empty(layout.shard_numel)
         saved.read_part(shard, layout, rank)
@@ -104,7 +104,7 @@ def test_a_piece_that_is_replaced_is_not_read_as_a_mixture(large: tuple[str, tor
     path, value = large
     saved = CheckpointReader(path).state()["state_dict"]["w"]
     other = CheckpointReader(path).state()["state_dict"]["w"]
-    layout = ShardLayout.of(value.shape, value.dtype, 4)
+    layout = ShardLayout.from_shape(value.shape, value.dtype, 4)
     shard = torch.empty(layout.shard_numel)
     saved.read_part(shard, layout, 0)
     fs, place = fsspec.core.url_to_fs(path)

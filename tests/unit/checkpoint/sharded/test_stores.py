@@ -15,8 +15,6 @@ from unittest.mock import patch
 import fsspec
 import pytest
 from fsspec.config import conf
-from tests.helpers.saves import save, seed_of
-from tests.helpers.store import Store, storing
 
 from lightning_zero.checkpoint.async_save.snapshot import SnapshotMemory
 from lightning_zero.checkpoint.async_save.writer_process import WriteRequest, fsspec_settings, serve
@@ -31,6 +29,8 @@ from lightning_zero.integrations.checkpoint_files import read_folder
 from lightning_zero.integrations.trainer.checkpoint_lookup import other_checkpoints
 from lightning_zero.integrations.trainer.trainer_checkpoints import TrainerCheckpointing
 from lightning_zero.sharding.shared_memory import Claim
+from tests.helpers.saves import save, seed_of
+from tests.helpers.store import Store, storing
 
 PATH = "stored://run/x.ckpt"
 

@@ -1,4 +1,4 @@
-"""Something that can be captured, an executor that keeps books, and a pair that runs what it was given."""
+"""Fakes for tests of CUDA graphs: an executor, a graph pair that runs its code, and a training."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lightning_zero.compile.cuda_graphs import CUDAGraphManager
-from lightning_zero.compile.cuda_graphs.dispatch import WARMUP_RUNS
-from lightning_zero.compile.cuda_graphs.pairs import CaptureSpec
+from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec
+from lightning_zero.compile.cuda_graphs.manager import WARMUP_RUNS
 from tests.helpers.options import config
 
 
@@ -22,7 +22,7 @@ class Books:
         self.steps = self.passes = 0
         self.reason = ""
         self.partial = False
-        self.marks: list[int] = []  # when: how many gradients of weights had come
+        self.marks: list[int] = []  # number of gradients at each mark
 
     def shard_version(self) -> int:
         return self.steps
@@ -52,7 +52,7 @@ class Books:
 
 
 class FakePair:
-    """Computes anew from its inputs, as a graph would."""
+    """Computes from its inputs at each replay, like a graph."""
 
     made: list[FakePair] = []
 
@@ -126,7 +126,7 @@ class Training:
         self.books.passes += 1
 
     def step(self, batch: Tensor | None = None, *sizes: int, call: Callable[..., Any] | None = None) -> Tensor:
-        """A pass forward and backward, and a step of the optimizer."""
+        """Run forward, backward and an optimizer step."""
         loss, _ = (call or self.call)(self.weight, torch.ones(2) if batch is None else batch, *sizes)
         self.backward(loss)
         self.books.steps += 1

@@ -17,7 +17,7 @@ from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
 from lightning_zero.compat.graphs import EXAMPLE_VALUE, GRAPH_ARG, NN_MODULE_STACK, SOURCE_FN_STACK
-from lightning_zero.compile.frontend import node_storage
+from lightning_zero.compile.capture.dynamo_graph import node_storage
 from tests.unit.compile.dynamo_layer_reuse.layers import WIDTH, Attention, Compiled, Layer, Model
 
 X = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)

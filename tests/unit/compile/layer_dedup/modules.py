@@ -1,4 +1,4 @@
-"""Modules of layers that are alike, in all the ways that matter to who traces them once, and what shows their graphs."""
+"""Modules of equal layers that cover special cases of deduplication, and texts of their graphs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,14 @@ from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
 from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
-from lightning_zero.compat.graphs import CUSTOM, FWD_NN_MODULE_STACK, NN_MODULE_STACK, RECOMPUTE, AC_GRAPH_ID, PARTITIONER_TAG
+from lightning_zero.compat.graphs import (
+    AC_GRAPH_ID,
+    CUSTOM,
+    FWD_NN_MODULE_STACK,
+    NN_MODULE_STACK,
+    PARTITIONER_TAG,
+    RECOMPUTE,
+)
 from lightning_zero.compile.layer_dedup import DedupFailed, LayerDedup, dedup_layers, joint_tracer
 
 WIDTH = 8
@@ -36,7 +43,7 @@ class Block(nn.Module):
 
 
 class Attending(Block):
-    """Is given what all layers share, and needs gradients; several views of one product."""
+    """Layers share an input that requires grad, and use several views of one product."""
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
         query, key = self.wide(self.norm(x)).unflatten(-1, (2, 2, WIDTH // 2)).unbind(-3)
@@ -47,7 +54,7 @@ class Attending(Block):
 
 
 class InPlace(Block):
-    """Edits what is its own, and reads what it is given in another form."""
+    """Mutate own values, and read inputs in another layout."""
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
         wide = self.wide(x.transpose(-1, -2).contiguous().transpose(-1, -2))
@@ -56,7 +63,7 @@ class InPlace(Block):
 
 
 class Batched(Block):
-    """Edits buffers, which are inputs of the graph."""
+    """Mutate buffers, which are inputs of the graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,14 +74,14 @@ class Batched(Block):
 
 
 class Twice(Block):
-    """Reads what all layers share in two places."""
+    """Read the shared input in two places."""
 
     def forward(self, x: Tensor, *given: Tensor) -> Tensor:
         return x + self.narrow(F.silu(self.wide(given[0] @ x))) * given[0].mean(1, keepdim=True)
 
 
 class Caching(Block):
-    """Returns views of one product to whoever calls the model, as decoders return keys and values."""
+    """Return views of one product to the caller, as decoders return keys and values."""
 
     def forward(self, x: Tensor, *given: Tensor) -> Any:
         keys = self.wide(self.norm(x)).unflatten(-1, (2, 2, WIDTH // 2)).transpose(1, 2)[..., 0, :]
@@ -82,9 +89,8 @@ class Caching(Block):
 
 
 class Windowed(Block):
-    """Hands the model what needs no gradient and is made of nothing of the layer's, as transformers' caches are told
-    how long a window is; reads a constant of its own code; writes to a part of what it made; and calls what does
-    nothing."""
+    """Return values independent of the layer's inputs and without grad (window length of transformers' caches), read a
+    constant of the code, write to a part of an own value, and call an op without effect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +106,7 @@ class Windowed(Block):
 
 
 class Masking(Block):
-    """Draws numbers for itself, and by a function of another name those that it hands on."""
+    """Draw random numbers, also by a function of another name."""
 
     def forward(self, x: Tensor, *given: Tensor) -> Any:
         own = F.dropout(self.narrow(F.gelu(self.wide(x))), 0.3)
@@ -137,7 +143,7 @@ class Stack(nn.Module):
 
 
 class Counting(Stack):
-    """Writes into what all layers have read, and whose values no backward needs."""
+    """Mutate values that all layers have read and no backward needs."""
 
     count: Tensor
 
@@ -154,7 +160,7 @@ class Counting(Stack):
 
 
 class Frozen(Stack):
-    """The first two layers are one kind, too few; of the others, one is frozen in part."""
+    """The first two layers are one kind, which is too few; one of the others is partly frozen."""
 
     def __init__(self) -> None:
         super().__init__(Block)
@@ -164,7 +170,7 @@ class Frozen(Stack):
 
 
 class Tied(Stack):
-    """One layer, time after time."""
+    """One layer, called repeatedly."""
 
     def __init__(self) -> None:
         super().__init__(Block)
@@ -172,7 +178,7 @@ class Tied(Stack):
 
 
 class Mixing(Block):
-    """Looks at memory as of another dtype, and calls what returns a tensor and None."""
+    """View memory as another dtype, and call an op that returns a tensor and None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +203,7 @@ class Curve(torch.autograd.Function):
 
 
 class Bending(Block):
-    """Calls a function with a derivative of its own."""
+    """Call a custom autograd function."""
 
     def __init__(self, power: float = 2.0) -> None:
         super().__init__()
@@ -208,7 +214,7 @@ class Bending(Block):
 
 
 class Bent(Stack):
-    """Two of the functions differ in their code, and nowhere else."""
+    """Two of the functions differ only in their code."""
 
     def __init__(self) -> None:
         super().__init__(Bending)
@@ -216,7 +222,7 @@ class Bent(Stack):
 
 
 class Permuted(Stack):
-    """Layers return what lies in memory as convolutions leave it, and get gradients that do not."""
+    """Layers return channels-last values and get gradients in default strides."""
 
     def __init__(self) -> None:
         super().__init__(Block)
@@ -229,7 +235,7 @@ class Permuted(Stack):
 
 
 class Turned(Stack):
-    """The last layer alone gets a gradient in other strides than its result."""
+    """Only the last layer gets a gradient in other strides than its result."""
 
     def __init__(self) -> None:
         super().__init__(Normed)
@@ -247,7 +253,7 @@ class Normed(Block):
 
 
 class Projecting(nn.Module):
-    """Equal parts are next to nothing of it."""
+    """The equal parts are a small share."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(LAYERS):
@@ -258,7 +264,7 @@ class Projecting(nn.Module):
 
 
 def joint_graph(module: nn.Module, outlined: bool, precision: torch.dtype = torch.float32) -> tuple[list[str], int]:
-    """The lines of the graph, and how many layers stand in it that were traced once."""
+    """Return the lines of the graph, and the number of deduplicated layers in it."""
     lines: list[str] = []
     count = 0
     torch.compiler.reset()
@@ -276,7 +282,7 @@ def joint_graph(module: nn.Module, outlined: bool, precision: torch.dtype = torc
 
 
 def same_graph(module: nn.Module, count: int) -> list[str]:
-    """Asserts that the joint graph is the same where ``count`` layers are traced once; gives it."""
+    """Assert that the joint graph with ``count`` deduplicated layers equals the whole one, and return it."""
     whole, _ = joint_graph(module, False)
     once, found = joint_graph(module, True)
     assert found == count
@@ -286,7 +292,7 @@ def same_graph(module: nn.Module, count: int) -> list[str]:
 
 
 def backend(outlined: bool, found: Callable[[LayerDedup | None, Graph], None] = lambda *_: None) -> Callable[..., Any]:
-    """Of torch.compile. ``found`` is told which layers are in a joint graph that holds them all."""
+    """Return a backend that calls ``found`` with the deduplicated layers and the expanded joint graph."""
 
     def compile_graph(graph: GraphModule, inputs: Any) -> Any:
         layers = dedup_layers(graph, joint_tracer("aot_eager")) if outlined else None
@@ -294,7 +300,7 @@ def backend(outlined: bool, found: Callable[[LayerDedup | None, Graph], None] = 
         def compiled(layers: LayerDedup | None) -> Any:
             def partition(joint: GraphModule, *args: Any, **settings: Any) -> Any:
                 if layers is not None:
-                    layers.inline(joint.graph)
+                    layers.expand(joint.graph)
                 joint.graph.lint()
                 found(layers, joint.graph)
                 return min_cut_partition(joint, *args, **settings)
@@ -315,8 +321,10 @@ def backend(outlined: bool, found: Callable[[LayerDedup | None, Graph], None] = 
 
 
 def described(graph: Graph) -> list[str]:
-    """All that passes go by: what is called with what, the memory of the results, whose each node is. A node is called
-    by what it computes, wherever it stands."""
+    """Return lines with all that passes depend on: calls, arguments, storages of results and modules.
+
+    Nodes are named by their computation, independent of their position.
+    """
     names: dict[Any, str] = {}
     memory: dict[int, str] = {}
     lines: list[str] = []
@@ -332,7 +340,9 @@ def described(graph: Graph) -> list[str]:
         called = node.name if node.op == "placeholder" else node.target
         name = f"{called} {map_arg((node.args, node.kwargs), lambda read: names[read])}"
         names[node] = hashlib.sha256(name.encode()).hexdigest()[:8]
-        modules = [[path for path, _ in (node.meta.get(key) or {}).values()] for key in (NN_MODULE_STACK, FWD_NN_MODULE_STACK)]
+        modules = [
+            [path for path, _ in (node.meta.get(key) or {}).values()] for key in (NN_MODULE_STACK, FWD_NN_MODULE_STACK)
+        ]
         again = [regions.index(node.meta[AC_GRAPH_ID]), str(node.meta[RECOMPUTE])] if AC_GRAPH_ID in node.meta else []
         meta = f"{modules} {node.meta.get(CUSTOM)} {node.meta.get(PARTITIONER_TAG)} {again} {sorted(node.meta)}"
         lines.append(re.sub("0x[0-9a-f]+", "", f"{name} {value(node.meta.get('val'), names[node])} {meta}"))

@@ -1,4 +1,4 @@
-"""When groups are started: as late as the transfer hides, as early as there is room for where it does not."""
+"""When groups start: as late as compute hides the transfer, otherwise as early as memory allows."""
 
 import pytest
 import torch
@@ -6,12 +6,11 @@ from torch.fx import Graph
 
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import default_passes, run_passes
-from lightning_zero.compile.passes.group import group_gathers
-from lightning_zero.compile.passes.grouping import GroupLimits
+from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers
 from lightning_zero.compile.passes.publish_plan import read_plan
 from lightning_zero.config import CompileConfig
-from lightning_zero.profiling.cost import DeviceSpeed
-from lightning_zero.profiling.estimate import BESIDE_COMPUTE, NOMINAL_COSTS, CostModel
+from lightning_zero.profiling.cost_model import BESIDE_COMPUTE, NOMINAL_COSTS, CostModel
+from lightning_zero.profiling.node_costs import DeviceSpeed
 from tests.unit.compile.graphs import WEIGHT, Builder, order, products
 
 aten = torch.ops.aten
@@ -19,13 +18,13 @@ FLOPS = 2 * 64**3  # of each product below
 
 
 def costs(transfer: float, product: float = 1.0) -> CostModel:
-    """Seconds for a weight beside compute, and for a product; nothing else takes time."""
+    """Seconds for a weight during compute, and for a product; other nodes take no time."""
     speed = DeviceSpeed({torch.float32: FLOPS / product}, 1e18, 1e-18)
     return CostModel(((1, transfer * BESIDE_COMPUTE / WEIGHT),), speed)
 
 
 def placed(graph: Graph, transfer: float, **options: float) -> str:
-    """Views left out; the waits stay."""
+    """Views are left out; the waits stay."""
     graph = group_gathers(graph, 2, GroupLimits(WEIGHT), costs=costs(transfer), **options)  # type: ignore[arg-type]
     graph.lint()
     return order(graph).replace("slice view ", "").replace("gather_group", "gather")
@@ -114,6 +113,8 @@ def test_beside_weights_that_stay_until_the_step_places_follow_the_order_of_use_
         return b.done(x)
 
     config = CompileConfig(unsharded_cache_mb=1, unsharded_cache_until="step")
-    few, many = (order(run_passes(mixed(rows), default_passes(PassContext(config, 2, NOMINAL_COSTS)))) for rows in (2, 2**20))
+    few, many = (
+        order(run_passes(mixed(rows), default_passes(PassContext(config, 2, NOMINAL_COSTS)))) for rows in (2, 2**20)
+    )
     assert few == many
     assert few.startswith("check_plan(a) gather_group(a) ")

@@ -1,13 +1,17 @@
-"""Which weights live from forward to backward."""
+"""Which weights are kept from forward to backward."""
 
 import math
+import random
+import time
 
+import pytest
 import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compile.passes.saved_weights import SavedLimits, choose_saved
-from lightning_zero.compile.tagging import tag_gathers
+from lightning_zero.compile.partitioner.partition import tag_gathers
+from lightning_zero.compile.passes.saved_weights import BackwardWaits, SavedLimits, _Weight, _within, choose_saved
+from tests.helpers import waits as oracle
 from tests.unit.compile.graphs import Builder
 
 aten = torch.ops.aten
@@ -15,7 +19,7 @@ BF16 = torch.bfloat16
 
 
 def joint(*widths: int, cast: bool = False) -> tuple[Graph, list[Node]]:
-    """x through one weight after the other and back; gathers named by number."""
+    """x through the weights in order and back; gathers named by number."""
     b = Builder()
     shards = [b.shard(f"s{i}", 4096) for i in range(len(widths))]
     x, g = b.input("x", 8, widths[0]), b.input("tangents_1", 8, widths[-1])
@@ -51,13 +55,13 @@ def test_the_last_weights_are_kept_first_and_what_does_not_fit_is_skipped() -> N
 
 
 def test_what_backward_would_wait_for_longest_for_its_size_is_kept() -> None:
-    """After the last weight has come, the small one before it is hidden behind it, and the large one is not."""
+    """After the last weight has arrived, compute hides the small one before it, but not the large one."""
     graph, gathers = joint(4, 40, 8, 8)  # of 160, 320, 64 and 64 elements
     assert choose_saved(graph, SavedLimits(0, 4 * (64 + 320))) == [gathers[3], gathers[1]]
 
 
 def test_what_is_kept_already_takes_no_transfer_that_others_would_wait_for() -> None:
-    """Computing with the two that are kept hides most of the third's transfer, and less of the last one's."""
+    """Computing with the two kept weights hides most of the third's transfer, and less of the last one's."""
     graph, gathers = joint(12, 8, 8, 4)  # of 96, 64, 32 and 16 elements
     assert choose_saved(graph, SavedLimits(0, 4 * (16 + 32))) == [gathers[3], gathers[2]]
     assert choose_saved(graph, SavedLimits(0, 4 * (16 + 32 + 96))) == [gathers[3], gathers[2], gathers[0]]
@@ -75,7 +79,7 @@ def test_the_last_group_of_a_steps_forward_is_kept_without_a_budget() -> None:
     assert choose_saved(graph, SavedLimits(0, 0, group_bytes=4 * 64)) == [gathers[3]]
     assert choose_saved(graph, SavedLimits(0, 0, group_bytes=4 * 128)) == [gathers[3], gathers[2]]
     assert choose_saved(graph, SavedLimits(0, 0, group_bytes=4 * 64 - 1)) == []
-    # Where the graph gathers little, groups are smaller; the last weight may be larger than they are.
+    # Groups are smaller in graphs with few weights; the last weight may be larger than a group.
     assert choose_saved(graph, SavedLimits(0, 0, group_bytes=10**6, parts=12)) == [gathers[3]]
     # It does not count against the budget.
     assert choose_saved(graph, SavedLimits(0, 4 * 64, group_bytes=4 * 64)) == [gathers[3], gathers[2]]
@@ -142,5 +146,47 @@ def test_a_share_is_of_what_would_be_gathered_again() -> None:
     assert choose_saved(graph, SavedLimits(0, 0, share=0.24)) == []
     assert len(choose_saved(graph, SavedLimits(0, 0, share=0.5))) == 2
     assert set(choose_saved(graph, SavedLimits(0, 0, share=1.0))) == set(gathers)
-    # The last group stays anyway; half of the other three is one and a half.
+    # The last group is kept anyway; half of the other three is one and a half.
     assert len(choose_saved(graph, SavedLimits(0, 0, group_bytes=size, parts=4, share=0.5))) == 1 + 1
+
+
+def drawn(seed: int) -> tuple[random.Random, list[int], set[int]]:
+    """Random sizes, many of them equal as in layers, and weights that are already kept."""
+    chance = random.Random(seed)
+    alike = [chance.randint(1, 60) for _ in range(chance.randint(1, 5))]
+    sizes = [chance.choice(alike) for _ in range(chance.randint(1, 40))]
+    return chance, sizes, {place for place in range(len(sizes)) if chance.random() < 0.2}
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_waits_are_those_of_a_queue_whatever_is_kept_and_never_grow(seed: int) -> None:
+    chance, sizes, kept = drawn(seed)
+    found = BackwardWaits(sizes, [place in kept for place in range(len(sizes))])
+    before = [float("inf")] * len(sizes)
+    left = [place for place in range(len(sizes)) if place not in kept]
+    while left:
+        expected = oracle.waits(sizes, kept)
+        assert [found.of(place) for place in left] == [expected[place] for place in left]
+        assert all(expected[place] <= before[place] for place in left)
+        before = expected
+        place = left.pop(chance.randrange(len(left)))
+        found.keep(place)
+        kept.add(place)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_the_same_weights_are_kept_in_the_same_order(seed: int) -> None:
+    chance, sizes, kept = drawn(seed)
+    weights = [_Weight([], size, 0, 0, place) for place, size in enumerate(sizes)]
+    budget = chance.random() * sum(sizes)
+    found = _within(weights, {weights[place] for place in kept}, budget)
+    assert [weight.again for weight in found] == oracle.within(sizes, kept, budget)
+
+
+def test_ten_thousand_weights_take_less_than_a_second() -> None:
+    chance = random.Random(0)
+    weights = [_Weight([], chance.choice([8, 16, 22, 88]), 0, 0, place) for place in range(10_000)]
+    begun = time.process_time()
+    found = _within(weights, set(), sum(weight.size for weight in weights) / 2)
+    assert time.process_time() - begun < 1.0, "all of them were looked at for each"
+    assert found

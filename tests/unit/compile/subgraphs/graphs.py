@@ -1,4 +1,4 @@
-"""Graphs of equal layers, as they are behind the passes: with our own ops at other places in each layer."""
+"""Graphs of equal layers after our passes, with our ops at other positions in each layer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ WIDTH = 16
 def layers(count: int, at: int = 0, grads: bool = False) -> Graph:
     """x = relu(x @ w + b) * x of `count` layers, whose weights are gathered two layers at a time.
 
-    at: before which node of a layer a group is launched, so that layers differ in where our ops stand
-    grads: hands x over after each product, as a backward does gradients
+    Args:
+        count: number of layers.
+        at: node of a layer before which a group is launched, so that layers differ in the positions of our ops.
+        grads: enqueue x after each product, as a backward does with gradients.
     """
     b = Builder()
     shards = [b.shard(f"w{i}", WIDTH * WIDTH // 2) for i in range(count)]

@@ -1,17 +1,21 @@
-"""Equal layers become equal pieces, and our own ops run between them, in order."""
+"""Equal layers become equal subgraphs, and our ops run between them, in order."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compile.graph import is_reduce, is_start
-from lightning_zero.compile.subgraphs import Subgraph, SubgraphCache, cut, repeats
-from lightning_zero.compile.subgraphs.cut import _assemble
-from lightning_zero.compile.subgraphs.lower import _fingerprint
+from lightning_zero.compile.fx_utils import is_reduce, is_start
+from lightning_zero.compile.subgraphs import Subgraph, SubgraphCache, cut, is_worth_cutting
+from lightning_zero.compile.subgraphs.compile_subgraphs import _fingerprint
+from lightning_zero.compile.subgraphs.cut import _assemble, choose_cut_points
 from lightning_zero.compile.subgraphs.node_kinds import NodeKind, classify_nodes
 from lightning_zero.compile.subgraphs.node_order import NodeOrder
+from lightning_zero.compile.subgraphs.repeats import RepeatedRun
 from tests.unit.compile.graphs import Builder, aten, products
 from tests.unit.compile.subgraphs.graphs import WIDTH, layers
 
@@ -128,9 +132,9 @@ def assert_computes_the_same(graph: Graph) -> None:
 
 
 def test_little_that_repeats_is_not_worth_it() -> None:
-    assert repeats(layers(8))
-    assert not repeats(products("abc"))
-    assert not repeats(layers(1))
+    assert is_worth_cutting(layers(8))
+    assert not is_worth_cutting(products("abc"))
+    assert not is_worth_cutting(layers(1))
 
 
 def test_an_op_of_ours_amid_what_cannot_be_cut_keeps_a_graph_whole() -> None:
@@ -144,7 +148,7 @@ def test_an_op_of_ours_amid_what_cannot_be_cut_keeps_a_graph_whole() -> None:
     for node in (read, whole, last):
         node.meta["val"] = x.meta["val"]
     output.replace_input_with(x, last)
-    assert repeats(graph)
+    assert is_worth_cutting(graph)
     assert cut(graph) is None
 
 
@@ -164,8 +168,8 @@ def convolutions(count: int, head: bool = False) -> Graph:
 
 
 def test_convolutions_in_layers_keep_a_graph_whole() -> None:
-    assert not repeats(convolutions(6))
-    assert repeats(convolutions(6, head=True))
+    assert not is_worth_cutting(convolutions(6))
+    assert is_worth_cutting(convolutions(6, head=True))
 
 
 def test_ranks_that_wait_for_each_other_keep_a_graph_whole() -> None:
@@ -175,11 +179,11 @@ def test_ranks_that_wait_for_each_other_keep_a_graph_whole() -> None:
         mine = graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (x,))
     mine.meta["val"] = x.meta["val"]
     x.replace_all_uses_with(mine, delete_user_cb=lambda user: user is not mine)
-    assert not repeats(graph)
+    assert not is_worth_cutting(graph)
 
 
 def sunk(*order: str) -> list[str]:
-    """A value made early and read late, behind two products; names of the work in the order of pieces."""
+    """A value made early and read late, after two products; names of compute nodes in the order of subgraphs."""
     b = Builder()
     x, w = b.input("x", WIDTH, WIDTH), b.input("w", WIDTH, WIDTH)
     early = b.call(aten.sin.default, x)
@@ -201,8 +205,8 @@ def test_nothing_is_done_later_than_what_is_written_in_place() -> None:
 
 
 def test_what_a_layer_makes_for_a_backward_alone_stands_in_the_layer() -> None:
-    """Layer norms do: their backward divides by a size what forward has made, and autograd's order has that behind the
-    loss. In one piece there, as many as there are layers would be compiled."""
+    """Layer norms: autograd orders a division for backward after the loss. In one subgraph it would grow with the
+    layers."""
 
     def saved(count: int) -> Graph:
         graph = layers(count)
@@ -255,7 +259,7 @@ def test_what_draws_or_checks_has_a_place_of_its_own() -> None:
 
 
 def test_what_was_moved_to_another_piece_finds_what_it_reads() -> None:
-    """Pointwise work is done late, and may so come before other work that it stood behind."""
+    """Pointwise nodes are sunk, and may then precede other nodes that they followed."""
     b = Builder()
     shard, host, x = b.shard("shard"), b.input("host", 8, 8), b.input("tangents_1", 8, 8)
     first = b.call(aten.mm.default, x, x)
@@ -274,3 +278,91 @@ def test_what_was_moved_to_another_piece_finds_what_it_reads() -> None:
     assert steps is not None
     assert steps[:2] == [start, wait]
     assert [isinstance(step, Subgraph) for step in steps] == [False, False, True, True]
+
+
+LENGTH = 36
+WRITTEN = 50_000  # bytes, of which a cut may add 50
+MIDDLE = RepeatedRun(6, 26, 10)
+
+
+class FakeOrder:
+    """Order of this many nodes: ``lost`` returns the bytes that a cut adds at a position, None if impossible."""
+
+    def __init__(
+        self, lost: Callable[[int], float | None] = lambda place: 0, effort: Callable[[int], int] = lambda place: 1
+    ) -> None:
+        self.work = range(LENGTH)
+        self._lost, self._effort = lost, effort
+
+    def cut_points(self) -> list[int]:
+        return [place for place in range(1, LENGTH) if self._lost(place) is not None]
+
+    def lost(self) -> list[float]:
+        return [self._lost(place) or 0 for place in range(LENGTH + 1)]
+
+    def effort(self) -> list[int]:
+        return [self._effort(place) for place in range(LENGTH)]
+
+    def written(self) -> int:
+        return WRITTEN
+
+
+def chosen(
+    order: Any, runs: Sequence[RepeatedRun] = (MIDDLE,), between: Sequence[int] = (), parts: int = 1
+) -> list[int]:
+    return choose_cut_points(order, runs, between, parts)
+
+
+@pytest.mark.parametrize(
+    ("parts", "seams"), [(1, [6, 16, 26]), (2, [6, 11, 16, 21, 26]), (5, [6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26])]
+)
+def test_each_repetition_is_cut_alike_into_equal_parts(parts: int, seams: list[int]) -> None:
+    assert chosen(FakeOrder(), parts=parts) == seams
+
+
+def test_parts_are_equal_in_effort_not_in_length() -> None:
+    heavy = FakeOrder(effort=lambda place: 10 if place % 10 == 3 else 1)  # of 19, 7 are before it
+    assert chosen(heavy, parts=2) == [6, 13, 16, 23, 26]
+
+
+def test_a_repetition_that_is_cut_short_has_the_places_that_it_comes_to() -> None:
+    assert chosen(FakeOrder(), [RepeatedRun(6, 31, 10)], parts=2) == [6, 11, 16, 21, 26, 31]
+    assert chosen(FakeOrder(), [RepeatedRun(6, 30, 10)], parts=2) == [6, 11, 16, 21, 26]
+
+
+def test_neither_end_is_a_seam() -> None:
+    assert chosen(FakeOrder(), [RepeatedRun(0, 36, 12)]) == [12, 24]
+
+
+@pytest.mark.parametrize(
+    ("lost", "seams"),
+    [
+        ({9: 50, 4: 60}, [9, 19]),  # nearly nothing
+        ({9: 50, 4: 40}, [9, 14, 19, 24]),
+        ({9: 51, 4: 60}, [9, 19]),  # or as little as possible
+        ({9: 61, 4: 60}, [14, 24]),
+        ({8: 60, 9: 60}, [8, 18]),  # the first of equals
+    ],
+)
+def test_a_seam_loses_next_to_nothing_or_as_little_as_can_be(lost: dict[int, int], seams: list[int]) -> None:
+    assert chosen(FakeOrder(lambda place: lost.get(place % 10)), parts=3) == seams
+
+
+def test_the_repetition_in_the_middle_stands_for_all() -> None:
+    assert chosen(FakeOrder(lambda place: 0 if place in (19, 34) else 60), [RepeatedRun(6, 36, 10)]) == [9, 19, 29]
+
+
+def test_where_there_can_be_no_seam_there_is_none() -> None:
+    assert chosen(FakeOrder(lambda place: None), between=[3, 12, 30], parts=4) == []
+
+
+def test_what_does_not_repeat_is_cut_before_what_runs_between() -> None:
+    assert chosen(FakeOrder(), between=[0, 1, 3, 9, 25, 30]) == [1, 3, 6, 16, 26, 30]
+    # At the nearest position before it that adds little.
+    order = FakeOrder(lambda place: 0 if place in (1, 2, 4, 6, 16, 28, 31) else 1000)
+    assert chosen(order, between=[3, 30]) == [2, 6, 16, 26, 28]
+
+
+def test_between_two_runs_places_are_those_of_neither() -> None:
+    runs = [RepeatedRun(0, 12, 6), RepeatedRun(20, 32, 6)]
+    assert chosen(FakeOrder(), runs, between=[5, 15, 22, 34]) == [6, 12, 15, 20, 26, 32, 34]

@@ -1,4 +1,4 @@
-"""What nodes are where a graph is cut."""
+"""Kinds of nodes in a graph that is cut."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import torch
 from torch.fx import Node
 
 from lightning_zero.compat.tensors import wait_tensor
-from lightning_zero.compile.graph import is_start
+from lightning_zero.compile.fx_utils import is_start
 from lightning_zero.compile.subgraphs.node_kinds import (
     NodeKind,
     all_read,
+    classify_nodes,
     is_kernel,
     is_pointwise,
-    classify_nodes,
     readers,
     reads,
 )
-from lightning_zero.compile.subgraphs.signatures import signature
+from lightning_zero.compile.subgraphs.subgraph import signature
 from tests.unit.compile.graphs import Builder, aten
 from tests.unit.compile.subgraphs.graphs import layers
 
@@ -92,7 +92,7 @@ def test_what_is_written_to_memory_by_itself_and_what_is_not() -> None:
 
 
 def test_random_numbers_that_are_drawn_again_are_drawn_where_they_were_and_by_equal_layers_alike() -> None:
-    """Torch has another op run those, with the state of a generator of their own."""
+    """torch runs recomputed random ops by another op, with a generator state of their own."""
 
     def again(op: object, *args: object, rng_state: object = None) -> None: ...
 

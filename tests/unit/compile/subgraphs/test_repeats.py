@@ -11,14 +11,17 @@ LAYER = [f"op{i}" for i in range(20)]
     ("items", "runs"),
     [
         (["in", *LAYER * 5, "loss"], [RepeatedRun(1, 101, 20)]),
-        ([*LAYER * 4, *LAYER[:7], "loss"], [RepeatedRun(0, 87, 20)]),  # the last one is cut short
+        ([*LAYER * 4, *LAYER[:7], "loss"], [RepeatedRun(0, 87, 20)]),  # the last one is incomplete
         (["a", *LAYER * 3, "b", *LAYER[:8] * 4, "c"], [RepeatedRun(1, 61, 20), RepeatedRun(62, 94, 8)]),
         ([*(LAYER + LAYER[3:9]) * 3], [RepeatedRun(0, 78, 26)]),  # alternating layers
         (list("abcabcabc"), []),  # too short a period
         (LAYER * 2, [RepeatedRun(0, 40, 20)]),
         (LAYER * 2 + LAYER[:5], [RepeatedRun(0, 45, 20)]),
-        (["a", *LAYER[:8] * 3, "b", *LAYER * 3], [RepeatedRun(1, 25, 8), RepeatedRun(26, 86, 20)]),  # the longer one comes later
-        ([*LAYER[:7], *"abc", *LAYER[:7], *"def"], []),  # nothing whole
+        (
+            ["a", *LAYER[:8] * 3, "b", *LAYER * 3],
+            [RepeatedRun(1, 25, 8), RepeatedRun(26, 86, 20)],
+        ),  # the longer one is later
+        ([*LAYER[:7], *"abc", *LAYER[:7], *"def"], []),  # nothing complete
         (list("abcdef") * 2, [RepeatedRun(0, 12, 6)]),  # just long enough
         (LAYER, []),
         ([], []),

@@ -1,4 +1,4 @@
-"""The code that runs pieces, and when it lets go of what they read."""
+"""The generated code that runs subgraphs, and when it releases their inputs."""
 
 from __future__ import annotations
 

@@ -1,0 +1,350 @@
+"""Capture a compiled forward and backward as two CUDA graphs.
+
+:class:`EmulatedGraphPair` has the same interface and bookkeeping on any device, for tests and debugging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_zero.compat import cuda
+from lightning_zero.native import Executor
+from lightning_zero.native.capture import capture_graph
+from lightning_zero.offload.activations import ReservedBlocks
+
+__all__ = ["CUDAGraphPair", "CaptureSpec", "EmulatedGraphPair", "GraphPair"]
+
+
+@dataclass(frozen=True)
+class CaptureSpec:
+    """Code to capture, with its inputs and conditions.
+
+    Args:
+        compiled: called with ``inputs``.
+        inputs: aliases of parameters and buffers, memory for other tensors, and sizes.
+        copied: the inputs that are copies of the caller's tensors.
+        executor: records which gathers and reductions a capture contains.
+        accumulates: True if gradients are usually added to existing ones.
+        shared: another pair that never runs at the same time, whose memory is shared.
+        segment: the executor's number of the gradients that this backward produces; -1 if unknown.
+    """
+
+    compiled: Callable[..., Any]
+    inputs: Sequence[Any]
+    copied: Sequence[Tensor]
+    executor: Executor
+    accumulates: bool
+    shared: GraphPair | None
+    segment: int = -1
+
+    def reserve_blocks(self) -> ReservedBlocks:
+        """Return host memory for offloaded activations, shared with the pair that never runs at the same time."""
+        shared = self.shared
+        return shared.blocks if isinstance(shared, CUDAGraphPair | EmulatedGraphPair) else ReservedBlocks()
+
+    def use_blocks(self, blocks: ReservedBlocks) -> AbstractContextManager[None]:
+        """Return a context in which a forward uses this host memory."""
+        return nullcontext() if self.executor.activations is None else self.executor.activations.reserving(blocks)
+
+    def record_offloads(self, sent: list[int]) -> AbstractContextManager[None]:
+        """Return a context that records offloads while a forward is captured; see ``offload/activations.py``."""
+        activations = self.executor.activations
+        return nullcontext() if activations is None else activations.uncounted(sent)
+
+    def wait_for_copies(self) -> None:
+        """Wait for offloads and reloads in flight after a forward or backward raised."""
+        if self.executor.activations is not None:
+            self.executor.activations.wait_all()
+
+    def run(self) -> list[Tensor]:
+        """Run the compiled code and return its outputs.
+
+        Raises:
+            NotImplementedError: a replay would behave differently; the message gives the reason.
+        """
+        before = [tensor._version for tensor in self.copied]
+        outputs = list(self.compiled(*self.inputs))
+        if [tensor._version for tensor in self.copied] != before:
+            raise NotImplementedError("an input is changed in place")
+        if not all(isinstance(output, Tensor) for output in outputs):
+            raise NotImplementedError("an output is not a tensor")
+        owned = {value.untyped_storage().data_ptr() for value in self.inputs if isinstance(value, Tensor)}
+        if any(output.untyped_storage().data_ptr() in owned for output in outputs):
+            raise NotImplementedError("an output is an input, or a view of one")
+        return outputs
+
+    def run_backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Leave the gradients of ``copied`` in ``.grad``; the executor takes those of parameters."""
+        torch.autograd.backward(outputs, grads)
+        copied = {id(tensor) for tensor in self.copied}
+        assert all(
+            value.grad is None for value in self.inputs if isinstance(value, Tensor) and id(value) not in copied
+        ), "a gradient went past the executor"
+
+
+class GraphPair(Protocol):
+    """Forward and backward of one compiled graph on fixed inputs.
+
+    The constructor takes a :class:`CaptureSpec` and raises ``NotImplementedError`` if it cannot be captured. There is
+    no backward if no output requires grad.
+
+    Attributes:
+        nbytes: size of the memory that it allocated, without memory of ``shared``.
+    """
+
+    nbytes: int
+
+    differentiable: Sequence[bool]  # one per output; known after a forward
+
+    def fits(self) -> bool:
+        """Return True if a replay gives the same results as a run."""
+
+    def forward(self) -> Sequence[Tensor]:
+        """Return the outputs, in memory that the next forward overwrites."""
+
+    def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Take gradients of the outputs (None means zero) and return those of the copied inputs.
+
+        The next backward overwrites the memory of the results.
+        """
+
+    def close(self) -> None:
+        """Free the memory and end replays. Idempotent."""
+
+
+ACTIVATIONS_GONE = (
+    "lightning_zero: the activations of a forward that was replayed as a CUDA graph are gone, because "
+    "lightning_zero.unshard() was called, or the strategy was closed, before its backward pass. Run the backward pass "
+    "first."
+)
+
+
+def _started(executor: Executor, number: int) -> None:
+    """Record the effects of a replay that was launched and may still be running."""
+    executor.graphs.after_replay(number)
+
+
+class _Graph:
+    """One CUDA graph and its recording in the executor.
+
+    ``run`` enqueues the captured work. ``prepare`` runs before, after the recording has begun.
+    """
+
+    def __init__(
+        self,
+        spec: CaptureSpec,
+        pool: Any,
+        run: Callable[[], None],
+        backward: bool,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._executor = spec.executor
+        self._graph = torch.cuda.CUDAGraph()
+        spec.executor.graphs.begin(backward, backward and spec.accumulates, spec.segment if backward else -1)
+        try:
+            prepare()
+            with capture_graph(self._graph, pool):
+                try:
+                    run()
+                    self.number = spec.executor.graphs.end()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        spec.wait_for_copies()
+                    spec.executor.graphs.abort()  # also joins the executor's streams; otherwise the capture cannot end
+                    raise
+        except BaseException:
+            with suppress(RuntimeError):
+                # the traceback keeps this object alive, and process groups wait for its collectives
+                self._graph.reset()
+            raise
+
+    def replay(self) -> None:
+        self._executor.graphs.before_replay(self.number)
+        self._graph.replay()
+        _started(self._executor, self.number)
+
+    def close(self) -> None:
+        self._graph.reset()
+        self._executor.graphs.drop(self.number)
+
+
+class CUDAGraphPair:
+    """A :class:`GraphPair` of CUDA graphs."""
+
+    _pool: Any
+    _stream: torch.cuda.Stream
+
+    def __init__(self, spec: CaptureSpec) -> None:
+        executor, device = spec.executor, spec.executor.device
+        shared = spec.shared if isinstance(spec.shared, CUDAGraphPair) else None
+        stream = shared._stream if shared is not None else torch.cuda.Stream(device)
+        self._stream, current = stream, torch.cuda.current_stream(device)
+        # otherwise the graph would contain a wait for one particular step
+        executor.weights.sync_compute_shards(ahead=True)
+        reserved = 0
+        self._sent: list[int] = []  # bytes of each offload in a forward
+        stream.wait_stream(current)
+        self._executor = executor
+        self.blocks = spec.reserve_blocks()
+        self._pool = shared._pool if shared is not None else torch.cuda.graph_pool_handle()
+        with (
+            _join_streams(current, stream),
+            torch.cuda.stream(stream),
+            _separate_cublas_workspaces(),
+            spec.use_blocks(self.blocks),
+        ):
+            outputs: list[Tensor] = []
+
+            def prepare() -> None:
+                nonlocal reserved
+                # Captures cannot use memory cached outside of them, such as the buckets that the recording just
+                # released.
+                torch.cuda.empty_cache()
+                reserved = torch.cuda.memory_reserved(device)
+
+            with spec.record_offloads(self._sent):
+                self._forward = _Graph(spec, self._pool, lambda: outputs.extend(spec.run()), False, prepare)
+            self._outputs = [output.detach() for output in outputs]
+            self.differentiable: Sequence[bool] = [output.requires_grad for output in outputs]
+            wanted = [output for output in outputs if output.requires_grad]
+            self._grads = [torch.zeros_like(output) if output.requires_grad else None for output in outputs]
+            given = [grad for grad in self._grads if grad is not None]
+            try:
+                self._backward: _Graph | None = None
+                if wanted:
+                    self._backward = _Graph(spec, self._pool, lambda: spec.run_backward(wanted, given), backward=True)
+                    executor.graphs.mark_not_run(self._backward.number)
+            except BaseException:
+                executor.graphs.mark_not_run(self._forward.number)
+                self._forward.close()
+                raise
+            # The backward was recorded as if the forward had run, which no later code may assume.
+            executor.graphs.mark_not_run(self._forward.number)
+            self._input_grads = [tensor.grad for tensor in spec.copied]
+        self.nbytes = max(0, torch.cuda.memory_reserved(device) - reserved)
+
+    def fits(self) -> bool:
+        last = self._forward if self._backward is None else self._backward
+        return self._executor.graphs.fits(self._forward.number, last.number)
+
+    def forward(self) -> Sequence[Tensor]:
+        self._forward.replay()
+        for nbytes in self._sent:
+            self._executor.activations.quota.record(nbytes)
+        return self._outputs
+
+    def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        if not self._outputs:
+            raise RuntimeError(ACTIVATIONS_GONE)
+        for mine, given in zip(self._grads, grads, strict=True):
+            if mine is not None:
+                mine.zero_() if given is None else mine.copy_(given)
+        assert self._backward is not None, "a backward of outputs that need none"
+        self._backward.replay()
+        return self._input_grads
+
+    def close(self) -> None:
+        # Free these now: a loss that the user keeps references this object.
+        self._outputs, self._grads, self._input_grads, self.blocks = [], [], [], ReservedBlocks()
+        for graph in (self._forward, self._backward):
+            if graph is not None:
+                graph.close()
+
+
+class EmulatedGraphPair:
+    """A :class:`GraphPair` that runs the code each time with the same bookkeeping, for tests."""
+
+    nbytes = 0
+
+    def __init__(self, spec: CaptureSpec) -> None:
+        self._spec, self._executor = spec, spec.executor
+        self.blocks = spec.reserve_blocks()
+        self._numbers: dict[bool, int] = {}
+        self._adding: bool | None = None  # True if the first backward found gradients
+        self._outputs: list[Tensor] = []
+        self.differentiable: Sequence[bool] = ()
+
+    @contextmanager
+    def _recorded(self, backward: bool, accumulates: bool) -> Iterator[None]:
+        known = self._numbers.get(backward)
+        if known is None:
+            if not (backward and self._executor.weights.sync_compute_shards(ahead=True)):
+                self._executor.weights.sync_compute_shards()
+        else:
+            self._executor.graphs.before_replay(known)
+        self._executor.graphs.begin(backward, accumulates, self._spec.segment if backward else -1)
+        try:
+            yield
+            number = self._executor.graphs.end()
+        except BaseException:
+            self._executor.graphs.abort()
+            raise
+        if known is None and backward:
+            # The number exists only after the first run. State that precedes a replay was already correct then.
+            self._executor.graphs.before_replay(number)
+        _started(self._executor, self._numbers.setdefault(backward, number))
+        if known is not None:
+            self._executor.graphs.drop(number)
+
+    def fits(self) -> bool:
+        numbers = list(self._numbers.values())
+        return not numbers or self._executor.graphs.fits(numbers[0], numbers[-1])
+
+    def forward(self) -> Sequence[Tensor]:
+        holding = self._spec.use_blocks(self.blocks)
+        with torch.enable_grad(), holding, self._recorded(backward=False, accumulates=False):
+            self._outputs = self._spec.run()
+        self.differentiable = [output.requires_grad for output in self._outputs]
+        return self._outputs
+
+    def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        if not self._outputs:
+            raise RuntimeError(ACTIVATIONS_GONE)
+        for tensor in self._spec.copied:
+            tensor.grad = None
+        outputs, given = [], []
+        for output, grad in zip(self._outputs, grads, strict=True):
+            if output.requires_grad:
+                outputs.append(output)
+                given.append(torch.zeros_like(output) if grad is None else grad)
+        if self._adding is None:
+            self._adding = self._executor.gradients.has_gradients()
+        with torch.enable_grad(), self._recorded(True, self._adding):
+            self._spec.run_backward(outputs, given)
+        return [tensor.grad for tensor in self._spec.copied]
+
+    def close(self) -> None:
+        self._outputs, self.blocks = [], ReservedBlocks()
+        for number in self._numbers.values():
+            self._executor.graphs.drop(number)
+
+
+@contextmanager
+def _join_streams(current: torch.cuda.Stream, stream: torch.cuda.Stream) -> Iterator[None]:
+    """Make ``current`` wait for ``stream``, also after a failed capture.
+
+    ``stream`` has waited for copies that use memory of ``current``, which ``current`` may reuse.
+    """
+    try:
+        yield
+    finally:
+        current.wait_stream(stream)
+
+
+@contextmanager
+def _separate_cublas_workspaces() -> Iterator[None]:
+    """Release cuBLAS workspaces before and after a capture.
+
+    torch keeps one workspace per stream forever. Workspaces made during a capture would keep the graphs' memory alive.
+    """
+    cuda.clear_cublas_workspaces()
+    try:
+        yield
+    finally:
+        cuda.clear_cublas_workspaces()

@@ -1,0 +1,300 @@
+"""Helpers for FX graphs: queries of our ops, views and casts, node replacement, random ops, and text."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node, map_arg
+
+from lightning_zero.compat.graphs import CUSTOM, TANGENTS
+from lightning_zero.compat.tensors import OpOverload, TorchDispatchMode, to_copy, unsafe_view
+from lightning_zero.native.ops import OPS, Op, Role, find_op, graph_overloads
+
+__all__ = [
+    "ForbidRandomOps",
+    "GATHER",
+    "NodeReplacer",
+    "REDUCE",
+    "RandomOpFound",
+    "WEIGHT",
+    "calls",
+    "cast_dtype",
+    "draws_random",
+    "find_calls",
+    "first_call",
+    "format_nodes",
+    "gathers",
+    "graph_kind",
+    "is_numbered",
+    "is_op",
+    "is_reduce",
+    "is_start",
+    "is_view_or_cast",
+    "nodes_in_role",
+    "ops",
+    "output_node",
+    "format_graph",
+    "readers",
+    "reduces",
+    "results",
+    "shard_of",
+    "weight_name",
+    "weight_nodes",
+]
+
+
+GATHER = "gather"
+REDUCE = "reduce"
+WEIGHT = "lightning_zero.weight"  # key in node.meta[CUSTOM], which tracing copies from graph to graph
+
+_aten = torch.ops.aten
+_CASTS = {
+    to_copy,
+    _aten.clone.default,  # weight.t().contiguous() is as large as the weight
+    unsafe_view,
+    torch.ops.prims.convert_element_type.default,
+    _aten.detach.default,
+    _aten.alias.default,
+    _aten.lift_fresh_copy.default,
+}
+
+
+def ops(name: str) -> OpOverload:
+    """Return one of our ops by its short name."""
+    return OPS[name].overload
+
+
+def gathers(graph: Graph) -> list[Node]:
+    """Return all nodes that gather a parameter, in order."""
+    return find_calls(graph, [OPS[GATHER]])
+
+
+def reduces(graph: Graph) -> list[Node]:
+    """Return all nodes that pass a gradient to the executor, in order."""
+    return find_calls(graph, [OPS[REDUCE]])
+
+
+def nodes_in_role(graph: Graph, *roles: Role) -> list[Node]:
+    """Return all nodes that call our ops of these roles, in order."""
+    return find_calls(graph, [op for op in OPS.values() if op.role in roles])
+
+
+def find_calls(graph: Graph, rows: Iterable[Op]) -> list[Node]:
+    """Return all nodes that call these ops, in order.
+
+    It uses the graph's index by target: passes ask often, and most nodes call other targets.
+    """
+    found: list[Node] = []
+    for target in (target for op in rows for target in graph_overloads(op)):
+        found += graph.find_nodes(op="call_function", target=target, sort=False)
+    return sorted(found)
+
+
+def calls(node: Node, name: str) -> bool:
+    """Return True if a node calls our op of this short name or its fake counterpart."""
+    return node.op == "call_function" and find_op(node.target) is OPS[name]
+
+
+def shard_of(node: Node) -> Node:
+    """Return the graph input of a gather's or a reduce's shard."""
+    op = find_op(node.target)
+    shard = node.args[op.shards if op is not None else 0]
+    assert isinstance(shard, Node)
+    return shard
+
+
+def weight_name(node: Node) -> str:
+    """Return the parameter name of a gather or reduce; the input's name without Dynamo."""
+    return node.meta.get(CUSTOM, {}).get(WEIGHT) or shard_of(node).name
+
+
+def weight_nodes(graph: Graph) -> set[Node]:
+    """Return gathers and their views and casts."""
+    forms = gathers(graph)
+    found = set(forms)
+    for form in forms:  # the list grows
+        for user in form.users:
+            if user not in found and is_view_or_cast(user) and user.args and user.args[0] is form:
+                found.add(user)
+                forms.append(user)
+    return found
+
+
+def is_op(node: Node) -> bool:
+    return node.op == "call_function" and isinstance(node.target, OpOverload)
+
+
+def is_start(node: Node) -> bool:
+    return _role(node) is Role.START
+
+
+def is_reduce(node: Node) -> bool:
+    """Return True if a node passes gradients to the executor, after the passes."""
+    return _role(node) is Role.REDUCE
+
+
+def _role(node: Node) -> Role:
+    op = find_op(node.target)
+    return Role.OTHER if op is None else op.role
+
+
+def graph_kind(graph: Graph) -> str:
+    """Return "backward" if a partitioned graph has tangents as inputs, else "forward"."""
+    inputs = graph.find_nodes(op="placeholder")
+    return "backward" if any(node.name.startswith(TANGENTS) for node in inputs) else "forward"
+
+
+def first_call(graph: Graph) -> Node:
+    return next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+
+
+def readers(node: Node) -> Iterator[Node]:
+    """Yield all users of a node and of its views. Dtype casts are yielded, their users are not."""
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            yield user
+            if is_view_or_cast(user) and cast_dtype(user) is None:
+                pending.append(user)
+
+
+def output_node(graph: Graph) -> Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def results(graph: Graph) -> list[Any]:
+    returned = output_node(graph).args[0]
+    assert isinstance(returned, tuple | list)
+    return list(returned)
+
+
+def cast_dtype(node: Node) -> torch.dtype | None:
+    """Return the dtype to which a node casts its input if it does nothing else, else None."""
+    if node.op != "call_function":
+        return None
+    if node.target is torch.ops.prims.convert_element_type.default:
+        return node.args[1] if isinstance(node.args[1], torch.dtype) else None
+    if node.target is to_copy and set(node.kwargs) <= {"dtype", "layout", "device"}:
+        dtype, source = node.kwargs.get("dtype"), node.args[0]
+        assert isinstance(source, Node)
+        moved = node.kwargs.get("device", source.meta["val"].device) != source.meta["val"].device
+        return dtype if isinstance(dtype, torch.dtype) and not moved else None
+    return None
+
+
+def is_view_or_cast(node: Node) -> bool:
+    """Return True if the result has the values of the first input in another shape, order or dtype."""
+    target = node.target
+    if target is operator.getitem and isinstance(node.args[0], Node):
+        return is_view_or_cast(node.args[0])  # part of a weight that was split or chunked
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return False
+    if target in _CASTS:
+        return True
+    arguments = target._schema.arguments
+    return bool(arguments) and arguments[0].alias_info is not None and not arguments[0].alias_info.is_write
+
+
+class NodeReplacer:
+    """Replace nodes of a graph, and change its output only once.
+
+    torch records all inputs of a node anew at each change, and the output reads one value per weight. Call
+    :meth:`replace` and :meth:`erase` as often as needed, then :meth:`done`.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._output = output_node(graph)
+        self._returned: dict[Node, Node] = {}
+        self._gone: list[Node] = []
+
+    def replace(self, node: Node, successor: Node) -> None:
+        """Make users of ``node`` read ``successor``, the output after :meth:`done`. Erase the node then."""
+        if self._output in node.users:
+            self._returned[node] = successor
+        node.replace_all_uses_with(successor, delete_user_cb=lambda user: user is not self._output)
+        self.erase(node)
+
+    def erase(self, node: Node) -> None:
+        """Erase a node after all; only nodes that are replaced or erased earlier may read it."""
+        self._gone.append(node)
+
+    def done(self) -> None:
+        """Change the output and erase the nodes."""
+        if self._returned:
+            self._output.args = map_arg(self._output.args, lambda node: self._returned.get(node, node))
+        for node in self._gone:
+            self._graph.erase_node(node)
+
+
+class RandomOpFound(Exception):
+    """A random number would have been drawn."""
+
+
+class ForbidRandomOps(TorchDispatchMode):
+    """A mode in which ops that draw random numbers raise :class:`RandomOpFound`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise RandomOpFound(func)
+        return func(*args, **(kwargs or {}))
+
+
+def draws_random(node: Node) -> bool:
+    """Return True if a node draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def format_graph(graph: Graph) -> str:
+    """Return a line per node: number, name, op, arguments, and the dtype and shape of its result.
+
+    Nodes are numbered as in plans, without inputs, output and the plan's own node.
+    """
+    lines, number = [], 0
+    for node, (_, line) in zip(graph.nodes, format_nodes(graph), strict=True):
+        shown = str(number) if is_numbered(node) else ""
+        number += is_numbered(node)
+        lines.append(f"{shown:>5}  {line}\n")
+    return "".join(lines)
+
+
+def format_nodes(graph: Graph) -> Iterator[tuple[str, str]]:
+    """Yield each node's name and line without a number, which does not change unless the node does."""
+    for node in graph.nodes:
+        shape = _shape(node.meta.get("val"))
+        yield node.name, f"{_call(node)}{f'  # {shape}' if shape else ''}"
+
+
+def is_numbered(node: Node) -> bool:
+    """Return True if plans number the node."""
+    return (
+        node.op not in ("placeholder", "get_attr", "output") and str(node.target) != "lightning_zero.check_plan.default"
+    )
+
+
+def _call(node: Node) -> str:
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    if node.op in ("placeholder", "get_attr"):
+        return f"{node.name} = {node.op}" + (f" {node.target}" if node.target != node.name else "")
+    arguments = [*map(_argument, node.args), *(f"{name}={_argument(value)}" for name, value in node.kwargs.items())]
+    target = node.target
+    name = str(target) if isinstance(target, str | OpOverload) else getattr(target, "__name__", str(target))
+    return f"{node.name} = {name}({', '.join(arguments)})"
+
+
+def _argument(value: object, most: int = 60) -> str:
+    # The plan's own node has the whole plan as an argument.
+    return f"{value[:most]!r}..." if isinstance(value, str) and len(value) > most else str(value)
+
+
+def _shape(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}[{', '.join(map(str, value.shape))}]"
+    if isinstance(value, tuple | list):
+        return ", ".join(map(_shape, value))
+    return "" if value is None else str(value)

@@ -1,0 +1,174 @@
+"""Passes on single gathers and reduces before grouping: split, sink, share, merge, and fuse casts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.fx import Graph, Node
+
+from lightning_zero.compat.graphs import CUSTOM, RECOMPUTE
+from lightning_zero.compat.tensors import wait_tensor
+from lightning_zero.compile.fx_utils import NodeReplacer, cast_dtype, gathers, is_view_or_cast, ops, reduces, shard_of
+from lightning_zero.compile.passes.gather_groups import size_of
+
+__all__ = ["fuse_casts", "merge_reduces", "share_gathers", "sink", "sink_gathers", "split_gathers"]
+
+
+def split_gathers(graph: Graph) -> Graph:
+    """Replace ``w = gather(s)`` by ``f = gather_start(s); w = wait_tensor(f)``, in place.
+
+    The start launches the all-gather and returns the weight's memory; the compute stream waits at ``wait_tensor``.
+    """
+    waits = NodeReplacer(graph)
+    for node in gathers(graph):
+        with graph.inserting_before(node):
+            start = graph.call_function(ops("gather_start"), node.args[:3])
+            ready = graph.call_function(wait_tensor, (start,))
+        for new in (start, ready):
+            new.meta.update({key: value for key, value in node.meta.items() if key != RECOMPUTE})
+        waits.replace(node, ready)
+    waits.done()
+    return graph
+
+
+def sink_gathers(graph: Graph) -> Graph:
+    """Move each gather, with views and casts, to the weight's first use, in place.
+
+    The partitioner orders recomputed nodes arbitrarily. Later passes rely on gathers in order of use.
+    """
+    return sink(graph, gathers(graph))
+
+
+def sink(graph: Graph, nodes: Sequence[Node]) -> Graph:
+    """Move these nodes, with views and casts, to their first use."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    for node in nodes:
+        chain, first = _chain_and_first_use(node, position)
+        if first is None:
+            continue
+        for link in chain:
+            first.prepend(link)
+    return graph
+
+
+def _chain_and_first_use(node: Node, position: dict[Node, int]) -> tuple[list[Node], Node | None]:
+    """Return a node with the views and casts of it in order, and the first other user."""
+    chain, uses = {node: None}, []
+    pending = [node]
+    while pending:
+        for user in pending.pop().users:
+            if is_view_or_cast(user) and user.args[0] in chain and len(user.all_input_nodes) == 1:
+                if user not in chain:
+                    chain[user] = None
+                    pending.append(user)
+            else:
+                uses.append(user)
+    first = min(uses, key=position.__getitem__, default=None)
+    ordered = sorted(chain, key=position.__getitem__)
+    return [link for link in ordered if first is None or position[link] < position[first]], first
+
+
+def share_gathers(graph: Graph, within_bytes: int, small_bytes: int) -> Graph:
+    """Replace a gather by an earlier one of the same weight and dtype, in place.
+
+    A tied weight that is used much later is gathered again, since keeping it would cost memory.
+
+    Args:
+        within_bytes: bound on bytes of other weights gathered in between.
+        small_bytes: weights up to this size are always shared; they are kept anyway.
+    """
+    latest: dict[tuple[object, ...], tuple[Node, int]] = {}
+    travelled = 0
+    for node in gathers(graph):
+        size = size_of(node)
+        key = (shard_of(node), node.args[2])
+        earlier, at = latest.get(key, (None, 0))
+        if earlier is not None and (size <= small_bytes or travelled - at <= within_bytes):
+            node.replace_all_uses_with(earlier)
+            graph.erase_node(node)
+            node = earlier
+        else:
+            travelled += size
+        latest[key] = (node, travelled)
+    return graph
+
+
+def merge_reduces(graph: Graph) -> Graph:
+    """Replace ``reduce(a, s); reduce(b, s)`` by ``reduce(a + b, s)``, in place.
+
+    No other reduce may be in between.
+
+    Gradients must have one dtype; a sum in the wider one would need a copy.
+    """
+    position = {node: number for number, node in enumerate(graph.nodes)}
+    previous: Node | None = None
+    for node in reduces(graph):
+        if previous is not None and _mergeable(previous, node, position):
+            grad, other = node.args[0], previous.args[0]
+            assert isinstance(grad, Node)
+            assert isinstance(other, Node)
+            with graph.inserting_before(node):
+                total = graph.call_function(torch.ops.aten.add.Tensor, (other, grad))
+            total.meta["val"] = torch.empty_like(grad.meta["val"])
+            node.args = (total, *node.args[1:])
+            previous.replace_all_uses_with(node)
+            graph.erase_node(previous)
+        previous = node
+    return graph
+
+
+def _mergeable(first: Node, second: Node, position: dict[Node, int]) -> bool:
+    same = shard_of(first) is shard_of(second) and _dtype(first) == _dtype(second)
+    return same and all(position[user] > position[second] for user in first.users)
+
+
+def _dtype(node: Node) -> torch.dtype:
+    grad = node.args[0]
+    assert isinstance(grad, Node)
+    return grad.meta["val"].dtype
+
+
+def fuse_casts(graph: Graph) -> Graph:
+    """Replace ``cast(gather(s, shape, wide), narrow)`` by ``gather(s, shape, narrow)``, in place.
+
+    Under autocast this halves the transfer. The executor has low-precision shards ready, written once per step. A
+    weight used in both dtypes (an embedding tied to the head) is gathered in both.
+    """
+    casts, wide = NodeReplacer(graph), gathers(graph)
+    for node in wide:
+        _cast_before_permuting(graph, node)
+        shard, shape, own, *resident = node.args
+        assert isinstance(own, torch.dtype)
+        narrow: dict[torch.dtype, Node] = {}
+        for user in list(node.users):
+            dtype = cast_dtype(user)
+            if dtype is None or not dtype.is_floating_point or dtype.itemsize >= own.itemsize:
+                continue
+            if dtype not in narrow:
+                with graph.inserting_before(node):
+                    narrow[dtype] = graph.call_function(ops("gather"), (shard, shape, dtype, *resident))
+                narrow[dtype].meta.update({key: value for key, value in user.meta.items() if key != RECOMPUTE})
+                narrow[dtype].meta[CUSTOM] = node.meta.get(CUSTOM, {})  # the weight's name
+            casts.replace(user, narrow[dtype])
+    casts.done()
+    for node in wide:
+        if not node.users:
+            graph.erase_node(node)
+    return graph
+
+
+def _cast_before_permuting(graph: Graph, gather: Node) -> None:
+    """Replace ``cast(permute(gather))`` of a ``channels_last`` weight by ``permute(cast(gather))``."""
+    for permute in [user for user in gather.users if user.target is torch.ops.aten.permute.default]:
+        for cast in [user for user in permute.users if cast_dtype(user) is not None]:
+            with graph.inserting_before(cast):
+                stored = graph.call_function(cast.target, (gather, *cast.args[1:]), cast.kwargs)  # type: ignore[arg-type]
+                whole = graph.call_function(permute.target, (stored, *permute.args[1:]))  # type: ignore[arg-type]
+            stored.meta.update(cast.meta)
+            stored.meta["val"] = gather.meta["val"].new_empty(gather.meta["val"].shape, dtype=cast_dtype(cast))
+            whole.meta.update(cast.meta)
+            cast.replace_all_uses_with(whole)
+            graph.erase_node(cast)
+        if not permute.users:
+            graph.erase_node(permute)

@@ -1,0 +1,159 @@
+"""Pass gradients to the executor's reduce buckets instead of returning them to autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from lightning_zero.compile.fx_utils import (
+    cast_dtype,
+    is_view_or_cast,
+    nodes_in_role,
+    ops,
+    output_node,
+    reduces,
+    weight_name,
+)
+from lightning_zero.compile.passes.gather_groups import split_into_groups
+from lightning_zero.native.ops import Role, reduce_op, register_op
+from lightning_zero.profiling.graph_tensors import nbytes
+
+__all__ = ["enqueue_gradients", "group_reduces", "zero_copy_gradients"]
+
+
+register_op(reduce_op("reduce_group", Role.REDUCE))
+register_op(reduce_op("reduce_zero_copy", Role.REDUCE))
+register_op(reduce_op("reduce_release"))
+
+
+def enqueue_gradients(graph: Graph) -> Graph:
+    """Enqueue gradients of reduces instead of returning them, in place.
+
+    ``g = reduce(grad, s); return (..., g)`` becomes ``reduce_add(grad, s); return (..., None)``.
+
+    A widening cast of the gradient is removed, since the executor casts while it copies. Gradients of a tied weight may
+    be summed before they are returned (``g = a + b`` of two reduces): both are enqueued and the sum is dropped.
+    """
+    enqueued = reduces(graph)
+    if not enqueued:
+        return graph
+    ours, made = set(enqueued), list(enqueued)
+    for node in made:  # the list grows
+        for user in node.users:
+            if user.op == "call_function" and user not in ours and ours.issuperset(user.all_input_nodes):
+                ours.add(user)
+                made.append(user)
+    output = output_node(graph)
+    returned = output.args[0]
+    assert isinstance(returned, tuple | list)
+    output.args = (tuple(None if value in ours else value for value in returned),)
+    for node in sorted(made[len(enqueued) :], reverse=True):
+        if not node.users:
+            graph.erase_node(node)
+    for node in enqueued:
+        _skip_widening(node)
+        assert not node.users, (
+            f"the gradient {node} is used by {list(node.users)}; a pass must see every use of a reduce"
+        )
+        with graph.inserting_before(node):
+            void = graph.call_function(ops("reduce_add"), node.args[:2])
+        void.meta.update({key: value for key, value in node.meta.items() if key != "val"})
+        void.meta["val"] = None
+        graph.erase_node(node)
+    return graph
+
+
+def group_reduces(graph: Graph, group_bytes: int, parts: int) -> Graph:
+    """Enqueue several gradients at once, in place, to save launches by the host.
+
+    Args:
+        group_bytes: bound on bytes of gradients that wait for the last of their group.
+        parts: minimum number of groups, for graphs with few gradients.
+    """
+    nodes = graph.find_nodes(op="call_function", target=ops("reduce_add"))
+    limit = min(group_bytes, sum(map(_bytes, nodes)) // parts)
+    for group in split_into_groups(nodes, limit, _bytes):
+        if len(group) == 1:
+            continue
+        with graph.inserting_before(group[-1]):
+            grouped = graph.call_function(
+                ops("reduce_group"), ([node.args[0] for node in group], [node.args[1] for node in group])
+            )
+        grouped.meta["val"] = None
+        grouped.meta["weights"] = tuple(weight_name(node) for node in group)
+        for node in group:
+            graph.erase_node(node)
+    return graph
+
+
+def zero_copy_gradients(graph: Graph, in_flight: int = 2) -> Graph:
+    """Let the executor send gradients from the graph's memory without a copy, in place.
+
+    The memory must not be reused before the executor has read it. ``reduce_release`` keeps each group alive until
+    ``in_flight`` later groups were enqueued, or until the end. This works only for results of matrix products: Inductor
+    may recompute other values at each use, at another address.
+    """
+    groups: list[tuple[list[Node], list[Node]]] = []
+    for node in nodes_in_role(graph, Role.REDUCE):
+        one = node.target is ops("reduce_add")
+        grads: Any = [node.args[0]] if one else node.args[0]
+        shards: Any = [node.args[1]] if one else node.args[1]
+        zero_copy = [int(_is_product(grad)) for grad in grads]
+        if not any(zero_copy):
+            continue
+        with graph.inserting_before(node):
+            if len(groups) >= in_flight:
+                _release(graph, *groups[-in_flight])
+            borrowed = graph.call_function(ops("reduce_zero_copy"), (grads, shards, zero_copy))
+        borrowed.meta["val"] = None
+        borrowed.meta["weights"] = node.meta.get("weights") or (weight_name(node),)
+        graph.erase_node(node)
+        pairs = [(grad, shard) for grad, shard, yes in zip(grads, shards, zero_copy, strict=True) if yes]
+        groups.append(([grad for grad, _ in pairs], [shard for _, shard in pairs]))
+    with graph.inserting_before(output_node(graph)):
+        for group in groups[-in_flight:]:
+            _release(graph, *group)
+    return graph
+
+
+def _release(graph: Graph, grads: list[Node], shards: list[Node]) -> None:
+    graph.call_function(ops("reduce_release"), (grads, shards)).meta["val"] = None
+
+
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+
+
+def _is_product(node: Node) -> bool:
+    while is_view_or_cast(node) and cast_dtype(node) is None and isinstance(node.args[0], Node):
+        node = node.args[0]
+    return node.target in _PRODUCTS
+
+
+def _bytes(node: Node) -> int:
+    grad = node.args[0]
+    assert isinstance(grad, Node)
+    return nbytes(grad.meta["val"])
+
+
+def _skip_widening(node: Node) -> None:
+    grad = node.args[0]
+    assert isinstance(grad, Node)
+    # A channels_last gradient is permuted after the cast.
+    permute = grad if grad.target is torch.ops.aten.permute.default else None
+    cast = grad if permute is None else permute.args[0]
+    assert isinstance(cast, Node)
+    dtype = cast_dtype(cast)
+    source = cast.args[0] if dtype is not None else None
+    if not isinstance(source, Node) or source.meta["val"].dtype.itemsize >= dtype.itemsize:  # type: ignore[union-attr]
+        return
+    if permute is not None:
+        with node.graph.inserting_before(node):
+            grad = node.graph.call_function(permute.target, (source, *permute.args[1:]))  # type: ignore[arg-type]
+        grad.meta.update(permute.meta)
+        grad.meta["val"] = permute.meta["val"].new_empty(permute.meta["val"].shape, dtype=source.meta["val"].dtype)
+    node.args = (source if permute is None else grad, *node.args[1:])
+    for left in (permute, cast):
+        if left is not None and not left.users:
+            node.graph.erase_node(left)

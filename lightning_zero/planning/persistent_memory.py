@@ -1,0 +1,255 @@
+"""Compute the bytes that a rank keeps between steps, as ``sharding/flat_memory.py`` allocates them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import isinf
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.compile.context import small_weight_bytes
+from lightning_zero.config import EngineConfig
+from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
+from lightning_zero.optim.flat_runs import MAX_CHUNK_NUMEL
+from lightning_zero.optim.update_rules import rule_for
+from lightning_zero.planning.memory_counter import MemoryCounter
+from lightning_zero.sharding.flat_memory import compute_dtype_of
+from lightning_zero.sharding.layout import ShardLayout
+
+__all__ = [
+    "OptimizerMemory",
+    "ParamShard",
+    "aliasable_gradient_bytes",
+    "aliased_gradient_bytes",
+    "host_master_bytes",
+    "measure_optimizer_memory",
+    "persistent_bytes",
+    "reduce_bucket_bytes",
+    "shard_parameters",
+]
+
+MIB = 2**20
+SMALL = 64  # elements of a parameter that stands for a shard of any size
+
+
+@dataclass(frozen=True)
+class ParamShard:
+    """Layout of one parameter.
+
+    Attributes:
+        layout: over the ranks of a shard group.
+        dtype: of the master shard.
+        trained: the parameter gets gradients.
+        keeps_dtype: autocast does not cast it.
+    """
+
+    layout: ShardLayout
+    dtype: torch.dtype
+    trained: bool
+    keeps_dtype: bool
+
+    @property
+    def elements(self) -> int:
+        """Return the elements of one rank, with padding."""
+        return self.layout.shard_numel
+
+    def compute_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype that compiled code reads. ``dtype``: that of autocast."""
+        return compute_dtype_of(self.dtype, dtype)
+
+
+def shard_parameters(module: nn.Module, world_size: int, dtype: torch.dtype | None = None) -> list[ParamShard]:
+    """Return the layouts of a module's parameters, each once. ``dtype``: None for their own."""
+    embedded = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    found = []
+    for param in module.parameters():
+        kind = dtype if dtype is not None and param.is_floating_point() else param.dtype
+        keeps_dtype = param.dim() < 2 or id(param) in embedded
+        found.append(
+            ParamShard(ShardLayout.from_shape(param.shape, kind, world_size), kind, param.requires_grad, keeps_dtype)
+        )
+    return found
+
+
+def persistent_bytes(
+    shards: Sequence[ParamShard], config: EngineConfig, hosts: int = 1, accumulate: int = 1
+) -> dict[str, int]:
+    """Return a rank's bytes by the role names of an engine's memory report, without optimizer state.
+
+    Args:
+        hosts: number of hosts.
+        accumulate: micro-batches in one optimizer step.
+    """
+    dtype = config.compute_dtype if config.compile else None
+    exchange = hosts > 1 and config.tuning.replicate_over is None
+    per_host = exchange and config.compile and config.tuning.compute_shard_group == "host"
+    host_shards = per_host and all(s.layout.world_size == hosts for s in shards)
+    found = {
+        "master_shard": sum(s.elements * s.dtype.itemsize for s in shards) - host_master_bytes(shards, config),
+        "gradient": sum(s.elements * s.dtype.itemsize for s in shards if s.trained)
+        - aliased_gradient_bytes(shards, config),
+        "deferred_gradient": 0,
+        "compute_copy": 0,
+        "full_precision_copy": 0,
+        "resident_weight": 0 if host_shards else _resident_bytes(shards, config),
+    }
+    for s in shards:
+        used = s.compute_dtype(dtype)
+        elements = s.elements * (hosts if per_host else 1)
+        if used != s.dtype:
+            found["compute_copy"] += elements * used.itemsize
+        if per_host and (used == s.dtype or s.keeps_dtype):
+            found["full_precision_copy"] += elements * s.dtype.itemsize
+        if s.trained and accumulate > 1:
+            parts = _deferred_shards(s, config, hosts)
+            found["deferred_gradient"] += s.elements * parts * torch.promote_types(s.dtype, torch.float32).itemsize
+    return found
+
+
+def aliased_gradient_bytes(shards: Sequence[ParamShard], config: EngineConfig) -> int:
+    """Return the bytes that gradients save by aliasing compute copies."""
+    return aliasable_gradient_bytes(shards, config) if config.tuning.grad_aliasing else 0
+
+
+def aliasable_gradient_bytes(shards: Sequence[ParamShard], config: EngineConfig) -> int:
+    """Return the bytes of gradients that can alias compute copies."""
+    copied = [s for s in shards if s.trained and s.compute_dtype(config.compute_dtype) != s.dtype]
+    return sum(s.elements * s.dtype.itemsize for s in copied)
+
+
+def host_master_bytes(shards: Sequence[ParamShard], config: EngineConfig) -> int:
+    """Return the bytes of master weights on the host."""
+    away = [s for s in shards if "parameters" in config.offload and not s.keeps_dtype]
+    return sum(s.elements * s.dtype.itemsize for s in away if s.compute_dtype(config.compute_dtype) != s.dtype)
+
+
+def reduce_bucket_bytes(shards: Sequence[ParamShard], config: EngineConfig, ranks: int, copied: bool) -> int:
+    """Return the bytes of gradients in flight.
+
+    Args:
+        ranks: of a host.
+        copied: gradients are copied to symmetric memory of other ranks; otherwise collectives reduce buckets.
+    """
+    limit = config.tuning.reduce_bucket_mb * MIB
+    if copied:
+        return int(2 * limit)
+    filled: dict[torch.dtype, int] = {}
+    largest: dict[torch.dtype, int] = {}
+    for s in reversed(shards):  # the order of gradients until the first backward has shown it
+        if not s.trained:
+            continue
+        cast = s.dtype.is_floating_point and config.wire_dtype is not None
+        dtype = config.wire_dtype if cast and config.wire_dtype is not None else s.dtype
+        most = limit // dtype.itemsize // ranks
+        fits = filled.get(dtype, 0) + s.elements <= most
+        filled[dtype] = filled.get(dtype, 0) + s.elements if fits else s.elements
+        largest[dtype] = max(largest.get(dtype, 0), filled[dtype])
+    depth = 2 if config.tuning.reduce_double_buffer else 1
+    return sum(depth * (ranks + 1) * elements * dtype.itemsize for dtype, elements in largest.items())
+
+
+def _deferred_shards(shard: ParamShard, config: EngineConfig, hosts: int) -> int:
+    """Return how many ranks' shards of a gradient a rank accumulates before it reduces them."""
+    shards = shard.layout.world_size
+    if config.stage == 1 and max(shards, hosts) > 1:
+        return shards
+    if hosts == 1 or config.tuning.cross_host_reduce != "step":
+        return 0
+    return hosts if config.tuning.replicate_over is None else 1
+
+
+def _resident_bytes(shards: Sequence[ParamShard], config: EngineConfig) -> int:
+    """Return the bytes of unsharded weights that are kept until the optimizer steps."""
+    left = config.compiled.unsharded_cache_bytes if config.unsharded_cache_until == "step" else 0.0
+    small_bytes = 0 if isinf(left) else small_weight_bytes(config.compiled)
+    total = 0
+    for s in shards:
+        used = s.dtype if s.keeps_dtype else s.compute_dtype(config.compute_dtype if config.compile else None)
+        full = replace(s.layout, world_size=1).shard_numel * s.layout.world_size * used.itemsize
+        if s.layout.numel * used.itemsize > small_bytes and full <= left:
+            left -= full
+            total += full
+    return total
+
+
+@dataclass(frozen=True)
+class OptimizerMemory:
+    """Memory of a rank's optimizers.
+
+    Attributes:
+        states: bytes that persist between steps.
+        temporary: bytes that the optimizer's own step takes in addition.
+        words: bytes per element by name, for instance "exp_avg 4, exp_avg_sq 4".
+    """
+
+    states: int
+    temporary: int
+    words: str
+
+
+def measure_optimizer_memory(
+    optimizers: Sequence[torch.optim.Optimizer],
+    params: Sequence[nn.Parameter],
+    shards: Sequence[ParamShard],
+    narrow: bool = False,
+) -> OptimizerMemory:
+    """Step the optimizers on small stand-ins, which replace their parameters, and scale their state.
+
+    Args:
+        params: parameters of the optimizers.
+        shards: their layouts.
+        narrow: as with ``state_dtype="bf16"``.
+
+    Raises:
+        Exception: any error of an optimizer's step.
+    """
+    of = {id(param): shard for param, shard in zip(params, shards, strict=True)}
+    states = temporary = 0
+    words: dict[str, int] = {}
+    for optimizer in optimizers:
+        shard_of: dict[Tensor, ParamShard] = {}
+        for group in optimizer.param_groups:
+            chosen = [of[id(param)] for param in group["params"] if of[id(param)].trained]
+            group["params"] = [_small_parameter(shard) for shard in chosen]
+            shard_of.update(zip(group["params"], chosen, strict=True))
+        counter = MemoryCounter(shard_of)
+        with counter:
+            optimizer.step()
+        per_byte = (counter.peak - counter.alive) / max(sum(param.nbytes for param in shard_of), 1)
+        stepped = sum(shard.elements * shard.dtype.itemsize for shard in of.values())
+        if narrow:  # the step then runs in chunks
+            stepped = min(stepped, MAX_CHUNK_NUMEL * torch.float32.itemsize)
+        temporary = max(temporary, int(per_byte * stepped))
+        names = _narrow_names(optimizer, shard_of) if narrow else {}
+        for param, state in optimizer.state.items():
+            for name, value in state.items():
+                if isinstance(value, Tensor):
+                    alike = value.shape == param.shape
+                    size = STATE_DTYPE.itemsize if alike and name in names.get(param, ()) else value.itemsize
+                    states += size * (shard_of[param].elements if alike else value.numel())
+                    words |= {name: min(size, words.get(name, size))} if alike else {}
+    text = ", ".join(f"{name} {size}" for name, size in words.items()) or "nothing"
+    return OptimizerMemory(states, temporary, text)
+
+
+def _narrow_names(
+    optimizer: torch.optim.Optimizer, shard_of: dict[Tensor, ParamShard]
+) -> dict[Tensor, tuple[str, ...]]:
+    found = {}
+    for group in optimizer.param_groups:
+        rule = rule_for(optimizer, group)
+        for param in group["params"]:
+            shard = shard_of[param]
+            if rule is not None and keeps_bf16_state(shard.layout.numel, shard.dtype):
+                found[param] = rule.state
+    return found
+
+
+def _small_parameter(shard: ParamShard) -> nn.Parameter:
+    """Return a parameter with as many dimensions as the full one."""
+    shape = (1,) * (len(shard.layout.shape) - 1) + (SMALL,)
+    param = nn.Parameter(torch.zeros(shape, dtype=shard.dtype))
+    param.grad = torch.zeros_like(param)
+    return param

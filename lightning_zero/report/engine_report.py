@@ -1,0 +1,129 @@
+"""Report an engine's memory by role, reasons against CUDA graphs, and a startup line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightning_zero.compat.tensors import tree_leaves
+from lightning_zero.engine import Engine
+from lightning_zero.profiling.device_gauges import MemoryGauge
+from lightning_zero.sharding.param_record import Role
+from lightning_zero.sharding.shard_tensor import no_shard_dispatch
+
+__all__ = ["memory_by_role", "replay_blockers", "startup_summary"]
+
+FORWARD_BACKWARD, OPTIMIZER = "forward_backward", "optimizer_step"
+MOST_NAMES = 3  # of compiled modules in a line
+SEPARATE_ROLES = {
+    "reduce_buckets": "reduce buckets",
+    "captures": "captured graphs",
+    "optimizer_state_on_host": "optimizer state on the host",
+    "master_shard_on_host": "master weights on the host",
+    "activations_on_host": "activations on the host",
+}
+
+
+def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] = ()) -> dict[str, int]:
+    """Return this rank's bytes by role.
+
+    Names that end in ``_on_host`` are host memory. ``peers`` is symmetric memory, which the allocator does not see; its
+    bytes also count under their roles.
+    """
+    memory = engine.sharder.memory
+    with no_shard_dispatch():
+        found = {role.value.replace(" ", "_").replace("-", "_"): _bytes(memory.tensors(role)) for role in Role}
+        copies = {
+            t.data_ptr() for what in (Role.COMPUTE_SHARD, Role.FULL_PRECISION_SHARD) for t in memory.tensors(what)
+        }
+        # Gradients may alias copies, and resident weights may be host shards.
+        for name, role in (("gradient", Role.GRADIENT), ("resident_weight", Role.UNSHARDED_CACHE)):
+            found[name] = _bytes([tensor for tensor in memory.tensors(role) if tensor.data_ptr() not in copies])
+        on_host = memory.on_host.nbytes if memory.on_host is not None else 0
+        found["master_shard"] -= on_host
+        found["master_shard_on_host"] = on_host
+        kept = tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])
+        states = [value for value in kept if isinstance(value, torch.Tensor)]
+        host_states = [value for value in states if engine.optimizers.on_host and value.device.type == "cpu"]
+        found["optimizer_state"] = _bytes(states) - _bytes(host_states)
+        found["optimizer_state_on_host"] = _bytes(host_states)
+    found["reduce_buckets"] = engine.executor.counters().get("bucket_bytes", 0)
+    found["activations_on_host"] = engine.executor.activations.nbytes
+    found["captures"] = engine.replays.nbytes
+    found["peers"] = engine.transports.nbytes
+    return found
+
+
+def replay_blockers(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] = ()) -> dict[str, str]:
+    """Return why "forward_backward" and "optimizer_step" are not CUDA graphs; "" if they may be."""
+    compiled = engine.config.compiled.enabled
+    steps = [engine.optimizers.stepper(optimizer).eager_reason for optimizer in optimizers]
+    return {
+        FORWARD_BACKWARD: engine.replays.disabled_reason() if compiled else "nothing is compiled",
+        OPTIMIZER: "; ".join(sorted({reason for reason in steps if reason})),
+    }
+
+
+def startup_summary(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    """Return a line like ``Runs: ZeRO-3 over 2 x cuda; compiled: 'net'; ... On each rank: ...``."""
+    parts = [_stage(engine), _compiled(engine), *_transports(engine), _replays(engine, optimizers)]
+    return f"Runs: {'; '.join(parts)}. {_memory(engine, optimizers)}"
+
+
+def _stage(engine: Engine) -> str:
+    dtype = engine.config.compute_dtype
+    computing = f", computing in {str(dtype).removeprefix('torch.')}" if dtype is not None else ""
+    hosts, replicas = engine.mesh.host_count, engine.config.tuning.replicate_over is not None
+    where = f" on {hosts} hosts" if hosts > 1 else " (replicate_over changes nothing on one host)" if replicas else ""
+    where += ", a replica on each" if engine.mesh.replicated else ""
+    return f"ZeRO-{engine.config.stage} over {engine.world_size} x {engine.device.type}{where}{computing}"
+
+
+def _compiled(engine: Engine) -> str:
+    compiled = engine.session.compiled_modules
+    if compiled is None or not engine.config.compiled.enabled:
+        return "nothing compiled: compile=False"
+    names = [
+        repr(name) if name else "the whole module" for name in compiled.modules if name not in compiled.limit_reasons
+    ]
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    reasons = compiled.eager_reasons | compiled.limit_reasons
+    eager = [f"{name or 'the whole module'!r} runs eagerly: {why}" for name, why in reasons.items()]
+    return "; ".join([f"compiled: {', '.join(names[:MOST_NAMES]) or 'nothing yet'}{more}", *eager])
+
+
+def _transports(engine: Engine) -> list[str]:
+    if engine.world_size == 1:
+        return []
+    return [f"{what} travel by {how}" for what, how in engine.transports.describe().items()]
+
+
+def _replays(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    why = replay_blockers(engine, optimizers)
+    names = {FORWARD_BACKWARD: "forward and backward", OPTIMIZER: "optimizer step"}
+    if why[FORWARD_BACKWARD] == why[OPTIMIZER] and why[OPTIMIZER]:
+        return f"no replays: {why[OPTIMIZER]}"
+    return "; ".join(
+        f"{name} not replayed: {why[what]}" if why[what] else f"{name} replayed" for what, name in names.items()
+    )
+
+
+def _memory(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
+    roles = memory_by_role(engine, optimizers)
+    shards = sum(nbytes for what, nbytes in roles.items() if what not in ("peers", *SEPARATE_ROLES))
+    parts = [f"{_size(shards)} of shards, gradients, copies and optimizer state"]
+    parts += [f"{_size(roles[what])} of {name}" for what, name in SEPARATE_ROLES.items() if roles[what]]
+    gauge = MemoryGauge(engine.device)
+    if gauge.reports_memory:
+        read = gauge.read()
+        parts.append(f"{_size(read.allocated)} at the peak, {_size(read.reserved)} reserved")
+    return f"On each rank: {', '.join(parts)}."
+
+
+def _bytes(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

@@ -1,0 +1,172 @@
+"""Record each sharded parameter's layout, memory by role, and owners."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.shard_tensor import ShardSpec, no_shard_dispatch
+
+__all__ = ["Records", "Role", "ShardedParameter", "gather_full"]
+
+
+class Role(Enum):
+    """Name the purpose of memory that belongs to a parameter; ``sharding/flat_memory.py`` allocates it."""
+
+    MASTER_SHARD = "master shard"  # the parameter's dtype; after sharding, and again by group_shards()
+    GRADIENT = "gradient"  # the parameter's dtype, in the first training step; or an alias of the compute shard
+    DEFERRED_GRADIENT = "deferred gradient"  # float32 or wider; full or of a host shard, freed if that changes
+    COMPUTE_SHARD = "compute copy"  # the compute dtype, in the first step of mixed precision
+    FULL_PRECISION_SHARD = "full-precision copy"  # in symmetric memory, for parameters that autocast does not cast
+    UNSHARDED_CACHE = "resident weight"  # the compute dtype; freed if its budget changes
+
+
+@dataclass
+class ShardedParameter:
+    """Hold the state of one sharded parameter.
+
+    Attributes:
+        index: the parameter's number in the executor.
+        name: qualified name in the sharded module.
+        param: the registered parameter: a view of the shard, or the full value inside ``full_parameters``.
+        layout: how the parameter is split.
+        memory: tensors on this rank, by role; a missing role is not allocated yet.
+        spec: what the parameter's shard tensors refer to.
+        owners: the (module, name) pairs that read the parameter: several if it is tied, none after it is dropped.
+        copied: True if a module was deep-copied from the owner, which may have been only a template.
+        visible_grad: the object that is ``param.grad`` after a backward.
+        on_host: the shard as a CPU tensor, if it is stored in host memory.
+        _aliases: tensors that shared the parameter's memory before it was sharded, see ``sharding/aliases.py``.
+    """
+
+    index: int
+    name: str
+    param: nn.Parameter
+    layout: ShardLayout
+    memory: dict[Role, Tensor]
+    spec: ShardSpec = field(repr=False)
+    owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    copied: bool = False
+    visible_grad: Tensor | None = None
+    on_host: Tensor | None = None
+    _aliases: list[weakref.ref[Tensor]] = field(default_factory=list, repr=False)
+
+    @property
+    def shard(self) -> Tensor:
+        """Return this rank's elements and padding, 1-D, which optimizers step."""
+        return self.memory[Role.MASTER_SHARD]
+
+    @property
+    def is_on_host(self) -> bool:
+        """Return True if the shard is stored in host memory."""
+        return self.on_host is not None
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """Return the memory of the shard's gradient: 1-D, in the shard's dtype.
+
+        It has the compute shard's dtype if it aliases that. None until training begins, and for frozen parameters.
+        """
+        return self.memory.get(Role.GRADIENT)
+
+    @property
+    def grad_aliases_compute_shard(self) -> bool:
+        """Return True if the gradient is stored in the compute shard's memory until the optimizer has stepped."""
+        return self.gradient is not None and self.gradient is self.memory.get(Role.COMPUTE_SHARD)
+
+    def has_shard_shape(self, value: Any) -> bool:
+        """Return True if ``value`` has the shard's visible shape, as an optimizer's elementwise state has."""
+        return isinstance(value, Tensor) and value.shape == self.layout.visible_shape
+
+    def local_part(self, full: Tensor) -> Tensor:
+        """Return this rank's part of a full tensor, in the visible shape, as a new tensor.
+
+        It is padded with zeros.
+        """
+        return self.layout.part(full, self.spec.shard_index)
+
+    def write_local_part(self, full: Tensor, into: Tensor) -> None:
+        """Write this rank's part of a tensor of the full shape into the 1-D ``into``, of any device and dtype."""
+        self.layout.write(into, full, self.spec.shard_index)
+
+    def install_shard(self) -> None:
+        """Point the registered parameter at the shard.
+
+        ``numel()`` goes on returning the full parameter's number of elements, which ``sum(p.numel() for p in
+        model.parameters())`` and Lightning's model summary need.
+        """
+        with no_shard_dispatch():
+            for tensor in self._tensors():
+                tensor.data = self.shard.view(self.layout.visible_shape)
+            self.spec.storage_address = self.shard.untyped_storage().data_ptr()
+        self.param.__dict__["numel"] = self.param.__dict__["nelement"] = partial(int, self.layout.numel)
+        for tensor in self._tensors():
+            self.spec.wrap(tensor)
+
+    def install_full(self, value: Tensor) -> None:
+        """Make the registered parameter a plain one with this full value."""
+        if self.grad_aliases_compute_shard:
+            with no_shard_dispatch():
+                self.param.grad, self.param.grad_dtype = None, value.dtype
+        self.set_full_data(value)
+        for name in ("numel", "nelement"):
+            self.param.__dict__.pop(name, None)
+
+    def set_full_data(self, full: Tensor) -> None:
+        """Point the parameter at its full value; its gradient and its ``numel`` stay as they are."""
+        for tensor in self._tensors():
+            ShardSpec.unwrap(tensor)
+        for tensor in self._tensors():
+            tensor.data = full
+
+    def add_alias(self, tensor: Tensor) -> None:
+        """Make a tensor of the parameter's former memory an alias of the shard."""
+        self._aliases.append(weakref.ref(tensor))
+        self.install_shard()
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.param, *(tensor for alias in self._aliases if (tensor := alias()) is not None)]
+
+
+def gather_full(record: ShardedParameter, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the full parameter on the shard's device, in its own dtype or another, detached. Collective."""
+    shape, dtype = list(record.layout.memory_shape), dtype or record.param.dtype
+    with torch.no_grad(), no_shard_dispatch():
+        return record.layout.permute_from_memory(torch.ops.lightning_zero.gather(record.param, shape, dtype))
+
+
+class Records:
+    """Hold the records of all sharded parameters of one engine, ordered by index."""
+
+    def __init__(self) -> None:
+        self._all: list[ShardedParameter] = []
+        self._by_param: dict[int, ShardedParameter] = {}
+
+    def add(self, record: ShardedParameter) -> None:
+        """Append a record, whose index is the number of records before it."""
+        self._all.append(record)
+        self._by_param[id(record.param)] = record
+
+    def find(self, param: Tensor) -> ShardedParameter | None:
+        """Return the record of a registered parameter, or None."""
+        record = self._by_param.get(id(param))
+        return record if record is not None and record.param is param else None
+
+    @property
+    def live(self) -> list[ShardedParameter]:
+        """Return the records that some module reads."""
+        return [record for record in self._all if record.owners]
+
+    def __getitem__(self, index: int) -> ShardedParameter:
+        return self._all[index]
+
+    def __iter__(self) -> Iterator[ShardedParameter]:
+        return iter(self._all)

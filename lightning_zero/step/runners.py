@@ -1,0 +1,188 @@
+"""Runners: the ways to carry out an optimizer's step.
+
+:class:`CapturedRunner` replays a CUDA graph, :class:`EagerRunner` lets the optimizer step flat parameters, and
+:class:`~lightning_zero.step.chunked_step.ChunkedRunner` steps them in chunks. The stepper uses the first runner that
+can step a layout; the last one can step all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from lightning_zero.offload.staging_ring import StagingRing
+from lightning_zero.optim.flat_runs import State
+from lightning_zero.optim.step_kernel import StepKernel
+from lightning_zero.optim.support import is_torch_optimizer
+from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
+
+__all__ = ["CapturedRunner", "EagerRunner", "StepRunner", "reason_not_captured"]
+
+
+class StepRunner(Protocol):
+    """One way to step a layout.
+
+    Attributes:
+        can_clip: The runner scales gradients while it uses them, which saves one read and write.
+        can_skip: The device may decide if anything changes.
+    """
+
+    can_clip: bool
+    can_skip: bool
+
+    def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
+        """Return True if the runner can step this layout now, and prepare the layout at the first call.
+
+        Called before each step and before clipping.
+        """
+        ...
+
+    def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
+        """Run before the optimizer's own ``step``.
+
+        Args:
+            layout: A layout for which :meth:`can_step` returned True.
+            own: The optimizer's own groups and state.
+            max_norm: Clip the gradients to this norm, unless None; ``layout.squared`` is of all ranks.
+            skip: 0-dim on the device; if not zero, change nothing. Only if ``can_skip``.
+
+        Returns:
+            The parameters and state that the optimizer steps by itself.
+        """
+        ...
+
+    def end(self, layout: StepLayout, own: OwnParams) -> None:
+        """Run after the optimizer's own ``step``, with its own parameters restored."""
+        ...
+
+
+class EagerRunner:
+    """Shows flat parameters to the optimizer, and copies their state to its own parameters."""
+
+    can_clip = can_skip = False
+
+    def __init__(self, layouts: StepLayouts) -> None:
+        self._layouts = layouts
+
+    def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
+        return True
+
+    def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
+        assert skip is None, "only the captured runner can skip"
+        layout.prepare_eager_step(own.state, max_norm)
+        flat = layout.flat_groups(own.groups)
+        layout.state.update(_shared_state(own.state))
+        return FlatParams(flat, layout.state, range(len(flat)))
+
+    def end(self, layout: StepLayout, own: OwnParams) -> None:
+        for run in layout.runs:
+            run.state = layout.state[run.param]
+        layout.finish_eager_step(own.state)
+        own.state.update(_shared_state(layout.state))
+        self._layouts.remember_state(own.state)
+
+
+def _shared_state(state: State) -> dict[Any, Any]:
+    """Return state that an optimizer keeps once for all parameters, such as MADGRAD's step count."""
+    return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+
+
+def reason_not_captured(
+    optimizer: torch.optim.Optimizer, device: torch.device, capture: bool | str, emulate: bool
+) -> str | None:
+    """Return why the optimizer's step cannot be captured at present; None if it can."""
+    if not capture:
+        return "capture is switched off"
+    if device.type != "cuda" and not emulate:
+        return f"there are no CUDA graphs on device {str(device)!r}"
+    dtypes = {param.dtype for group in optimizer.param_groups for param in group["params"]}
+    for wide in dtypes & {torch.float64, torch.complex128}:
+        return f"replays compute in float32, and it steps parameters of {str(wide).removeprefix('torch.')}"
+    pairs = [dtype for dtype in dtypes if dtype.is_complex]
+    if pairs and not is_torch_optimizer(optimizer):
+        return f"it steps parameters of {str(pairs[0]).removeprefix('torch.')}, which its rule may not treat as pairs"
+    if not StepKernel.supports(optimizer, optimizer.param_groups):
+        return (
+            "its update rule is not known (only elementwise optimizers of torch.optim, no subclasses). "
+            "Register it with lightning_zero.register_rule"
+        )
+    return None
+
+
+class CapturedRunner:
+    """Replays a layout's step, after the optimizer itself has made the first step and the state.
+
+    Args:
+        optimizer: Optimizer with a known update rule.
+        layouts: Its layouts.
+        device: Device of all tensors.
+        compile_kernels: Compile the update with Inductor; otherwise run it op by op.
+        ring: Staging ring for state on the host; None if state is on the device.
+        captures: Replay steps. If False, only layouts with bfloat16 state are stepped, which the optimizer cannot do
+            itself.
+
+    Attributes:
+        replays: Number of steps that were one graph launch.
+    """
+
+    can_clip = can_skip = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        layouts: StepLayouts,
+        device: torch.device,
+        compile_kernels: bool,
+        ring: StagingRing | None = None,
+        captures: bool = True,
+    ) -> None:
+        self._optimizer = optimizer
+        self._layouts = layouts
+        self._device = device
+        self._compile = compile_kernels
+        self._ring = ring
+        self._captures = captures
+        self._kernels: WeakKeyDictionary[StepLayout, StepKernel] = WeakKeyDictionary()
+        self.replays = 0
+
+    def kernel(self, layout: StepLayout) -> StepKernel | None:
+        """Return the kernel of this layout; None before its first step here."""
+        return self._kernels.get(layout)
+
+    def forget(self) -> None:
+        """Capture each layout again at its next step; state stays."""
+        self._kernels.clear()
+
+    def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
+        if layout in self._kernels:
+            return True
+        bf16_state = any(run.bf16_state for run in layout.runs)
+        # The rounding of bfloat16 state must not depend on steps made by the optimizer itself.
+        if not bf16_state and (layout.eager_steps == 0 or not self._captures):
+            return False
+        if not layout.runs:
+            return False
+        if not StepKernel.supports(self._optimizer, own.groups, layout.runs):
+            return False
+        moved = [run.move_counts(self._device) for run in layout.runs]
+        if any(moved):
+            # The other layouts view the old counts.
+            self._layouts.drop_others(layout)
+        self._kernels[layout] = StepKernel(
+            self._optimizer, own.groups, layout.runs, self._device, self._compile, self._ring, self._captures
+        )
+        for run in layout.runs:
+            run.export_state(own.state)
+        self._layouts.remember_state(own.state)
+        return True
+
+    def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
+        with torch.no_grad():
+            self.replays += self._kernels[layout].run(own.groups, layout.squared, max_norm, skip)
+        return FlatParams([], layout.state, [])
+
+    def end(self, layout: StepLayout, own: OwnParams) -> None:
+        pass

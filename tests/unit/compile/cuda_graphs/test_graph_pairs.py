@@ -1,0 +1,196 @@
+"""Failed captures and released memory, with a fake of CUDA."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from typing import Any
+from unittest.mock import MagicMock, call, patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.compat import cuda
+from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec, CUDAGraphPair
+
+
+class Graph:
+    """A CUDA graph that logs its calls."""
+
+    made: list["Graph"] = []
+    end_fails = False
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        Graph.made.append(self)
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        assert capture_error_mode == "thread_local"
+        self.pool = pool
+        self.log.append("begin")
+
+    def capture_end(self) -> None:
+        self.log.append("end")
+        if Graph.end_fails:
+            Graph.end_fails = False
+            raise RuntimeError("the capture was invalidated")
+
+    def replay(self) -> None:
+        self.log.append("replay")
+
+    def reset(self) -> None:
+        self.log.append("reset")
+
+
+class Executor:
+    device = torch.device("cpu")
+    # All parts share one log.
+    graphs = weights = gradients = property(lambda self: self)
+
+    def __init__(self, refuse: int = 0) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.recorded = 0
+        self.refuse = refuse
+
+    activations: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **named: self.log.append((name, *args, *named.values()))
+
+    def uses_epoch_lock(self) -> bool:
+        return True
+
+    def end(self) -> int:
+        self.recorded += 1
+        if self.recorded == self.refuse:
+            raise NotImplementedError("some of its gradients share buckets with those of other graphs")
+        self.log.append(("end",))
+        return self.recorded
+
+
+@pytest.fixture
+def allocator() -> Iterator[MagicMock]:
+    Graph.made, Graph.end_fails = [], False
+    stands_in = {
+        "CUDAGraph": Graph,
+        "Stream": MagicMock(),
+        "current_stream": MagicMock(),
+        "stream": lambda stream: nullcontext(),
+        "empty_cache": lambda: None,
+        "synchronize": lambda: None,
+        "graph_pool_handle": lambda: (0, 7),
+        "current_device": lambda: 3,
+    }
+    freed = MagicMock()
+    with ExitStack() as stack:
+        for name, value in stands_in.items():
+            stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(cuda, "clear_cublas_workspaces", lambda: None))
+        stack.enter_context(patch.object(cuda, "end_allocate_to_pool", freed.end))
+        stack.enter_context(patch.object(cuda, "release_pool", freed.release))
+        yield freed
+
+
+class Scaled(torch.autograd.Function):
+    """The gradient of the weight goes to the executor, as in compiled code."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, batch: Tensor) -> Tensor:
+        return weight * batch
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+def scaled(weight: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+    return Scaled.apply(weight, batch), batch + 1
+
+
+def capture(executor: Executor, compiled: Any = scaled, shared: Any = None) -> CUDAGraphPair:
+    batch = torch.ones(2)
+    inputs = [nn.Parameter(torch.tensor(3.0)), batch]
+    return CUDAGraphPair(CaptureSpec(compiled, inputs, [batch], executor, False, shared, 5))  # type: ignore[arg-type]
+
+
+def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock) -> None:
+    executor = Executor()
+    pair = capture(executor)
+    assert executor.log == [
+        ("sync_compute_shards", True),  # a wait for the epoch lock must not be captured
+        ("begin", False, False, -1),
+        ("end",),
+        ("begin", True, False, 5),
+        ("end",),
+        ("mark_not_run", 2),
+        ("mark_not_run", 1),
+    ]
+    executor.log.clear()
+    assert pair.forward()[0].tolist() == [3, 3]
+    pair.backward([torch.full((2,), 2.0), None])
+    assert executor.log == [("before_replay", 1), ("after_replay", 1), ("before_replay", 2), ("after_replay", 2)]
+    assert [graph.log for graph in Graph.made] == [["begin", "end", "replay"]] * 2
+    assert pair.differentiable == [True, False]
+
+
+def test_a_refused_backward_leaves_nothing_that_the_forward_was_to_bring(allocator: MagicMock) -> None:
+    executor = Executor(refuse=2)
+    with pytest.raises(NotImplementedError, match="share buckets"):
+        capture(executor)
+    assert executor.log[-3:] == [("abort",), ("mark_not_run", 1), ("drop", 1)]
+    # Released graphs hold no collectives, for which process groups would wait at their end.
+    assert [graph.log for graph in Graph.made] == [["begin", "end", "reset"]] * 2
+    assert not allocator.mock_calls
+
+
+@pytest.mark.parametrize("refuse", [0, 1, 2])
+def test_the_callers_stream_goes_on_after_the_capture(allocator: MagicMock, refuse: int) -> None:
+    """Also after a failed capture: copies in flight write to memory of the caller's stream."""
+    with nullcontext() if refuse == 0 else pytest.raises(NotImplementedError):
+        capture(Executor(refuse))
+    current, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    assert current.wait_stream.mock_calls == [call(stream)]  # type: ignore[attr-defined]
+    assert stream.wait_stream.mock_calls == [call(current)]  # type: ignore[attr-defined]
+
+
+def test_what_no_graph_can_hold_gives_the_allocator_back(allocator: MagicMock) -> None:
+    def waits(weight: Tensor, batch: Tensor) -> Any:
+        Graph.end_fails = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    executor = Executor()
+    with pytest.raises(RuntimeError, match="not permitted"):
+        capture(executor, waits)
+    assert executor.log[-1] == ("abort",)
+    assert allocator.mock_calls == [call.end(3, (0, 7)), call.release(3, (0, 7))]
+    # the second frees the generator
+    assert [graph.log for graph in Graph.made] == [["begin", "end", "reset"], ["begin", "end"]]
+
+
+def test_a_gradient_that_the_executor_does_not_get_is_a_bug(allocator: MagicMock) -> None:
+    with pytest.raises(AssertionError, match="past the executor"):
+        capture(Executor(), lambda weight, batch: (weight * batch,))
+
+
+@pytest.mark.parametrize(
+    ("compiled", "reason"),
+    [
+        (lambda weight, batch: (weight * batch.mul_(2),), "changed in place"),
+        (lambda weight, batch: (weight * batch, batch.view(1, 2)), "a view of one"),
+        (lambda weight, batch: (weight * batch, 4), "not a tensor"),
+    ],
+)
+def test_what_a_replay_would_not_do_is_refused(allocator: MagicMock, compiled: Any, reason: str) -> None:
+    with pytest.raises(NotImplementedError, match=reason):
+        capture(Executor(), compiled)
+
+
+def test_pairs_of_one_graph_share_memory_and_give_it_back(allocator: MagicMock) -> None:
+    executor = Executor()
+    first = capture(executor)
+    second = capture(executor, shared=first)
+    assert second._pool is first._pool
+    assert second._stream is first._stream
+    executor.log.clear()
+    first.close()
+    assert [graph.log[-1] for graph in Graph.made] == ["reset", "reset", "end", "end"]
+    assert executor.log == [("drop", 1), ("drop", 2)]

@@ -1,0 +1,91 @@
+"""Bytes that persist between steps."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero import Tuning
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.planning.estimate_training import Training, plan
+from lightning_zero.planning.persistent_memory import measure_optimizer_memory, persistent_bytes, shard_parameters
+from tests.helpers.optimizer_steps import Lion
+from tests.helpers.options import config
+
+
+def kept(make: Any, narrow: bool) -> Any:
+    module = nn.Linear(64, 64)
+    params = list(module.parameters())
+    return measure_optimizer_memory([make(params)], params, shard_parameters(module, 2), narrow)
+
+
+@pytest.mark.parametrize(
+    ("make", "wide", "narrow", "words"),
+    [
+        (torch.optim.AdamW, 2 * 4 * 2080 + 2 * 4, 2 * (2 * 2048 + 4 * 32) + 2 * 4, "exp_avg 2, exp_avg_sq 2"),
+        (lambda p: torch.optim.SGD(p, momentum=0.9), 4 * 2080, 2 * 2048 + 4 * 32, "momentum_buffer 2"),
+        (Lion, 4 * 2080, 4 * 2080, "average 4"),  # whose rule is not known: an engine refuses it
+    ],
+)
+def test_narrow_state_is_counted_where_a_parameter_is_large_enough(
+    make: Any, wide: int, narrow: int, words: str
+) -> None:
+    assert kept(make, False).states == wide
+    assert kept(make, True).states == narrow
+    assert kept(make, True).words == words
+
+
+def test_a_plan_counts_it_by_the_option() -> None:
+    module = nn.Linear(64, 64)
+    training = Training(lambda m, x: m(x).sum(), torch.optim.AdamW)
+    plans = [
+        plan(module, torch.zeros(2, 64), 2, training=training, tuning=Tuning(state_dtype=dtype))
+        for dtype in (None, "bf16")
+    ]
+    assert [found.roles["optimizer_state"] for found in plans] == [16648, 8456]
+
+
+def test_a_plan_counts_what_lies_on_the_host_by_the_option() -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))  # of which the matrix leaves
+    training = Training(lambda m, x: m(x).sum(), torch.optim.AdamW)
+    here, state, both = (
+        plan(module, torch.zeros(2, 64), 2, training=training, offload=offload)
+        for offload in ((), ("optimizer",), ("optimizer", "parameters"))
+    )
+    shards, vectors = 4 * (2048 + 3 * 32), 4 * 3 * 32
+    assert [found.roles["master_shard"] for found in (here, state, both)] == [shards, shards, vectors]
+    assert [found.roles["optimizer_state"] for found in (here, state, both)] == [2 * shards + 4 * 4, 0, 0]
+    assert here.roles["offload_buffers"] == 0
+    assert both.roles["offload_buffers"] - state.roles["offload_buffers"] == shards - vectors
+    assert both.roles["compute_copy"] == here.roles["compute_copy"] > 0
+    with pytest.raises(UnsupportedError, match="with this precision"):
+        plan(module, torch.zeros(2, 64), 2, precision="32-true", offload=("optimizer", "parameters"))
+    with pytest.raises(UnsupportedError, match=r"over several hosts \(2 here\)"):
+        plan(module, torch.zeros(2, 64), 16, training=training, offload=("optimizer", "parameters"))
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(300, 200), nn.LayerNorm(200), nn.Linear(200, 7))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("inside", [1, 4])
+def test_a_host_with_a_replica_holds_what_it_would_alone(stage: int, inside: int) -> None:
+    options = {"stage": stage, "compute_dtype": torch.bfloat16}
+    shards = shard_parameters(model(), inside)
+    alone = persistent_bytes(shards, config(**options))
+    one_of_three = persistent_bytes(shards, config(replicate_over="hosts", **options), hosts=3)
+    assert one_of_three == alone
+    together = persistent_bytes(shard_parameters(model(), 3 * inside), config(**options), hosts=3)
+    assert together["master_shard"] < 0.5 * alone["master_shard"]
+
+
+def test_gradients_that_wait_for_the_last_micro_batch_are_a_hosts() -> None:
+    shards = shard_parameters(model(), 4)
+    once = persistent_bytes(shards, config(replicate_over="hosts", cross_host_reduce="step"), hosts=3, accumulate=2)
+    assert once["deferred_gradient"] == once["gradient"]
+    whole = persistent_bytes(shards, config(replicate_over="hosts", stage=1), hosts=3, accumulate=2)
+    assert whole["deferred_gradient"] == 4 * once["gradient"]
+    each = persistent_bytes(shards, config(replicate_over="hosts"), hosts=3, accumulate=2)
+    assert each["deferred_gradient"] == 0

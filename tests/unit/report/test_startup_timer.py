@@ -1,0 +1,126 @@
+"""One line about a training's start."""
+
+from collections import defaultdict
+
+from lightning_zero.report.startup_timer import BATCHES, MOST_BATCHES, StartupTimer
+
+
+class Training:
+    """Time passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.spent: defaultdict[str, float] = defaultdict(float, graphs=3.0, compiling=50.0)  # by another training
+        self.torch: defaultdict[str, float] = defaultdict(float, {"aot_trace_joint_graph": 7.0})
+        self.clock = StartupTimer(
+            lambda: self.spent, "Inductor", lambda: self.runs, lambda: self.now, lambda: self.torch
+        )
+        self.runs = ""
+
+    def passes(self, seconds: float) -> None:
+        self.now += seconds
+
+    def compiles(
+        self, dynamo: float, joint: float, passes: float, rest: float, subgraphs: int = 0, new: int = 0
+    ) -> None:
+        inside = joint + passes + rest
+        self.passes(dynamo + inside)
+        self.spent["graphs"] += 1
+        self.spent["compiling"] += inside
+        self.spent["passes"] += passes
+        self.spent["subgraphs"] += subgraphs
+        self.spent["subgraphs compiled"] += new
+        self.torch["aot_trace_joint_graph"] += joint
+        self.torch["_compile.compile_inner"] += dynamo + inside
+        self.torch["OutputGraph.call_user_compiler"] += inside
+
+    def batches(self, count: int, seconds: float = 0.5) -> list[str]:
+        lines: list[str] = []
+        for _ in range(count):
+            lines += self.clock.batch()
+            self.passes(seconds)
+        return lines
+
+
+def test_the_line_says_where_each_second_went() -> None:
+    training = Training()
+    training.passes(3.0)
+    training.clock.built(1.5)
+    assert not training.batches(1, seconds=2.0)
+    assert training.clock.batch() == []
+    training.compiles(5.0, 8.0, 1.0, 18.0, subgraphs=152, new=12)
+    training.passes(0.5)
+    assert training.batches(20) == [
+        "Start: 41.5 s to the end of step 10: build 1.5, until the first step 1.5, first step, eagerly 2.0, Dynamo 5.0, "
+        "joint graph 8.0, passes 1.0, Inductor (12 subgraphs compiled, 140 reused) 18.0, the other steps 4.5."
+    ]
+    assert training.clock.ends() == [], "once is enough"
+
+
+def test_what_was_compiled_while_the_executor_was_built_is_no_part_of_the_model() -> None:
+    training = Training()
+    training.torch["_compile.compile_inner"] += 4.0
+    training.torch["aot_trace_joint_graph"] += 1.0
+    training.passes(5.0)
+    training.clock.built(1.0)
+    training.compiles(2.0, 3.0, 0.0, 1.0)
+    [line] = training.batches(15)
+    assert "build 1.0, until the first step 10.0," in line
+    assert "Dynamo 2.0, joint graph 3.0, passes 0.0, Inductor 1.0" in line
+
+
+def test_it_waits_until_nothing_is_compiled_any_more() -> None:
+    training = Training()
+    for _ in range(BATCHES + 5):
+        assert not training.batches(1)
+        training.compiles(0.1, 0.1, 0.1, 0.1)
+    [line] = training.batches(5)
+    assert f"to the end of step {BATCHES + 5 + 3}:" in line
+
+
+def test_it_does_not_wait_for_ever() -> None:
+    training = Training()
+    lines = []
+    for _ in range(MOST_BATCHES + 10):
+        lines += training.batches(1)
+        training.compiles(0.1, 0.1, 0.1, 0.1)
+    assert [f"to the end of step {MOST_BATCHES}:" in line for line in lines] == [True]
+
+
+def test_a_short_training_says_it_at_its_end() -> None:
+    training = Training()
+    assert training.clock.ends() == [], "no training"
+    training.batches(2)
+    training.compiles(1.0, 1.0, 1.0, 1.0)
+    [line] = training.clock.ends()
+    assert "to the end of step 2:" in line
+    assert training.clock.ends() == []
+
+
+def test_nothing_is_said_where_nothing_was_compiled_or_built() -> None:
+    training = Training()
+    assert not training.batches(30)
+    assert training.clock.ends() == []
+
+
+def test_what_runs_is_said_at_the_end_of_the_start_and_whatever_was_compiled() -> None:
+    training = Training()
+    training.runs = "Runs: much."
+    assert training.batches(BATCHES) == []
+    assert training.batches(20) == ["Runs: much."]
+    training = Training()
+    training.runs = "Runs: little."
+    training.batches(1)
+    training.compiles(1.0, 1.0, 1.0, 1.0)
+    first, second = training.clock.ends()
+    assert first.startswith("Start: ")
+    assert second == "Runs: little."
+
+
+def test_a_line_that_fails_ends_no_training() -> None:
+    def fails() -> str:
+        raise ValueError("no")
+
+    clock = StartupTimer(dict, "inductor", fails, lambda: 0.0, dict)
+    clock.batch()
+    assert clock.ends() == ["The startup summary failed: ValueError: no."]
