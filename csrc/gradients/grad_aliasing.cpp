@@ -7,14 +7,15 @@
 namespace lightning_zero::grad_aliasing {
 
 void raise_in_use(const ParamRecord& record) {
-  TORCH_CHECK_VALUE(false, "lightning_zero: the weight ", record.name,
-                    "is used again while its gradient is being reduced or waits for the optimizer step: with "
-                    "grad_aliasing=True the gradient uses the memory of the low-precision copy of the "
-                    "weight. Drop gradients that no optimizer step uses (zero_grad()) before using weights "
-                    "again, or pass tuning=Tuning(grad_aliasing=False), which also keeps memory=... from "
-                    "choosing it. That is necessary if micro-batches are accumulated, if backward() is "
-                    "called several times per step, if a backward uses a weight in several graphs, or if "
-                    "weights are used between a backward and the step.");
+  TORCH_CHECK_VALUE(
+      false, "lightning_zero: the weight ", record.name,
+      " is used again while its gradient is being reduced or waits for the optimizer step: with "
+      "grad_aliasing=True the gradient uses the memory of the low-precision copy of the "
+      "weight. Drop gradients that no optimizer step uses (zero_grad()) before using weights "
+      "again, or pass tuning=Tuning(grad_aliasing=False), which also keeps memory=... from "
+      "choosing it. That is necessary if micro-batches are accumulated, if backward() is "
+      "called several times per step, if a backward uses a weight in several graphs, or if "
+      "weights are used between a backward and the step.");
 }
 
 void check_is_weight(const ParamRecord& record) {
@@ -74,7 +75,7 @@ void check_is_gradient(const ParamRecord& record) {
   TORCH_CHECK_VALUE(!record.is_grad_aliased() || record.compute_shard.state != ComputeShardState::WEIGHT ||
                         !record.holds_gradient(),
                     "lightning_zero: the gradient of ", record.name,
-                    "was detached and reattached, and its weight was used in between: with "
+                    " was detached and reattached, and its weight was used in between: with "
                     "grad_aliasing=True the weight now uses the gradient's memory. Keep a clone "
                     "(p.grad.clone()) instead, or pass tuning=Tuning(grad_aliasing=False), which also keeps "
                     "memory=... from choosing it.");

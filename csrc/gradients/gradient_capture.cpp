@@ -173,7 +173,7 @@ void GradientCapture::before_replay(const Recorded& graph) {
     auto& record = context_.at(i);
     TORCH_CHECK_NOT_IMPLEMENTED(
         !compat::has_hooks(record.param), "lightning_zero: register_hook() was called on ", record.name,
-        "between a forward that was replayed as a CUDA graph and its backward, which would not "
+        " between a forward that was replayed as a CUDA graph and its backward, which would not "
         "run the hook. Call it before the forward, for example in on_train_start() or "
         "on_train_batch_start(), or pass cuda_graph_model=False in Tuning(...) to the strategy.");
     if ((graph.deferred || graph.sends_deferred) && !record.deferred.filled)
@@ -234,7 +234,7 @@ std::pair<BucketLayout::Position, bool> GradientCapture::find_slot(const Recorde
     if (graph.begin <= bucket && bucket < graph.end)
       return {position, layout.slot(position).repeated};
   }
-  TORCH_INTERNAL_ASSERT(false, context_.at(index).name, "has no slot in the buckets of a graph");
+  TORCH_INTERNAL_ASSERT(false, context_.at(index).name, " has no slot in the buckets of a graph");
 }
 
 }  // namespace lightning_zero

@@ -105,10 +105,11 @@ int64_t AttachedGradients::attachment_key() const {
   Lock lock(context_.mutex);
   uint64_t key = 14695981039346656037ULL;
   for (const auto& record : context_.records) {
-    TORCH_CHECK_VALUE(!record->live || record->param.const_data_ptr() == record->shard.const_data_ptr(),
-                      "lightning_zero: the data of parameter ", record->name,
-                      "was replaced by another tensor, which gathers and optimizer steps would not use. Copy "
-                      "into it instead (param.data.copy_(x)), or assign to module.weight.data.");
+    TORCH_CHECK_VALUE(
+        !record->live || record->param.const_data_ptr() == record->shard.const_data_ptr(),
+        "lightning_zero: the data of parameter ", record->name,
+        " was replaced by another tensor, which gathers and optimizer steps would not use. Copy "
+        "into it instead (param.data.copy_(x)), or assign to module.weight.data.");
     grad_aliasing::check_is_gradient(*record);
     const auto& grad = record->param.grad();
     key =

@@ -175,7 +175,7 @@ std::string RankActivity::part(int64_t number) const {
   if (index >= parts_.size())
     return "weights exchanged between hosts";
   return "part " + std::to_string(index + 1) + " of " + std::to_string(parts_.size()) +
-         "of the weights exchanged between hosts (" + parts_[index] + ")";
+         " of the weights exchanged between hosts (" + parts_[index] + ")";
 }
 
 void RankActivity::watch_device(const at::Tensor& words) {

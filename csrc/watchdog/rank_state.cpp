@@ -124,7 +124,7 @@ RankStatus RankStatus::from_text(int64_t rank, const std::string& text) {
 std::string RankStatus::describe(double now) const {
   auto text = "rank " + std::to_string(rank);
   if (!known)
-    return text + "(no state received yet)";
+    return text + " (no state received yet)";
   if (left)
     return text + " (has finished)";
   text += std::string(": ") + name(phase);
@@ -207,13 +207,13 @@ std::vector<int64_t> ranks_blocked_on(int64_t rank, const std::vector<RankStatus
 std::string describe_missing_part(const RankStatus& mine, const std::vector<int64_t>& missing,
                                   const std::vector<RankStatus>& all) {
   if (missing.empty())
-    return "Every rank has sent its part, but it has not arrived at " +
+    return " Every rank has sent its part, but it has not arrived at " +
            format_ranks(ranks_without_part(mine, all), all) +
            ": the network between this host and others is slow or broken. Test it with "
            "NCCL_DEBUG=INFO, and select the interface with NCCL_SOCKET_IFNAME (GLOO_SOCKET_IFNAME "
            "on CPUs).";
-  return "These weights are read here after " + std::string(missing.size() == 1 ? "it has" : "they have") +
-         "sent a part of them: check its output and its host first.";
+  return " These weights are read here after " + std::string(missing.size() == 1 ? "it has" : "they have") +
+         " sent a part of them: check its output and its host first.";
 }
 
 }  // namespace

@@ -103,7 +103,7 @@ StallPolicy::Finding StallPolicy::check(const RankStatus& mine,
     found.kind = "mismatch";
     found.text = "Ranks wait for each other at different points, and none can continue. This is " +
                  format_report(all, rank_, wall) +
-                 "If weights are all-gathered, every rank must read the same modules in the same order, "
+                 " If weights are all-gathered, every rank must read the same modules in the same order, "
                  "run the same number of forward and backward passes, and compute the same norms and sums "
                  "of parameters: look for branches that depend on the data or on the rank. In manual "
                  "optimization, a rank without a loss must run the same forward, and "

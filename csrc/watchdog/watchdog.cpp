@@ -191,7 +191,7 @@ void Watchdog::run() {
     }
     if (abort_.is_ending() && abort_.is_overdue()) {
       print("This process did not end by itself within " + std::to_string(kExitTimeLimit.count() / 1000) +
-            "s and is killed now.");
+            " s and is killed now.");
       kill_forked_children();
       std::_Exit(1);
     }

@@ -72,7 +72,7 @@ ParamRef ShardTable::find(const at::Tensor& shard, const char* op) {
   auto it = refs_.find(shard.const_data_ptr());
   TORCH_CHECK_VALUE(it != refs_.end(), "lightning_zero::", op, " got a tensor of shape ", shard.sizes(),
                     " and dtype ", shard.scalar_type(), " on ", shard.device(),
-                    "that is not a shard of a live engine. A parameter was probably replaced after the model "
+                    " that is no shard of a live engine. A parameter was probably replaced after the model "
                     "was sharded: by assigning module.weight = nn.Parameter(...), by "
                     "module.to()/half()/cuda(), by copy.deepcopy(), or the engine was closed. Change the "
                     "parameter's values in place, or inside lightning_zero.full_parameters(module).");

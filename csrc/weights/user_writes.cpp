@@ -134,7 +134,7 @@ void UserWrites::raise_if_late() {
     const bool late = is_late(*it);
     it = late || !it->is_held() ? outdated_.erase(it) : it + 1;
     TORCH_CHECK(!late, "lightning_zero: a tensor that was read from ", name,
-                "before an optimizer step, or before the parameter was loaded, was written to "
+                " before an optimizer step, or before the parameter was loaded, was written to "
                 "afterwards. The write can no longer reach the parameter. Read module.weight again "
                 "before writing to it.");
   }

@@ -279,7 +279,7 @@ def test_values_of_a_sharded_module_can_be_copied(ranks: Ranks, world_size: int)
 
 
 def refuses_replaced() -> None:
-    words = r"not a shard of a live engine.*assigning module\.weight.*full_parameters\(module\)"
+    words = r"no shard of a live engine.*assigning module\.weight.*full_parameters\(module\)"
     x = torch.randn(2, 6)
 
     model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
