@@ -211,7 +211,7 @@ _ALL = (
     Point(
         "checkpoint_scatter",
         "takes its part of a weight from the checkpoint that it resumes from",
-        ("lightning_zero.sharding.state_dict:StateDictHooks._scatter",),
+        ("lightning_zero.sharding.state_dict:StateDictHooks._load_shards",),
         -1,
         training={"resume": True},
     ),
@@ -227,7 +227,7 @@ _ALL = (
     Point(
         "peer_memory_mapped",
         "maps the memory of its peers",
-        ("lightning_zero.sharding.symm_mem.symmetric_memory:mapped",),
+        ("lightning_zero.sharding.symm_mem.symmetric_memory:map_shared",),
         0,
         training=COPIED,
     ),
@@ -248,7 +248,7 @@ _ALL = (
     Point(
         "agreement",
         "compares its new plan with the other ranks'",
-        ("lightning_zero.compile.consensus:Agreement.check",),
+        ("lightning_zero.compile.consensus:RankConsensus.check",),
         1,
         training=COMPILED,
     ),
@@ -279,11 +279,11 @@ _ALL = (
     ),
     Point("after_step", "has stepped the optimizer", (f"{STRATEGY}.optimizer_step",), after=True),
     Point("batch_end", "is between two batches", (f"{MODEL}:Trained.on_train_batch_end",)),
-    Point("capture", "captures compiled code", (f"{PAIRS}:Job.run",), training=REPLAYED),
+    Point("capture", "captures compiled code", (f"{PAIRS}:CaptureSpec.run",), training=REPLAYED),
     Point(
         "replay",
         "is about to replay a forward",
-        (f"{PAIRS}:EmulatedPair.forward", f"{PAIRS}:CapturedPair.forward"),
+        (f"{PAIRS}:EmulatedGraphPair.forward", f"{PAIRS}:CUDAGraphPair.forward"),
         6,
         training=REPLAYED,
         skipped=lambda pair: pair._outputs,
@@ -291,7 +291,7 @@ _ALL = (
     Point(
         "replay_backward",
         "is about to replay a backward",
-        (f"{PAIRS}:EmulatedPair.backward", f"{PAIRS}:CapturedPair.backward"),
+        (f"{PAIRS}:EmulatedGraphPair.backward", f"{PAIRS}:CUDAGraphPair.backward"),
         6,
         training=REPLAYED,
     ),

@@ -26,8 +26,8 @@ class Forks(nn.Module):
 def run_forks(swaps: dict[int, list[bool]], patience_s: float, delay: dict[int, float], device: str = "cpu") -> Any:
     """Steps in the orders given for each rank. What a mismatch said, and after how many seconds."""
     model = build(Forks)
-    options = {"gather_transport": "collective"} if device == "cpu" else {}  # CPUs read weights without one another
-    with engine_for(model, "aot_eager", consensus_timeout_s=patience_s, device=device, **options) as engine:
+    collective = {"gather_transport": "collective"}  # ranks that copy weights out of peers' memory need no common order
+    with engine_for(model, "aot_eager", consensus_timeout_s=patience_s, device=device, **collective) as engine:
         begun = time.monotonic()
         for step, swap in enumerate(swaps[engine.rank]):
             if step == 1:

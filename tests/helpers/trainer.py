@@ -71,12 +71,15 @@ def make_trainer(kind: str, **arguments: Any) -> pl.Trainer:
         if key.startswith(
             (
                 "reduce_",
+                "cross_host_",
+                "compute_shard_",
+                "unsharded_",
+                "consensus_",
+                "grad_aliasing",
                 "gather_",
-                "gradients_",
                 "state_d",
                 "async_",
                 "ranks_",
-                "shard_",
                 "offload",
                 "memory",
                 "stage",

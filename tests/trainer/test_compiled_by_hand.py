@@ -85,7 +85,7 @@ def _refused(kind: str) -> str:
         ),
         (
             "eager",
-            r"shard of encoder.0.weight, .* If a function that you compiled \(torch.compile\).*do not compile that function",
+            r"shard of encoder.0.weight, .* If a function that you compiled with torch.compile .*do not compile that function",
         ),
     ],
 )

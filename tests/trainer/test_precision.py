@@ -82,7 +82,7 @@ class OwnScaler(torch.amp.GradScaler):
     [
         (TransformerEngine(), "precision='transformer-engine'.* TransformerEngine is not supported.*Choose '32-true'"),
         (Own(), "plugin Own is not supported"),
-        (MixedPrecision("16-mixed", "cpu", OwnScaler("cpu")), "loss scaler OwnScaler decides on each rank for itself"),
+        (MixedPrecision("16-mixed", "cpu", OwnScaler("cpu")), "loss scaler OwnScaler decides on each rank by itself"),
     ],
     ids=lambda value: type(value).__name__,
 )

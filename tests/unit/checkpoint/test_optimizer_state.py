@@ -31,7 +31,7 @@ class Sharder:
         for index, shape in enumerate(shapes):
             layout = ShardLayout.from_shape(torch.Size(shape), torch.float32, WORLD)
             param = nn.Parameter(torch.zeros(layout.visible_shape))
-            spec: Any = MagicMock(number=rank)
+            spec: Any = MagicMock(shard_index=rank)
             memory = {Role.MASTER_SHARD: param.data.view(-1)}
             self.records.add(ShardedParameter(index, f"p{index}", param, layout, memory, spec))
         self.find = self.records.find

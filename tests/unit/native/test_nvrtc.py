@@ -25,7 +25,7 @@ needs_nvrtc = pytest.mark.skipif(not installed(), reason="torch brings no NVRTC 
 @needs_nvrtc
 @pytest.mark.parametrize(("rows", "capability"), [(1, HOPPER), (2, (8, 0)), (3, HOPPER), (8, (10, 0)), (72, HOPPER)])
 def test_means_compile_for_any_number_of_ranks(rows: int, capability: tuple[int, int]) -> None:
-    code = nvrtc.compile_cuda(kernel_source("row_means.cu"), capability, [f"-DROWS={rows}"])
+    code = nvrtc.compile_cuda(kernel_source("kernels.cu"), capability, [f"-DROWS={rows}"])
     assert bytes(code[:4].tolist()) == b"\x7fELF"
     assert b"mean_of_bfloat16" in bytes(code.tolist())
 
@@ -34,21 +34,21 @@ def test_means_compile_for_any_number_of_ranks(rows: int, capability: tuple[int,
 @pytest.mark.parametrize(
     ("source", "kernels"),
     [
-        ("barrier.cu", ["rank_barrier", "begin_epoch"]),
-        ("turns.cu", ["announce", "wait_for"]),
-        ("arrivals.cu", ["tell_sending", "announce_parts", "wait_for_parts"]),
+        ("signal_kernels.cu", ["rank_barrier", "begin_barrier_step"]),
+        ("signal_kernels.cu", ["announce_epoch", "wait_for_epoch"]),
+        ("signal_kernels.cu", ["announce_send", "announce_parts", "wait_for_parts"]),
     ],
 )
 @pytest.mark.parametrize("ranks", [2, 72])
 def test_kernels_by_which_ranks_wait_compile_with_what_they_share(source: str, kernels: list[str], ranks: int) -> None:
-    code = nvrtc.compile_cuda(kernel_source(source), HOPPER, [f"-DRANKS={ranks}", "-DLANES=2"])
+    code = nvrtc.compile_cuda(kernel_source(source), HOPPER, [f"-DRANKS={ranks}"])
     for kernel in kernels:
         assert kernel.encode() in bytes(code.tolist())
 
 
 @needs_nvrtc
 def test_the_kernel_of_an_emulated_network_compiles() -> None:
-    assert b"hold" in bytes(nvrtc.compile_cuda(kernel_source("slow_link.cu"), HOPPER).tolist())
+    assert b"hold_stream" in bytes(nvrtc.compile_cuda(kernel_source("kernels.cu"), HOPPER).tolist())
 
 
 @needs_nvrtc
@@ -63,4 +63,4 @@ def test_what_is_wrong_with_a_source_is_said(tmp_path: Path) -> None:
 def test_without_nvrtc_it_says_so(monkeypatch: pytest.MonkeyPatch, version: str | None, said: str) -> None:
     monkeypatch.setattr(torch.version, "cuda", version)
     with pytest.raises(RuntimeError, match=said):
-        nvrtc.compile_cuda(kernel_source("row_means.cu"), HOPPER)
+        nvrtc.compile_cuda(kernel_source("kernels.cu"), HOPPER)
