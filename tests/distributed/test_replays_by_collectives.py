@@ -132,5 +132,5 @@ def why_not() -> tuple[str, str]:
 
 def test_collectives_that_no_graph_can_hold_are_named(ranks: Ranks) -> None:
     for missing, reason in ranks.run(2, why_not):
-        assert missing == "gradients travel by collectives"
+        assert missing == "gradients use collectives"
         assert reason == f"{missing}, and CUDA graphs can contain only NCCL's, not those of backend 'gloo'"
