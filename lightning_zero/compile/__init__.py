@@ -1,1 +1,1 @@
-"""torch.compile integration: capture, layer deduplication, partition, graph passes, subgraphs and CUDA graphs."""
+"""torch.compile integration, from capture to CUDA graphs."""

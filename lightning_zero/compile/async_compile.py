@@ -111,9 +111,9 @@ class PendingCompiles:
 
 
 class DeferredKernels:
-    """Kernels of lowered subgraphs; a context that waits for them after an error, since other graphs may share them.
+    """Kernels of lowered subgraphs, as a context that waits for them after an error.
 
-    Inductor waits for the kernels of one graph before it continues. With many subgraphs that is most of the lowering
+    Other graphs may share the kernels. Inductor waits for the kernels of one graph before it continues. With many subgraphs that is most of the lowering
     time.
     """
 

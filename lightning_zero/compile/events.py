@@ -121,7 +121,9 @@ class CompileProgress:
 
 
 class OptimizationCounts(Counter[str]):
-    """Counts of optimizations in use, per process. A count of zero shows one that a new torch has disabled.
+    """Counts of optimizations in use, per process.
+
+    A count of zero shows an optimization that a new torch has disabled.
 
     "layers stamped" and "layers traced" by Dynamo; "layers" in joint graphs and "layers differentiated" for them;
     "subgraphs" and "subgraphs compiled".

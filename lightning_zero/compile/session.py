@@ -195,7 +195,10 @@ class CompileSession:
         )
 
     def _compile_again(self, saved_share: float | None = None) -> None:
-        """Recompile the same modules with other passes or another share of saved weights. Free CUDA graphs first."""
+        """Recompile the same modules with other passes or another share of saved weights.
+
+        Free CUDA graphs first.
+        """
         assert self._cuda_graphs is not None
         self._cuda_graphs.drop()
         self.planner.empty_cache()  # only a graph could use this memory

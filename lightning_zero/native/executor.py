@@ -236,7 +236,7 @@ class Executor:
         self._native.before_user_writes(self._define("before_user_writes", "()", callback))
 
     def keep_activations(self, where: Any) -> None:
-        """Let compiled graphs offload and reload activations through ``where``, see ``offload/activations.py``."""
+        """Let compiled graphs offload activations through ``where``, see ``offload/activations.py``."""
         self.activations = where
         one, two = "(Tensor value)", "(Tensor value, Tensor host)"
         self._native.set_activation_ops(

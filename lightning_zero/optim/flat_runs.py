@@ -72,7 +72,7 @@ class FlatRun:
     _exported: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def over_copies(self) -> bool:
+    def aliases_compute_shard(self) -> bool:
         """True if gradients alias compute shards, in another dtype than ``param``."""
         return self.grad.dtype != self.param.dtype
 
@@ -82,7 +82,7 @@ class FlatRun:
 
     def drop_aliased_gradient(self) -> None:
         """Clear gradients that alias compute shards, after a step has used them."""
-        if self.over_copies:
+        if self.aliases_compute_shard:
             self.param.grad = None
             for record in self.members:
                 record.param.grad = None
@@ -294,7 +294,7 @@ def _make_run(group: int, members: list[ShardedParameter], bf16_state: Mapping[i
     shape = (1,) * (dims.pop() - 1) + (flat.numel(),) if len(dims) == 1 else (flat.numel(),)
     param = nn.Parameter(flat.view(shape))
     run = FlatRun(group, members, param, grad.view(shape), bf16_state=bf16_state.get(members[0].index, ()))
-    if not run.over_copies:
+    if not run.aliases_compute_shard:
         run.set_param_grad()
     on_host = [record.on_host for record in members if record.on_host is not None]
     if len(on_host) == len(members):

@@ -307,7 +307,8 @@ def assigns_what_was_read() -> None:
             model[1].weight = model[0].weight
         add_error_notes(caught.value, engine)
         assert re.search(
-            r"module\.weight of a sharded module is a plain tensor.* Tie weights before .*__init__", caught.value.__notes__[0]
+            r"module\.weight of a sharded module is a plain tensor.* Tie weights before .*__init__",
+            caught.value.__notes__[0],
         )
         with pytest.raises(RuntimeError) as frozen, engine.train_step():
             model[1].weight.requires_grad = False

@@ -57,7 +57,7 @@ class Peer:
     own_precision: bool = False
     own_clipping: bool = False
 
-    def why_not(self, gpus: bool) -> str:
+    def missing_requirement(self, gpus: bool) -> str:
         """Return why it cannot run on this machine; empty if it can."""
         if self.package and find_spec(self.package) is None:
             return f"{self.package} is not installed"

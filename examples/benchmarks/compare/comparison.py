@@ -64,7 +64,7 @@ def compare(
             say(f"{name}: {found_of[name]['ms']} ms, as before")
             continue
         peer = PEERS[name]
-        failed = peer.why_not(devices.gpus)
+        failed = peer.missing_requirement(devices.gpus)
         row: Row = {"peer": name, "title": peer.title}
         if not failed:
             say(f"{name} ...")

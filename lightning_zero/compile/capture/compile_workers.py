@@ -1,4 +1,4 @@
-"""Start Inductor's worker processes, and hash Triton's files for cache keys, before the first compilation."""
+"""Start Inductor's worker processes, and hash Triton's files, before the first compilation."""
 
 from __future__ import annotations
 

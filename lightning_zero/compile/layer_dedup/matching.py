@@ -56,7 +56,7 @@ def describe_layout(value: Any) -> str | None:
 
 
 class NodeFingerprints:
-    """Texts that describe the nodes of a graph, computed once per node. The graph must not change meanwhile."""
+    """Descriptions of the nodes of a graph, computed once per node. The graph must not change meanwhile."""
 
     def __init__(self) -> None:
         self._layouts: dict[Node, str | None] = {}

@@ -109,7 +109,9 @@ CONTEXT_LINES = 2  # lines of the diff
 
 @dataclass(frozen=True)
 class PassTrace:
-    """Effect of one pass on one graph. It has only text and numbers: a graph would keep its compilation alive.
+    """Effect of one pass on one graph.
+
+    It has only text and numbers: a graph would keep its compilation alive.
 
     Attributes:
         name: of the pass.

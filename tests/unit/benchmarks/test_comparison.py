@@ -87,7 +87,7 @@ def test_a_reason_is_told_by_its_last_line() -> None:
 @pytest.mark.parametrize("name", ["deepspeed", "deepcompile"])
 def test_what_is_not_installed_is_said(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("compare.baselines.find_spec", lambda name: None)
-    assert PEERS[name].why_not(gpus=True) == "deepspeed is not installed"
+    assert PEERS[name].missing_requirement(gpus=True) == "deepspeed is not installed"
     monkeypatch.setattr("compare.baselines.find_spec", lambda name: name)
-    assert PEERS[name].why_not(gpus=True) == ""
-    assert PEERS[name].why_not(gpus=False) == "needs GPUs"
+    assert PEERS[name].missing_requirement(gpus=True) == ""
+    assert PEERS[name].missing_requirement(gpus=False) == "needs GPUs"

@@ -89,10 +89,10 @@ def test_another_torch_machine_or_source_gets_a_library_of_its_own(
     monkeypatch.setattr(build_module, "source_directory", lambda: edited)
     found.add(build(tmp_path, compiler.path))
     assert len(found) == 4, "the same sources in another folder are the same library"
-    (edited / "runtime" / "compat.h").write_text("// a header counts, too")
+    (edited / "torch_compat.h").write_text("// a header counts, too")
     found.add(build(tmp_path, compiler.path))
     assert len(found) == 5
-    (edited / "runtime" / "compat.h").rename(edited / "transport" / "compat.h")
+    (edited / "torch_compat.h").rename(edited / "transport" / "compat.h")
     found.add(build(tmp_path, compiler.path))
     assert len(found) == 6, "and so does where it lies"
 
