@@ -113,8 +113,8 @@ class PendingCompiles:
 class DeferredKernels:
     """Kernels of lowered subgraphs, as a context that waits for them after an error.
 
-    Other graphs may share the kernels. Inductor waits for the kernels of one graph before it continues. With many subgraphs that is most of the lowering
-    time.
+    Other graphs may share the kernels. Inductor waits for the kernels of one graph before it continues. With many
+    subgraphs that is most of the lowering time.
     """
 
     def __init__(self) -> None:

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 
 from lightning_zero import export_safetensors, load_safetensors
+from lightning_zero.checkpoint.remote_files import COPY_BYTES
 from lightning_zero.cli.main import main
 from tests.helpers.elsewhere import mount
 from tests.helpers.large import LAYERS, WEIGHT, Few, fit
@@ -51,9 +52,9 @@ def _loading(path: str) -> Held:
     return held
 
 
-def _assert_loaded(held: Held, world_size: int) -> None:
+def _assert_loaded(held: Held, world_size: int, more: int = 0) -> None:
     # Shards are in memory that other ranks read.
-    assert held.most <= (ALL + WEIGHT) // world_size + MARGIN, held
+    assert held.most <= (ALL + WEIGHT) // world_size + MARGIN + more, held
     assert held.kept >= ALL // world_size, f"{held}: is nothing loaded?"
 
 
@@ -85,7 +86,7 @@ def test_ranks_hold_what_is_promised(ranks: Ranks, tmp_path: Path, world_size: i
         assert found["save sharded"].most <= MARGIN, found
         _assert_loaded(found["load full"], world_size)
         _assert_loaded(found["load sharded"], world_size)
-        _assert_loaded(found["load elsewhere"], world_size)
+        _assert_loaded(found["load elsewhere"], world_size, 2 * COPY_BYTES)  # of the download
 
 
 class SavesTwice(Callback):
