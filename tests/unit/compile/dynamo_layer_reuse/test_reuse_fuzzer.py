@@ -382,6 +382,10 @@ def gradients(model: nn.Module, call: Callable[..., Any]) -> list[Any]:
     return [loss.detach(), *(param.grad for param in model.parameters()), *(buffer for buffer in model.buffers())]
 
 
+if torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
+    del CHANGES["class of a text"]  # Dynamo fails there, also without this package
+
+
 def check(names: list[str]) -> Compiled:
     torch.manual_seed(0)
     model = Model()
