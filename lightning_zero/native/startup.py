@@ -99,7 +99,7 @@ class StartupWatch:
         self._failure: str | None = None
         self._joined = False
         self._of_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        self._began = time.monotonic()
+        self._began = self._stopped_at = time.monotonic()
         self._seen: dict[int, dict[str, Any]] = {}
         self._ended: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="lightning_zero-startup", daemon=True)
@@ -119,6 +119,7 @@ class StartupWatch:
 
     def close(self) -> None:
         """Stop: the watchdog takes over."""
+        self._stopped_at = time.monotonic()
         self._stopped.set()
         self._reported.wait(TO_TELL_S)
 
@@ -157,9 +158,12 @@ class StartupWatch:
             # Test the port first: the store's own client would print warnings until it is served.
             with suppress(OSError), socket.create_connection(self._served_at, timeout=CONNECTION_S):
                 break
-            if self._stopped.wait(TICK_S):
+            if not self._stopped.wait(TICK_S):
+                self._report(None)
+            elif self._failure is None or time.monotonic() > self._stopped_at + TO_TELL_S:
                 return None
-            self._report(None)
+            else:  # the store may be served in time for the failure to be reported
+                time.sleep(TICK_S)
         patience = timedelta(seconds=CONNECTION_S)
         store = TCPStore(*self._served_at, is_master=False, timeout=patience, wait_for_workers=False)
         return _StartupStore(store, self._rank, own_process(), self._of_launcher)

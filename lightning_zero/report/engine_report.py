@@ -96,7 +96,7 @@ def _compiled(engine: Engine) -> str:
 def _transports(engine: Engine) -> list[str]:
     if engine.world_size == 1:
         return []
-    return [f"{what} travel by {how}" for what, how in engine.transports.describe().items()]
+    return [f"{what} use {how}" for what, how in engine.transports.describe().items()]
 
 
 def _replays(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:

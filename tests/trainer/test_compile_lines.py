@@ -63,7 +63,7 @@ def test_one_line_says_where_the_start_went(ranks: Ranks) -> None:
 def test_another_line_says_what_runs_and_what_does_not(ranks: Ranks) -> None:
     for lines in ranks.run(2, _lines, Parts, "Runs"):
         [line] = lines
-        assert line.startswith("Runs: ZeRO-3 over 2 x cpu; compiled: 'net'; weights travel by ")
+        assert line.startswith("Runs: ZeRO-3 over 2 x cpu; compiled: 'net'; weights use ")
         assert "; gradients use collectives (" in line
         assert "forward and backward not replayed: the device is cpu; optimizer step not replayed: there are no" in line
         assert re.search(r"\. On each rank: 0\.0 MiB of shards, gradients, copies and optimizer state", line)

@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Timer
 from unittest.mock import patch
 
 import pytest
@@ -72,6 +73,19 @@ def test_a_failure_of_another_rank_ends_this_one_by_name(store: TCPStore) -> Non
     with watching(0, store.port) as (_, _, ended), watching(1, store.port) as (other, _, _):
         other.fail(ValueError("no such file\nas this"))
         assert until(ended) == "Rank 1 failed: ValueError: no such file"
+
+
+def test_a_failure_is_reported_once_the_store_is_served() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    served: list[TCPStore] = []
+    serve = Timer(0.5, lambda: served.append(TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)))
+    with watching(1, port) as (failing, _, _):
+        serve.start()
+        failing.fail(ValueError("planned"))
+        with watching(0, port) as (_, _, ended):
+            assert "Rank 1 failed: ValueError: planned" in until(ended)
 
 
 def test_a_process_that_is_gone_is_missed_and_one_that_has_left_is_not(store: TCPStore) -> None:
