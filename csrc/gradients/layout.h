@@ -54,7 +54,7 @@ class Segments {
     int before;  // equal segments earlier in the same backward, if a module is called twice
   };
   std::vector<Known> known_;
-  // Of the last backward, which the next one usually repeats.
+  // State of the last backward, which the next one usually repeats.
   std::vector<int64_t> arrivals_;
   std::vector<size_t> marks_;
   bool learned_ = false;

@@ -11,7 +11,7 @@
 // first collective that has not completed on all ranks. Its predecessors have completed, so its ancestors
 // complete on each rank and it starts. After it has started on all ranks, it completes.
 //
-// The same holds for a rank that runs eagerly what others replay. It launches the same collectives in the
+// This also holds for a rank that runs a pass eagerly while others replay it. It launches the same collectives in the
 // same order, since ranks have agreed on the plan, on two streams and after their inputs. Everything ahead of
 // C(i) in a queue was launched before it. That a later collective may start earlier is harmless, as it is if
 // all ranks run. So ranks need not agree on who replays: one may still warm up, have failed to capture, or

@@ -206,8 +206,8 @@ def verify_storages(value: Any, file: Any, name: str) -> None:
     for count, number in Counter(size for size in used.values() if size).items():
         if stored[count] < number:
             raise CheckpointError(
-                f"{name} is damaged: {number} of its tensors lie in {count:,} bytes each, and {stored[count]} of its "
-                "parts are so long. Use another checkpoint."
+                f"{name} is damaged: {number} of its tensors need {count:,} bytes each, and {stored[count]} of its "
+                "parts have this length. Use another checkpoint."
             )
 
 

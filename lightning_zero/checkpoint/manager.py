@@ -257,7 +257,7 @@ class CheckpointManager:
             other = next(rank for rank, kind in enumerate(seen) if kind != seen[0])
             raise CheckpointError(
                 f"Ranks see different things at {path}: {seen[0]} on rank 0, {seen[other]} on rank {other}. "
-                "Checkpoints must lie where all hosts see the same files; copy it to each, or share the folder."
+                "Checkpoints must be stored where all hosts see the same files; copy it to each, or share the folder."
             )
         return seen[0] == "folder"
 
@@ -285,7 +285,7 @@ class CheckpointManager:
             other = next(rank for rank, save_id in enumerate(saves) if save_id != saves[0])
             raise CheckpointError(
                 f"Ranks see different checkpoints at {path}: rank 0 that of save {saves[0]}, rank {other} that of save "
-                f"{saves[other]}. Checkpoints must lie where all hosts see the same files."
+                f"{saves[other]}. Checkpoints must be stored where all hosts see the same files."
             )
         if reader.is_remote:
             reader.scratch = ScratchFolder.shared(self.ranks)

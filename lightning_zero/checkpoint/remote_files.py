@@ -26,7 +26,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
-from lightning_zero.checkpoint.atomic import REPLACED
+from lightning_zero.checkpoint.atomic import COPY_BYTES, REPLACED
 from lightning_zero.checkpoint.integrity import verify_open_archive
 from lightning_zero.checkpoint.rank_tasks import RankTasks
 from lightning_zero.errors import CheckpointError
@@ -48,7 +48,6 @@ __all__ = [
 ]
 
 HTTP = ("http://", "https://")
-COPY_BYTES = 16 << 20  # in memory at a time
 # Keys of fsspec's info() that change if a file is replaced; not the time of its last access.
 IDENTITY_KEYS = {"size", "etag", "generation", "version_id", "blob_id", "md5hash", "crc32c"}
 IDENTITY_KEYS |= {"lastmodified", "last_modified", "modified", "last_write_time", "mtime", "created", "updated"}

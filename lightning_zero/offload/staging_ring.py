@@ -265,7 +265,7 @@ class RingPass:
             self._ring.allocated()
         now, slots = self._streams.compute_event(), self._ring.slots
         (of, left), self._ring.last_pass = self._ring.last_pass, (_no_pass, {})
-        # Of the same chunks, those copied out last were one in each buffer, and all others were copied out earlier.
+        # If the chunks are the same, the last one copied out of each buffer is known; others were copied out earlier.
         coming, count = {number % slots: event for number, event in left.items()}, min(slots, len(self._chunks))
         if of() is not self._chunks or len(coming) != count:
             coming = dict.fromkeys(range(count), self._ring.last_copy_out)

@@ -22,7 +22,7 @@ from tests.ranks.pool import Ranks
 WIDTH = 24
 LAYER_MB = 4 * WIDTH * WIDTH / 2**20  # a part for each layer
 TIMEOUT_S, DEVICES_S, PATIENCE_S = 4.0, 2.0, 20.0
-# What a device writes of the parts that hosts exchange, see csrc/sync/signal_pads.h.
+# Numbers that a device writes about exchanged parts, see csrc/sync/signal_pads.h.
 SENT, COME, WANTED, GOT = 5, 6, (7, 9), (8, 10)
 WEIGHTS = ["'embed.weight'", "'layers.0.weight' to 'layers.3.weight', 4 weights"]
 

@@ -27,7 +27,7 @@ QUICK = (
     "modules one after another, accumulated",
     "a graph that is broken in two",
 )
-# What others do, too: test_replays_by_collectives.py, test_stages.py, test_grad_aliasing.py, and those here that
+# Cases that other tests cover: test_replays_by_collectives.py, test_stages.py, test_grad_aliasing.py, and those here that
 # accumulate, that zero gradients at first and drop them later, and whose sizes are others in each step.
 ELSEWHERE = (
     *("clipped", "accumulated", "accumulated, stage 1", "modules one after another"),

@@ -1,4 +1,4 @@
-"""What backward waits for, step by step: the oracle of ``compile/passes/saved_weights.py`` and of what is kept by it."""
+"""Simulate the waits of backward step by step: the oracle of ``compile/passes/saved_weights.py``."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet

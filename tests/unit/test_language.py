@@ -101,6 +101,17 @@ def test_docstrings_begin_with_a_verb_and_end_their_summary_in_time() -> None:
     assert not found, "\n".join(found)
 
 
+def test_comments_begin_with_their_subject() -> None:
+    found = [
+        f"{path.relative_to(REPO)}:{line}: {text[:60]!r}"
+        for directory in (REPO / "lightning_zero", REPO / "csrc")
+        for path in files(directory, PYTHON + CPP)
+        for line, text in comments(path, path.read_text())
+        if FORBIDDEN_START.match(text)
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_old_terms_are_gone() -> None:
     found = [
         f"{path.relative_to(REPO)}:{number}: {match[0]}"

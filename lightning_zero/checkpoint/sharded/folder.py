@@ -22,6 +22,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_zero.checkpoint.atomic import (
+    COPY_BYTES,
     INCOMPLETE,
     LOCK_TIMEOUT_S,
     PinnedDirectory,
@@ -62,8 +63,7 @@ __all__ = [
 MANIFEST = "manifest.json"
 FORMAT = 1
 TOKEN = ".save_id"  # marks a save in progress
-COPY_BYTES = 16 << 20  # in memory at a time
-# Of file systems without hard links, from one mount to another, or with too many links of a file.
+# Errors of file systems without hard links, of links between mounts, and of files with too many links.
 NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
 
 OnProgress = Callable[[int], None]

@@ -1,4 +1,4 @@
-"""Which attention masks are recognized as causal."""
+"""Test which attention masks are recognized as causal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which calls a step discovers, which of them are compiled, and why others are not."""
+"""Test which calls a step discovers, which of them are compiled, and why others are not."""
 
 import copy
 import functools

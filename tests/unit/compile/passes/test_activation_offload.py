@@ -1,4 +1,4 @@
-"""Which activations are offloaded, when copies start and end, and when memory is released."""
+"""Test which activations are offloaded, when copies start and end, and when memory is released."""
 
 import operator
 from typing import Any

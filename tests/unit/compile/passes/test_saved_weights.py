@@ -1,4 +1,4 @@
-"""Which weights are kept from forward to backward."""
+"""Test which weights are kept from forward to backward."""
 
 import math
 import random

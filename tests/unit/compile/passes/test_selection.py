@@ -1,4 +1,4 @@
-"""Which passes are used: chosen, registered, disabled and scheduled ones."""
+"""Test which passes are used: chosen, registered, disabled and scheduled ones."""
 
 from typing import Any
 
