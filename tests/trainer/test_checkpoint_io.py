@@ -129,7 +129,10 @@ def test_the_inner_checkpoint_io_saves_and_removes(ranks: Ranks, tmp_path: Path)
     (found,) = ranks.run(1, _saved_by_inner, str(tmp_path))
     assert found["option"] == ["BackgroundFileIO", "FileIO", 4, 2, None, left]
     assert found["plugin"] == ["BackgroundFileIO", "FileIO", 4, 2, None, left]
-    assert found["wrapped plugin"] == ["AsyncCheckpointIO", "FileIO", 4, 2, 4, left]
+    *counts, names = found["wrapped plugin"]
+    assert counts == ["AsyncCheckpointIO", "FileIO", 4, 2, 4]
+    # Lightning's plugin removes at once and saves later: a file that is removed before its save ran remains.
+    assert set(left) <= set(names)
 
 
 def test_a_plugin_with_methods_of_its_own_is_kept() -> None:
