@@ -25,8 +25,6 @@ ArgumentCheck = Callable[[str, tuple[Any, ...]], tuple[Any, ...]]
 TENSOR, BROADCAST = "torch.tensor", "_broadcast_coalesced"
 
 _EAGER = "torch._functorch.eager_transforms"
-# Returns the functions that torch.device contexts apply to, as they are at its first call. (torch 2.11+)
-_device_constructors = private("torch.utils._device._device_constructors")
 # Registers a function with TorchScript, which identifies it by its id. (torch 2.11+)
 _register_builtin = private("torch.jit._builtins._register_builtin")
 
@@ -34,7 +32,7 @@ _COPIES = Patch(
     "torch.tensor, torch.as_tensor and torch.asarray copy the full parameter instead of the shard",
     # Copy a tensor. (torch 2.11+)
     {"torch.tensor": None, "torch.as_tensor": None, "torch.asarray": None},
-    needs=("torch.utils._device._device_constructors", "torch.jit._builtins._register_builtin"),
+    needs=("torch.jit._builtins._register_builtin",),
 )
 _BROADCASTS = Patch(
     "broadcasts of shards by torch's own function raise an error",
@@ -82,7 +80,9 @@ def check_tensor_arguments(check: ArgumentCheck) -> None:
             patch.log_once()
             continue
         if patch is _COPIES:
-            _device_constructors()
+            # torch.device contexts apply to the functions that exist at their first use.
+            with torch.device("meta"):
+                torch.empty(0)
         for name in patch.names:
             path, _, attribute = name.rpartition(".")
             owner = find(path)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_zero.compat.lookup import module, private
-from lightning_zero.compat.patches import Patch, swap_attribute
+from lightning_zero.compat.patches import Patch
 
 graph_compile = module("torch._functorch._aot_autograd.graph_compile")
 _internal = module("torch._logging._internal")
@@ -25,12 +25,6 @@ with warnings.catch_warnings():
 
 # Builds a backend from a partitioner and two compilers, as "aot_eager" is built. (torch 2.11+)
 aot_autograd = private("torch._dynamo.backends.common.aot_autograd")
-
-# Inductor's default partitioner, which honors our tags. (torch 2.11+)
-min_cut_partition = private("torch._functorch.partitioners.min_cut_rematerialization_partition")
-
-# Traces a function and its derivative as one graph, without Dynamo. (torch 2.11+)
-aot_function = private("torch._functorch.aot_autograd.aot_function")
 
 # Runs Inductor's passes over a joint graph, and partitions it. (torch 2.11+)
 inductor_partition = private("torch._inductor.compile_fx.partition_fn")
@@ -45,10 +39,6 @@ replace_random_passes = private("torch._inductor.fx_passes.replace_random.replac
 # The table of ops that Inductor decomposes. (torch 2.11+)
 inductor_decompositions = private("torch._inductor.decomposition.select_decomp_table")
 
-# Settings of the partitioner (activation_memory_budget) and of buffers that backward may overwrite (donated_buffer).
-# (torch 2.11+)
-functorch_config = private("torch._functorch.config")
-
 # Base class of Inductor's custom passes; the uuid is part of the key in its cache. (torch 2.11+)
 CustomGraphPass = private("torch._inductor.custom_graph_pass.CustomGraphPass")
 
@@ -61,9 +51,6 @@ CustomKnapsackSolver = private("torch._inductor.custom_graph_pass.CustomKnapsack
 # The default solver. (torch 2.11+)
 knapsack = private("torch._functorch._activation_checkpointing.knapsack.dp_knapsack")
 
-# The graph of one function while Dynamo traces it; compile_and_call_fx_graph() ends it. (torch 2.11+)
-OutputGraph = private("torch._dynamo.output_graph.OutputGraph")
-
 # A tensor while its function is traced. (torch 2.11+)
 TensorVariable = private("torch._dynamo.variables.TensorVariable")
 
@@ -75,12 +62,6 @@ RestartAnalysis = private("torch._dynamo.exc.SpeculationRestartAnalysis")
 
 # Returns Inductor as a function that takes settings for one graph (config_patches). (torch 2.11+)
 lookup_backend = private("torch._dynamo.lookup_backend")
-
-# Compiles the optimizer's update from a graph that we traced, so that no guards run at each step. (torch 2.11+)
-inductor_compile = private("torch._inductor.compile")
-
-# The class that torch.compile(module) returns. A user's own is unwrapped. (torch 2.11+)
-OptimizedModule = private("torch._dynamo.OptimizedModule")
 
 # Raised if Dynamo cannot trace code and must not break the graph. (torch 2.11+)
 Unsupported = private("torch._dynamo.exc.Unsupported")
@@ -115,12 +96,6 @@ CompiledFxGraphConstants = private("torch._inductor.output_code.CompiledFxGraphC
 # Prepares an unpickled graph to run. (torch 2.11+)
 FxGraphCache = private("torch._inductor.codecache.FxGraphCache")
 
-# Compiles kernels in other processes; generated code waits for them at its end. (torch 2.11+)
-AsyncCompile = private("torch._inductor.async_compile.AsyncCompile")
-
-# AOTAutograd's cache of compiled graphs. (torch 2.11+)
-AOTAutogradCache = private("torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache")
-
 # Starts the processes that compile kernels. (torch 2.11+)
 maybe_warm_pool = private("torch._inductor.async_compile.maybe_warm_pool")
 
@@ -152,9 +127,6 @@ ATTRIBUTES = {
     # Marks functions that empty their list of inputs; AOTAutograd reads it. (torch 2.11+)
     "torch._functorch.aot_autograd._boxed_call",
 }
-
-# The method of OutputGraph that ends a graph with the returned values.
-COMPILE_GRAPH = "compile_and_call_fx_graph"
 
 
 def compiled_from(function: FunctionType) -> Callable[..., Any] | None:
@@ -189,7 +161,7 @@ UNUSED_GRADIENTS = Patch(
         # Calls a method of a tensor. (torch 2.11+)
         "torch._dynamo.variables.TensorVariable.call_method": "self, tx, name, args, kwargs",
         # Ends a graph. (torch 2.11+)
-        f"torch._dynamo.output_graph.OutputGraph.{COMPILE_GRAPH}": "self, tx, rv, root",
+        "torch._dynamo.output_graph.OutputGraph.compile_and_call_fx_graph": "self, tx, rv, root",
     },
     needs=(
         # Restarts the trace of a function. (torch 2.11+)
@@ -238,12 +210,11 @@ def defer_cache_saves(saves: list[Callable[[], Any]]) -> Iterator[None]:
     Args:
         saves: to be called under the same settings of functorch.
     """
-    plain = AOTAutogradCache.save
 
-    def defer(*entry: Any, **named: Any) -> None:
-        saves.append(partial(plain, *entry, **named))
+    def defer(plain: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *entry, **named: saves.append(partial(plain, *entry, **named))
 
-    with swap_attribute(AOTAutogradCache, "save", defer):
+    with DEFERRED_KERNELS.replace({"AOTAutogradCache.save": defer}):
         yield
 
 
@@ -270,7 +241,7 @@ def keep_python_scalars() -> Iterator[None]:
     AOTAutograd makes tensors of them, and fails if they are inputs of a larger graph. Dynamo's setting for this is read
     once per process.
     """
-    with swap_attribute(graph_compile, "_apply_tensorify_python_scalars", lambda module: None):
+    with _PYTHON_SCALARS.replace({"_apply_tensorify_python_scalars": lambda plain: lambda module: None}):
         yield
 
 
@@ -278,11 +249,13 @@ def keep_python_scalars() -> Iterator[None]:
 @contextmanager
 def skip_debug_text() -> Iterator[None]:
     """Print graphs only if a log is on: 0.6 CPU seconds for 48 layers with torch 2.13, 1.4 with 2.15."""
-    plain = graph_compile._log_fw_bw_graphs
 
-    def log_graphs(*args: Any, **kwargs: Any) -> Any:
-        is_on = graph_compile.aot_graphs_log.isEnabledFor(20) or _internal.trace_log.handlers
-        return plain(*args, **kwargs) if is_on else (None, None)
+    def skip(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def log_graphs(*args: Any, **kwargs: Any) -> Any:
+            is_on = graph_compile.aot_graphs_log.isEnabledFor(20) or _internal.trace_log.handlers
+            return plain(*args, **kwargs) if is_on else (None, None)
 
-    with swap_attribute(graph_compile, "_log_fw_bw_graphs", log_graphs):
+        return log_graphs
+
+    with _TEXT.replace({"_log_fw_bw_graphs": skip}):
         yield

@@ -6,8 +6,9 @@ import dis
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from enum import Enum
 from functools import lru_cache, partial
 from types import CodeType
@@ -18,10 +19,9 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 from lightning_zero.compat.compiler import dynamo_config
-from lightning_zero.compat.lookup import module, private
-from lightning_zero.compat.patches import Patch, swap_attribute
+from lightning_zero.compat.lookup import Absent, module, private
+from lightning_zero.compat.patches import Patch
 
-builder = module("torch._dynamo.variables.builder")
 constant = module("torch._dynamo.variables.constant")
 convert_frame = module("torch._dynamo.convert_frame")
 pgo = module("torch._dynamo.pgo")
@@ -48,9 +48,6 @@ ObjectVariable = private("torch._dynamo.variables.UserDefinedObjectVariable")
 # A tensor of a class with __torch_function__. (torch 2.11+)
 SubclassVariable = private("torch._dynamo.variables.torch_function.TensorWithTFOverrideVariable")
 
-# A builtin function, its ``fn``; comparisons are calls of it. (torch 2.11+)
-BuiltinVariable = private("torch._dynamo.variables.BuiltinVariable")
-
 # Wraps a variable as a key; moved in torch 2.13. (torch 2.11+)
 HashableKey = private(
     "torch._dynamo.variables.hashable.HashableTracker", "torch._dynamo.variables.ConstDictVariable._HashableTracker"
@@ -64,12 +61,6 @@ wrap_proxy = private("torch._dynamo.variables.builder.wrap_fx_proxy")
 
 # Returns the guard that two sources are one value, or None if only one of them is a global. (torch 2.11+)
 guard_of_two_paths = private("torch._dynamo.guards.make_dupe_guard")
-
-# Calls a function during the trace, and keeps its result (torch.compiler.assume_constant_result). (torch 2.11+)
-CONSTANT_CALLS = [
-    (private(f"torch._dynamo.variables.{module}"), "invoke_and_store_as_constant")
-    for module in ("functions", "nn_module")
-]
 
 # The path of a value from the frame's locals and globals. (torch 2.11+)
 Source = private("torch._guards.Source")
@@ -134,17 +125,76 @@ def guard_name(guard: Any) -> str:
 
 
 def translators() -> list[Any]:
-    """Return the classes that trace bytecode, each with a dispatch_table."""
-    # Their base class. (torch 2.11+)
-    found = [symbolic_convert.InstructionTranslatorBase]
-    for kind in found:
+    """Return the classes that trace bytecode, without their base class; each has a dispatch_table."""
+    found = symbolic_convert.InstructionTranslatorBase.__subclasses__()
+    for kind in found:  # grows in the loop
         found += kind.__subclasses__()
-    return found
+    return list(found)
 
 
 def comparisons() -> dict[int, str]:
     """Return the instructions that compare the two topmost values of the stack, by opcode."""
     return {dis.opmap[name]: name for name in ("IS_OP", "COMPARE_OP", "CONTAINS_OP")}
+
+
+# Calls functions before and after each compilation, on the thread that compiles and under Dynamo's lock. (torch 2.11+)
+callback_handler = private("torch._dynamo.callback.callback_handler")
+
+_thread = threading.local()  # .contexts: the innermost CompileContexts of this thread
+
+
+class CompileContexts:
+    """Contexts for the compilations of a call, as a context for the call.
+
+    Most calls compile nothing, so that they do not enter these contexts.
+
+    Args:
+        make: returns the contexts.
+    """
+
+    __slots__ = ("_before", "_entered", "_make")
+
+    def __init__(self, make: Callable[[], Iterable[AbstractContextManager[Any]]]) -> None:
+        self._make = make
+        self._entered: ExitStack | None = None
+
+    def __enter__(self) -> None:
+        self._before = getattr(_thread, "contexts", None)
+        _thread.contexts = self
+        if isinstance(callback_handler, Absent):
+            self.begin()
+        elif _begin_compilation not in callback_handler.start_callbacks:  # torch.compiler.reset() removes it
+            callback_handler.register_start_callback(_begin_compilation)
+            callback_handler.register_end_callback(_end_compilation)
+
+    def __exit__(self, *_: object) -> None:
+        _thread.contexts = self._before
+        self.end()  # Dynamo reports no end if another thread still compiles
+
+    def begin(self) -> None:
+        """Enter the contexts."""
+        with ExitStack() as stack:
+            for context in self._make():
+                stack.enter_context(context)
+            self._entered = stack.pop_all()
+
+    def end(self) -> None:
+        """Leave the contexts, if they are entered."""
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            entered.close()
+
+
+def _begin_compilation(_: Any) -> None:
+    contexts = getattr(_thread, "contexts", None)
+    if contexts is not None:
+        contexts.begin()
+
+
+def _end_compilation(_: Any) -> None:
+    contexts = getattr(_thread, "contexts", None)
+    if contexts is not None:
+        contexts.end()
 
 
 def has_global_hooks() -> bool:
@@ -284,12 +334,11 @@ class ChangingInts:
     @contextmanager
     def mark_as_inputs(self) -> Iterator[None]:
         """Have Dynamo compile so inside."""
-        plain = builder.is_int_specialization_case
 
-        def is_int_constant(value: Any, source: Any) -> bool:
-            return plain(value, source) and not self._has_changed(value, source)
+        def make(plain: Callable[..., bool]) -> Callable[..., bool]:
+            return lambda value, source: plain(value, source) and not self._has_changed(value, source)
 
-        with swap_attribute(builder, "is_int_specialization_case", is_int_constant):
+        with _INTS.replace({"is_int_specialization_case": make}):
             yield
 
     def _has_changed(self, value: Any, source: Any) -> bool:

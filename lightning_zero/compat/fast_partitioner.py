@@ -17,15 +17,16 @@ from typing import Any
 import networkx
 import sympy
 import torch
+from functorch.compile import min_cut_rematerialization_partition as min_cut_partition
 from networkx.algorithms.flow import boykov_kolmogorov
 from networkx.algorithms.flow import minimum_cut as networkx_minimum_cut
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compat.compiler import inductor_partition, min_cut_partition
+from lightning_zero.compat.compiler import inductor_partition
 from lightning_zero.compat.lookup import module, private
-from lightning_zero.compat.patches import Patch, swap_attribute
-from lightning_zero.compat.tensors import OpOverload
+from lightning_zero.compat.patches import Patch
+from lightning_zero.compat.tensors import OpOverload, storage_key
 
 partitioners = module("torch._functorch.partitioners")
 compile_utils = module("torch._functorch.compile_utils")
@@ -328,7 +329,7 @@ def _number_mutation_regions(graph: Graph) -> None:
 def _storage_id(node: Node) -> int:
     value = node.meta.get("val")
     try:
-        return value.untyped_storage()._cdata if isinstance(value, Tensor) else 0
+        return storage_key(value) if isinstance(value, Tensor) else 0
     except NotImplementedError:  # sparse
         return 0
 
@@ -393,7 +394,7 @@ SOURCE, SINK = -1, -2
 @_CUT
 @contextmanager
 def _cut_in_parts() -> Iterator[None]:
-    with nullcontext() if TORCH_HAS_FAST_CUT else swap_attribute(networkx, "minimum_cut", minimum_cut):
+    with nullcontext() if TORCH_HAS_FAST_CUT else _CUT.replace({"minimum_cut": lambda plain: minimum_cut}):
         yield
 
 

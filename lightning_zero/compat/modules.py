@@ -3,9 +3,6 @@
 from lightning_zero.compat.lookup import private
 from lightning_zero.compat.patches import Patch
 
-# The layers that torch.nn.SyncBatchNorm.convert_sync_batchnorm() replaces. (torch 2.11+)
-BatchNorm = private("torch.nn.modules.batchnorm._BatchNorm")
-
 # Suffix of the key under which a state dict stores a module's extra state; weight files have none. (torch 2.11+)
 extra_state_suffix = private("torch.nn.modules.module._EXTRA_STATE_KEY_SUFFIX")
 
@@ -70,9 +67,6 @@ ATTRIBUTES = {
     "torch.optim.Optimizer._optimizer_step_post_hooks",
     # Hooks of register_step_pre_hook; a step begins after them. (torch 2.11+)
     "torch.optim.Optimizer._optimizer_step_pre_hooks",
-    # The generator of checkpoint(), advanced before and after the function; replaced to record regions without
-    # recomputing them. (torch 2.11+)
-    "torch.utils.checkpoint._checkpoint_without_reentrant_generator",
     # The loss scaler's note of overflowed gradients; we leave the decision on the device. (torch 2.11+)
     "torch.amp.GradScaler._per_optimizer_states",
 }

@@ -12,7 +12,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -43,8 +43,7 @@ _COMPILING = re.compile(r"[/\\](lightning_zero|torch[/\\]_(dynamo|functorch|indu
 class swap_attribute:
     """Set an attribute of an object, and restore it on exit.
 
-    Ten times as fast as ``unittest.mock.patch.object``, and it runs in each compiled call. The owner must be a module
-    or a class, or an object that has the attribute itself.
+    The owner must be a module or a class, or an object that has the attribute itself.
     """
 
     __slots__ = ("_before", "_name", "_new", "_owner")
@@ -83,7 +82,6 @@ class Patch:
         self, feature: str, names: Mapping[str, str | tuple[str, ...] | None], needs: Sequence[str] = ()
     ) -> None:
         self.feature, self.names, self.needs = feature, dict(names), tuple(needs)
-        self._plain: dict[str, Any] = {}
         self._logged = False
         self.reason = next(filter(None, map(self._find_problem, [*names, *needs])), "")
         PATCHES.append(self)
@@ -99,7 +97,7 @@ class Patch:
             manager = function(*args, **kwargs)
             if _NEWER:
                 manager = _DisableOnError(manager, self)
-            return manager if Patch.counter is None else self._counted(manager, Patch.counter)
+            return manager
 
         return enter
 
@@ -114,14 +112,35 @@ class Patch:
             self._logged = True
             log.warning("Disabled with torch %s: %s (%s).", torch.__version__, self.feature, self.reason)
 
+    @contextmanager
+    def replace(self, makers: Mapping[str, Callable[[Any], Any]]) -> Iterator[None]:
+        """Replace functions inside.
+
+        Args:
+            makers: by the end of a dotted name, functions that take torch's function and return its replacement.
+        """
+        with ExitStack() as stack:
+            for end, make in makers.items():
+                for name in [name for name in self.names if name.endswith(end)]:
+                    path, _, attribute = name.rpartition(".")
+                    owner = find(path)
+                    new = self.count_calls(name, make(getattr(owner, attribute)))
+                    stack.enter_context(swap_attribute(owner, attribute, new))
+            yield
+
     @staticmethod
-    def count_calls(name: str, function: Any) -> Any:
-        """Return the function that replaces ``name``, counting its calls while calls are counted."""
-        return function if Patch.counter is None else _count(function, name, Patch.counter)
+    def count_calls(name: str, new: Any) -> Any:
+        """Return what replaces ``name``, counting its calls while calls are counted."""
+        if Patch.counter is None:
+            return new
+        if callable(new):
+            return _count(new, name, Patch.counter)
+        Patch.counter[name] += 1
+        return new
 
     def _find_problem(self, name: str) -> str:
         try:
-            found = self._plain[name] = find(name)
+            found = find(name)
         except LookupError:
             return f"it has no {name}"
         known = self.names.get(name)
@@ -129,27 +148,6 @@ class Patch:
             return ""
         now = parameters(found)
         return "" if now in ((known,) if isinstance(known, str) else known) else f"{name} takes ({now}) there"
-
-    @contextmanager
-    def _counted(self, manager: AbstractContextManager[Any], counter: Counter[str]) -> Iterator[Any]:
-        with manager as value:
-            changed = []
-            for name in self.names:
-                path, _, attribute = name.rpartition(".")
-                owner = find(path)
-                new = vars(owner).get(attribute)
-                if new is None or getattr(owner, attribute) is self._plain[name]:
-                    continue  # another context manager of this patch replaces it
-                if callable(new) or isinstance(new, staticmethod):
-                    changed.append((owner, attribute, new))
-                    setattr(owner, attribute, _count(new, name, counter))
-                else:
-                    counter[name] += 1
-            try:
-                yield value
-            finally:
-                for owner, attribute, new in changed:
-                    setattr(owner, attribute, new)
 
 
 class _DisableOnError:
@@ -185,21 +183,15 @@ def parameters(function: Any) -> str:
 
 
 def _count(new: Any, name: str, counter: Counter[str]) -> Any:
-    function = new.__func__ if isinstance(new, staticmethod) else new
-    if isinstance(function, type):  # constructed, or read
-
-        class Counted(function):  # type: ignore[misc, valid-type]
-            def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-                counter[name] += 1
-                return function(*args, **kwargs)
-
-        return Counted
+    if isinstance(new, type):  # its methods are called
+        counter[name] += 1
+        return new
 
     def call(*args: Any, **kwargs: Any) -> Any:
         counter[name] += 1
-        return function(*args, **kwargs)
+        return new(*args, **kwargs)
 
-    return staticmethod(call) if isinstance(new, staticmethod) else call
+    return call
 
 
 @contextmanager

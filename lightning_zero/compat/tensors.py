@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import DisableTorchFunctionSubclass, Tensor, nn
 from torch.fx.experimental.symbolic_shapes import DimDynamic
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_zero.compat.lookup import module, private
-from lightning_zero.compat.patches import Patch, swap_attribute
-
-fake_tensor = module("torch._subclasses.fake_tensor")
+from lightning_zero.compat.lookup import private
+from lightning_zero.compat.patches import Patch
 
 # While a graph is traced, the derivative of a gather returns a gradient instead of storing it. (torch 2.11+)
 FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor")
@@ -30,27 +29,11 @@ FunctionalTensor = private("torch._subclasses.functional_tensor.FunctionalTensor
 # Inside, torch does not look up Python kernels of ops, which triples the cost of empty_strided(). (torch 2.11+)
 no_python_dispatcher = private("torch._C._DisablePythonDispatcher")
 
-# Inside, torch calls no subclass, so shards are plain tensors. Torch's notes on extending it name it. (torch 2.11+)
-DisableTorchFunctionSubclass = private("torch._C.DisableTorchFunctionSubclass")
-
-# Inside, torch calls no function mode either, such as torch.set_default_device's, which Dynamo would trace without end.
-# (torch 2.11+)
-DisableTorchFunction = private("torch._C.DisableTorchFunction")
-
-# A subclass with this as __torch_function__ returns plain tensors. (torch 2.11+)
-disabled_torch_function = private("torch._C._disabled_torch_function_impl")
-
-# Rebuilds a pickled nn.Parameter: a file must not name our subclass. (torch 2.11+)
-rebuild_parameter = private("torch._utils._rebuild_parameter")
-
 # Copies many small tensors in one kernel. (torch 2.11+)
 foreach_copy = private("torch._foreach_copy_")
 
 # Computes many small norms in one kernel. (torch 2.11+)
 foreach_norm = private("torch._foreach_norm")
-
-# Returns the tensors in a module's result; torch has no public name for its trees. (torch 2.11+)
-tree_leaves = private("torch.utils._pytree.tree_leaves")
 
 # Returns these and a specification of the containers. (torch 2.11+)
 tree_flatten = private("torch.utils._pytree.tree_flatten")
@@ -58,11 +41,35 @@ tree_flatten = private("torch.utils._pytree.tree_flatten")
 # Builds the containers from both. (torch 2.11+)
 tree_unflatten = private("torch.utils._pytree.tree_unflatten")
 
-# Builds equal containers of other values. (torch 2.11+)
-tree_map = private("torch.utils._pytree.tree_map")
 
-# Replaces symbolic sizes in a node's arguments, for torch's formulas of FLOPs. (torch 2.11+)
-tree_map_only = private("torch.utils._pytree.tree_map_only")
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the values in nested containers, without the containers."""
+    return tree_flatten(tree)[0]  # type: ignore[no-any-return]
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return equal containers of the function's results."""
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([function(leaf) for leaf in leaves], spec)
+
+
+def tree_map_only(kinds: type | tuple[type, ...], function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return equal containers in which the function has replaced values of some types."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, kinds) else leaf, tree)
+
+
+def _class_of(value: Any) -> Any:
+    return type(value)
+
+
+# The type of a node's target, and of an op with all its overloads.
+OpOverload, OpOverloadPacket = _class_of(torch.ops.aten.add.Tensor), _class_of(torch.ops.aten.add)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that is equal for tensors that share storage, also for fake ones, which have no address."""
+    return int(StorageWeakRef(tensor.untyped_storage()).cdata)
+
 
 # Makes a tensor with a shape and a dtype that asks its class for all else: a checkpoint's values before they are read.
 # Torch's notes on extending it name it. (torch 2.11+)
@@ -83,22 +90,6 @@ top_saved_tensors_hooks = private("torch._C._autograd._top_saved_tensors_default
 # True inside torch.func (grad, vmap, ...), where compiled code cannot run. (torch 2.11+)
 inside_functorch = private("torch._C._are_functorch_transforms_active")
 
-# True if a tensor wraps another one for torch.func; a wrapped shard must be recognized. (torch 2.11+)
-is_functorch_wrapped = private("torch._C._functorch.is_functorch_wrapped_tensor")
-
-# Returns the wrapped tensor. (torch 2.11+)
-functorch_unwrapped = private("torch._C._functorch.get_unwrapped")
-
-# Inside, in-place writes do not invalidate saved tensors: buffers are broadcast between a forward and its backward, as
-# DDP does. (torch 2.11+)
-preserve_versions = private("torch.autograd._unsafe_preserve_version_counter")
-
-# The type of a node's target. (torch 2.11+)
-OpOverload = private("torch._ops.OpOverload")
-
-# An op with all its overloads. (torch 2.11+)
-OpOverloadPacket = private("torch._ops.OpOverloadPacket")
-
 # Tensor.to() in graphs. (torch 2.11+)
 to_copy = private("torch.ops.aten._to_copy.default")
 
@@ -108,35 +99,12 @@ unsafe_view = private("torch.ops.aten._unsafe_view.default")
 # Ends a functional collective in a user's graph. (torch 2.11+)
 wait_tensor = private("torch.ops._c10d_functional.wait_tensor.default")
 
-# Attention, for which torch has a formula of FLOPs. (torch 2.11+)
-flash_attention = private("torch.ops.aten._scaled_dot_product_flash_attention")
-
-# The backward of attention, for which torch has a formula, too. (torch 2.11+)
-flash_attention_backward = private("torch.ops.aten._scaled_dot_product_flash_attention_backward")
-
-# Attention on the CPU, for which torch has no formula. (torch 2.11+)
-flash_attention_on_cpu = private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu")
-
-# Its backward, for which torch has none either. (torch 2.11+)
-flash_attention_on_cpu_backward = private("torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward")
-
-# Sources of Inductor's random numbers; their indices in the list of seeds differ between equal layers. (torch 2.11+)
-inductor_seeds = {private(f"torch._inductor.inductor_prims.{name}") for name in ("seed", "seeds", "lookup_seed")}
-
-# Makes the list of seeds. (torch 2.11+)
-draw_seeds = private("torch._inductor.inductor_prims.seeds")
-
 # Calls of torch.utils.checkpoint in Dynamo's graphs; arguments are the graph and its inputs. (torch 2.11+)
 CHECKPOINTS = {
     private(f"torch.ops.higher_order.{name}") for name in ("tag_activation_checkpoint", "wrap_activation_checkpoint")
 }
 
-# Calls of users' autograd functions in Dynamo's graphs; arguments are both graphs and their inputs. (torch 2.11+)
-function_call = private("torch.ops.higher_order.autograd_function_apply")
-
 ATTRIBUTES = {
-    # Removes kernels that were registered for a while. (torch 2.11+)
-    "torch.library.Library._destroy",
     # Counts in-place writes to a tensor: checked for saved weights and inputs of captured graphs. (torch 2.11+)
     "torch.Tensor._version",
     # The base of a view, from which a saved view of a weight is rebuilt. (torch 2.11+)
@@ -145,14 +113,10 @@ ATTRIBUTES = {
     "torch.Tensor._backward_hooks",
     # Hooks of register_post_accumulate_grad_hook. (torch 2.11+)
     "torch.Tensor._post_accumulate_grad_hooks",
-    # Identifies the storage of a fake tensor, which has no address. (torch 2.11+)
-    "torch.UntypedStorage._cdata",
     # Prefix of functions on lists of tensors. (torch 2.11+)
     "torch._foreach_",
     # Prefix of fused functions of optimizers. (torch 2.11+)
     "torch._fused_",
-    # The overload of an op: ops are pickled by name. (torch 2.11+)
-    "torch._ops.OpOverload._overloadname",
     # The arguments that an op mutates, or returns views of. (torch 2.11+)
     "torch._ops.OpOverload._schema",
     # The namespace of functional collectives. (torch 2.11+)
@@ -178,23 +142,24 @@ def fake_weights_from_sizes(*kinds: type[nn.Parameter]) -> Iterator[None]:
     They have memory of their own. Torch also makes fake tensors of the gradient and of the bases of both, and checks
     each size for symbols: 1.2 CPU seconds for 48 layers. Dynamo reads the gradient from the parameter.
     """
-    converter: Any = fake_tensor.FakeTensorConverter
-    plain = converter.from_real_tensor
 
-    def from_real_tensor(
-        self: Any, mode: Any, tensor: Tensor, make_constant: bool = False, shape_env: Any = None, **how: Any
-    ) -> Any:
-        with DisableTorchFunctionSubclass():
-            known = type(tensor) in kinds and not make_constant
-            if known and _is_plain(tensor) and (shape_env is None or _is_static(how.get("symbolic_context"))):
-                fake = self._get_memo(tensor)
-                if fake is None:
-                    fake = _fake_from_sizes(mode, tensor)
-                    self.set_tensor_memo(tensor, fake)
-                return fake
-        return plain(self, mode, tensor, make_constant, shape_env, **how)
+    def make(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def from_real_tensor(
+            self: Any, mode: Any, tensor: Tensor, make_constant: bool = False, shape_env: Any = None, **how: Any
+        ) -> Any:
+            with DisableTorchFunctionSubclass():
+                known = type(tensor) in kinds and not make_constant
+                if known and _is_plain(tensor) and (shape_env is None or _is_static(how.get("symbolic_context"))):
+                    fake = self._get_memo(tensor)
+                    if fake is None:
+                        fake = _fake_from_sizes(mode, tensor)
+                        self.set_tensor_memo(tensor, fake)
+                    return fake
+            return plain(self, mode, tensor, make_constant, shape_env, **how)
 
-    with swap_attribute(converter, "from_real_tensor", from_real_tensor):
+        return from_real_tensor
+
+    with _WEIGHTS.replace({"from_real_tensor": make}):
         yield
 
 

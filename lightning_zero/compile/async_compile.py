@@ -15,14 +15,9 @@ from threading import RLock
 from time import monotonic
 from typing import Any
 
-from lightning_zero.compat.compiler import (
-    DEFERRED_KERNELS,
-    AsyncCompile,
-    TritonBundler,
-    defer_cache_saves,
-    functorch_config,
-)
-from lightning_zero.compat.patches import swap_attribute
+from functorch.compile import config as functorch_config
+
+from lightning_zero.compat.compiler import DEFERRED_KERNELS, TritonBundler, defer_cache_saves
 
 __all__ = ["DeferredKernels", "PendingCompile", "PendingCompiles"]
 
@@ -132,16 +127,19 @@ class DeferredKernels:
     @contextmanager
     def defer(self) -> Iterator[None]:
         """Return a context in which Inductor does not wait for kernels."""
-        now, mine = AsyncCompile.wait, threading.get_ident()
+        mine = threading.get_ident()
 
-        def later(compiler: Any, scope: dict[str, Any]) -> None:
-            if threading.get_ident() == mine:
-                self._waits.append(partial(now, compiler, scope))
-            else:
-                now(compiler, scope)
+        def defer(now: Callable[..., None]) -> Callable[..., None]:
+            def later(compiler: Any, scope: dict[str, Any]) -> None:
+                if threading.get_ident() == mine:
+                    self._waits.append(partial(now, compiler, scope))
+                else:
+                    now(compiler, scope)
+
+            return later
 
         try:
-            with swap_attribute(AsyncCompile, "wait", later):
+            with DEFERRED_KERNELS.replace({"AsyncCompile.wait": defer}):
                 yield
         finally:
             self.assign_to(None)  # kernels of a subgraph that failed: others may find its code in memory

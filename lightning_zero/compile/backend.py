@@ -19,6 +19,7 @@ from time import monotonic
 from typing import Any
 
 import torch
+from functorch.compile import config as functorch_config
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
@@ -28,7 +29,6 @@ from lightning_zero.compat.compiler import (
     CustomPartitionerFn,
     aot_autograd,
     compile_fx_inner,
-    functorch_config,
     inductor_config,
     lookup_backend,
     replace_random_passes,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from lightning_zero.compat.compiler import OptimizedModule, compiled_from
+from lightning_zero.compat.compiler import compiled_from
 
 __all__ = [
     "UncompiledModule",
@@ -49,8 +49,9 @@ def uncompile_modules(module: nn.Module) -> list[UncompiledModule]:
     plain = set()
     for child in module.modules():
         child._compiled_call_impl = None
-        for name, grandchild in list(child._modules.items()):
-            if isinstance(grandchild, OptimizedModule):
+        children: list[tuple[str, Any]] = list(child._modules.items())
+        for name, grandchild in children:
+            if _is_compiled(grandchild):
                 child._modules[name] = grandchild._orig_mod
                 found.setdefault(grandchild._orig_mod, []).append((child, name))
             else:
@@ -117,9 +118,14 @@ def uncompile_functions(root: nn.Module) -> list[str]:
     return found
 
 
+def _is_compiled(value: Any) -> bool:
+    """Return True for the result of ``torch.compile(module)``."""
+    return isinstance(value, nn.Module) and "_orig_mod" in value._modules
+
+
 def _uncompiled(value: Any, modules: set[int]) -> Any:
     """Return the original of a compiled value; ``value`` itself if there is nothing to replace."""
-    if isinstance(value, OptimizedModule):
+    if _is_compiled(value):
         return value._orig_mod if id(value._orig_mod) in modules else value
     if isinstance(value, FunctionType):
         original = compiled_from(value)
@@ -162,7 +168,7 @@ def _references_any(value: Any, modules: set[int], seen: set[int]) -> bool:
     elif isinstance(value, FunctionType):
         cells = [_cell_contents(cell) for cell in value.__closure__ or ()]
         references = [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    elif isinstance(value, OptimizedModule):
+    elif _is_compiled(value):
         references = [value._orig_mod]
     return any(_references_any(part, modules, seen) for part in references)
 

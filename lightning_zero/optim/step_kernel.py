@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from lightning_zero.compat.compiler import inductor_compile
+from lightning_zero.compat.compiler import lookup_backend
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.native.capture import GraphedSequence
 from lightning_zero.offload.staging_ring import StagingRing
@@ -264,8 +264,8 @@ def _compile(fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
     options = {"triton.autotune_pointwise": False, "emulate_precision_casts": True}
     # Inductor's caches need a ShapeEnv to find a graph again, although all sizes are static here.
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    compiled: Any = inductor_compile(
-        graph, [mode.from_tensor(a, static_shapes=True) for a in arguments], options=options
+    compiled: Any = lookup_backend("inductor")(
+        graph, [mode.from_tensor(a, static_shapes=True) for a in arguments], config_patches=options
     )
     return lambda *inputs: dict(zip(names, compiled(*inputs), strict=True))
 

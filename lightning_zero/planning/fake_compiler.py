@@ -12,18 +12,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from functorch.compile import aot_function
+from functorch.compile import config as functorch_config
+from functorch.compile import min_cut_rematerialization_partition as min_cut_partition
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx import Graph, GraphModule, Node
 
-from lightning_zero.compat.compiler import (
-    aot_function,
-    functorch_config,
-    inductor_decompositions,
-    inductor_partition,
-    min_cut_partition,
-    report_compiling,
-)
+from lightning_zero.compat.compiler import inductor_decompositions, inductor_partition, report_compiling
 from lightning_zero.compat.tensors import FakeTensorMode, OpOverload, no_dispatch_modes, tree_flatten, tree_unflatten
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.fx_utils import results

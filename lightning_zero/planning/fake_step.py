@@ -11,12 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import traceback
-from torch.utils import checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
 from lightning_zero.compat.modules import CHECKPOINT_REGIONS
-from lightning_zero.compat.patches import swap_attribute
 from lightning_zero.compat.tensors import FakeTensorMode, tree_map
 from lightning_zero.compile.context import PassContext
 from lightning_zero.planning.fake_compiler import FakeCompiler, GraphTotals
@@ -199,7 +197,7 @@ def marked_regions() -> Iterator[None]:
                 meta.pop(key, None)
             meta.update(before)
 
-    def without_reentrant(
+    def run_without_reentrant(
         function: Any, preserve: bool = True, context: Callable[[], Any] | None = None, *_: Any, **__: Any
     ) -> Iterator[None]:
         forward, _recompute = context() if context is not None else (None, None)
@@ -216,10 +214,11 @@ def marked_regions() -> Iterator[None]:
             with region():
                 return function(*args)
 
-    with (
-        swap_attribute(checkpoint, "_checkpoint_without_reentrant_generator", without_reentrant),
-        swap_attribute(checkpoint, "CheckpointFunction", Reentrant),
-    ):
+    makers: dict[str, Callable[[Any], Any]] = {
+        "checkpoint_without_reentrant_generator": lambda plain: run_without_reentrant,
+        "CheckpointFunction": lambda plain: Reentrant,
+    }
+    with CHECKPOINT_REGIONS.replace(makers):
         yield
 
 

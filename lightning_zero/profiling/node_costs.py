@@ -41,11 +41,6 @@ from lightning_zero.profiling.graph_tensors import (
 __all__ = ["DeviceSpeed", "FlopCache", "NodeCost", "fusion_groups", "graph_costs", "node_flops", "op_flops"]
 
 _aten = torch.ops.aten
-# Ops without a formula in torch, with the op whose formula applies.
-_SAME_FORMULA: dict[Any, Any] = {
-    ops.flash_attention_on_cpu: ops.flash_attention,
-    ops.flash_attention_on_cpu_backward: ops.flash_attention_backward,
-}
 _FUSED_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
 # Ops that fuse although torch does not tag them.
 _FUSED_OPS = {ops.to_copy, _aten.gather.default}
@@ -164,7 +159,9 @@ def _formula(op: Any) -> Callable[..., Any] | None:
     packet = op.overloadpacket if isinstance(op, ops.OpOverload) else op
     formula = flop_registry.get(packet)
     if formula is None and isinstance(op, ops.OpOverload):
-        formula = flop_registry.get(_SAME_FORMULA.get(packet))
+        # torch up to 2.14 has no formula for attention on the CPU, which takes the same arguments.
+        name = packet.__name__.replace("attention_for_cpu", "attention")
+        formula = flop_registry.get(getattr(_aten, name, None)) if name != packet.__name__ else None
     return formula
 
 

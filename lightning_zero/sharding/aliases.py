@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_zero.compat.tensors import FakeTensor
+from lightning_zero.compat.tensors import FakeTensor, storage_key
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import extent, is_strided
 from lightning_zero.sharding.param_record import ShardedParameter
@@ -27,7 +27,7 @@ class _StorageSpan:
     """Hold the byte range of a storage that a tensor's elements span."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.storage = tensor.untyped_storage()._cdata
+        self.storage = storage_key(tensor)
         self.begin = tensor.storage_offset() * tensor.element_size()
         self.end = self.begin + extent(tensor.size(), tensor.stride()) * tensor.element_size()
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.compat.tensors import foreach_copy, preserve_versions
+from lightning_zero.compat.tensors import foreach_copy
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import RankMismatchError
 from lightning_zero.mesh import Mesh
@@ -93,9 +93,8 @@ class _BufferBucket:
             if not receive:
                 copy(theirs, mine)
             else:
-                # Keep version counters, as DDP does: autograd may have saved the buffers.
-                with preserve_versions(tuple(mine)):
-                    copy(mine, theirs)
+                # Not the buffers, whose version counters stay, as in DDP: autograd may have saved them.
+                copy([value.data for value in mine], theirs)
         return complete
 
 

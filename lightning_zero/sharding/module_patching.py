@@ -14,16 +14,10 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import DisableTorchFunction, DisableTorchFunctionSubclass, Tensor, nn
 
 from lightning_zero.compat.lookup import Absent
 from lightning_zero.compat.modules import skip_code
-from lightning_zero.compat.tensors import (
-    DisableTorchFunction,
-    DisableTorchFunctionSubclass,
-    functorch_unwrapped,
-    is_functorch_wrapped,
-)
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import inverse
 from lightning_zero.sharding.weight_reader import WeightReader
@@ -118,9 +112,7 @@ def _is_functional_call_weight(weight: Tensor, shape: tuple[int, ...], reader: W
     """
     if isinstance(weight, nn.Parameter):
         return False
-    base = weight
-    while is_functorch_wrapped(base):
-        base = functorch_unwrapped(base)
+    base = torch.func.debug_unwrap(weight)
     shards = {record.shard.data_ptr() for record in reader.engine.sharder.live}
     if weight.shape == shape and base.data_ptr() not in shards:
         return True

@@ -13,7 +13,6 @@ flattened parameter (see ``layout.py``), and DTensor adds its dispatch to every 
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -23,10 +22,9 @@ from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import DisableTorchFunctionSubclass, Tensor, nn
 
 from lightning_zero.compat.argument_checks import BROADCAST, TENSOR
-from lightning_zero.compat.tensors import DisableTorchFunctionSubclass, rebuild_parameter
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import ShardLayout, as_real
 
@@ -397,7 +395,7 @@ class ShardParameter(_ShardMethods, nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the full value as an ``nn.Parameter``. Collective."""
-        return rebuild_parameter, (gather_value(self), self.requires_grad, OrderedDict())
+        return nn.Parameter(gather_value(self), self.requires_grad).__reduce_ex__(protocol)
 
 
 def set_rules(rule_of: Callable[[Any], Rule]) -> None:

@@ -21,10 +21,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import DisableTorchFunctionSubclass, Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.compat.tensors import DisableTorchFunctionSubclass, disabled_torch_function
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
 
@@ -88,7 +87,7 @@ class ShardSync:
 class _EqualElements(Tensor):
     """Hold the elements of ``module.weight == param``. It is true, so that sets and dicts find either."""
 
-    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+    __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]
 
     def __bool__(self) -> bool:
         return True
@@ -100,7 +99,7 @@ class GatheredWeight(Tensor):
     Results are plain tensors.
     """
 
-    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+    __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]
     _zero_param: nn.Parameter
     _zero_reader: WeightReader
 

@@ -8,10 +8,9 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+from torch import DisableTorchFunctionSubclass, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.engine import engine_of
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagingRing

@@ -8,10 +8,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from functorch.compile import config as functorch_config
 from torch import Tensor, nn
 from torch.fx import Graph
 
-from lightning_zero.compat.compiler import functorch_config
 from tests.helpers.checkpointed import DeepGPT2, T5Encoder
 from tests.helpers.logs import logged
 from tests.helpers.models import Case, Deep, build

@@ -4,8 +4,8 @@ from functools import cache
 from typing import Any
 
 import pytest
+from functorch.compile import config as functorch_config
 
-from lightning_zero.compat.compiler import functorch_config
 from tests.helpers.logs import logged
 from tests.helpers.models import Deep, build
 from tests.helpers.oracle import Batch, Reference, assert_close_relative, train_reference

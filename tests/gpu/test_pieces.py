@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import config as functorch_config
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_zero.compat.compiler import functorch_config
 from tests.helpers.logs import logged
 from tests.helpers.models import Case, build
 from tests.helpers.oracle import Batch, assert_close_relative

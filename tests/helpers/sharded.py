@@ -9,9 +9,8 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import DisableTorchFunctionSubclass, Tensor, nn
 
-from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
 from lightning_zero.compile.events import GraphObserver
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel

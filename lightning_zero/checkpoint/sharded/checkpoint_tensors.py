@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.sharded.boxes import Box, boxes, overlap
 from lightning_zero.compat.modules import extra_state_suffix
-from lightning_zero.compat.tensors import disabled_torch_function, make_wrapper_subclass, tree_map_only
+from lightning_zero.compat.tensors import make_wrapper_subclass, tree_map_only
 from lightning_zero.errors import CheckpointError, UnsupportedError
 from lightning_zero.sharding.host_memory import copy_mapped, read_in_chunks
 from lightning_zero.sharding.layout import ShardLayout, extent, inverse, should_read_gaps
@@ -157,7 +157,7 @@ class CheckpointShard(Tensor):
     number: int
     replica: tuple[int, int]
     # Results are plain tensors.
-    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+    __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]
 
     @staticmethod
     def __new__(
@@ -228,7 +228,7 @@ class CheckpointTensor(Tensor):
     chunks: Sequence[Chunk]
     key: str
     # Results are plain tensors.
-    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+    __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, key: str, shape: torch.Size, dtype: torch.dtype, chunks: Sequence[Chunk]) -> CheckpointTensor:

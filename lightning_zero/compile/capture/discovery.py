@@ -14,7 +14,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.compat.compiler import Unsupported, dynamo_config, metrics_context
-from lightning_zero.compat.dynamo import ChangingInts, LimitHit, watch_recompile_limits
+from lightning_zero.compat.dynamo import ChangingInts, CompileContexts, LimitHit, watch_recompile_limits
 from lightning_zero.compat.patches import failure_of_newer_torch
 from lightning_zero.compat.tensors import (
     fake_weights_from_sizes,
@@ -300,10 +300,11 @@ class CompiledModules:
             ignores = ignorable and not torch.compiler.is_compiling()
             ignoring = requires_grad_hooks.ignore_hooks(ignorable) if ignores else nullcontext()
             guarding = guard_hooks() if self._guards_hooks else nullcontext()
-            at_once, ints = fake_weights_from_sizes(ShardParameter), self._ints.mark_as_inputs()
-            noticing = nullcontext() if torch.compiler.is_compiling() else watch_recompile_limits(on_limit)
+            traced = torch.compiler.is_compiling()
+            noticing = nullcontext() if traced else watch_recompile_limits(on_limit)
+            compiling = nullcontext() if traced else CompileContexts(self._compile_contexts)
             try:
-                with guarding, ignoring, ignore_grad_leaves(), reuse_layer_traces(), at_once, ints, noticing:
+                with guarding, ignoring, noticing, compiling:
                     if not first:
                         return run(*args, **kwargs)
                     first = False
@@ -317,6 +318,13 @@ class CompiledModules:
         module._compiled_call_impl = call
         self.modules[name] = module
         log.debug("compiling calls of %s (%s)", name or "the root module", type(module).__name__)
+
+    def _compile_contexts(self) -> Iterator[AbstractContextManager[Any]]:
+        """Yield the contexts of each compilation."""
+        yield ignore_grad_leaves()
+        yield reuse_layer_traces()
+        yield fake_weights_from_sizes(ShardParameter)
+        yield self._ints.mark_as_inputs()
 
     def compile_again(self, arguments: dict[str, Any]) -> None:
         """Compile the same modules with other arguments at their next call."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE, GRAPH_ARG
-from lightning_zero.compat.tensors import CHECKPOINTS, OpOverload, OpOverloadPacket
+from lightning_zero.compat.tensors import CHECKPOINTS, OpOverload, OpOverloadPacket, storage_key
 from lightning_zero.compile.fx_utils import WEIGHT
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native.ops import NAMESPACE
@@ -33,7 +33,6 @@ __all__ = [
     "last_read",
     "mutated_inputs",
     "node_storage",
-    "storage_key",
     "tag_weight_names",
     "walk_nodes",
 ]
@@ -135,11 +134,6 @@ def node_storage(node: Node) -> int | None:
     """Return a key of the storage of a node's value; None if it is not a tensor."""
     value = node.meta.get(EXAMPLE_VALUE)
     return storage_key(value) if isinstance(value, Tensor) else None
-
-
-def storage_key(value: Tensor) -> int:
-    """Return a key that is equal for tensors, also fake ones, that share storage."""
-    return value.untyped_storage()._cdata
 
 
 def mutated_inputs(node: Node) -> list[Node]:

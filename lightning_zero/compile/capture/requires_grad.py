@@ -21,17 +21,13 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from lightning_zero.compat.compiler import (
-    COMPILE_GRAPH,
     TENSOR_GETATTR,
     UNUSED_GRADIENTS,
-    OutputGraph,
     RestartAnalysis,
-    SetattrVariable,
     TensorVariable,
     dynamo_config,
 )
 from lightning_zero.compat.graphs import EXAMPLE_VALUE
-from lightning_zero.compat.patches import swap_attribute
 from lightning_zero.compat.tensors import tree_leaves
 
 __all__ = ["find_requires_grad_hooks", "ignore_grad_leaves", "ignore_hooks", "output_needs_hooks"]
@@ -138,22 +134,24 @@ _OBSERVING = {
 def ignore_grad_leaves() -> Iterator[None]:
     """Return a context in which new traces ignore ``requires_grad = True`` on activations."""
     leaves = _IgnoredLeaves()
-    with (
-        swap_attribute(SetattrVariable, "call_function", _intercept(SetattrVariable.call_function, leaves.on_setattr)),
-        swap_attribute(
-            TensorVariable, TENSOR_GETATTR, _intercept(getattr(TensorVariable, TENSOR_GETATTR), leaves.on_getattr)
-        ),
-        swap_attribute(TensorVariable, "call_method", _intercept(TensorVariable.call_method, leaves.on_call)),
-        swap_attribute(OutputGraph, COMPILE_GRAPH, _intercept(getattr(OutputGraph, COMPILE_GRAPH), leaves.on_compile)),
-    ):
+    makers = {
+        ".call_function": _intercept(leaves.on_setattr),
+        TENSOR_GETATTR: _intercept(leaves.on_getattr),
+        ".call_method": _intercept(leaves.on_call),
+        ".compile_and_call_fx_graph": _intercept(leaves.on_compile),
+    }
+    with UNUSED_GRADIENTS.replace(makers):
         yield
 
 
-def _intercept(plain: Callable[..., Any], intercepted: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
-        return intercepted(plain, self, tx, *args, **kwargs)
+def _intercept(intercepted: Callable[..., Any]) -> Callable[[Any], Any]:
+    def make(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: Any, tx: Any, *args: Any, **kwargs: Any) -> Any:
+            return intercepted(plain, self, tx, *args, **kwargs)
 
-    return method
+        return method
+
+    return make
 
 
 class _IgnoredLeaves:

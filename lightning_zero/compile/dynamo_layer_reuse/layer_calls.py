@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import DisableTorchFunctionSubclass, nn
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.dynamo import LAYER_REUSE, ModuleVariable, has_global_hooks
-from lightning_zero.compat.patches import swap_attribute
-from lightning_zero.compat.tensors import DisableTorchFunctionSubclass
+from lightning_zero.compat.dynamo import LAYER_REUSE, has_global_hooks
 from lightning_zero.compile.dynamo_layer_reuse.layer_copy import LayerNodes, copy_layer
 from lightning_zero.compile.dynamo_layer_reuse.trace_guards import TraceGuards, check_built_alike
 from lightning_zero.compile.dynamo_layer_reuse.trace_inputs import (
@@ -35,54 +33,23 @@ MAX_TRACES = 3
 # Rejected layers of a class and graph before all others are traced: a layer that reads its number differs from all.
 MAX_REJECTED = 4
 
-_active = threading.local()  # .calls, while this thread is inside reuse_layer_traces()
-
 
 @LAYER_REUSE
 @contextmanager
 def reuse_layer_traces() -> Iterator[None]:
     """Reuse traces of layers in compilations of this thread. Other threads are not affected."""
-    before = getattr(_active, "calls", None)
-    _active.calls = _Calls()
-    try:
-        with _installed:
-            yield
-    finally:
-        _active.calls = before
+    calls, mine = _Calls(), threading.get_ident()
 
+    def make(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+            if threading.get_ident() != mine:
+                return plain(variable, tx, args, kwargs)
+            return calls.call(plain, variable, tx, args, kwargs)
 
-class _Installation:
-    """Replaces Dynamo's handler of module calls while a thread is inside :func:`reuse_layer_traces`."""
+        return call_function
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self._swap: swap_attribute | None = None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._count += 1
-            if self._swap is None:
-                plain = ModuleVariable.call_function
-
-                def call_function(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-                    calls = getattr(_active, "calls", None)
-                    if calls is None:
-                        return plain(variable, tx, args, kwargs)
-                    return calls.call(plain, variable, tx, args, kwargs)
-
-                self._swap = swap_attribute(ModuleVariable, "call_function", call_function)
-                self._swap.__enter__()
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._count -= 1
-            if self._count == 0 and self._swap is not None:
-                self._swap.__exit__()
-                self._swap = None
-
-
-_installed = _Installation()
+    with LAYER_REUSE.replace({"NNModuleVariable.call_function": make}):
+        yield
 
 
 class _Trace:

@@ -33,8 +33,15 @@ from lightning_zero.compat.graphs import (
     SOURCE_FN_STACK,
     STACK_TRACE,
 )
-from lightning_zero.compat.tensors import FakeTensor, fake_like, no_dispatch_modes, no_python_dispatcher, unsafe_view
-from lightning_zero.compile.capture.dynamo_graph import mutated_inputs, storage_key
+from lightning_zero.compat.tensors import (
+    FakeTensor,
+    fake_like,
+    no_dispatch_modes,
+    no_python_dispatcher,
+    storage_key,
+    unsafe_view,
+)
+from lightning_zero.compile.capture.dynamo_graph import mutated_inputs
 from lightning_zero.compile.dynamo_layer_reuse.trace_guards import MatchedGuards
 from lightning_zero.compile.dynamo_layer_reuse.trace_inputs import CallSignature, ReuseRejected, fake_layout
 

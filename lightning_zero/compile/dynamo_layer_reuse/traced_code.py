@@ -11,22 +11,19 @@ import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_zero.compat.compiler import TensorVariable
 from lightning_zero.compat.dynamo import (
-    CONSTANT_CALLS,
     LAYER_REUSE,
-    BuiltinVariable,
-    HashableKey,
     ListVariable,
     ModuleVariable,
     ObjectVariable,
     Source,
     TupleVariable,
-    VariableBuilder,
     comparisons,
     guard_of_two_paths,
     is_constant,
@@ -56,28 +53,35 @@ def watch_identity_checks() -> Iterator[list[str]]:
         if any(objects) and (len(operands) == 1 or all(map(_may_be_object, operands))):
             found.append(what)
 
-    def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        if getattr(variable, "fn", None) in OPERATORS:
-            check(variable.fn.__name__, args)
-        return plain_call(variable, tx, args, kwargs)
+    def check_call(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def call_function(variable: Any, tx: Any, args: Sequence[Any], kwargs: Any) -> Any:
+            if getattr(variable, "fn", None) in OPERATORS:
+                check(variable.fn.__name__, args)
+            return plain(variable, tx, args, kwargs)
 
-    def make_key(hashable: Any, variable: Any, *rest: Any) -> Any:
-        check("a key", [variable])
-        return plain_key(hashable, variable, *rest)
+        return call_function
 
-    plain_call, plain_key = BuiltinVariable.call_function, HashableKey.__init__
+    def check_key(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def make_key(hashable: Any, variable: Any, *rest: Any) -> Any:
+            check("a key", [variable])
+            return plain(hashable, variable, *rest)
+
+        return make_key
+
+    makers: dict[str, Callable[[Any], Any]] = {
+        "BuiltinVariable.call_function": check_call,
+        ".__init__": check_key,
+        ".call_method": partial(_check_method, check),
+        ".dispatch_table": partial(_check_table, check),
+    }
     with ExitStack() as stack:
-        for owner, name, new in (
-            (BuiltinVariable, "call_function", call_function),
-            (HashableKey, "__init__", make_key),
-            *((kind, "call_method", _check_method(kind.call_method, check)) for kind in (ListVariable, TupleVariable)),
-            *((one, "dispatch_table", _check_table(one.dispatch_table, check)) for one in translators()),
-        ):
-            stack.enter_context(swap_attribute(owner, name, new))
+        stack.enter_context(LAYER_REUSE.replace(makers))
+        for kind in translators():  # each has a table of its own
+            stack.enter_context(swap_attribute(kind, "dispatch_table", _check_table(check, kind.dispatch_table)))
         yield found
 
 
-def _check_table(table: Sequence[Any], check: Callable[[str, Sequence[Any]], None]) -> list[Any]:
+def _check_table(check: Callable[[str, Sequence[Any]], None], table: Sequence[Any]) -> list[Any]:
     changed = list(table)
     for opcode, name in comparisons().items():
         changed[opcode] = _check_comparison(table[opcode], name, check)
@@ -94,7 +98,7 @@ def _check_comparison(plain: Any, name: str, check: Callable[[str, Sequence[Any]
     return compare
 
 
-def _check_method(plain: Any, check: Callable[[str, Sequence[Any]], None]) -> Any:
+def _check_method(check: Callable[[str, Sequence[Any]], None], plain: Any) -> Any:
     def call_method(variable: Any, tx: Any, name: str, args: Sequence[Any], kwargs: Any) -> Any:
         if name in METHODS:
             check(name, args)
@@ -127,13 +131,16 @@ def watch_foreign_values(module: Source) -> Iterator[list[str]]:
     """
     found: list[str] = []
 
-    def build(builder: Any, value: Any) -> Any:
-        name: Any = getattr(known_variable(builder, value), "source", None)
-        path = builder.source
-        renamed = name is not None and name != path and not isinstance(value, _CODE)
-        if renamed and _maps_wrongly(name, path, module, isinstance(value, Tensor | nn.Module)):
-            found.append(f"{path.name} is {name.name}")
-        return plain(builder, value)
+    def watch_build(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def build(builder: Any, value: Any) -> Any:
+            name: Any = getattr(known_variable(builder, value), "source", None)
+            path = builder.source
+            renamed = name is not None and name != path and not isinstance(value, _CODE)
+            if renamed and _maps_wrongly(name, path, module, isinstance(value, Tensor | nn.Module)):
+                found.append(f"{path.name} is {name.name}")
+            return plain(builder, value)
+
+        return build
 
     def watch_call(call: Any) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -142,13 +149,7 @@ def watch_foreign_values(module: Source) -> Iterator[list[str]]:
 
         return called
 
-    plain = VariableBuilder.__call__
-    with ExitStack() as stack:
-        for owner, name, new in (
-            (VariableBuilder, "__call__", build),
-            *((owner, name, watch_call(getattr(owner, name))) for owner, name in CONSTANT_CALLS),
-        ):
-            stack.enter_context(swap_attribute(owner, name, new))
+    with LAYER_REUSE.replace({"VariableBuilder.__call__": watch_build, "invoke_and_store_as_constant": watch_call}):
         yield found
 
 

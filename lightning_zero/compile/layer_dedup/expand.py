@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from lightning_zero.compat.graphs import AC_GRAPH_ID, CUSTOM, MUST_BE_IN_BACKWARD, PARTITIONER_TAG
-from lightning_zero.compat.tensors import FakeTensor, fake_like
-from lightning_zero.compile.capture.dynamo_graph import storage_key
+from lightning_zero.compat.tensors import FakeTensor, fake_like, storage_key
 from lightning_zero.compile.fx_utils import NodeReplacer
 from lightning_zero.compile.layer_dedup.layer_call import DedupFailed
 from lightning_zero.compile.layer_dedup.layer_graph import LayerGraph, NodeTemplate, View

@@ -7,16 +7,18 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch.fx import Graph, GraphModule, Node
 
 from lightning_zero.compat.graphs import CHECKPOINT_POLICY, CHECKPOINT_POLICY_HASH
-from lightning_zero.compat.tensors import CHECKPOINTS, function_call
+from lightning_zero.compat.tensors import CHECKPOINTS
 from lightning_zero.compile.fx_utils import results
 
 __all__ = [
     "hop_body",
     "has_own_policy",
     "is_region",
+    "FUNCTION_CALL",
     "describe_policy",
     "bypass_region_inputs",
     "readers",
@@ -24,7 +26,9 @@ __all__ = [
     "expand_regions",
 ]
 
-_CALLS = {function_call, *CHECKPOINTS}
+# Calls of users' autograd functions in Dynamo's graphs; arguments are both graphs and their inputs.
+FUNCTION_CALL = torch.ops.higher_order.autograd_function_apply
+_CALLS = {FUNCTION_CALL, *CHECKPOINTS}
 
 
 def hop_body(node: Node) -> GraphModule | None:

@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from typing import Any, NoReturn
 
 import torch
+from functorch.compile import config as functorch_config
 from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 
@@ -17,7 +18,6 @@ from lightning_zero.compat.compiler import (
     CustomGraphPass,
     TracingContext,
     aot_autograd,
-    functorch_config,
     inductor_config,
     keep_python_scalars,
     lookup_backend,
@@ -35,8 +35,7 @@ from lightning_zero.compat.graphs import (
     SOURCE_FN_STACK,
     TANGENTS,
 )
-from lightning_zero.compat.tensors import FakeTensor, FakeTensorMode
-from lightning_zero.compile.capture.dynamo_graph import storage_key
+from lightning_zero.compat.tensors import FakeTensor, FakeTensorMode, storage_key
 from lightning_zero.compile.fx_utils import is_op, results
 from lightning_zero.compile.layer_dedup.hop_bodies import hop_body, is_region
 from lightning_zero.compile.layer_dedup.layer_call import DedupFailed, end

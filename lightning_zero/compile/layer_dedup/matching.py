@@ -26,10 +26,17 @@ from lightning_zero.compat.graphs import (
     SET_GRAD_ENABLED,
     STATELESS_CALLS,
 )
-from lightning_zero.compat.tensors import CHECKPOINTS, function_call
+from lightning_zero.compat.tensors import CHECKPOINTS
 from lightning_zero.compile.capture.dynamo_graph import mutated_inputs, node_storage
 from lightning_zero.compile.fx_utils import ForbidRandomOps
-from lightning_zero.compile.layer_dedup.hop_bodies import describe_policy, expand_regions, hop_body, is_region, regions
+from lightning_zero.compile.layer_dedup.hop_bodies import (
+    FUNCTION_CALL,
+    describe_policy,
+    expand_regions,
+    hop_body,
+    is_region,
+    regions,
+)
 from lightning_zero.compile.subgraphs.repeats import RepeatedRun, find_repeats
 from lightning_zero.native.ops import NAMESPACE
 
@@ -140,7 +147,7 @@ class NodeFingerprints:
 
 
 def _is_safe_target(node: Node) -> bool:
-    if node.target is function_call:
+    if node.target is FUNCTION_CALL:
         return True  # its graphs describe it
     try:
         check_node_safe(node)

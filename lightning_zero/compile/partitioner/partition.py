@@ -15,11 +15,12 @@ from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
+from functorch.compile import config as functorch_config
+from functorch.compile import min_cut_rematerialization_partition as min_cut_partition
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compat.compiler import functorch_config, min_cut_partition
 from lightning_zero.compat.fast_partitioner import fast_partitioner
 from lightning_zero.compat.graphs import AC_GRAPH_ID, MUST_BE_IN_BACKWARD, NN_MODULE_STACK, PARTITIONER_TAG, RECOMPUTE
 from lightning_zero.compile.fx_utils import (

@@ -17,18 +17,21 @@ from torch import SymBool, SymFloat, SymInt, Tensor
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
-from lightning_zero.compat.tensors import OpOverload, inductor_seeds, wait_tensor
+from lightning_zero.compat.tensors import OpOverload, wait_tensor
 from lightning_zero.compile.fx_utils import is_start
 from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.graph_tensors import aliased_argument, called_op, is_view, is_view_op, tensors_of
-
-__all__ = ["NodeKind", "all_read", "is_kernel", "is_pointwise", "is_random", "classify_nodes", "readers", "reads"]
 
 _aten = torch.ops.aten
 _CUTS_OUT = {_aten.slice.Tensor, _aten.view.default}  # these may cut a weight out of its group
 
 
 _SCALARS = (int, float, bool, SymInt, SymFloat, SymBool)
+
+# Inductor's op that draws the seeds of a graph's random numbers.
+SEEDS = "prims::inductor_seeds"
+# Indices of seeds differ between equal layers.
+_SEED_OPS = {SEEDS, "prims::inductor_seed", "prims::inductor_lookup_seed"}
 
 
 class NodeKind(Enum):
@@ -65,8 +68,13 @@ def classify_nodes(graph: Graph) -> dict[Node, NodeKind]:
     return kinds
 
 
+def op_name(target: Any) -> str:
+    """Return the name of an op with its namespace; empty for other functions."""
+    return target.name() if isinstance(target, OpOverload) else ""
+
+
 def _target_kind(target: Any) -> _TargetKind | None:
-    if find_op(target) is not None or target in inductor_seeds:
+    if find_op(target) is not None or op_name(target) in _SEED_OPS:
         return _TargetKind.OURS
     if target is operator.getitem:
         return _TargetKind.PART
@@ -101,7 +109,7 @@ def _kind(node: Node, kinds: dict[Node, NodeKind]) -> NodeKind:
     if node.op == "output":
         return NodeKind.OUTPUT
     reads = node.all_input_nodes
-    if find_op(node.target) is not None or node.target in inductor_seeds:
+    if find_op(node.target) is not None or op_name(node.target) in _SEED_OPS:
         return NodeKind.COMM
     if node.target is wait_tensor and is_start(reads[0]):
         return NodeKind.COMM

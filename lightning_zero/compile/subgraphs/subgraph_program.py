@@ -16,6 +16,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+from functorch.compile import config as functorch_config
 from torch import SymInt, Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
@@ -28,11 +29,11 @@ from lightning_zero.compat.compiler import (
     OutputCode,
     TracingContext,
     compile_fx_inner,
-    functorch_config,
     inductor_config,
 )
-from lightning_zero.compat.tensors import OpOverload, draw_seeds
+from lightning_zero.compat.tensors import OpOverload
 from lightning_zero.compile.fx_utils import output_node
+from lightning_zero.compile.subgraphs.node_kinds import SEEDS, op_name
 from lightning_zero.compile.subgraphs.subgraph import Subgraph
 
 __all__ = [
@@ -151,7 +152,7 @@ class _Writer:
         return lines
 
     def _op(self, number: int, node: Node) -> list[str]:
-        name = self._name(_seeds if node.target is draw_seeds else node.target, "op")
+        name = self._name(_seeds if op_name(node.target) == SEEDS else node.target, "op")
         arguments = [self._text(value) for value in node.args]
         arguments += [f"{key}={self._text(value)}" for key, value in node.kwargs.items()]
         return [
@@ -207,7 +208,8 @@ def _named(value: Any) -> Any:
     if isinstance(value, Tensor):
         raise BypassCache("a constant of the graph is a tensor")
     if isinstance(value, OpOverload):
-        return _Op(value.namespace, value.overloadpacket.__name__, value._overloadname)
+        _, _, overload = value.name().partition(".")
+        return _Op(value.namespace, value.overloadpacket.__name__, overload or "default")
     return value
 
 

@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_zero.compat.lightning_private import optimizers_to_device
-from lightning_zero.compat.modules import BatchNorm
 from lightning_zero.config import EngineConfig, Options
 from lightning_zero.config.schema import options
 from lightning_zero.engine import Engine, engine_of
@@ -484,8 +483,8 @@ def check_sharded_module(
             f"The model was sharded by an earlier Trainer in {', '.join(map(str, others))}, and cannot be converted "
             f"for Trainer(precision={precision.precision!r}) any more. Call lightning_zero.unshard(model) in between."
         )
-    layers = [layer for layer in module.modules() if isinstance(layer, BatchNorm)]
-    if sync_batchnorm and not all(isinstance(layer, nn.SyncBatchNorm) for layer in layers):
+    unsynchronized = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+    if sync_batchnorm and any(isinstance(layer, unsynchronized) for layer in module.modules()):
         raise MisconfigurationException(
             "The model was sharded by an earlier Trainer without sync_batchnorm=True, and its layers cannot be "
             "replaced any more. Call lightning_zero.unshard(model) in between, or pass it to the earlier Trainer, too."

@@ -11,6 +11,8 @@ from typing import Any
 import networkx
 import pytest
 import torch
+from functorch.compile import config as functorch_config
+from functorch.compile import min_cut_rematerialization_partition as min_cut_partition
 from torch import Tensor, nn
 from torch._functorch import compile_utils
 from torch.fx import Graph, GraphModule, Node
@@ -18,13 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.compat import fast_partitioner as partitioner
-from lightning_zero.compat.compiler import (
-    aot_autograd,
-    functorch_config,
-    inductor_config,
-    inductor_partition,
-    min_cut_partition,
-)
+from lightning_zero.compat.compiler import aot_autograd, inductor_config, inductor_partition
 from lightning_zero.compat.fast_partitioner import fast_partitioner
 
 aten = torch.ops.aten

@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 import torch
 from functorch.compile import make_boxed_func
+from functorch.compile import min_cut_rematerialization_partition as min_cut_partition
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
+from lightning_zero.compat.compiler import aot_autograd
 from lightning_zero.compat.graphs import (
     AC_GRAPH_ID,
     CHECKPOINT_POLICY,

@@ -1,14 +1,12 @@
 """Names in ``compat/tensors.py`` have the expected meaning in this torch."""
 
-import pickle
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed._functional_collectives  # registers ops
-from torch import Tensor, nn
+from torch import DisableTorchFunction, DisableTorchFunctionSubclass, Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses import fake_tensor
@@ -20,27 +18,22 @@ from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.compat import tensors as ops
 from lightning_zero.compat.tensors import (
-    DisableTorchFunction,
-    DisableTorchFunctionSubclass,
     FakeTensor,
     FakeTensorMode,
     FunctionalTensor,
-    disabled_torch_function,
     fake_like,
     fake_weights_from_sizes,
     foreach_copy,
     foreach_norm,
-    functorch_unwrapped,
     graph_task_id,
     inside_functorch,
-    is_functorch_wrapped,
     no_dispatch_modes,
     no_python_dispatcher,
-    preserve_versions,
-    rebuild_parameter,
     retains_graph,
+    storage_key,
     top_saved_tensors_hooks,
     tree_leaves,
+    tree_map,
     tree_map_only,
 )
 
@@ -52,7 +45,7 @@ class Loud(Tensor):
 
 
 class Quiet(Tensor):
-    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+    __torch_function__ = nn.Parameter.__torch_function__  # type: ignore[assignment]
 
 
 class Mode(TorchFunctionMode):
@@ -103,15 +96,6 @@ def test_results_of_a_disabled_subclass_are_plain() -> None:
     assert type(quiet + 1) is Tensor
 
 
-def test_pickle_rebuilds_a_parameter() -> None:
-    made = rebuild_parameter(torch.ones(2), False, OrderedDict())
-    assert type(made) is nn.Parameter
-    assert not made.requires_grad
-    function, arguments = nn.Parameter(torch.ones(2)).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    assert function is rebuild_parameter
-    assert len(arguments) == 3
-
-
 def test_traced_tensors_are_fake_and_functional_ones() -> None:
     from torch._functorch.aot_autograd import aot_export_joint_simple
 
@@ -141,6 +125,7 @@ def test_trees() -> None:
     a, b = torch.ones(1), torch.ones(2)
     assert [id(x) for x in tree_leaves({"a": [a], "b": (b, None)}) if isinstance(x, Tensor)] == [id(a), id(b)]
     assert tree_map_only(int, lambda n: n + 1, (1, ["x", 2])) == (2, ["x", 3])
+    assert tree_map(str, {"a": [1], "b": (2, None)}) == {"a": ["1"], "b": ("2", "None")}
 
 
 def test_version_counts_writes() -> None:
@@ -183,13 +168,11 @@ def test_post_accumulate_hooks_of_a_parameter_can_be_replaced() -> None:
     assert not hooks
 
 
-def test_fake_tensors_of_one_storage_show_it() -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
+def test_fake_tensors_of_one_storage_have_one_key() -> None:
     with FakeTensorMode():
         x, y = torch.ones(4), torch.ones(4)
-        assert x.untyped_storage()._cdata == x.view(2, 2).t().untyped_storage()._cdata
-        assert x.untyped_storage()._cdata != y.untyped_storage()._cdata
+        assert storage_key(x) == storage_key(x.view(2, 2).t())
+        assert storage_key(x) != storage_key(y)
 
 
 def in_backward(look: Any, **kwargs: Any) -> list[Any]:
@@ -236,24 +219,21 @@ def test_functorch_state_and_wrapped_tensors_are_visible() -> None:
     seen = []
 
     def look(x: Tensor) -> Tensor:
-        inner = x
-        while is_functorch_wrapped(inner):
-            inner = functorch_unwrapped(inner)
-        seen.append((inside_functorch(), is_functorch_wrapped(x), inner.data_ptr()))
+        inner = torch.func.debug_unwrap(x)
+        seen.append((inside_functorch(), inner is not x, inner.data_ptr()))
         return x.sum()
 
     assert not inside_functorch()
-    assert not is_functorch_wrapped(given)
+    assert torch.func.debug_unwrap(given) is given
     torch.func.grad(look)(given)
     torch.func.grad(lambda x: torch.func.grad(look)(x).sum())(given)
     assert seen == [(True, True, given.data_ptr())] * 2
 
 
-def test_preserved_versions_keep_saved_tensors_valid() -> None:
+def test_writes_to_data_keep_saved_tensors_valid() -> None:
     weight, buffer = torch.ones(2, requires_grad=True), torch.ones(2)
     loss = (weight * buffer).sum()
-    with preserve_versions((buffer,)):
-        buffer.fill_(3)
+    foreach_copy([buffer.data], [torch.full((2,), 3.0)])
     loss.backward()
     assert weight.grad is not None
     assert weight.grad.tolist() == [3, 3]
@@ -280,21 +260,18 @@ def test_a_wait_takes_one_tensor() -> None:
     assert ops.wait_tensor.namespace == "_c10d_functional"
 
 
-def test_only_attention_on_the_cpu_lacks_a_formula_before_torch_2_15() -> None:
-    """Once no supported torch lacks it, it need not be listed."""
-    assert ops.flash_attention in flop_registry
-    assert ops.flash_attention_backward in flop_registry
-    older = torch.torch_version.TorchVersion(torch.__version__) < "2.15"
-    assert (ops.flash_attention_on_cpu not in flop_registry) is older
-    assert (ops.flash_attention_on_cpu_backward not in flop_registry) is older
+@pytest.mark.parametrize("backward", [False, True])
+def test_attention_on_the_cpu_has_the_arguments_of_the_other(backward: bool) -> None:
+    """Its formula of FLOPs is then the other's, which torch up to 2.14 has alone."""
 
+    def first(packet: ops.OpOverloadPacket) -> list[str]:
+        return [argument.name for argument in packet.default._schema.arguments][: 4 if backward else 3]
 
-def test_both_take_the_same_arguments_first() -> None:
-    def first(packet: ops.OpOverloadPacket, count: int) -> list[str]:
-        return [argument.name for argument in packet.default._schema.arguments][:count]
-
-    assert first(ops.flash_attention_on_cpu, 3) == first(ops.flash_attention, 3)
-    assert first(ops.flash_attention_on_cpu_backward, 4) == first(ops.flash_attention_backward, 4)
+    name = "_scaled_dot_product_flash_attention" + ("_backward" if backward else "")
+    on_cpu = getattr(torch.ops.aten, name.replace("attention", "attention_for_cpu"))
+    other = getattr(torch.ops.aten, name)
+    assert first(on_cpu) == first(other)
+    assert other in flop_registry
 
 
 def test_schemas_distinguish_writes_from_views() -> None:

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
+from functorch.compile import min_cut_rematerialization_partition as min_cut_partition
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 from torch.fx.node import map_arg
 
-from lightning_zero.compat.compiler import aot_autograd, min_cut_partition
+from lightning_zero.compat.compiler import aot_autograd
 from lightning_zero.compat.graphs import (
     AC_GRAPH_ID,
     CUSTOM,

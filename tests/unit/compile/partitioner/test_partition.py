@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import aot_function, make_boxed_func
+from functorch.compile import config as functorch_config
+from functorch.compile import min_cut_rematerialization_partition as min_cut_partition
 from torch import Tensor, nn
 from torch._functorch.compile_utils import fx_graph_cse
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
-from lightning_zero.compat.compiler import aot_autograd, aot_function, functorch_config, min_cut_partition
+from lightning_zero.compat.compiler import aot_autograd
 from lightning_zero.compat.graphs import NN_MODULE_STACK
 from lightning_zero.compile.fx_utils import reduces, results
 from lightning_zero.compile.partitioner.partition import (

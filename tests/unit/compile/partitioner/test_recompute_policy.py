@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import aot_function
+from functorch.compile import config as functorch_config
+from functorch.compile import min_cut_rematerialization_partition as min_cut_partition
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
-from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
 from lightning_zero.compile.partitioner.recompute_policy import EvenKnapsack, partitioner_settings, space_evenly
 
 LAYERS = 16

@@ -4,11 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import aot_function
+from functorch.compile import config as functorch_config
+from functorch.compile import min_cut_rematerialization_partition as min_cut_partition
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_zero.compat.compiler import aot_function, functorch_config, min_cut_partition
 from lightning_zero.compat.graphs import DESC, NO_VERSION_CHECK, RECOMPUTE
 from lightning_zero.compile.fx_utils import results
 from lightning_zero.compile.partitioner.recompute_policy import partitioner_settings

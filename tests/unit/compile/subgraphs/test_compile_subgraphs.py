@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import config as functorch_config
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
@@ -15,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from lightning_zero.compat.compiler import compile_fx_inner, functorch_config, lookup_backend
+from lightning_zero.compat.compiler import compile_fx_inner, lookup_backend
 from lightning_zero.compile.subgraphs import DeferredKernels, SubgraphCache, cut, is_worth_cutting, lower_subgraphs
 from lightning_zero.compile.subgraphs.compile_subgraphs import StrideMismatch, _fingerprint, check_strides, fix_strides
 from lightning_zero.compile.subgraphs.subgraph import Subgraph

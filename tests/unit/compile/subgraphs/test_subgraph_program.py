@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule
 
-from lightning_zero.compat.tensors import draw_seeds
 from lightning_zero.compile.subgraphs.subgraph import Subgraph
 from lightning_zero.compile.subgraphs.subgraph_program import SubgraphProgram
 
@@ -73,7 +72,7 @@ def test_lets_go_of_a_value_before_its_last_reader_begins() -> None:
 
 def test_draws_the_seeds_that_a_whole_graph_would_draw() -> None:
     graph = Graph()
-    seeds = graph.call_function(draw_seeds, (3, torch.device("cpu")))
+    seeds = graph.call_function(torch.ops.prims.inductor_seeds.default, (3, torch.device("cpu")))
     graph.output((seeds,))
     program = SubgraphProgram(GraphModule(torch.nn.Module(), graph), [seeds], [])
     torch.manual_seed(7)
