@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from lightning_zero.compat.compiler import TensorVariable
 from lightning_zero.compat.dynamo import (
     ChainedSource,
+    CompileContexts,
     ConstantVariable,
     DictVariable,
     Guard,
@@ -23,6 +26,7 @@ from lightning_zero.compat.dynamo import (
     ObjectVariable,
     TupleVariable,
     VariableBuilder,
+    callback_handler,
     comparisons,
     dispatch_keys,
     existed_before,
@@ -281,3 +285,74 @@ def test_a_number_has_changed_before_if_dynamo_says_so() -> None:
     found = seen_in_parts(look, calls=2)
     assert found[0] == ([False, False], [False, False])
     assert found[1] == ([True, True], [True, True])
+
+
+class Entries:
+    """A call whose contexts note when they are entered and left."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        torch._dynamo.reset()
+        self.compiled = torch.compile(lambda x: x + 1, backend=self._compile, dynamic=False)
+
+    def _compile(self, module: Any, inputs: Any) -> Any:
+        self.events.append("compile")
+        return module.forward
+
+    @contextmanager
+    def context(self) -> Iterator[None]:
+        self.events.append("enter")
+        try:
+            yield
+        finally:
+            self.events.append("leave")
+
+    def call(self, size: int) -> list[str]:
+        self.events.clear()
+        with CompileContexts(lambda: [self.context()]):
+            self.compiled(torch.ones(size))
+            self.events.append("called")
+        return list(self.events)
+
+
+ENTERED = ["enter", "compile", "leave", "called"]
+
+
+def test_contexts_of_compilations_are_entered_only_by_calls_that_compile() -> None:
+    calls = Entries()
+    assert [calls.call(2), calls.call(2), calls.call(3), calls.call(2)] == [ENTERED, ["called"], ENTERED, ["called"]]
+    torch.compiler.reset()  # removes all callbacks of Dynamo
+    assert [calls.call(2), calls.call(2)] == [ENTERED, ["called"]]
+
+
+def test_compilations_of_other_threads_and_outside_of_calls_enter_no_contexts() -> None:
+    inner, calls = Entries(), Entries()
+    calls.compiled = lambda x: in_a_thread(lambda: inner.compiled(x))
+    assert (calls.call(2), inner.events) == (["called"], ["compile"])
+    inner.compiled(torch.ones(3))
+    assert inner.events == ["compile"] * 2
+
+
+def test_contexts_are_left_after_a_failed_compilation() -> None:
+    calls = Entries()
+
+    def fail(module: Any, inputs: Any) -> Any:
+        raise ValueError("the backend's own")
+
+    calls.compiled = torch.compile(lambda x: x + 1, backend=fail)
+    with pytest.raises(Exception, match="the backend's own"):
+        calls.call(2)
+    assert calls.events == ["enter", "leave"]
+
+
+def test_contexts_are_left_if_dynamo_reports_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = Entries()
+    with CompileContexts(list):
+        pass  # registers callbacks
+    monkeypatch.setattr(callback_handler, "end_callbacks", [])
+    assert calls.call(2) == ["enter", "compile", "called", "leave"]
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
