@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules import module as modules
 
 from lightning_zero.compat.compiler import dynamo_config
-from lightning_zero.compat.lookup import Absent, module, private
+from lightning_zero.compat.lookup import module, private
 from lightning_zero.compat.patches import Patch
 
 constant = module("torch._dynamo.variables.constant")
@@ -161,9 +161,7 @@ class CompileContexts:
     def __enter__(self) -> None:
         self._before = getattr(_thread, "contexts", None)
         _thread.contexts = self
-        if isinstance(callback_handler, Absent):
-            self.begin()
-        elif _begin_compilation not in callback_handler.start_callbacks:  # torch.compiler.reset() removes it
+        if _begin_compilation not in callback_handler.start_callbacks:  # torch.compiler.reset() removes it
             callback_handler.register_start_callback(_begin_compilation)
             callback_handler.register_end_callback(_end_compilation)
 
@@ -173,6 +171,7 @@ class CompileContexts:
 
     def begin(self) -> None:
         """Enter the contexts."""
+        self.end()
         with ExitStack() as stack:
             for context in self._make():
                 stack.enter_context(context)

@@ -20,8 +20,8 @@ def table(*names: str, timeout: float) -> subprocess.CompletedProcess[str]:
 def test_a_missing_name_costs_an_optimization_or_is_named() -> None:
     optional, compiler, eager = (
         "torch._functorch.partitioners.fx_graph_cse",
-        "torch._functorch.partitioners",
-        "torch._C.DisableTorchFunctionSubclass",
+        "torch._dynamo.backends.common.aot_autograd",
+        "torch.distributed.distributed_c10d._get_default_store",
     )
     done = table(optional, compiler, eager, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
