@@ -23,31 +23,6 @@ from pathlib import Path
 
 from lightning_zero.errors import CheckpointError
 
-__all__ = [
-    "INCOMPLETE",
-    "LOCK_TIMEOUT_S",
-    "REMOVED",
-    "REPLACED",
-    "PinnedDirectory",
-    "becomes_visible",
-    "check_replaceable",
-    "check_replaceable_folder",
-    "concurrent_save_error",
-    "exchange",
-    "locked_for_removal",
-    "make_folders",
-    "readable_path",
-    "refresh_listing",
-    "remove",
-    "remove_leftover",
-    "replace_atomically",
-    "restore_replaced",
-    "sibling_path",
-    "sync_folder",
-    "try_lock",
-    "unlock",
-]
-
 INCOMPLETE = ".incomplete"  # a save in progress, or one that was killed
 REMOVED = ".removed"  # a leftover while the next save removes it
 REPLACED = ".replaced"  # the previous checkpoint while two renames replace it

@@ -26,8 +26,6 @@ from torch import Tensor
 from lightning_zero.checkpoint.integrity import FileChecksum
 from lightning_zero.sharding.layout import is_strided
 
-__all__ = ["WRITE_BYTES", "ChecksumWriter", "ThreadedWriter", "WritebackQueue", "stable_memory", "write_all"]
-
 WRITE_BYTES = 16 << 20  # of one write, so that progress is reported now and then
 WINDOW = 256 << 20  # bytes that are written and not on the disk yet
 COPY_BYTES = 1 << 16  # smaller writes are copied into the queue

@@ -41,8 +41,6 @@ from lightning_zero.sharding.host_memory import copy_to_host
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.state_dict import StateDictHooks, full_on_cpu, ignore_bytes
 
-__all__ = ["model_state", "write_full", "write_local_file", "write_remote_file"]
-
 # Object stores have no rename, and show a file only after it was closed.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "obs", "tos"}
 

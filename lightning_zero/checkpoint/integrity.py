@@ -22,18 +22,6 @@ from torch import Tensor
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.layout import is_strided
 
-__all__ = [
-    "FileChecksum",
-    "checksum_of",
-    "digest_of",
-    "parse_json",
-    "tensors_in",
-    "verify_archive",
-    "verify_open_archive",
-    "verify_storages",
-    "wrap_read_errors",
-]
-
 READ_BYTES = 4 << 20  # of one read
 
 # Raised by code that meets a value of another type or size than expected. RuntimeError: torch's own errors, and

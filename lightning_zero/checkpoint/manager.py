@@ -47,8 +47,6 @@ from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.state_dict import StateDictHooks, ignore_bytes
 
-__all__ = ["CheckpointManager", "PartialLoad"]
-
 log = logging.getLogger(__name__)
 
 EXTRA_SNAPSHOT_BYTES = 64 << 20  # for buffers, and gaps between tensors

@@ -31,20 +31,6 @@ from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
 
-__all__ = [
-    "AllocateFlat",
-    "OptimizerStateEntries",
-    "StateEntry",
-    "gather_value",
-    "has_parameter_names",
-    "nest_entries",
-    "optimizer_state",
-    "renumber",
-    "shard_optimizer_state",
-    "state_by_name",
-    "state_by_number",
-]
-
 AllocateFlat = Callable[[int, torch.dtype], Tensor]  # returns a 1-D tensor of so many elements
 MakeProgress = Callable[[int], ProgressReporter]  # from the total bytes
 

@@ -14,8 +14,6 @@ from lightning_zero.errors import CheckpointError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native.watchdog import SequenceId, Watchdog
 
-__all__ = ["RankTasks", "SingleProcess", "error_text"]
-
 T = TypeVar("T")
 
 ARRIVAL_TIMEOUT_S, POLL_S = 10.0, 0.02  # for all ranks after an exception

@@ -31,22 +31,6 @@ from lightning_zero.checkpoint.integrity import verify_open_archive
 from lightning_zero.checkpoint.rank_tasks import RankTasks
 from lightning_zero.errors import CheckpointError
 
-__all__ = [
-    "HTTP",
-    "ScratchFolder",
-    "copy_file",
-    "download_http",
-    "exists",
-    "fetch_full",
-    "identity",
-    "move_file",
-    "remove_tree",
-    "remove_within",
-    "replaced_error",
-    "resolve_url",
-    "verify_remote",
-]
-
 HTTP = ("http://", "https://")
 # Keys of fsspec's info() that change if a file is replaced; not the time of its last access.
 IDENTITY_KEYS = {"size", "etag", "generation", "version_id", "blob_id", "md5hash", "crc32c"}

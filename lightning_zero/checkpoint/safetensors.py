@@ -44,19 +44,6 @@ from lightning_zero.compat.modules import extra_state_suffix
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.module_patching import SHAPES
 
-__all__ = [
-    "INDEX",
-    "ExportFile",
-    "ExportWeight",
-    "IncompatibleKeys",
-    "export_weights",
-    "load_safetensors_into",
-    "open_safetensors",
-    "parse_size",
-    "plan_files",
-    "to_cpu",
-]
-
 log = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

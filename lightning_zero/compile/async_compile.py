@@ -24,9 +24,6 @@ from lightning_zero.compat.compiler import (
 )
 from lightning_zero.compat.patches import swap_attribute
 
-__all__ = ["DeferredKernels", "PendingCompile", "PendingCompiles"]
-
-
 log = logging.getLogger(__name__)
 
 

@@ -68,9 +68,6 @@ from lightning_zero.compile.subgraphs import (
 from lightning_zero.config import CompileConfig
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
-__all__ = ["Compiler", "JointPasses"]
-
-
 log = logging.getLogger(__name__)
 
 # Packages whose code decides how graphs are rewritten.

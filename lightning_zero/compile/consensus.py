@@ -17,8 +17,6 @@ from typing import Any
 from lightning_zero.compile.graph_plan import first_difference
 from lightning_zero.errors import RankMismatchError
 
-__all__ = ["RankConsensus"]
-
 POLL_S = 0.02
 
 

@@ -11,8 +11,6 @@ from lightning_zero.compile.graph_plan import GraphPlan
 from lightning_zero.config import CompileConfig
 from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
 
-__all__ = ["MAX_OFFLOAD_BYTES_IN_FLIGHT", "GROUPS_PER_GRAPH", "PassContext", "small_weight_bytes"]
-
 # Number of groups in graphs with few weights, so that transfers still overlap with compute.
 GROUPS_PER_GRAPH = 12
 # Bytes. Transferring biases and norms separately costs more in launches than keeping them costs in memory.

@@ -15,17 +15,6 @@ from lightning_zero.compile.async_compile import DeferredKernels
 from lightning_zero.compile.fx_utils import graph_kind
 from lightning_zero.compile.passes.base import PassTrace
 
-__all__ = [
-    "CompileProgress",
-    "CompileTimer",
-    "GraphObserver",
-    "OPTIMIZATION_COUNTS",
-    "OptimizationCounts",
-    "PassObserver",
-    "left_out",
-]
-
-
 log = logging.getLogger(__name__)
 
 GraphObserver = Callable[[str, Graph], None]  # ("joint", or "before" or "after" the passes; graph)

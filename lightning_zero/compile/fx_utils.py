@@ -14,39 +14,6 @@ from lightning_zero.compat.graphs import CUSTOM, TANGENTS
 from lightning_zero.compat.tensors import OpOverload, TorchDispatchMode, to_copy, unsafe_view
 from lightning_zero.native.ops import OPS, Op, Role, find_op, graph_overloads
 
-__all__ = [
-    "ForbidRandomOps",
-    "GATHER",
-    "NodeReplacer",
-    "REDUCE",
-    "RandomOpFound",
-    "WEIGHT",
-    "calls",
-    "cast_dtype",
-    "draws_random",
-    "find_calls",
-    "first_call",
-    "format_nodes",
-    "gathers",
-    "graph_kind",
-    "is_numbered",
-    "is_op",
-    "is_reduce",
-    "is_start",
-    "is_view_or_cast",
-    "nodes_in_role",
-    "ops",
-    "output_node",
-    "format_graph",
-    "readers",
-    "reduces",
-    "results",
-    "shard_of",
-    "weight_name",
-    "weight_nodes",
-]
-
-
 GATHER = "gather"
 REDUCE = "reduce"
 WEIGHT = "lightning_zero.weight"  # key in node.meta[CUSTOM], which tracing copies from graph to graph

@@ -14,9 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Gather", "GraphPlan", "Plan", "PlanStore", "Reduce"]
-
-
 FORMAT = 1
 
 

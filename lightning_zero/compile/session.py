@@ -43,8 +43,6 @@ from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.symm_mem import PeerTransports
 
-__all__ = ["CompileSession", "CompiledStepHooks"]
-
 
 class CompileSession:
     """Compile the modules of one engine, and recompile them when options change.

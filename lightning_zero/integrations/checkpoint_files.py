@@ -49,20 +49,6 @@ from lightning_zero.compat.lightning_private import WrappingCheckpointIO
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.host_memory import copy_small_values
 
-__all__ = [
-    "BackgroundFileIO",
-    "FileIO",
-    "check_storage_options",
-    "load_file",
-    "read_folder",
-    "read_named",
-    "read_on_all_ranks",
-    "read_verified",
-    "report_progress_of",
-    "split_state",
-    "to_trainer_keys",
-]
-
 GATHERED = ("state_dict", "optimizer_states")  # keys of copies that only the checkpoint has
 MODEL = ("state_dict", "model")  # the second is FSDPStrategy's
 STATES = "optimizer_states"

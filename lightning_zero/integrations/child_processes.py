@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from lightning_zero.native.build import kill_compilers
 
-__all__ = ["ChildWatch", "terminate_after_grace"]
-
 POLL_S = 0.2
 # For a process to end after another rank has failed: its watchdog raises within 3 s, and ends the process 4 s later.
 GRACE_S = 8.0

@@ -23,16 +23,6 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine
 from lightning_zero.sharding.module_patching import is_sharded
 
-__all__ = [
-    "FlatGradScaler",
-    "ZeroPluginMixin",
-    "check_complex",
-    "replace_plugin",
-    "to_flat_scaler",
-    "true_dtype",
-    "with_precision",
-]
-
 P = TypeVar("P")
 
 _TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}

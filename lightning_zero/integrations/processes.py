@@ -36,18 +36,6 @@ from lightning_zero.integrations.child_processes import ChildWatch, terminate_af
 from lightning_zero.mesh import all_max, all_min
 from lightning_zero.native.startup import StartupWatch
 
-__all__ = [
-    "FabricLauncher",
-    "ProcessGroupMixin",
-    "TrainerLauncher",
-    "check_backend",
-    "check_interactive",
-    "check_rank",
-    "check_world_size",
-    "reduce_in_place",
-    "without_nccl_abort",
-]
-
 T = TypeVar("T")
 
 _RETHROW = "TORCH_NCCL_RETHROW_CUDA_ERRORS"

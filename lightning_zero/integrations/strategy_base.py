@@ -32,8 +32,6 @@ from lightning_zero.native import load
 from lightning_zero.native.build import is_built
 from lightning_zero.sharding.sharder import explain_shard_error
 
-__all__ = ["ZeroStrategyBase", "add_error_notes", "engine_config", "options_init"]
-
 P = ParamSpec("P")
 
 

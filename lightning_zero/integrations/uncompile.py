@@ -17,15 +17,6 @@ from torch import nn
 
 from lightning_zero.compat.compiler import OptimizedModule, compiled_from
 
-__all__ = [
-    "UncompiledModule",
-    "accept_compiled_names",
-    "save_compiled_names",
-    "uncompile_functions",
-    "uncompile_modules",
-    "uncompiled_name",
-]
-
 _NAME = "_orig_mod."
 
 

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from lightning_zero.config.text import format_gib
 from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge, memory_limit
 
-__all__ = ["AllocatorCacheLimit", "exceeds_limit"]
-
 # Share of the limit that must be cached before the cache is emptied, which synchronizes the device.
 MIN_CACHED_SHARE = 1 / 64
 # After this many steps without a release only every eighth step is checked, because reading the device takes time.

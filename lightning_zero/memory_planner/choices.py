@@ -19,26 +19,6 @@ from typing import Any
 from lightning_zero.config.schema import OFFLOAD_CHOICES
 from lightning_zero.memory_planner.inputs import Constraints, MemoryConfig, PlannerInputs, StepTimes
 
-__all__ = [
-    "ACTIVATIONS",
-    "GRADIENTS",
-    "HOST",
-    "WEIGHTS",
-    "Item",
-    "Pick",
-    "Variant",
-    "config_from_pick",
-    "contention_seconds",
-    "frontier",
-    "gather_seconds",
-    "host_bytes",
-    "pick",
-    "planner_items",
-    "recomputed_share",
-    "size_of",
-    "with_measured_peak",
-]
-
 ACTIVATIONS, WEIGHTS, HOST, GRADIENTS = "activations", "whole weights", "on the host", "gradients"
 
 # Candidate shares of activations. Below 0.2 the layers' inputs and the recomputed tensors dominate.

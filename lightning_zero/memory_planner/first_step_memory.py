@@ -14,8 +14,6 @@ from time import perf_counter
 from lightning_zero.offload.saved_tensors import SavedTensorOffload
 from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge, memory_limit
 
-__all__ = ["FirstStep", "FirstStepStats"]
-
 # Share of the free memory that saved tensors may take. The rest is for temporary tensors, which cannot be predicted.
 SAVED_SHARE = 0.7
 # Multiple of the largest saved tensor that stays free: the backward of a loss in float32 makes that many copies.

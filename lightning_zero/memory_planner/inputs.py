@@ -14,20 +14,6 @@ from lightning_zero.config.engine_config import HOST_BYTES_PER_S
 from lightning_zero.config.options import Tuning
 from lightning_zero.config.schema import OFFLOAD_CHOICES
 
-__all__ = [
-    "CAPTURE_GAP_SHARE",
-    "MASTERS",
-    "Constraints",
-    "EngineMemoryFacts",
-    "GradientBytes",
-    "MemoryConfig",
-    "PlannerInputs",
-    "StepTimes",
-    "apply_memory_config",
-    "constraints_of",
-    "memory_config",
-]
-
 MIB, GIB = 2**20, 2**30
 DEFAULT_BUFFER_MB = Tuning().offload_buffer_mb
 MASTERS = "parameters"  # name of the fp32 master weights in the option ``offload``

@@ -27,8 +27,6 @@ from lightning_zero.memory_planner.choices import (
 )
 from lightning_zero.memory_planner.inputs import Constraints, MemoryConfig, PlannerInputs
 
-__all__ = ["Line", "MemoryPlan", "choose_plan", "with_offload_advice"]
-
 OPTIONS = {
     ACTIVATIONS: "activation_memory_budget",
     WEIGHTS: "reshard_after_forward",

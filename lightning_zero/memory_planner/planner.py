@@ -45,8 +45,6 @@ from lightning_zero.memory_planner.step_profiler import (
 from lightning_zero.mesh import all_min
 from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge, memory_limit
 
-__all__ = ["CompilerAccess", "MemoryPlanner", "PlanUpdate"]
-
 MEASURED_STEPS = 3
 # Steps after which measuring ends if batches of new lengths keep compiling.
 MAX_STEPS = 40

@@ -15,16 +15,6 @@ from lightning_zero.memory_planner.first_step_memory import FirstStepStats
 from lightning_zero.memory_planner.inputs import CAPTURE_GAP_SHARE, EngineMemoryFacts, MemoryConfig, PlannerInputs
 from lightning_zero.profiling.device_gauges import DeviceMemory, DeviceTimer, MemoryGauge, memory_limit
 
-__all__ = [
-    "EAGER_SAVED_SHARE",
-    "StepProfiler",
-    "StepStats",
-    "SteadyStats",
-    "first_step_inputs",
-    "measured_inputs",
-    "setup_inputs",
-]
-
 # Share of an eager step's extra memory that is saved for backward. The rest is temporary.
 EAGER_SAVED_SHARE = 0.8
 # Estimate of a later pass's seconds, as a share of the eager first pass, which also initializes libraries.

@@ -48,8 +48,6 @@ from lightning_zero.native.cache import (
     unwritable_error,
 )
 
-__all__ = ["build", "compile_cuda", "is_built", "kernel_source", "kill_compilers", "loaded_runtime", "source_directory"]
-
 log = logging.getLogger(__name__)
 
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", "-Wno-deprecated-declarations")

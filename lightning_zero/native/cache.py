@@ -23,16 +23,6 @@ from typing import Any, TextIO
 
 from lightning_zero.errors import NativeBuildError
 
-__all__ = [
-    "check_owner",
-    "check_parents",
-    "default_cache",
-    "lock_entry",
-    "make_private_folder",
-    "resolve_cache",
-    "unwritable_error",
-]
-
 log = logging.getLogger(__name__)
 
 INSTEAD = "Set LIGHTNING_ZERO_CACHE to a writable directory of your own."

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from lightning_zero.compat import cuda
 
-__all__ = ["GraphedSequence", "capture_graph", "configure_nccl_for_capture", "pause_gc"]
-
 
 @contextmanager
 def pause_gc() -> Iterator[None]:

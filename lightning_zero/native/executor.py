@@ -18,8 +18,6 @@ from lightning_zero.native.executor_stubs import Gradients, Graphs, Parameters, 
 from lightning_zero.native.load import load
 from lightning_zero.native.watchdog import SequenceId, Watchdog
 
-__all__ = ["Executor", "Transport"]
-
 
 class Transport:
     """Peer memory and kernels of one executor, see ``csrc/transport/transport.h``.

@@ -10,8 +10,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["Gradients", "Graphs", "Parameters", "Weights"]
-
 
 class Parameters(Protocol):
     """Registry of parameters and of each parameter's memory."""

@@ -19,8 +19,6 @@ from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import build
 from lightning_zero.native.ops import NAMESPACE, OPS
 
-__all__ = ["load"]
-
 
 @functools.cache
 def load() -> None:

@@ -16,19 +16,6 @@ from torch import Tensor
 
 from lightning_zero.compat.tensors import OpOverload
 
-__all__ = [
-    "FAKE_NAMESPACE",
-    "NAMESPACE",
-    "OPS",
-    "Op",
-    "Role",
-    "find_op",
-    "graph_overloads",
-    "no_result",
-    "reduce_op",
-    "register_op",
-]
-
 NAMESPACE = "lightning_zero"
 FAKE_NAMESPACE = (
     # namespace of placeholders in graphs that never run, so that the library need not be built

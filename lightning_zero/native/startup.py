@@ -23,8 +23,6 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from lightning_zero.mesh import boot_id, host_name
 from lightning_zero.native.build import kill_compilers
 
-__all__ = ["StartupWatch"]
-
 TICK_S = 0.5
 TO_FAIL_S = 3.0  # for a rank to fail by itself after another one has
 TO_COME_S = 1.0  # to reach the store first: a rank that was never seen cannot be missed

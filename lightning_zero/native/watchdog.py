@@ -31,8 +31,6 @@ from lightning_zero.errors import RankFailedError, RankMismatchError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native.load import load
 
-__all__ = ["Failures", "Phase", "SequenceId", "ShownErrorHook", "Watchdog", "mark_shown"]
-
 TO_POST_S = 1.0  # for posts of other ranks; short, because users wait for the traceback
 TO_HEAR_S = 4.5  # for which the rank that serves the store stays alive: the others poll every 0.5 s and end after 3 s
 TO_CLAIM_S = 0.5  # for which a rank leaves the traceback to a lower rank

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from lightning_zero.offload.pinned_memory import free_bytes
 
-__all__ = ["SavedTensor", "SavedTensorOffload", "VersionedTensor"]
-
 
 class VersionedTensor(NamedTuple):
     """Detect changes of a saved tensor. torch checks versions itself, except if pack hooks are used.

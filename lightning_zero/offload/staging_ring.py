@@ -23,20 +23,6 @@ from lightning_zero.errors import HostMemoryError
 from lightning_zero.mesh import Mesh, all_min
 from lightning_zero.offload.pinned_memory import HostMemory
 
-__all__ = [
-    "Copy",
-    "CopyStreams",
-    "CpuCopyStreams",
-    "CudaCopyStreams",
-    "FRACTION_WITH_COMPUTE",
-    "RingPass",
-    "StagedChunk",
-    "StagedChunks",
-    "StagingRing",
-    "copy_streams_of",
-    "measure_host_bandwidth",
-]
-
 Copy = tuple[Tensor, Tensor]  # to, from
 Event = Any
 

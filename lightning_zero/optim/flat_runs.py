@@ -23,21 +23,6 @@ from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE, Element
 from lightning_zero.optim.support import INSTEAD, large_tensors
 from lightning_zero.sharding.param_record import Role, ShardedParameter
 
-__all__ = [
-    "Chunk",
-    "ChunkedState",
-    "FlatRun",
-    "InPlacePass",
-    "LoadedChunk",
-    "MASTER_SHARD",
-    "MAX_CHUNK_NUMEL",
-    "State",
-    "StateOnHost",
-    "chunk_itemsizes",
-    "make_flat_runs",
-    "split_into_chunks",
-]
-
 State = defaultdict[Any, dict[str, Any]]
 
 

@@ -14,8 +14,6 @@ from lightning_zero.compat.tensors import foreach_norm
 from lightning_zero.mesh import Mesh, RunCollective, all_max, run_synchronously
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 
-__all__ = ["all_reduce_sum", "clip_factor", "norm_dtype", "parameter_norms"]
-
 
 def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """Return the dtype of sums over these tensors: float64 if one has it, else float32."""

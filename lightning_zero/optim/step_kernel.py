@@ -27,8 +27,6 @@ from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.optim.update_rules import Rule, rule_for
 from lightning_zero.sharding.layout import as_real
 
-__all__ = ["StepKernel"]
-
 MAX_COMPILED_RUNS = 16  # limits compilation, which makes one kernel per run
 
 

@@ -19,29 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Descent",
-    "MakeRule",
-    "Rule",
-    "StateNames",
-    "Tensors",
-    "adadelta",
-    "adagrad",
-    "adam",
-    "adamax",
-    "adamw",
-    "asgd",
-    "has_rules",
-    "nadam",
-    "radam",
-    "register_rule",
-    "rmsprop",
-    "rprop",
-    "rule_for",
-    "sgd",
-    "state_names",
-]
-
 Tensors = dict[str, Tensor]
 
 

@@ -20,8 +20,6 @@ from lightning_zero.sharding.layout import extent, is_strided
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
-__all__ = ["Aliases", "check_shared_memory"]
-
 
 class _StorageSpan:
     """Hold the byte range of a storage that a tensor's elements span."""

@@ -28,8 +28,6 @@ from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.sharding.layout import is_strided
 
-__all__ = ["BufferBroadcast"]
-
 COMPARED_ROUNDS = 3  # first rounds, in which ranks always compare their changed buffers
 BUCKET_BYTES = 256 << 20  # of one broadcast; bounds its temporary memory
 _ALIGN = 16  # bytes, of the widest dtype

@@ -26,19 +26,6 @@ from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from lightning_zero.sharding.symm_mem import PeerTransports, SymmetricMemory
 from lightning_zero.sharding.weight_reader import ShardSync
 
-__all__ = [
-    "FlatBuffer",
-    "HostMasterPolicy",
-    "HostMasters",
-    "ShardMemory",
-    "alias_compute_shards",
-    "can_be_on_host",
-    "check_single_micro_batch",
-    "compute_dtype_of",
-    "free_gradients",
-    "stays_full_precision",
-]
-
 
 class FlatBuffer:
     """Hold one zeroed tensor per dtype, split into 1-D views in the order of ``pieces``.

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ShardLayout", "as_real", "extent", "inverse", "is_strided", "memory_order", "should_read_gaps"]
-
 ALIGNMENT_BYTES = 128
 
 

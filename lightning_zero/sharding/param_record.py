@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.shard_tensor import ShardSpec, no_shard_dispatch
 
-__all__ = ["Records", "Role", "ShardedParameter", "gather_full"]
-
 
 class Role(Enum):
     """Name the purpose of memory that belongs to a parameter; ``sharding/flat_memory.py`` allocates it."""

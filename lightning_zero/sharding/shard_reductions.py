@@ -25,8 +25,6 @@ from lightning_zero.sharding.shard_tensor import (
     spec_of,
 )
 
-__all__ = ["REDUCTIONS", "foreach_norms", "is_elementwise_pair", "reduce"]
-
 INF = math.inf
 
 

@@ -30,27 +30,6 @@ from lightning_zero.compat.tensors import DisableTorchFunctionSubclass, rebuild_
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import ShardLayout, as_real
 
-__all__ = [
-    "Mismatch",
-    "Rule",
-    "ShardParameter",
-    "ShardSpec",
-    "ShardTensor",
-    "align",
-    "all_gather_shards",
-    "closed_engine_message",
-    "full_arguments",
-    "gather_value",
-    "is_shard",
-    "no_shard_dispatch",
-    "raise_unsupported",
-    "raise_unsupported_for",
-    "set_rules",
-    "shards_in",
-    "spec_of",
-    "without_shard_dispatch",
-]
-
 Rule = Callable[[Any, Any, dict[str, Any]], Any]
 P = ParamSpec("P")
 R = TypeVar("R")

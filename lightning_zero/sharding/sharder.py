@@ -33,8 +33,6 @@ from lightning_zero.sharding.shard_tensor import ShardSpec, closed_engine_messag
 from lightning_zero.sharding.symm_mem import PeerTransports
 from lightning_zero.sharding.weight_reader import ShardSync
 
-__all__ = ["Materializer", "Sharder", "check_module", "check_parameter", "check_same_model", "explain_shard_error"]
-
 
 def check_module(name: str, module: nn.Module) -> None:
     """Raise :class:`UnsupportedError` for a module whose forward writes to its weight.

@@ -24,8 +24,6 @@ from lightning_zero.sharding.module_patching import SHAPES
 from lightning_zero.sharding.param_record import ShardedParameter, gather_full
 from lightning_zero.sharding.sharder import Sharder
 
-__all__ = ["StateDictHooks", "StateDictTensor", "full_on_cpu", "ignore_bytes"]
-
 ValueOf = Callable[[ShardedParameter], torch.Tensor | None]
 
 

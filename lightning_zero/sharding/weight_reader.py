@@ -28,8 +28,6 @@ from lightning_zero.compat.tensors import DisableTorchFunctionSubclass, disabled
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
 
-__all__ = ["GatheredWeight", "ShardSync", "WeightReader"]
-
 
 class ShardSync:
     """Order reads and writes of shards that are not gathers.

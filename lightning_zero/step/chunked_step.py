@@ -35,8 +35,6 @@ from lightning_zero.optim.flat_runs import (
 from lightning_zero.optim.update_rules import rule_for
 from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
 
-__all__ = ["ChunkedRunner"]
-
 
 class ChunkedRunner:
     """Shows the chunks of a layout's flat runs to the optimizer.

@@ -26,8 +26,6 @@ from lightning_zero.sharding.grad_hooks import GradientHooks
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.stepper import OptimizerStepper
 
-__all__ = ["State", "StepCycle", "StepEvents"]
-
 log = logging.getLogger(__name__)
 
 Callback = Callable[[], None]

@@ -25,8 +25,6 @@ from lightning_zero.sharding.shard_reductions import REDUCTIONS, is_elementwise_
 from lightning_zero.sharding.shard_rules import query_full_shape, words
 from lightning_zero.step.step_layouts import StepLayout
 
-__all__ = ["CHECKED_STEPS", "ElementwiseCheck", "needs_elementwise_check"]
-
 # Number of first steps that step each parameter by itself, because the optimizer's code may read shapes. Later,
 # neighbors are joined unless it has. Some optimizers begin to read shapes only after a warmup of a few steps.
 CHECKED_STEPS = 16

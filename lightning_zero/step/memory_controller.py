@@ -28,8 +28,6 @@ from lightning_zero.sharding.param_record import Role, ShardedParameter
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from lightning_zero.step.optimizer_steps import OptimizerSteps
 
-__all__ = ["GradientPlacement", "MemoryController"]
-
 MIB = 2**20
 WITH_MASTERS = ("optimizer", MASTERS)  # masters and optimizer state move together
 

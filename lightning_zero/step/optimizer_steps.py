@@ -51,8 +51,6 @@ from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.runners import reason_not_captured
 from lightning_zero.step.stepper import OptimizerStepper
 
-__all__ = ["OptimizerSteps"]
-
 Closure = Callable[[], Any]
 
 

@@ -19,8 +19,6 @@ from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
 
-__all__ = ["CapturedRunner", "EagerRunner", "StepRunner", "reason_not_captured"]
-
 
 class StepRunner(Protocol):
     """One way to step a layout.

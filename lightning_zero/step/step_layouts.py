@@ -28,8 +28,6 @@ from lightning_zero.sharding.layout import as_real
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.sharder import Sharder
 
-__all__ = ["FlatParams", "Groups", "OwnParams", "StepLayout", "StepLayouts"]
-
 log = logging.getLogger(__name__)
 
 Groups = list[dict[str, Any]]

@@ -29,8 +29,6 @@ from lightning_zero.step.elementwise_check import CHECKED_STEPS, ElementwiseChec
 from lightning_zero.step.runners import CapturedRunner, EagerRunner, StepRunner, reason_not_captured
 from lightning_zero.step.step_layouts import FlatParams, Groups, OwnParams, StepLayout, StepLayouts
 
-__all__ = ["OptimizerStepper"]
-
 log = logging.getLogger(__name__)
 
 

@@ -39,8 +39,6 @@ from lightning_zero.checkpoint.sharded.writer import RankFiles
 from lightning_zero.errors import CheckpointError
 from lightning_zero.mesh import Mesh
 
-__all__ = ["AsyncSaver", "SaveOutcome"]
-
 log = logging.getLogger(__name__)
 
 GIVE_UP_S, GIVE_UP_ALONE_S = 30.0, 3.0  # after an exception on this rank; on another one, which will hardly finish

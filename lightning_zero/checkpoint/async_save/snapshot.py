@@ -23,8 +23,6 @@ from lightning_zero.sharding.host_memory import copy_waiter
 from lightning_zero.sharding.layout import is_strided
 from lightning_zero.sharding.shared_memory import Claim, map_shared
 
-__all__ = ["MemoryRun", "Snapshot", "SnapshotChunk", "SnapshotMemory", "dense_copy", "layout_runs"]
-
 COPY_BYTES = 256 << 20  # of one copy: others must not wait long for the copy engine
 COPY_THREADS = 4
 ALIGNMENT = 64  # bytes

@@ -35,8 +35,6 @@ from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.shared_memory import map_shared
 from lightning_zero.subprocess_main import program_without_lightning
 
-__all__ = ["WriteProgress", "WriteRequest", "WriterProcess", "fsspec_settings", "main"]
-
 PROGRAM = program_without_lightning("from lightning_zero.checkpoint.async_save.writer_process import main\nmain()")
 PROGRESS_INTERVAL_S = 0.5
 

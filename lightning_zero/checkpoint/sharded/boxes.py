@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from math import prod
 
-__all__ = ["Box", "boxes", "overlap", "tiling_error"]
-
 MAX_STEPS = 1 << 23  # corners, or pairs of boxes, of one tensor: about 10 s
 
 

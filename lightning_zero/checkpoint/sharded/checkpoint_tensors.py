@@ -29,16 +29,6 @@ from lightning_zero.errors import CheckpointError, UnsupportedError
 from lightning_zero.sharding.host_memory import copy_mapped, read_in_chunks
 from lightning_zero.sharding.layout import ShardLayout, extent, inverse, should_read_gaps
 
-__all__ = [
-    "CheckpointShard",
-    "CheckpointTensor",
-    "RangeReader",
-    "StoredTensor",
-    "materialize_extra_state",
-    "materialize_values",
-    "memory_of",
-]
-
 READ_BYTES = 4 << 20  # of one read
 READ_THREADS = 4
 MIN_SHARED_BYTES = 1 << 20  # a smaller shard is written by one replica: not worth another chunk in a file

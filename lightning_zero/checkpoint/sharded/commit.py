@@ -53,24 +53,6 @@ from lightning_zero.checkpoint.sharded.reader import CheckpointReader
 from lightning_zero.checkpoint.sharded.writer import RankFiles, write_items
 from lightning_zero.errors import CheckpointError
 
-__all__ = [
-    "PendingSave",
-    "PlanCache",
-    "RankSummary",
-    "SavedState",
-    "begin_save",
-    "decode_plan",
-    "discard",
-    "discard_on_error",
-    "encode_plan",
-    "finish_save",
-    "fingerprint",
-    "relink_save",
-    "relink_target",
-    "save_sharded",
-    "write_file",
-]
-
 COMPRESSION = 1  # the fastest of zlib's levels: names and shapes repeat, so a higher one gains little
 
 

@@ -45,21 +45,6 @@ from lightning_zero.checkpoint.remote_files import copy_file, remove_tree, resol
 from lightning_zero.errors import CheckpointError
 from lightning_zero.version import __version__
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "LocalFolder",
-    "Manifest",
-    "RemoteFolder",
-    "SaveFolder",
-    "finish_interrupted_save",
-    "full_path",
-    "is_complete",
-    "readable_location",
-    "remove_checkpoint_at",
-    "save_folder_at",
-]
-
 MANIFEST = "manifest.json"
 FORMAT = 1
 TOKEN = ".save_id"  # marks a save in progress

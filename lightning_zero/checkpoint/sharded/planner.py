@@ -24,21 +24,6 @@ from lightning_zero.checkpoint.sharded.boxes import Box, boxes
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.sharding.layout import is_strided
 
-__all__ = [
-    "MAX_LEVELS",
-    "Keys",
-    "PickledItem",
-    "StoredItem",
-    "TensorChunk",
-    "bytes_to_write",
-    "flatten_state",
-    "is_path",
-    "nest_state",
-    "paths_of",
-    "plan_items",
-    "serialize",
-]
-
 Keys = tuple[str | int, ...]  # keys of nested dicts and lists on the path to a value
 
 MAX_LEVELS = 200  # of nested containers: functions recurse over them, and Python's limit is 1,000 calls

@@ -35,8 +35,6 @@ from lightning_zero.checkpoint.sharded.metadata import METADATA, OBJECTS_FILE, S
 from lightning_zero.checkpoint.sharded.planner import Keys, nest_state
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["CheckpointReader", "checkpoint_kind", "open_checkpoint", "refreshed_kind"]
-
 # The header of a zip entry: 26 bytes, then the lengths of its name and of its extra field.
 HEADER, LENGTHS = 30, struct.Struct("<26xHH")
 

@@ -18,8 +18,6 @@ from lightning_zero.checkpoint.file_writers import ChecksumWriter
 from lightning_zero.checkpoint.integrity import FileChecksum
 from lightning_zero.checkpoint.sharded.planner import PickledItem, StoredItem, TensorChunk
 
-__all__ = ["RankFiles", "file_name", "write_items"]
-
 MAX_FILES = 4  # of one rank, each written by its own thread
 MIN_FILE_BYTES = 64 << 20  # less is not worth another file
 ALIGNMENT = 64  # bytes: torch.save aligns values within an item, so items must be aligned, too

@@ -16,8 +16,6 @@ from torch.autograd.function import once_differentiable
 from lightning_zero.compile.cuda_graphs.graph_pairs import GraphPair
 from lightning_zero.native.executor_stubs import Gradients
 
-__all__ = ["CapturedCall", "GraphReplay", "PendingBackward", "unsupported_input"]
-
 
 def unsupported_input(args: Sequence[Any], device: torch.device) -> str:
     """Return the reason why these inputs cannot be copied into a graph's memory; "" if they can."""

@@ -18,8 +18,6 @@ from lightning_zero.native import Executor
 from lightning_zero.native.capture import capture_graph
 from lightning_zero.offload.activations import ReservedBlocks
 
-__all__ = ["CUDAGraphPair", "CaptureSpec", "EmulatedGraphPair", "GraphPair"]
-
 
 @dataclass(frozen=True)
 class CaptureSpec:

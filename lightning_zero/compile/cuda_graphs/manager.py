@@ -33,18 +33,6 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
 
-__all__ = [
-    "CUDAGraphManager",
-    "Compiled",
-    "GraphDispatcher",
-    "MAX_CAPTURED_SIZES",
-    "MAX_CAPTURE_WAITS",
-    "MAX_FAILED_CAPTURES",
-    "MAX_PENDING_CALLS",
-    "MIN_REPLAYS",
-    "WARMUP_RUNS",
-]
-
 
 class CUDAGraphManager:
     """CUDA graphs of one engine.

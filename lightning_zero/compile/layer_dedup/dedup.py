@@ -32,9 +32,6 @@ from lightning_zero.compile.layer_dedup.matching import (
 )
 from lightning_zero.native.ops import NAMESPACE
 
-__all__ = ["LayerDedup", "dedup_layers", "log_unmatched_regions"]
-
-
 log = logging.getLogger(__name__)
 
 

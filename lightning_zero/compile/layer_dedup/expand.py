@@ -21,8 +21,6 @@ from lightning_zero.compile.layer_dedup.layer_call import DedupFailed
 from lightning_zero.compile.layer_dedup.layer_graph import LayerGraph, NodeTemplate, View
 from lightning_zero.compile.layer_dedup.matching import LayerMatch
 
-__all__ = ["LayerExpansion", "rebase_value"]
-
 
 class LayerExpansion:
     """Expansion of one layer in a joint graph.

@@ -16,16 +16,6 @@ from torch import Tensor
 
 from lightning_zero.compat.tensors import OpOverload
 
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "DedupFailed",
-    "backward",
-    "describe",
-    "end",
-    "forward",
-]
-
 _NAMESPACE = "lightning_zero_layers"
 FORWARD, BACKWARD, END = f"{_NAMESPACE}::forward", f"{_NAMESPACE}::backward", f"{_NAMESPACE}::end"
 

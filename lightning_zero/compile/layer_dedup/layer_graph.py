@@ -42,21 +42,6 @@ from lightning_zero.compile.layer_dedup.hop_bodies import hop_body, is_region
 from lightning_zero.compile.layer_dedup.layer_call import DedupFailed, end
 from lightning_zero.compile.layer_dedup.matching import LayerMatch
 
-__all__ = [
-    "JointGraph",
-    "LayerGraph",
-    "NodeTemplate",
-    "PLACE",
-    "RegionIds",
-    "TraceJoint",
-    "View",
-    "WITHIN",
-    "fake_mode",
-    "in_region",
-    "joint_tracer",
-    "trace_layer",
-]
-
 
 @dataclass(frozen=True)
 class LayerGraph:

@@ -33,9 +33,6 @@ from lightning_zero.compile.layer_dedup.hop_bodies import describe_policy, expan
 from lightning_zero.compile.subgraphs.repeats import RepeatedRun, find_repeats
 from lightning_zero.native.ops import NAMESPACE
 
-__all__ = ["LayerMatch", "NodeFingerprints", "describe_layout", "find_layers", "find_undescribed"]
-
-
 _LITERALS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 

@@ -40,8 +40,6 @@ from lightning_zero.profiling.cost_model import CostModel
 from lightning_zero.profiling.graph_tensors import Storage, nbytes, size_hint, storages, view_base
 from lightning_zero.sharding.layout import extent
 
-__all__ = ["FindOp", "HostCosts", "OFFLOAD", "OffloadLimits", "RELOAD", "insert_offloads", "place_offloads"]
-
 
 @dataclass(frozen=True)
 class OffloadLimits:

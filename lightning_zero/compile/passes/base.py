@@ -16,9 +16,6 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compile.fx_utils import format_nodes
 
-__all__ = ["PassSpec", "PassTrace", "run_passes", "trace_pass"]
-
-
 log = logging.getLogger(__name__)
 
 

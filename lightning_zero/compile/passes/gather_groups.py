@@ -29,18 +29,6 @@ from lightning_zero.native.ops import Op, Role, no_result, register_op
 from lightning_zero.profiling.cost_model import CostModel
 from lightning_zero.profiling.graph_tensors import FakeBuffer, nbytes
 
-__all__ = [
-    "GroupLimits",
-    "dtype_name",
-    "dtype_of",
-    "group_gathers",
-    "groups_of_plan",
-    "max_group_bytes",
-    "size_of",
-    "split_into_groups",
-    "use_resident",
-]
-
 
 def _whole_group(shards: list[Tensor], dtype: torch.dtype, numel: int) -> Tensor:
     return shards[0].new_empty(numel, dtype=dtype)

@@ -23,8 +23,6 @@ from torch.fx import Graph, Node
 from lightning_zero.compile.fx_utils import first_call, readers
 from lightning_zero.profiling.cost_model import CostModel
 
-__all__ = ["PrefetchBudget", "node_seconds", "prefetch_schedule"]
-
 log = logging.getLogger(__name__)
 
 

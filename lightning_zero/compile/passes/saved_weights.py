@@ -23,8 +23,6 @@ from lightning_zero.compile.fx_utils import cast_dtype, gathers, is_view_or_cast
 from lightning_zero.compile.passes.gather_groups import max_group_bytes
 from lightning_zero.profiling.graph_tensors import nbytes
 
-__all__ = ["BackwardWaits", "NOTHING_SAVED", "SavedLimits", "backward_nodes", "choose_saved"]
-
 
 @dataclass(frozen=True)
 class SavedLimits:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from lightning_zero.compile.passes.base import PassSpec, check_contracts
 from lightning_zero.compile.passes.pipeline import MINIMAL_PASSES
 
-__all__ = ["PassSelection", "Schedule", "check_names", "check_passes"]
-
 
 class PassSelection:
     """Pass selection of one engine, equal on all ranks.

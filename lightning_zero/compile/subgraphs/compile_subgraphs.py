@@ -26,8 +26,6 @@ from lightning_zero.compile.subgraphs.subgraph_program import Compiled, Subgraph
 from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.graph_tensors import is_view, nodes_where, tensors_of
 
-__all__ = ["StrideMismatch", "SubgraphCache", "check_strides", "fix_strides", "lower_subgraphs"]
-
 
 class SubgraphCache:
     """Compiled subgraphs, shared with later graphs, such as those of a new plan or of evaluation.

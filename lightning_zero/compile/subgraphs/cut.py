@@ -23,9 +23,6 @@ from lightning_zero.compile.subgraphs.repeats import RepeatedRun, find_repeats
 from lightning_zero.compile.subgraphs.subgraph import NodeSignatures, Subgraph, make_subgraph, symbol_inputs
 from lightning_zero.profiling.graph_tensors import nodes_where
 
-__all__ = ["MAX_PARTS", "choose_cut_points", "cut", "is_worth_cutting"]
-
-
 # Subgraphs per repetition: more give our ops better positions but cost more calls.
 MAX_PARTS = 4
 MIN_PERIOD = 6  # nodes; shorter repetitions are not worth a cut

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["RepeatedRun", "find_repeats"]
-
 
 @dataclass(frozen=True)
 class RepeatedRun:

@@ -15,9 +15,6 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from lightning_zero.compile.subgraphs.node_kinds import NodeKind
 from lightning_zero.profiling.graph_tensors import tensors_of
 
-__all__ = ["NodeSignatures", "Subgraph", "make_subgraph", "shape", "signature", "symbol_inputs"]
-
-
 # Replaces a node in the text of arguments. A string argument that contains it only costs a second check.
 _READ = "<- "
 

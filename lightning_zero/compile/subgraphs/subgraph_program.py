@@ -35,16 +35,6 @@ from lightning_zero.compat.tensors import OpOverload, draw_seeds
 from lightning_zero.compile.fx_utils import output_node
 from lightning_zero.compile.subgraphs.subgraph import Subgraph
 
-__all__ = [
-    "SubgraphProgram",
-    "compile_subgraph",
-    "pack_subgraph",
-    "report_strides",
-    "subgraph_context",
-    "unpack_subgraph",
-]
-
-
 _numbers = count()
 _SUBGRAPH = "lightning_zero_piece"  # no node has this name
 

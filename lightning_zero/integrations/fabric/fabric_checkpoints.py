@@ -33,8 +33,6 @@ from lightning_zero.integrations.checkpoint_files import (
 from lightning_zero.integrations.fabric.loop import unwrap_module
 from lightning_zero.integrations.strategy_base import ZeroStrategyBase
 
-__all__ = ["FabricCheckpointing"]
-
 
 class _LazyCheckpointIO(TorchCheckpointIO):
     """Load a checkpoint of either kind whose tensors are read at their use."""

@@ -23,8 +23,6 @@ from lightning_zero.integrations.strategy_base import add_error_notes
 from lightning_zero.report.engine_report import startup_summary
 from lightning_zero.report.startup_timer import StartupTimer
 
-__all__ = ["LoopTracker", "ShardedModule", "unwrap_module"]
-
 
 class LoopTracker:
     """Announce forwards, backwards and steps of one model to its engine.

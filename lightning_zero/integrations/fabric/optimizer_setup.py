@@ -14,8 +14,6 @@ from lightning_zero.integrations.fabric.loop import LoopTracker
 from lightning_zero.optim.state_placement import register_placement_hooks
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
-__all__ = ["find_loop", "prepare_optimizer"]
-
 
 def find_loop(optimizer: Optimizer, loops: list[LoopTracker]) -> LoopTracker:
     """Return the tracker of the model whose parameters the optimizer has.

@@ -13,8 +13,6 @@ from typing_extensions import override
 from lightning_zero.engine import Engine
 from lightning_zero.integrations.precision import ZeroPluginMixin, replace_plugin, to_flat_scaler
 
-__all__ = ["zero_precision"]
-
 FindEngine = Callable[[Optimizer], Engine]
 
 

@@ -29,8 +29,6 @@ from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
 from lightning_zero.compat.lightning_private import CheckpointConnector
 from lightning_zero.integrations.checkpoint_files import read_folder, read_named, read_verified, to_trainer_keys
 
-__all__ = ["asked_by_keyword", "install_checkpoint_lookup", "other_checkpoints"]
-
 KEYWORDS = (None, "last", "best", "hpc")  # None: Lightning selects one
 
 

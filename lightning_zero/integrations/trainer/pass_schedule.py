@@ -13,8 +13,6 @@ from typing_extensions import override
 from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.passes.selection import Schedule
 
-__all__ = ["PassSchedule", "zero_strategy"]
-
 
 def zero_strategy(trainer: pl.Trainer, method: str, purpose: str) -> Any:
     """Return the Trainer's strategy.

@@ -24,16 +24,6 @@ from lightning_zero.engine import Engine
 from lightning_zero.mesh import Mesh
 from lightning_zero.native.watchdog import SequenceId
 
-__all__ = [
-    "EvaluationStop",
-    "check_stop_now",
-    "check_stop_on_cpu",
-    "defer_sigterm",
-    "expose_sigterm",
-    "has_deferred_sigterm",
-    "wait_for_stage_end",
-]
-
 Start = Callable[[bool], dist.Work | None]
 
 POLL_S = 0.02

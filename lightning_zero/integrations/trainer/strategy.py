@@ -56,8 +56,6 @@ from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.report.engine_report import startup_summary
 from lightning_zero.report.startup_timer import StartupTimer
 
-__all__ = ["Arguments", "ZeroStrategy"]
-
 # Hooks in which users may accumulate gradients or call backward several times.
 MANUAL_HOOKS = ("backward", "optimizer_step", "optimizer_zero_grad")
 

@@ -42,8 +42,6 @@ from lightning_zero.integrations.strategy_base import ZeroStrategyBase
 from lightning_zero.integrations.trainer.checkpoint_lookup import asked_by_keyword, other_checkpoints
 from lightning_zero.integrations.trainer.precision import unwrap_optimizer
 
-__all__ = ["TrainerCheckpointing"]
-
 log = logging.getLogger(__name__)
 
 BAR_DELAY_S = 3.0

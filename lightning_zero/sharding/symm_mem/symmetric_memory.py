@@ -23,8 +23,6 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native.gpu_atomics import gpu_uuid, no_atomics_reason
 from lightning_zero.sharding.shared_memory import Claim, map_shared
 
-__all__ = ["SymmetricMemory", "barrier_waits"]
-
 BACKEND = "CUDA"  # of torch's symmetric memory: NVSHMEM's barrier was an empty stub
 PROBE_MS = 60_000  # timeout: all ranks arrive together, so a missing one has ended
 

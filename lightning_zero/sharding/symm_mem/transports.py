@@ -25,8 +25,6 @@ from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.sharding.symm_mem.symmetric_memory import SymmetricMemory
 
-__all__ = ["GradientTransport", "PeerTransports", "SignalPads", "TransportChoice", "WeightTransport", "chooses_copies"]
-
 log = logging.getLogger(__name__)
 
 
