@@ -26,7 +26,7 @@ from lightning_zero.errors import CheckpointError
 INCOMPLETE = ".incomplete"  # a save in progress, or one that was killed
 REMOVED = ".removed"  # a leftover while the next save removes it
 REPLACED = ".replaced"  # the previous checkpoint while two renames replace it
-COPY_BYTES = 16 << 20  # of a copy, in memory at a time
+COPY_BYTES = 16 << 20  # of a copy of a remote file, in memory at a time
 MAX_NAME_BYTES, NAME_PREFIX = 255, 40  # bytes of a file name; characters of a shortened one, of up to 4 bytes each
 REMOVE_ATTEMPTS = 10  # for a folder in which another save writes
 CHANGED = (
@@ -64,21 +64,22 @@ def replace_atomically(work: Path, path: Path) -> None:
     changed.
     """
     if not os.path.lexists(path):
-        _move(work, path)
-        _sync_or(lambda: _move(path, work), path.parent)
+        os.rename(work, path)
+        _sync_or(lambda: os.rename(path, work), path.parent)
     elif exchange(work, path):
         _sync_or(lambda: exchange(work, path), path.parent)
         _remove_quietly(work)
-    elif not any(_is_folder(one) for one in (work, path)) and _replace(work, path):
+    elif not any(_is_folder(one) for one in (work, path)):
+        os.replace(work, path)
         sync_folder(path.parent)
     else:
         old = sibling_path(path, REPLACED)
         remove(old)
-        _move(path, old)
+        os.rename(path, old)
         try:
-            _move(work, path)
+            os.rename(work, path)
         except OSError:
-            _move(old, path)
+            os.rename(old, path)
             raise
         sync_folder(path.parent)
         _remove_quietly(old)
@@ -91,7 +92,7 @@ def restore_replaced(path: Path) -> None:
     """
     old = sibling_path(path, REPLACED)
     if readable_path(path) == old:
-        _move(old, path)
+        os.rename(old, path)
     else:
         remove(old)
 
@@ -114,54 +115,6 @@ def _remove_quietly(path: Path) -> None:
     # The new checkpoint is complete, so the save has not failed. The next save tries again, and raises.
     with suppress(OSError):
         remove(path)
-
-
-def _replace(one: Path, other: Path) -> bool:
-    """Rename ``one`` to the existing file ``other``; return False if the file system answers EXDEV."""
-    try:
-        os.replace(one, other)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        return False
-    return True
-
-
-def _move(one: Path, other: Path) -> None:
-    """Rename a file or folder to the new name ``other``, or copy it if the file system answers EXDEV.
-
-    Union and overlay file systems answer EXDEV within one folder, too: for a folder of a lower layer, for example.
-    ``one`` is removed after its copy is on the disk. If the copy fails, ``one`` is unchanged and ``other`` is removed.
-    """
-    try:
-        os.rename(one, other)
-        return
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-    try:
-        _copy(one, other)
-    except BaseException:
-        with suppress(OSError):  # the first error has the cause
-            remove(other)
-        raise
-    remove(one)
-
-
-def _copy(one: Path, other: Path) -> None:
-    """Copy a file, a link or a folder, and flush it to the disk."""
-    if _is_folder(one):
-        other.mkdir()
-        for entry in os.scandir(one):
-            _copy(Path(entry.path), other / entry.name)
-        sync_folder(other)
-    elif one.is_symlink():
-        other.symlink_to(os.readlink(one))
-    else:
-        with open(one, "rb") as source, open(other, "xb") as target:
-            shutil.copyfileobj(source, target, COPY_BYTES)
-            target.flush()
-            os.fsync(target.fileno())
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -309,9 +262,6 @@ def concurrent_save_error(path: object) -> CheckpointError:
 
 class PinnedDirectory:
     """A directory that stays the same one if another process replaces it under its name.
-
-    Args:
-        folder: its current name; it need not exist.
 
     Attributes:
         path: leads to the directory as long as this object lives; the given name if ``/proc`` is not available.

@@ -83,7 +83,6 @@ def write_full(value: Any, path: str | Path, on_write: OnWrite = lambda count: N
     On an error the previous checkpoint remains.
 
     Args:
-        value: as ``torch.save`` takes it.
         path: a local path, or a URL as fsspec takes it.
         on_write: is called, possibly from another thread, with the number of bytes after each write.
 

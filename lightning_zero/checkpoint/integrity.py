@@ -171,9 +171,7 @@ def verify_storages(value: Any, file: Any, name: str) -> None:
     bytes: of the next entry in a mapped file, of foreign memory otherwise.
 
     Args:
-        value: as ``torch.load`` returned it.
         file: the archive, open for reading, or its path; files in torch's older format pass.
-        name: of the file, for errors.
 
     Raises:
         CheckpointError: the file contradicts itself.

@@ -217,11 +217,7 @@ def shard_optimizer_state(
     """Return this rank's shards of a full state dict, for ``optimizer.load_state_dict``. Not collective.
 
     Args:
-        state: the full state dict.
-        optimizer: will load it.
-        sharder: knows its parameters.
         allocate: returns memory for the shards; None: on the host.
-        make_progress: returns the reporter of the bytes read.
 
     Raises:
         ValueError: the state was saved for other parameters, or without an optimizer.

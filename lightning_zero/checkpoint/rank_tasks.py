@@ -75,7 +75,6 @@ class RankTasks:
 
         Args:
             what: completes "Could not ...".
-            attempt: this rank's step; its result is pickled.
 
         Raises:
             CheckpointError: on every rank, if the step failed on one; it names the rank and the reason.

@@ -136,8 +136,6 @@ def fetch_full(url: str, ranks: RankTasks, progress: MakeProgress) -> Iterator[P
     """Download a full checkpoint to each host, and remove the copy at the end. Collective.
 
     Args:
-        url: of the file.
-        ranks: the ranks.
         progress: returns a context of a function that is called with bytes, from the total bytes.
 
     Raises:

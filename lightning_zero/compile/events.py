@@ -93,8 +93,6 @@ class CompileProgress:
 
         Args:
             what: the graph at the beginning; the parts of the seconds, or "", at the end.
-            busy: True at the beginning.
-            seconds: total.
         """
         self.compiled += 1
         if busy:
@@ -135,10 +133,6 @@ def left_out() -> list[str]:
 
 class CompileTimer:
     """Measure the compilation of one graph's forward and backward, even if backward is compiled later.
-
-    Args:
-        called: description of the module.
-        listener: receives the result.
 
     Attributes:
         kernels: kernels of the graphs' subgraphs.

@@ -48,12 +48,7 @@ class CompileSession:
     """Compile the modules of one engine, and recompile them when options change.
 
     Args:
-        config: options of the engine.
-        mesh: ranks that must compile equal graphs.
-        executor: executor of the engine.
-        watchdog: receives what this rank waits for.
         transports: of weights and gradients, which change how graphs are rewritten.
-        skip_modules: module types that are never compiled.
         report: logs a line for the user; called on every rank.
 
     Attributes:
@@ -334,12 +329,6 @@ def _memory_options(config: EngineConfig) -> tuple[object, ...]:
 
 class CompiledStepHooks:
     """The :class:`~lightning_zero.step.cycle.CompiledPart` of one engine.
-
-    Args:
-        session: compiles.
-        cuda_graphs: captures of compiled code.
-        sharder: owner of the weights.
-        transports: owner of memory that other ranks access.
 
     Attributes:
         session, sharder, transports: the arguments.

@@ -179,7 +179,6 @@ def check_storage_options(io: CheckpointIO, storage_options: Any | None, sharded
 
     Args:
         io: the strategy's. A user's own one passes.
-        storage_options: as in ``Trainer.save_checkpoint``.
         sharded: the checkpoint is sharded, and no CheckpointIO writes it.
 
     Raises:

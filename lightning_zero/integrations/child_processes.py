@@ -23,8 +23,6 @@ class ChildWatch(threading.Thread):
     Lightning's own observer sends SIGKILL to all children at once, so no rank could say which one has failed, and why.
 
     Args:
-        children: in the order of their ranks.
-        first_rank: of this process.
         grace_s: for this process to end by itself.
     """
 

@@ -88,9 +88,7 @@ def replace_plugin(plugin: Any, counterparts: Mapping[type, Callable[[Any], P]],
     """Return our counterpart of one of Lightning's precision plugins; ours stay.
 
     Args:
-        plugin: The plugin.
         counterparts: Maps types of Lightning to functions that create ours.
-        api_name: ``"Trainer"`` or ``"Fabric"``.
 
     Raises:
         MisconfigurationException: The precision is not supported.
@@ -134,11 +132,7 @@ def to_flat_scaler(
 
 
 class FlatGradScaler(ShardedGradScaler):
-    """Unscale flat gradient buffers in a few kernels, and skip steps on the device if possible.
-
-    Args:
-        engine: Returns the engine of an optimizer's parameters.
-    """
+    """Unscale flat gradient buffers in a few kernels, and skip steps on the device if possible."""
 
     def __init__(self, engine: Callable[[Optimizer], Engine], device: str, **settings: Any) -> None:
         super().__init__(device, **settings)

@@ -76,10 +76,6 @@ def is_interactive() -> bool:
 def check_interactive(cluster: ClusterEnvironment, processes: int, api_name: str) -> None:
     """Raise if a notebook or a shell would have to start other processes, which need a script.
 
-    Args:
-        processes: Number of processes on all nodes.
-        api_name: ``"Trainer"`` or ``"Fabric"``.
-
     Raises:
         MisconfigurationException: This is a notebook or a shell, and would have to start other processes.
     """
@@ -94,11 +90,6 @@ def check_interactive(cluster: ClusterEnvironment, processes: int, api_name: str
 
 def check_world_size(api_name: str, devices: int, nodes: int) -> None:
     """Raise if this process is in a process group of another size.
-
-    Args:
-        api_name: ``"Trainer"`` or ``"Fabric"``.
-        devices: Number of processes per node.
-        nodes: Number of nodes.
 
     Raises:
         MisconfigurationException: The sizes differ. Samplers would use the requested size, and collectives the size of
@@ -137,11 +128,7 @@ def check_rank(api_name: str, rank: int) -> None:
 
 
 def check_backend(api_name: str, requested: str | None, device: torch.device) -> None:
-    """Raise if the process group has another backend than the requested one, or none for ``device``.
-
-    Args:
-        requested: ``process_group_backend`` of the strategy.
-    """
+    """Raise if the process group has another backend than the requested one, or none for ``device``."""
     if not dist.is_initialized():
         return
     found = dist.get_backend_config()

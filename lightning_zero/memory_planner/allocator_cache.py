@@ -37,10 +37,6 @@ class AllocatorCacheLimit:
 
     All methods take the option ``memory`` and a count of compiled code, whose change invalidates the known peak.
 
-    Args:
-        gauge: of this rank's device.
-        report: shows a line to the user.
-
     Attributes:
         releases: number of releases so far.
     """

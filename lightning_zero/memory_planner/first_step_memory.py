@@ -68,9 +68,6 @@ class _FreeMemory:
 class FirstStep:
     """Controls and measures one first step.
 
-    Args:
-        gauge: of this rank's device.
-
     Attributes:
         before: the device at the beginning; None until then.
         saves: packs the tensors that the forward saves; None except during the step.

@@ -124,12 +124,6 @@ class PlannerState:
 class MemoryPlanner:
     """Decides for one engine.
 
-    Args:
-        report: shows a line to the user.
-        compiler: access to the compiler.
-        group: all ranks, on the CPU.
-        gauge: of this rank's device.
-
     Attributes:
         known: facts about the engine's memory.
         plan: the last plan; None without a limit, or before anything is known.
@@ -431,7 +425,6 @@ class MemoryReporter:
     """Messages about one engine's memory.
 
     Args:
-        report: shows a line to the user.
         group: all ranks; rank 0 warns.
     """
 

@@ -49,8 +49,6 @@ class StepProfiler:
 
     Args:
         compiled: returns a count that grows whenever something is compiled.
-        gathered: returns the bytes gathered so far.
-        gauge: of this rank's device.
 
     Attributes:
         stats: of the steady steps so far.

@@ -23,7 +23,6 @@ class Transport:
     """Peer memory and kernels of one executor, see ``csrc/transport/transport.h``.
 
     Args:
-        native: The C++ object.
         mesh: Mesh of the ranks; those of one host copy between their memories.
     """
 
@@ -140,11 +139,8 @@ class Executor:
 
     Args:
         mesh: Ranks that share the weights. They agree on its control group at the end of each backward.
-        config: Options.
-        on_backward_end: Called once per backward, after gradients are attached.
         on_new_plan: Called with digest and text of a compiled graph's plan before the first such graph runs. An error
             that it raises ends the graph's run before its first collective.
-        watchdog: Watches this executor's waits.
 
     Attributes:
         parameters, weights, gradients, graphs, transport: Parts of the executor.

@@ -38,9 +38,6 @@ class _StartupStore:
     It uses a client of its own, which needs no process group and does not count as a joining rank.
 
     Args:
-        store: The store.
-        rank: Rank of this process.
-        process: Identity of this process.
         of_launcher: True if the launcher serves the store and restarts ranks.
     """
 
@@ -81,9 +78,6 @@ class StartupWatch:
 
     Args:
         address, port: Where the store is served, now or later.
-        rank: This rank.
-        world_size: Number of ranks.
-        neighbours: Ranks of this host, whose processes are visible.
         report_s: Seconds after which a waiting rank reports the missing ones.
     """
 

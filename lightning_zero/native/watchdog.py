@@ -52,8 +52,6 @@ class Failures:
 
     Args:
         store: Store of these ranks. It is cloned: a thread that waits in a store's client blocks other threads.
-        rank: This rank.
-        world_size: Number of ranks.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -272,8 +270,6 @@ class Watchdog:
         """Start a collective and wait for it.
 
         Args:
-            what: Description.
-            sequence: Its sequence.
             start: Starts the collective; passed True if it must be asynchronous.
             waits: True if the host waits, and not only the device.
 

@@ -103,10 +103,7 @@ class SavedTensorOffload:
     """Pack the tensors that autograd saves in one forward.
 
     Args:
-        device: of the saved tensors.
         excess: returns the bytes that are too many on the device now; negative if there is room.
-        least_bytes: smaller storages stay.
-        unchecked_bytes: bytes that are saved first without asking ``excess``.
     """
 
     def __init__(

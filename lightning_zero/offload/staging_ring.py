@@ -195,9 +195,6 @@ class StagingRing:
         """Return how many elements of several tensors fit into one buffer: a multiple of 32.
 
         It is at least 32.
-
-        Args:
-            itemsizes: bytes per element of each tensor.
         """
         room = self.slot_bytes - len(itemsizes) * ALIGNMENT
         return max(room // max(sum(itemsizes), 1) // 32, 1) * 32

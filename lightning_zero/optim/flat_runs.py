@@ -212,11 +212,7 @@ def make_flat_runs(
     """Return the flat runs of the parameters in ``groups``, all of which have a gradient.
 
     Args:
-        groups: Parameters by parameter group.
         kinds: A number for parameters with the same history, by index; only those are joined.
-        mix_dimensions: Join parameters with different numbers of dimensions.
-        bf16_state: Names of the bfloat16 state by index.
-        one_per_parameter: Make a run of each parameter.
     """
     names = bf16_state or {}
     runs: list[FlatRun] = []
@@ -391,8 +387,6 @@ class ChunkedState:
     """Flat runs in chunks, and the transfer of each chunk's state.
 
     Args:
-        runs: Flat runs with complete state, at fixed addresses.
-        names: Returns the names of a run's state.
         ring: Staging ring; None if state is on the device, and runs are not split.
         most: Maximum number of elements of a chunk with bfloat16 state; None: no limit.
 

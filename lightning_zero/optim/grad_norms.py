@@ -32,8 +32,6 @@ def all_reduce_sum(values: Tensor, mesh: Mesh, collective: RunCollective) -> Non
     may add in another order on another host, so each rank gathers and sums.
 
     Args:
-        values: Numbers of this rank.
-        mesh: Mesh of the ranks.
         collective: Starts the collective and waits for it, see :meth:`Executor.collective`.
     """
     group = mesh.shard_group.gather_group  # Mesh.reduce_group must stay unused with peer copies

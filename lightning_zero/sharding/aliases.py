@@ -38,12 +38,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def check_shared_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-    """Raise UnsupportedError if a parameter shares memory with another parameter object or a buffer.
-
-    Args:
-        params: parameters by name, each object once.
-        buffers: buffers by name.
-    """
+    """Raise UnsupportedError if a parameter shares memory with another parameter object or a buffer."""
     by_storage: dict[int, list[tuple[str, _StorageSpan]]] = {}
     with no_shard_dispatch():
         for name, param in params.items():

@@ -190,9 +190,6 @@ class ShardMemory:
     """Allocate memory for the parameters of one engine, and set it in their records and the executor.
 
     Args:
-        executor: where the parameters are registered.
-        mesh: of the ranks.
-        records: of the parameters; more may be added.
         transports: allocate memory that other ranks reach; None: there is none.
         policy: which master shards are on the host; None: none.
         alias_gradients: gradients alias the compute shards, if there are any.

@@ -57,8 +57,6 @@ def copy_via_blocks(
 
     Args:
         blocks: of :data:`BLOCK_BYTES` bytes each, not used by others meanwhile.
-        source: on a device.
-        target: on the CPU.
         arrival: returns a function that waits for the copies started on this thread so far.
         threads: number of threads that copy from blocks to ``target``.
     """

@@ -171,11 +171,9 @@ class Sharder:
     """Shard parameters, and hold their records.
 
     Args:
-        executor: C++ executor, where shards are registered.
         mesh: of the ranks that hold a shard each; initial values come from rank 0.
         transports: allocate the shards in memory that other ranks can read, if possible.
         policy: which shards are stored on the host; None: none.
-        alias_gradients: gradients alias the compute shards.
 
     Attributes:
         sync: orders reads and writes of shards.

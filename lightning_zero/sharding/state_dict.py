@@ -40,13 +40,11 @@ def ignore_bytes(count: int) -> None:
 class StateDictHooks:
     """Install hooks for state dicts on modules that own shards.
 
-    ``loaded_bytes`` counts the shards that ``load_state_dict()`` has overwritten; ``on_loaded_bytes`` is called for
-    each.
+    ``on_loaded_bytes`` is called with the bytes of each shard that ``load_state_dict()`` overwrites.
     """
 
     def __init__(self, sharder: Sharder) -> None:
         self.sharder = sharder
-        self.loaded_bytes = 0
         self.on_loaded_bytes: Callable[[int], object] = ignore_bytes
         self._value_of: ValueOf = full_on_cpu
         self._handles: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
@@ -126,7 +124,6 @@ class StateDictHooks:
             state[prefix + key] = record.spec.wrap(
                 record.local_part(as_mapped(full))
             )  # torch compares with the full shape
-            self.loaded_bytes += record.shard.nbytes
             self.on_loaded_bytes(record.shard.nbytes)
 
 

@@ -41,7 +41,6 @@ class ChunkedRunner:
 
     Args:
         optimizer: Optimizer with a known update rule; other optimizers may revisit a parameter.
-        layouts: Its layouts.
         host: Host memory of the state; None if state is on the device.
     """
 

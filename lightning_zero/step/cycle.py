@@ -259,7 +259,6 @@ class StepCycle:
         """Finish an optimizer step, successful or not. Idempotent.
 
         Args:
-            step: The step.
             changed: True if the optimizer stepped. If False, unsharded weights in the cache stay valid.
         """
         if step is not self._step and self._step is not None and self._step.in_progress:

@@ -57,11 +57,6 @@ Closure = Callable[[], Any]
 class OptimizerSteps:
     """Steps optimizers over one engine's shards.
 
-    Args:
-        sharder: Sharder of the parameters.
-        cycle: Notified of each step.
-        config: Options.
-
     Attributes:
         before_arranging: Called with the optimizers before their shards are arranged.
     """
@@ -243,9 +238,7 @@ class OptimizerSteps:
         """Surround ``optimizer.step()`` after gradients are final. Collective with ``clip``.
 
         Args:
-            optimizer: Optimizer of shards.
             clip: Scale gradients to a global 2-norm of at most this. Yields the norm before, 0-dim on the device.
-            skip: See :meth:`OptimizerStepper.begin`.
         """
         norm = None
         if clip is not None:

@@ -114,9 +114,6 @@ class CapturedRunner:
     """Replays a layout's step, after the optimizer itself has made the first step and the state.
 
     Args:
-        optimizer: Optimizer with a known update rule.
-        layouts: Its layouts.
-        device: Device of all tensors.
         compile_kernels: Compile the update with Inductor; otherwise run it op by op.
         ring: Staging ring for state on the host; None if state is on the device.
         captures: Replay steps. If False, only layouts with bfloat16 state are stepped, which the optimizer cannot do

@@ -125,10 +125,7 @@ class StepLayouts:
     """The layouts of one optimizer.
 
     Args:
-        optimizer: Optimizer of shards.
-        sharder: Sharder of its parameters.
         host: Host memory for shard-sized optimizer state; None keeps it on the shards' device.
-        bf16_state: Keep shard-sized state of large parameters in bfloat16.
 
     Attributes:
         last: The layout that :meth:`current` returned last.

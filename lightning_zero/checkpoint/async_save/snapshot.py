@@ -60,7 +60,6 @@ class Snapshot:
     """Snapshots of one rank.
 
     Args:
-        device: of the values.
         in_threads: copy tensors on the host in threads; None: if ``device`` is not the CPU.
     """
 

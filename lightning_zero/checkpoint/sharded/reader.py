@@ -87,9 +87,6 @@ def _is_deepspeed(path: str) -> bool:
 class CheckpointReader:
     """A sharded checkpoint that is open. Reads no tensor until torch or the caller needs it.
 
-    Args:
-        path: of the folder, or its URL.
-
     Attributes:
         path: as given.
         save_id: unique for each save; None if the manifest is missing.

@@ -47,8 +47,6 @@ class CapturedCall:
 
     Args:
         args: of a call; later calls have the same shapes.
-        static_tensors: tensors whose addresses do not change.
-        gradients: informed when the backward begins and ends.
         capture: makes the pair from inputs with fixed addresses and the list of those that are copies.
     """
 

@@ -24,10 +24,8 @@ class CaptureSpec:
     """Code to capture, with its inputs and conditions.
 
     Args:
-        compiled: called with ``inputs``.
         inputs: aliases of parameters and buffers, memory for other tensors, and sizes.
         copied: the inputs that are copies of the caller's tensors.
-        executor: records which gathers and reductions a capture contains.
         accumulates: True if gradients are usually added to existing ones.
         shared: another pair that never runs at the same time, whose memory is shared.
         segment: the executor's number of the gradients that this backward produces; -1 if unknown.

@@ -38,12 +38,8 @@ class CUDAGraphManager:
     """CUDA graphs of one engine.
 
     Args:
-        executor: records gathers and reductions.
-        device: of the graphs.
-        config: engine options.
         ready: bound method that returns True once compiled code is final.
         static_tensors: bound method that returns tensors with fixed addresses: parameters and buffers.
-        report: logs a line for the user.
         unsupported_here: reason why capturing is impossible here; "" if it is possible.
 
     Attributes:
@@ -106,7 +102,6 @@ class CUDAGraphManager:
         """Set new options and drop captures.
 
         Args:
-            config: engine options.
             unsupported_here: new reason why capturing is impossible here; None to keep it.
         """
         self.drop()
@@ -301,7 +296,6 @@ class GraphDispatcher:
 
     Args:
         compiled: takes flat inputs: tensors, and sizes if these vary.
-        manager: of the engine.
     """
 
     def __init__(self, compiled: Compiled, manager: weakref.ref[CUDAGraphManager]) -> None:

@@ -52,9 +52,6 @@ class LayerDedup:
     """A graph whose layers are replaced by layer calls.
 
     Args:
-        module: Dynamo's graph module.
-        layers: matched layers of its graph.
-        trace: traced the layers.
         mismatched_kinds: digests of layers that failed to expand in earlier attempts.
     """
 

@@ -26,11 +26,6 @@ class LayerExpansion:
     """Expansion of one layer in a joint graph.
 
     Args:
-        graph: the joint graph.
-        layer_calls: replaces nodes that call layers.
-        number: index of the layer.
-        region: the layer in Dynamo's graph.
-        body: traced graph, shared by equal layers.
         numbers: maps checkpoint region ids of the traced graph to ids of this layer.
 
     Attributes:

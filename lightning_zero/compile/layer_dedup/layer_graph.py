@@ -86,8 +86,6 @@ def trace_layer(region: LayerMatch, trace: TraceJoint, strides: Sequence[Sequenc
     """Trace the joint graph of a layer.
 
     Args:
-        region: the layer in Dynamo's graph.
-        trace: makes joint graphs.
         strides: of the results' gradients; None for the strides of the results.
 
     Raises:

@@ -208,13 +208,7 @@ class LayerMatch:
 
 
 def find_layers(graph: Graph, grad: bool, fingerprints: NodeFingerprints) -> list[LayerMatch]:
-    """Return disjoint layers that repeat often enough, in order; they may be of several kinds.
-
-    Args:
-        graph: Dynamo's graph.
-        grad: True if gradients are enabled by default.
-        fingerprints: of the graph's nodes.
-    """
+    """Return disjoint layers that repeat often enough, in order; they may be of several kinds."""
     nodes = [
         node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output") and not _is_idle(node)
     ]

@@ -82,8 +82,6 @@ def insert_offloads(forward: Graph, backward: Graph, outputs: int, limits: Offlo
 
     Args:
         outputs: number of forward outputs; saved values follow them.
-        limits: bounds of offloading.
-        op: returns one of our ops by name.
     """
     shards = _shards(forward, backward)
     if shards is None:

@@ -72,8 +72,6 @@ def run_passes(
     """Run passes in order and check the graph.
 
     Args:
-        graph: graph to rewrite.
-        passes: passes in order.
         watch: receives the effect of each pass, which costs time.
         check_each: lint after each pass, which takes as long as the passes on large graphs. Otherwise check once that
             nodes read only earlier nodes.

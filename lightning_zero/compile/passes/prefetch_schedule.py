@@ -51,7 +51,6 @@ def prefetch_schedule(
     """Return the nodes before which each group starts and is waited for; groups start in order.
 
     Args:
-        groups: gathers of each group.
         at_once: True for small groups, which may start at the beginning.
         ahead: a large group starts at the first use of the group this many groups earlier.
         budget: estimates that move starts earlier or later; None to use only ``ahead``.

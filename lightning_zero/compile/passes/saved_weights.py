@@ -188,7 +188,6 @@ class BackwardWaits:
 
     Args:
         sizes: bytes of each weight, in the order in which backward uses them.
-        kept: True for weights that are not gathered again.
     """
 
     def __init__(self, sizes: Sequence[int], kept: Sequence[bool]) -> None:

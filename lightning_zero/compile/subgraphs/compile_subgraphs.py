@@ -65,13 +65,6 @@ def lower_subgraphs(
 ) -> SubgraphProgram:
     """Compile a cut graph and return its program.
 
-    Args:
-        module: the whole graph.
-        cache: compiled subgraphs.
-        kernels: kernels to finish before the program runs.
-        steps: result of :func:`~lightning_zero.compile.subgraphs.cut.cut`.
-        settings: Inductor's arguments for compiling a graph.
-
     Raises:
         StrideMismatch: subgraphs do not fit together.
     """
@@ -139,12 +132,7 @@ def fix_strides(graph: Graph, inputs: Sequence[Any]) -> None:
 
 
 def check_strides(compiled: Any, outputs: Sequence[Any]) -> None:
-    """Raise :class:`StrideMismatch` if results of a compiled subgraph differ from the recorded strides.
-
-    Args:
-        compiled: Inductor's result.
-        outputs: recorded values of the subgraph's outputs.
-    """
+    """Raise :class:`StrideMismatch` if results of a compiled subgraph differ from the recorded strides."""
     made = getattr(compiled, "output_strides", None) or [None] * len(outputs)
     for strides, value in zip(made, outputs, strict=True):
         if strides is None or not isinstance(value, Tensor) or 0 in value.shape:

@@ -52,7 +52,6 @@ def cut(graph: Graph, parts: int = MAX_PARTS) -> list[Subgraph | Node] | None:
 
     Args:
         graph: after the passes; not modified.
-        parts: maximum number of subgraphs per repetition.
     """
     kinds, seen = classify_nodes(graph), NodeSignatures()
     order = NodeOrder(graph, kinds, seen)
@@ -229,10 +228,7 @@ def choose_cut_points(order: NodeOrder, runs: Sequence[RepeatedRun], between: Se
     """Return the positions in ``order.work`` before which the graph is cut, without 0 and the end.
 
     Args:
-        order: compute nodes of the graph.
-        runs: its repetitions.
         between: positions of nodes between subgraphs.
-        parts: maximum number of subgraphs per repetition.
     """
     done = [0]
     for effort in order.effort():

@@ -25,7 +25,6 @@ class NodeOrder:
 
     Args:
         graph: not modified.
-        kinds: of its nodes.
         signatures: of its nodes; shared to avoid computing them again.
 
     Attributes:

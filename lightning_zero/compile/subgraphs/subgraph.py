@@ -39,12 +39,7 @@ class NodeSignatures(dict[Node, tuple[str, str, str]]):
         return found
 
     def value(self, node: Node, number_of: Callable[[Any], int]) -> Hashable:
-        """Return the properties of a value that generated code depends on.
-
-        Args:
-            node: its value is described.
-            number_of: numbers objects without a text, see :class:`~.compile_subgraphs.SubgraphCache`.
-        """
+        """Return the properties of a value that generated code depends on."""
         noted = self._shapes[node]
         if node in self._shapes.symbolic:
             return _described(node.meta.get("val"), number_of)
@@ -176,11 +171,7 @@ def make_subgraph(
     """Return the subgraph of ``work`` with its own copies of views and constants.
 
     Args:
-        work: nodes of the whole graph, in order.
         wanted: outputs, which may be views. Their order is normalized, since it differs between equal layers.
-        kinds: of all nodes of the whole graph.
-        symbols: result of :func:`symbol_inputs`.
-        signatures: of nodes of the whole graph, to reuse.
     """
     own, seen = (
         {node: number for number, node in enumerate(work)},

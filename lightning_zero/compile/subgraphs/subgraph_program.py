@@ -44,7 +44,6 @@ class SubgraphProgram(OutputCode):
 
     Args:
         module: the whole graph, for its inputs, outputs and constants.
-        steps: subgraphs and nodes in execution order.
         compiled: one per subgraph; takes a list of inputs, which it empties, and returns its outputs.
 
     Attributes:
@@ -210,13 +209,7 @@ Compiled = Callable[[list[Any]], Any]
 
 
 def compile_subgraph(module: GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Compiled:
-    """Compile a subgraph to code that takes a list of inputs, which it empties, and returns its outputs.
-
-    Args:
-        module: the subgraph.
-        inputs: fake tensors and symbols.
-        settings: Inductor's arguments for compiling a graph.
-    """
+    """Compile a subgraph to code that takes a list of inputs, which it empties, and returns its outputs."""
     # Subgraphs are also cached one by one, for other plans of the same layers.
     with subgraph_context(), functorch_config.patch(bundled_autograd_cache=False):
         return compile_fx_inner(module, inputs, **settings)

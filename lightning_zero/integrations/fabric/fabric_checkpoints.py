@@ -160,8 +160,7 @@ class FabricCheckpointing(ZeroStrategyBase, ParallelStrategy):
         self.checkpoint_io = _LazyCheckpointIO(io, checkpoints)
         self._load_source = path
         try:
-            partial = nullcontext() if checkpoints is None else checkpoints.partial_load.watch_all(path)
-            with progress, partial:
+            with progress:
                 rest = super().load_checkpoint(path, state, strict, weights_only)
         finally:
             self.checkpoint_io = io

@@ -27,11 +27,6 @@ from lightning_zero.report.startup_timer import StartupTimer
 class LoopTracker:
     """Announce forwards, backwards and steps of one model to its engine.
 
-    Args:
-        engine: The engine of the sharded model.
-        compiler: Name of the compile backend.
-        show: Prints a line to the user.
-
     Attributes:
         has_trained: True after the first training step began.
     """

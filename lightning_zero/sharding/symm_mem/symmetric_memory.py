@@ -210,8 +210,6 @@ def barrier_waits(
 
     Args:
         mine: memory of this rank that all ranks can write: 1-D, int64, one element per rank.
-        everyone: that of all ranks, in order.
-        rank: this rank.
         meet: the barrier to check, on the current stream of the device.
         line_up: a barrier on the host, which is known to wait.
     """
