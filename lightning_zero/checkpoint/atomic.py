@@ -235,11 +235,7 @@ def unlock(descriptor: int) -> None:
 
 @contextmanager
 def locked_for_removal(work: Path, path: object) -> Iterator[None]:
-    """Hold the lock of ``work``, the leftover of a save to ``path``, while the caller removes it.
-
-    Raises:
-        CheckpointError: a save in progress writes there.
-    """
+    """Hold the lock of ``work``, the leftover of a save to ``path``, while the caller removes it."""
     descriptor = None
     with suppress(OSError):  # it does not exist
         descriptor = os.open(work, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)

@@ -75,11 +75,7 @@ class WritebackQueue:
         self._unsupported = False
 
     def add(self, count: int) -> None:
-        """Start the writeback of the next ``count`` bytes, and wait for earlier ones beyond ``WINDOW``.
-
-        Raises:
-            OSError: some bytes did not reach the disk.
-        """
+        """Start the writeback of the next ``count`` bytes, and wait for earlier ones beyond ``WINDOW``."""
         self._sync_range(self._end, count, WRITE)
         self._pending.append((self._end, count))
         self._end += count
@@ -88,11 +84,7 @@ class WritebackQueue:
             self._wait_first()
 
     def drain(self, on_progress: Callable[[], object]) -> None:
-        """Wait until all is on the disk; call ``on_progress`` now and then.
-
-        Raises:
-            OSError: some bytes did not reach the disk.
-        """
+        """Wait until all is on the disk; call ``on_progress`` now and then."""
         while self._pending:
             self._wait_first()
             on_progress()

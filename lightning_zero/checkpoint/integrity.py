@@ -112,9 +112,6 @@ def verify_archive(
 
     Errors have its path, or ``name``. A file without CRCs passes: one in torch's older format, or saved after
     ``torch.serialization.set_crc32_options(False)``.
-
-    Raises:
-        CheckpointError: the file is damaged.
     """
     name = name or str(path)
     with wrap_read_errors(name), open(path, "rb") as file:
@@ -172,9 +169,6 @@ def verify_storages(value: Any, file: Any, name: str) -> None:
 
     Args:
         file: the archive, open for reading, or its path; files in torch's older format pass.
-
-    Raises:
-        CheckpointError: the file contradicts itself.
     """
     if not zipfile.is_zipfile(file):
         return

@@ -52,10 +52,7 @@ class CheckpointManager:
         print_line: shows the user a line about a long task.
 
     Attributes:
-        hooks: of the module's ``state_dict()``.
         show_bar: shows a progress bar in place of lines; None: show lines.
-        ranks: runs collective steps.
-        saver: of async saves.
     """
 
     show_bar: ShowBar | None = None
@@ -119,11 +116,7 @@ class CheckpointManager:
     def local_optimizer_state(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], allocate: AllocateFlat
     ) -> dict[str, Any]:
-        """Return this rank's shards of a loaded state dict. Not collective.
-
-        Raises:
-            ValueError: it was saved for other parameters.
-        """
+        """Return this rank's shards of a loaded state dict. Not collective."""
         if has_parameter_names(state):
             state = state_by_number(state, optimizer, self._module())
         what = f"Loading the state of {type(optimizer).__name__}"

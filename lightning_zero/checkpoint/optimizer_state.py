@@ -40,7 +40,6 @@ class StateEntry:
     """One value that an optimizer keeps for one parameter.
 
     Attributes:
-        key: its name, such as ``"exp_avg"``.
         value: the local one, or the full one of a checkpoint.
         record: of the parameter if the value is sharded like it; None if the value is the same on every rank.
         inside: keys of the dicts around it in the optimizer's ``state_dict()``, outermost first.

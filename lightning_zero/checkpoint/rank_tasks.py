@@ -96,11 +96,7 @@ class RankTasks:
         return [result for result, _ in results]
 
     def run_on_rank0(self, what: str, attempt: Callable[[], T]) -> T:
-        """Run ``attempt`` on rank 0, and return its result on every rank. Collective.
-
-        Raises:
-            CheckpointError: on every rank, if it fails.
-        """
+        """Run ``attempt`` on rank 0, and return its result on every rank. Collective."""
         return self.run_on_all(what, lambda: attempt() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 

@@ -165,11 +165,7 @@ def fetch_full(url: str, ranks: RankTasks, progress: MakeProgress) -> Iterator[P
 
 
 def verify_remote(url: str) -> dict[str, str]:
-    """Compare a full checkpoint with its CRCs, and return its :func:`identity`.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Compare a full checkpoint with its CRCs, and return its :func:`identity`."""
     found = identity(url)
     fs, place = resolve_url(url)
     with fs.open(place, "rb") as file:
@@ -206,11 +202,7 @@ def download_http(url: str, ranks: RankTasks) -> Path:
 
 
 def remove_tree(fs: Any, place: str) -> None:
-    """Remove a file, a folder with its content, or both: object stores may have both under one name.
-
-    Raises:
-        FileNotFoundError: there is nothing.
-    """
+    """Remove a file, a folder with its content, or both: object stores may have both under one name."""
     if not any(sign in place for sign in "*?["):  # then object stores remove many files in one request
         fs.rm(place, recursive=True)
         return
@@ -246,11 +238,7 @@ def copy_file(fs: Any, one: str, other: str) -> None:
 
 
 def move_file(fs: Any, one: str, other: str) -> None:
-    """Move a file, and replace one at ``other``. On an error the file at ``other`` remains.
-
-    Raises:
-        OSError: the file system does not rename it.
-    """
+    """Move a file, and replace one at ``other``. On an error the file at ``other`` remains."""
     if type(fs).mv is AbstractFileSystem.mv:
         copy_file(fs, one, other)
         fs.rm_file(one)

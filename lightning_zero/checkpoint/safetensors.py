@@ -245,7 +245,6 @@ class ExportWeight:
     """A weight to export.
 
     Attributes:
-        bytes: in the file.
         gather: returns the full weight, on any device. Collective for a sharded one.
         keep: returns the tensor to write, on the CPU in memory of its own. A separate step: a rank with too little
             memory for it must still take part in the next gather.
@@ -277,11 +276,7 @@ def _filled(sizes: Iterable[tuple[str, int]], max_bytes: int) -> Iterator[tuple[
 
 
 def parse_size(size: str | int) -> int:
-    """Return the bytes of ``"5GB"``, ``"300MiB"`` or a number.
-
-    Raises:
-        ValueError: it is none of these.
-    """
+    """Return the bytes of ``"5GB"``, ``"300MiB"`` or a number."""
     found = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]?I?B)\s*", str(size).upper()) if isinstance(size, str) else None
     value: Any = float(found[1]) * UNITS[found[2]] if found else size
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 1:
@@ -385,7 +380,6 @@ def _write_file(
 
     Raises:
         ValueError: safetensors has no name for a tensor's dtype.
-        OSError: the file could not be written.
     """
     work = sibling_path(path, INCOMPLETE)
     work.touch()

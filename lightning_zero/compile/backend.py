@@ -84,7 +84,6 @@ class Compiler:
 
     Attributes:
         last_weight: shard that forward reads last; backward follows right after the graph that ends with it.
-        call_info: the calls that are compiled.
     """
 
     def __init__(

@@ -26,7 +26,6 @@ class PassContext:
     """Options and measurements that one graph is compiled with.
 
     Attributes:
-        config: user options.
         world_size: number of shards of each weight.
         costs: estimates that decide where gathers start; equal on all ranks.
         agreed_plans: plans of graphs that have run. Later graphs of the same weights follow them.

@@ -135,7 +135,6 @@ class CompileTimer:
     """Measure the compilation of one graph's forward and backward, even if backward is compiled later.
 
     Attributes:
-        kernels: kernels of the graphs' subgraphs.
         over: True after :meth:`end`.
     """
 

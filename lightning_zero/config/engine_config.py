@@ -77,9 +77,6 @@ class EngineConfig(Options):
     Args:
         compute_dtype: Dtype of autocast, None without it. Parameters that are used in it are gathered in it, from a
             compute shard that is written once per step.
-
-    Raises:
-        UnsupportedError: Options contradict each other.
     """
 
     compute_dtype: torch.dtype | None = None

@@ -82,9 +82,6 @@ class BackgroundFileIO(FileIO):
     """Write files in a thread, one at a time; the next call raises its error.
 
     Old files are removed in the thread, too, so that none is removed before its successor is complete.
-
-    Attributes:
-        path: of the last save.
     """
 
     path: str | None = None
@@ -180,10 +177,6 @@ def check_storage_options(io: CheckpointIO, storage_options: Any | None, sharded
     Args:
         io: the strategy's. A user's own one passes.
         sharded: the checkpoint is sharded, and no CheckpointIO writes it.
-
-    Raises:
-        TypeError: ``io`` is ours or Lightning's default.
-        MisconfigurationException: the checkpoint is sharded.
     """
     if storage_options is None:
         return
@@ -238,9 +231,6 @@ def load_file(
             file is unpickled and may run code, so pass ``True`` for a server that is not trusted. Elsewhere torch's
             default.
         ranks: share the work of comparing; None: this process alone. With ranks, collective.
-
-    Raises:
-        CheckpointError: the file is damaged; on every rank.
     """
     everyone = ranks or SingleProcess()
     what = f"load the checkpoint {path}"
@@ -309,7 +299,6 @@ def read_verified(path: Any, read: Callable[[], T]) -> T:
 
     Raises:
         CheckpointError: it is damaged, was replaced in the meantime, or cannot be read.
-        FileNotFoundError: it does not exist.
     """
     if not isinstance(path, str | Path) or str(path).startswith(HTTP):
         return read_named(path, read)

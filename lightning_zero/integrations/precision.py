@@ -89,9 +89,6 @@ def replace_plugin(plugin: Any, counterparts: Mapping[type, Callable[[Any], P]],
 
     Args:
         counterparts: Maps types of Lightning to functions that create ours.
-
-    Raises:
-        MisconfigurationException: The precision is not supported.
     """
     if isinstance(plugin, ZeroPluginMixin):
         return plugin  # type: ignore[return-value]
@@ -107,11 +104,7 @@ def replace_plugin(plugin: Any, counterparts: Mapping[type, Callable[[Any], P]],
 def to_flat_scaler(
     scaler: torch.amp.GradScaler | None, engine: Callable[[Optimizer], Engine], device: str
 ) -> torch.amp.GradScaler | None:
-    """Return our counterpart of a loss scaler, with its settings. A ``ShardedGradScaler`` stays.
-
-    Raises:
-        MisconfigurationException: The scaler is of another class.
-    """
+    """Return our counterpart of a loss scaler, with its settings. A ``ShardedGradScaler`` stays."""
     if scaler is None or isinstance(scaler, ShardedGradScaler):
         return scaler
     if type(scaler) is not torch.amp.GradScaler:

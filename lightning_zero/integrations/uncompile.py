@@ -24,7 +24,6 @@ class UncompiledModule(NamedTuple):
     """A module that the user had compiled.
 
     Attributes:
-        module: The original module.
         sites: Parents that held the compiled module, and its name in each.
         everywhere: True if no parent also holds the original, as in ``self.fast = torch.compile(self.net)``.
     """

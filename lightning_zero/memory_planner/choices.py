@@ -42,7 +42,6 @@ class Variant:
     """One alternative of an item.
 
     Attributes:
-        value: the setting.
         nbytes: bytes of the device at the peak.
         seconds: seconds of an optimizer step.
     """
@@ -57,8 +56,6 @@ class Item:
     """A setting with alternatives, of which exactly one is taken.
 
     Attributes:
-        name: shown to the user.
-        variants: at least one.
         by_hand: the user has chosen, so there is only one.
     """
 

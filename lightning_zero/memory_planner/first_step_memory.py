@@ -32,8 +32,6 @@ class FirstStepStats:
         memory: of the device now; peaks count from the step's beginning.
         took: bytes that the pass took in addition to those that remain, including those on the host meanwhile.
         offloaded: bytes that were on the host meanwhile.
-        seconds: duration.
-        stepped: an optimizer has stepped.
     """
 
     memory: DeviceMemory

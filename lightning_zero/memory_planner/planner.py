@@ -85,7 +85,6 @@ class PlanUpdate:
     """A new configuration.
 
     Attributes:
-        chosen: the configuration.
         share: share of its weights that each graph keeps for backward, for which everything compiles again; None if
             that has not changed.
     """
@@ -100,7 +99,6 @@ class PlannerState:
 
     Attributes:
         done: nothing compiles again except after a failed check.
-        saw_first_step: the first step was measured.
         first_peak: peak of the first step on the fullest rank.
         warned_first_step: the user was warned that the first step exceeded the limit.
         checking: the peak under the plan is being measured.
@@ -125,7 +123,6 @@ class MemoryPlanner:
     """Decides for one engine.
 
     Attributes:
-        known: facts about the engine's memory.
         plan: the last plan; None without a limit, or before anything is known.
         first_step: keeps the first step within the limit.
         cache: keeps the allocator's cache of later steps within it.

@@ -33,7 +33,6 @@ class SteadyStats:
         memory: the device in the step with the highest peak.
         saved: bytes that a forward left for its backward; 0 if no backward was announced.
         spans: begin and end of each step's passes, and their number.
-        passes: passes in the last step.
     """
 
     steps: int = 0
@@ -51,7 +50,6 @@ class StepProfiler:
         compiled: returns a count that grows whenever something is compiled.
 
     Attributes:
-        stats: of the steady steps so far.
         steps: optimizer steps since :meth:`reset`, steady or not.
         compiles: steps count only once something was compiled.
         stepped: an optimizer has stepped since the last pass.
@@ -145,7 +143,6 @@ class StepStats:
         saved: bytes that a forward left for its backward; 0 if unknown.
         took: bytes of a step's peak in addition to those that persist.
         pass_s: seconds of a pass.
-        passes: passes in a step.
     """
 
     steps: float = 0.0

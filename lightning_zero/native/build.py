@@ -65,11 +65,7 @@ Report = Callable[..., Any]  # as a logger's methods: format and arguments
 
 
 def source_directory() -> Path:
-    """Return the directory of the C++ sources: in the installed package, or next to it in a checkout.
-
-    Raises:
-        NativeBuildError: Neither exists.
-    """
+    """Return the directory of the C++ sources: in the installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parent.parent
     for candidate in (package / "csrc", package.parent / "csrc"):
         if (candidate / "ops.cpp").is_file():

@@ -106,7 +106,6 @@ def check_owner(path: Path) -> None:
 
     Raises:
         NativeBuildError: The path is a link, belongs to neither root nor this user, or others can write it.
-        FileNotFoundError: The path does not exist.
     """
     status = _status(path)
     if stat.S_ISLNK(status.st_mode):
@@ -136,7 +135,6 @@ def check_parents(cache: Path) -> None:
     Raises:
         NativeBuildError: A parent belongs to another user, or others can write it. A sticky directory (such as /tmp)
             and a group that holds only this user are accepted.
-        FileNotFoundError: A parent does not exist.
     """
     for parent in cache.parents:
         status = _status(parent)

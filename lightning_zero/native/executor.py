@@ -55,20 +55,13 @@ class Transport:
 
         Args:
             rows: For each rank, memory that all ranks can write: ``2 * ranks`` int32 zeros.
-
-        Raises:
-            RuntimeError: The kernel cannot be compiled or loaded.
         """
         code = self._kernels("signal_kernels.cu", RANKS=self._ranks)
         words = torch.zeros(16, dtype=torch.int32, pin_memory=True)  # see csrc/sync/signal_pads.h
         self._native.set_barrier(code, rows, words)
 
     def compile_means(self) -> None:
-        """Compile the kernel that averages received gradients on NVIDIA devices, in half the time of torch's.
-
-        Raises:
-            RuntimeError: The kernel cannot be compiled or loaded.
-        """
+        """Compile the kernel that averages received gradients on NVIDIA devices, in half the time of torch's."""
         self._native.set_mean_kernels(self._kernels("kernels.cu", ROWS=self._ranks))
 
     def limit_cross_host_bandwidth(self, gbs: float | None) -> None:
@@ -103,9 +96,6 @@ class Transport:
         Args:
             numbers: For each rank, zeros in memory that all ranks can write: one int64, or ``ranks`` int32 on an
                 accelerator.
-
-        Raises:
-            RuntimeError: The kernels cannot be compiled or loaded.
         """
         if self._device.type == "cpu":
             self._native.set_epoch_lock(numbers)
@@ -120,9 +110,6 @@ class Transport:
         Args:
             numbers: For each rank, zeros in memory that all ranks can write: one int64, or ``ranks`` int32 on an
                 accelerator. On an accelerator whose memory no other rank reads: one int32 of this rank.
-
-        Raises:
-            RuntimeError: The kernels cannot be compiled or loaded.
         """
         if self._device.type == "cpu":
             self._native.set_remote_signals(numbers)
@@ -144,8 +131,6 @@ class Executor:
 
     Attributes:
         parameters, weights, gradients, graphs, transport: Parts of the executor.
-        device, rank, world_size: Those of the mesh.
-        activations: The argument of :meth:`keep_activations`.
         several_hosts: True if the mesh has several hosts.
         reduces_across_once: True if gradients are reduced across hosts once per optimizer step.
         reduces_once: True if gradients are reduced over all ranks once per optimizer step.

@@ -22,11 +22,7 @@ from lightning_zero.native.ops import NAMESPACE, OPS
 
 @functools.cache
 def load() -> None:
-    """Build if needed, load and register; once per process.
-
-    Raises:
-        NativeBuildError: The library cannot be built or loaded.
-    """
+    """Build if needed, load and register; once per process."""
     library = build()
     try:
         torch.ops.load_library(str(library))

@@ -36,10 +36,7 @@ class Op:
     """One op.
 
     Attributes:
-        name: Name in the namespace.
         shards: Position of the argument that is the parameter's shard, or a list of shards.
-        fake: Returns the result on fake tensors.
-        role: Function in a graph.
         has_effect: The op has a side effect, so graphs must keep it even if its result is unused.
         copies_grads: The op costs a copy of its first argument into a bucket; otherwise only its launch.
     """

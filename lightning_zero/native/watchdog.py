@@ -205,7 +205,6 @@ class Watchdog:
             process.
 
     Attributes:
-        native: The C++ watchdog.
         failed: True if an exception has ended the stage on this rank.
     """
 
@@ -253,11 +252,7 @@ class Watchdog:
 
     @contextmanager
     def waiting(self, what: str, sequence: SequenceId = SequenceId.UNCOUNTED) -> Iterator[None]:
-        """Surround a wait for other ranks.
-
-        Raises:
-            RankFailedError, RankMismatchError: This rank must not continue.
-        """
+        """Surround a wait for other ranks."""
         wait = self.native.begin_wait(int(sequence), what)
         try:
             yield

@@ -24,7 +24,6 @@ class VersionedTensor(NamedTuple):
 
     Attributes:
         tensor: detached, because the result of an operation would keep itself alive through its own graph.
-        version: at the time of saving.
     """
 
     tensor: Tensor

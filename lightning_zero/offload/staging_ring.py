@@ -141,7 +141,6 @@ class StagingRing:
 
     Attributes:
         slots: number of buffers.
-        slot_bytes: of each buffer.
         longest_pass: number of chunks.
         last_copy_out: event of the last copy out, or None.
         last_pass: a reference to the last pass's chunks, if they are repeated, and events of its last copies out by
@@ -209,11 +208,7 @@ class StagingRing:
         return self._memory
 
     def buffers(self, number: int, like: StagedChunk) -> dict[str, Tensor]:
-        """Return the device tensors of the chunk with this number.
-
-        Raises:
-            ValueError: the chunk is too large.
-        """
+        """Return the device tensors of the chunk with this number."""
         if not like:
             return {}
         memory, begin = self.allocated(), number % self.slots * self.slot_bytes

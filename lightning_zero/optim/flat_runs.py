@@ -31,13 +31,9 @@ class FlatRun:
     """Shards that are stepped as one tensor.
 
     Attributes:
-        group: Number of the parameter group.
-        members: Parameters in the order of memory.
         param: All members, flat, with the number of dimensions that all have, or 1-D. ``.grad`` is set unless it has
             another dtype.
-        grad: Gradients in the shape of ``param``.
         counts: The members' 0-dim state (such as step counts) by name, as one 1-D tensor.
-        state: Optimizer state of ``param``.
         bf16_state: Names of the bfloat16 state, in the rule's order.
         on_host: Host view of ``param`` if it is offloaded.
         copy: Compute shards of offloaded members, written by the step; None if there are none.
@@ -292,12 +288,7 @@ MASTER_SHARD = "master shard"  # key next to the names of state, which are ident
 
 @dataclass(frozen=True)
 class StateOnHost:
-    """Host memory of one engine's shard-sized optimizer state, and its staging ring.
-
-    Attributes:
-        memory: Host memory.
-        ring: Staging ring for each step's state.
-    """
+    """Host memory of one engine's shard-sized optimizer state, and its staging ring."""
 
     memory: HostMemory
     ring: StagingRing
@@ -333,10 +324,7 @@ class LoadedChunk(NamedTuple):
     """A chunk on the device.
 
     Attributes:
-        chunk: The chunk.
-        param: Its elements of the master shards.
         copy: Its compute shard, if the step writes it; otherwise None.
-        state: State by name.
         positions: Positions of its elements if some state is bfloat16.
     """
 

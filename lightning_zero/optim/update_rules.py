@@ -49,7 +49,6 @@ class StateNames:
 
     Attributes:
         cut: State with one element per element of the parameter.
-        counts: Single numbers, in addition to ``step``.
         complete: True if all state outside ``cut`` is equal on every rank.
     """
 

@@ -147,11 +147,7 @@ class BufferBroadcast:
     @torch.inference_mode(False)  # tensors made here must be writable in training
     @torch.no_grad()
     def before_forward(self) -> None:
-        """Send rank 0's buffers if that is due. Collective; does not wait for the GPU after the first rounds.
-
-        Raises:
-            RankMismatchError: ranks have different buffers.
-        """
+        """Send rank 0's buffers if that is due. Collective; does not wait for the GPU after the first rounds."""
         if not self._is_due or not self._enabled or self._root is None:
             return
         self._is_due = False

@@ -75,7 +75,6 @@ class HostMasterPolicy:
     other tensor, only slowly. So most code need not know where a shard is; only loops over all shards stage copies.
 
     Attributes:
-        dtype: compute dtype.
         allocate: returns zeros of a number of elements twice: as a tensor of the device, and as one of the CPU.
     """
 

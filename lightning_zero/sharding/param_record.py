@@ -33,9 +33,7 @@ class ShardedParameter:
 
     Attributes:
         index: the parameter's number in the executor.
-        name: qualified name in the sharded module.
         param: the registered parameter: a view of the shard, or the full value inside ``full_parameters``.
-        layout: how the parameter is split.
         memory: tensors on this rank, by role; a missing role is not allocated yet.
         spec: what the parameter's shard tensors refer to.
         owners: the (module, name) pairs that read the parameter: several if it is tied, none after it is dropped.

@@ -198,10 +198,7 @@ class ShardSpec:
     reference back would be a cycle through C++ that is never collected.
 
     Attributes:
-        name: of the parameter.
-        layout: how the parameter is split.
         shard_index: of this rank.
-        device: of the engine.
         group: returns the process group of the shards, or None after the engine is closed.
         on_write: called before the parameter is written to, with True if all values are replaced.
         collective: runs a collective over ``group`` and waits for it, see :meth:`Executor.collective`.

@@ -176,9 +176,7 @@ class Sharder:
         policy: which shards are stored on the host; None: none.
 
     Attributes:
-        sync: orders reads and writes of shards.
         records: of all parameters that were ever sharded.
-        memory: allocates and holds their memory.
         classes: subclasses of the modules that own shards.
         reader: decides what eager code reads from these modules.
     """
@@ -288,7 +286,6 @@ class Sharder:
         """Shard every other parameter in ``root`` and move all shards into flat buffers. Collective.
 
         Raises:
-            RankMismatchError: ranks hold different models.
             UnsupportedError: a parameter cannot be sharded; no parameter is sharded then.
         """
         check_same_model(root, self.mesh)

@@ -137,11 +137,7 @@ class GatheredWeight(Tensor):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """Return None, or with one rank the full gradient.
-
-        Raises:
-            UnsupportedError: the gradient is sharded over several ranks.
-        """
+        """Return None, or with one rank the full gradient."""
         with DisableTorchFunctionSubclass():
             grad, record = self._zero_param.grad, self._zero_reader.find_record(self._zero_param)
             if grad is None:

@@ -39,9 +39,6 @@ class MemoryController:
         compiled: the engine's compiled steps, with its shards and symmetric memory.
         optimizers: the engine's optimizer steps, whose state may move to the host.
         accumulates: returns True if micro-batches were announced whose gradients can wait.
-
-    Attributes:
-        gradients: placement of the gradients.
     """
 
     def __init__(

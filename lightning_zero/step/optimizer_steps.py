@@ -163,11 +163,7 @@ class OptimizerSteps:
             self._on_host.memory.settle()
 
     def load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load a state dict of shards into the optimizer.
-
-        Raises:
-            ValueError: The state is of another optimizer class.
-        """
+        """Load a state dict of shards into the optimizer."""
         settings = [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
         with nullcontext() if self.make_placer is None else place_loaded_state(optimizer, self.make_placer):
             optimizer.load_state_dict(state)
@@ -216,7 +212,6 @@ class OptimizerSteps:
             skip, in_closure: See :meth:`OptimizerStepper.begin`.
 
         Raises:
-            RuntimeError: Another optimizer's step is in progress.
             UnsupportedError: The optimizer holds a parameter that is no shard, or state that is not elementwise.
         """
         stepper = self.stepper(optimizer)

@@ -45,7 +45,6 @@ class FlatParams(NamedTuple):
 
     Attributes:
         groups: Parameter groups; empty if nothing is left to step.
-        state: State of their parameters.
         origins: For each group, the number of the own group whose settings it has.
     """
 
@@ -60,7 +59,6 @@ class StepLayout:
     Attributes:
         runs: The flat runs. The optimizer steps each of them as one tensor.
         squared: Sum of the squared gradients, 0-dim, of the norms' dtype; of all ranks after the all-reduce.
-        state: Optimizer state by flat parameter.
         eager_steps: Steps made by the optimizer itself. State may be missing before the first one.
     """
 
@@ -126,9 +124,6 @@ class StepLayouts:
 
     Args:
         host: Host memory for shard-sized optimizer state; None keeps it on the shards' device.
-
-    Attributes:
-        last: The layout that :meth:`current` returned last.
     """
 
     def __init__(

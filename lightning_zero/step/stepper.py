@@ -129,7 +129,6 @@ class OptimizerStepper:
 
     Attributes:
         eager_reason: Why steps are never captured; None if they are.
-        runner: The runner of the last step.
     """
 
     def __init__(

@@ -193,7 +193,6 @@ class _SaveThread(threading.Thread):
     """One save.
 
     Attributes:
-        path: of the checkpoint.
         error: why it has failed, after it has ended.
         given_up: log the error instead of raising it.
     """

@@ -81,11 +81,7 @@ class Snapshot:
         return SnapshotMemory(self._claim.path, self._claim.identity, self._memory.numel())
 
     def take(self, items: Iterable[TensorChunk | PickledItem]) -> list[SnapshotChunk | PickledItem]:
-        """Start to copy all tensors. Their values may change after :meth:`before_writing`.
-
-        Raises:
-            OSError: the host has too little memory.
-        """
+        """Start to copy all tensors. Their values may change after :meth:`before_writing`."""
         self.wait()
         items = list(items)
         chunks = [item for item in items if isinstance(item, TensorChunk)]
@@ -130,11 +126,7 @@ class Snapshot:
             torch.cuda.current_stream(self._device).wait_event(copied)
 
     def wait(self) -> None:
-        """Wait on the host until all copies are complete.
-
-        Raises:
-            RuntimeError: a copy failed.
-        """
+        """Wait on the host until all copies are complete."""
         try:
             if self._copied is not None:
                 self._copied.synchronize()
@@ -153,11 +145,7 @@ class Snapshot:
         self._release()
 
     def reserve(self, count: int) -> None:
-        """Allocate memory for ``count`` bytes. Takes seconds for many: pages are cleared and pinned.
-
-        Raises:
-            OSError: the host has too little memory.
-        """
+        """Allocate memory for ``count`` bytes. Takes seconds for many: pages are cleared and pinned."""
         if self._claim is not None and self._memory.numel() >= count:
             return
         self._release()

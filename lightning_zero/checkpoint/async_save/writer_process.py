@@ -65,11 +65,7 @@ class WriterProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def write(self, request: WriteRequest, on_write: Callable[[int], None] = lambda count: None) -> RankFiles:
-        """Wait until the process has written all files; call ``on_write`` with the bytes now and then.
-
-        Raises:
-            CheckpointError: it failed, or died.
-        """
+        """Wait until the process has written all files; call ``on_write`` with the bytes now and then."""
         process = self._start()
         assert process.stdin is not None
         assert process.stdout is not None

@@ -49,9 +49,6 @@ def begin_save(path: str | Path, ranks: RankTasks, prepare: Callable[[], object]
 
     Args:
         prepare: this rank's preparation, after it sees the folder; if it fails on one rank, the save fails on all.
-
-    Raises:
-        CheckpointError: on every rank.
     """
     save_id = f"{SAVE_ID_PREFIX}{uuid.uuid4().hex}"
     folders: list[SaveFolder] = []
@@ -167,12 +164,7 @@ def write_file(folder: SaveFolder, name: str, data: bytes) -> FileChecksum:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """The written files of one rank.
-
-    Attributes:
-        checksums: of its files by name.
-        plan: the encoded items of its files.
-    """
+    """The written files of one rank."""
 
     checksums: Mapping[str, FileChecksum]
     plan: bytes
@@ -188,11 +180,7 @@ class RankSummary:
 
     @classmethod
     def from_text(cls, text: str) -> RankSummary:
-        """Parse a result of :meth:`to_text`.
-
-        Raises:
-            CheckpointError: ``text`` is none.
-        """
+        """Parse a result of :meth:`to_text`."""
         try:
             read = json.loads(text)
             checksums = {name: FileChecksum(int(size), str(of)) for name, (size, of) in read["sums"].items()}
@@ -221,11 +209,7 @@ def encode_plan(items: Iterable[StoredItem]) -> bytes:
 
 
 def decode_plan(plan: bytes) -> list[StoredItem]:
-    """Return the items of :func:`encode_plan`.
-
-    Raises:
-        CheckpointError: ``plan`` is no result of :func:`encode_plan`.
-    """
+    """Return the items of :func:`encode_plan`."""
     try:
         return [_item(*row) for row in json.loads(zlib.decompress(plan))]
     except (zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:

@@ -55,9 +55,6 @@ class Manifest:
     Attributes:
         save_id: of the save that wrote all files; ``.metadata`` has it, too.
         world_size: number of ranks that wrote them.
-        files: all but the manifest, by name.
-        written_by: this package's name and version.
-        torch: version of torch.
         format: of the folder; a reader knows formats up to its own.
     """
 

@@ -36,8 +36,6 @@ class TensorChunk:
 
     Attributes:
         keys: of the tensor in the checkpoint; several if parameters are tied.
-        shape: of the full tensor.
-        box: the part.
         values: of the box's sizes, on any device.
         guarded: writes to the values are announced, as those to shards; other values may change at any time.
     """
@@ -224,11 +222,7 @@ def is_path(value: Any) -> bool:
 
 
 def nest_state(entries: Mapping[Keys, Any]) -> dict[str, Any]:
-    """Return the nested state of values by path, the inverse of :func:`flatten_state`.
-
-    Raises:
-        ValueError: paths contradict each other.
-    """
+    """Return the nested state of values by path, the inverse of :func:`flatten_state`."""
     root = _Branch(is_list=False)
     for path, value in entries.items():
         branch = root

@@ -88,12 +88,10 @@ class CheckpointReader:
     """A sharded checkpoint that is open. Reads no tensor until torch or the caller needs it.
 
     Attributes:
-        path: as given.
         save_id: unique for each save; None if the manifest is missing.
         has_checksums: True if :meth:`check` compares contents in addition to lengths.
         world_size: number of ranks that wrote it; None if the manifest is missing.
         manifest: None if another program wrote the checkpoint.
-        metadata: the content of ``.metadata``.
         scratch: for downloads; ranks of a host may share it.
 
     Raises:
@@ -207,11 +205,7 @@ class CheckpointReader:
         return int(self._fs.size(f"{self._place}/{name}"))
 
     def check(self, names: Iterable[str], on_read: Callable[[int], None] = lambda count: None) -> None:
-        """Compare files with their checksums; without a manifest, with the CRCs of ``torch.save``.
-
-        Raises:
-            CheckpointError: a file is damaged.
-        """
+        """Compare files with their checksums; without a manifest, with the CRCs of ``torch.save``."""
         names = list(names)
         try:
             if self.manifest is None:
@@ -460,11 +454,7 @@ class _FileSlice(RawIOBase):
 
 
 def _start_of_values(part: Any, offset: int, count: int) -> int:
-    """Return the position in the file of a chunk's values, as ``torch.save`` has written them.
-
-    Raises:
-        ValueError: the chunk holds something else.
-    """
+    """Return the position in the file of a chunk's values, as ``torch.save`` has written them."""
     with zipfile.ZipFile(part) as archive:
         found = [entry for entry in archive.infolist() if "/data/" in entry.filename]
     if len(found) != 1 or found[0].file_size != count or found[0].compress_type:

@@ -281,7 +281,6 @@ class CaptureKey:
         first: True for the graph's first call since the optimizer stepped.
         accumulates: True if a backward has added gradients since then.
         deferred: whether its gradients are reduced later, and whether some wait for that.
-        sizes: inputs that are not tensors.
     """
 
     slot: int

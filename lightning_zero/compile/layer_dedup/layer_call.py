@@ -24,7 +24,6 @@ class DedupFailed(Exception):
     """A layer differs between the graph and its own trace; compile without deduplicating it.
 
     Attributes:
-        number: index of the layer.
         strides: of the layer's output gradients, if only these differ and are dense tensors; otherwise None.
     """
 

@@ -48,9 +48,7 @@ class LayerGraph:
     """Joint graph of a layer.
 
     Attributes:
-        inputs, tangents: inputs of forward and backward.
         forward, backward: its nodes, in order.
-        results: outputs of forward.
         grads: outputs of backward, one per element of ``inputs``.
         constants: tensors made from numbers in the code, by attribute name.
         numbers: ids of checkpointed regions in it.
@@ -236,7 +234,6 @@ class JointGraph:
     """A joint graph.
 
     Attributes:
-        traced: as AOTAutograd made it.
         passed: after the backend's joint-graph passes except the one that seeds random numbers; None if there are none.
     """
 

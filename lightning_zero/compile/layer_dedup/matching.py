@@ -193,7 +193,6 @@ class LayerMatch:
 
     Attributes:
         nodes: in order; nodes between them are independent of them.
-        inputs: in the order of first use.
         results: nodes that the rest of the graph reads.
     """
 

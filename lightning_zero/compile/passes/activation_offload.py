@@ -46,7 +46,6 @@ class OffloadLimits:
     """Bounds of offloading.
 
     Attributes:
-        host: cost of copies.
         least_bytes: smaller activations stay on the device.
         budget_bytes: limit for one graph; None to offload only as much as compute hides.
     """
@@ -61,7 +60,6 @@ class _Activation:
     """Memory that forward allocates and saves for backward.
 
     Attributes:
-        node: node to copy.
         saved: backward inputs, each with the views that make it from ``node``, in order.
         size: bytes.
         made: seconds from the beginning of forward until the value exists.

@@ -32,7 +32,6 @@ class SavedLimits:
         small_bytes: weights up to this size, in the saved dtype, are always kept.
         budget_bytes: bound for all others. A weight that does not fit is skipped.
         group_bytes: bound on the last group, kept if backward follows right after this forward; 0 if it does not.
-        parts: see :class:`GroupLimits`.
         share: adds this share of the remaining re-gathered bytes to the budget.
     """
 
@@ -51,7 +50,6 @@ class _Weight:
     """A weight in one dtype; tied weights are one. Positions are of nodes in the joint graph.
 
     Attributes:
-        nodes: gathers or casts.
         size: bytes.
         first, last: first and last use in forward.
         again: first use in backward; None for no use.

@@ -46,11 +46,7 @@ class PassSelection:
         return {spec.name for spec in self._registered.values() if spec.version is None}
 
     def register(self, spec: PassSpec, default: Sequence[PassSpec]) -> None:
-        """Register a user pass.
-
-        Raises:
-            ValueError: a pass of that name exists.
-        """
+        """Register a user pass."""
         if self.known(default).get(spec.name, spec) != spec:
             raise ValueError(f"There is a pass named {spec.name!r} already. Give yours another name.")
         self._registered[spec.name] = spec
@@ -74,11 +70,7 @@ class PassSelection:
         return self._change(self._chosen, disabled, default)
 
     def check(self, default: Sequence[PassSpec]) -> None:
-        """Check the selection against other default passes.
-
-        Raises:
-            ValueError: see :func:`check_passes`.
-        """
+        """Check the selection against other default passes."""
         self._check(self._chosen, self._disabled, default)
 
     def _change(self, chosen: Names | None, disabled: frozenset[str], default: Sequence[PassSpec]) -> bool:

@@ -28,7 +28,6 @@ class NodeOrder:
         signatures: of its nodes; shared to avoid computing them again.
 
     Attributes:
-        kinds: of its nodes.
         work: compute nodes in order.
         place: position of each in ``work``.
     """

@@ -135,7 +135,6 @@ class Subgraph:
         inputs: nodes of the whole graph, in the order of the subgraph's inputs.
         steps: nodes of the whole graph, in execution order.
         outputs: nodes of the whole graph that others read.
-        signatures: of nodes of the whole graph.
     """
 
     inputs: tuple[Node, ...]

@@ -47,7 +47,6 @@ class SubgraphProgram(OutputCode):
         compiled: one per subgraph; takes a list of inputs, which it empties, and returns its outputs.
 
     Attributes:
-        code: generated code.
         calls: number of subgraph calls.
     """
 

@@ -63,11 +63,7 @@ class LoopTracker:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Surround each call of the model.
-
-        Raises:
-            RuntimeError: An optimizer is stepping.
-        """
+        """Surround each call of the model."""
         if self._in_forward:  # the model calls itself
             yield
             return
@@ -106,7 +102,6 @@ class LoopTracker:
         """Surround each backward.
 
         Raises:
-            RuntimeError: An optimizer is stepping.
             UnsupportedError: Compiled code does not support the backward; it replaces torch's error.
         """
         self.engine.cycle.before_backward()

@@ -61,11 +61,7 @@ def _unknown_parameter(name: str, number: int, position: int, param: nn.Paramete
 
 
 def prepare_optimizer(optimizer: Optimizer, loop: LoopTracker) -> None:
-    """Make an optimizer step shards. Repeated calls do nothing.
-
-    Raises:
-        UnsupportedError: The optimizer needs full parameters.
-    """
+    """Make an optimizer step shards. Repeated calls do nothing."""
     engine = loop.engine
     engine.optimizers.check(optimizer)
     if any(known is optimizer for known in loop.optimizers):

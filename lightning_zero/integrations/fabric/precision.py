@@ -74,11 +74,7 @@ class ZeroMixedPrecision(_ZeroPlugin, MixedPrecision):
 
 
 def zero_precision(plugin: Precision, engine: FindEngine) -> Precision:
-    """Return our counterpart of one of Fabric's precision plugins.
-
-    Raises:
-        MisconfigurationException: The precision is not supported.
-    """
+    """Return our counterpart of one of Fabric's precision plugins."""
     ours: _ZeroPlugin = replace_plugin(
         plugin,
         {

@@ -123,11 +123,7 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
 
 
 def zero_precision(plugin: Precision, engine: Callable[[], Engine]) -> Precision:
-    """Return our counterpart of one of Lightning's precision plugins.
-
-    Raises:
-        MisconfigurationException: The precision is not supported.
-    """
+    """Return our counterpart of one of Lightning's precision plugins."""
     ours: _ZeroPlugin = replace_plugin(
         plugin,
         {

@@ -35,7 +35,6 @@ class TransportChoice(ABC):
     """Choose the transport of weights or of gradients.
 
     Attributes:
-        kind: "weights" or "gradients".
         option: name of the tuning option by which users choose.
         memory: symmetric memory that is copied from or to; None: collectives are used.
         reason: why there is none, although copies were wanted.
@@ -55,11 +54,7 @@ class TransportChoice(ABC):
         """Return True if these options mean copies, given that memory is available."""
 
     def set_memory(self, memory: SymmetricMemory | None, reason: str) -> None:
-        """Set the memory, or the reason why there is none.
-
-        Raises:
-            UnsupportedError: the user chose ``"copy"``, which is impossible.
-        """
+        """Set the memory, or the reason why there is none."""
         if self._choice == "copy" and reason:
             raise self._impossible(reason)
         self.memory, self.reason = memory, reason
@@ -324,11 +319,7 @@ class PeerTransports:
 
     @classmethod
     def of(cls, config: EngineConfig, mesh: Mesh) -> PeerTransports:
-        """Return the transports that the options lead to, the same on every rank. Collective.
-
-        Raises:
-            UnsupportedError: ``"copy"`` was chosen and is impossible.
-        """
+        """Return the transports that the options lead to, the same on every rank. Collective."""
         peers = cls(config, mesh)
         weights, gradients = peers._weights, peers._gradients
         wanted = [choice.wants_copies(config) for choice in (weights, gradients)]
