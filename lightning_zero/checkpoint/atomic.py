@@ -24,18 +24,9 @@ from pathlib import Path
 from lightning_zero.errors import CheckpointError
 
 INCOMPLETE = ".incomplete"  # a save in progress, or one that was killed
-REMOVED = ".removed"  # a leftover while the next save removes it
 REPLACED = ".replaced"  # the previous checkpoint while two renames replace it
 COPY_BYTES = 16 << 20  # of a copy of a remote file, in memory at a time
 MAX_NAME_BYTES, NAME_PREFIX = 255, 40  # bytes of a file name; characters of a shortened one, of up to 4 bytes each
-REMOVE_ATTEMPTS = 10  # for a folder in which another save writes
-CHANGED = (
-    errno.ENOENT,
-    errno.ENOTEMPTY,
-    errno.EEXIST,
-    errno.EISDIR,
-    errno.ENOTDIR,
-)  # raised if another save interferes
 
 LOCK_TIMEOUT_S = 5.0  # for a file that this save has just created: another save tests its lock within microseconds
 LOCK_POLL_S = 0.005
@@ -157,27 +148,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove_leftover(path: Path, ending: str) -> None:
-    """Remove the sibling of ``path`` with ``ending``.
-
-    A folder is renamed first: a save in progress in it then finds that its folder is gone, and not that single files
-    are missing.
-    """
-    work, aside = sibling_path(path, ending), sibling_path(path, REMOVED)
-    for attempts in range(REMOVE_ATTEMPTS, 0, -1):  # another save may do the same, or write into the folder
-        try:
-            remove(aside)
-            if _is_folder(work):
-                os.rename(work, aside)
-                remove(aside)
-            else:
-                remove(work)
-            return
-        except OSError as error:
-            if error.errno not in CHANGED or attempts == 1:
-                raise
-
-
 def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
@@ -280,12 +250,10 @@ class PinnedDirectory:
         return self._descriptor is None or try_lock(self._descriptor, timeout_s)
 
     def unlock(self) -> None:
-        """Unlock the directory. Idempotent."""
         if self._descriptor is not None:
             unlock(self._descriptor)
 
     def is_at(self, path: Path) -> bool:
-        """Return True if ``path`` is a name of this directory."""
         try:
             return self._descriptor is not None and os.path.samestat(os.stat(path), os.fstat(self._descriptor))
         except OSError:

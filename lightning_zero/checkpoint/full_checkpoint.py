@@ -26,7 +26,6 @@ from lightning_zero.checkpoint.atomic import (
     locked_for_removal,
     make_folders,
     remove,
-    remove_leftover,
     replace_atomically,
     restore_replaced,
     sibling_path,
@@ -103,7 +102,7 @@ def write_local_file(value: Any, path: Path, on_write: OnWrite = lambda count: N
         restore_replaced(path)
         check_replaceable_folder(path)
         make_folders(path.parent)
-        remove_leftover(path, INCOMPLETE)
+        remove(sibling_path(path, INCOMPLETE))
     try:
         file = open(work, "xb", buffering=0)  # noqa: SIM115 - ThreadedWriter closes it
     except FileExistsError:

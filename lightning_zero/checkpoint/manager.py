@@ -135,7 +135,6 @@ class CheckpointManager:
                 self.hooks.on_loaded_bytes = ignore_bytes
 
     def progress(self, task: str, verb: str, total_bytes: int) -> ProgressReporter:
-        """Return the reporter of a task."""
         bar = None if self.show_bar is None else self.show_bar(task, total_bytes)
         return ProgressReporter(task, verb, self._print_line, bar, total_bytes, self._report_to_ranks)
 

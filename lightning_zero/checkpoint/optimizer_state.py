@@ -238,7 +238,8 @@ def shard_optimizer_state(
         )
     sharded: dict[Any, Any] = dict(state["state"])
     found = OptimizerStateEntries(optimizer, sharder).full(state)
-    shards = _shards(found, allocate or _allocate_on_host, make_progress or silent_progress)
+    allocate = allocate or (lambda numel, dtype: torch.empty(numel, dtype=dtype))
+    shards = _shards(found, allocate, make_progress or silent_progress)
     for number, entries in found.items():
         values = [_read_full(e.value) if e.record is None else shards[number, e.path] for e in entries]
         sharded[number] = nest_entries(entries, values)
@@ -273,10 +274,6 @@ def _shards(
 
 def _full_bytes(entry: StateEntry) -> int:
     return 0 if entry.record is None else int(entry.record.layout.numel * entry.value.itemsize)
-
-
-def _allocate_on_host(numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(numel, dtype=dtype)
 
 
 def _group_sizes(groups: list[dict[str, Any]]) -> str:

@@ -27,7 +27,6 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from lightning_zero.checkpoint.atomic import COPY_BYTES, REPLACED
-from lightning_zero.checkpoint.integrity import verify_open_archive
 from lightning_zero.checkpoint.rank_tasks import RankTasks
 from lightning_zero.errors import CheckpointError
 
@@ -162,15 +161,6 @@ def fetch_full(url: str, ranks: RankTasks, progress: MakeProgress) -> Iterator[P
         yield folder.path / "checkpoint"
     finally:
         folder.release()
-
-
-def verify_remote(url: str) -> dict[str, str]:
-    """Compare a full checkpoint with its CRCs, and return its :func:`identity`."""
-    found = identity(url)
-    fs, place = resolve_url(url)
-    with fs.open(place, "rb") as file:
-        verify_open_archive(file, url, 0, 1, lambda count: None)
-    return found
 
 
 def replaced_error(url: object) -> CheckpointError:

@@ -212,7 +212,6 @@ class ForbidRandomOps(TorchDispatchMode):
 
 
 def draws_random(node: Node) -> bool:
-    """Return True if a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -237,7 +236,6 @@ def format_nodes(graph: Graph) -> Iterator[tuple[str, str]]:
 
 
 def is_numbered(node: Node) -> bool:
-    """Return True if plans number the node."""
     return (
         node.op not in ("placeholder", "get_attr", "output") and str(node.target) != "lightning_zero.check_plan.default"
     )

@@ -36,10 +36,8 @@ from lightning_zero.checkpoint.remote_files import (
     download_http,
     exists,
     fetch_full,
-    identity,
     replaced_error,
     resolve_url,
-    verify_remote,
 )
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.checkpoint.sharded.folder import full_path, remove_checkpoint_at
@@ -292,29 +290,25 @@ def _load_local(
     return found[0]
 
 
-def read_verified(path: Any, read: Callable[[], T]) -> T:
-    """Compare the file at a path or URL with its checksums, and return the result of ``read``.
-
-    A file at a URL is read twice.
+def read_verified(path: Any, read: Callable[[Any], T]) -> T:
+    """Compare the file at a path or URL with its checksums, and return the result of ``read`` for it.
 
     Raises:
         CheckpointError: it is damaged, was replaced in the meantime, or cannot be read.
     """
     if not isinstance(path, str | Path) or str(path).startswith(HTTP):
-        return read_named(path, read)
+        return read_named(path, lambda: read(path))
     local = _readable_local(path)
     if local is not None:
         if local.is_file():
             verify_archive(local)
-        return read_named(path, read)
+        return read_named(path, lambda: read(path))
     url = str(path)
     if not read_named(url, lambda: exists(url)):
-        return read_named(url, read)  # raises
-    before = read_named(url, lambda: verify_remote(url))
-    found = read_named(url, read)
-    if read_named(url, lambda: identity(url)) != before:
-        raise replaced_error(url)
-    return found
+        return read_named(url, lambda: read(url))  # raises
+    with fetch_full(url, SingleProcess(), lambda total: nullcontext(lambda count: None)) as copy:
+        verify_archive(copy, name=url)
+        return read_named(url, lambda: read(copy))
 
 
 def read_named(path: Any, read: Callable[[], T]) -> T:

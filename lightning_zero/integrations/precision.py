@@ -34,7 +34,6 @@ def true_dtype(precision: str) -> torch.dtype | None:
 
 
 def with_precision(precision: str, config: EngineConfig) -> EngineConfig:
-    """Return ``config`` with the dtypes of a precision."""
     if precision == "16-mixed":
         return replace(config, compute_dtype=torch.float16)
     if precision == "bf16-mixed":

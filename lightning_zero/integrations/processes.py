@@ -20,7 +20,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import group as _group
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -125,42 +124,6 @@ def check_rank(api_name: str, rank: int) -> None:
             "torch.distributed.init_process_group() with "
             f"the rank of the environment (RANK, or NODE_RANK and LOCAL_RANK), or let the {api_name} call it."
         )
-
-
-def check_backend(api_name: str, requested: str | None, device: torch.device) -> None:
-    """Raise if the process group has another backend than the requested one, or none for ``device``."""
-    if not dist.is_initialized():
-        return
-    found = dist.get_backend_config()
-    backends = _by_device(found, device)
-    remedy = (
-        "Call torch.distributed.destroy_process_group() before, on all ranks, or run this training in its own script"
-    )
-    for kind, backend in _by_device(requested or "", device).items():
-        if backends.get(kind) != backend:
-            raise MisconfigurationException(
-                f"The {api_name}'s strategy asks for process_group_backend={requested!r}, but this process is already "
-                f"in a process group with other backends ({found}). {remedy}; or pass "
-                f"process_group_backend={backends.get(device.type, found)!r}."
-            )
-    if device.type not in backends:
-        raise MisconfigurationException(
-            f"The {api_name} trains on {device.type}, but this process is already in a process group without a backend "
-            f"for it ({found}). {remedy}."
-        )
-    usual = dist.get_default_backend_for_device(device)
-    if not requested and backends[device.type] != usual:
-        rank_zero_warn(
-            f"The {api_name} trains on {device.type} in a process group that exists already and communicates by "
-            f"{backends[device.type]}; {usual} is the default there, and may be much faster. {remedy}. If "
-            f"{backends[device.type]} is intended, pass process_group_backend={backends[device.type]!r}."
-        )
-
-
-def _by_device(backends: str, device: torch.device) -> dict[str, str]:
-    """Split ``"cpu:gloo,cuda:nccl"``; a single name is the backend for ``device``."""
-    pairs = [pair.rpartition(":") for pair in backends.split(",") if pair]
-    return {kind or device.type: backend for kind, _, backend in pairs}
 
 
 class _Launcher:
@@ -282,7 +245,6 @@ class ProcessGroupMixin:
         assert cluster is not None
         check_world_size(self.api_name, self.num_processes, self.num_nodes)
         check_rank(self.api_name, self.global_rank)
-        check_backend(self.api_name, self._process_group_backend, self.root_device)
         if self.world_size > 1 and not torch.distributed.is_initialized():
             first = self.node_rank * self.num_processes
             self._startup = StartupWatch(

@@ -77,15 +77,6 @@ class Transport:
         self._native.limit_cross_host_bandwidth(code, 1e9 * (gbs or 0.0))
         self._limit = gbs
 
-    def mean_rows(self, to: Tensor, rows: Tensor, add: bool = False) -> bool:
-        """Write or add the mean of ``rows`` over dimension 0 to ``to``; for the kernel's tests.
-
-        ``to`` is 1-D, contiguous and float32.
-
-        Return True if there is a kernel for these tensors.
-        """
-        return self._native.mean_rows(to, rows, add)
-
     def set_epoch_lock(self, numbers: list[Tensor]) -> None:
         """Make ranks take turns to read and write shards in shared memory (``parameters.set_peer_shards``).
 

@@ -131,7 +131,6 @@ class ShownErrorHook:
 
     @classmethod
     def install(cls) -> None:
-        """Install the hook. Idempotent."""
         if not isinstance(sys.excepthook, cls):
             sys.excepthook = cls(sys.excepthook)
 
@@ -231,7 +230,6 @@ class Watchdog:
         self.native.set_report_interval(report_s)
 
     def enter(self, phase: Phase) -> None:
-        """Enter a phase."""
         self.native.enter(int(phase))
 
     @contextmanager

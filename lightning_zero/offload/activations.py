@@ -255,7 +255,6 @@ class HostBlocks:
             self._reserved = before
 
     def free_unused(self) -> None:
-        """Free all blocks that are not lent."""
         with self._lock:
             self._collect_returned()
             self._drop(len(self._free))

@@ -38,13 +38,9 @@ class CopyStreams(Protocol):
         """Tell the allocator that copies use this memory, so that it is not reused before they finish."""
         ...
 
-    def copy_in(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
-        """Copy from the host after the events in ``after``."""
-        ...
+    def copy_in(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event: ...
 
-    def copy_out(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
-        """Copy to the host after the events in ``after``."""
-        ...
+    def copy_out(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event: ...
 
     def compute_event(self) -> Event:
         """Return an event for all compute given so far."""
@@ -208,7 +204,6 @@ class StagingRing:
         return self._memory
 
     def buffers(self, number: int, like: StagedChunk) -> dict[str, Tensor]:
-        """Return the device tensors of the chunk with this number."""
         if not like:
             return {}
         memory, begin = self.allocated(), number % self.slots * self.slot_bytes

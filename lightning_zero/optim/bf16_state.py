@@ -98,7 +98,6 @@ class ElementPositions:
 
     @classmethod
     def from_members(cls, members: Sequence[ShardedParameter], device: torch.device) -> ElementPositions:
-        """Return the positions in a run of these parameters."""
         numels = [record.layout.shard_numel for record in members]
         kind = torch.int16 if len(members) <= torch.iinfo(torch.int16).max else torch.int32
         owners = torch.arange(len(members), dtype=kind, device=device)

@@ -239,7 +239,6 @@ def _rule_of(rules: Sequence[Rule | None], run: FlatRun) -> Rule:
 
 
 def _steps(counts: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tensor that counts steps."""
     return next((counts[name] for name in ("step", ROUNDING_COUNT) if name in counts), None)
 
 

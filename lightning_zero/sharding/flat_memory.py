@@ -370,7 +370,6 @@ class ShardMemory:
             self.executor.parameters.set_deferred_gradient(record.index, view, full)
 
     def free_deferred_gradients(self) -> None:
-        """Free the memory of deferred gradients, if there is any."""
         for record in self._records:
             if record.memory.pop(Role.DEFERRED_GRADIENT, None) is not None:
                 self.executor.parameters.set_deferred_gradient(record.index, None, False)

@@ -152,7 +152,6 @@ class Records:
         self._by_param[id(record.param)] = record
 
     def find(self, param: Tensor) -> ShardedParameter | None:
-        """Return the record of a registered parameter, or None."""
         record = self._by_param.get(id(param))
         return record if record is not None and record.param is param else None
 

@@ -140,7 +140,6 @@ class StateDictTensor(Tensor):
 
     @staticmethod
     def of(full: Tensor, record: ShardedParameter, sharder: Sharder) -> Tensor:
-        """Return ``full`` as the current value of a parameter."""
         return _view(full, full, _Writer(record, sharder))
 
     @classmethod

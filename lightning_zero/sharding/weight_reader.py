@@ -175,12 +175,10 @@ class GatheredWeight(Tensor):
         return self
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:  # type: ignore[override]
-        """Register the hook on the parameter."""
         with DisableTorchFunctionSubclass():
             return self._zero_param.register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:  # type: ignore[override]
-        """Register the hook on the parameter."""
         with DisableTorchFunctionSubclass():
             return self._zero_param.register_post_accumulate_grad_hook(hook)
 

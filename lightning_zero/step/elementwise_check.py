@@ -30,8 +30,9 @@ from lightning_zero.step.step_layouts import StepLayout
 CHECKED_STEPS = 16
 
 # Many optimizers check if all values are finite or equal; the result decides nothing in a healthy training.
-_HARMLESS_REDUCTIONS = words("all any equal allclose item __float__ __int__ __bool__ is_nonzero")
+_HARMLESS_REDUCTIONS = words("all any equal item __float__ __int__ __bool__ is_nonzero")
 _CROSS_ELEMENT_OPS = (REDUCTIONS.keys() - _HARMLESS_REDUCTIONS) | words(
+    "nansum nanmean prod var_mean std_mean dot vdot "
     "median nanmedian quantile nanquantile sort argsort topk kthvalue argmax argmin cumsum cumprod logsumexp "
     "softmax log_softmax normalize cosine_similarity dist renorm histc matmul mm bmm mv addmm addmv addr outer "
     "inner einsum tensordot linear trace svd qr __matmul__ __rmatmul__ diag tril triu flip roll"

@@ -72,7 +72,6 @@ class OptimizerSteps:
         self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerStepper] = weakref.WeakKeyDictionary()
 
     def stepper(self, optimizer: torch.optim.Optimizer) -> OptimizerStepper:
-        """Return the stepper of this optimizer."""
         stepper = self._steppers.get(optimizer)
         if stepper is None:
             if self.bf16_state:
@@ -163,7 +162,6 @@ class OptimizerSteps:
             self._on_host.memory.settle()
 
     def load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load a state dict of shards into the optimizer."""
         settings = [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
         with nullcontext() if self.make_placer is None else place_loaded_state(optimizer, self.make_placer):
             optimizer.load_state_dict(state)

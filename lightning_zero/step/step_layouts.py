@@ -176,7 +176,6 @@ class StepLayouts:
         self._values = _values(state)
 
     def drop_others(self, layout: StepLayout) -> None:
-        """Drop all layouts but this one."""
         self._by_pattern = {pattern: other for pattern, other in self._by_pattern.items() if other is layout}
 
     def _rebuild_reason(self, own: OwnParams) -> str | None:

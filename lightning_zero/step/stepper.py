@@ -166,7 +166,6 @@ class OptimizerStepper:
 
     @property
     def layout(self) -> StepLayout | None:
-        """Layout of the last step."""
         return self._layouts.last
 
     @property

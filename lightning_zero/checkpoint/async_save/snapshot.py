@@ -76,7 +76,6 @@ class Snapshot:
 
     @property
     def memory(self) -> SnapshotMemory:
-        """The memory of the last snapshot."""
         assert self._claim is not None, "no snapshot was taken"
         return SnapshotMemory(self._claim.path, self._claim.identity, self._memory.numel())
 
@@ -108,8 +107,11 @@ class Snapshot:
                 self._copying.append(self._threads.submit(_copy_after, wait_for_device, target, source))
             else:
                 target.copy_(source)
-        placed = zip(values, offsets, strict=True)
-        return [_in_snapshot(item, *next(placed)) if isinstance(item, TensorChunk) else item for item in items]
+        placed = (
+            SnapshotChunk(chunk.keys, chunk.shape, chunk.box, value.dtype, value.stride(), offset)
+            for chunk, value, offset in zip(chunks, values, offsets, strict=True)
+        )
+        return [next(placed) if isinstance(item, TensorChunk) else item for item in items]
 
     def _copies(self, runs: Iterable[MemoryRun]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield target and source of each copy."""
@@ -172,10 +174,6 @@ class Snapshot:
 def _copy_after(wait_for: Callable[[], object], target: Tensor, source: Tensor) -> Tensor:
     wait_for()
     return target.copy_(source)
-
-
-def _in_snapshot(chunk: TensorChunk, values: Tensor, offset: int) -> SnapshotChunk:
-    return SnapshotChunk(chunk.keys, chunk.shape, chunk.box, values.dtype, values.stride(), offset)
 
 
 # -- runs of adjacent tensors

@@ -26,7 +26,6 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """Return the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property

@@ -221,7 +221,6 @@ class CheckpointTensor(Tensor):
         return made
 
     def full_tensor(self) -> Tensor:
-        """Return a copy of the full value."""
         value = torch.empty(self.shape, dtype=self.dtype)
         self._read([(Box.whole(value.shape), value)])
         return value

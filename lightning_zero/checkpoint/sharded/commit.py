@@ -153,7 +153,6 @@ def finish_save(
 
 
 def write_file(folder: SaveFolder, name: str, data: bytes) -> FileChecksum:
-    """Write a small file."""
     with ChecksumWriter(folder.create(name)) as file:
         file.write(data)
     return file.checksum
@@ -174,7 +173,6 @@ class RankSummary:
         return cls(files.checksums, encode_plan(files.items))
 
     def to_text(self) -> str:
-        """Return JSON."""
         sums = {name: (of.bytes, of.xxh3_128) for name, of in self.checksums.items()}
         return json.dumps({"sums": sums, "plan": base64.b64encode(self.plan).decode()})
 

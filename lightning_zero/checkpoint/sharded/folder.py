@@ -30,7 +30,6 @@ from lightning_zero.checkpoint.atomic import (
     readable_path,
     refresh_listing,
     remove,
-    remove_leftover,
     replace_atomically,
     restore_replaced,
     sibling_path,
@@ -165,7 +164,7 @@ class LocalFolder:
         with locked_for_removal(self._work, self._path):
             restore_replaced(self._path)
             check_replaceable_folder(self._path)
-            remove_leftover(self._path, INCOMPLETE)
+            remove(self._work)
         make_folders(self._path.parent)
         try:
             self._work.mkdir()

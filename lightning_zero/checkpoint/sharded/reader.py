@@ -133,11 +133,6 @@ class CheckpointReader:
                 "checkpoint."
             )
 
-    @property
-    def local_path(self) -> Path | None:
-        """The folder as this process finds it while the reader exists; None for a URL."""
-        return None if self.is_remote else Path(self._place)
-
     # -- files
 
     def open(self, name: str) -> BinaryIO:
@@ -150,7 +145,6 @@ class CheckpointReader:
             return remote
 
     def _local_file(self, name: str) -> Path | None:
-        """Return the path of a local or downloaded file."""
         if not self.is_remote:
             return Path(f"{self._place}/{name}")
         found = None if self.scratch is None else self.scratch.path / name

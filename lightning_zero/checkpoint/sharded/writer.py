@@ -33,18 +33,13 @@ class RankFiles:
     items: Sequence[StoredItem]
 
 
-def file_name(rank: int, number: int) -> str:
-    """Return the name of the ``number``-th file of a rank."""
-    return f"__{rank}_{number}.distcp"
-
-
 def write_items(
     items: Iterable[Item], rank: int, create: Callable[[str], BinaryIO], on_write: Callable[[int], None]
 ) -> RankFiles:
     """Write items into a few files concurrently."""
     files = _distribute(list(items))
     with ThreadPoolExecutor(len(files), "lightning_zero-checkpoint") as threads:
-        names = [file_name(rank, number) for number in range(len(files))]
+        names = [f"__{rank}_{number}.distcp" for number in range(len(files))]
         ends = [threads.submit(_write_file, *work, create, on_write) for work in zip(names, files, strict=True)]
         results = [end.result() for end in ends]
     checksums = {name: checksum for name, (checksum, _) in zip(names, results, strict=True)}

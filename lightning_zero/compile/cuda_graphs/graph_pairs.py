@@ -121,11 +121,6 @@ ACTIVATIONS_GONE = (
 )
 
 
-def _started(executor: Executor, number: int) -> None:
-    """Record the effects of a replay that was launched and may still be running."""
-    executor.graphs.after_replay(number)
-
-
 class _Graph:
     """One CUDA graph and its recording in the executor.
 
@@ -163,7 +158,7 @@ class _Graph:
     def replay(self) -> None:
         self._executor.graphs.before_replay(self.number)
         self._graph.replay()
-        _started(self._executor, self.number)
+        self._executor.graphs.after_replay(self.number)
 
     def close(self) -> None:
         self._graph.reset()
@@ -284,7 +279,7 @@ class EmulatedGraphPair:
         if known is None and backward:
             # The number exists only after the first run. State that precedes a replay was already correct then.
             self._executor.graphs.before_replay(number)
-        _started(self._executor, self._numbers.setdefault(backward, number))
+        self._executor.graphs.after_replay(self._numbers.setdefault(backward, number))
         if known is not None:
             self._executor.graphs.drop(number)
 

@@ -161,7 +161,6 @@ class CUDAGraphManager:
         _end(self._calls, self._pairs)
 
     def capture(self, spec: CaptureSpec) -> GraphPair:
-        """Capture a pair."""
         pair = self.pair(spec)
         self._pairs.add(pair)
         return pair

@@ -52,7 +52,6 @@ class LayerExpansion:
         self.moved: dict[int, Tensor] = {}
 
     def forward(self, call: Node) -> None:
-        """Replace a forward layer call."""
         given = call.args[4]
         assert isinstance(given, Sequence)
         self._bind_inputs(self._body.inputs, given)
@@ -60,7 +59,6 @@ class LayerExpansion:
         self._replace(call, self._body.results)
 
     def backward(self, call: Node) -> None:
-        """Replace a backward layer call."""
         tangents = call.args[3]
         assert isinstance(tangents, Sequence)
         with self._graph.inserting_before(call):

@@ -68,7 +68,6 @@ class LayerGraph:
 
     @cached_property
     def templates(self) -> dict[Node, NodeTemplate]:
-        """Return the template of each node."""
         return {node: NodeTemplate.of(node) for node in (*self.forward, *self.backward)}
 
 

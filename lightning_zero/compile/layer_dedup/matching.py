@@ -208,9 +208,8 @@ class LayerMatch:
 
 def find_layers(graph: Graph, grad: bool, fingerprints: NodeFingerprints) -> list[LayerMatch]:
     """Return disjoint layers that repeat often enough, in order; they may be of several kinds."""
-    nodes = [
-        node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output") and not _is_idle(node)
-    ]
+    others = ("placeholder", "get_attr", "output")
+    nodes = [node for node in graph.nodes if node.op not in others and _target_name(node) not in NO_OP_CALLS]
     keys = [fingerprints.node_key(node) for node in nodes]
     plain = _in_plain_settings(nodes, grad)
     found: list[LayerMatch] = []
@@ -299,10 +298,6 @@ def _may_draw_random(node: Node) -> bool:
     except Exception:  # unknown, since the node cannot run alone
         return True
     return False
-
-
-def _is_idle(node: Node) -> bool:
-    return _target_name(node) in NO_OP_CALLS
 
 
 def _target_name(node: Node) -> str:

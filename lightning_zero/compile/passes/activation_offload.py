@@ -267,7 +267,6 @@ class HostCosts:
     window_bytes: float = float("inf")
 
     def seconds(self, size: int) -> float:
-        """Return the seconds of one copy."""
         return size / self.costs.host_bytes_per_s + LAUNCH_S
 
 

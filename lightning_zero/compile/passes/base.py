@@ -130,7 +130,6 @@ class PassTrace:
 
 
 def trace_pass(graph: Graph, name: str, apply: Callable[[Graph], Graph]) -> tuple[Graph, PassTrace]:
-    """Apply the pass, and return its graph and its effect."""
     before = dict(format_nodes(graph))
     begun = perf_counter()
     graph = apply(graph)

@@ -22,7 +22,6 @@ class PassSelection:
 
     @property
     def key(self) -> Hashable:
-        """Return a key that differs for other selections."""
         return self._chosen, self._disabled
 
     def known(self, default: Sequence[PassSpec]) -> dict[str, PassSpec]:
@@ -46,7 +45,6 @@ class PassSelection:
         return {spec.name for spec in self._registered.values() if spec.version is None}
 
     def register(self, spec: PassSpec, default: Sequence[PassSpec]) -> None:
-        """Register a user pass."""
         if self.known(default).get(spec.name, spec) != spec:
             raise ValueError(f"There is a pass named {spec.name!r} already. Give yours another name.")
         self._registered[spec.name] = spec
@@ -126,14 +124,9 @@ def check_passes(names: Sequence[str], known: Mapping[str, PassSpec]) -> Names:
         raise ValueError(f"Pass {twice[0]!r} is named twice. Name each pass once.")
     missing = FINISHED.keys() - check_contracts([known[name] for name in names])
     if missing:
-        raise ValueError(
-            f"These passes leave a graph that is not {sorted(missing)}. Add {', '.join(map(repr, _givers(missing)))}."
-        )
+        givers = [repr(giver) for what, giver in FINISHED.items() if what in missing]
+        raise ValueError(f"These passes leave a graph that is not {sorted(missing)}. Add {', '.join(givers)}.")
     return tuple(names)
-
-
-def _givers(missing: set[str]) -> list[str]:
-    return [giver for what, giver in FINISHED.items() if what in missing]
 
 
 @dataclass(frozen=True)

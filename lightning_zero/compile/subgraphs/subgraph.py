@@ -94,7 +94,6 @@ class _Shapes(dict[Node, str]):
 
 
 def signature(node: Node) -> Hashable:
-    """Return the signature of one node."""
     return NodeSignatures()[node]
 
 
@@ -155,7 +154,6 @@ class Subgraph:
 
 
 def symbol_inputs(graph: Graph) -> list[Node]:
-    """Return the inputs of a graph that define symbols."""
     inputs = graph.find_nodes(op="placeholder")
     return [node for node in inputs if isinstance(node.meta.get("val"), SymInt | SymFloat)]
 

@@ -69,7 +69,6 @@ class FabricCheckpointing(ZeroStrategyBase, ParallelStrategy):
         self._checkpoint_io = io
 
     def engine_of_optimizer(self, optimizer: Optimizer) -> Engine | None:
-        """Return None for an optimizer that was not set up."""
         raise NotImplementedError
 
     @override

@@ -102,7 +102,7 @@ def _read_folders(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def loaded(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         if read_named(path, lambda: checkpoint_kind(path)) != "folder":
-            return read_verified(path, lambda: load(path, map_location=map_location, weights_only=weights_only))
+            return read_verified(path, lambda file: load(file, map_location=map_location, weights_only=weights_only))
         checkpoint = to_trainer_keys(read_named(path, lambda: read_folder(path, weights_only)))
         full = partial(_full_value, map_location=map_location)
         return checkpoint | {

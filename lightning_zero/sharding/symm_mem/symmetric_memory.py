@@ -116,7 +116,6 @@ class SymmetricMemory:
         return [values[rank] for rank in self._intra_host.ranks]
 
     def _unavailable_reason(self) -> str | None:
-        """Return the reason not to try at all, or None."""
         physical_hosts = self._mesh.physical_hosts
         for rank, host in enumerate(self._mesh.hosts):
             first = self._mesh.hosts.index(host)

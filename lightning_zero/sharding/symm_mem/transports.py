@@ -54,7 +54,6 @@ class TransportChoice(ABC):
         """Return True if these options mean copies, given that memory is available."""
 
     def set_memory(self, memory: SymmetricMemory | None, reason: str) -> None:
-        """Set the memory, or the reason why there is none."""
         if self._choice == "copy" and reason:
             raise self._impossible(reason)
         self.memory, self.reason = memory, reason
@@ -185,7 +184,6 @@ class WeightTransport(TransportChoice):
         self.reason = "a memory plan stores master weights on the host"
 
     def allocate_compute_shards(self, executor: Executor, allocate: Callable[[SymmetricMemory | None], None]) -> None:
-        """Call ``allocate`` with symmetric memory for compute shards, or with None if these are all-gathered."""
         memory = self.memory
         if memory is not None and self.try_allocate(lambda: allocate(memory)):
             return
