@@ -19,19 +19,11 @@ from functorch.compile import config as functorch_config
 
 from lightning_zero.compat.compiler import DEFERRED_KERNELS, TritonBundler, defer_cache_saves
 
-__all__ = ["DeferredKernels", "PendingCompile", "PendingCompiles"]
-
-
 log = logging.getLogger(__name__)
 
 
 class PendingCompile(ExitStack):
-    """The unfinished part of one graph's compilation; also the context in which it is compiled.
-
-    Args:
-        kernels: of the graph's subgraphs.
-        settings: functorch settings of the compilation.
-    """
+    """The unfinished part of one graph's compilation; also the context in which it is compiled."""
 
     def __init__(self, kernels: DeferredKernels, settings: dict[str, Any]) -> None:
         super().__init__()
@@ -63,8 +55,6 @@ class PendingCompiles:
         """Add a compilation.
 
         Args:
-            rest: the unfinished part.
-            seconds: spent so far.
             end: called with the total seconds, also after a failure.
         """
         self._pending.append((rest, seconds, end))

@@ -14,18 +14,6 @@ from lightning_zero.compat.graphs import CHECKPOINT_POLICY, CHECKPOINT_POLICY_HA
 from lightning_zero.compat.tensors import CHECKPOINTS
 from lightning_zero.compile.fx_utils import results
 
-__all__ = [
-    "hop_body",
-    "has_own_policy",
-    "is_region",
-    "FUNCTION_CALL",
-    "describe_policy",
-    "bypass_region_inputs",
-    "readers",
-    "regions",
-    "expand_regions",
-]
-
 # Calls of users' autograd functions in Dynamo's graphs; arguments are both graphs and their inputs.
 FUNCTION_CALL = torch.ops.higher_order.autograd_function_apply
 _CALLS = {FUNCTION_CALL, *CHECKPOINTS}

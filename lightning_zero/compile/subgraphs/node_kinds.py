@@ -53,7 +53,6 @@ class _TargetKind(Enum):
 
 
 def classify_nodes(graph: Graph) -> dict[Node, NodeKind]:
-    """Return the kind of each node."""
     kinds: dict[Node, NodeKind] = {}
     usual: dict[int, _TargetKind | None] = {}  # by id of the target: graphs have many nodes and few targets
     for node in graph.nodes:
