@@ -67,7 +67,7 @@ OpOverload, OpOverloadPacket = _class_of(torch.ops.aten.add.Tensor), _class_of(t
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return a number that is equal for tensors that share storage, also for fake ones, which have no address."""
+    """Return a number that is equal for tensors that share storage. Fake tensors have no address."""
     return int(StorageWeakRef(tensor.untyped_storage()).cdata)
 
 
