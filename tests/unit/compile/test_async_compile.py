@@ -12,8 +12,9 @@ import pytest
 from torch import nn
 from torch._functorch import config
 from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
+from torch._inductor.async_compile import AsyncCompile
 
-from lightning_zero.compat.compiler import AsyncCompile, TritonBundler, dynamo_config, inductor_config
+from lightning_zero.compat.compiler import TritonBundler, dynamo_config, inductor_config
 from lightning_zero.compile.async_compile import DeferredKernels, PendingCompile, PendingCompiles
 from lightning_zero.compile.capture.discovery import CompiledModules
 
