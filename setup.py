@@ -3,8 +3,8 @@
 The C++ sources are next to the package in the repository, and inside it in a wheel. pyproject.toml can list packages or
 search for them, and a search does not find a package under another name than its folder's.
 
-``python -m lightning_zero build --wheel`` sets LIGHTNING_ZERO_PREBUILT to a folder with the executor and its key. Without
-that variable the wheel is pure Python, and the executor is built at first use.
+``python -m lightning_zero build --wheel`` sets LIGHTNING_ZERO_PREBUILT to a folder with the executor and its key.
+Without that variable the wheel is pure Python, and the executor is built at first use.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The names of the package, and the registration of its strategies with Lightning, which importing this module does."""
+"""Names of the package. Importing this module registers the strategies with Lightning."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ def _facts(checkpoint: OpenedCheckpoint, content: Mapping[str, Any]) -> dict[str
         "written_by": folder and folder.written_by or _lightning_version(content),
         "ranks": folder.world_size if folder else None,
         "files": len(sizes),
-        "gib": round(sum(sizes.values()) / 2**30, 3),
+        "size_gib": round(sum(sizes.values()) / 2**30, 3),
         "checksums": folder is None or folder.has_checksums,
         "epoch": content.get("epoch"),
         "global_step": content.get("global_step"),

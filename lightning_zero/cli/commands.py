@@ -24,6 +24,7 @@ DEVICE_NAMES = (
 )
 PRECISIONS = ("bf16-mixed", "16-mixed", "32-true", "bf16-true", "16-true", "64-true")
 DTYPES = ("float32", "bfloat16", "float16")
+IMPORTING = "importing torch and Lightning"  # takes seconds, and longer from a cold disk
 SELF_TEST_S = 120.0  # a tiny training takes seconds, and a busy machine several times as long
 
 
@@ -51,8 +52,9 @@ def _add_doctor_arguments(parser: ArgumentParser) -> None:
 
 
 def _run_doctor(arguments: Namespace) -> int:
-    from lightning_zero.cli.doctor import run
-
+    with StatusLine("doctor") as status:
+        status.update(IMPORTING)
+        from lightning_zero.cli.doctor import run
     return run(arguments)
 
 
@@ -103,8 +105,9 @@ def _add_build_arguments(parser: ArgumentParser) -> None:
 
 
 def _run_build(arguments: Namespace) -> int:
-    from lightning_zero.cli.build_command import run
-
+    with StatusLine("build") as status:
+        status.update(IMPORTING)
+        from lightning_zero.cli.build_command import run
     return run(arguments)
 
 
@@ -194,7 +197,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
 
 def _run_plan(arguments: Namespace) -> int:
     with StatusLine("plan") as status:
-        status.update("importing torch and Lightning")
+        status.update(IMPORTING)
         from lightning_zero.cli.plan_command import run
 
         return run(arguments, status)
@@ -219,7 +222,7 @@ PLAN = Command(
 
 
 def _add_checkpoint_arguments(parser: ArgumentParser) -> None:
-    choices = parser.add_subparsers(title="actions", required=True, metavar="ACTION", dest="action")
+    choices = parser.add_subparsers(title="actions", required=True, dest="action")
     for name, summary, description, example in (
         (
             "inspect",
@@ -283,8 +286,9 @@ def _add_checkpoint_arguments(parser: ArgumentParser) -> None:
 
 
 def _run_checkpoint(arguments: Namespace) -> int:
-    from lightning_zero.cli.checkpoint import run
-
+    with StatusLine("checkpoint") as status:
+        status.update(IMPORTING)
+        from lightning_zero.cli.checkpoint import run
     return run(arguments)
 
 
@@ -356,7 +360,9 @@ def _model(text: str) -> str:
             "model.py:Module"
         )
     if not Path(path).is_file():
-        raise ArgumentTypeError(f"there is no file {path!r} in {Path.cwd()}. Write FILE.py:CLASS, such as model.py:Module")
+        raise ArgumentTypeError(
+            f"there is no file {path!r} in {Path.cwd()}. Write FILE.py:CLASS, such as model.py:Module"
+        )
     return text
 
 

@@ -191,4 +191,3 @@ def notes(facts: Mapping[str, Any]) -> list[str]:
     if variables.get("NCCL_P2P_DISABLE", "0") != "0":
         found.append("NCCL_P2P_DISABLE is set: NCCL's collectives between GPUs go through the host's memory.")
     return found + facts.get("hosts", {}).get("notes", [])
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from argparse import Action, ArgumentParser, RawDescriptionHelpFormatter, _SubParsersAction
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -24,12 +24,7 @@ class _HelpFormatter(RawDescriptionHelpFormatter):
     """Keeps the lines of descriptions and examples."""
 
     def __init__(self, prog: str, **_: Any) -> None:
-        super().__init__(prog, max_help_position=28, width=_width())
-
-    def add_argument(self, action: Action) -> None:
-        super().add_argument(action)
-        if isinstance(action, _SubParsersAction):
-            self._action_max_length += self._indent_increment  # argparse forgets that commands are indented
+        super().__init__(prog, max_help_position=26, width=_width())
 
 
 class Parser(ArgumentParser):

@@ -32,7 +32,7 @@ def build_parser(commands: Sequence[Command]) -> Parser:
     describe(parser, SUMMARY, DESCRIPTION, ("doctor", "plan 1b --ranks 2 --device H100", "COMMAND --help"))
     version = f"lightning_zero {__version__}"
     parser.add_argument("--version", action="version", version=version, help="Show the version.")
-    choices = parser.add_subparsers(title="commands", required=True, metavar="COMMAND", dest="command")
+    choices = parser.add_subparsers(title="commands", required=True, dest="command")
     for command in commands:
         own = choices.add_parser(command.name, help=command.summary)
         describe(own, command.summary, command.description, command.example)

@@ -24,7 +24,12 @@ def print_progress(line: str, *values: object) -> None:
 
 def show_section(title: str, facts: Mapping[str, Any]) -> None:
     """Print names and values."""
-    show_table(title, ("", ""), [(name.replace("_", " "), format_value(value)) for name, value in facts.items()])
+    show_table(title, ("", ""), [(_title(name), format_value(value)) for name, value in facts.items()])
+
+
+def _title(name: str) -> str:
+    unit = " (GiB)" if name.endswith("_gib") else ""
+    return name.removesuffix("_gib").replace("_", " ") + unit
 
 
 def show_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

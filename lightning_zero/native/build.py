@@ -117,8 +117,8 @@ def build(
     """Return the path of the shared library; build it first if it does not exist.
 
     Args:
-        cache: Directory of built libraries; by default ``$LIGHTNING_ZERO_CACHE`` or ``~/.cache/lightning_zero``. Without
-            it, the executor of a wheel is used if it fits.
+        cache: Directory of built libraries; by default ``$LIGHTNING_ZERO_CACHE`` or ``~/.cache/lightning_zero``. With
+            the default, the executor of a wheel is used if it fits.
         compiler: C++20 compiler command, with arguments if any (``"ccache g++"``); by default ``$CXX`` or ``g++``.
         deadline_s: How long to wait while another process builds, in seconds.
         report: Called with a format and arguments when the build begins, waits or ends.

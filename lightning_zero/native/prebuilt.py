@@ -1,8 +1,8 @@
 """The executor that a wheel carries, and the conditions under which it loads.
 
-``python -m lightning_zero build --wheel`` puts two files into the package's folder ``native/prebuilt_executor``: the library, and
-``key.json``, which describes the torch and the system that it was built for. The library uses torch's C++ interfaces and
-none of Python's, so one wheel serves all Python versions.
+``python -m lightning_zero build --wheel`` puts two files into the package's folder ``native/prebuilt_executor``: the
+library, and ``key.json``, which describes the torch and the system that it was built for. The library uses torch's C++
+interfaces and none of Python's, so one wheel serves all Python versions.
 """
 
 from __future__ import annotations

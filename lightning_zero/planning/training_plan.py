@@ -173,7 +173,7 @@ class TrainingPlan:
             "Times are estimated from operations and bytes, at the shares of the data sheet that trainings reach.",
         ]
         if self.graphs:
-            lines.append("CUDA graphs may need more memory than estimated, because they do not share it with other code.")
+            lines.append("CUDA graphs may need more memory than estimated: they do not share it with other code.")
         if self.passes.why:
             lines.append(f"A part could not be traced, and is not counted: {self.passes.why}")
         return lines

@@ -51,7 +51,9 @@ def test_a_wheel_needs_a_checkout(
 
 def test_a_wheel_that_setuptools_cannot_build_names_the_command(tmp_path: Path) -> None:
     (tmp_path / "lightning_zero.so").touch()
-    with pytest.raises(NativeBuildError, match=r"(?s)could not build the wheel.*setup\.py.*pip install 'setuptools>=77'"):
+    with pytest.raises(
+        NativeBuildError, match=r"(?s)could not build the wheel.*setup\.py.*pip install 'setuptools>=77'"
+    ):
         build_wheel(tmp_path, tmp_path / "lightning_zero.so", tmp_path / "wheels")
     assert not (tmp_path / "wheels").exists()
 
@@ -100,7 +102,9 @@ def test_an_installed_wheel_loads_its_executor_without_a_compiler(native_library
     assert "The wheel's C++ executor is not used: it was built for torch 1.0" in ended.stderr
     assert "Install g++ 10 or newer" in ended.stderr
     # The stand-in copies the carried library to the place of the one that a compiler would link.
-    stand_in = Compiler(tmp_path, f'case "$target" in *.so) cp "{folder / LIBRARY}" "$target";; *) echo > "$target";; esac')
+    stand_in = Compiler(
+        tmp_path, f'case "$target" in *.so) cp "{folder / LIBRARY}" "$target";; *) echo > "$target";; esac'
+    )
     ended = loaded(installed, tmp_path, CXX=stand_in.path, PATH=os.environ["PATH"])
     assert ended.returncode == 0, ended.stderr
     assert str(tmp_path / "cache") in ended.stdout

@@ -57,7 +57,7 @@ def test_examples_are_command_lines_that_parse(
 
 
 def test_names_in_the_help_are_those_that_the_commands_take() -> None:
-    assert DEVICE_NAMES == tuple(device.name for device in DEVICES)
+    assert tuple(device.name for device in DEVICES) == DEVICE_NAMES
     assert {Precision.of(name).name for name in PRECISIONS} == set(PRECISIONS)
     assert all(isinstance(getattr(torch, name), torch.dtype) for name in DTYPES)
     assert f"The default is {LOCK_DEADLINE_S:g}." in " ".join(ALL["lightning-zero build"].format_help().split())

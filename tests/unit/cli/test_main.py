@@ -34,7 +34,7 @@ def test_every_command_explains_itself(command: Command, capsys: pytest.CaptureF
 def test_without_a_command_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([])
-    assert "COMMAND" in capsys.readouterr().err
+    assert "the following arguments are required: command" in capsys.readouterr().err
 
 
 def test_errors_that_users_can_fix_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -72,7 +72,7 @@ def test_a_wrong_option_is_an_error_of_the_command_line(
 ) -> None:
     assert main(["plan", "tiny", "--option", option]) == 2
     shown = capsys.readouterr()
-    assert f"error: argument --option: " in shown.err
+    assert "error: argument --option: " in shown.err
     assert words in shown.err
     assert not shown.out
 

@@ -97,7 +97,9 @@ def test_an_executor_that_does_not_fit_is_replaced_with_one_line(
         build(compiler="no-such-compiler", report=report)
     library = build(compiler=Compiler(tmp_path).path, report=report)
     assert library.read_text() == "whole\n"
-    assert [line for line in lines if line.startswith("The wheel's C++ executor is not used: it was built for torch 1.0")]
+    assert [
+        line for line in lines if line.startswith("The wheel's C++ executor is not used: it was built for torch 1.0")
+    ]
     lines.clear()
     assert build(report=report) == library
     assert not lines, "the next start has its own, and nothing to report"
