@@ -172,6 +172,9 @@ class TrainingPlan:
             "Weights, gradients and optimizer state are counted. Activations are estimated from traced operations.",
             "Times are estimated from operations and bytes, at the shares of the data sheet that trainings reach.",
         ]
+        if self.memory is not None or self.roles.get("offload_buffers"):
+            rate = f"{HOST_BYTES_PER_S / 1e9:g} GB/s"
+            lines.append(f"Copies to and from the host are estimated at {rate} in each direction.")
         if self.graphs:
             lines.append("CUDA graphs may need more memory than estimated: they do not share it with other code.")
         if self.passes.why:

@@ -16,6 +16,7 @@ from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import build, source_directory
 from lightning_zero.native.prebuilt import KEY, LIBRARY
 from lightning_zero.subprocess_main import program_without_lightning
+from lightning_zero.version import __version__
 from tests.unit.native.stand_in import Compiler
 
 REPO = Path(__file__).parents[3]
@@ -88,7 +89,9 @@ def test_an_installed_wheel_loads_its_executor_without_a_compiler(native_library
     installed = tmp_path / "installed"
     pip = ["-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--target", str(installed)]
     subprocess.run([sys.executable, *pip, str(wheel)], check=True)
-    assert (installed / "bin" / "lightning-zero").is_file()
+    script = [sys.executable, str(installed / "bin" / "lightning-zero"), "--version"]
+    version = subprocess.check_output(script, env=os.environ | {"PYTHONPATH": str(installed)}, cwd=tmp_path, text=True)
+    assert version == f"lightning_zero {__version__}\n"
     folder = installed / "lightning_zero" / "native" / "prebuilt_executor"
     ended = loaded(installed, tmp_path)
     assert ended.returncode == 0, ended.stderr
