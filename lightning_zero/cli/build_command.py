@@ -19,8 +19,6 @@ from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import LOCK_DEADLINE_S, build, executor_key, is_built, source_directory
 from lightning_zero.native.prebuilt import LIBRARY
 
-__all__ = ["build_wheel", "run"]
-
 PREBUILT = "LIGHTNING_ZERO_PREBUILT"  # for setup.py: the folder whose files the wheel carries
 LAST_LINES = 20
 

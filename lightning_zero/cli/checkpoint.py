@@ -28,8 +28,6 @@ from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import to_trainer_keys
 from lightning_zero.sharding.host_memory import copy_mapped
 
-__all__ = ["OpenedCheckpoint", "run"]
-
 UNTRUSTED = "Unsupported global"  # in torch's error
 TRAINER_KEYS = {
     "callbacks",

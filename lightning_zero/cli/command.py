@@ -6,8 +6,6 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Command", "UsageError"]
-
 
 class UsageError(ValueError):
     """An argument has a wrong value, which only the command itself can detect. The exit status is 2."""

@@ -15,8 +15,6 @@ from lightning_zero.cli.help_text import describe
 from lightning_zero.cli.model_sizes import SIZES
 from lightning_zero.cli.status_line import StatusLine
 
-__all__ = ["COMMANDS", "DEVICE_NAMES", "DTYPES", "PRECISIONS", "SELF_TEST_S", "add_json", "parse_option"]
-
 # Names of lightning_zero.profiling.devices, whose import takes seconds.
 DEVICE_NAMES = (
     *("H200", "H200-NVL", "GH200", "H100", "H100-NVL", "H100-PCIe", "B200", "A100", "A100-40GB", "L40S", "L4"),

@@ -34,8 +34,6 @@ from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import build, is_built
 from lightning_zero.native.gpu_atomics import gpu_uuid, no_atomics_reason
 
-__all__ = ["gather_facts", "notes", "run", "to_fix", "versions"]
-
 PACKAGES = ("lightning-zero", "lightning", "torchmetrics", "triton", "transformers", "deepspeed", "rich", "matplotlib")
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_SYMMMEM")  # of environment variables for communication
 NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")

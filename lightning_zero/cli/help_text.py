@@ -11,8 +11,6 @@ from typing import Any, NoReturn
 
 from lightning_zero.cli.invocation import program_name
 
-__all__ = ["Parser", "describe"]
-
 LONGEST_LINE = 100  # characters; longer lines are hard to read on a wide terminal
 
 

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import PurePath
 
-__all__ = ["PROGRAM", "is_command_line", "program_name"]
-
 PACKAGE, PROGRAM = "lightning_zero", "lightning-zero"
 
 

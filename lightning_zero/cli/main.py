@@ -18,8 +18,6 @@ from lightning_zero.cli.invocation import program_name
 from lightning_zero.errors import CheckpointError, NativeBuildError, UnsupportedError
 from lightning_zero.version import __version__
 
-__all__ = ["COMMANDS", "build_parser", "main", "run_command"]
-
 SUMMARY = "Check a machine, plan a training, and convert checkpoints of lightning_zero."
 DESCRIPTION = (
     "Results go to stdout, and progress and errors go to stderr. The exit status is 0 for success, 1 for a problem "

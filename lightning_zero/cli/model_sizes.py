@@ -1,7 +1,5 @@
 """Built-in decoders by name: width, layers, heads and hidden width of each."""
 
-__all__ = ["SIZES"]
-
 SIZES = {  # width, layers, heads, hidden
     "tiny": (128, 4, 4, 352),
     "350m": (1024, 24, 16, 2816),

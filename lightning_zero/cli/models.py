@@ -14,8 +14,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_zero.cli.model_sizes import SIZES
 
-__all__ = ["SIZES", "VOCABULARY", "Decoder", "DecoderModule", "Tokens", "model_class"]
-
 VOCABULARY = 32000
 LONGEST = 8192
 

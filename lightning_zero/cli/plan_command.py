@@ -19,8 +19,6 @@ from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.planning.estimate_training import Training, plan
 from lightning_zero.planning.training_plan import MEMORY_HEADS, TIME_HEADS, TrainingPlan
 
-__all__ = ["parsed_options", "run"]
-
 
 def run(arguments: Namespace, status: StatusLine) -> int:
     """Run the command, and return the exit status: 1 if the training does not fit."""

@@ -11,8 +11,6 @@ import time
 from types import TracebackType
 from typing import TextIO
 
-__all__ = ["StatusLine"]
-
 TERMINAL_S = 0.5  # between updates of the line
 PLAIN_S = 10.0  # between lines where there is no terminal, so that logs stay short
 CLEAR = "\r\x1b[K"

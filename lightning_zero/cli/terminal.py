@@ -14,8 +14,6 @@ from typing import Any
 
 from lightning_zero.config.text import format_table
 
-__all__ = ["format_value", "print_progress", "progress_bar", "show_section", "show_table"]
-
 
 def print_progress(line: str, *values: object) -> None:
     """Print a line to stderr, apart from a command's output. Arguments are those of a logger's methods."""

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["FOLDER", "KEY", "LIBRARY", "ExecutorKey", "Prebuilt", "find_prebuilt"]
-
 FOLDER = Path(__file__).resolve().parent / "prebuilt_executor"
 LIBRARY, KEY = "lightning_zero.so", "key.json"
 

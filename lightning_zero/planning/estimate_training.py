@@ -42,8 +42,6 @@ from lightning_zero.profiling.cost_model import NOMINAL_COSTS
 from lightning_zero.profiling.device_gauges import memory_limit
 from lightning_zero.profiling.devices import LINKS, Device, find_device
 
-__all__ = ["Training", "plan", "plan_within_limit", "with_first_step_peak"]
-
 # Estimates of a configuration that was chosen by an earlier estimate; each may choose another one.
 MAX_ESTIMATES = 6
 

@@ -13,8 +13,6 @@ from lightning_zero.planning.fake_step import StepEstimate
 from lightning_zero.planning.step_seconds import StepSeconds
 from lightning_zero.profiling.devices import Device
 
-__all__ = ["MEMORY_HEADS", "TIME_HEADS", "PassEstimates", "TrainingPlan"]
-
 MEMORY_HEADS, TIME_HEADS = ("memory", "size", "meaning"), ("part of a step", "time", "meaning")
 # Meanings of the roles in an engine's memory report.
 MEANINGS = {
