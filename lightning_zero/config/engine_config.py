@@ -190,6 +190,6 @@ def check_changes(before: Options, now: Options) -> None:
 def cannot_change_error(name: str, old: Any, new: Any) -> UnsupportedError:
     """Return the error for an option that is fixed while the model stays sharded."""
     return UnsupportedError(
-        f"The model was sharded with {name}={old!r}, which is fixed from then on: {name}={new!r} would change nothing. "
+        f"The model was sharded with {name}={old!r}, and cannot change to {name}={new!r} while it is sharded. "
         f"Pass {name}={old!r}, or call lightning_zero.unshard(model) first."
     )

@@ -372,8 +372,8 @@ class Options:
             )
         if self.unsharded_cache_until == "step" and not (self.unsharded_cache_mb and tuning.prefetch):
             raise ValueError(
-                "unsharded_cache_until='step' keeps nothing without a budget and the passes. Pass "
-                "reshard_after_forward=False for all parameters or set unsharded_cache_mb, and leave prefetch on."
+                "unsharded_cache_until='step' keeps nothing, because the unsharded cache is empty or prefetch is off. "
+                "Pass reshard_after_forward=False for all parameters or set unsharded_cache_mb, and leave prefetch on."
             )
 
     @classmethod
