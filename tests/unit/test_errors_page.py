@@ -75,7 +75,7 @@ def test_the_product_has_the_message(quoted: str) -> None:
 
 @pytest.mark.parametrize("quoted", entries())
 def test_the_message_has_a_cause_and_a_fix(quoted: str) -> None:
-    found = re.fullmatch(r"(?s)Cause: (.+)\nFix: (.+)", entries()[quoted])
+    found = re.fullmatch(r"(?s)\* Cause: (.+)\n\* Fix: (.+)", entries()[quoted])
     assert found is not None
     for text in found.groups():
         plain = re.sub(r"\[[^\]]*\]\([^)]*\)|`[^`]*`", "X", text)
