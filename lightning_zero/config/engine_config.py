@@ -153,8 +153,8 @@ class EngineConfig(Options):
         if self.tuning.grad_aliasing and (hosts > 1 or self.compute_dtype is not torch.bfloat16):
             where = f"has {hosts} hosts" if hosts > 1 else f"computes in {self.compute_dtype or 'float32'}"
             raise UnsupportedError(
-                "grad_aliasing=True requires one host and precision='bf16-mixed', which has compute shards in "
-                f"bfloat16, and this training {where}. Leave the option out."
+                "grad_aliasing=True requires one host and precision='bf16-mixed', but this training "
+                f"{where}. Leave the option out."
             )
         return bool(self.tuning.grad_aliasing)
 
