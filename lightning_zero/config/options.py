@@ -5,7 +5,7 @@ The strategies' arguments, checks, docstrings, command line and the tables of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
@@ -347,7 +347,8 @@ class Options:
     def __post_init__(self) -> None:
         if isinstance(self.tuning, Mapping):
             object.__setattr__(self, "tuning", Tuning(**self.tuning))
-        if isinstance(self.offload, list):  # from command lines and YAML
+        # Command lines and YAML give a list, Hydra a sequence of its own.
+        if isinstance(self.offload, Sequence) and not isinstance(self.offload, str):
             object.__setattr__(self, "offload", tuple(self.offload))
         check_options(self)
         tuning = self.tuning
