@@ -42,6 +42,7 @@ from lightning_zero.profiling.device_gauges import MemoryGauge
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.symm_mem import PeerTransports
+from lightning_zero.task_progress import TaskProgress
 
 __all__ = ["CompileSession", "CompiledStepHooks"]
 
@@ -57,6 +58,7 @@ class CompileSession:
         transports: of weights and gradients, which change how graphs are rewritten.
         skip_modules: module types that are never compiled.
         report: logs a line for the user; called on every rank.
+        tasks: shows the user how long compilations take.
 
     Attributes:
         config: options in force.
@@ -75,6 +77,7 @@ class CompileSession:
         transports: PeerTransports,
         skip_modules: tuple[type, ...] = (),
         report: Callable[[str], None] | None = None,
+        tasks: TaskProgress | None = None,
     ) -> None:
         self.config = config
         self._mesh = mesh
@@ -96,10 +99,10 @@ class CompileSession:
         self._costs: CostModel | None = None
         activations = HostActivations(mesh.device)
         executor.keep_activations(activations)
-        self.progress = CompileProgress(self._consensus.compiling, watchdog.native.busy, report)
+        self.progress = CompileProgress(self._consensus.compiling, watchdog.native.busy, report, tasks)
         report = self.progress.report
         self._make_compiled_modules = partial(
-            CompiledModules, skip=skip_modules, report=report, quota=activations.quota
+            CompiledModules, skip=skip_modules, report=report, quota=activations.quota, tasks=self.progress.tasks
         )
         self.plans = PlanStore()
         compiler = CompilerAccess(
