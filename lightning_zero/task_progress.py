@@ -1,5 +1,6 @@
-"""Show the user that a long task is running: one line after 5 s, then one every 10 s, after a minute every 30 s.
+"""Show the user that a long task is running.
 
+A line is shown after 5 s, then every 10 s, and after a minute every 30 s.
 :class:`TaskProgress` belongs to one process. A daemon thread shows the lines, because the thread that compiles or waits
 cannot. Tasks may be nested: lines name the innermost task and count from the beginning of the outermost one.
 """

@@ -30,8 +30,8 @@ def above_progress_bars() -> Iterator[None]:
     """Return a context in which Lightning's log writes above the bars of tqdm and Rich."""
     handlers = _stream_handlers("lightning.pytorch")
     with ExitStack() as stack:
-        # Without bars tqdm's lock need not be made. Handlers of other types take it themselves, in the other order.
-        if handlers and getattr(tqdm, "_instances", None):
+        # Handlers of other types may take tqdm's lock themselves, in the other order.
+        if handlers:
             stack.enter_context(tqdm.external_write_mode(file=sys.stderr))
         # Rich replaces sys.stderr by an object that knows the stream and writes above the bar.
         if (original := getattr(sys.stderr, "rich_proxied_file", None)) is not None:

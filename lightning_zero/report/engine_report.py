@@ -105,8 +105,11 @@ def _transports(engine: Engine) -> list[str]:
     """Return how data moves between ranks, if it is slower than it could be on this device."""
     if engine.world_size == 1 or engine.device.type == "cpu":
         return []
-    used = engine.transports.collectives_used
-    return [used] if used else ["weights and gradients use peer copies"]
+    used, prefix = engine.transports.collectives_used, "collectives ("
+    if not used:
+        return ["weights and gradients use peer copies"]
+    reasons = [how.removeprefix(prefix) for how in engine.transports.describe().values() if how.startswith(prefix)]
+    return [f"{used} ({reasons[0].removesuffix(')')})" if reasons and reasons[0].endswith(")") else used]
 
 
 def _replays(engine: Engine, blockers: Mapping[str, str]) -> str:
@@ -115,8 +118,8 @@ def _replays(engine: Engine, blockers: Mapping[str, str]) -> str:
     if all(blockers.values()):
         return f"no CUDA graphs, because {blockers[FORWARD_BACKWARD]}"
     names = {FORWARD_BACKWARD: "forward and backward", OPTIMIZER: "optimizer step"}
-    replayed = " and ".join(name for what, name in names.items() if not blockers[what])
-    reasons = [f" (not the {name}: {blockers[what]})" for what, name in names.items() if blockers[what]]
+    replayed = ", ".join(name for what, name in names.items() if not blockers[what])
+    reasons = [f" (not {name}: {blockers[what]})" for what, name in names.items() if blockers[what]]
     return f"CUDA graphs: {replayed}{''.join(reasons)}"
 
 

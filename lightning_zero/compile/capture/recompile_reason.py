@@ -132,7 +132,7 @@ def _value_reason(condition: str, arguments: Sequence[str]) -> str | None:
 
 
 def _name(source: str, arguments: Sequence[str]) -> str:
-    """Translate Dynamo's name of a value, such as ``args[0]`` or ``module._modules['norm']._buffers['mean']``."""
+    """Translate Dynamo's name of a value, such as ``args[0]`` or ``module._modules['norm'].eps``."""
     if found := re.match(r"args\[(\d+)\](.*)$", source):
         number = int(found[1])
         called = repr(arguments[number]) if number < len(arguments) else str(number + 1)
