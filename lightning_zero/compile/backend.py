@@ -167,8 +167,7 @@ class Compiler:
                     self._listener.report(f"Recompiling {purpose}: {reason.text}.")
             self._listener.compiling(purpose, True, 0.0)
             log.debug("Compile: weights of the graph (names=%s)", names)
-            if torch.is_grad_enabled():
-                self._listener.tasks.stage("differentiating")
+            self._listener.tasks.stage("differentiating" if torch.is_grad_enabled() else "tracing")
             settings: dict[str, Any] = partitioner_settings(self._config.activation_memory_budget) | {
                 # otherwise programs of subgraphs would not be cached
                 "bundled_autograd_cache": not self._config.whole_graphs,
