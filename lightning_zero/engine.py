@@ -37,8 +37,6 @@ from lightning_zero.step.memory_controller import MemoryController
 from lightning_zero.step.optimizer_steps import OptimizerSteps
 from lightning_zero.task_progress import TaskProgress
 
-__all__ = ["Engine", "engine_of"]
-
 _ATTRIBUTE = "_zero_engine"
 
 

@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["FIRST_LINE_S", "LINE_INTERVAL_S", "LONG_AFTER_S", "LONG_INTERVAL_S", "TaskProgress"]
-
 FIRST_LINE_S = 5.0  # shorter tasks need no line
 LINE_INTERVAL_S = 10.0
 LONG_AFTER_S, LONG_INTERVAL_S = 60.0, 30.0  # fewer lines in the logs of tasks of minutes

@@ -13,8 +13,6 @@ from typing import Any
 
 from lightning_zero.task_progress import FIRST_LINE_S, LINE_INTERVAL_S
 
-__all__ = ["ProgressReporter", "ShowBar", "silent_progress"]
-
 RANKS_INTERVAL_S = 0.5  # watchdogs poll no more often
 
 

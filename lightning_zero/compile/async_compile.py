@@ -24,19 +24,13 @@ from lightning_zero.compat.compiler import (
 )
 from lightning_zero.compat.patches import swap_attribute
 
-__all__ = ["DeferredKernels", "PendingCompile", "PendingCompiles"]
-
-
 log = logging.getLogger(__name__)
 
 
 class PendingCompile(ExitStack):
     """The unfinished part of one graph's compilation; also the context in which it is compiled.
 
-    Args:
-        kernels: of the graph's subgraphs.
-        settings: functorch settings of the compilation.
-        stage: shows the user the part of the compilation that begins.
+    ``stage`` shows the user the part of the compilation that begins.
     """
 
     def __init__(
@@ -74,8 +68,6 @@ class PendingCompiles:
         """Add a compilation.
 
         Args:
-            rest: the unfinished part.
-            seconds: spent so far.
             end: called with the total seconds, also after a failure.
         """
         self._pending.append((rest, seconds, end))

@@ -15,8 +15,6 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
 from tqdm import tqdm
 
-__all__ = ["above_progress_bars", "show_info"]
-
 
 def show_info(line: str) -> None:
     """Log a line for the user at level info. Only rank 0 logs."""

@@ -34,8 +34,6 @@ from lightning_zero.native.build import build, is_built
 from lightning_zero.sharding.sharder import explain_shard_error
 from lightning_zero.task_progress import TaskProgress
 
-__all__ = ["ZeroStrategyBase", "add_error_notes", "engine_config", "options_init"]
-
 P = ParamSpec("P")
 
 
@@ -138,13 +136,7 @@ class ZeroStrategyBase(EngineIntrospectionMixin, ProcessGroupMixin):
                 child.to(self.root_device)
 
     def _shard_uncompiled(self, engine: Engine, module: nn.Module, convert: Callable[[], None] | None = None) -> None:
-        """Shard a module without the user's own ``torch.compile``, and keep names in its state dicts.
-
-        Args:
-            engine: The engine.
-            module: The module.
-            convert: Called between both, for example to convert dtypes.
-        """
+        """Shard a module without the user's own ``torch.compile``, and keep names in its state dicts."""
         compiled = uncompile_modules(module)
         accept_compiled_names(module, compiled)
         if convert is not None:

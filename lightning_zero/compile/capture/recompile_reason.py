@@ -15,8 +15,6 @@ from torch import nn
 
 from lightning_zero.compat.compiler import metrics_context
 
-__all__ = ["RecompileReason", "argument_names", "explain_guard", "find_recompile_reason"]
-
 LONGEST_VALUE = 60  # characters of a value in a reason
 UNKNOWN = "a value that the code depends on has changed"
 ARGUMENTS_CHANGED = "the call has other arguments"
