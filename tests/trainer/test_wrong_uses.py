@@ -96,8 +96,8 @@ def pruning_in_an_evaluation() -> None:
 
 
 @wrong(
-    r"MisconfigurationException: BatchSizeFinder is not supported by the ZeRO-3 strategies: it tries sizes until memory runs "
-    r"out.*`python -m lightning_zero plan script\.py:Module --ranks 4 --device H200` exits with 1"
+    r"MisconfigurationException: BatchSizeFinder is not supported by the ZeRO-3 strategies: it raises the batch size "
+    r"until memory runs out.*`python -m lightning_zero plan script\.py:Module --ranks 4 --device H200`, which exits with 1"
 )
 def finding_a_batch_size() -> None:
     fit(Regression(), callbacks=[BatchSizeFinder()])
