@@ -51,7 +51,7 @@ use_environment() {
   # machine) stays.
   python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' ||
     install_torch "${LZ_TORCH:-torch==2.13.0}"
-  with_progress "Installing lightning_zero and what it imports" python -m pip install -e ".${extras:+[$extras]}"
+  with_progress "Installing lightning_zero and what it imports" python -m pip install --progress-bar off -e ".${extras:+[$extras]}"
 }
 
 install_torch() {
@@ -65,7 +65,7 @@ install_torch() {
       echo "uv found no CPU build of $torch: trying pip."
     fi
   fi
-  with_progress "Installing $torch (0.2 GB if pip's index has a CPU build, else 3 GB)" python -m pip install "$torch"
+  with_progress "Installing $torch (0.2 GB if pip's index has a CPU build, else 3 GB)" python -m pip install --progress-bar off "$torch"
 }
 
 get_uv() {

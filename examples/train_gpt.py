@@ -31,6 +31,15 @@ from gpt.data import StdlibBytes
 from gpt.model import SHAPES, Block, LitGPT
 from gpt.picture import draw_losses
 
+# What to do after a run with --report.
+NEXT = """
+Next:
+  see the losses             {out}/loss.png
+  see the plan of each graph {out}/plan/plan.txt
+  train on GPUs              python examples/train_gpt.py --size 350m --devices 2 --precision bf16-mixed
+  train your own model       examples/docs/getting_started.md
+  run all tests              bash .ci/run"""
+
 
 class Stopwatch(Callback):
     """Wall time of each optimizer step as the user sees it, without validation, and the peak of GPU memory."""
@@ -64,18 +73,44 @@ class Stopwatch(Callback):
         return statistics.median(self.seconds[len(self.seconds) // 2 :])
 
 
+class Progress(Callback):
+    """Print the loss of the first and the last step, and one every few seconds: for output that is no terminal."""
+
+    EVERY_S = 4.0
+
+    def __init__(self) -> None:
+        self.printed = -self.EVERY_S
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        step, now = trainer.global_step, time.perf_counter()
+        due = now - self.printed >= self.EVERY_S or step in (1, trainer.max_steps)
+        if due and trainer.is_global_zero:
+            self.printed = now
+            print(
+                f"step {step} of {trainer.max_steps}: train_loss {trainer.callback_metrics['train_loss']:.3f}",
+                flush=True,
+            )
+
+
 class Sample(Callback):
     """Continues a prompt when training ends: on every rank, since gathering weights is collective; rank 0 prints."""
+
+    PROMPT = "def "
 
     def __init__(self, length: int, seed: int) -> None:
         self.length, self.seed = length, seed
 
     def on_train_end(self, trainer: L.Trainer, module: LitGPT) -> None:
+        if trainer.is_global_zero:
+            print(f"\nGenerating {self.length} bytes with the trained model ...", flush=True)
         module.eval()
         with trainer.precision_plugin.forward_context():
-            text = module.model.generate(b"def ", self.length, temperature=0.7, seed=self.seed)
+            text = module.model.generate(self.PROMPT.encode(), self.length, temperature=0.7, seed=self.seed)
         module.train()
         if trainer.is_global_zero:
+            print(f"The model's text after {trainer.global_step} steps, from the prompt {self.PROMPT!r}.", end=" ")
+            if trainer.global_step < 2000:
+                print("A few hundred steps teach it the look of Python code, not its meaning.", end="")
             print(f"\n----- sample -----\n{text.decode(errors='replace')}\n------------------")
 
 
@@ -153,6 +188,8 @@ def main(arguments: Sequence[str] | None = None) -> L.Trainer:
         callbacks.append(ClipSharded())
     elif not args.no_sample:
         callbacks.append(Sample(min(args.block_size, 256), args.seed))
+    if not sys.stdout.isatty():
+        callbacks.append(Progress())
     if args.checkpoint:
         every = args.val_every or args.steps
         callbacks.append(ModelCheckpoint(args.out / "checkpoints", every_n_train_steps=every, save_top_k=-1))
@@ -177,14 +214,22 @@ def main(arguments: Sequence[str] | None = None) -> L.Trainer:
         log_every_n_steps=args.log_every,
         default_root_dir=args.out,
         enable_checkpointing=args.checkpoint,
+        enable_progress_bar=sys.stdout.isatty(),
         callbacks=callbacks,
     )
+    if trainer.is_global_zero:
+        print(
+            f"Data: {len(data.train_text) / 1e6:.1f} MB of Python's standard library. {args.steps} steps, each of "
+            f"{trainer.world_size} x {args.batch_size * args.accumulate} windows of {args.block_size} bytes.\n"
+            f"Starting {trainer.world_size} processes ...",
+            flush=True,
+        )
     trainer.fit(module, datamodule=data)
     if trainer.is_global_zero:
         report(args, trainer, watch)
         if args.report:
             draw_losses(args.out / "metrics.csv", args.out / "loss.png")
-            print(f"picture of the losses: {args.out / 'loss.png'}; plan: {args.out / 'plan' / 'plan.txt'}")
+            print(NEXT.format(out=args.out))
     return trainer
 
 
@@ -204,11 +249,11 @@ def report(args: argparse.Namespace, trainer: L.Trainer, watch: Stopwatch) -> No
         "wall_s": watch.wall,
     }
     (args.out / "run.json").write_text(json.dumps(record, indent=2) + "\n")
-    print(f"final losses: {', '.join(f'{name} {value:.4f}' for name, value in losses.items())}")
-    print(f"seconds per step (median of the last half): {watch.median_step:.4f}; first step {watch.seconds[0]:.1f} s")
+    print(f"\nFinal losses: {', '.join(f'{name} {value:.4f}' for name, value in losses.items())}")
+    print(f"Time: {1000 * watch.median_step:.1f} ms per step (median of the last half), {watch.wall:.0f} s in all")
     if watch.peak_gib is not None:
-        print(f"peak memory on rank 0: {watch.peak_gib:.2f} GiB")
-    print(f"wall time {watch.wall:.0f} s; written to {args.out}")
+        print(f"Memory: {watch.peak_gib:.2f} GiB on rank 0 at the peak")
+    print(f"Written to {args.out}: metrics.csv, run.json")
 
 
 if __name__ == "__main__":

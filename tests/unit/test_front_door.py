@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,30 +17,52 @@ from packaging.specifiers import SpecifierSet
 
 from lightning_zero.cli.main import COMMANDS, build_parser
 from lightning_zero.native.cache import default_cache
+from tests.helpers.sentences import blocks
 
 REPO = Path(__file__).parents[2]
 EXAMPLES = REPO / "examples"
 MEASURED = EXAMPLES / "benchmarks"
+README = REPO / "README.md"
 
 
-def rows_of_the_chart() -> list[dict[str, Any]]:
-    return json.loads((MEASURED / "chart.json").read_text(), parse_float=str, parse_int=str)
+def numbers_of(page: Path) -> set[str]:
+    return set(re.findall(r"(?<![\d.])\d+(?:\.\d+)?(?![\d.]*\d)", page.read_text()))
 
 
-def test_each_bar_of_the_chart_was_measured_in_the_file_that_it_names() -> None:
-    for row in rows_of_the_chart():
-        for bar in row["bars"]:
-            text = (MEASURED / bar["source"]).read_text()
-            for number in (bar["ms"], bar.get("gib", bar["ms"])):
-                assert re.search(rf"(?<![\d.]){re.escape(number)}(?![\d.])", text), (row["label"], bar)
+def test_each_bar_of_the_chart_was_measured_in_the_table_that_it_names() -> None:
+    chart = json.loads((MEASURED / "chart.json").read_text(), parse_float=str, parse_int=str)
+    measured = numbers_of(MEASURED / chart["source"])
+    bars = [bar for group in chart["groups"] for bar in group["bars"]]
+    assert len(bars) == 6
+    assert [bar for bar in bars if not {bar["ms"], bar["gib"]} <= measured] == []
+    assert f"]({(MEASURED / chart['source']).relative_to(REPO)})" in README.read_text()
 
 
-def test_bars_of_other_runs_are_starred() -> None:
-    """The README says so of the star."""
-    for row in rows_of_the_chart():
-        sources = {bar["source"] for bar in row["bars"] if not bar["who"].endswith("*")}
-        assert len(sources) == 1, row
-        assert not sources & {bar["source"] for bar in row["bars"] if bar["who"].endswith("*")}
+MEASURE = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?) (?:ms|GiB|s)\b")
+TABLE = re.compile(r"\]\((examples/benchmarks/[\w.-]+\.md)\)")
+
+
+def test_each_measured_number_of_the_readme_is_in_a_table_that_its_paragraph_links() -> None:
+    found = {text: MEASURE.findall(text) for _, text, _ in blocks(README.read_text())}
+    assert sum(len(numbers) for numbers in found.values()) >= 6
+    for text, numbers in found.items():
+        measured = {number for table in TABLE.findall(text) for number in numbers_of(REPO / table)}
+        assert [number for number in numbers if number not in measured] == [], text
+
+
+def test_the_readme_has_the_two_commands_in_one_block() -> None:
+    [block] = [text for text in re.findall(r"(?s)```bash\n(.*?)```", README.read_text()) if "quickstart" in text]
+    commands = [line.split("#")[0].split() for line in block.splitlines()]
+    assert commands == [["bash", "examples/quickstart.sh"], ["bash", ".ci/run"]]
+    for _, script in commands:
+        assert os.access(REPO / script, os.X_OK)
+        subprocess.run(["bash", "-n", script], cwd=REPO, check=True, timeout=30)
+
+
+def test_the_readme_is_short() -> None:
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 120 and not line.startswith("|")] == []
 
 
 def test_the_chart_is_drawn(tmp_path: Path) -> None:
@@ -69,7 +90,7 @@ def test_the_quickstart_installs_and_trains_by_arguments_that_there_are(tmp_path
     command = ["bash", str(EXAMPLES / "quickstart.sh"), "--steps", "7"]
     subprocess.run(command, env=environment, check=True, timeout=30)
     *installs, training = noted.read_text().splitlines()
-    assert installs[-1] == "-m pip install --quiet -e .[report]"
+    assert installs[-2:] == ["-m pip install --progress-bar off -e .[report]", "-m lightning_zero build"]
     program, *arguments = training.split()
     assert program == "examples/train_gpt.py"
     with patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
