@@ -17,13 +17,14 @@ find_python() {
 # Runs a command with its output in a file. Prints the title, the file's last line every 4 seconds, and the seconds taken.
 # If the command fails, its last lines are printed, and its status is returned.
 with_progress() {
-  local title=$1 log began=$SECONDS status=0 heartbeat
+  local title=$1 log began=$SECONDS status=0 heartbeat last
   shift
   log=$(mktemp)
   echo "$title ..."
   # `kill -0` ends the loop after Ctrl-C. `sleep` must not keep this script's output open after the script has ended.
   while sleep 4 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
-    echo "  $((SECONDS - began)) s: $(tail -n 1 "$log" | tr -d '\r' | cut -c 1-100)"
+    last=$(tail -n 1 "$log" | tr -d '\r' | cut -c 1-100)
+    echo "  $((SECONDS - began)) s${last:+: $last}"
   done &
   heartbeat=$!
   "$@" >"$log" 2>&1 || status=$?

@@ -1,10 +1,11 @@
-"""What a stranger starts from, as far as it can be looked at without starting it."""
+"""Check README, the quickstart, the chart and the Dockerfile without running what they start."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -75,22 +76,37 @@ def test_the_chart_is_drawn(tmp_path: Path) -> None:
 
 
 STUB = """#!/usr/bin/env bash
-# Instead of Python: notes what it is called with. torch is there.
+# Stands for Python: notes its arguments.
+case "$*" in
+  *find_spec*) exit "${TORCH_MISSING:-0}" ;;
+  *"index versions"*) echo "Available versions: ${OFFERED:-}"; exit ;;
+  *"-e ."*) echo "the last line of pip" ;;
+esac
 printf '%s\\n' "$*" >>"$NOTED"
+exit "${STATUS:-0}"
 """
 
 
-def test_the_quickstart_installs_and_trains_by_arguments_that_there_are(tmp_path: Path) -> None:
-    (tmp_path / "bin").mkdir()
-    stub = tmp_path / "bin" / "python"
-    stub.write_text(STUB)
-    stub.chmod(0o755)
-    noted = tmp_path / "noted"
-    environment = os.environ | {"LZ_VENV": str(tmp_path), "NOTED": str(noted)}
+def run_quickstart(folder: Path, **variables: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run the quickstart with stubs for Python and uv. Return the process, and the arguments of each call."""
+    (folder / "bin").mkdir()
+    for name, text in {"python": STUB, "uv": '#!/bin/sh\necho "uv $*" >>"$NOTED"\n'}.items():
+        (folder / "bin" / name).write_text(text)
+        (folder / "bin" / name).chmod(0o755)
+    noted = folder / "noted"
+    environment = os.environ | {"LZ_VENV": str(folder), "NOTED": str(noted)} | variables
     command = ["bash", str(EXAMPLES / "quickstart.sh"), "--steps", "7"]
-    subprocess.run(command, env=environment, check=True, timeout=30)
-    *installs, training = noted.read_text().splitlines()
-    assert installs[-2:] == ["-m pip install --progress-bar off -e .[report]", "-m lightning_zero build"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    return ran, noted.read_text().splitlines()
+
+
+INSTALL = "-m pip install --progress-bar off"
+
+
+def test_the_quickstart_installs_builds_and_trains_by_arguments_that_there_are(tmp_path: Path) -> None:
+    ran, [install, build, training] = run_quickstart(tmp_path)
+    assert ran.returncode == 0
+    assert [install, build] == [f"{INSTALL} -e .[report]", "-m lightning_zero build"]
     program, *arguments = training.split()
     assert program == "examples/train_gpt.py"
     with patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
@@ -98,6 +114,24 @@ def test_the_quickstart_installs_and_trains_by_arguments_that_there_are(tmp_path
 
         parsed = train_gpt.parse_arguments(arguments)
     assert (parsed.steps, parsed.devices, parsed.accelerator, parsed.report) == (7, 2, "cpu", True)
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="a machine with a GPU gets the build with CUDA")
+@pytest.mark.parametrize("offered", ["2.14.0, 2.13.0+cpu, 2.13.0", "2.14.0, 2.13.0"], ids=["by-pip", "by-uv"])
+def test_a_machine_without_a_gpu_gets_torch_without_cuda(tmp_path: Path, offered: str) -> None:
+    ran, [install, *_] = run_quickstart(tmp_path, TORCH_MISSING="1", OFFERED=offered)
+    assert ran.returncode == 0
+    if "+cpu" in offered:
+        assert install == f"{INSTALL} torch==2.13.0"
+    else:
+        assert install == f"uv pip install --python {tmp_path}/bin/python --torch-backend=cpu torch==2.13.0"
+
+
+def test_a_failed_install_ends_the_quickstart_and_shows_its_last_lines(tmp_path: Path) -> None:
+    ran, noted = run_quickstart(tmp_path, STATUS="3")
+    assert ran.returncode == 3
+    assert "the last line of pip" in ran.stdout
+    assert noted == [f"{INSTALL} -e .[report]"]
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
