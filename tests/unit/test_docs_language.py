@@ -13,7 +13,6 @@ PAGES = [REPO / "README.md", *sorted(DOCS.rglob("*.md"))]
 PENDING = {
     "examples/docs/checkpoints.md",
     "examples/docs/commands.md",
-    "examples/docs/design/patches-of-torch.md",
     "examples/docs/limits.md",
     "examples/docs/loops.md",
     "examples/docs/options.md",
