@@ -31,14 +31,13 @@ from gpt.data import StdlibBytes
 from gpt.model import SHAPES, Block, LitGPT
 from gpt.picture import draw_losses
 
-# What to do after a run with --report.
 NEXT = """
 Next:
-  see the losses             {out}/loss.png
-  see the plan of each graph {out}/plan/plan.txt
-  train on GPUs              python examples/train_gpt.py --size 350m --devices 2 --precision bf16-mixed
-  train your own model       examples/docs/getting_started.md
-  run all tests              bash .ci/run"""
+  see the losses        {out}/loss.png
+  see time and memory   {out}/plan/report.html
+  train on GPUs         python examples/train_gpt.py --size 350m --devices 2 --precision bf16-mixed
+  train your own model  examples/docs/getting_started.md
+  run all tests         bash .ci/run"""
 
 
 class Stopwatch(Callback):
