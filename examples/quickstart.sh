@@ -9,7 +9,7 @@ echo "1 of 3: install"
 use_environment report
 echo "2 of 3: build"
 with_progress "Building the C++ executor (once; later runs find it in a cache)" python -m lightning_zero build
-echo "3 of 3: train"
+echo "3 of 3: train (Python first imports torch and Lightning, which takes some seconds)"
 # One thread per core in each process would leave the processes waiting for each other.
 threads=$(($(nproc) / 2))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((threads > 0 ? threads : 1))}

@@ -9,6 +9,7 @@ loss.png and what PlanReport writes of the plan; benchmarks/compare_runs.py sets
 """
 
 import argparse
+import codecs
 import json
 import os
 import platform
@@ -78,12 +79,13 @@ class Progress(Callback):
     EVERY_S = 4.0
 
     def __init__(self) -> None:
-        self.printed = -self.EVERY_S
+        self.printed, self.step = -self.EVERY_S, 0
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
         step, now = trainer.global_step, time.perf_counter()
+        stepped, self.step = step > self.step, step
         due = now - self.printed >= self.EVERY_S or step in (1, trainer.max_steps)
-        if due and trainer.is_global_zero:
+        if stepped and due and trainer.is_global_zero:
             self.printed = now
             print(
                 f"step {step} of {trainer.max_steps}: train_loss {trainer.callback_metrics['train_loss']:.3f}",
@@ -98,19 +100,28 @@ class Sample(Callback):
 
     def __init__(self, length: int, seed: int) -> None:
         self.length, self.seed = length, seed
+        self.begun = False
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def on_train_end(self, trainer: L.Trainer, module: LitGPT) -> None:
-        if trainer.is_global_zero:
-            print(f"\nGenerating {self.length} bytes with the trained model ...", flush=True)
+        show = self.show if trainer.is_global_zero else None
+        if show is not None:
+            print(f"\nAfter {trainer.global_step} steps, the model writes text from the prompt {self.PROMPT!r}.")
+            if trainer.global_step < 2000:
+                print("A few hundred steps teach it the look of Python code, not its meaning.")
+            print("It first compiles forward for this shape.", flush=True)
         module.eval()
         with trainer.precision_plugin.forward_context():
-            text = module.model.generate(self.PROMPT.encode(), self.length, temperature=0.7, seed=self.seed)
+            module.model.generate(self.PROMPT.encode(), self.length, temperature=0.7, seed=self.seed, show=show)
         module.train()
-        if trainer.is_global_zero:
-            print(f"The model's text after {trainer.global_step} steps, from the prompt {self.PROMPT!r}.", end=" ")
-            if trainer.global_step < 2000:
-                print("A few hundred steps teach it the look of Python code, not its meaning.", end="")
-            print(f"\n----- sample -----\n{text.decode(errors='replace')}\n------------------")
+        if show is not None:
+            print("\n------------------")
+
+    def show(self, byte: bytes) -> None:
+        if not self.begun:
+            self.begun = True
+            print(f"----- sample -----\n{self.PROMPT}", end="")
+        print(self.decoder.decode(byte), end="", flush=True)
 
 
 class ClipSharded(Callback):
