@@ -1,7 +1,7 @@
 """Let Lightning find checkpoints that are folders, and replace a last checkpoint that is broken.
 
-:func:`install_checkpoint_lookup` patches Lightning when this package is imported. With other strategies
-``load_from_checkpoint`` reads folders, and ``ckpt_path=`` of a folder raises for a strategy that reads only files.
+:func:`install_checkpoint_lookup` patches Lightning when this package is imported. With other strategies only
+``load_from_checkpoint`` changes: it reads folders.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.core import saving
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_zero.checkpoint.atomic import INCOMPLETE
@@ -29,7 +27,6 @@ from lightning_zero.checkpoint.sharded.folder import MANIFEST, is_complete
 from lightning_zero.checkpoint.sharded.metadata import METADATA
 from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
 from lightning_zero.compat.lightning_private import CheckpointConnector
-from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import read_folder, read_named, read_verified, to_trainer_keys
 
 
@@ -69,23 +66,10 @@ def _find_last(parse: Callable[..., Any]) -> Callable[..., Any]:
         found = parse(self, state_fn, ckpt_path, *args, **kwargs)
         name = getattr(self.trainer.strategy, "strategy_name", "")  # DDPStrategy has none
         if found is None and ckpt_path == "last" and str(name).startswith("zero3"):
-            found = _replace_broken_last(self.trainer)
-        _check_readable(self.trainer.strategy, found)
+            return _replace_broken_last(self.trainer)
         return found
 
     return parsed
-
-
-def _check_readable(strategy: Strategy, path: Any) -> None:
-    """Raise if the path is a sharded checkpoint and the strategy reads it as one file."""
-    reads_files = (
-        type(strategy).load_checkpoint is Strategy.load_checkpoint and type(strategy.checkpoint_io) is TorchCheckpointIO
-    )
-    if path and reads_files and (Path(path) / METADATA).is_file():
-        raise CheckpointError(
-            f"{path} is a sharded checkpoint, which {type(strategy).__name__} cannot read. Make one file of it first: "
-            f"python -m lightning_zero checkpoint consolidate {path}"
-        )
 
 
 def _replace_broken_last(trainer: pl.Trainer) -> str | None:
