@@ -60,6 +60,13 @@ def test_the_readme_has_the_two_commands_in_one_block() -> None:
         subprocess.run(["bash", "-n", script], cwd=REPO, check=True, timeout=30)
 
 
+def test_the_index_links_every_page_or_the_index_of_its_folder() -> None:
+    docs = EXAMPLES / "docs"
+    linked = {(docs / link).resolve() for link in re.findall(r"\]\(([^)#]+)", (docs / "index.md").read_text())}
+    pages = [page for page in docs.rglob("*.md") if page.parent == docs or not (page.parent / "index.md").exists()]
+    assert [page.name for page in pages if page not in linked and page != docs / "index.md"] == []
+
+
 def test_the_readme_is_short() -> None:
     lines = README.read_text().splitlines()
     assert len(lines) <= 150
