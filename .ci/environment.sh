@@ -14,11 +14,37 @@ find_python() {
   return 1
 }
 
+# Runs a command with its output in a file. Prints the title, the file's last line every 4 seconds, and the seconds taken.
+# If the command fails, its last lines are printed, and its status is returned.
+with_progress() {
+  local title=$1 log began=$SECONDS status=0 heartbeat last
+  shift
+  log=$(mktemp)
+  echo "$title ..."
+  # `kill -0` ends the loop after Ctrl-C. `sleep` must not keep this script's output open after the script has ended.
+  while sleep 4 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do
+    last=$(tail -n 1 "$log" | tr -d '\r' | cut -c 1-100)
+    echo "  $((SECONDS - began)) s${last:+: $last}"
+  done &
+  heartbeat=$!
+  "$@" >"$log" 2>&1 || status=$?
+  kill "$heartbeat" 2>/dev/null || true
+  wait "$heartbeat" 2>/dev/null || true
+  if [[ $status == 0 ]]; then
+    echo "  done in $((SECONDS - began)) s"
+  else
+    echo "  failed after $((SECONDS - began)) s; its last lines:"
+    tail -n 20 "$log"
+  fi
+  rm -f "$log"
+  return "$status"
+}
+
 use_environment() {
-  local extras=$1 venv=${LZ_VENV:-.venv} quiet=--quiet python
+  local extras=$1 venv=${LZ_VENV:-.venv} python
   if [[ ! -x $venv/bin/python ]]; then
     python=$(find_python)
-    "$python" -m venv "$venv"
+    with_progress "Creating the virtual environment $venv" "$python" -m venv "$venv"
   fi
   PATH=$(cd "$venv/bin" && pwd):$PATH
   export PATH
@@ -26,18 +52,23 @@ use_environment() {
   # machine) stays.
   python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' ||
     install_torch "${LZ_TORCH:-torch==2.13.0}"
-  [[ ! -t 1 ]] || quiet=
-  python -m pip install $quiet -e ".${extras:+[$extras]}"
+  with_progress "Installing lightning_zero and what it imports" python -m pip install --progress-bar off -e ".${extras:+[$extras]}"
 }
 
 install_torch() {
-  local torch=$1
-  # Without a GPU, uv fetches the build without CUDA. pip takes what its index offers first.
-  if command -v uv >/dev/null && ! command -v nvidia-smi >/dev/null; then
-    echo "Installing $torch without CUDA (downloads 0.2 GB)."
-    uv pip install --python "$(command -v python)" --torch-backend=cpu "$torch" && return
-    echo "uv could not; pip is next."
+  local torch=$1 offered
+  # pip takes the build that its index has. On PyPI that is CUDA's, of 3 GB. uv knows where the CPU build is.
+  if ! command -v nvidia-smi >/dev/null; then
+    offered=$(python -m pip index versions torch 2>/dev/null || true)
+    if [[ $offered != *" ${torch#*==}+cpu"* ]] && get_uv; then
+      with_progress "Installing $torch without CUDA, by uv (0.2 GB)" env UV_HTTP_TIMEOUT=20 UV_HTTP_RETRIES=1 \
+        uv pip install --python "$(command -v python)" --torch-backend=cpu "$torch" && return
+      echo "uv found no CPU build of $torch: trying pip."
+    fi
   fi
-  echo "Installing $torch (downloads 0.2 GB where the index has a build without CUDA, else about 3 GB)."
-  python -m pip install "$torch"
+  with_progress "Installing $torch (0.2 GB if pip's index has a CPU build, else 3 GB)" python -m pip install --progress-bar off "$torch"
+}
+
+get_uv() {
+  command -v uv >/dev/null || with_progress "Installing uv, which finds the CPU build of torch" python -m pip install uv
 }

@@ -9,6 +9,7 @@ loss.png and what PlanReport writes of the plan; benchmarks/compare_runs.py sets
 """
 
 import argparse
+import codecs
 import json
 import os
 import platform
@@ -30,6 +31,14 @@ import lightning_zero  # registers the strategies' names
 from gpt.data import StdlibBytes
 from gpt.model import SHAPES, Block, LitGPT
 from gpt.picture import draw_losses
+
+NEXT = """
+Next:
+  see the losses        {out}/loss.png
+  see time and memory   {out}/plan/report.html
+  train on GPUs         python examples/train_gpt.py --size 350m --devices 2 --precision bf16-mixed
+  train your own model  examples/docs/getting_started.md
+  run all tests         bash .ci/run"""
 
 
 class Stopwatch(Callback):
@@ -64,19 +73,55 @@ class Stopwatch(Callback):
         return statistics.median(self.seconds[len(self.seconds) // 2 :])
 
 
+class Progress(Callback):
+    """Print the loss of the first and the last step, and one every few seconds: for output that is no terminal."""
+
+    EVERY_S = 4.0
+
+    def __init__(self) -> None:
+        self.printed, self.step = -self.EVERY_S, 0
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        step, now = trainer.global_step, time.perf_counter()
+        stepped, self.step = step > self.step, step
+        due = now - self.printed >= self.EVERY_S or step in (1, trainer.max_steps)
+        if stepped and due and trainer.is_global_zero:
+            self.printed = now
+            print(
+                f"step {step} of {trainer.max_steps}: train_loss {trainer.callback_metrics['train_loss']:.3f}",
+                flush=True,
+            )
+
+
 class Sample(Callback):
     """Continues a prompt when training ends: on every rank, since gathering weights is collective; rank 0 prints."""
 
+    PROMPT = "def "
+
     def __init__(self, length: int, seed: int) -> None:
         self.length, self.seed = length, seed
+        self.begun = False
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def on_train_end(self, trainer: L.Trainer, module: LitGPT) -> None:
+        show = self.show if trainer.is_global_zero else None
+        if show is not None:
+            print(f"\nAfter {trainer.global_step} steps, the model writes text from the prompt {self.PROMPT!r}.")
+            if trainer.global_step < 2000:
+                print("A few hundred steps teach it the look of Python code, not its meaning.")
+            print("It first compiles forward for this shape.", flush=True)
         module.eval()
         with trainer.precision_plugin.forward_context():
-            text = module.model.generate(b"def ", self.length, temperature=0.7, seed=self.seed)
+            module.model.generate(self.PROMPT.encode(), self.length, temperature=0.7, seed=self.seed, show=show)
         module.train()
-        if trainer.is_global_zero:
-            print(f"\n----- sample -----\n{text.decode(errors='replace')}\n------------------")
+        if show is not None:
+            print("\n------------------")
+
+    def show(self, byte: bytes) -> None:
+        if not self.begun:
+            self.begun = True
+            print(f"----- sample -----\n{self.PROMPT}", end="")
+        print(self.decoder.decode(byte), end="", flush=True)
 
 
 class ClipSharded(Callback):
@@ -153,6 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> L.Trainer:
         callbacks.append(ClipSharded())
     elif not args.no_sample:
         callbacks.append(Sample(min(args.block_size, 256), args.seed))
+    if not sys.stdout.isatty():
+        callbacks.append(Progress())
     if args.checkpoint:
         every = args.val_every or args.steps
         callbacks.append(ModelCheckpoint(args.out / "checkpoints", every_n_train_steps=every, save_top_k=-1))
@@ -177,14 +224,22 @@ def main(arguments: Sequence[str] | None = None) -> L.Trainer:
         log_every_n_steps=args.log_every,
         default_root_dir=args.out,
         enable_checkpointing=args.checkpoint,
+        enable_progress_bar=sys.stdout.isatty(),
         callbacks=callbacks,
     )
+    if trainer.is_global_zero:
+        print(
+            f"Data: {len(data.train_text) / 1e6:.1f} MB of Python's standard library. {args.steps} steps, each of "
+            f"{trainer.world_size} x {args.batch_size * args.accumulate} windows of {args.block_size} bytes.\n"
+            f"Starting {trainer.world_size} processes ...",
+            flush=True,
+        )
     trainer.fit(module, datamodule=data)
     if trainer.is_global_zero:
         report(args, trainer, watch)
         if args.report:
             draw_losses(args.out / "metrics.csv", args.out / "loss.png")
-            print(f"picture of the losses: {args.out / 'loss.png'}; plan: {args.out / 'plan' / 'plan.txt'}")
+            print(NEXT.format(out=args.out))
     return trainer
 
 
@@ -204,11 +259,11 @@ def report(args: argparse.Namespace, trainer: L.Trainer, watch: Stopwatch) -> No
         "wall_s": watch.wall,
     }
     (args.out / "run.json").write_text(json.dumps(record, indent=2) + "\n")
-    print(f"final losses: {', '.join(f'{name} {value:.4f}' for name, value in losses.items())}")
-    print(f"seconds per step (median of the last half): {watch.median_step:.4f}; first step {watch.seconds[0]:.1f} s")
+    print(f"\nFinal losses: {', '.join(f'{name} {value:.4f}' for name, value in losses.items())}")
+    print(f"Time: {1000 * watch.median_step:.1f} ms per step (median of the last half), {watch.wall:.0f} s in all")
     if watch.peak_gib is not None:
-        print(f"peak memory on rank 0: {watch.peak_gib:.2f} GiB")
-    print(f"wall time {watch.wall:.0f} s; written to {args.out}")
+        print(f"Memory: {watch.peak_gib:.2f} GiB on rank 0 at the peak")
+    print(f"Written to {args.out}: metrics.csv, run.json")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ in the forward, where the compiler fuses them away.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import lightning as L
@@ -127,8 +128,10 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
-    def generate(self, prompt: bytes, length: int, temperature: float, seed: int) -> bytes:
-        """Continues `prompt` to `length` bytes; a temperature of 0 is greedy.
+    def generate(
+        self, prompt: bytes, length: int, temperature: float, seed: int, show: Callable[[bytes], None] | None = None
+    ) -> bytes:
+        """Continues `prompt` to `length` bytes; a temperature of 0 is greedy. `show` gets each byte as it is generated.
 
         Where weights are sharded, every forward gathers them, so every rank must call this. The number of forwards
         depends on the arguments alone, never on what is sampled, and one padded shape serves them all: attention is
@@ -144,6 +147,8 @@ class GPT(nn.Module):
                 tokens[0, position] = torch.multinomial((logits / temperature).softmax(0), 1, generator=source)
             else:
                 tokens[0, position] = logits.argmax()
+            if show is not None:
+                show(bytes([int(tokens[0, position])]))
         return bytes(tokens[0].tolist())
 
 

@@ -9,25 +9,10 @@ from tests.helpers.sentences import LONG_WORDS, MEDIAN_WORDS, problems, sentence
 REPO = Path(__file__).resolve().parents[2]
 DOCS = REPO / "examples" / "docs"
 PAGES = [REPO / "README.md", *sorted(DOCS.rglob("*.md"))]
-# Pages that were written before this check and do not pass yet.
-PENDING = {
-    "README.md",
-    "examples/docs/checkpoints.md",
-    "examples/docs/commands.md",
-    "examples/docs/design/patches-of-torch.md",
-    "examples/docs/limits.md",
-    "examples/docs/loops.md",
-    "examples/docs/options.md",
-    "examples/docs/seeing.md",
-    "examples/docs/several_hosts.md",
-    "examples/docs/troubleshooting.md",
-}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(REPO)))
 def test_sentences_are_short(page: Path) -> None:
-    if str(page.relative_to(REPO)) in PENDING:
-        pytest.skip("written before this check")
     found = problems(page.read_text())
     assert not found, "\n".join(found)
 
