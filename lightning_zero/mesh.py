@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +248,18 @@ class Mesh:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.control_group)
         return values
+
+    def first_difference(self, mine: Sequence[str]) -> tuple[int, str, str] | None:
+        """Return the first rank with another list of lines than rank 0, and both lines; None if all agree.
+
+        Collective, on the CPU.
+        """
+        everyones = self.all_gather_values(list(mine))
+        other = next((rank for rank, lines in enumerate(everyones) if lines != everyones[0]), None)
+        if other is None:
+            return None
+        pairs = zip_longest(everyones[0], everyones[other], fillvalue="(nothing)")
+        return other, *next((one, two) for one, two in pairs if one != two)
 
     def first_rank_error(self, error: str | None) -> tuple[int, str] | None:
         """Return the first rank that passes an error, and the error; None if no rank does.
