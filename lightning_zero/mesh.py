@@ -370,24 +370,22 @@ def run_synchronously(start: Callable[[bool], dist.Work | None]) -> None:
     start(False)
 
 
-def all_max(values: Tensor, group: dist.ProcessGroup, collective: RunCollective = run_synchronously) -> Tensor:
+def all_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the elementwise maximum over all ranks; NaN if any rank has NaN. Collective.
 
     Args:
         values: Floating-point numbers of any shape, the same shape on every rank.
         group: Process group of the ranks.
-        collective: Starts the collective and waits for it, see :meth:`Executor.collective`.
     """
-    return _gather_from_ranks(values, group, collective).amax(0)
+    return _gather_from_ranks(values, group).amax(0)
 
 
-def all_min(values: Tensor, group: dist.ProcessGroup, collective: RunCollective = run_synchronously) -> Tensor:
+def all_min(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the elementwise minimum over all ranks; NaN if any rank has NaN. Collective."""
-    return _gather_from_ranks(values, group, collective).amin(0)
+    return _gather_from_ranks(values, group).amin(0)
 
 
-def _gather_from_ranks(values: Tensor, group: dist.ProcessGroup, collective: RunCollective) -> Tensor:
+def _gather_from_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = values.new_empty(group.size(), *values.shape)
-    mine = values.detach().reshape(-1)
-    collective(lambda later: all_gather_into()(ranks.view(-1), mine, group=group, async_op=later))
+    all_gather_into()(ranks.view(-1), values.detach().reshape(-1), group=group)
     return ranks
