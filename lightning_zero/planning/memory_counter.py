@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lightning_zero.compat.tensors import TorchDispatchMode, to_copy, tree_leaves, unsafe_view
 
-__all__ = ["MemoryCounter"]
-
 _aten = torch.ops.aten
 _ALLOCATIONS = {
     _aten.empty,
@@ -30,7 +28,6 @@ class MemoryCounter(TorchDispatchMode):
     Casts and copies of weights do not count, because the engine makes them again in backward, one group at a time.
 
     Args:
-        weights: tensors that exist already and do not count.
         count_flops: returns the operations of a call of an op; None counts neither operations nor bytes.
 
     Attributes:

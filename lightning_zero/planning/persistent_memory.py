@@ -18,18 +18,6 @@ from lightning_zero.planning.memory_counter import MemoryCounter
 from lightning_zero.sharding.flat_memory import compute_dtype_of
 from lightning_zero.sharding.layout import ShardLayout
 
-__all__ = [
-    "OptimizerMemory",
-    "ParamShard",
-    "aliasable_gradient_bytes",
-    "aliased_gradient_bytes",
-    "host_master_bytes",
-    "measure_optimizer_memory",
-    "persistent_bytes",
-    "reduce_bucket_bytes",
-    "shard_parameters",
-]
-
 MIB = 2**20
 SMALL = 64  # elements of a parameter that stands for a shard of any size
 
@@ -76,12 +64,7 @@ def shard_parameters(module: nn.Module, world_size: int, dtype: torch.dtype | No
 def persistent_bytes(
     shards: Sequence[ParamShard], config: EngineConfig, hosts: int = 1, accumulate: int = 1
 ) -> dict[str, int]:
-    """Return a rank's bytes by the role names of an engine's memory report, without optimizer state.
-
-    Args:
-        hosts: number of hosts.
-        accumulate: micro-batches in one optimizer step.
-    """
+    """Return a rank's bytes by the role names of an engine's memory report, without optimizer state."""
     dtype = config.compute_dtype if config.compile else None
     exchange = hosts > 1 and config.tuning.replicate_over is None
     per_host = exchange and config.compile and config.tuning.compute_shard_group == "host"
@@ -129,7 +112,6 @@ def reduce_bucket_bytes(shards: Sequence[ParamShard], config: EngineConfig, rank
     """Return the bytes of gradients in flight.
 
     Args:
-        ranks: of a host.
         copied: gradients are copied to symmetric memory of other ranks; otherwise collectives reduce buckets.
     """
     limit = config.tuning.reduce_bucket_mb * MIB
@@ -196,11 +178,6 @@ def measure_optimizer_memory(
     narrow: bool = False,
 ) -> OptimizerMemory:
     """Step the optimizers on small stand-ins, which replace their parameters, and scale their state.
-
-    Args:
-        params: parameters of the optimizers.
-        shards: their layouts.
-        narrow: as with ``state_dtype="bf16"``.
 
     Raises:
         Exception: any error of an optimizer's step.

@@ -15,14 +15,11 @@ from torch import Tensor, nn
 
 from lightning_zero.planning.persistent_memory import OptimizerMemory, measure_optimizer_memory, shard_parameters
 
-__all__ = ["UserCode"]
-
 
 class UserCode:
     """The user's code around one module.
 
     Args:
-        module: the module.
         loss: returns the loss of the module and a batch; None calls its ``training_step``.
         optimizer: makes an optimizer of parameters; None calls its ``configure_optimizers``, or makes AdamW.
     """

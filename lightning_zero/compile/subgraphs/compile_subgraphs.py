@@ -63,7 +63,11 @@ def lower_subgraphs(
     steps: Sequence[Subgraph | Node],
     **settings: Any,
 ) -> SubgraphProgram:
-    """Compile a cut graph and return its program."""
+    """Compile a cut graph and return its program.
+
+    Raises:
+        StrideMismatch: subgraphs do not fit together.
+    """
     settings = {**settings, "static_input_idxs": ()}
     with kernels.defer():
         compiled = [_compiled(module, step, cache, settings, kernels) for step in steps if isinstance(step, Subgraph)]
