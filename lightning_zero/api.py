@@ -33,6 +33,35 @@ from lightning_zero.profiling.devices import Device
 from lightning_zero.report.comm_monitor import CommMonitor
 from lightning_zero.report.plan_report import PlanReport
 
+__all__ = [
+    "CheckpointError",
+    "CommMonitor",
+    "Device",
+    "Engine",
+    "EngineConfig",
+    "FabricZeroStrategy",
+    "NativeBuildError",
+    "PassSchedule",
+    "PassSpec",
+    "Plan",
+    "PlanReport",
+    "RankFailedError",
+    "RankMismatchError",
+    "Rule",
+    "Training",
+    "TrainingPlan",
+    "Tuning",
+    "UnsupportedError",
+    "ZeroStrategy",
+    "export_safetensors",
+    "full_parameters",
+    "grad_norm",
+    "load_safetensors",
+    "plan",
+    "register_rule",
+    "unshard",
+]
+
 
 def full_parameters(module: nn.Module, writeback: bool = True) -> AbstractContextManager[None]:
     """Give the module and its children full parameters in this context.
