@@ -136,7 +136,6 @@ class ZeroStrategy(TrainerCheckpointing):
         self._ranks_can_save, self._is_loading = None, False
         module = self.lightning_module
         if module is not None:
-            check_callbacks(module.trainer)  # before their own setup: BatchSizeFinder's gives no alternative
             patch_checkpoint_callbacks(module.trainer)
         with without_nccl_abort():
             super().setup_environment()
@@ -146,6 +145,8 @@ class ZeroStrategy(TrainerCheckpointing):
         engine.cycle.begin_stage()
         self._stage = engine.checkpoints.ranks.begin_stage()
         self._close_startup()
+        if module is not None:
+            check_callbacks(module.trainer)  # before their setup: BatchSizeFinder's own error gives no alternative
 
     @override
     def _watch_collective(self, description: str) -> AbstractContextManager[None]:
