@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +249,18 @@ class Mesh:
         dist.all_gather_object(values, value, group=self.control_group)
         return values
 
+    def first_difference(self, mine: Sequence[str]) -> tuple[int, str, str] | None:
+        """Return the first rank with another list of lines than rank 0, and both lines; None if all agree.
+
+        Collective, on the CPU.
+        """
+        everyones = self.all_gather_values(list(mine))
+        other = next((rank for rank, lines in enumerate(everyones) if lines != everyones[0]), None)
+        if other is None:
+            return None
+        pairs = zip_longest(everyones[0], everyones[other], fillvalue="(nothing)")
+        return other, *next((one, two) for one, two in pairs if one != two)
+
     def first_rank_error(self, error: str | None) -> tuple[int, str] | None:
         """Return the first rank that passes an error, and the error; None if no rank does.
 
@@ -358,24 +370,22 @@ def run_synchronously(start: Callable[[bool], dist.Work | None]) -> None:
     start(False)
 
 
-def all_max(values: Tensor, group: dist.ProcessGroup, collective: RunCollective = run_synchronously) -> Tensor:
+def all_max(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the elementwise maximum over all ranks; NaN if any rank has NaN. Collective.
 
     Args:
         values: Floating-point numbers of any shape, the same shape on every rank.
         group: Process group of the ranks.
-        collective: Starts the collective and waits for it, see :meth:`Executor.collective`.
     """
-    return _gather_from_ranks(values, group, collective).amax(0)
+    return _gather_from_ranks(values, group).amax(0)
 
 
-def all_min(values: Tensor, group: dist.ProcessGroup, collective: RunCollective = run_synchronously) -> Tensor:
+def all_min(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the elementwise minimum over all ranks; NaN if any rank has NaN. Collective."""
-    return _gather_from_ranks(values, group, collective).amin(0)
+    return _gather_from_ranks(values, group).amin(0)
 
 
-def _gather_from_ranks(values: Tensor, group: dist.ProcessGroup, collective: RunCollective) -> Tensor:
+def _gather_from_ranks(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     ranks = values.new_empty(group.size(), *values.shape)
-    mine = values.detach().reshape(-1)
-    collective(lambda later: all_gather_into()(ranks.view(-1), mine, group=group, async_op=later))
+    all_gather_into()(ranks.view(-1), values.detach().reshape(-1), group=group)
     return ranks

@@ -64,14 +64,7 @@ class JobResult:
 def run_ranks(
     arguments: Sequence[str], world_size: int, limit_s: float, environment: Mapping[str, str] | None = None
 ) -> JobResult:
-    """Run ``python ARGUMENTS`` once for each rank.
-
-    Args:
-        arguments: as in ``["-m", "package.module", "--option"]``.
-        world_size: number of ranks, all on this machine.
-        limit_s: seconds after which ranks are killed.
-        environment: variables to add to those of this process.
-    """
+    """Run ``python ARGUMENTS`` once for each rank."""
     begun = time.monotonic()
     with ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile("w+b")) for _ in range(world_size)]

@@ -10,8 +10,6 @@ import torch
 from lightning_zero.compat.versions import install_command, tested
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["ABSENT", "Absent", "find", "module", "private"]
-
 
 class AbsentError(UnsupportedError, AttributeError):
     """Raised on use of a private name that this torch lacks. Makes ``hasattr`` return False."""

@@ -37,7 +37,6 @@ class RankConsensus:
         world_size: int,
         patience_s: float,
         limit_s: float,
-        clock: Callable[[], float] = time.monotonic,
         check: Callable[[], None] = lambda: None,
         needed: Callable[[], bool] = lambda: True,
     ) -> None:
@@ -46,7 +45,6 @@ class RankConsensus:
         self._world_size = world_size
         self.patience_s = patience_s
         self._limit_s = limit_s
-        self._clock = clock
         self._check = check
         self._agreed: set[str] = set()
         self._needed = needed
@@ -67,7 +65,7 @@ class RankConsensus:
         lines = list(lines)
         self._store.set(f"plan/{digest}/{self._rank}", "\n".join(lines))
         self._store.set(f"wants/{self._rank}", digest)
-        begun = last_busy = self._clock()
+        begun = last_busy = time.monotonic()
         while True:
             missing = [rank for rank in range(self._world_size) if not self._has(f"plan/{digest}/{rank}")]
             if not missing:
@@ -78,7 +76,7 @@ class RankConsensus:
                 # The other rank may have had this plan and arrived at its next one since the lookup.
                 if wants and wants not in self._agreed and not self._has(f"plan/{digest}/{rank}"):
                     self._raise_different(rank, wants, lines)
-            now = self._clock()
+            now = time.monotonic()
             if any(self._get(f"busy/{rank}") == "1" for rank in missing):
                 last_busy = now
             if now - last_busy > self.patience_s or now - begun > self._limit_s:

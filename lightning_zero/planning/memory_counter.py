@@ -28,7 +28,6 @@ class MemoryCounter(TorchDispatchMode):
     Casts and copies of weights do not count, because the engine makes them again in backward, one group at a time.
 
     Args:
-        weights: tensors that exist already and do not count.
         count_flops: returns the operations of a call of an op; None counts neither operations nor bytes.
 
     Attributes:

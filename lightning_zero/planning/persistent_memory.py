@@ -64,12 +64,7 @@ def shard_parameters(module: nn.Module, world_size: int, dtype: torch.dtype | No
 def persistent_bytes(
     shards: Sequence[ParamShard], config: EngineConfig, hosts: int = 1, accumulate: int = 1
 ) -> dict[str, int]:
-    """Return a rank's bytes by the role names of an engine's memory report, without optimizer state.
-
-    Args:
-        hosts: number of hosts.
-        accumulate: micro-batches in one optimizer step.
-    """
+    """Return a rank's bytes by the role names of an engine's memory report, without optimizer state."""
     dtype = config.compute_dtype if config.compile else None
     exchange = hosts > 1 and config.tuning.replicate_over is None
     per_host = exchange and config.compile and config.tuning.compute_shard_group == "host"
@@ -117,7 +112,6 @@ def reduce_bucket_bytes(shards: Sequence[ParamShard], config: EngineConfig, rank
     """Return the bytes of gradients in flight.
 
     Args:
-        ranks: of a host.
         copied: gradients are copied to symmetric memory of other ranks; otherwise collectives reduce buckets.
     """
     limit = config.tuning.reduce_bucket_mb * MIB
@@ -184,11 +178,6 @@ def measure_optimizer_memory(
     narrow: bool = False,
 ) -> OptimizerMemory:
     """Step the optimizers on small stand-ins, which replace their parameters, and scale their state.
-
-    Args:
-        params: parameters of the optimizers.
-        shards: their layouts.
-        narrow: as with ``state_dtype="bf16"``.
 
     Raises:
         Exception: any error of an optimizer's step.

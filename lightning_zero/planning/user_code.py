@@ -20,7 +20,6 @@ class UserCode:
     """The user's code around one module.
 
     Args:
-        module: the module.
         loss: returns the loss of the module and a batch; None calls its ``training_step``.
         optimizer: makes an optimizer of parameters; None calls its ``configure_optimizers``, or makes AdamW.
     """

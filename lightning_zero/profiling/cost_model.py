@@ -21,8 +21,6 @@ from lightning_zero.config.engine_config import HOST_BYTES_PER_S
 from lightning_zero.mesh import Mesh, all_max
 from lightning_zero.profiling.node_costs import DeviceSpeed, graph_costs
 
-__all__ = ["NOMINAL_COSTS", "CostModel", "measure_costs"]
-
 # Share of the measured bandwidth that transfers reach concurrently with compute: 180 of 305 GB/s on four H200. This is
 # the only safety factor; compute may also be faster than estimated.
 BESIDE_COMPUTE = 0.5

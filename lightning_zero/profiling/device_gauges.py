@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["MARGIN", "DeviceMemory", "DeviceTimer", "MemoryGauge", "memory_limit"]
-
 # Share of the device that ``memory="auto"`` leaves free: for larger batches, fragments, and libraries that do not use
 # the allocator.
 MARGIN = 0.1

@@ -26,23 +26,6 @@ from lightning_zero.compat.tensors import (
     tree_leaves,
 )
 
-__all__ = [
-    "FakeBuffer",
-    "Storage",
-    "aliases_input",
-    "called_op",
-    "is_view",
-    "nbytes",
-    "read_bytes",
-    "aliased_argument",
-    "size_hint",
-    "storages",
-    "tensors_of",
-    "nodes_where",
-    "view_base",
-    "is_view_op",
-]
-
 UNKNOWN_SIZE = 1024  # of a size that is known only at run time
 
 # Ops whose results share memory with an input, although their schemas do not say so.
@@ -219,7 +202,6 @@ class FakeBuffer:
 
     Args:
         like: a value of the dtype and device of the views. If it is no fake tensor, neither are the views.
-        numel: elements of the buffer.
     """
 
     def __init__(self, like: Tensor, numel: int) -> None:

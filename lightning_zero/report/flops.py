@@ -12,8 +12,6 @@ from typing import Any
 from lightning_zero.compat.tensors import TorchDispatchMode
 from lightning_zero.profiling.node_costs import op_flops
 
-__all__ = ["FlopCount"]
-
 
 class FlopCount(TorchDispatchMode):
     """Counts while the mode is active, also in backward passes on autograd's threads.

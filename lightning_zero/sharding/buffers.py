@@ -219,13 +219,12 @@ class BufferBroadcast:
         )  # the first round sends all buffers, so its buckets are created one by one
 
     def _raise_mismatch(self, mine: list[str]) -> None:
-        everyones = self._mesh.all_gather_values(mine)
-        other = next(rank for rank, listed in enumerate(everyones) if listed != everyones[0])
-        pairs = list(zip([*everyones[0], "(nothing)"], [*everyones[other], "(nothing)"], strict=False))
-        first = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
+        found = self._mesh.first_difference(mine)
+        assert found is not None
+        other, first, second = found
         raise RankMismatchError(
             "Ranks hold different buffers, so rank 0's cannot be sent to all before a forward. The first difference "
-            f"between rank 0 and rank {other}: {first[0]!r} against {first[1]!r} (name, shape, dtype, device). "
+            f"between rank 0 and rank {other}: {first!r} against {second!r} (name, shape, dtype, device). "
             "Register the same buffers on every rank, or pass broadcast_buffers=False to the strategy."
         )
 

@@ -156,3 +156,13 @@ def should_read_gaps(values: Tensor, block: int) -> bool:
     """
     span = extent(values.shape, values.stride())
     return span <= 2 * values.numel() or span * values.itemsize <= block
+
+
+def is_dense(values: Tensor) -> bool:
+    """Return True if a tensor has neither gaps nor overlaps."""
+    spanned = 1
+    for stride, size in sorted(zip(values.stride(), values.shape, strict=True)):
+        if size != 1 and stride != spanned:
+            return False
+        spanned *= size
+    return True

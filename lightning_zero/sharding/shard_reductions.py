@@ -81,7 +81,8 @@ def reduce(
                     func(torch.zeros(1, dtype=shard.dtype))  # raise torch's own error, also on ranks without elements
     kwargs = dict(kwargs)
     spec = spec_of((*args, *kwargs.values()))
-    first, rest = (args[0], list(args[1:])) if args else (_named_first(kwargs), [])
+    names = [name for name in ("input", "self", "A", "x") if name in kwargs]
+    first, rest = (args[0], list(args[1:])) if args else (kwargs.pop(names[0]) if names else None, [])
     if kwargs.pop("out", None) is not None or not isinstance(first, Tensor):
         raise_unsupported_for(func, spec)
     if name == "equal":
@@ -111,10 +112,6 @@ def _of_one_layout(func: Any, values: list[Any]) -> list[Any]:
     except Mismatch:
         raise_unsupported_for(func, spec)
     return [spec.wrap(first), *rest]
-
-
-def _named_first(kwargs: dict[str, Any]) -> Any:
-    return next((kwargs.pop(name) for name in ("input", "self", "A", "x") if name in kwargs), None)
 
 
 _DIM_IS_SECOND = {"norm", "linalg_norm", "linalg_vector_norm"}

@@ -82,15 +82,13 @@ def check_same_model(root: nn.Module, mesh: Mesh) -> None:
     digest = hashlib.sha256("\n".join(mine).encode()).hexdigest()
     if len(set(mesh.all_gather_values(digest))) == 1:
         return
-    models = mesh.all_gather_values(mine)
-    other = next(rank for rank, model in enumerate(models) if model != models[0])
-    pairs = list(zip(models[0] + ["(nothing)"], models[other] + ["(nothing)"], strict=False))
-    first = next((pair for pair in pairs if pair[0] != pair[1]), pairs[-1])
+    found = mesh.first_difference(mine)
+    assert found is not None
+    other, first, second = found
     raise RankMismatchError(
-        f"Ranks hold different models. The first difference between rank 0 and rank {other}: {first[0]!r} against "
-        f"{first[1]!r} "
-        "(name, shape, dtype, requires_grad). Build the same model on every rank; data may differ, parameters may "
-        "not."
+        f"Ranks hold different models. The first difference between rank 0 and rank {other}: {first!r} against "
+        f"{second!r} (name, shape, dtype, requires_grad). Build the same model on every rank; data may differ, "
+        "parameters may not."
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.planner import PickledItem, TensorChunk
 from lightning_zero.sharding.host_memory import copy_waiter
-from lightning_zero.sharding.layout import is_strided
+from lightning_zero.sharding.layout import is_dense, is_strided
 from lightning_zero.sharding.shared_memory import Claim, map_shared
 
 COPY_BYTES = 256 << 20  # of one copy: others must not wait long for the copy engine
@@ -192,7 +192,7 @@ def dense_copy(values: Tensor) -> Tensor:
     """Return ``values`` if they are dense in memory, else a copy."""
     values = values.detach()
     plain = type(values) is Tensor and is_strided(values) and not values.is_conj() and not values.is_neg()
-    if plain and _is_dense(values):
+    if plain and is_dense(values):
         return values
     return torch.empty(values.shape, dtype=values.dtype, device=values.device).copy_(values)
 
@@ -236,15 +236,3 @@ def _neighbours(values: Sequence[Tensor], begins: Sequence[int], guarded: Sequen
         found[-1].append(number)
         before, last = storage, max(last, begin + values[number].nbytes)
     return found
-
-
-def _is_dense(values: Tensor) -> bool:
-    """Return True if a tensor has neither gaps nor overlaps."""
-    count = 1
-    for stride, size in sorted(zip(values.stride(), values.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != count:
-            return False
-        count *= size
-    return True

@@ -128,6 +128,20 @@ def memory_of(values: Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * count).from_address(values.data_ptr())).cast("B")
 
 
+def _boxes_of(
+    shard: Tensor, layout: ShardLayout, begin: int, end: int, max_numel: int | None = None
+) -> list[tuple[Box, Tensor]]:
+    """Return boxes of elements ``begin`` to ``end``, with their values as views of the 1-D ``shard``."""
+    found, position = [], 0
+    for box in boxes(layout.memory_shape, begin, end, max_numel):
+        values = shard[position : position + box.numel].view(box.sizes)
+        position += box.numel
+        if layout.order is not None:
+            box, values = box.permuted(inverse(layout.order)), values.permute(inverse(layout.order))
+        found.append((box, values))
+    return found
+
+
 class CheckpointShard(Tensor):
     """This rank's part of a tensor that is sharded like a parameter, to be saved.
 
@@ -168,15 +182,7 @@ class CheckpointShard(Tensor):
         Excludes the padding and the part of other replicas. A box has at most ``max_numel`` elements.
         """
         begin, end = self.range
-        order = self.cut.order
-        found, position = [], begin - self.cut.shard_range(self.number)[0]
-        for box in boxes(self.cut.memory_shape, begin, end, max_numel):
-            values = self.shard[position : position + box.numel].view(box.sizes)
-            position += box.numel
-            if order is not None:
-                box, values = box.permuted(inverse(order)), values.permute(inverse(order))
-            found.append((box, values))
-        return found
+        return _boxes_of(self.shard[begin - self.cut.shard_range(self.number)[0] :], self.cut, begin, end, max_numel)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -228,15 +234,7 @@ class CheckpointTensor(Tensor):
     def read_part(self, shard: Tensor, layout: ShardLayout, number: int) -> None:
         """Write the elements of shard ``number`` into the 1-D ``shard``, and zeros into its padding."""
         begin, end = layout.shard_range(number)
-        order = layout.order
-        wanted, position = [], 0
-        for box in boxes(layout.memory_shape, begin, end):
-            values = shard[position : position + box.numel].view(box.sizes)
-            position += box.numel
-            if order is not None:
-                box, values = box.permuted(inverse(order)), values.permute(inverse(order))
-            wanted.append((box, values))
-        self._read(wanted)
+        self._read(_boxes_of(shard, layout, begin, end))
         shard[end - begin :].zero_()
 
     def _read(self, wanted: Sequence[tuple[Box, Tensor]]) -> None:

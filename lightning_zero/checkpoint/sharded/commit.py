@@ -84,7 +84,7 @@ def save_sharded(
     rest: Any,
     ranks: RankTasks,
     on_write: Callable[[int], None] = lambda count: None,
-) -> str:
+) -> None:
     """Write a folder that DCP, Lightning's sharded strategies and this package can read. Collective.
 
     Args:
@@ -93,9 +93,6 @@ def save_sharded(
             :class:`~lightning_zero.checkpoint.sharded.checkpoint_tensors.CheckpointShard` and of other values, with the
             same keys on every rank. Rank 0 writes what is not sharded.
         on_write: is called, from several threads, with the bytes that this rank has written.
-
-    Returns:
-        The absolute path on rank 0.
 
     Raises:
         CheckpointError: on every rank, if one failed; the previous checkpoint at ``path`` remains.
@@ -113,7 +110,6 @@ def save_sharded(
             save.what, lambda: RankSummary.of(write_items(items, ranks.rank, save.folder.create, on_write))
         )
         ranks.run_on_rank0(save.what, lambda: finish_save(save, summaries, paths_of(flat), serialize(rest), on_write))
-    return save.path
 
 
 @contextmanager

@@ -308,17 +308,11 @@ def _problems(found: Metadata) -> Iterator[str]:
     would return uninitialized memory.
     """
     paths, meta = found.planner_data or {}, found.storage_meta
-    if not isinstance(paths, dict) or not all(isinstance(x, dict) for x in (found.state_dict_metadata, paths)):
-        yield "is damaged: it has no table of entries"
-    if not isinstance(found.storage_data, dict):
-        yield "is not the metadata of a distributed checkpoint of torch: it has no table of places"
     if meta is not None and not (isinstance(meta, StorageMeta) and isinstance(meta.save_id, str | None)):
         yield "is damaged: it does not say of which save it is"
-    for path in paths.values():
-        if not is_path(path):
-            yield f"is damaged: {short(path)} is no way to an entry"
+    if not all(map(is_path, paths.values())):
+        yield "is damaged: an entry has no path of keys"
     seen: set[MetadataIndex] = set()
-    lists: set[int] = set()
     for key, entry in found.state_dict_metadata.items():
         if not isinstance(key, str) or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
             yield f"is damaged: it does not say what {short(key)} is"
@@ -328,9 +322,6 @@ def _problems(found: Metadata) -> Iterator[str]:
         least = [0]
         if isinstance(entry, TensorStorageMetadata):
             yield from _tensor_problems(key, entry)
-            if id(entry.chunks) in lists:
-                yield f"is damaged: the parts of {key!r} are another entry's, too"
-            lists.add(id(entry.chunks))
             indices = [MetadataIndex(key, chunk.offsets) for chunk in entry.chunks]
             strided = entry.properties.layout is torch.strided
             least = [prod(chunk.sizes) * entry.properties.dtype.itemsize * strided for chunk in entry.chunks]
@@ -346,26 +337,17 @@ def _problems(found: Metadata) -> Iterator[str]:
     for index in found.storage_data:
         if index not in seen:
             yield f"is damaged: it says where a part of {short(getattr(index, 'fqn', index))} lies that is not there"
-    try:
-        nest_state({tuple(paths.get(key, (key,))): None for key in _each_once(found.state_dict_metadata, paths)})
-    except ValueError as error:
-        yield f"is damaged: {error}"
-
-
-def _each_once(keys: Iterable[str], paths: Mapping[str, Keys]) -> Iterator[str]:
-    seen: dict[Keys, str] = {}
-    for key in keys:
-        other = seen.setdefault(paths.get(key, (key,)), key)
-        if other != key:
-            raise ValueError(f"{other!r} and {key!r} stand at one place, {short(paths.get(key))}")
-        yield key
+    places = {tuple(paths.get(key, (key,))): None for key in found.state_dict_metadata}
+    if len(places) < len(found.state_dict_metadata):
+        yield "is damaged: two entries stand at one place"
+    nest_state(places)  # raises ValueError
 
 
 def _tensor_problems(key: str, entry: TensorStorageMetadata) -> Iterator[str]:
     shape, chunks, dtype = entry.size, entry.chunks, entry.properties.dtype
     if not isinstance(dtype, torch.dtype) or not _is_sizes(shape) or not isinstance(chunks, list):
         yield f"is damaged: it does not say what {key!r} is"
-    if len(shape) > MAX_DIMS or _is_large(shape, dtype):
+    if len(shape) > MAX_DIMS or prod(size for size in shape if size) * dtype.itemsize >= MAX_BYTES:
         yield f"is damaged: {key!r} has the shape {short(list(shape))}"
     for chunk in chunks:
         if not isinstance(chunk, ChunkStorageMetadata) or not _is_within(chunk.offsets, chunk.sizes, shape):
@@ -379,10 +361,6 @@ def _is_sizes(value: Any) -> bool:
     if not isinstance(value, (tuple, list)):
         return False
     return all(type(one) is int and 0 <= one < MAX_BYTES for one in value)
-
-
-def _is_large(shape: Sequence[int], dtype: torch.dtype) -> bool:
-    return prod(size for size in shape if size) * dtype.itemsize >= MAX_BYTES
 
 
 def _is_within(offsets: Any, sizes: Any, shape: Sequence[int]) -> bool:

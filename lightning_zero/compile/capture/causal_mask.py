@@ -20,9 +20,6 @@ from lightning_zero.compat.graphs import EXAMPLE_VALUE
 from lightning_zero.compile.capture.dynamo_graph import checkpoint_body, mutated_inputs, node_storage, walk_nodes
 from lightning_zero.compile.fx_utils import ForbidRandomOps
 
-__all__ = ["drop_causal_masks"]
-
-
 MAX_MASK_ELEMENTS = 2**28  # elements of a mask that is evaluated, which needs memory for a moment
 _ATTENTION = F.scaled_dot_product_attention
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # positional arguments
@@ -56,7 +53,6 @@ def _masked_calls(module: GraphModule, outside: Mapping[Node, Node]) -> Iterator
     """Yield attention calls with masks: the module, the call, and the mask's node in the outermost graph.
 
     Args:
-        module: graph to search.
         outside: maps the graph's inputs to nodes of the outermost graph.
     """
     called = Counter(node.target for node in module.graph.find_nodes(op="get_attr"))

@@ -10,8 +10,6 @@ import torch
 from lightning_zero.compat.compiler import maybe_warm_pool, triton_key
 from lightning_zero.config import CompileConfig
 
-__all__ = ["start_compile_workers"]
-
 
 def start_compile_workers(config: CompileConfig, device: torch.device) -> None:
     """Start compile workers and return at once. Idempotent; CPUs need none."""

@@ -22,8 +22,6 @@ from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
 
-__all__ = ["regather_saved_weights"]
-
 
 class _SavedWeight(NamedTuple):
     record: ShardedParameter
@@ -39,7 +37,6 @@ def regather_saved_weights(sharder: Sharder, rest: SavedTensorOffload | None = N
     """Return a context in which autograd saves no gathered weight.
 
     Args:
-        sharder: records of the weights.
         rest: packs all other saved tensors. An in-place change before backward raises the error that torch would raise
             without hooks.
     """

@@ -11,8 +11,6 @@ from torch import nn
 
 from lightning_zero.compat.compiler import dynamo_config
 
-__all__ = ["ModuleHooks", "guard_hooks", "module_hooks", "needs_hook_guards"]
-
 
 class ModuleHooks:
     """Hooks of a module and its submodules.
@@ -57,10 +55,6 @@ def needs_hook_guards(root: nn.Module, ignored: Collection[Callable[..., Any]]) 
 
     Without guards Dynamo would run code compiled for one of them for the next: layers after a graph break in a loop, or
     a student and its teacher.
-
-    Args:
-        root: module to search.
-        ignored: hooks that compiled code ignores.
     """
     count = Counter(map(type, root.modules()))
     several = [part for part in root.modules() if count[type(part)] > 1]

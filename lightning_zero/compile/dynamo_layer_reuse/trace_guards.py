@@ -15,8 +15,6 @@ from lightning_zero.compat.modules import STATE_DICT_HOOKS
 from lightning_zero.compile.capture.module_hooks import module_hooks
 from lightning_zero.compile.dynamo_layer_reuse.trace_inputs import PLAIN, ReuseRejected, comparable, tensor_layout
 
-__all__ = ["MatchedGuards", "SourceMap", "TraceGuards", "begins_at", "check_built_alike"]
-
 # Attributes that are compared separately, or that no call reads.
 SEPARATE = {"_parameters", "_buffers", "_modules", *STATE_DICT_HOOKS}
 CONSTANTS = {"CONSTANT_MATCH", "EQUALS_MATCH"}
@@ -67,10 +65,6 @@ class MatchedGuards:
 
 class TraceGuards:
     """Guards of a traced module.
-
-    Args:
-        tx: Dynamo's translator.
-        module: as Dynamo's variable.
 
     Raises:
         ReuseRejected: a guard is of an unknown kind.
@@ -164,8 +158,6 @@ class SourceMap:
 
     Args:
         tx: Dynamo's translator, which has the frame's locals and globals.
-        old: path of the one module.
-        new: path of the other one.
     """
 
     def __init__(self, tx: Any, old: Source, new: Source) -> None:

@@ -27,17 +27,6 @@ from lightning_zero.compat.graphs import CUSTOM, EXAMPLE_VALUE
 from lightning_zero.compat.tensors import FakeTensor
 from lightning_zero.compile.capture.dynamo_graph import node_storage
 
-__all__ = [
-    "PLAIN",
-    "CallSignature",
-    "ReuseRejected",
-    "TracerState",
-    "comparable",
-    "fake_layout",
-    "is_written_to",
-    "tensor_layout",
-]
-
 DEVICES = ("cpu", "cuda")
 TENSORS = (TensorVariable, SubclassVariable)
 CONTAINERS = (list, tuple, set, frozenset)

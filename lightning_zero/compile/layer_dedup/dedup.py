@@ -110,7 +110,11 @@ class LayerDedup:
         return self._passed
 
     def expand(self, graph: Graph) -> Graph:
-        """Expand the layers in a joint graph, after Inductor's passes if :meth:`passes_done`."""
+        """Expand the layers in a joint graph, after Inductor's passes if :meth:`passes_done`.
+
+        Raises:
+            DedupFailed: a layer does not match its trace.
+        """
         try:
             with no_dispatch_modes(), no_python_dispatcher():  # fake values are created on purpose
                 self._expand(graph)

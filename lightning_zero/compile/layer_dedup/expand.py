@@ -19,6 +19,7 @@ from lightning_zero.compile.fx_utils import NodeReplacer
 from lightning_zero.compile.layer_dedup.layer_call import DedupFailed
 from lightning_zero.compile.layer_dedup.layer_graph import LayerGraph, NodeTemplate, View
 from lightning_zero.compile.layer_dedup.matching import LayerMatch
+from lightning_zero.sharding.layout import is_dense
 
 
 class LayerExpansion:
@@ -178,16 +179,7 @@ def _strides(values: Sequence[Any]) -> list[list[int]] | None:
     Such a gradient belongs to a single layer.
     """
     found = [value.meta["val"] for value in values]
-    return [list(value.stride()) for value in found] if all(map(_is_dense, found)) else None
-
-
-def _is_dense(value: Tensor) -> bool:
-    spanned = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(value.shape, value.stride(), strict=True)):
-        if size != 1 and stride != spanned:
-            return False
-        spanned *= size
-    return True
+    return [list(value.stride()) for value in found] if all(map(is_dense, found)) else None
 
 
 def _layout(value: Tensor) -> tuple[Any, ...]:

@@ -24,9 +24,6 @@ from lightning_zero.compile.fx_utils import draws_random
 from lightning_zero.profiling import node_costs as cost
 from lightning_zero.profiling.graph_tensors import nbytes
 
-__all__ = ["EvenKnapsack", "partitioner_settings", "space_evenly"]
-
-
 TIE = 0.02  # share by which a product is worth more than one of twice its bytes and operations
 REDUCTION_RATIO = 64  # ratio of read to written bytes of a strong reduction
 MIN_SIZE = 1e-6  # bound below on sizes, as shares of the total; avoids division by 0
@@ -48,10 +45,6 @@ class EvenKnapsack(CustomKnapsackSolver):
 
         Args:
             memory: size of each node, as a share of all that could be saved.
-            joint_graph: the joint graph.
-            max_memory: bound on the sum of saved sizes.
-            node_info: torch's own classification.
-            nodes: candidates.
         """
         # torch counts by running the ops. Here these run under fake tensors, where its count is the same for all.
         flops = [max(cost.node_flops(node), 1) for node in nodes]
@@ -102,9 +95,7 @@ def space_evenly(saved: AbstractSet[int], kinds: Sequence[Hashable], places: Seq
     """Return as many indices of each kind as in ``saved``, evenly spaced among those of the kind.
 
     Args:
-        saved: indices.
         kinds: of each node; nodes of one kind are equally good.
-        places: order of the nodes.
     """
     by_kind: defaultdict[Hashable, list[int]] = defaultdict(list)
     for index in sorted(range(len(kinds)), key=places.__getitem__):

@@ -26,9 +26,6 @@ from lightning_zero.compile.passes.saved_weights import backward_nodes
 from lightning_zero.profiling.graph_tensors import Storage, nbytes, storages, view_base
 from lightning_zero.profiling.node_costs import fusion_groups
 
-__all__ = ["save_residual_sums"]
-
-
 # Share of a backward's gradients by which the first recomputed sums are needed.
 FIRST_SHARE = 0.15
 # Minimum lifetime, as a share of the gradients (one or two layers), of a sum worth saving.

@@ -67,6 +67,9 @@ def lower_subgraphs(
     """Compile a cut graph and return its program.
 
     ``begins`` is called with the number of each subgraph, from 1, and with that of all.
+
+    Raises:
+        StrideMismatch: subgraphs do not fit together.
     """
     settings = {**settings, "static_input_idxs": ()}
     subgraphs, compiled = [step for step in steps if isinstance(step, Subgraph)], []

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.engine import Engine
+from lightning_zero.mesh import RunCollective, run_synchronously
 from lightning_zero.native.watchdog import SequenceId
 
 Start = Callable[[bool], dist.Work | None]
@@ -35,12 +36,8 @@ _DEFERRED_REQUEUE = "_zero_requeue"
 _DEFERRED_TERM = "_zero_sigterm"
 
 
-def _run_now(start: Start) -> None:
-    start(False)
-
-
 def check_stop_on_cpu(
-    trainer: pl.Trainer, group: dist.ProcessGroup, collective: Callable[[Start], None] = _run_now
+    trainer: pl.Trainer, group: dist.ProcessGroup, collective: RunCollective = run_synchronously
 ) -> Callable[[], None]:
     """Let the training loop check over ``group`` before each batch if it stops; return an undo function.
 

@@ -39,6 +39,7 @@ from lightning_zero.integrations.checkpoint_files import (
     to_trainer_keys,
 )
 from lightning_zero.integrations.strategy_base import ZeroStrategyBase
+from lightning_zero.integrations.trainer.checkpoint_lookup import other_checkpoints
 from lightning_zero.integrations.trainer.precision import unwrap_optimizer
 
 log = logging.getLogger(__name__)
@@ -219,7 +220,20 @@ class TrainerCheckpointing(ZeroStrategyBase, ParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         self._is_loading = True
-        found = self._load(checkpoint_path, weights_only)
+        try:
+            found = self._load(checkpoint_path, weights_only)
+        except FileNotFoundError:
+            # Lightning takes the leftover of a killed save at SLURM's requeue for the newest checkpoint.
+            if "hpc_ckpt_" not in str(checkpoint_path):
+                raise
+            ranks = self._require_engine().checkpoints.ranks
+            others = ranks.run_on_rank0("look for another checkpoint", lambda: other_checkpoints(checkpoint_path))
+            if not others:
+                raise
+            rank_zero_warn(
+                f"{checkpoint_path} is incomplete. Going on from {others[0]}, the newest complete checkpoint."
+            )
+            found = self._load(others[0], weights_only)
         self._is_loading = False
         return found
 

@@ -151,7 +151,10 @@ FOREIGN = {
     "outside": (rewritten(_escape), r"__0_0\.distcp|\.metadata"),
     "nowhere": (rewritten(_elsewhere), r"\.metadata does not say in which file 'state_dict.scale' lies"),
     "no types": (rewritten(lambda found: found.storage_data.update(x=3)), r"\.metadata is damaged"),
-    "paths": (rewritten(lambda found: found.planner_data.update(x=3)), r"\.metadata is damaged: 3 is no way"),
+    "paths": (
+        rewritten(lambda found: found.planner_data.update(x=3)),
+        r"\.metadata is damaged: an entry has no path of keys",
+    ),
     "no metadata": (lambda at: (at / METADATA).write_bytes(pickle.dumps([1])), r"\.metadata is not the metadata"),
 }
 
