@@ -37,6 +37,7 @@ from lightning_zero.optim.grad_norms import parameter_norms
 from lightning_zero.optim.state_placement import MakePlacer, StatePlacer, move_state_to_host, place_loaded_state
 from lightning_zero.optim.support import (
     check_capture,
+    check_matrices,
     check_members,
     check_offload,
     check_optimizer,
@@ -293,6 +294,7 @@ class OptimizerSteps:
                 optimizer, self.stepper(optimizer).eager_reason, self.config.controlling_option("cuda_graph_step")
             )
         check_members(optimizer.param_groups, type(optimizer).__name__, self._sharder.find)
+        check_matrices(optimizer, self._sharder.find, self._masters_on_host)
         speed_up_zero_grad(optimizer)
 
     def arrange(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
