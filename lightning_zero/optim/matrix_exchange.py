@@ -105,13 +105,13 @@ class MatrixBucket:
         return list(zip([0, *ends], ends, strict=False))
 
 
-def make_buckets(run: FlatRun, rule: MatrixRule, max_numel: int, loads: list[float]) -> list[MatrixBucket]:
-    """Divide a run into buckets of at most ``max_numel`` elements of full parameters, but at least one parameter.
+def make_buckets(run: FlatRun, rule: MatrixRule, max_bytes: int, loads: list[float]) -> list[MatrixBucket]:
+    """Divide a run into buckets of at most ``max_bytes`` of full updates for each rank, but at least one parameter.
 
     Args:
         run: A flat run of parameters with this rule.
         rule: Their rule.
-        max_numel: Limit for the sum over a bucket's full parameters.
+        max_bytes: Limit for the full updates of a bucket, divided by the number of ranks.
         loads: Operations of each rank so far; updated.
     """
     buckets: list[MatrixBucket] = []
@@ -127,7 +127,8 @@ def make_buckets(run: FlatRun, rule: MatrixRule, max_numel: int, loads: list[flo
             members, begin = [], end
 
     for record in run.members:
-        if members and sum(layout.numel for layout in members) + record.layout.numel > max_numel:
+        numel = sum(layout.numel for layout in members) + record.layout.numel
+        if members and numel * rule.dtype.itemsize > max_bytes * len(loads):
             close()
         members.append(record.layout)
     close()

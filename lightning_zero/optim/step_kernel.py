@@ -33,7 +33,6 @@ from lightning_zero.sharding.layout import as_real
 __all__ = ["StepKernel"]
 
 MAX_COMPILED_RUNS = 16  # limits compilation, which makes one kernel per run
-MATRIX_BUCKET_NUMEL = 1 << 27  # 256 MiB of updates in bfloat16: three layers of a 1.3B decoder, so batches are large
 
 
 class StepKernel:
@@ -48,7 +47,7 @@ class StepKernel:
         ring: Staging ring for state on the host; None if all state is on the device.
         capture: Capture and replay if the device can; otherwise launch kernels at each step.
         matrix_group: The ranks that hold each matrix together; needed for a :class:`MatrixRule`.
-        matrix_bucket_numel: Elements of full matrices whose updates exist at one time.
+        matrix_bucket_bytes: Limit for the full updates that exist at one time.
     """
 
     def __init__(
@@ -61,14 +60,14 @@ class StepKernel:
         ring: StagingRing | None = None,
         capture: bool = True,
         matrix_group: MatrixGroup | None = None,
-        matrix_bucket_numel: int = MATRIX_BUCKET_NUMEL,
+        matrix_bucket_bytes: int = 1 << 28,
     ) -> None:
         self._rules = [rule_for(optimizer, group) for group in groups]
         # Runs of matrices are last: elementwise ones are stepped before the first exchange.
         self._runs = runs = sorted(runs, key=lambda run: isinstance(self._rules[run.group], MatrixRule))
         self._device = device
         self._compile = compile and len(runs) <= MAX_COMPILED_RUNS
-        self._exchanges = _make_exchanges(self._rules, runs, matrix_group, matrix_bucket_numel, device)
+        self._exchanges = _make_exchanges(self._rules, runs, matrix_group, matrix_bucket_bytes, device)
         several = bool(self._exchanges) and matrix_group is not None and matrix_group.size > 1
         self._sends = several
         # The copies of a staging ring cannot continue from one captured graph to the next.
@@ -176,7 +175,7 @@ class StepKernel:
         if not self._sends:
             return [graphed(begin, *(partial(StepKernel._step_bucket, own, n) for n in range(len(self._exchanges))))]
         parts: list[Callable[[], None]] = []
-        before = [begin]
+        before: list[Callable[[], None]] = [begin]
         for number, exchange in enumerate(self._exchanges):
             parts.append(graphed(*before, partial(StepKernel._prepare, own, number), exchange.pack))
             parts += [exchange.send, graphed(exchange.transform), exchange.send_back]
@@ -349,7 +348,7 @@ def _make_exchanges(
     rules: Sequence[Rule | MatrixRule | None],
     runs: Sequence[FlatRun],
     group: MatrixGroup | None,
-    max_numel: int,
+    max_bytes: int,
     device: torch.device,
 ) -> list[MatrixExchange]:
     """Return the exchanges of all runs with a :class:`MatrixRule`."""
@@ -364,7 +363,7 @@ def _make_exchanges(
         return []
     assert group is not None, "an optimizer of matrices needs to know its ranks"
     loads = [0.0] * group.size
-    buckets = [bucket for run in matrices for bucket in make_buckets(run, rule_of(run), max_numel, loads)]
+    buckets = [bucket for run in matrices for bucket in make_buckets(run, rule_of(run), max_bytes, loads)]
     return make_exchanges(buckets, rule_of, group, device)
 
 

@@ -88,8 +88,11 @@ class OptimizerSteps:
             if self.on_host:
                 check_offload(optimizer)
                 optimizer.register_state_dict_pre_hook(lambda _: self.settle())
-            options = self._host(), self.bf16_state
-            stepper = OptimizerStepper(optimizer, self._sharder, *_capture_options(self.config), *options)
+            bucket = int(self.config.tuning.matrix_bucket_mb * 2**20)
+            capture, emulate = _capture_options(self.config)
+            stepper = OptimizerStepper(
+                optimizer, self._sharder, capture, emulate, self._host(), self.bf16_state, bucket
+            )
             self._steppers[optimizer] = stepper
         return stepper
 
@@ -338,5 +341,6 @@ def _capture_options(config: EngineConfig) -> tuple[bool | str, bool]:
     return config.cuda_graph_step, config.tuning.emulate_cuda_graph_step
 
 
-def _memory_options(config: EngineConfig) -> tuple[tuple[str, ...], str | None, bool]:
-    return config.offload, config.tuning.state_dtype, bool(config.tuning.grad_aliasing)
+def _memory_options(config: EngineConfig) -> tuple[tuple[str, ...], str | None, bool, float]:
+    tuning = config.tuning
+    return config.offload, tuning.state_dtype, bool(tuning.grad_aliasing), tuning.matrix_bucket_mb

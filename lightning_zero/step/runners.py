@@ -129,6 +129,7 @@ class CapturedRunner:
         captures: Replay steps. If False, only layouts that the optimizer cannot step itself are stepped: those with
             bfloat16 state or matrices.
         matrix_group: The ranks that hold each matrix together.
+        matrix_bucket_bytes: See :class:`StepKernel`.
 
     Attributes:
         replays: Number of steps that were one graph launch.
@@ -145,6 +146,7 @@ class CapturedRunner:
         host: StateOnHost | None = None,
         captures: bool = True,
         matrix_group: MatrixGroup | None = None,
+        matrix_bucket_bytes: int = 1 << 28,
     ) -> None:
         self._optimizer = optimizer
         self._layouts = layouts
@@ -152,7 +154,7 @@ class CapturedRunner:
         self._compile = compile_kernels
         self._host = host
         self._captures = captures
-        self._matrix_group = matrix_group
+        self._matrix_options = matrix_group, matrix_bucket_bytes
         self._kernels: WeakKeyDictionary[StepLayout, StepKernel] = WeakKeyDictionary()
         self.replays = 0
 
@@ -195,7 +197,7 @@ class CapturedRunner:
             self._compile,
             None if self._host is None else self._host.ring,
             self._captures,
-            self._matrix_group,
+            *self._matrix_options,
         )
         for run in layout.runs:
             run.export_state(own.state)

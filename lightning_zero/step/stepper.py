@@ -134,6 +134,7 @@ class OptimizerStepper:
         emulate: Debugging: compute on any device as a captured step does, without a graph.
         host: Host memory of shard-sized state; None keeps it on the shards' device.
         bf16_state: Keep shard-sized state of large parameters in bfloat16, stochastically rounded.
+        matrix_bucket_bytes: See :class:`~lightning_zero.optim.step_kernel.StepKernel`.
 
     Attributes:
         eager_reason: Why steps are never captured; None if they are.
@@ -148,6 +149,7 @@ class OptimizerStepper:
         emulate: bool = False,
         host: StateOnHost | None = None,
         bf16_state: bool = False,
+        matrix_bucket_bytes: int = 1 << 28,
     ) -> None:
         device = sharder.executor.device
         self._sharder, self._weights = sharder, sharder.executor.weights
@@ -165,7 +167,7 @@ class OptimizerStepper:
         matrices = needs_matrices(optimizer)
         group = MatrixGroup.from_mesh(sharder.mesh, sharder.executor.collective) if matrices else None
         self._captured = CapturedRunner(
-            optimizer, self._layouts, device, device.type == "cuda", host, self._graphs, group
+            optimizer, self._layouts, device, device.type == "cuda", host, self._graphs, group, matrix_bucket_bytes
         )
         # The first runner that can step a layout is used.
         in_chunks = host is not None or bf16_state
