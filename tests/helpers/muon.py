@@ -35,7 +35,8 @@ class WideMuon(torch.optim.Muon):
         self.param_groups[0]["params"] = params
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is None:
@@ -52,6 +53,7 @@ class WideMuon(torch.optim.Muon):
                 factor = 0.2 * max(rows, columns) ** 0.5 if group["adjust_lr_fn"] else max(1, rows / columns) ** 0.5
                 param.mul_(1 - group["lr"] * group["weight_decay"])
                 param.sub_(done.reshape(param.shape), alpha=group["lr"] * factor)
+        return loss
 
 
 def _rule(group: Mapping[str, Any]) -> MatrixRule:
