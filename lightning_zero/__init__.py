@@ -24,6 +24,7 @@ if TYPE_CHECKING or not is_command_line(sys.argv, sys.orig_argv):
         Engine,
         EngineConfig,
         FabricZeroStrategy,
+        MatrixRule,
         NativeBuildError,
         PassSchedule,
         PassSpec,
@@ -42,6 +43,7 @@ if TYPE_CHECKING or not is_command_line(sys.argv, sys.orig_argv):
         grad_norm,
         load_safetensors,
         plan,
+        register_matrix_rule,
         register_rule,
         unshard,
     )
@@ -63,6 +65,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "FabricZeroStrategy",
+    "MatrixRule",
     "NativeBuildError",
     "PassSchedule",
     "PassSpec",
@@ -82,6 +85,7 @@ __all__ = [
     "grad_norm",
     "load_safetensors",
     "plan",
+    "register_matrix_rule",
     "register_rule",
     "unshard",
 ]

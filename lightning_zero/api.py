@@ -26,7 +26,7 @@ from lightning_zero.integrations.trainer.checkpoint_lookup import install_checkp
 from lightning_zero.integrations.trainer.grad_norm import grad_norm
 from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
-from lightning_zero.optim.update_rules import Rule, register_rule
+from lightning_zero.optim.update_rules import MatrixRule, Rule, register_matrix_rule, register_rule
 from lightning_zero.planning.estimate_training import Training, plan
 from lightning_zero.planning.training_plan import TrainingPlan
 from lightning_zero.profiling.devices import Device
@@ -40,6 +40,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "FabricZeroStrategy",
+    "MatrixRule",
     "NativeBuildError",
     "PassSchedule",
     "PassSpec",
@@ -58,6 +59,7 @@ __all__ = [
     "grad_norm",
     "load_safetensors",
     "plan",
+    "register_matrix_rule",
     "register_rule",
     "unshard",
 ]

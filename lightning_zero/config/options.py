@@ -84,6 +84,12 @@ class Tuning:
         default=None,
         default_text="as the optimizer makes it",
     )
+    matrix_bucket_mb: float = _memory(
+        "MiB of full updates that an optimizer of matrices, such as Muon, has in memory at once on each rank. Default "
+        "256; at least one matrix. More makes larger batches of matrices of one shape.",
+        default=256.0,
+        check=_mib(256),
+    )
     offload_activations_mb: float | None = _memory(
         "MiB of activations that a pass offloads at most, with ``offload=('activations',)``. Default None: the amount "
         "whose copies overlap with compute.",

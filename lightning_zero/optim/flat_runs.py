@@ -340,10 +340,14 @@ def chunk_itemsizes(run: FlatRun, state: Sequence[int]) -> list[int]:
     return [*state, *([] if run.on_host is None else [run.on_host.itemsize])]
 
 
-def split_into_chunks(run: FlatRun, max_numel: int) -> list[Chunk]:
-    """Split a run into chunks of at most ``max_numel`` elements."""
-    numel = run.param.numel()
-    return [Chunk(run, begin, min(begin + max_numel, numel)) for begin in range(0, numel, max_numel)]
+def split_into_chunks(run: FlatRun, max_numel: int, ends: Sequence[int] = ()) -> list[Chunk]:
+    """Split a run into chunks of at most ``max_numel`` elements, and at ``ends``, which include the run's end."""
+    parts = zip([0, *ends], ends or [run.param.numel()], strict=False)
+    return [
+        Chunk(run, begin, min(begin + max_numel, last))
+        for first, last in parts
+        for begin in range(first, last, max_numel)
+    ]
 
 
 class InPlacePass:
@@ -376,9 +380,11 @@ class ChunkedState:
 
     Args:
         ring: Staging ring; None if state is on the device, and runs are not split.
-        most: Maximum number of elements of a chunk with bfloat16 state; None: no limit.
+        max_numel: Maximum number of elements of a chunk with bfloat16 state; None: no limit.
+        ends: Where chunks of a run must end, by run id.
 
     Attributes:
+        chunks: All chunks, in the order in which they are stepped.
         positions: Element positions of the runs with bfloat16 state, by run id.
     """
 
@@ -388,17 +394,19 @@ class ChunkedState:
         names: Callable[[FlatRun], Sequence[str]],
         ring: StagingRing | None,
         max_numel: int | None = None,
+        ends: Mapping[int, Sequence[int]] | None = None,
     ) -> None:
         self._ring = ring
         self._masters = any(run.on_host is not None for run in runs)
-        self._chunks: list[Chunk] = []
+        self.chunks: list[Chunk] = []
         for run in runs:
             itemsizes = chunk_itemsizes(run, [run.state[name].itemsize for name in names(run)])
             numel = ring.elements(itemsizes) if ring and itemsizes else run.param.numel()
-            self._chunks += split_into_chunks(run, min(numel, max_numel) if run.bf16_state and max_numel else numel)
+            numel = min(numel, max_numel) if run.bf16_state and max_numel else numel
+            self.chunks += split_into_chunks(run, numel, (ends or {}).get(id(run), ()))
         self.positions = {id(s): ElementPositions.from_members(s.members, s.param.device) for s in runs if s.bf16_state}
-        self._positions = [chunk.positions(self.positions) for chunk in self._chunks]
-        self._loads = StagedChunks(chunk.load(names(chunk.run)) for chunk in self._chunks)
+        self._positions = [chunk.positions(self.positions) for chunk in self.chunks]
+        self._loads = StagedChunks(chunk.load(names(chunk.run)) for chunk in self.chunks)
         self._prefetched: RingPass | None = None
 
     def prefetch_from_host(self) -> None:
@@ -429,7 +437,7 @@ class ChunkedState:
         Writes to state and parameter are copied back before the next chunk is yielded.
         """
         ring_pass = InPlacePass(self._loads) if self._ring is None else RingPass(self._ring, self._loads)
-        for number, chunk in enumerate(self._chunks):
+        for number, chunk in enumerate(self.chunks):
             state, run = ring_pass.open(number), chunk.run
             param = state.pop(MASTER_SHARD) if run.on_host is not None else chunk.view_of(run.param)
             copy = None if run.copy is None else chunk.view_of(run.copy)

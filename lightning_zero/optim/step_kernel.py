@@ -6,8 +6,9 @@ Settings are 0-dim tensors, which are filled when the floats in ``param_groups``
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby, islice
 from typing import Any
 from weakref import proxy
 
@@ -23,6 +24,8 @@ from lightning_zero.offload.staging_ring import StagingRing
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE, noise_keys, rounding_noise, stochastic_round
 from lightning_zero.optim.flat_runs import MAX_CHUNK_NUMEL, ChunkedState, FlatRun, LoadedChunk
 from lightning_zero.optim.grad_norms import clip_factor
+from lightning_zero.optim.matrix_exchange import MatrixExchange, MatrixGroup, make_buckets, make_exchanges
+from lightning_zero.optim.matrix_rules import MatrixRule
 from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.optim.update_rules import Rule, rule_for
 from lightning_zero.sharding.layout import as_real
@@ -38,6 +41,8 @@ class StepKernel:
         compile: Compile each run's update into one kernel with Inductor.
         ring: Staging ring for state on the host; None if all state is on the device.
         capture: Capture and replay if the device can; otherwise launch kernels at each step.
+        matrix_group: The ranks that hold each matrix together; needed for a :class:`MatrixRule`.
+        matrix_bucket_bytes: Limit for the full updates that exist at one time.
     """
 
     def __init__(
@@ -49,12 +54,19 @@ class StepKernel:
         compile: bool,
         ring: StagingRing | None = None,
         capture: bool = True,
+        matrix_group: MatrixGroup | None = None,
+        matrix_bucket_bytes: int = 1 << 28,
     ) -> None:
-        self._runs = runs
+        self._rules = [rule_for(optimizer, group) for group in groups]
+        # Runs of matrices are last: elementwise ones are stepped before the first exchange.
+        self._runs = runs = sorted(runs, key=lambda run: isinstance(self._rules[run.group], MatrixRule))
         self._device = device
         self._compile = compile and len(runs) <= MAX_COMPILED_RUNS
-        self._capture = capture
-        self._rules = [rule_for(optimizer, group) for group in groups]
+        self._exchanges = _make_exchanges(self._rules, runs, matrix_group, matrix_bucket_bytes, device)
+        several = bool(self._exchanges) and matrix_group is not None and matrix_group.size > 1
+        self._sends = several
+        # The copies of a staging ring cannot continue from one captured graph to the next.
+        self._capture = capture and not (several and ring is not None)
         self._floats: list[dict[str, float]] = [{} for _ in groups]
         self._settings = [
             {name: torch.zeros((), dtype=torch.float64, device=device) for name in rule.settings} if rule else {}
@@ -62,24 +74,33 @@ class StepKernel:
         ]
         max_numel = None if self._compile else MAX_CHUNK_NUMEL  # each op materializes its result
         rules = self._rules  # do not bind self, see below
-        self._state = ChunkedState(runs, lambda run: _rule_of(rules, run).state, ring, max_numel)
+        ends: dict[int, list[int]] = {}
+        for exchange in self._exchanges:
+            ends.setdefault(id(exchange.bucket.run), []).append(exchange.bucket.end)
+        self._state = ChunkedState(runs, lambda run: _rule_of(rules, run).state, ring, max_numel, ends)
         self._squared = torch.zeros((), device=device)
         self._max_norm = torch.ones((), device=device)
         self._skip = torch.zeros((), device=device)
         self._last_max: float | None = None
         self._variant: tuple[bool, bool] | None = None
         self._compiled: dict[Any, Callable[..., dict[str, Tensor]]] = {}
-        self._sequences: dict[tuple[bool, bool], GraphedSequence] = {}  # keys: (clips, may skip)
+        self._sequences: dict[tuple[bool, bool], list[Callable[[], None]]] = {}  # keys: (clips, may skip)
+        self._chunks: Iterator[LoadedChunk] = iter(())  # of the step in progress
+        self._scalars: dict[int, dict[str, Tensor]] = {}  # of each run in the step in progress, by id
 
     @staticmethod
     def supports(
         optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]], runs: Sequence[FlatRun] = ()
     ) -> bool:
-        """Return True if all groups have a known rule, in at most float32, and the runs its state."""
+        """Return True if all groups have a known rule, in at most float32, and the runs its state.
+
+        An optimizer of matrices cannot step otherwise, so it may have float64 parameters.
+        """
         rules = [rule_for(optimizer, group) for group in groups]
         known = [rule for rule in rules if rule is not None]
         dtypes = {param.dtype for group in groups for param in group["params"]}
         wide = torch.float64 in dtypes or torch.complex128 in dtypes
+        wide = wide and not any(isinstance(rule, MatrixRule) for rule in known)
         # torch.optim treats real and imaginary parts as elements; a registered rule may not.
         as_pairs = is_torch_optimizer(optimizer) or not any(dtype.is_complex for dtype in dtypes)
         return (
@@ -125,31 +146,102 @@ class StepKernel:
                     tensor.fill_(value)
                     floats[name] = value
         if variant not in self._sequences:
-            static_tensors = (t for s in self._runs for t in (s.param, s.grad, s.copy, *s.state.values()))
-            used = [tensor for tensor in static_tensors if isinstance(tensor, Tensor)]
-            warmups = 1 if self._capture else math.inf
-            update = partial(StepKernel._update, proxy(self))  # a reference cycle would keep moved state alive
-            self._sequences[variant] = GraphedSequence(update, self._device, warmups, watch=used)
+            self._sequences[variant] = self._make_sequence()
+        sequence = self._sequences[variant]
         with self._state.stream_state():
-            self._sequences[variant]()
+            for part in sequence:
+                part()
         for run in self._runs:
             run.copied = run.copy is not None
-        return self._sequences[variant].captured
+        return isinstance(sequence[0], GraphedSequence) and sequence[0].captured
+
+    def _make_sequence(self) -> list[Callable[[], None]]:
+        """Return the parts of a step: captured ones, and collectives between them."""
+        static_tensors = (t for s in self._runs for t in (s.param, s.grad, s.copy, *s.state.values()))
+        used = [tensor for tensor in static_tensors if isinstance(tensor, Tensor)]
+        warmups = 1 if self._capture else math.inf
+        own = proxy(self)  # a reference cycle would keep moved state alive
+
+        def graphed(*functions: Callable[[], None]) -> GraphedSequence:
+            return GraphedSequence(lambda: _call_all(functions), self._device, warmups, watch=used)
+
+        begin = partial(StepKernel._begin_update, own)
+        if not self._sends:
+            return [graphed(begin, *(partial(StepKernel._step_bucket, own, n) for n in range(len(self._exchanges))))]
+        parts: list[Callable[[], None]] = []
+        before: list[Callable[[], None]] = [begin]
+        for number, exchange in enumerate(self._exchanges):
+            parts.append(graphed(*before, partial(StepKernel._prepare, own, number), exchange.pack))
+            parts += [exchange.send, graphed(exchange.transform), exchange.send_back]
+            before = [exchange.unpack, partial(StepKernel._finish, own, number)]
+        return [*parts, graphed(*before, partial(StepKernel._end_update, own))]
 
     def prefetch_from_host(self) -> None:
         """Start to copy offloaded state to the device for the next step."""
         self._state.prefetch_from_host()
 
-    def _update(self) -> None:
-        numbers = {id(run): self._numbers(self._rule(run), run) for run in self._runs}
-        for loaded in self._state.iter_chunks():
-            run = loaded.chunk.run
-            self._apply(self._rule(run), loaded, numbers[id(run)])
+    def _begin_update(self) -> None:
+        """Compute the scalars, and step all runs of elementwise rules."""
+        self._scalars = {id(run): self._numbers(self._rule(run), run) for run in self._runs}
+        self._chunks = self._state.iter_chunks()
+        elementwise = sum(isinstance(self._rule(chunk.run), Rule) for chunk in self._state.chunks)
+        for loaded in islice(self._chunks, elementwise):
+            self._apply(loaded)
+        if not self._exchanges:
+            self._end_update()
 
-    def _rule(self, run: FlatRun) -> Rule:
+    def _end_update(self) -> None:
+        for _ in self._chunks:
+            raise AssertionError("a chunk of the flat runs was not stepped")
+
+    def _step_bucket(self, number: int) -> None:
+        """Step one bucket of matrices, all of which this rank holds."""
+        self._prepare(number)
+        self._exchanges[number].transform()
+        self._finish(number)
+        if number == len(self._exchanges) - 1:
+            self._end_update()
+
+    def _prepare(self, number: int) -> None:
+        """Update the elementwise state of a bucket, and compute its updates."""
+        exchange = self._exchanges[number]
+        begin, end = exchange.bucket.begin, exchange.bucket.end
+        while begin < end:
+            loaded = next(self._chunks)
+            chunk = loaded.chunk
+            assert chunk.run is exchange.bucket.run
+            assert chunk.begin == begin
+            self._apply(loaded, exchange.update[begin - exchange.bucket.begin : chunk.end - exchange.bucket.begin])
+            begin = chunk.end
+
+    def _finish(self, number: int) -> None:
+        """Apply the transformed updates of a bucket to the parameters."""
+        exchange = self._exchanges[number]
+        bucket = exchange.bucket
+        rule, numbers = self._rule(bucket.run), self._scalars[id(bucket.run)]
+        assert isinstance(rule, MatrixRule)
+        flat, keys = bucket.run.param.detach().view(-1)[bucket.begin : bucket.end], list(numbers)
+        for factor, ranges in groupby(
+            zip(bucket.layouts, bucket.ranges, strict=True), key=lambda pair: rule.factor(pair[0].shape)
+        ):
+            members = [span for _, span in ranges]
+            begin, end = members[0][0], members[-1][1]
+
+            def change(param: Tensor, update: Tensor, *rest: Tensor, factor: float = factor) -> dict[str, Tensor]:
+                scalar = dict(zip(keys, rest, strict=True))
+                before = _wide(param)
+                after = rule.finish(before, update.to(before.dtype), scalar, factor)
+                param.copy_(torch.where(scalar["skip"] == 0, after, before) if "skip" in scalar else after)
+                return {}
+
+            param, update = flat[begin:end], exchange.update[begin:end]
+            key = (rule, "finish", factor, end - begin, param.dtype, tuple(keys))
+            self._run_compiled(key, change, (param, update, *numbers.values()))
+
+    def _rule(self, run: FlatRun) -> Rule | MatrixRule:
         return _rule_of(self._rules, run)
 
-    def _numbers(self, rule: Rule, run: FlatRun) -> dict[str, Tensor]:
+    def _numbers(self, rule: Rule | MatrixRule, run: FlatRun) -> dict[str, Tensor]:
         """Return the scalars that the update of all elements shares, 0-dim float32, and count the step."""
         assert self._variant is not None
         clip, skip = self._variant
@@ -178,28 +270,33 @@ class StepKernel:
         key = (rule, self._variant, shapes, len(run.members) if salts else None)
         return self._run_compiled(key, compute, arguments) | ({"skip": self._skip} if skip else {})
 
-    def _apply(self, rule: Rule, loaded: LoadedChunk, numbers: dict[str, Tensor]) -> None:
+    def _apply(self, loaded: LoadedChunk, update: Tensor | None = None) -> None:
+        """Step a chunk. With a :class:`MatrixRule`, write its update into ``update`` and leave the parameter."""
+        rule, numbers = self._rule(loaded.chunk.run), self._scalars[id(loaded.chunk.run)]
         param, grad = map(_reals, (loaded.param, loaded.chunk.view_of(loaded.chunk.run.grad)))
         positions, state = loaded.positions, map(_reals, loaded.state.values())
         names, keys = list(loaded.state), list(numbers)
         where: tuple[Tensor, ...] = () if positions is None else (positions.owners, positions.shifts, positions.begin)
         copies = () if loaded.copy is None else (loaded.copy,)
+        out = copies if update is None else (update,)
 
         def change(param: Tensor, grad: Tensor, *rest: Tensor) -> dict[str, Tensor]:
             old = dict(zip(names, rest, strict=False))
             scalar = dict(zip(keys, rest[len(names) :], strict=False))
-            wide = grad.float()
+            wide = _wide(grad)
             if "factor" in scalar:
                 wide = wide * scalar["factor"]
                 grad.copy_(wide)
-            before = param.float(), {k: v.float() for k, v in old.items()}
-            after, new = rule.apply(before[0], wide, before[1], scalar)
+            before = _wide(param), {k: _wide(v) for k, v in old.items()}
+            step = rule.apply if isinstance(rule, Rule) else rule.prepare
+            after, new = step(before[0], wide, before[1], scalar)
             if "skip" in scalar:
                 keep = scalar["skip"] == 0
-                after = torch.where(keep, after, before[0])
+                after = torch.where(keep, after, before[0]) if isinstance(rule, Rule) else after
                 new = {k: torch.where(keep, v, before[1][k]) for k, v in new.items()}
-            param.copy_(after)
-            if copies:
+            if isinstance(rule, Rule):
+                param.copy_(after)
+            if out:
                 rest[-1].copy_(after)
             if positions is not None:
                 owners, shifts, begin = rest[len(names) + len(keys) :][: len(where)]
@@ -213,8 +310,8 @@ class StepKernel:
             return {}
 
         members = 0 if positions is None else len(positions.shifts)
-        key = (rule, param.numel(), param.dtype, grad.dtype, tuple(keys), members, *(copy.dtype for copy in copies))
-        self._run_compiled(key, change, (param, grad, *state, *numbers.values(), *where, *copies))
+        key = (rule, param.numel(), param.dtype, grad.dtype, tuple(keys), members, *(tensor.dtype for tensor in out))
+        self._run_compiled(key, change, (param, grad, *state, *numbers.values(), *where, *out))
 
     def _run_compiled(
         self, key: Any, fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
@@ -232,7 +329,39 @@ def _reals(flat: Tensor) -> Tensor:
     return as_real(flat).view(-1)
 
 
-def _rule_of(rules: Sequence[Rule | None], run: FlatRun) -> Rule:
+def _wide(value: Tensor) -> Tensor:
+    return value if value.dtype is torch.float64 else value.float()
+
+
+def _call_all(functions: Sequence[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
+
+
+def _make_exchanges(
+    rules: Sequence[Rule | MatrixRule | None],
+    runs: Sequence[FlatRun],
+    group: MatrixGroup | None,
+    max_bytes: int,
+    device: torch.device,
+) -> list[MatrixExchange]:
+    """Return the exchanges of all runs with a :class:`MatrixRule`."""
+
+    def rule_of(run: FlatRun) -> MatrixRule:
+        rule = rules[run.group]
+        assert isinstance(rule, MatrixRule)
+        return rule
+
+    matrices = [run for run in runs if isinstance(rules[run.group], MatrixRule)]
+    if not matrices:
+        return []
+    assert group is not None, "an optimizer of matrices needs to know its ranks"
+    loads = [0.0] * group.size
+    buckets = [bucket for run in matrices for bucket in make_buckets(run, rule_of(run), max_bytes, loads)]
+    return make_exchanges(buckets, rule_of, group, device)
+
+
+def _rule_of(rules: Sequence[Rule | MatrixRule | None], run: FlatRun) -> Rule | MatrixRule:
     rule = rules[run.group]
     assert rule is not None
     return rule

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.update_rules import has_rules
+from lightning_zero.optim.matrix_rules import as_matrices
+from lightning_zero.optim.update_rules import MatrixRule, has_rules, needs_matrices, rule_for
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 
 # Advice in errors about optimizers that would train wrongly.
@@ -57,13 +58,14 @@ def is_torch_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise :class:`UnsupportedError` if the optimizer needs full parameters or has an inner one."""
-    for cls in type(optimizer).__mro__:
+    for cls in () if needs_matrices(optimizer) else type(optimizer).__mro__:
         name = cls.__name__
         reason = _NEEDS_FULL_PARAMETERS.get(next((family for family in _FAMILIES if family in name), name))
         if reason is not None:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} {reason}, but each rank holds only a flat piece of every parameter, so it "
-                f"would train wrongly. {INSTEAD}"
+                f"would train wrongly. {INSTEAD} torch.optim.Muon itself works, and others by "
+                "lightning_zero.register_matrix_rule."
             )
     name = type(optimizer).__name__
     inner = next((type(v).__name__ for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer)), None)
@@ -118,6 +120,28 @@ def check_capture(optimizer: torch.optim.Optimizer, reason: str | None, option: 
             f"{option}=True, but the step of {type(optimizer).__name__} cannot be captured: {reason}. "
             f"Pass {option}='auto' to step it eagerly."
         )
+
+
+def check_matrices(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], Any], masters_on_host: bool) -> None:
+    """Raise :class:`UnsupportedError` if an optimizer of matrices cannot step its parameters."""
+    name = type(optimizer).__name__
+    for group in optimizer.param_groups:
+        if not isinstance(rule_for(optimizer, group), MatrixRule):
+            continue
+        if masters_on_host:
+            raise UnsupportedError(
+                f"offload=('optimizer', 'parameters') steps parameters in chunks, but {name} needs full matrices. Pass "
+                "offload=('optimizer',)."
+            )
+        for param in group["params"]:
+            record = find(param)
+            if record is None:
+                continue
+            as_matrices(record.layout.shape)
+            if param.is_complex():
+                raise UnsupportedError(
+                    f"{name} cannot step {record.name!r}, which is complex. Give it to another optimizer, such as Adam."
+                )
 
 
 def check_offload(optimizer: torch.optim.Optimizer) -> None:

@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.optim.matrix_rules import MatrixRule, muon
+
 Tensors = dict[str, Tensor]
 
 
@@ -338,15 +340,17 @@ def _rmsprop(descent: Descent, momentum: bool, centered: bool) -> Rule:
 
 
 MakeRule = Callable[[Mapping[str, Any]], Rule]
+MakeMatrixRule = Callable[[Mapping[str, Any]], MatrixRule | Rule]
 
 _ATTRIBUTE = "_zero_rule"  # attribute of an optimizer class
-_RULES: Mapping[type[torch.optim.Optimizer], MakeRule] = {
+_RULES: Mapping[type[torch.optim.Optimizer], MakeMatrixRule] = {
     torch.optim.Adadelta: lambda group: _adadelta(Descent.from_group(group)),
     torch.optim.Adagrad: lambda group: _adagrad(Descent.from_group(group)),
     torch.optim.Adam: lambda group: _adam(Descent.from_group(group), group["amsgrad"]),
     torch.optim.AdamW: lambda group: _adam(Descent.from_group(group, decoupled=True), group["amsgrad"]),
     torch.optim.Adamax: lambda group: _adamax(Descent.from_group(group)),
     torch.optim.ASGD: lambda group: _asgd(Descent.from_group(group)),
+    torch.optim.Muon: muon,
     torch.optim.NAdam: lambda group: _nadam(Descent.from_group(group)),
     torch.optim.RAdam: lambda group: _radam(Descent.from_group(group)),
     torch.optim.RMSprop: lambda group: _rmsprop(
@@ -357,10 +361,15 @@ _RULES: Mapping[type[torch.optim.Optimizer], MakeRule] = {
 }
 
 
-def rule_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule | None:
+def rule_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule | MatrixRule | None:
     """Return the rule by which this optimizer steps this group; None if unknown, as for subclasses."""
     make = _RULES.get(type(optimizer)) or type(optimizer).__dict__.get(_ATTRIBUTE)
     return None if make is None or group.get("differentiable") else make(group)
+
+
+def needs_matrices(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if a group of this optimizer has a :class:`MatrixRule`."""
+    return any(isinstance(rule_for(optimizer, group), MatrixRule) for group in optimizer.param_groups)
 
 
 def has_rules(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> bool:
@@ -417,6 +426,28 @@ def register_rule(optimizer: type[torch.optim.Optimizer], make: MakeRule) -> Non
     Raises:
         ValueError: ``optimizer`` is no optimizer class, or has another rule already.
     """
+    _register(optimizer, make)
+
+
+def register_matrix_rule(optimizer: type[torch.optim.Optimizer], make: MakeMatrixRule) -> None:
+    """Register the update rule of an optimizer that needs full matrices.
+
+    All steps are computed by the rule, the first one, too: the optimizer's ``step`` is called without parameters. State
+    begins as zeros. Call this before training, on every rank. Subclasses need rules of their own.
+
+    Args:
+        optimizer: The class itself.
+        make: Returns the :class:`~lightning_zero.MatrixRule` for a parameter group, or an elementwise
+            :class:`~lightning_zero.Rule` for the groups of other parameters. Return one object for groups that agree in
+            their non-numeric settings.
+
+    Raises:
+        ValueError: ``optimizer`` is no optimizer class, or has another rule already.
+    """
+    _register(optimizer, make)
+
+
+def _register(optimizer: type[torch.optim.Optimizer], make: MakeMatrixRule) -> None:
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ValueError(f"{optimizer!r} is no class of optimizers. Pass the class, such as Lion, and not an object.")
     known = _RULES.get(optimizer) or optimizer.__dict__.get(_ATTRIBUTE)

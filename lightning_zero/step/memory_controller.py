@@ -22,7 +22,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.offload.pinned_memory import free_bytes, host_master_policy
 from lightning_zero.offload.staging_ring import measure_host_bandwidth
 from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
-from lightning_zero.optim.update_rules import rule_for
+from lightning_zero.optim.update_rules import MatrixRule, rule_for
 from lightning_zero.sharding.flat_memory import can_be_on_host, compute_dtype_of, free_gradients
 from lightning_zero.sharding.param_record import Role, ShardedParameter
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
@@ -130,6 +130,7 @@ class MemoryController:
         rules = [rule_for(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
         masters = [record for record in self._sharder.live if can_be_on_host(record, config.compute_dtype)]
         may_move = bool(masters) and all(rules) and config.compile and self._can_move_masters(config)
+        may_move = may_move and not any(isinstance(rule, MatrixRule) for rule in rules)
         can_move_now = may_move and self._sharder.memory.can_move_to_host
         possible = {"optimizer": all(rules), MASTERS: can_move_now, "activations": config.compile}
         offloadable = tuple(name for name in OFFLOADABLE if possible[name])

@@ -37,6 +37,7 @@ from lightning_zero.optim.grad_norms import parameter_norms
 from lightning_zero.optim.state_placement import MakePlacer, StatePlacer, move_state_to_host, place_loaded_state
 from lightning_zero.optim.support import (
     check_capture,
+    check_matrices,
     check_members,
     check_offload,
     check_optimizer,
@@ -79,8 +80,11 @@ class OptimizerSteps:
             if self.on_host:
                 check_offload(optimizer)
                 optimizer.register_state_dict_pre_hook(lambda _: self.settle())
-            options = self._host(), self.bf16_state
-            stepper = OptimizerStepper(optimizer, self._sharder, *_capture_options(self.config), *options)
+            bucket = int(self.config.tuning.matrix_bucket_mb * 2**20)
+            capture, emulate = _capture_options(self.config)
+            stepper = OptimizerStepper(
+                optimizer, self._sharder, capture, emulate, self._host(), self.bf16_state, bucket
+            )
             self._steppers[optimizer] = stepper
         return stepper
 
@@ -277,6 +281,7 @@ class OptimizerSteps:
                 optimizer, self.stepper(optimizer).eager_reason, self.config.controlling_option("cuda_graph_step")
             )
         check_members(optimizer.param_groups, type(optimizer).__name__, self._sharder.find)
+        check_matrices(optimizer, self._sharder.find, self._masters_on_host)
         speed_up_zero_grad(optimizer)
 
     def arrange(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -320,5 +325,6 @@ def _capture_options(config: EngineConfig) -> tuple[bool | str, bool]:
     return config.cuda_graph_step, config.tuning.emulate_cuda_graph_step
 
 
-def _memory_options(config: EngineConfig) -> tuple[tuple[str, ...], str | None, bool]:
-    return config.offload, config.tuning.state_dtype, bool(config.tuning.grad_aliasing)
+def _memory_options(config: EngineConfig) -> tuple[tuple[str, ...], str | None, bool, float]:
+    tuning = config.tuning
+    return config.offload, tuning.state_dtype, bool(tuning.grad_aliasing), tuning.matrix_bucket_mb

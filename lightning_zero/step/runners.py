@@ -13,10 +13,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from lightning_zero.offload.staging_ring import StagingRing
-from lightning_zero.optim.flat_runs import State
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE
+from lightning_zero.optim.flat_runs import State, StateOnHost
+from lightning_zero.optim.matrix_exchange import MatrixGroup
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import is_torch_optimizer
+from lightning_zero.optim.update_rules import MatrixRule, needs_matrices, rule_for
 from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
 
 
@@ -113,11 +116,15 @@ def reason_not_captured(
 class CapturedRunner:
     """Replays a layout's step, after the optimizer itself has made the first step and the state.
 
+    An optimizer of matrices makes no step itself: its state begins as zeros.
+
     Args:
         compile_kernels: Compile the update with Inductor; otherwise run it op by op.
-        ring: Staging ring for state on the host; None if state is on the device.
-        captures: Replay steps. If False, only layouts with bfloat16 state are stepped, which the optimizer cannot do
-            itself.
+        host: Host memory of the state; None if state is on the device.
+        captures: Replay steps. If False, only layouts that the optimizer cannot step itself are stepped: those with
+            bfloat16 state or matrices.
+        matrix_group: The ranks that hold each matrix together.
+        matrix_bucket_bytes: See :class:`StepKernel`.
 
     Attributes:
         replays: Number of steps that were one graph launch.
@@ -131,15 +138,18 @@ class CapturedRunner:
         layouts: StepLayouts,
         device: torch.device,
         compile_kernels: bool,
-        ring: StagingRing | None = None,
+        host: StateOnHost | None = None,
         captures: bool = True,
+        matrix_group: MatrixGroup | None = None,
+        matrix_bucket_bytes: int = 1 << 28,
     ) -> None:
         self._optimizer = optimizer
         self._layouts = layouts
         self._device = device
         self._compile = compile_kernels
-        self._ring = ring
+        self._host = host
         self._captures = captures
+        self._matrix_options = matrix_group, matrix_bucket_bytes
         self._kernels: WeakKeyDictionary[StepLayout, StepKernel] = WeakKeyDictionary()
         self.replays = 0
 
@@ -155,24 +165,58 @@ class CapturedRunner:
         if layout in self._kernels:
             return True
         bf16_state = any(run.bf16_state for run in layout.runs)
+        matrices = needs_matrices(self._optimizer)
         # The rounding of bfloat16 state must not depend on steps made by the optimizer itself.
-        if not bf16_state and (layout.eager_steps == 0 or not self._captures):
+        if not bf16_state and not matrices and (layout.eager_steps == 0 or not self._captures):
             return False
         if not layout.runs:
             return False
+        if matrices:
+            self._make_state(layout, own)
         if not StepKernel.supports(self._optimizer, own.groups, layout.runs):
+            if matrices:
+                raise UnsupportedError(
+                    f"{type(self._optimizer).__name__} cannot step these parameters: each group needs a rule, and "
+                    "complex parameters are not supported. Give them to another optimizer."
+                )
             return False
         moved = [run.move_counts(self._device) for run in layout.runs]
         if any(moved):
             # The other layouts view the old counts.
             self._layouts.drop_others(layout)
         self._kernels[layout] = StepKernel(
-            self._optimizer, own.groups, layout.runs, self._device, self._compile, self._ring, self._captures
+            self._optimizer,
+            own.groups,
+            layout.runs,
+            self._device,
+            self._compile,
+            None if self._host is None else self._host.ring,
+            self._captures,
+            *self._matrix_options,
         )
         for run in layout.runs:
             run.export_state(own.state)
         self._layouts.remember_state(own.state)
         return True
+
+    def _make_state(self, layout: StepLayout, own: OwnParams) -> None:
+        """Make the state that the rules read, as far as it is missing."""
+        memory = None if self._host is None else self._host.memory
+        for run in layout.runs:
+            rule = rule_for(self._optimizer, own.groups[run.group])
+            if rule is None:
+                continue
+            for name in rule.state:
+                if name not in run.state:
+                    dtype = STATE_DTYPE if name in run.bf16_state else run.param.dtype
+                    run.state[name] = run.empty(dtype, memory).zero_().view(run.param.shape)
+            counts = (*rule.counts, *(() if isinstance(rule, MatrixRule) else ("step",)))
+            if run.bf16_state and "step" not in (*counts, *run.counts):
+                counts = (*counts, ROUNDING_COUNT)
+            for name in counts:
+                if name not in run.counts:
+                    run.state[name] = torch.zeros((), device=self._device)
+            run.export_state(own.state)
 
     def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
         with torch.no_grad():

@@ -24,6 +24,7 @@ from lightning_zero.optim.flat_runs import FlatRun, State, make_flat_runs
 from lightning_zero.optim.grad_norms import clip_factor, norm_dtype
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import check_members
+from lightning_zero.optim.update_rules import MatrixRule, rule_for
 from lightning_zero.sharding.layout import as_real
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.sharder import Sharder
@@ -185,7 +186,7 @@ class StepLayouts:
                 if self._one_per_parameter
                 else "its parameters are stepped together"
             )
-        if _settings(own.groups) != self._made_for[0]:
+        if self._settings(own.groups) != self._made_for[0]:
             return "its parameter groups or their settings changed"
         if own.state is not self._made_for[1] or not _identical(_values(own.state), self._values):
             return "its state was loaded or replaced"
@@ -200,7 +201,13 @@ class StepLayouts:
         self._by_pattern.clear()
         self._kinds.clear()
         # holds the groups, so that their ids are not reused
-        self._made_for = _settings(own.groups), own.state, list(own.groups)
+        self._made_for = self._settings(own.groups), own.state, list(own.groups)
+
+    def _settings(self, groups: Groups) -> Any:
+        """Return all settings that a layout depends on."""
+        rules = [rule_for(self._optimizer, group) for group in groups]
+        # Numbers such as the iterations of Newton-Schulz are constants of the rule.
+        return _settings(groups), [id(rule) if isinstance(rule, MatrixRule) else None for rule in rules]
 
     def _has_gradient(self, param: Tensor) -> bool | int:
         """Return True if the parameter has a gradient; move it to the engine's gradient memory.

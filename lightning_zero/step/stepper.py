@@ -22,6 +22,8 @@ from lightning_zero.compat.modules import global_pre_hooks
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.optim.flat_runs import StateOnHost
 from lightning_zero.optim.grad_norms import all_reduce_sum
+from lightning_zero.optim.matrix_exchange import MatrixGroup
+from lightning_zero.optim.update_rules import needs_matrices
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch, without_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.chunked_step import ChunkedRunner
@@ -126,6 +128,7 @@ class OptimizerStepper:
         emulate: Debugging: compute on any device as a captured step does, without a graph.
         host: Host memory of shard-sized state; None keeps it on the shards' device.
         bf16_state: Keep shard-sized state of large parameters in bfloat16, stochastically rounded.
+        matrix_bucket_bytes: See :class:`~lightning_zero.optim.step_kernel.StepKernel`.
 
     Attributes:
         eager_reason: Why steps are never captured; None if they are.
@@ -139,6 +142,7 @@ class OptimizerStepper:
         emulate: bool = False,
         host: StateOnHost | None = None,
         bf16_state: bool = False,
+        matrix_bucket_bytes: int = 1 << 28,
     ) -> None:
         device = sharder.executor.device
         self._sharder, self._weights = sharder, sharder.executor.weights
@@ -155,12 +159,16 @@ class OptimizerStepper:
             log.debug(
                 "Optimizer step: not captured (optimizer=%s, reason=%s)", type(optimizer).__name__, self.eager_reason
             )
-        compile_kernels, ring = device.type == "cuda", host.ring if host else None
-        self._captured = CapturedRunner(optimizer, self._layouts, device, compile_kernels, ring, self._graphs)
+        matrices = needs_matrices(optimizer)
+        group = MatrixGroup.from_mesh(sharder.mesh, sharder.executor.collective) if matrices else None
+        self._captured = CapturedRunner(
+            optimizer, self._layouts, device, device.type == "cuda", host, self._graphs, group, matrix_bucket_bytes
+        )
         # The first runner that can step a layout is used.
         in_chunks = host is not None or bf16_state
         own: StepRunner = ChunkedRunner(optimizer, self._layouts, host) if in_chunks else EagerRunner(self._layouts)
-        self._runners: Sequence[StepRunner] = (self._captured, own) if self._graphs or bf16_state else (own,)
+        by_rule = self._graphs or bf16_state or matrices
+        self._runners: Sequence[StepRunner] = (self._captured, own) if by_rule else (own,)
         self.runner: StepRunner | None = None
         self._clip: tuple[StepLayout, float] | None = None  # clipping left to the step
         self._step_pre_hook: Any = None  # runs after users' pre-hooks and begins the step

@@ -64,11 +64,11 @@ def one_optimizer_of_two_models() -> None:
         fabric.setup_optimizers(torch.optim.AdamW([p for model in models for p in model.parameters()]))
 
 
-@wrong(r"UnsupportedError: Muon orthogonalizes full matrices.*Use an optimizer that treats elements one by one")
+@wrong(r"UnsupportedError: Adafactor keeps row and column statistics.*Use an optimizer that treats elements one by one")
 def an_optimizer_that_needs_whole_matrices() -> None:
     model = nn.Sequential(nn.Linear(64, 64, bias=False))
     try:
-        make_fabric("eager").setup(model, torch.optim.Muon(model.parameters()))
+        make_fabric("eager").setup(model, torch.optim.Adafactor(model.parameters()))
     finally:
         unshard(model)
 

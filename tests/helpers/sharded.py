@@ -97,7 +97,7 @@ def whole_all(
             begin += layout.shard_numel
             padding = flat[layout.numel :]
             assert any_padding or not padding.any(), f"{name}: padding holds {padding[padding != 0][:4].tolist()}"
-            out[name] = flat[: layout.numel].view(layout.shape)
+            out[name] = layout.full_view(flat)
     return out
 
 

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
+from tests.helpers.muon import WideMuon
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import (
     INPUTS,
@@ -86,6 +87,7 @@ OPTIMIZERS: dict[str, Any] = {
     "Adam with amsgrad": lambda params: torch.optim.Adam(params, lr=1e-2, amsgrad=True, eps=1e-3, foreach=False),
     "Adamax": lambda params: torch.optim.Adamax(params, lr=1e-2, eps=1e-3),
     "Rprop": lambda params: torch.optim.Rprop(params, lr=1e-2),
+    "Muon of matrices": lambda params: WideMuon([param for param in params if param.ndim > 1], lr=1e-2),
 }
 
 

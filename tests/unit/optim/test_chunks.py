@@ -97,5 +97,5 @@ def test_what_is_on_the_device_stays_there() -> None:
 
 def test_a_stretch_has_room_for_its_master() -> None:
     ring = StagingRing(CPU, SMALL)
-    counts = [len(list(ChunkedState([run(away)], lambda s: list(s.state), ring)._chunks)) for away in (False, True)]
+    counts = [len(list(ChunkedState([run(away)], lambda s: list(s.state), ring).chunks)) for away in (False, True)]
     assert counts[1] > counts[0] > MIN_SLOTS

@@ -1,0 +1,149 @@
+"""Update rules of optimizers that need a parameter's full matrix, such as Muon.
+
+Such an update has three parts. ``prepare`` updates elementwise state on every rank's flat shard and returns the shard's
+part of the update. ``transform`` receives the full updates on one rank, which owns the matrix in this step. ``finish``
+applies the transformed update to the shards, elementwise again. ``optim/matrix_exchange.py`` moves the updates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.errors import UnsupportedError
+
+Tensors = dict[str, Tensor]
+
+
+def as_matrices(shape: torch.Size) -> tuple[int, int, int]:
+    """Return (number, rows, columns) of the matrices in a parameter of this shape.
+
+    A 3-D parameter is a batch of matrices, such as one per expert. A convolution's weight is one matrix, with one row
+    per output channel.
+
+    Raises:
+        UnsupportedError: The parameter has fewer than two dimensions.
+    """
+    if len(shape) < 2:
+        raise UnsupportedError(
+            f"An optimizer of matrices got a parameter of shape {tuple(shape)}. Give it the parameters with two or "
+            "more dimensions: [p for p in self.parameters() if p.ndim >= 2], and the others to AdamW."
+        )
+    return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (1, shape[0], math.prod(shape[1:]))
+
+
+@dataclass(frozen=True)
+class MatrixRule:
+    """The update of one optimizer of full matrices.
+
+    Attributes:
+        settings: Floats of a parameter group that the rule reads, by name; ``"betas.0"`` is the first of a pair.
+        state: Names of the parameter-shaped state, which is sharded.
+        scalars: (settings, 0-dim float64; step count) -> 0-dim float64 tensors.
+        prepare: (parameter, gradient, state, scalars; flat shards in float32) -> (update, new state). Elementwise.
+        transform: (updates of shape (number, rows, columns) in ``dtype``) -> transformed updates of the same shape. The
+            updates may be overwritten.
+        finish: (parameter, update, scalars; flat shards in float32; factor) -> new parameter. Elementwise.
+        factor: (parameter's shape) -> number that ``finish`` receives.
+        flops: (rows, columns) -> operations of ``transform`` for one matrix, by which matrices are assigned to ranks.
+        dtype: In which updates are sent and transformed.
+        counts: Names of 0-dim state other than ``step``.
+    """
+
+    settings: tuple[str, ...]
+    state: tuple[str, ...]
+    scalars: Callable[[Tensors, Tensor], Tensors]
+    prepare: Callable[[Tensor, Tensor, Tensors, Tensors], tuple[Tensor, Tensors]]
+    transform: Callable[[Tensor], Tensor]
+    finish: Callable[[Tensor, Tensor, Tensors, float], Tensor]
+    factor: Callable[[torch.Size], float] = lambda shape: 1.0
+    flops: Callable[[int, int], float] = lambda rows, columns: float(rows * columns)
+    dtype: torch.dtype = torch.bfloat16
+    counts: tuple[str, ...] = ()
+
+
+def newton_schulz_flops(rows: int, columns: int) -> float:
+    """Return the operations of one Newton-Schulz iteration, up to a constant."""
+    short, long = sorted((rows, columns))
+    return float(short * short * (2 * long + short))
+
+
+def newton_schulz(updates: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
+    """Return approximate orthogonal factors of matrices, as ``torch.optim.Muon`` computes them.
+
+    The iteration is the quintic one of Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
+
+    Args:
+        updates: Matrices of shape (number, rows, columns).
+        coefficients: a, b, c of ``a X + b (X X^T) X + c (X X^T)^2 X``.
+        steps: Number of iterations.
+        eps: Lower bound of the Frobenius norm by which a matrix is divided first.
+    """
+    a, b, c = coefficients
+    x = updates.mT if updates.size(-2) > updates.size(-1) else updates
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if updates.size(-2) > updates.size(-1) else x
+
+
+_FACTORS: Mapping[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),  # from torch 2.15 on
+}
+
+
+def muon(group: Mapping[str, Any]) -> MatrixRule:
+    """Return the rule of ``torch.optim.Muon`` for a parameter group."""
+    return _muon(
+        bool(group["nesterov"]),
+        tuple(group["ns_coefficients"]),
+        int(group["ns_steps"]),
+        float(group["eps"]),
+        group["adjust_lr_fn"] or "original",
+        torch.bfloat16,
+    )
+
+
+@cache
+def _muon(
+    nesterov: bool, coefficients: tuple[float, float, float], steps: int, eps: float, adjust: str, dtype: torch.dtype
+) -> MatrixRule:
+    """Muon (Jordan et al., 2024), with the learning rate factors of ``torch.optim.Muon``."""
+    if adjust not in _FACTORS:
+        raise UnsupportedError(f"adjust_lr_fn={adjust!r} of Muon is not known here. Use one of {sorted(_FACTORS)}.")
+
+    def scalars(setting: Tensors, step: Tensor) -> Tensors:
+        return {
+            "lr": setting["lr"],
+            "keep": 1 - setting["lr"] * setting["weight_decay"],
+            "momentum": setting["momentum"],
+            "rise": 1 - setting["momentum"],
+        }
+
+    def prepare(param: Tensor, grad: Tensor, state: Tensors, s: Tensors) -> tuple[Tensor, Tensors]:
+        average = torch.lerp(state["momentum_buffer"], grad, s["rise"])
+        return torch.lerp(grad, average, s["momentum"]) if nesterov else average, {"momentum_buffer": average}
+
+    def finish(param: Tensor, update: Tensor, s: Tensors, factor: float) -> Tensor:
+        return param * s["keep"] - update * (s["lr"] * factor)
+
+    return MatrixRule(
+        settings=("lr", "momentum", "weight_decay"),
+        state=("momentum_buffer",),
+        scalars=scalars,
+        prepare=prepare,
+        transform=lambda updates: newton_schulz(updates, coefficients, steps, eps),
+        finish=finish,
+        factor=lambda shape: _FACTORS[adjust](*as_matrices(shape)[1:]),
+        flops=newton_schulz_flops,
+        dtype=dtype,
+    )

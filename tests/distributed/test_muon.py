@@ -1,0 +1,304 @@
+"""Muon on shards: the weights of a single process, whatever the options, and checkpoints at any world size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_zero.engine import Engine
+from tests.helpers.muon import WideMuon
+from tests.helpers.sharded import engine_for, whole_params, whole_state
+from tests.ranks.pool import Ranks
+
+STEPS = 20
+ROWS = 12  # a batch, divisible by 1, 2 and 3
+
+
+class Net(nn.Module):
+    """Matrices of several shapes, some alike; a convolution, a batch of experts, vectors, and an unused part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(61, 70), nn.Linear(70, 33)
+        self.alike = nn.ModuleList(nn.Linear(70, 70, bias=False) for _ in range(3))
+        self.conv = nn.Conv2d(2, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.experts = nn.Parameter(torch.randn(3, 35, 70) / 8)
+        self.unused = nn.Linear(7, 5)
+        self.norm = nn.LayerNorm(70)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for layer in self.alike:
+            x = x + torch.tanh(layer(x))
+        x = x + self.conv(x.view(-1, 2, 5, 7)).mean(1).repeat(1, 1, 2).view(-1, 70)
+        x = torch.cat([x @ expert.T for expert in self.experts], 1)[:, :70]
+        return self.last(self.norm(x))
+
+
+def batch(step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(step)
+    x, y = torch.randn(ROWS, 61, generator=rng), torch.randn(ROWS, 33, generator=rng)
+    return x[rank::world], y[rank::world]
+
+
+def optimizers(model: nn.Module, muon: Any = WideMuon, **options: Any) -> list[torch.optim.Optimizer]:
+    matrices = [param for param in model.parameters() if param.ndim >= 2]
+    others = [param for param in model.parameters() if param.ndim < 2]
+    options = {"lr": 0.02, "weight_decay": 0.1} | options
+    return [muon(matrices, **options), torch.optim.AdamW(others, lr=0.01, eps=1e-4)]
+
+
+CLIP = 0.5
+NOISE = 0.02  # weights are about 0.1; an update of Muon changes each element by about 0.02 / 8 per step
+
+
+def plain(steps: int = STEPS, clip: float | None = None, **options: Any) -> dict[str, Any]:
+    model = Net()
+    steppers = optimizers(model, **options)
+    for step in range(steps):
+        x, y = batch(step)
+        ((model(x) - y) ** 2).mean().backward()
+        for optimizer in steppers:
+            if clip is not None:
+                nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], clip)
+            optimizer.step()
+        for optimizer in steppers:
+            optimizer.zero_grad()
+    names = {param: name for name, param in model.named_parameters()}
+    state = {
+        f"{names[param]}.momentum_buffer": entries["momentum_buffer"] for param, entries in steppers[0].state.items()
+    }
+    return {"params": {name: param.detach() for name, param in model.named_parameters()}, "state": state}
+
+
+def take_steps(engine: Engine, model: nn.Module, steppers: list[Any], steps: range, clip: float | None) -> None:
+    for step in steps:
+        x, y = batch(step, engine.rank, engine.world_size)
+        with engine.train_step():
+            loss = ((model(x) - y) ** 2).mean()
+        loss.backward()
+        for optimizer in steppers:
+            with engine.optimizers.stepping(optimizer, clip=clip):
+                optimizer.step()
+        for optimizer in steppers:
+            optimizer.zero_grad()
+
+
+@contextmanager
+def sharded(muon: dict[str, Any], backend: str = "eager", **options: Any) -> Iterator[tuple[Engine, Net, list[Any]]]:
+    model = Net()
+    with engine_for(model, backend, **options) as engine:
+        steppers = optimizers(model, **muon)
+        for optimizer in steppers:
+            engine.optimizers.check(optimizer)
+        engine.optimizers.arrange(steppers)
+        yield engine, model, steppers
+
+
+SMALL = {"matrix_bucket_mb": 0.01}  # several buckets
+# name: (options of the strategy, of Muon, clip)
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], float | None]] = {
+    "plain": ({}, {}, None),
+    "small buckets, clipped": (SMALL, {}, CLIP),
+    "captured": (SMALL | {"emulate_cuda_graph_step": True}, {}, CLIP),
+    "compiled": ({"backend": "aot_eager"}, {}, None),
+    "stage 2": ({"stage": 2}, {"nesterov": False}, None),
+    "stage 1": ({"stage": 1}, {"adjust_lr_fn": "match_rms_adamw"}, None),
+    "state on the host": (SMALL | {"offload": ("optimizer",), "offload_buffer_mb": 0.01}, {"ns_steps": 3}, CLIP),
+    "hosts": ({"ranks_per_host": 1}, {}, None),
+    "replicated": ({"ranks_per_host": 1, "replicate_over": "hosts"}, {}, None),
+}
+
+
+def close(found: Tensor, expected: Tensor, *what: str) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5, msg=lambda text: f"{', '.join(what)}: {text}")
+
+
+def train_all() -> dict[str, Any]:
+    found = {}
+    for name, (options, muon, clip) in WAYS.items():
+        if "replicate_over" in options and dist.get_world_size() == 1:
+            continue
+        with sharded(muon, **options) as (engine, model, steppers):
+            take_steps(engine, model, steppers, range(STEPS), clip)
+            found[name] = {"params": whole_params(engine, model), "state": whole_state(engine, steppers[0])}
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.exhaustive_variants("1")
+def test_weights_and_momentum_are_those_of_one_process(ranks: Ranks, world_size: int) -> None:
+    for found in ranks.run(world_size, train_all, deadline=240):
+        assert len(found) >= len(WAYS) - 1
+        for name, values in found.items():
+            _, muon, clip = WAYS[name]
+            expected = plain(clip=clip, **muon)
+            for part, tensors in values.items():
+                assert tensors.keys() >= {key for key in expected[part] if "unused" not in key}, (name, part)
+                for key, value in tensors.items():
+                    close(value, expected[part][key], name, key)
+
+
+class Flat(nn.Module):
+    """Parameters that ``torch.optim.Muon`` accepts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(70, 70, bias=False) for _ in range(3))
+        self.wide = nn.Linear(70, 130, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.wide(x)
+
+
+def flat_batch(step: int, rank: int = 0, world: int = 1) -> Tensor:
+    return torch.randn(ROWS, 70, generator=torch.Generator().manual_seed(step))[rank::world]
+
+
+def plain_flat(steps: range, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for step in steps:
+        model(flat_batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def flat_steps(engine: Engine, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, **begin: Any) -> None:
+    for step in steps:
+        with engine.train_step():
+            loss = model(flat_batch(step, engine.rank, engine.world_size)).square().mean()
+        loss.backward()
+        with engine.optimizers.stepping(optimizer, **begin):
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+@contextmanager
+def flat(make: Any = torch.optim.Muon, **options: Any) -> Iterator[tuple[Engine, Flat, torch.optim.Optimizer]]:
+    model = Flat()
+    with engine_for(model, "eager", **SMALL | options) as engine:
+        optimizer = make(model.parameters(), lr=0.02)
+        engine.optimizers.check(optimizer)
+        engine.optimizers.arrange([optimizer])
+        yield engine, model, optimizer
+
+
+def _torchs_own() -> dict[str, Tensor]:
+    with flat() as (engine, model, optimizer):
+        flat_steps(engine, model, optimizer, range(STEPS))
+        return whole_params(engine, model)
+
+
+def _states() -> dict[str, Any]:
+    """Train 6 steps; then with skips, another setting, and a frozen layer; return what each leaves."""
+    found = {}
+    for emulate in (False, True):
+        with flat(WideMuon, emulate_cuda_graph_step=emulate) as (engine, model, optimizer):
+            flat_steps(engine, model, optimizer, range(3))
+            skip = torch.ones(())
+            flat_steps(engine, model, optimizer, range(3, 5), skip=skip)  # as a loss scaler skips
+            optimizer.param_groups[0]["ns_steps"] = 3
+            flat_steps(engine, model, optimizer, range(5, 7))
+            model.wide.requires_grad_(False)
+            flat_steps(engine, model, optimizer, range(7, 9))
+            found[f"captured: {emulate}"] = whole_params(engine, model)
+    return found
+
+
+def _narrow() -> dict[str, Any]:
+    with flat(WideMuon, state_dtype="bf16") as (engine, model, optimizer):
+        flat_steps(engine, model, optimizer, range(6))
+        kinds = {value.dtype for entries in optimizer.state.values() for value in entries.values() if value.dim()}
+        return {"params": whole_params(engine, model), "kinds": kinds}
+
+
+def _everything() -> dict[str, Any]:
+    return {"torch": _torchs_own(), "states": _states(), "narrow": _narrow()}
+
+
+def test_options_and_events_change_what_they_should(ranks: Ranks) -> None:
+    model = Flat()
+    plain_flat(range(STEPS), model, torch.optim.Muon(model.parameters(), lr=0.02))
+    own = {name: param.detach() for name, param in model.named_parameters()}
+    model = Flat()
+    optimizer = WideMuon(model.parameters(), lr=0.02)
+    plain_flat(range(3), model, optimizer)
+    optimizer.param_groups[0]["ns_steps"] = 3
+    plain_flat(range(5, 7), model, optimizer)
+    model.wide.requires_grad_(False)
+    plain_flat(range(7, 9), model, optimizer)
+    events = {name: param.detach() for name, param in model.named_parameters()}
+    model = Flat()
+    plain_flat(range(6), model, WideMuon(model.parameters(), lr=0.02))
+    six = {name: param.detach() for name, param in model.named_parameters()}
+    for found in ranks.run(2, _everything):
+        for name, value in own.items():
+            # bfloat16 products round differently in batches
+            torch.testing.assert_close(found["torch"][name], value, rtol=0, atol=NOISE)
+        for way, params in found["states"].items():
+            for name, value in events.items():
+                close(params[name], value, way, name)
+        assert found["narrow"]["kinds"] == {torch.bfloat16}
+        for name, value in six.items():
+            difference = (found["narrow"]["params"][name] - value).abs().max()
+            assert 0 < difference < NOISE, (name, difference)
+
+
+# -- checkpoints
+
+
+def _saves(path: str) -> dict[str, Any]:
+    with flat(WideMuon) as (engine, model, optimizer):
+        flat_steps(engine, model, optimizer, range(4))
+        weights, state = engine.model_state(), engine.optimizer_state(optimizer)
+        if engine.rank == 0:
+            torch.save({"weights": weights, "state": state}, path)
+        return whole_params(engine, model)
+
+
+def _resumes(path: str) -> dict[str, Tensor]:
+    saved = torch.load(path)
+    with flat(WideMuon) as (engine, model, optimizer):
+        with engine.full_parameters():
+            model.load_state_dict(saved["weights"])
+        engine.load_optimizer_state(optimizer, saved["state"])
+        flat_steps(engine, model, optimizer, range(4, 8))
+        return whole_params(engine, model)
+
+
+def test_checkpoints_are_those_of_plain_torch_at_any_world_size(ranks: Ranks, tmp_path: Any) -> None:
+    path = str(tmp_path / "muon.pt")
+    model = Flat()
+    optimizer = WideMuon(model.parameters(), lr=0.02)
+    plain_flat(range(8), model, optimizer)
+    expected = {name: param.detach() for name, param in model.named_parameters()}
+
+    def check(params: dict[str, Tensor]) -> None:
+        for name, value in expected.items():
+            torch.testing.assert_close(params[name], value, rtol=0, atol=1e-5)
+
+    ranks.run(2, _saves, path)
+    for found in ranks.run(3, _resumes, path):
+        check(found)
+    saved = torch.load(path)
+    model = Flat()
+    model.load_state_dict(saved["weights"])
+    optimizer = WideMuon(model.parameters(), lr=0.02)
+    optimizer.load_state_dict(saved["state"])
+    plain_flat(range(4, 8), model, optimizer)
+    check({name: param.detach() for name, param in model.named_parameters()})
+    model = Flat()
+    optimizer = WideMuon(model.parameters(), lr=0.02)
+    plain_flat(range(4), model, optimizer)
+    torch.save({"weights": model.state_dict(), "state": optimizer.state_dict()}, path)
+    for found in ranks.run(2, _resumes, path):
+        check(found)
