@@ -49,18 +49,6 @@ def engine_of(module: nn.Module) -> Engine | None:
 class Engine(PickledAsNone):
     """Shard and train one module over all ranks of a process group, in loops without Lightning.
 
-    On every rank::
-
-        engine = Engine(device, EngineConfig(compile=True))  # after torch.distributed.init_process_group()
-        engine.shard(model)  # or build the model inside engine.construction(): no rank then holds all of it
-        optimizer = torch.optim.AdamW(model.parameters())  # engine.optimizers.check(optimizer) raises if unsupported
-        with engine.train_step():  # around each forward; the first one runs eagerly and finds the modules to compile
-            loss = model(batch)
-        loss.backward()  # reduces gradients and accumulates them until zero_grad()
-        with engine.optimizers.stepping(optimizer, clip=1.0) as norm:  # clip is optional
-            optimizer.step()
-        engine.eval_step()  # before each forward without gradients
-
     Without ``train_step`` and ``stepping`` the results are the same, but computed eagerly and with more memory.
 
     Args:
@@ -70,6 +58,19 @@ class Engine(PickledAsNone):
         skip_modules: Module types that are never compiled.
         observe: Called with every compiled graph.
         report: Called on every rank with one line per compilation event.
+
+    Examples:
+        On every rank::
+
+            engine = Engine(device, EngineConfig(compile=True))  # after torch.distributed.init_process_group()
+            engine.shard(model)  # or build it inside engine.construction(): no rank then holds all of it
+            optimizer = torch.optim.AdamW(model.parameters())
+            with engine.train_step():  # around each forward; the first one runs eagerly
+                loss = model(batch)
+            loss.backward()  # reduces gradients and accumulates them until zero_grad()
+            with engine.optimizers.stepping(optimizer, clip=1.0) as norm:  # clip is optional
+                optimizer.step()
+            engine.eval_step()  # before each forward without gradients
     """
 
     def __init__(
@@ -120,14 +121,17 @@ class Engine(PickledAsNone):
 
     @property
     def device(self) -> torch.device:
+        """Return the device of this rank."""
         return self.mesh.device
 
     @property
     def rank(self) -> int:
+        """Return the number of this rank among all ranks of the mesh."""
         return self.mesh.rank
 
     @property
     def world_size(self) -> int:
+        """Return the number of ranks of the mesh."""
         return self.mesh.world_size
 
     def configure(self, config: EngineConfig) -> None:

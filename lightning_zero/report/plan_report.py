@@ -66,7 +66,7 @@ class PlanReport(Callback):
     Raises:
         MisconfigurationException: (in ``setup``) The strategy is no ``ZeroStrategy``.
 
-    Example:
+    Examples:
         >>> from lightning_zero import PlanReport
         >>> report = PlanReport("report")  # pass it as Trainer(callbacks=[report])
     """
