@@ -44,8 +44,10 @@ STYLE = """
 :root { color-scheme: light; print-color-adjust: exact; -webkit-print-color-adjust: exact }
 * { box-sizing: border-box }
 body { font: 16px/1.5 system-ui, sans-serif; margin: 0 auto; max-width: 80rem; padding: 1.5rem; color: #1b1b1b }
+h1, h2, h3, p, li { overflow-wrap: anywhere }
 h1 { font-size: 1.6rem; line-height: 1.2; margin: 0 }
 h2 { font-size: 1.25rem; margin: 0 0 .25rem }
+h2.details { margin-top: 1.25rem }
 h3 { font-size: 1rem; margin: 1.5rem 0 .25rem }
 p { margin: .25rem 0 .75rem }
 .note, .facts { color: #4a4a4a; font-size: .9rem }
@@ -114,7 +116,7 @@ def draw_page(numbers: TrainingNumbers, details: Details) -> str:
         f"{numbers.steps:,} optimizer steps{so_far}. All numbers are those of rank 0.</p>",
         f'<div class="cards"><div>{_time(numbers)}{_over_step(numbers)}</div><div>{_memory(numbers)}</div></div>',
         f"<section><h2>Summary</h2><p>{' '.join(escape(s) for s in summary_sentences(numbers))}</p></section>",
-        '<h2 style="margin-top:1.25rem">Details</h2>',
+        '<h2 class="details">Details</h2>',
         _graphs("Graphs of training", "They ran in training batches.", details.training),
         _graphs(
             "Graphs of evaluation",
