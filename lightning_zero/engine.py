@@ -169,10 +169,7 @@ class Engine(PickledAsNone):
         self.session.check_plan(digest, text)
 
     def construction(self) -> AbstractContextManager[None]:
-        """Shard modules while they are built in this context. Collective.
-
-        See :mod:`lightning_zero.sharding.construction`.
-        """
+        """Shard modules while they are built in this context, so that no rank holds all of a module. Collective."""
         return sharded_construction(self.sharder, self.checkpoints.hooks)
 
     def shard(self, module: nn.Module) -> None:

@@ -91,8 +91,7 @@ def plan(
         device: Name in ``lightning_zero.profiling.devices``, such as ``"H200"``, or a :class:`Device`.
         precision: ``precision`` of the Trainer.
         training: Loss, optimizer, accumulation and hosts; by default those of the LightningModule.
-        options: Options of ``ZeroStrategy``. With ``memory``, :attr:`TrainingPlan.memory` is the plan within that
-            limit, in GiB.
+        options: Options of ``ZeroStrategy``. With ``memory`` in GiB, the result has a plan within that limit.
 
     Returns:
         Estimated bytes and seconds of one rank; ``print()`` shows them as tables.

@@ -76,8 +76,8 @@ td:first-child { overflow-wrap: anywhere }
 .axis { display: flex; justify-content: space-between; font-size: .8rem; color: #4a4a4a; margin-bottom: .5rem }
 .swatch { display: inline-block; width: 14px; height: 14px; border: 1px solid #333; margin-right: 8px;
   vertical-align: -2px }
-.measured, .estimated { border: 1px solid #777; border-radius: 9px; font-size: .75rem; font-weight: 400; padding: 0 .45rem;
-  white-space: nowrap }
+.measured, .estimated { border: 1px solid #777; border-radius: 9px; font-size: .75rem; font-weight: 400;
+  padding: 0 .45rem; white-space: nowrap }
 .estimated { border-style: dashed; font-style: italic }
 .wide { overflow-x: auto }
 pre { font-size: .8rem; overflow-x: auto; background: #f4f4f4; padding: .75rem }
@@ -300,8 +300,8 @@ def _graph(number: int, graph: GraphPlan) -> str:
         ]
         parts.append(_table("All-gathers, in their order", heads, rows))
     if graph.reduces:
-        rows = [(", ".join(r.weights), r.dtype, _mib(r.bytes), str(r.at)) for r in graph.reduces]
-        parts.append(_table("Gradients, in their order", ("Weights", "dtype", "MiB", "At node"), rows))
+        gradient_rows = [(", ".join(r.weights), r.dtype, _mib(r.bytes), str(r.at)) for r in graph.reduces]
+        parts.append(_table("Gradients, in their order", ("Weights", "dtype", "MiB", "At node"), gradient_rows))
     return "".join(parts)
 
 

@@ -195,9 +195,7 @@ class PlanReport(Callback):
             return
         with self._forgiving("collect the measured numbers"):
             name = type(module).__name__
-            self._numbers = collect_numbers(
-                self._engine, trainer.optimizers, self._recorder, name, trainer.global_step
-            )
+            self._numbers = collect_numbers(self._engine, trainer.optimizers, self._recorder, name, trainer.global_step)
 
     def _classify(self, training: bool) -> None:
         self._classified += [training] * (len(self._strategy.plan().graphs) - len(self._classified))

@@ -13,7 +13,15 @@ from lightning_zero.report.engine_report import FORWARD_BACKWARD, memory_by_role
 from lightning_zero.report.step_metrics import exposed_per_pass
 from lightning_zero.report.step_recorder import BACKWARD, BETWEEN, FORWARD, OPTIMIZER, StepRecorder, StepTimes
 
-__all__ = ["OTHER", "PART_NAMES", "ROLE_NAMES", "TrainingNumbers", "collect_numbers", "format_size", "summary_sentences"]
+__all__ = [
+    "OTHER",
+    "PART_NAMES",
+    "ROLE_NAMES",
+    "TrainingNumbers",
+    "collect_numbers",
+    "format_size",
+    "summary_sentences",
+]
 
 PART_NAMES = {
     FORWARD: "Forward and loss",

@@ -106,6 +106,6 @@ def look_at(page: Path, folder: Path, width: int = 1280, scale: int = 1) -> Look
     found = re.search(r'<pre id="looked">(.*?)</pre>', ran.stdout, re.S)
     assert found is not None, ran.stderr[-2000:]
     looked: dict[str, Any] = json.loads(unescape(found[1]))
-    said = re.findall(r':(?:ERROR|WARNING):CONSOLE[^"]*"(.*?)", source', ran.stderr)
-    looked["errors"] += [line for line in said if line not in looked["errors"]]
+    said = re.findall(r':CONSOLE[^"]*"(.*?)", source', ran.stderr)
+    looked["errors"] += [line for line in said if re.search("error|uncaught|failed|not allowed", line, re.I)]
     return Looked(**looked)

@@ -95,9 +95,7 @@ def test_what_was_measured_stays_after_a_sample_and_an_evaluation(ranks: Ranks, 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("width", "scale"), [(800, 1), (1440, 2)])
-def test_the_page_of_a_training_is_readable_in_a_browser(
-    ranks: Ranks, tmp_path: Path, width: int, scale: int
-) -> None:
+def test_the_page_of_a_training_is_readable_in_a_browser(ranks: Ranks, tmp_path: Path, width: int, scale: int) -> None:
     find_browser()
     ranks.run(2, _train_and_evaluate, str(tmp_path), deadline=120)
     looked = look_at(tmp_path / "report.html", tmp_path, width, scale)

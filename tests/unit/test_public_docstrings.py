@@ -58,7 +58,14 @@ def test_all_arguments_are_described(name: str) -> None:
     if name == "EngineConfig":  # its docstring refers to that of the strategy for the options
         known |= set(entries(sections(docstring_of("ZeroStrategy"))["Args"]))
     # Lightning passes these to every strategy.
-    known |= {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin", "precision"}
+    known |= {
+        "accelerator",
+        "parallel_devices",
+        "cluster_environment",
+        "checkpoint_io",
+        "precision_plugin",
+        "precision",
+    }
     known |= {"fabric_precision"}
     missing = [argument for argument in inspect.signature(value).parameters if argument not in known]
     assert not missing, f"{name}: {missing}"

@@ -1,7 +1,7 @@
 """Extension of griffe: read docstrings as Python has them, and write their roles and literal blocks as Markdown.
 
-The options in the docstrings of strategies, ``EngineConfig`` and ``Tuning`` are added when the classes are made, so that
-the source does not have them.
+Options are added to the docstrings of strategies, ``EngineConfig`` and ``Tuning`` when the classes are made. The source
+does not have them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class RuntimeDocstrings(Extension):
         for name in cls.path.removeprefix(f"{cls.module.path}.").split("."):
             found = getattr(found, name, None)
         if isinstance(found, type) and "__init__" in found.__dict__:
-            cls.docstring = Docstring(runtime_docstring(found), parent=cls, parser=cls.docstring.parser)
+            cls.docstring = Docstring(as_markdown(runtime_docstring(found)), parent=cls, parser=cls.docstring.parser)
 
     def on_object(self, *, obj: Object, **kwargs: Any) -> None:
         if obj.docstring is not None:

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: add the files that pages link to outside of examples/docs, and make headings' anchors as GitHub does.
+"""Hooks of mkdocs: add linked files from outside of examples/docs, and make headings' anchors as GitHub does.
 
 A linked Markdown file becomes a page under ``files/``; other files are copied there. Links are changed to fit.
 """

@@ -60,7 +60,9 @@ def text_of(page: str) -> str:
 
 def test_the_page_opens_with_time_and_memory_then_words_then_folded_details() -> None:
     page = draw_page(ON_GPU, DETAILS)
-    places = [page.index(f"<h2>{title}") for title in ("Time of one step", "Memory over the step", "Memory of one rank")]
+    places = [
+        page.index(f"<h2>{title}") for title in ("Time of one step", "Memory over the step", "Memory of one rank")
+    ]
     places += [page.index("<h2>Summary</h2>"), page.index(">Details</h2>"), page.index("<details>")]
     assert places == sorted(places)
     before = page[: page.index("<details>")]
@@ -121,7 +123,10 @@ def test_a_training_without_a_measured_step_says_so() -> None:
         (replace(ON_GPU, exposed_estimated_s=0.0), "Try a larger batch: 93.0 GiB"),
         (replace(ON_GPU, exposed_estimated_s=0.0, not_captured={"forward_backward": "hooks"}), "against CUDA graphs"),
         (replace(ON_CPU, times=StepTimes({**TIMES.parts, "between": 0.2}, 5, 0.1, 0.2, 1)), "num_workers"),
-        (replace(ON_CPU, times=StepTimes({**TIMES.parts, "optimizer": 0.2}, 5, 0.1, 0.2, 1)), "accumulate_grad_batches"),
+        (
+            replace(ON_CPU, times=StepTimes({**TIMES.parts, "optimizer": 0.2}, 5, 0.1, 0.2, 1)),
+            "accumulate_grad_batches",
+        ),
         (ON_CPU, 'precision="bf16-mixed"'),
         (replace(ON_CPU, dtype="bfloat16"), "smaller model"),
         (replace(ON_CPU, times=None), "more steps"),
