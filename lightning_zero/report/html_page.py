@@ -79,7 +79,6 @@ td:first-child { overflow-wrap: anywhere }
 .measured, .estimated { border: 1px solid #777; border-radius: 9px; font-size: .75rem; font-weight: 400;
   padding: 0 .45rem; white-space: nowrap }
 .estimated { border-style: dashed; font-style: italic }
-.wide { overflow-x: auto }
 pre { font-size: .8rem; overflow-x: auto; background: #f4f4f4; padding: .75rem }
 dt { font-weight: 600 } dd { margin: 0 0 .5rem 1rem }
 """
@@ -231,7 +230,7 @@ def _bars(
         f'<table class="bars"><caption>{escape(caption)}</caption><tr><th class="name">{name}</th><th></th>'
         f'<th class="number">{number}</th><th class="number">{further}</th><th class="source">{source}</th></tr>'
     ]
-    largest = max(row[1] for row in rows)
+    largest = max(row[1] for row in rows) or 1.0
     for place, (label, size, value, more, known) in enumerate(rows):
         fill = f"fill{(first + (0 if same else place)) % len(COLOURS)}"
         swatch = "" if same else f'<span class="swatch {fill}"></span>'

@@ -14,7 +14,6 @@ from lightning_zero.report.step_metrics import exposed_per_pass
 from lightning_zero.report.step_recorder import BACKWARD, BETWEEN, FORWARD, OPTIMIZER, StepRecorder, StepTimes
 
 __all__ = [
-    "OTHER",
     "PART_NAMES",
     "ROLE_NAMES",
     "TrainingNumbers",
@@ -169,7 +168,8 @@ def _memory(numbers: TrainingNumbers) -> str:
         stores = f"Each rank stores {format_size(total)} of weights, gradients and optimizer state"
     else:
         stores = f"Each rank takes {format_size(total)} of the device's memory at the peak"
-    return f"{stores}; the largest part is “{ROLE_NAMES.get(role, role)}” with {size / max(total, 1):.0%} of it (measured)."
+    share = size / max(total, 1)
+    return f"{stores}; the largest part is “{ROLE_NAMES.get(role, role)}” with {share:.0%} of it (measured)."
 
 
 def _advice(numbers: TrainingNumbers, times: StepTimes) -> str:

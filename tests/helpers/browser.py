@@ -40,7 +40,7 @@ window.addEventListener("load", () => setTimeout(() => {
   }
   const words = one => one.node.data.trim().slice(0, 40);
   for (const one of texts) {
-    const scrolls = one.parent.closest("pre, .wide, nav, .navbar");
+    const scrolls = one.parent.closest("pre, nav, .navbar");
     if (!scrolls && (one.rect.right > innerWidth + 1 || one.rect.left < -1)) faults.push("outside: " + words(one));
     const box = one.parent.closest("td, th, section, li, p, h1, h2, h3, dd, dt, summary");
     if (box && !scrolls && one.rect.right > box.getBoundingClientRect().right + 1)
