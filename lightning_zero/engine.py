@@ -36,8 +36,6 @@ from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.memory_controller import MemoryController
 from lightning_zero.step.optimizer_steps import OptimizerSteps
 
-__all__ = ["Engine", "engine_of"]
-
 _ATTRIBUTE = "_zero_engine"
 
 

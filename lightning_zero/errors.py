@@ -1,14 +1,5 @@
 """Public exceptions. Each message says what is wrong, where, and what to do next."""
 
-__all__ = [
-    "CheckpointError",
-    "HostMemoryError",
-    "NativeBuildError",
-    "RankFailedError",
-    "RankMismatchError",
-    "UnsupportedError",
-]
-
 
 class CheckpointError(RuntimeError):
     """A checkpoint is incomplete, damaged or of another kind, or could not be written."""

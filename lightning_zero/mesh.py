@@ -23,8 +23,6 @@ from torch.distributed import distributed_c10d
 from lightning_zero.compat.distributed import all_gather_into, connect_lazily, default_store
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["Mesh", "RankGroup", "RunCollective", "all_max", "all_min", "boot_id", "host_name", "run_synchronously"]
-
 NO_TIMEOUT = timedelta(days=365)
 
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["program_without_lightning"]
-
 PACKAGE = Path(__file__).resolve().parent
 
 

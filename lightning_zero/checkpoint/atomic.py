@@ -23,44 +23,10 @@ from pathlib import Path
 
 from lightning_zero.errors import CheckpointError
 
-__all__ = [
-    "INCOMPLETE",
-    "LOCK_TIMEOUT_S",
-    "REMOVED",
-    "REPLACED",
-    "PinnedDirectory",
-    "becomes_visible",
-    "check_replaceable",
-    "check_replaceable_folder",
-    "concurrent_save_error",
-    "exchange",
-    "locked_for_removal",
-    "make_folders",
-    "readable_path",
-    "refresh_listing",
-    "remove",
-    "remove_leftover",
-    "replace_atomically",
-    "restore_replaced",
-    "sibling_path",
-    "sync_folder",
-    "try_lock",
-    "unlock",
-]
-
 INCOMPLETE = ".incomplete"  # a save in progress, or one that was killed
-REMOVED = ".removed"  # a leftover while the next save removes it
 REPLACED = ".replaced"  # the previous checkpoint while two renames replace it
-COPY_BYTES = 16 << 20  # of a copy, in memory at a time
+COPY_BYTES = 16 << 20  # of a copy of a remote file, in memory at a time
 MAX_NAME_BYTES, NAME_PREFIX = 255, 40  # bytes of a file name; characters of a shortened one, of up to 4 bytes each
-REMOVE_ATTEMPTS = 10  # for a folder in which another save writes
-CHANGED = (
-    errno.ENOENT,
-    errno.ENOTEMPTY,
-    errno.EEXIST,
-    errno.EISDIR,
-    errno.ENOTDIR,
-)  # raised if another save interferes
 
 LOCK_TIMEOUT_S = 5.0  # for a file that this save has just created: another save tests its lock within microseconds
 LOCK_POLL_S = 0.005
@@ -89,21 +55,22 @@ def replace_atomically(work: Path, path: Path) -> None:
     changed.
     """
     if not os.path.lexists(path):
-        _move(work, path)
-        _sync_or(lambda: _move(path, work), path.parent)
+        os.rename(work, path)
+        _sync_or(lambda: os.rename(path, work), path.parent)
     elif exchange(work, path):
         _sync_or(lambda: exchange(work, path), path.parent)
         _remove_quietly(work)
-    elif not any(_is_folder(one) for one in (work, path)) and _replace(work, path):
+    elif not any(_is_folder(one) for one in (work, path)):
+        os.replace(work, path)
         sync_folder(path.parent)
     else:
         old = sibling_path(path, REPLACED)
         remove(old)
-        _move(path, old)
+        os.rename(path, old)
         try:
-            _move(work, path)
+            os.rename(work, path)
         except OSError:
-            _move(old, path)
+            os.rename(old, path)
             raise
         sync_folder(path.parent)
         _remove_quietly(old)
@@ -116,7 +83,7 @@ def restore_replaced(path: Path) -> None:
     """
     old = sibling_path(path, REPLACED)
     if readable_path(path) == old:
-        _move(old, path)
+        os.rename(old, path)
     else:
         remove(old)
 
@@ -139,54 +106,6 @@ def _remove_quietly(path: Path) -> None:
     # The new checkpoint is complete, so the save has not failed. The next save tries again, and raises.
     with suppress(OSError):
         remove(path)
-
-
-def _replace(one: Path, other: Path) -> bool:
-    """Rename ``one`` to the existing file ``other``; return False if the file system answers EXDEV."""
-    try:
-        os.replace(one, other)
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-        return False
-    return True
-
-
-def _move(one: Path, other: Path) -> None:
-    """Rename a file or folder to the new name ``other``, or copy it if the file system answers EXDEV.
-
-    Union and overlay file systems answer EXDEV within one folder, too: for a folder of a lower layer, for example.
-    ``one`` is removed after its copy is on the disk. If the copy fails, ``one`` is unchanged and ``other`` is removed.
-    """
-    try:
-        os.rename(one, other)
-        return
-    except OSError as error:
-        if error.errno != errno.EXDEV:
-            raise
-    try:
-        _copy(one, other)
-    except BaseException:
-        with suppress(OSError):  # the first error has the cause
-            remove(other)
-        raise
-    remove(one)
-
-
-def _copy(one: Path, other: Path) -> None:
-    """Copy a file, a link or a folder, and flush it to the disk."""
-    if _is_folder(one):
-        other.mkdir()
-        for entry in os.scandir(one):
-            _copy(Path(entry.path), other / entry.name)
-        sync_folder(other)
-    elif one.is_symlink():
-        other.symlink_to(os.readlink(one))
-    else:
-        with open(one, "rb") as source, open(other, "xb") as target:
-            shutil.copyfileobj(source, target, COPY_BYTES)
-            target.flush()
-            os.fsync(target.fileno())
 
 
 def exchange(one: Path, other: Path) -> bool:
@@ -227,27 +146,6 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def remove_leftover(path: Path, ending: str) -> None:
-    """Remove the sibling of ``path`` with ``ending``.
-
-    A folder is renamed first: a save in progress in it then finds that its folder is gone, and not that single files
-    are missing.
-    """
-    work, aside = sibling_path(path, ending), sibling_path(path, REMOVED)
-    for attempts in range(REMOVE_ATTEMPTS, 0, -1):  # another save may do the same, or write into the folder
-        try:
-            remove(aside)
-            if _is_folder(work):
-                os.rename(work, aside)
-                remove(aside)
-            else:
-                remove(work)
-            return
-        except OSError as error:
-            if error.errno not in CHANGED or attempts == 1:
-                raise
 
 
 def _is_folder(path: Path) -> bool:
@@ -307,11 +205,7 @@ def unlock(descriptor: int) -> None:
 
 @contextmanager
 def locked_for_removal(work: Path, path: object) -> Iterator[None]:
-    """Hold the lock of ``work``, the leftover of a save to ``path``, while the caller removes it.
-
-    Raises:
-        CheckpointError: a save in progress writes there.
-    """
+    """Hold the lock of ``work``, the leftover of a save to ``path``, while the caller removes it."""
     descriptor = None
     with suppress(OSError):  # it does not exist
         descriptor = os.open(work, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -335,9 +229,6 @@ def concurrent_save_error(path: object) -> CheckpointError:
 class PinnedDirectory:
     """A directory that stays the same one if another process replaces it under its name.
 
-    Args:
-        folder: its current name; it need not exist.
-
     Attributes:
         path: leads to the directory as long as this object lives; the given name if ``/proc`` is not available.
     """
@@ -359,12 +250,10 @@ class PinnedDirectory:
         return self._descriptor is None or try_lock(self._descriptor, timeout_s)
 
     def unlock(self) -> None:
-        """Unlock the directory. Idempotent."""
         if self._descriptor is not None:
             unlock(self._descriptor)
 
     def is_at(self, path: Path) -> bool:
-        """Return True if ``path`` is a name of this directory."""
         try:
             return self._descriptor is not None and os.path.samestat(os.stat(path), os.fstat(self._descriptor))
         except OSError:

@@ -26,8 +26,6 @@ from torch import Tensor
 from lightning_zero.checkpoint.integrity import FileChecksum
 from lightning_zero.sharding.layout import is_strided
 
-__all__ = ["WRITE_BYTES", "ChecksumWriter", "ThreadedWriter", "WritebackQueue", "stable_memory", "write_all"]
-
 WRITE_BYTES = 16 << 20  # of one write, so that progress is reported now and then
 WINDOW = 256 << 20  # bytes that are written and not on the disk yet
 COPY_BYTES = 1 << 16  # smaller writes are copied into the queue
@@ -77,11 +75,7 @@ class WritebackQueue:
         self._unsupported = False
 
     def add(self, count: int) -> None:
-        """Start the writeback of the next ``count`` bytes, and wait for earlier ones beyond ``WINDOW``.
-
-        Raises:
-            OSError: some bytes did not reach the disk.
-        """
+        """Start the writeback of the next ``count`` bytes, and wait for earlier ones beyond ``WINDOW``."""
         self._sync_range(self._end, count, WRITE)
         self._pending.append((self._end, count))
         self._end += count
@@ -90,11 +84,7 @@ class WritebackQueue:
             self._wait_first()
 
     def drain(self, on_progress: Callable[[], object]) -> None:
-        """Wait until all is on the disk; call ``on_progress`` now and then.
-
-        Raises:
-            OSError: some bytes did not reach the disk.
-        """
+        """Wait until all is on the disk; call ``on_progress`` now and then."""
         while self._pending:
             self._wait_first()
             on_progress()

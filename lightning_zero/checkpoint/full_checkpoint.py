@@ -26,7 +26,6 @@ from lightning_zero.checkpoint.atomic import (
     locked_for_removal,
     make_folders,
     remove,
-    remove_leftover,
     replace_atomically,
     restore_replaced,
     sibling_path,
@@ -40,8 +39,6 @@ from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.host_memory import copy_to_host
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.state_dict import StateDictHooks, full_on_cpu, ignore_bytes
-
-__all__ = ["model_state", "write_full", "write_local_file", "write_remote_file"]
 
 # Object stores have no rename, and show a file only after it was closed.
 OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "obs", "tos"}
@@ -85,7 +82,6 @@ def write_full(value: Any, path: str | Path, on_write: OnWrite = lambda count: N
     On an error the previous checkpoint remains.
 
     Args:
-        value: as ``torch.save`` takes it.
         path: a local path, or a URL as fsspec takes it.
         on_write: is called, possibly from another thread, with the number of bytes after each write.
 
@@ -106,7 +102,7 @@ def write_local_file(value: Any, path: Path, on_write: OnWrite = lambda count: N
         restore_replaced(path)
         check_replaceable_folder(path)
         make_folders(path.parent)
-        remove_leftover(path, INCOMPLETE)
+        remove(sibling_path(path, INCOMPLETE))
     try:
         file = open(work, "xb", buffering=0)  # noqa: SIM115 - ThreadedWriter closes it
     except FileExistsError:

@@ -22,18 +22,6 @@ from torch import Tensor
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.layout import is_strided
 
-__all__ = [
-    "FileChecksum",
-    "checksum_of",
-    "digest_of",
-    "parse_json",
-    "tensors_in",
-    "verify_archive",
-    "verify_open_archive",
-    "verify_storages",
-    "wrap_read_errors",
-]
-
 READ_BYTES = 4 << 20  # of one read
 
 # Raised by code that meets a value of another type or size than expected. RuntimeError: torch's own errors, and
@@ -124,9 +112,6 @@ def verify_archive(
 
     Errors have its path, or ``name``. A file without CRCs passes: one in torch's older format, or saved after
     ``torch.serialization.set_crc32_options(False)``.
-
-    Raises:
-        CheckpointError: the file is damaged.
     """
     name = name or str(path)
     with wrap_read_errors(name), open(path, "rb") as file:
@@ -183,12 +168,7 @@ def verify_storages(value: Any, file: Any, name: str) -> None:
     bytes: of the next entry in a mapped file, of foreign memory otherwise.
 
     Args:
-        value: as ``torch.load`` returned it.
         file: the archive, open for reading, or its path; files in torch's older format pass.
-        name: of the file, for errors.
-
-    Raises:
-        CheckpointError: the file contradicts itself.
     """
     if not zipfile.is_zipfile(file):
         return

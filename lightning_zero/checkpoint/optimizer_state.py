@@ -31,20 +31,6 @@ from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
 
-__all__ = [
-    "AllocateFlat",
-    "OptimizerStateEntries",
-    "StateEntry",
-    "gather_value",
-    "has_parameter_names",
-    "nest_entries",
-    "optimizer_state",
-    "renumber",
-    "shard_optimizer_state",
-    "state_by_name",
-    "state_by_number",
-]
-
 AllocateFlat = Callable[[int, torch.dtype], Tensor]  # returns a 1-D tensor of so many elements
 MakeProgress = Callable[[int], ProgressReporter]  # from the total bytes
 
@@ -54,7 +40,6 @@ class StateEntry:
     """One value that an optimizer keeps for one parameter.
 
     Attributes:
-        key: its name, such as ``"exp_avg"``.
         value: the local one, or the full one of a checkpoint.
         record: of the parameter if the value is sharded like it; None if the value is the same on every rank.
         inside: keys of the dicts around it in the optimizer's ``state_dict()``, outermost first.
@@ -231,11 +216,7 @@ def shard_optimizer_state(
     """Return this rank's shards of a full state dict, for ``optimizer.load_state_dict``. Not collective.
 
     Args:
-        state: the full state dict.
-        optimizer: will load it.
-        sharder: knows its parameters.
         allocate: returns memory for the shards; None: on the host.
-        make_progress: returns the reporter of the bytes read.
 
     Raises:
         ValueError: the state was saved for other parameters, or without an optimizer.
@@ -257,7 +238,8 @@ def shard_optimizer_state(
         )
     sharded: dict[Any, Any] = dict(state["state"])
     found = OptimizerStateEntries(optimizer, sharder).full(state)
-    shards = _shards(found, allocate or _allocate_on_host, make_progress or silent_progress)
+    allocate = allocate or (lambda numel, dtype: torch.empty(numel, dtype=dtype))
+    shards = _shards(found, allocate, make_progress or silent_progress)
     for number, entries in found.items():
         values = [_read_full(e.value) if e.record is None else shards[number, e.path] for e in entries]
         sharded[number] = nest_entries(entries, values)
@@ -292,10 +274,6 @@ def _shards(
 
 def _full_bytes(entry: StateEntry) -> int:
     return 0 if entry.record is None else int(entry.record.layout.numel * entry.value.itemsize)
-
-
-def _allocate_on_host(numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.empty(numel, dtype=dtype)
 
 
 def _group_sizes(groups: list[dict[str, Any]]) -> str:

@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ProgressReporter", "ShowBar", "silent_progress"]
-
 LINE_INTERVAL_S = 10.0
 RANKS_INTERVAL_S = 0.5  # watchdogs poll no more often
 

@@ -14,8 +14,6 @@ from lightning_zero.errors import CheckpointError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native.watchdog import SequenceId, Watchdog
 
-__all__ = ["RankTasks", "SingleProcess", "error_text"]
-
 T = TypeVar("T")
 
 ARRIVAL_TIMEOUT_S, POLL_S = 10.0, 0.02  # for all ranks after an exception
@@ -77,7 +75,6 @@ class RankTasks:
 
         Args:
             what: completes "Could not ...".
-            attempt: this rank's step; its result is pickled.
 
         Raises:
             CheckpointError: on every rank, if the step failed on one; it names the rank and the reason.
@@ -99,11 +96,7 @@ class RankTasks:
         return [result for result, _ in results]
 
     def run_on_rank0(self, what: str, attempt: Callable[[], T]) -> T:
-        """Run ``attempt`` on rank 0, and return its result on every rank. Collective.
-
-        Raises:
-            CheckpointError: on every rank, if it fails.
-        """
+        """Run ``attempt`` on rank 0, and return its result on every rank. Collective."""
         return self.run_on_all(what, lambda: attempt() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
 

@@ -27,25 +27,8 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
 from lightning_zero.checkpoint.atomic import COPY_BYTES, REPLACED
-from lightning_zero.checkpoint.integrity import verify_open_archive
 from lightning_zero.checkpoint.rank_tasks import RankTasks
 from lightning_zero.errors import CheckpointError
-
-__all__ = [
-    "HTTP",
-    "ScratchFolder",
-    "copy_file",
-    "download_http",
-    "exists",
-    "fetch_full",
-    "identity",
-    "move_file",
-    "remove_tree",
-    "remove_within",
-    "replaced_error",
-    "resolve_url",
-    "verify_remote",
-]
 
 HTTP = ("http://", "https://")
 # Keys of fsspec's info() that change if a file is replaced; not the time of its last access.
@@ -152,8 +135,6 @@ def fetch_full(url: str, ranks: RankTasks, progress: MakeProgress) -> Iterator[P
     """Download a full checkpoint to each host, and remove the copy at the end. Collective.
 
     Args:
-        url: of the file.
-        ranks: the ranks.
         progress: returns a context of a function that is called with bytes, from the total bytes.
 
     Raises:
@@ -180,19 +161,6 @@ def fetch_full(url: str, ranks: RankTasks, progress: MakeProgress) -> Iterator[P
         yield folder.path / "checkpoint"
     finally:
         folder.release()
-
-
-def verify_remote(url: str) -> dict[str, str]:
-    """Compare a full checkpoint with its CRCs, and return its :func:`identity`.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
-    found = identity(url)
-    fs, place = resolve_url(url)
-    with fs.open(place, "rb") as file:
-        verify_open_archive(file, url, 0, 1, lambda count: None)
-    return found
 
 
 def replaced_error(url: object) -> CheckpointError:
@@ -224,11 +192,7 @@ def download_http(url: str, ranks: RankTasks) -> Path:
 
 
 def remove_tree(fs: Any, place: str) -> None:
-    """Remove a file, a folder with its content, or both: object stores may have both under one name.
-
-    Raises:
-        FileNotFoundError: there is nothing.
-    """
+    """Remove a file, a folder with its content, or both: object stores may have both under one name."""
     if not any(sign in place for sign in "*?["):  # then object stores remove many files in one request
         fs.rm(place, recursive=True)
         return
@@ -264,11 +228,7 @@ def copy_file(fs: Any, one: str, other: str) -> None:
 
 
 def move_file(fs: Any, one: str, other: str) -> None:
-    """Move a file, and replace one at ``other``. On an error the file at ``other`` remains.
-
-    Raises:
-        OSError: the file system does not rename it.
-    """
+    """Move a file, and replace one at ``other``. On an error the file at ``other`` remains."""
     if type(fs).mv is AbstractFileSystem.mv:
         copy_file(fs, one, other)
         fs.rm_file(one)

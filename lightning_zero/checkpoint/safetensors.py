@@ -44,19 +44,6 @@ from lightning_zero.compat.modules import extra_state_suffix
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.module_patching import SHAPES
 
-__all__ = [
-    "INDEX",
-    "ExportFile",
-    "ExportWeight",
-    "IncompatibleKeys",
-    "export_weights",
-    "load_safetensors_into",
-    "open_safetensors",
-    "parse_size",
-    "plan_files",
-    "to_cpu",
-]
-
 log = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -258,7 +245,6 @@ class ExportWeight:
     """A weight to export.
 
     Attributes:
-        bytes: in the file.
         gather: returns the full weight, on any device. Collective for a sharded one.
         keep: returns the tensor to write, on the CPU in memory of its own. A separate step: a rank with too little
             memory for it must still take part in the next gather.
@@ -290,11 +276,7 @@ def _filled(sizes: Iterable[tuple[str, int]], max_bytes: int) -> Iterator[tuple[
 
 
 def parse_size(size: str | int) -> int:
-    """Return the bytes of ``"5GB"``, ``"300MiB"`` or a number.
-
-    Raises:
-        ValueError: it is none of these.
-    """
+    """Return the bytes of ``"5GB"``, ``"300MiB"`` or a number."""
     found = re.fullmatch(r"\s*([0-9.]+)\s*([KMG]?I?B)\s*", str(size).upper()) if isinstance(size, str) else None
     value: Any = float(found[1]) * UNITS[found[2]] if found else size
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 1:
@@ -398,7 +380,6 @@ def _write_file(
 
     Raises:
         ValueError: safetensors has no name for a tensor's dtype.
-        OSError: the file could not be written.
     """
     work = sibling_path(path, INCOMPLETE)
     work.touch()

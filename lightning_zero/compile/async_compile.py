@@ -24,19 +24,11 @@ from lightning_zero.compat.compiler import (
 )
 from lightning_zero.compat.patches import swap_attribute
 
-__all__ = ["DeferredKernels", "PendingCompile", "PendingCompiles"]
-
-
 log = logging.getLogger(__name__)
 
 
 class PendingCompile(ExitStack):
-    """The unfinished part of one graph's compilation; also the context in which it is compiled.
-
-    Args:
-        kernels: of the graph's subgraphs.
-        settings: functorch settings of the compilation.
-    """
+    """The unfinished part of one graph's compilation; also the context in which it is compiled."""
 
     def __init__(self, kernels: DeferredKernels, settings: dict[str, Any]) -> None:
         super().__init__()
@@ -68,8 +60,6 @@ class PendingCompiles:
         """Add a compilation.
 
         Args:
-            rest: the unfinished part.
-            seconds: spent so far.
             end: called with the total seconds, also after a failure.
         """
         self._pending.append((rest, seconds, end))

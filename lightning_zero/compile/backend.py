@@ -68,9 +68,6 @@ from lightning_zero.compile.subgraphs import (
 from lightning_zero.config import CompileConfig
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
-__all__ = ["Compiler", "JointPasses"]
-
-
 log = logging.getLogger(__name__)
 
 # Packages whose code decides how graphs are rewritten.
@@ -84,14 +81,9 @@ class Compiler:
 
     Args:
         context: of every graph, except for what follows from the graph itself and from earlier compilations.
-        selection: passes of graphs.
-        plans: plans of earlier graphs, which later ones follow.
-        listener: receives events.
-        wrap: returns the callable that replaces a compiled graph.
 
     Attributes:
         last_weight: shard that forward reads last; backward follows right after the graph that ends with it.
-        call_info: the calls that are compiled.
     """
 
     def __init__(
@@ -212,8 +204,6 @@ class Compiler:
 
         Args:
             last: True if backward follows right after this graph's forward.
-            layers: deduplicated layers of the graph.
-            graph: the joint graph.
         """
         if layers is not None:
             layers.expand(graph)
@@ -426,8 +416,6 @@ class JointPasses(ExitStack):
     afterwards.
 
     Args:
-        layers: deduplicated layers of the graph.
-        finish: expands them and tags the joint graph.
         first: always run before Inductor's passes. Nodes made by these have no module path, which a user's recompute
             policy may need.
     """

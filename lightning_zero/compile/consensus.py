@@ -17,8 +17,6 @@ from typing import Any
 from lightning_zero.compile.graph_plan import first_difference
 from lightning_zero.errors import RankMismatchError
 
-__all__ = ["RankConsensus"]
-
 POLL_S = 0.02
 
 
@@ -27,12 +25,8 @@ class RankConsensus:
 
     Args:
         store: key-value store shared by all ranks (``set``, ``get``, ``check``); keys must belong to this engine.
-        rank: of this process.
-        world_size: number of ranks.
         patience_s: seconds to wait for a rank that neither compiles nor arrives.
         limit_s: seconds to wait for a rank that compiles.
-        clock: monotonic clock in seconds.
-        check: called while polling; raises if waiting is pointless.
         needed: returns True if graphs must wait for other ranks.
     """
 

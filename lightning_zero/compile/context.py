@@ -11,8 +11,6 @@ from lightning_zero.compile.graph_plan import GraphPlan
 from lightning_zero.config import CompileConfig
 from lightning_zero.profiling.cost_model import NOMINAL_COSTS, CostModel
 
-__all__ = ["MAX_OFFLOAD_BYTES_IN_FLIGHT", "GROUPS_PER_GRAPH", "PassContext", "small_weight_bytes"]
-
 # Number of groups in graphs with few weights, so that transfers still overlap with compute.
 GROUPS_PER_GRAPH = 12
 # Bytes. Transferring biases and norms separately costs more in launches than keeping them costs in memory.
@@ -28,7 +26,6 @@ class PassContext:
     """Options and measurements that one graph is compiled with.
 
     Attributes:
-        config: user options.
         world_size: number of shards of each weight.
         costs: estimates that decide where gathers start; equal on all ranks.
         agreed_plans: plans of graphs that have run. Later graphs of the same weights follow them.
@@ -50,11 +47,6 @@ class PassContext:
     def small_bytes(self) -> int:
         """Return the result of :func:`small_weight_bytes`."""
         return small_weight_bytes(self.config)
-
-    @property
-    def min_offload_bytes(self) -> int:
-        """Return the size in bytes below which activations stay on the device."""
-        return MIN_OFFLOAD_BYTES
 
     @property
     def group_bytes(self) -> int:

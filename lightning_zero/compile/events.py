@@ -15,17 +15,6 @@ from lightning_zero.compile.async_compile import DeferredKernels
 from lightning_zero.compile.fx_utils import graph_kind
 from lightning_zero.compile.passes.base import PassTrace
 
-__all__ = [
-    "CompileProgress",
-    "CompileTimer",
-    "GraphObserver",
-    "OPTIMIZATION_COUNTS",
-    "OptimizationCounts",
-    "PassObserver",
-    "left_out",
-]
-
-
 log = logging.getLogger(__name__)
 
 GraphObserver = Callable[[str, Graph], None]  # ("joint", or "before" or "after" the passes; graph)
@@ -104,8 +93,6 @@ class CompileProgress:
 
         Args:
             what: the graph at the beginning; the parts of the seconds, or "", at the end.
-            busy: True at the beginning.
-            seconds: total.
         """
         self.compiled += 1
         if busy:
@@ -147,12 +134,7 @@ def left_out() -> list[str]:
 class CompileTimer:
     """Measure the compilation of one graph's forward and backward, even if backward is compiled later.
 
-    Args:
-        called: description of the module.
-        listener: receives the result.
-
     Attributes:
-        kernels: kernels of the graphs' subgraphs.
         over: True after :meth:`end`.
     """
 

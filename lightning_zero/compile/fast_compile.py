@@ -8,8 +8,6 @@ from contextlib import contextmanager
 
 from lightning_zero.compat.compiler import skip_debug_text
 
-__all__ = ["collect_young_only", "speed_up_lowering"]
-
 # Collections of the youngest generation between two of an older one: more than a compilation has.
 NEVER = 1_000_000
 

@@ -14,39 +14,6 @@ from lightning_zero.compat.graphs import CUSTOM, TANGENTS
 from lightning_zero.compat.tensors import OpOverload, TorchDispatchMode, to_copy, unsafe_view
 from lightning_zero.native.ops import OPS, Op, Role, find_op, graph_overloads
 
-__all__ = [
-    "ForbidRandomOps",
-    "GATHER",
-    "NodeReplacer",
-    "REDUCE",
-    "RandomOpFound",
-    "WEIGHT",
-    "calls",
-    "cast_dtype",
-    "draws_random",
-    "find_calls",
-    "first_call",
-    "format_nodes",
-    "gathers",
-    "graph_kind",
-    "is_numbered",
-    "is_op",
-    "is_reduce",
-    "is_start",
-    "is_view_or_cast",
-    "nodes_in_role",
-    "ops",
-    "output_node",
-    "format_graph",
-    "readers",
-    "reduces",
-    "results",
-    "shard_of",
-    "weight_name",
-    "weight_nodes",
-]
-
-
 GATHER = "gather"
 REDUCE = "reduce"
 WEIGHT = "lightning_zero.weight"  # key in node.meta[CUSTOM], which tracing copies from graph to graph
@@ -245,7 +212,6 @@ class ForbidRandomOps(TorchDispatchMode):
 
 
 def draws_random(node: Node) -> bool:
-    """Return True if a node draws random numbers."""
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
@@ -270,7 +236,6 @@ def format_nodes(graph: Graph) -> Iterator[tuple[str, str]]:
 
 
 def is_numbered(node: Node) -> bool:
-    """Return True if plans number the node."""
     return (
         node.op not in ("placeholder", "get_attr", "output") and str(node.target) != "lightning_zero.check_plan.default"
     )

@@ -14,9 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Gather", "GraphPlan", "Plan", "PlanStore", "Reduce"]
-
-
 FORMAT = 1
 
 
@@ -231,7 +228,6 @@ class PlanStore:
         Plans know the bytes of groups; the smallest weight of a group is at most as large as their mean.
 
         Args:
-            share: of the bytes that each backward gathers.
             budget: bytes of weights that are kept until the optimizer steps.
             small_bytes: size up to which weights do not count in ``budget``.
         """

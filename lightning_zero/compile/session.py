@@ -43,26 +43,16 @@ from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.symm_mem import PeerTransports
 
-__all__ = ["CompileSession", "CompiledStepHooks"]
-
 
 class CompileSession:
     """Compile the modules of one engine, and recompile them when options change.
 
     Args:
-        config: options of the engine.
-        mesh: ranks that must compile equal graphs.
-        executor: executor of the engine.
-        watchdog: receives what this rank waits for.
         transports: of weights and gradients, which change how graphs are rewritten.
-        skip_modules: module types that are never compiled.
         report: logs a line for the user; called on every rank.
 
     Attributes:
-        config: options in force.
-        progress: observers and metrics of compilation.
         plans: plans of the graphs that have run.
-        planner: decides how memory is spent.
         compiled_modules: compiled modules; None before :meth:`attach`.
     """
 
@@ -223,11 +213,7 @@ class CompileSession:
         return self._selection.known(self._compiler.default())
 
     def register_pass(self, spec: PassSpec) -> None:
-        """Register a user pass for :meth:`use_passes`.
-
-        Raises:
-            ValueError: a pass of that name exists.
-        """
+        """Register a user pass for :meth:`use_passes`."""
         self._selection.register(spec, self._compiler.default())
 
     def use_passes(self, names: Sequence[str] | None) -> bool:
@@ -249,9 +235,6 @@ class CompileSession:
 
         Returns:
             True if the passes changed, so that everything is compiled again.
-
-        Raises:
-            ValueError: unknown names, or passes that graphs require.
         """
         return self._recompile_if(self._selection.disable(names, self._compiler.default()))
 
@@ -314,11 +297,7 @@ class CompileSession:
         self._compiler.last_weight, self._compiler.call_info = last_read, self.compiled_modules.call_info
 
     def check_plan(self, digest: str, text: str) -> None:
-        """Check a graph's plan with the other ranks before the graph runs for the first time.
-
-        Raises:
-            RankMismatchError: see :meth:`RankConsensus.check`.
-        """
+        """Check a graph's plan with the other ranks before the graph runs for the first time."""
         plan = GraphPlan.from_json(text)
         with self._watchdog.waiting("the agreement on a newly compiled graph"):
             self._consensus.check(digest, plan.collectives())
@@ -335,17 +314,7 @@ def _memory_options(config: EngineConfig) -> tuple[object, ...]:
 
 
 class CompiledStepHooks:
-    """The :class:`~lightning_zero.step.cycle.CompiledPart` of one engine.
-
-    Args:
-        session: compiles.
-        cuda_graphs: captures of compiled code.
-        sharder: owner of the weights.
-        transports: owner of memory that other ranks access.
-
-    Attributes:
-        session, sharder, transports: the arguments.
-    """
+    """The :class:`~lightning_zero.step.cycle.CompiledPart` of one engine."""
 
     def __init__(
         self, session: CompileSession, cuda_graphs: CUDAGraphManager, sharder: Sharder, transports: PeerTransports

@@ -13,8 +13,6 @@ from lightning_zero.config.options import Options, RecomputePolicy, Tuning
 from lightning_zero.config.schema import OnChange, option_fields, options
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["HOST_BYTES_PER_S", "OFFLOADABLE", "CompileConfig", "EngineConfig", "changed_options", "check_changes"]
-
 # Choices of ``offload`` that a memory plan may add. Master weights can be offloaded before training, when optimizers
 # are known and activations are not; later plans only report where that would have helped.
 OFFLOADABLE: tuple[str, ...] = ("optimizer", "activations", "parameters")

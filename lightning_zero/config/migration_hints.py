@@ -6,8 +6,6 @@ strategies pass them on.
 
 from __future__ import annotations
 
-__all__ = ["MIGRATION_HINTS"]
-
 # Names, separated by spaces, and their hint.
 _HINTS = (
     (

@@ -28,8 +28,6 @@ from lightning_zero.config.schema import (
 )
 from lightning_zero.config.text import document_options
 
-__all__ = ["GROUPS", "CaptureMode", "Options", "RecomputePolicy", "Transport", "Tuning"]
-
 RecomputePolicy = Callable[[str, int, str], bool | None]
 Transport = Literal["auto", "collective", "copy"]
 CaptureMode = bool | Literal["auto"]

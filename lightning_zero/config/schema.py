@@ -18,8 +18,6 @@ from typing import Any, TypeVar, dataclass_transform, get_args, get_origin
 
 from lightning_zero.config.migration_hints import MIGRATION_HINTS
 
-__all__ = ["OnChange", "Option", "option", "option_fields", "options"]
-
 T = TypeVar("T")
 Check = Callable[[Any], str | None]  # returns the problem with a value and a remedy, or None
 

@@ -9,8 +9,6 @@ from typing import Any, TypeVar
 
 from lightning_zero.config.schema import option_fields
 
-__all__ = ["args_section", "document_options", "format_gib", "format_table", "options_table"]
-
 C = TypeVar("C", bound=type)
 WIDTH = 116
 

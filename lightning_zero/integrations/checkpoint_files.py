@@ -36,10 +36,8 @@ from lightning_zero.checkpoint.remote_files import (
     download_http,
     exists,
     fetch_full,
-    identity,
     replaced_error,
     resolve_url,
-    verify_remote,
 )
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.checkpoint.sharded.folder import full_path, remove_checkpoint_at
@@ -48,20 +46,6 @@ from lightning_zero.checkpoint.sharded.reader import open_checkpoint
 from lightning_zero.compat.lightning_private import WrappingCheckpointIO
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.host_memory import copy_small_values
-
-__all__ = [
-    "BackgroundFileIO",
-    "FileIO",
-    "check_storage_options",
-    "load_file",
-    "read_folder",
-    "read_named",
-    "read_on_all_ranks",
-    "read_verified",
-    "report_progress_of",
-    "split_state",
-    "to_trainer_keys",
-]
 
 GATHERED = ("state_dict", "optimizer_states")  # keys of copies that only the checkpoint has
 MODEL = ("state_dict", "model")  # the second is FSDPStrategy's
@@ -96,9 +80,6 @@ class BackgroundFileIO(FileIO):
     """Write files in a thread, one at a time; the next call raises its error.
 
     Old files are removed in the thread, too, so that none is removed before its successor is complete.
-
-    Attributes:
-        path: of the last save.
     """
 
     path: str | None = None
@@ -193,12 +174,7 @@ def check_storage_options(io: CheckpointIO, storage_options: Any | None, sharded
 
     Args:
         io: the strategy's. A user's own one passes.
-        storage_options: as in ``Trainer.save_checkpoint``.
         sharded: the checkpoint is sharded, and no CheckpointIO writes it.
-
-    Raises:
-        TypeError: ``io`` is ours or Lightning's default.
-        MisconfigurationException: the checkpoint is sharded.
     """
     if storage_options is None:
         return
@@ -253,9 +229,6 @@ def load_file(
             file is unpickled and may run code, so pass ``True`` for a server that is not trusted. Elsewhere torch's
             default.
         ranks: share the work of comparing; None: this process alone. With ranks, collective.
-
-    Raises:
-        CheckpointError: the file is damaged; on every rank.
     """
     everyone = ranks or SingleProcess()
     what = f"load the checkpoint {path}"
@@ -317,30 +290,25 @@ def _load_local(
     return found[0]
 
 
-def read_verified(path: Any, read: Callable[[], T]) -> T:
-    """Compare the file at a path or URL with its checksums, and return the result of ``read``.
-
-    A file at a URL is read twice.
+def read_verified(path: Any, read: Callable[[Any], T]) -> T:
+    """Compare the file at a path or URL with its checksums, and return the result of ``read`` for it.
 
     Raises:
         CheckpointError: it is damaged, was replaced in the meantime, or cannot be read.
-        FileNotFoundError: it does not exist.
     """
     if not isinstance(path, str | Path) or str(path).startswith(HTTP):
-        return read_named(path, read)
+        return read_named(path, lambda: read(path))
     local = _readable_local(path)
     if local is not None:
         if local.is_file():
             verify_archive(local)
-        return read_named(path, read)
+        return read_named(path, lambda: read(path))
     url = str(path)
     if not read_named(url, lambda: exists(url)):
-        return read_named(url, read)  # raises
-    before = read_named(url, lambda: verify_remote(url))
-    found = read_named(url, read)
-    if read_named(url, lambda: identity(url)) != before:
-        raise replaced_error(url)
-    return found
+        return read_named(url, lambda: read(url))  # raises
+    with fetch_full(url, SingleProcess(), lambda total: nullcontext(lambda count: None)) as copy:
+        verify_archive(copy, name=url)
+        return read_named(url, lambda: read(copy))
 
 
 def read_named(path: Any, read: Callable[[], T]) -> T:

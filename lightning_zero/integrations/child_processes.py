@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from lightning_zero.native.build import kill_compilers
 
-__all__ = ["ChildWatch", "terminate_after_grace"]
-
 POLL_S = 0.2
 # For a process to end after another rank has failed: its watchdog raises within 3 s, and ends the process 4 s later.
 GRACE_S = 8.0
@@ -25,8 +23,6 @@ class ChildWatch(threading.Thread):
     Lightning's own observer sends SIGKILL to all children at once, so no rank could say which one has failed, and why.
 
     Args:
-        children: in the order of their ranks.
-        first_rank: of this process.
         grace_s: for this process to end by itself.
     """
 

@@ -23,8 +23,6 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.full_params import gather_full
 from lightning_zero.sharding.param_record import ShardedParameter
 
-__all__ = ["export_safetensors", "load_safetensors"]
-
 
 def load_safetensors(
     module: nn.Module, path: str | Path, strict: bool = True, rename: Callable[[str], str | None] | None = None

@@ -12,8 +12,6 @@ from lightning_zero.engine import Engine, engine_of
 from lightning_zero.memory_planner.memory_plan import MemoryPlan
 from lightning_zero.profiling.cost_model import CostModel
 
-__all__ = ["EngineIntrospectionMixin"]
-
 
 class EngineIntrospectionMixin:
     """Public methods that a strategy inherits; the strategy provides its engine."""

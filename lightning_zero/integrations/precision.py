@@ -23,16 +23,6 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine
 from lightning_zero.sharding.module_patching import is_sharded
 
-__all__ = [
-    "FlatGradScaler",
-    "ZeroPluginMixin",
-    "check_complex",
-    "replace_plugin",
-    "to_flat_scaler",
-    "true_dtype",
-    "with_precision",
-]
-
 P = TypeVar("P")
 
 _TRUE = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
@@ -44,7 +34,6 @@ def true_dtype(precision: str) -> torch.dtype | None:
 
 
 def with_precision(precision: str, config: EngineConfig) -> EngineConfig:
-    """Return ``config`` with the dtypes of a precision."""
     if precision == "16-mixed":
         return replace(config, compute_dtype=torch.float16)
     if precision == "bf16-mixed":
@@ -98,12 +87,7 @@ def replace_plugin(plugin: Any, counterparts: Mapping[type, Callable[[Any], P]],
     """Return our counterpart of one of Lightning's precision plugins; ours stay.
 
     Args:
-        plugin: The plugin.
         counterparts: Maps types of Lightning to functions that create ours.
-        api_name: ``"Trainer"`` or ``"Fabric"``.
-
-    Raises:
-        MisconfigurationException: The precision is not supported.
     """
     if isinstance(plugin, ZeroPluginMixin):
         return plugin  # type: ignore[return-value]
@@ -119,11 +103,7 @@ def replace_plugin(plugin: Any, counterparts: Mapping[type, Callable[[Any], P]],
 def to_flat_scaler(
     scaler: torch.amp.GradScaler | None, engine: Callable[[Optimizer], Engine], device: str
 ) -> torch.amp.GradScaler | None:
-    """Return our counterpart of a loss scaler, with its settings. A ``ShardedGradScaler`` stays.
-
-    Raises:
-        MisconfigurationException: The scaler is of another class.
-    """
+    """Return our counterpart of a loss scaler, with its settings. A ``ShardedGradScaler`` stays."""
     if scaler is None or isinstance(scaler, ShardedGradScaler):
         return scaler
     if type(scaler) is not torch.amp.GradScaler:
@@ -144,11 +124,7 @@ def to_flat_scaler(
 
 
 class FlatGradScaler(ShardedGradScaler):
-    """Unscale flat gradient buffers in a few kernels, and skip steps on the device if possible.
-
-    Args:
-        engine: Returns the engine of an optimizer's parameters.
-    """
+    """Unscale flat gradient buffers in a few kernels, and skip steps on the device if possible."""
 
     def __init__(self, engine: Callable[[Optimizer], Engine], device: str, **settings: Any) -> None:
         super().__init__(device, **settings)

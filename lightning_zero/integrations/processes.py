@@ -20,7 +20,6 @@ from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import group as _group
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -35,18 +34,6 @@ from lightning_zero.compat.lightning_private import (
 from lightning_zero.integrations.child_processes import ChildWatch, terminate_after_grace
 from lightning_zero.mesh import all_max, all_min
 from lightning_zero.native.startup import StartupWatch
-
-__all__ = [
-    "FabricLauncher",
-    "ProcessGroupMixin",
-    "TrainerLauncher",
-    "check_backend",
-    "check_interactive",
-    "check_rank",
-    "check_world_size",
-    "reduce_in_place",
-    "without_nccl_abort",
-]
 
 T = TypeVar("T")
 
@@ -88,10 +75,6 @@ def is_interactive() -> bool:
 def check_interactive(cluster: ClusterEnvironment, processes: int, api_name: str) -> None:
     """Raise if a notebook or a shell would have to start other processes, which need a script.
 
-    Args:
-        processes: Number of processes on all nodes.
-        api_name: ``"Trainer"`` or ``"Fabric"``.
-
     Raises:
         MisconfigurationException: This is a notebook or a shell, and would have to start other processes.
     """
@@ -106,11 +89,6 @@ def check_interactive(cluster: ClusterEnvironment, processes: int, api_name: str
 
 def check_world_size(api_name: str, devices: int, nodes: int) -> None:
     """Raise if this process is in a process group of another size.
-
-    Args:
-        api_name: ``"Trainer"`` or ``"Fabric"``.
-        devices: Number of processes per node.
-        nodes: Number of nodes.
 
     Raises:
         MisconfigurationException: The sizes differ. Samplers would use the requested size, and collectives the size of
@@ -146,46 +124,6 @@ def check_rank(api_name: str, rank: int) -> None:
             "torch.distributed.init_process_group() with "
             f"the rank of the environment (RANK, or NODE_RANK and LOCAL_RANK), or let the {api_name} call it."
         )
-
-
-def check_backend(api_name: str, requested: str | None, device: torch.device) -> None:
-    """Raise if the process group has another backend than the requested one, or none for ``device``.
-
-    Args:
-        requested: ``process_group_backend`` of the strategy.
-    """
-    if not dist.is_initialized():
-        return
-    found = dist.get_backend_config()
-    backends = _by_device(found, device)
-    remedy = (
-        "Call torch.distributed.destroy_process_group() before, on all ranks, or run this training in its own script"
-    )
-    for kind, backend in _by_device(requested or "", device).items():
-        if backends.get(kind) != backend:
-            raise MisconfigurationException(
-                f"The {api_name}'s strategy asks for process_group_backend={requested!r}, but this process is already "
-                f"in a process group with other backends ({found}). {remedy}; or pass "
-                f"process_group_backend={backends.get(device.type, found)!r}."
-            )
-    if device.type not in backends:
-        raise MisconfigurationException(
-            f"The {api_name} trains on {device.type}, but this process is already in a process group without a backend "
-            f"for it ({found}). {remedy}."
-        )
-    usual = dist.get_default_backend_for_device(device)
-    if not requested and backends[device.type] != usual:
-        rank_zero_warn(
-            f"The {api_name} trains on {device.type} in a process group that exists already and communicates by "
-            f"{backends[device.type]}; {usual} is the default there, and may be much faster. {remedy}. If "
-            f"{backends[device.type]} is intended, pass process_group_backend={backends[device.type]!r}."
-        )
-
-
-def _by_device(backends: str, device: torch.device) -> dict[str, str]:
-    """Split ``"cpu:gloo,cuda:nccl"``; a single name is the backend for ``device``."""
-    pairs = [pair.rpartition(":") for pair in backends.split(",") if pair]
-    return {kind or device.type: backend for kind, _, backend in pairs}
 
 
 class _Launcher:
@@ -307,7 +245,6 @@ class ProcessGroupMixin:
         assert cluster is not None
         check_world_size(self.api_name, self.num_processes, self.num_nodes)
         check_rank(self.api_name, self.global_rank)
-        check_backend(self.api_name, self._process_group_backend, self.root_device)
         if self.world_size > 1 and not torch.distributed.is_initialized():
             first = self.node_rank * self.num_processes
             self._startup = StartupWatch(

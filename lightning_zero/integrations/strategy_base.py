@@ -32,8 +32,6 @@ from lightning_zero.native import load
 from lightning_zero.native.build import is_built
 from lightning_zero.sharding.sharder import explain_shard_error
 
-__all__ = ["ZeroStrategyBase", "add_error_notes", "engine_config", "options_init"]
-
 P = ParamSpec("P")
 
 
@@ -133,13 +131,7 @@ class ZeroStrategyBase(EngineIntrospectionMixin, ProcessGroupMixin):
                 child.to(self.root_device)
 
     def _shard_uncompiled(self, engine: Engine, module: nn.Module, convert: Callable[[], None] | None = None) -> None:
-        """Shard a module without the user's own ``torch.compile``, and keep names in its state dicts.
-
-        Args:
-            engine: The engine.
-            module: The module.
-            convert: Called between both, for example to convert dtypes.
-        """
+        """Shard a module without the user's own ``torch.compile``, and keep names in its state dicts."""
         compiled = uncompile_modules(module)
         accept_compiled_names(module, compiled)
         if convert is not None:

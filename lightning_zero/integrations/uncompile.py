@@ -17,15 +17,6 @@ from torch import nn
 
 from lightning_zero.compat.compiler import OptimizedModule, compiled_from
 
-__all__ = [
-    "UncompiledModule",
-    "accept_compiled_names",
-    "save_compiled_names",
-    "uncompile_functions",
-    "uncompile_modules",
-    "uncompiled_name",
-]
-
 _NAME = "_orig_mod."
 
 
@@ -33,7 +24,6 @@ class UncompiledModule(NamedTuple):
     """A module that the user had compiled.
 
     Attributes:
-        module: The original module.
         sites: Parents that held the compiled module, and its name in each.
         everywhere: True if no parent also holds the original, as in ``self.fast = torch.compile(self.net)``.
     """

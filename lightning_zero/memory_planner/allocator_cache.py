@@ -14,8 +14,6 @@ from collections.abc import Callable
 from lightning_zero.config.text import format_gib
 from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge, memory_limit
 
-__all__ = ["AllocatorCacheLimit", "exceeds_limit"]
-
 # Share of the limit that must be cached before the cache is emptied, which synchronizes the device.
 MIN_CACHED_SHARE = 1 / 64
 # After this many steps without a release only every eighth step is checked, because reading the device takes time.
@@ -38,10 +36,6 @@ class AllocatorCacheLimit:
     """Releases cached memory at the beginning of each phase of a step, if it could exceed the limit.
 
     All methods take the option ``memory`` and a count of compiled code, whose change invalidates the known peak.
-
-    Args:
-        gauge: of this rank's device.
-        report: shows a line to the user.
 
     Attributes:
         releases: number of releases so far.

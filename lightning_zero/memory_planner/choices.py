@@ -19,26 +19,6 @@ from typing import Any
 from lightning_zero.config.schema import OFFLOAD_CHOICES
 from lightning_zero.memory_planner.inputs import Constraints, MemoryConfig, PlannerInputs, StepTimes
 
-__all__ = [
-    "ACTIVATIONS",
-    "GRADIENTS",
-    "HOST",
-    "WEIGHTS",
-    "Item",
-    "Pick",
-    "Variant",
-    "config_from_pick",
-    "contention_seconds",
-    "frontier",
-    "gather_seconds",
-    "host_bytes",
-    "pick",
-    "planner_items",
-    "recomputed_share",
-    "size_of",
-    "with_measured_peak",
-]
-
 ACTIVATIONS, WEIGHTS, HOST, GRADIENTS = "activations", "whole weights", "on the host", "gradients"
 
 # Candidate shares of activations. Below 0.2 the layers' inputs and the recomputed tensors dominate.
@@ -62,7 +42,6 @@ class Variant:
     """One alternative of an item.
 
     Attributes:
-        value: the setting.
         nbytes: bytes of the device at the peak.
         seconds: seconds of an optimizer step.
     """
@@ -77,8 +56,6 @@ class Item:
     """A setting with alternatives, of which exactly one is taken.
 
     Attributes:
-        name: shown to the user.
-        variants: at least one.
         by_hand: the user has chosen, so there is only one.
     """
 

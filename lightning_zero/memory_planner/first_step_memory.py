@@ -14,8 +14,6 @@ from time import perf_counter
 from lightning_zero.offload.saved_tensors import SavedTensorOffload
 from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge, memory_limit
 
-__all__ = ["FirstStep", "FirstStepStats"]
-
 # Share of the free memory that saved tensors may take. The rest is for temporary tensors, which cannot be predicted.
 SAVED_SHARE = 0.7
 # Multiple of the largest saved tensor that stays free: the backward of a loss in float32 makes that many copies.
@@ -34,8 +32,6 @@ class FirstStepStats:
         memory: of the device now; peaks count from the step's beginning.
         took: bytes that the pass took in addition to those that remain, including those on the host meanwhile.
         offloaded: bytes that were on the host meanwhile.
-        seconds: duration.
-        stepped: an optimizer has stepped.
     """
 
     memory: DeviceMemory
@@ -69,9 +65,6 @@ class _FreeMemory:
 
 class FirstStep:
     """Controls and measures one first step.
-
-    Args:
-        gauge: of this rank's device.
 
     Attributes:
         before: the device at the beginning; None until then.

@@ -14,20 +14,6 @@ from lightning_zero.config.engine_config import HOST_BYTES_PER_S
 from lightning_zero.config.options import Tuning
 from lightning_zero.config.schema import OFFLOAD_CHOICES
 
-__all__ = [
-    "CAPTURE_GAP_SHARE",
-    "MASTERS",
-    "Constraints",
-    "EngineMemoryFacts",
-    "GradientBytes",
-    "MemoryConfig",
-    "PlannerInputs",
-    "StepTimes",
-    "apply_memory_config",
-    "constraints_of",
-    "memory_config",
-]
-
 MIB, GIB = 2**20, 2**30
 DEFAULT_BUFFER_MB = Tuning().offload_buffer_mb
 MASTERS = "parameters"  # name of the fp32 master weights in the option ``offload``
@@ -41,10 +27,7 @@ class MemoryConfig:
     """One way to spend the device's memory. The field names are keys in plan files.
 
     Attributes:
-        activation_memory_budget: as the option of that name.
-        offload: as the option of that name.
         weights: bytes of unsharded weights that are kept instead of gathered again.
-        until: when the kept weights are released.
         reduce_once: accumulate full gradients and reduce them in the last micro-batch, as with stage 1.
         ring: bytes of the staging buffers for offloaded state; 0 uses the options' size.
         grad_aliasing: gradients alias the bfloat16 compute copies of the weights.
@@ -69,7 +52,6 @@ class Constraints:
         offload: names that may move to the host in addition to those already there; None if the user has chosen.
         gradients: choose whether micro-batches reduce their gradients once.
         ring: choose the size of the staging buffers.
-        grad_aliasing: choose whether gradients alias compute copies.
         below: exclusive upper bound of the share of activations; None without one.
     """
 
@@ -108,8 +90,6 @@ class StepTimes:
         passes: forward and backward passes in one optimizer step.
         gather_s: seconds to gather one byte of weights, or to reduce one byte of gradients, without overlap.
         host_bytes_per_s: bandwidth to the host and from it, each direction at the same time.
-        pass_known: source of ``pass_s``, for the user.
-        host_known: source of ``host_bytes_per_s``, for the user.
     """
 
     pass_s: float = 0.1
@@ -138,17 +118,14 @@ class PlannerInputs:
         source: origin of the numbers, for the user.
         limit: bytes that the device's peak must not exceed.
         peak: bytes of the device at its peak under ``current``, everything on it included.
-        current: the configuration that ``peak`` belongs to.
         activations: bytes saved for backward if nothing is recomputed.
         weights: bytes of unsharded weights, in their compute dtype, that a pass gathers twice.
         states: bytes of optimizer state that is sharded like parameters, on device or host.
         masters: bytes of the shards that the optimizer steps.
-        gradients: sizes of the gradients.
         ring: bytes of the staging buffers for offloaded state that the options give.
         prefetches_state: the staging buffers are filled and drained during forward and backward, as with the captured
             step of a single optimizer.
         host_free: bytes free on the host, for this rank.
-        times: durations.
     """
 
     source: str
@@ -175,10 +152,8 @@ class EngineMemoryFacts:
         states: bytes of optimizer state that is sharded like parameters.
         unallocated_states: bytes of ``states`` that the optimizer has not made yet.
         masters: bytes of master weights that can move to the host.
-        gradients: sizes of the gradients.
         full_weights: bytes of all unsharded weights in their compute dtype; 0 on one rank.
         ring: bytes of the staging buffers that the options give.
-        prefetches_state: see :class:`PlannerInputs`.
         host_free: bytes free on the host, for this rank; None if unknown.
         offloadable: names of the option ``offload`` that this training can still move to the host.
         before_sharding: names that could have moved only before the model was sharded.

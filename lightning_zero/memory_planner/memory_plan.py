@@ -27,8 +27,6 @@ from lightning_zero.memory_planner.choices import (
 )
 from lightning_zero.memory_planner.inputs import Constraints, MemoryConfig, PlannerInputs
 
-__all__ = ["Line", "MemoryPlan", "choose_plan", "with_offload_advice"]
-
 OPTIONS = {
     ACTIVATIONS: "activation_memory_budget",
     WEIGHTS: "reshard_after_forward",
@@ -43,12 +41,9 @@ class Line:
     """One row of a plan. The field names are keys in plan files.
 
     Attributes:
-        what: the setting.
-        choice: the chosen variant, in words.
         nbytes: bytes of the device at the peak.
         saved: bytes saved compared to the fastest variant.
         seconds: seconds of a step lost compared to the fastest variant.
-        by_hand: the user has chosen it.
     """
 
     what: str
@@ -67,8 +62,6 @@ class MemoryPlan:
         source: origin of the numbers, for the user.
         limit: bytes that the device's peak must not exceed.
         peak: expected bytes at the peak.
-        chosen: the configuration.
-        lines: its settings, one by one.
         measured: peak measured later; None until then.
         first_step: peak of the eager first step; None if unknown.
         seconds_known: origin of the seconds in ``lines``.

@@ -45,8 +45,6 @@ from lightning_zero.memory_planner.step_profiler import (
 from lightning_zero.mesh import all_min
 from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge, memory_limit
 
-__all__ = ["CompilerAccess", "MemoryPlanner", "PlanUpdate"]
-
 MEASURED_STEPS = 3
 # Steps after which measuring ends if batches of new lengths keep compiling.
 MAX_STEPS = 40
@@ -87,7 +85,6 @@ class PlanUpdate:
     """A new configuration.
 
     Attributes:
-        chosen: the configuration.
         share: share of its weights that each graph keeps for backward, for which everything compiles again; None if
             that has not changed.
     """
@@ -102,7 +99,6 @@ class PlannerState:
 
     Attributes:
         done: nothing compiles again except after a failed check.
-        saw_first_step: the first step was measured.
         first_peak: peak of the first step on the fullest rank.
         warned_first_step: the user was warned that the first step exceeded the limit.
         checking: the peak under the plan is being measured.
@@ -126,14 +122,7 @@ class PlannerState:
 class MemoryPlanner:
     """Decides for one engine.
 
-    Args:
-        report: shows a line to the user.
-        compiler: access to the compiler.
-        group: all ranks, on the CPU.
-        gauge: of this rank's device.
-
     Attributes:
-        known: facts about the engine's memory.
         plan: the last plan; None without a limit, or before anything is known.
         first_step: keeps the first step within the limit.
         cache: keeps the allocator's cache of later steps within it.
@@ -433,7 +422,6 @@ class MemoryReporter:
     """Messages about one engine's memory.
 
     Args:
-        report: shows a line to the user.
         group: all ranks; rank 0 warns.
     """
 

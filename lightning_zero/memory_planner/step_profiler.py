@@ -15,16 +15,6 @@ from lightning_zero.memory_planner.first_step_memory import FirstStepStats
 from lightning_zero.memory_planner.inputs import CAPTURE_GAP_SHARE, EngineMemoryFacts, MemoryConfig, PlannerInputs
 from lightning_zero.profiling.device_gauges import DeviceMemory, DeviceTimer, MemoryGauge, memory_limit
 
-__all__ = [
-    "EAGER_SAVED_SHARE",
-    "StepProfiler",
-    "StepStats",
-    "SteadyStats",
-    "first_step_inputs",
-    "measured_inputs",
-    "setup_inputs",
-]
-
 # Share of an eager step's extra memory that is saved for backward. The rest is temporary.
 EAGER_SAVED_SHARE = 0.8
 # Estimate of a later pass's seconds, as a share of the eager first pass, which also initializes libraries.
@@ -43,7 +33,6 @@ class SteadyStats:
         memory: the device in the step with the highest peak.
         saved: bytes that a forward left for its backward; 0 if no backward was announced.
         spans: begin and end of each step's passes, and their number.
-        passes: passes in the last step.
     """
 
     steps: int = 0
@@ -59,11 +48,8 @@ class StepProfiler:
 
     Args:
         compiled: returns a count that grows whenever something is compiled.
-        gathered: returns the bytes gathered so far.
-        gauge: of this rank's device.
 
     Attributes:
-        stats: of the steady steps so far.
         steps: optimizer steps since :meth:`reset`, steady or not.
         compiles: steps count only once something was compiled.
         stepped: an optimizer has stepped since the last pass.
@@ -157,7 +143,6 @@ class StepStats:
         saved: bytes that a forward left for its backward; 0 if unknown.
         took: bytes of a step's peak in addition to those that persist.
         pass_s: seconds of a pass.
-        passes: passes in a step.
     """
 
     steps: float = 0.0

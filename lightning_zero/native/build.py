@@ -48,8 +48,6 @@ from lightning_zero.native.cache import (
     unwritable_error,
 )
 
-__all__ = ["build", "compile_cuda", "is_built", "kernel_source", "kill_compilers", "loaded_runtime", "source_directory"]
-
 log = logging.getLogger(__name__)
 
 FLAGS = ("-std=c++20", "-O2", "-fPIC", "-DUSE_DISTRIBUTED", "-DUSE_C10D_GLOO", "-Wno-deprecated-declarations")
@@ -67,11 +65,7 @@ Report = Callable[..., Any]  # as a logger's methods: format and arguments
 
 
 def source_directory() -> Path:
-    """Return the directory of the C++ sources: in the installed package, or next to it in a checkout.
-
-    Raises:
-        NativeBuildError: Neither exists.
-    """
+    """Return the directory of the C++ sources: in the installed package, or next to it in a checkout."""
     package = Path(__file__).resolve().parent.parent
     for candidate in (package / "csrc", package.parent / "csrc"):
         if (candidate / "ops.cpp").is_file():

@@ -23,16 +23,6 @@ from typing import Any, TextIO
 
 from lightning_zero.errors import NativeBuildError
 
-__all__ = [
-    "check_owner",
-    "check_parents",
-    "default_cache",
-    "lock_entry",
-    "make_private_folder",
-    "resolve_cache",
-    "unwritable_error",
-]
-
 log = logging.getLogger(__name__)
 
 INSTEAD = "Set LIGHTNING_ZERO_CACHE to a writable directory of your own."
@@ -116,7 +106,6 @@ def check_owner(path: Path) -> None:
 
     Raises:
         NativeBuildError: The path is a link, belongs to neither root nor this user, or others can write it.
-        FileNotFoundError: The path does not exist.
     """
     status = _status(path)
     if stat.S_ISLNK(status.st_mode):
@@ -146,7 +135,6 @@ def check_parents(cache: Path) -> None:
     Raises:
         NativeBuildError: A parent belongs to another user, or others can write it. A sticky directory (such as /tmp)
             and a group that holds only this user are accepted.
-        FileNotFoundError: A parent does not exist.
     """
     for parent in cache.parents:
         status = _status(parent)

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from lightning_zero.compat import cuda
 
-__all__ = ["GraphedSequence", "capture_graph", "configure_nccl_for_capture", "pause_gc"]
-
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
@@ -96,7 +94,6 @@ class GraphedSequence:
 
     Args:
         fn: Launches the kernels; must not synchronize or allocate memory that outlives the call.
-        device: Device of the kernels.
         warmups: Eager calls before the capture, to load libraries and compile kernels; inf: always eager.
         watch: Tensors whose addresses must not change; checked at each call.
     """

@@ -18,14 +18,11 @@ from lightning_zero.native.executor_stubs import Gradients, Graphs, Parameters, 
 from lightning_zero.native.load import load
 from lightning_zero.native.watchdog import SequenceId, Watchdog
 
-__all__ = ["Executor", "Transport"]
-
 
 class Transport:
     """Peer memory and kernels of one executor, see ``csrc/transport/transport.h``.
 
     Args:
-        native: The C++ object.
         mesh: Mesh of the ranks; those of one host copy between their memories.
     """
 
@@ -58,20 +55,13 @@ class Transport:
 
         Args:
             rows: For each rank, memory that all ranks can write: ``2 * ranks`` int32 zeros.
-
-        Raises:
-            RuntimeError: The kernel cannot be compiled or loaded.
         """
         code = self._kernels("signal_kernels.cu", RANKS=self._ranks)
         words = torch.zeros(16, dtype=torch.int32, pin_memory=True)  # see csrc/sync/signal_pads.h
         self._native.set_barrier(code, rows, words)
 
     def compile_means(self) -> None:
-        """Compile the kernel that averages received gradients on NVIDIA devices, in half the time of torch's.
-
-        Raises:
-            RuntimeError: The kernel cannot be compiled or loaded.
-        """
+        """Compile the kernel that averages received gradients on NVIDIA devices, in half the time of torch's."""
         self._native.set_mean_kernels(self._kernels("kernels.cu", ROWS=self._ranks))
 
     def limit_cross_host_bandwidth(self, gbs: float | None) -> None:
@@ -87,15 +77,6 @@ class Transport:
         self._native.limit_cross_host_bandwidth(code, 1e9 * (gbs or 0.0))
         self._limit = gbs
 
-    def mean_rows(self, to: Tensor, rows: Tensor, add: bool = False) -> bool:
-        """Write or add the mean of ``rows`` over dimension 0 to ``to``; for the kernel's tests.
-
-        ``to`` is 1-D, contiguous and float32.
-
-        Return True if there is a kernel for these tensors.
-        """
-        return self._native.mean_rows(to, rows, add)
-
     def set_epoch_lock(self, numbers: list[Tensor]) -> None:
         """Make ranks take turns to read and write shards in shared memory (``parameters.set_peer_shards``).
 
@@ -106,9 +87,6 @@ class Transport:
         Args:
             numbers: For each rank, zeros in memory that all ranks can write: one int64, or ``ranks`` int32 on an
                 accelerator.
-
-        Raises:
-            RuntimeError: The kernels cannot be compiled or loaded.
         """
         if self._device.type == "cpu":
             self._native.set_epoch_lock(numbers)
@@ -123,9 +101,6 @@ class Transport:
         Args:
             numbers: For each rank, zeros in memory that all ranks can write: one int64, or ``ranks`` int32 on an
                 accelerator. On an accelerator whose memory no other rank reads: one int32 of this rank.
-
-        Raises:
-            RuntimeError: The kernels cannot be compiled or loaded.
         """
         if self._device.type == "cpu":
             self._native.set_remote_signals(numbers)
@@ -142,16 +117,11 @@ class Executor:
 
     Args:
         mesh: Ranks that share the weights. They agree on its control group at the end of each backward.
-        config: Options.
-        on_backward_end: Called once per backward, after gradients are attached.
         on_new_plan: Called with digest and text of a compiled graph's plan before the first such graph runs. An error
             that it raises ends the graph's run before its first collective.
-        watchdog: Watches this executor's waits.
 
     Attributes:
         parameters, weights, gradients, graphs, transport: Parts of the executor.
-        device, rank, world_size: Those of the mesh.
-        activations: The argument of :meth:`keep_activations`.
         several_hosts: True if the mesh has several hosts.
         reduces_across_once: True if gradients are reduced across hosts once per optimizer step.
         reduces_once: True if gradients are reduced over all ranks once per optimizer step.

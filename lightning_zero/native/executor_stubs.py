@@ -10,8 +10,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-__all__ = ["Gradients", "Graphs", "Parameters", "Weights"]
-
 
 class Parameters(Protocol):
     """Registry of parameters and of each parameter's memory."""
@@ -22,10 +20,7 @@ class Parameters(Protocol):
         """Register a parameter and return its index.
 
         Args:
-            name: Name in the module.
-            param: The parameter.
             shard: Its 1-D part of a flat buffer.
-            shape: Shape of the full parameter.
             order: Order of its dimensions in memory; by default contiguous.
         """
 

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["gpu_uuid", "no_atomics_reason"]
-
 DRIVER, MANAGEMENT = "libcuda.so.1", "libnvidia-ml.so.1"
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED, and NVML_P2P_CAPS_INDEX_ATOMICS
 

@@ -19,16 +19,10 @@ from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import build
 from lightning_zero.native.ops import NAMESPACE, OPS
 
-__all__ = ["load"]
-
 
 @functools.cache
 def load() -> None:
-    """Build if needed, load and register; once per process.
-
-    Raises:
-        NativeBuildError: The library cannot be built or loaded.
-    """
+    """Build if needed, load and register; once per process."""
     library = build()
     try:
         torch.ops.load_library(str(library))

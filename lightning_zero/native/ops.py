@@ -16,19 +16,6 @@ from torch import Tensor
 
 from lightning_zero.compat.tensors import OpOverload
 
-__all__ = [
-    "FAKE_NAMESPACE",
-    "NAMESPACE",
-    "OPS",
-    "Op",
-    "Role",
-    "find_op",
-    "graph_overloads",
-    "no_result",
-    "reduce_op",
-    "register_op",
-]
-
 NAMESPACE = "lightning_zero"
 FAKE_NAMESPACE = (
     # namespace of placeholders in graphs that never run, so that the library need not be built
@@ -49,10 +36,7 @@ class Op:
     """One op.
 
     Attributes:
-        name: Name in the namespace.
         shards: Position of the argument that is the parameter's shard, or a list of shards.
-        fake: Returns the result on fake tensors.
-        role: Function in a graph.
         has_effect: The op has a side effect, so graphs must keep it even if its result is unused.
         copies_grads: The op costs a copy of its first argument into a bucket; otherwise only its launch.
     """

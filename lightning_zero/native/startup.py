@@ -23,8 +23,6 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from lightning_zero.mesh import boot_id, host_name
 from lightning_zero.native.build import kill_compilers
 
-__all__ = ["StartupWatch"]
-
 TICK_S = 0.5
 TO_FAIL_S = 3.0  # for a rank to fail by itself after another one has
 TO_COME_S = 1.0  # to reach the store first: a rank that was never seen cannot be missed
@@ -40,9 +38,6 @@ class _StartupStore:
     It uses a client of its own, which needs no process group and does not count as a joining rank.
 
     Args:
-        store: The store.
-        rank: Rank of this process.
-        process: Identity of this process.
         of_launcher: True if the launcher serves the store and restarts ranks.
     """
 
@@ -83,9 +78,6 @@ class StartupWatch:
 
     Args:
         address, port: Where the store is served, now or later.
-        rank: This rank.
-        world_size: Number of ranks.
-        neighbours: Ranks of this host, whose processes are visible.
         report_s: Seconds after which a waiting rank reports the missing ones.
     """
 

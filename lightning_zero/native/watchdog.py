@@ -31,8 +31,6 @@ from lightning_zero.errors import RankFailedError, RankMismatchError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native.load import load
 
-__all__ = ["Failures", "Phase", "SequenceId", "ShownErrorHook", "Watchdog", "mark_shown"]
-
 TO_POST_S = 1.0  # for posts of other ranks; short, because users wait for the traceback
 TO_HEAR_S = 4.5  # for which the rank that serves the store stays alive: the others poll every 0.5 s and end after 3 s
 TO_CLAIM_S = 0.5  # for which a rank leaves the traceback to a lower rank
@@ -54,8 +52,6 @@ class Failures:
 
     Args:
         store: Store of these ranks. It is cloned: a thread that waits in a store's client blocks other threads.
-        rank: This rank.
-        world_size: Number of ranks.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -135,7 +131,6 @@ class ShownErrorHook:
 
     @classmethod
     def install(cls) -> None:
-        """Install the hook. Idempotent."""
         if not isinstance(sys.excepthook, cls):
             sys.excepthook = cls(sys.excepthook)
 
@@ -209,7 +204,6 @@ class Watchdog:
             process.
 
     Attributes:
-        native: The C++ watchdog.
         failed: True if an exception has ended the stage on this rank.
     """
 
@@ -236,7 +230,6 @@ class Watchdog:
         self.native.set_report_interval(report_s)
 
     def enter(self, phase: Phase) -> None:
-        """Enter a phase."""
         self.native.enter(int(phase))
 
     @contextmanager
@@ -257,11 +250,7 @@ class Watchdog:
 
     @contextmanager
     def waiting(self, what: str, sequence: SequenceId = SequenceId.UNCOUNTED) -> Iterator[None]:
-        """Surround a wait for other ranks.
-
-        Raises:
-            RankFailedError, RankMismatchError: This rank must not continue.
-        """
+        """Surround a wait for other ranks."""
         wait = self.native.begin_wait(int(sequence), what)
         try:
             yield
@@ -274,8 +263,6 @@ class Watchdog:
         """Start a collective and wait for it.
 
         Args:
-            what: Description.
-            sequence: Its sequence.
             start: Starts the collective; passed True if it must be asynchronous.
             waits: True if the host waits, and not only the device.
 

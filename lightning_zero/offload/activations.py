@@ -29,8 +29,6 @@ from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import CopyStreams, Event, copy_streams_of
 from lightning_zero.sharding.layout import extent
 
-__all__ = ["HostActivations", "HostBlocks", "OffloadQuota", "ReservedBlocks"]
-
 PendingCopy = tuple[Event, Tensor, Tensor]  # event, device tensor, host tensor: alive until compute has waited
 
 
@@ -257,7 +255,6 @@ class HostBlocks:
             self._reserved = before
 
     def free_unused(self) -> None:
-        """Free all blocks that are not lent."""
         with self._lock:
             self._collect_returned()
             self._drop(len(self._free))

@@ -24,8 +24,6 @@ from lightning_zero.errors import HostMemoryError, UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.sharding.flat_memory import HostMasterPolicy
 
-__all__ = ["HostMemory", "check_host_masters", "cpus_near", "free_bytes", "host_master_policy", "parse_cpu_list"]
-
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 MAPPED = 2  # cudaHostRegisterMapped
 TOUCH_BYTES = 256 << 20  # of one task of a thread

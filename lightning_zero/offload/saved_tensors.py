@@ -18,15 +18,12 @@ from torch import Tensor
 
 from lightning_zero.offload.pinned_memory import free_bytes
 
-__all__ = ["SavedTensor", "SavedTensorOffload", "VersionedTensor"]
-
 
 class VersionedTensor(NamedTuple):
     """Detect changes of a saved tensor. torch checks versions itself, except if pack hooks are used.
 
     Attributes:
         tensor: detached, because the result of an operation would keep itself alive through its own graph.
-        version: at the time of saving.
     """
 
     tensor: Tensor
@@ -105,10 +102,7 @@ class SavedTensorOffload:
     """Pack the tensors that autograd saves in one forward.
 
     Args:
-        device: of the saved tensors.
         excess: returns the bytes that are too many on the device now; negative if there is room.
-        least_bytes: smaller storages stay.
-        unchecked_bytes: bytes that are saved first without asking ``excess``.
     """
 
     def __init__(

@@ -23,20 +23,6 @@ from lightning_zero.errors import HostMemoryError
 from lightning_zero.mesh import Mesh, all_min
 from lightning_zero.offload.pinned_memory import HostMemory
 
-__all__ = [
-    "Copy",
-    "CopyStreams",
-    "CpuCopyStreams",
-    "CudaCopyStreams",
-    "FRACTION_WITH_COMPUTE",
-    "RingPass",
-    "StagedChunk",
-    "StagedChunks",
-    "StagingRing",
-    "copy_streams_of",
-    "measure_host_bandwidth",
-]
-
 Copy = tuple[Tensor, Tensor]  # to, from
 Event = Any
 
@@ -52,13 +38,9 @@ class CopyStreams(Protocol):
         """Tell the allocator that copies use this memory, so that it is not reused before they finish."""
         ...
 
-    def copy_in(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
-        """Copy from the host after the events in ``after``."""
-        ...
+    def copy_in(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event: ...
 
-    def copy_out(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event:
-        """Copy to the host after the events in ``after``."""
-        ...
+    def copy_out(self, copies: Sequence[Copy], after: Sequence[Event]) -> Event: ...
 
     def compute_event(self) -> Event:
         """Return an event for all compute given so far."""
@@ -155,7 +137,6 @@ class StagingRing:
 
     Attributes:
         slots: number of buffers.
-        slot_bytes: of each buffer.
         longest_pass: number of chunks.
         last_copy_out: event of the last copy out, or None.
         last_pass: a reference to the last pass's chunks, if they are repeated, and events of its last copies out by
@@ -209,9 +190,6 @@ class StagingRing:
         """Return how many elements of several tensors fit into one buffer: a multiple of 32.
 
         It is at least 32.
-
-        Args:
-            itemsizes: bytes per element of each tensor.
         """
         room = self.slot_bytes - len(itemsizes) * ALIGNMENT
         return max(room // max(sum(itemsizes), 1) // 32, 1) * 32
@@ -226,11 +204,6 @@ class StagingRing:
         return self._memory
 
     def buffers(self, number: int, like: StagedChunk) -> dict[str, Tensor]:
-        """Return the device tensors of the chunk with this number.
-
-        Raises:
-            ValueError: the chunk is too large.
-        """
         if not like:
             return {}
         memory, begin = self.allocated(), number % self.slots * self.slot_bytes

@@ -23,19 +23,6 @@ from lightning_zero.optim.update_rules import has_rules, rule_for
 from lightning_zero.sharding.layout import ALIGNMENT_BYTES
 from lightning_zero.sharding.param_record import ShardedParameter
 
-__all__ = [
-    "ElementPositions",
-    "ROUNDING_COUNT",
-    "STATE_DTYPE",
-    "bf16_state_names",
-    "check_bf16_state",
-    "keeps_bf16_state",
-    "noise_keys",
-    "restore_state_dtype",
-    "rounding_noise",
-    "stochastic_round",
-]
-
 STATE_DTYPE = torch.bfloat16
 MIN_NUMEL = 4096  # elements of a parameter; smaller ones (norms, biases) would save almost no memory
 ROUNDING_COUNT = "roundings"  # state key that counts steps for optimizers without a step count: the noise depends on it
@@ -111,7 +98,6 @@ class ElementPositions:
 
     @classmethod
     def from_members(cls, members: Sequence[ShardedParameter], device: torch.device) -> ElementPositions:
-        """Return the positions in a run of these parameters."""
         numels = [record.layout.shard_numel for record in members]
         kind = torch.int16 if len(members) <= torch.iinfo(torch.int16).max else torch.int32
         owners = torch.arange(len(members), dtype=kind, device=device)

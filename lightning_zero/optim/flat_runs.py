@@ -23,21 +23,6 @@ from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE, Element
 from lightning_zero.optim.support import INSTEAD, large_tensors
 from lightning_zero.sharding.param_record import Role, ShardedParameter
 
-__all__ = [
-    "Chunk",
-    "ChunkedState",
-    "FlatRun",
-    "InPlacePass",
-    "LoadedChunk",
-    "MASTER_SHARD",
-    "MAX_CHUNK_NUMEL",
-    "State",
-    "StateOnHost",
-    "chunk_itemsizes",
-    "make_flat_runs",
-    "split_into_chunks",
-]
-
 State = defaultdict[Any, dict[str, Any]]
 
 
@@ -46,13 +31,9 @@ class FlatRun:
     """Shards that are stepped as one tensor.
 
     Attributes:
-        group: Number of the parameter group.
-        members: Parameters in the order of memory.
         param: All members, flat, with the number of dimensions that all have, or 1-D. ``.grad`` is set unless it has
             another dtype.
-        grad: Gradients in the shape of ``param``.
         counts: The members' 0-dim state (such as step counts) by name, as one 1-D tensor.
-        state: Optimizer state of ``param``.
         bf16_state: Names of the bfloat16 state, in the rule's order.
         on_host: Host view of ``param`` if it is offloaded.
         copy: Compute shards of offloaded members, written by the step; None if there are none.
@@ -227,11 +208,7 @@ def make_flat_runs(
     """Return the flat runs of the parameters in ``groups``, all of which have a gradient.
 
     Args:
-        groups: Parameters by parameter group.
         kinds: A number for parameters with the same history, by index; only those are joined.
-        mix_dimensions: Join parameters with different numbers of dimensions.
-        bf16_state: Names of the bfloat16 state by index.
-        one_per_parameter: Make a run of each parameter.
     """
     names = bf16_state or {}
     runs: list[FlatRun] = []
@@ -311,12 +288,7 @@ MASTER_SHARD = "master shard"  # key next to the names of state, which are ident
 
 @dataclass(frozen=True)
 class StateOnHost:
-    """Host memory of one engine's shard-sized optimizer state, and its staging ring.
-
-    Attributes:
-        memory: Host memory.
-        ring: Staging ring for each step's state.
-    """
+    """Host memory of one engine's shard-sized optimizer state, and its staging ring."""
 
     memory: HostMemory
     ring: StagingRing
@@ -352,10 +324,7 @@ class LoadedChunk(NamedTuple):
     """A chunk on the device.
 
     Attributes:
-        chunk: The chunk.
-        param: Its elements of the master shards.
         copy: Its compute shard, if the step writes it; otherwise None.
-        state: State by name.
         positions: Positions of its elements if some state is bfloat16.
     """
 
@@ -406,8 +375,6 @@ class ChunkedState:
     """Flat runs in chunks, and the transfer of each chunk's state.
 
     Args:
-        runs: Flat runs with complete state, at fixed addresses.
-        names: Returns the names of a run's state.
         ring: Staging ring; None if state is on the device, and runs are not split.
         most: Maximum number of elements of a chunk with bfloat16 state; None: no limit.
 

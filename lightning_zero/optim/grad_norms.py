@@ -14,8 +14,6 @@ from lightning_zero.compat.tensors import foreach_norm
 from lightning_zero.mesh import Mesh, RunCollective, all_max, run_synchronously
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 
-__all__ = ["all_reduce_sum", "clip_factor", "norm_dtype", "parameter_norms"]
-
 
 def norm_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """Return the dtype of sums over these tensors: float64 if one has it, else float32."""
@@ -34,8 +32,6 @@ def all_reduce_sum(values: Tensor, mesh: Mesh, collective: RunCollective) -> Non
     may add in another order on another host, so each rank gathers and sums.
 
     Args:
-        values: Numbers of this rank.
-        mesh: Mesh of the ranks.
         collective: Starts the collective and waits for it, see :meth:`Executor.collective`.
     """
     group = mesh.shard_group.gather_group  # Mesh.reduce_group must stay unused with peer copies

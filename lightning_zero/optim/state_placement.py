@@ -15,8 +15,6 @@ from torch import Tensor
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT
 from lightning_zero.sharding.param_record import ShardedParameter
 
-__all__ = ["MakePlacer", "StatePlacer", "move_state_to_host", "place_loaded_state", "register_placement_hooks"]
-
 StatePlacer = Callable[[Tensor, str, Tensor], Tensor]  # (parameter, name, loaded value) -> stored value
 MakePlacer = Callable[[torch.optim.Optimizer], StatePlacer]  # called after the groups are loaded
 

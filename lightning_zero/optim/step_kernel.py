@@ -27,8 +27,6 @@ from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.optim.update_rules import Rule, rule_for
 from lightning_zero.sharding.layout import as_real
 
-__all__ = ["StepKernel"]
-
 MAX_COMPILED_RUNS = 16  # limits compilation, which makes one kernel per run
 
 
@@ -36,10 +34,7 @@ class StepKernel:
     """Steps flat runs as ``torch.optim`` would, entirely on the device.
 
     Args:
-        optimizer: Optimizer that :meth:`supports` accepts.
-        groups: Its parameter groups.
         runs: Flat runs with complete state and counts on the device.
-        device: Device of all tensors.
         compile: Compile each run's update into one kernel with Inductor.
         ring: Staging ring for state on the host; None if all state is on the device.
         capture: Capture and replay if the device can; otherwise launch kernels at each step.
@@ -109,7 +104,6 @@ class StepKernel:
         """Make one step; return True if it was a replay.
 
         Args:
-            groups: Parameter groups with this step's settings.
             squared_norm: Squared norm of the gradients, 0-dim; the same tensor at each call.
             max_norm: Clip gradients to this norm; None: do not clip.
             skip: 0-dim; if not zero, nothing changes.
@@ -245,7 +239,6 @@ def _rule_of(rules: Sequence[Rule | None], run: FlatRun) -> Rule:
 
 
 def _steps(counts: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tensor that counts steps."""
     return next((counts[name] for name in ("step", ROUNDING_COUNT) if name in counts), None)
 
 

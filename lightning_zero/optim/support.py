@@ -18,18 +18,6 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.update_rules import has_rules
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 
-__all__ = [
-    "INSTEAD",
-    "check_capture",
-    "check_members",
-    "check_offload",
-    "check_optimizer",
-    "check_state_dict",
-    "is_torch_optimizer",
-    "large_tensors",
-    "speed_up_zero_grad",
-]
-
 # Advice in errors about optimizers that would train wrongly.
 INSTEAD = "Use an optimizer that treats elements one by one, such as AdamW, Adam, SGD or Lion, or another strategy."
 

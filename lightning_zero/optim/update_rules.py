@@ -19,29 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Descent",
-    "MakeRule",
-    "Rule",
-    "StateNames",
-    "Tensors",
-    "adadelta",
-    "adagrad",
-    "adam",
-    "adamax",
-    "adamw",
-    "asgd",
-    "has_rules",
-    "nadam",
-    "radam",
-    "register_rule",
-    "rmsprop",
-    "rprop",
-    "rule_for",
-    "sgd",
-    "state_names",
-]
-
 Tensors = dict[str, Tensor]
 
 
@@ -72,7 +49,6 @@ class StateNames:
 
     Attributes:
         cut: State with one element per element of the parameter.
-        counts: Single numbers, in addition to ``step``.
         complete: True if all state outside ``cut`` is equal on every rank.
     """
 
@@ -118,26 +94,6 @@ class Descent(NamedTuple):
 
 _SETTINGS = ("lr", "betas.0", "betas.1", "eps", "weight_decay")
 _STATE = ("exp_avg", "exp_avg_sq")
-
-
-def adam(group: Mapping[str, Any]) -> Rule:
-    return _adam(Descent.from_group(group), group["amsgrad"])
-
-
-def adamw(group: Mapping[str, Any]) -> Rule:
-    return _adam(Descent.from_group(group, decoupled=True), group["amsgrad"])
-
-
-def adamax(group: Mapping[str, Any]) -> Rule:
-    return _adamax(Descent.from_group(group))
-
-
-def nadam(group: Mapping[str, Any]) -> Rule:
-    return _nadam(Descent.from_group(group))
-
-
-def radam(group: Mapping[str, Any]) -> Rule:
-    return _radam(Descent.from_group(group))
 
 
 def _constants(setting: Tensors) -> Tensors:
@@ -255,14 +211,6 @@ def _radam(descent: Descent) -> Rule:
     return Rule(_SETTINGS, _STATE, scalars, apply)
 
 
-def sgd(group: Mapping[str, Any]) -> Rule:
-    return _sgd(Descent.from_group(group), bool(group["momentum"]), group["nesterov"])
-
-
-def asgd(group: Mapping[str, Any]) -> Rule:
-    return _asgd(Descent.from_group(group))
-
-
 @cache
 def _sgd(descent: Descent, momentum: bool, nesterov: bool) -> Rule:
     """SGD with momentum as in Sutskever et al. (2013), and the dampening of ``torch.optim.SGD``."""
@@ -310,10 +258,6 @@ def _asgd(descent: Descent) -> Rule:
     return Rule(("lr", "lambd", "alpha", "t0", "weight_decay"), ("ax",), scalars, apply, counts=("eta", "mu"))
 
 
-def rprop(group: Mapping[str, Any]) -> Rule:
-    return _rprop(Descent.from_group(group))
-
-
 @cache
 def _rprop(descent: Descent) -> Rule:
     """Rprop (Riedmiller & Braun, 1993) as in ``torch.optim``.
@@ -336,18 +280,6 @@ def _rprop(descent: Descent) -> Rule:
 
     settings = ("etas.0", "etas.1", "step_sizes.0", "step_sizes.1")
     return Rule(settings, ("prev", "step_size"), scalars, apply)
-
-
-def adadelta(group: Mapping[str, Any]) -> Rule:
-    return _adadelta(Descent.from_group(group))
-
-
-def adagrad(group: Mapping[str, Any]) -> Rule:
-    return _adagrad(Descent.from_group(group))
-
-
-def rmsprop(group: Mapping[str, Any]) -> Rule:
-    return _rmsprop(Descent.from_group(group), group["momentum"] > 0, bool(group["centered"]))
 
 
 @cache
@@ -409,17 +341,19 @@ MakeRule = Callable[[Mapping[str, Any]], Rule]
 
 _ATTRIBUTE = "_zero_rule"  # attribute of an optimizer class
 _RULES: Mapping[type[torch.optim.Optimizer], MakeRule] = {
-    torch.optim.Adadelta: adadelta,
-    torch.optim.Adagrad: adagrad,
-    torch.optim.Adam: adam,
-    torch.optim.AdamW: adamw,
-    torch.optim.Adamax: adamax,
-    torch.optim.ASGD: asgd,
-    torch.optim.NAdam: nadam,
-    torch.optim.RAdam: radam,
-    torch.optim.RMSprop: rmsprop,
-    torch.optim.Rprop: rprop,
-    torch.optim.SGD: sgd,
+    torch.optim.Adadelta: lambda group: _adadelta(Descent.from_group(group)),
+    torch.optim.Adagrad: lambda group: _adagrad(Descent.from_group(group)),
+    torch.optim.Adam: lambda group: _adam(Descent.from_group(group), group["amsgrad"]),
+    torch.optim.AdamW: lambda group: _adam(Descent.from_group(group, decoupled=True), group["amsgrad"]),
+    torch.optim.Adamax: lambda group: _adamax(Descent.from_group(group)),
+    torch.optim.ASGD: lambda group: _asgd(Descent.from_group(group)),
+    torch.optim.NAdam: lambda group: _nadam(Descent.from_group(group)),
+    torch.optim.RAdam: lambda group: _radam(Descent.from_group(group)),
+    torch.optim.RMSprop: lambda group: _rmsprop(
+        Descent.from_group(group), group["momentum"] > 0, bool(group["centered"])
+    ),
+    torch.optim.Rprop: lambda group: _rprop(Descent.from_group(group)),
+    torch.optim.SGD: lambda group: _sgd(Descent.from_group(group), bool(group["momentum"]), group["nesterov"]),
 }
 
 
@@ -430,7 +364,6 @@ def rule_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule
 
 
 def has_rules(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> bool:
-    """Return True if there is a rule for each of these groups."""
     return all(rule_for(optimizer, group) is not None for group in groups)
 
 

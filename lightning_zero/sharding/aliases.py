@@ -20,8 +20,6 @@ from lightning_zero.sharding.layout import extent, is_strided
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
-__all__ = ["Aliases", "check_shared_memory"]
-
 
 class _StorageSpan:
     """Hold the byte range of a storage that a tensor's elements span."""
@@ -40,12 +38,7 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def check_shared_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-    """Raise UnsupportedError if a parameter shares memory with another parameter object or a buffer.
-
-    Args:
-        params: parameters by name, each object once.
-        buffers: buffers by name.
-    """
+    """Raise UnsupportedError if a parameter shares memory with another parameter object or a buffer."""
     by_storage: dict[int, list[tuple[str, _StorageSpan]]] = {}
     with no_shard_dispatch():
         for name, param in params.items():

@@ -28,8 +28,6 @@ from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.sharding.layout import is_strided
 
-__all__ = ["BufferBroadcast"]
-
 COMPARED_ROUNDS = 3  # first rounds, in which ranks always compare their changed buffers
 BUCKET_BYTES = 256 << 20  # of one broadcast; bounds its temporary memory
 _ALIGN = 16  # bytes, of the widest dtype
@@ -149,11 +147,7 @@ class BufferBroadcast:
     @torch.inference_mode(False)  # tensors made here must be writable in training
     @torch.no_grad()
     def before_forward(self) -> None:
-        """Send rank 0's buffers if that is due. Collective; does not wait for the GPU after the first rounds.
-
-        Raises:
-            RankMismatchError: ranks have different buffers.
-        """
+        """Send rank 0's buffers if that is due. Collective; does not wait for the GPU after the first rounds."""
         if not self._is_due or not self._enabled or self._root is None:
             return
         self._is_due = False

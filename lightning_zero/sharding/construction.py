@@ -20,8 +20,6 @@ from torch import nn
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.state_dict import StateDictHooks
 
-__all__ = ["copied_modules", "sharded_construction"]
-
 
 @contextmanager
 def sharded_construction(sharder: Sharder, state: StateDictHooks) -> Iterator[None]:

@@ -26,19 +26,6 @@ from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from lightning_zero.sharding.symm_mem import PeerTransports, SymmetricMemory
 from lightning_zero.sharding.weight_reader import ShardSync
 
-__all__ = [
-    "FlatBuffer",
-    "HostMasterPolicy",
-    "HostMasters",
-    "ShardMemory",
-    "alias_compute_shards",
-    "can_be_on_host",
-    "check_single_micro_batch",
-    "compute_dtype_of",
-    "free_gradients",
-    "stays_full_precision",
-]
-
 
 class FlatBuffer:
     """Hold one zeroed tensor per dtype, split into 1-D views in the order of ``pieces``.
@@ -88,7 +75,6 @@ class HostMasterPolicy:
     other tensor, only slowly. So most code need not know where a shard is; only loops over all shards stage copies.
 
     Attributes:
-        dtype: compute dtype.
         allocate: returns zeros of a number of elements twice: as a tensor of the device, and as one of the CPU.
     """
 
@@ -203,9 +189,6 @@ class ShardMemory:
     """Allocate memory for the parameters of one engine, and set it in their records and the executor.
 
     Args:
-        executor: where the parameters are registered.
-        mesh: of the ranks.
-        records: of the parameters; more may be added.
         transports: allocate memory that other ranks reach; None: there is none.
         policy: which master shards are on the host; None: none.
         alias_gradients: gradients alias the compute shards, if there are any.
@@ -387,7 +370,6 @@ class ShardMemory:
             self.executor.parameters.set_deferred_gradient(record.index, view, full)
 
     def free_deferred_gradients(self) -> None:
-        """Free the memory of deferred gradients, if there is any."""
         for record in self._records:
             if record.memory.pop(Role.DEFERRED_GRADIENT, None) is not None:
                 self.executor.parameters.set_deferred_gradient(record.index, None, False)

@@ -24,8 +24,6 @@ from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.state_dict import StateDictHooks
 
-__all__ = ["ModuleCopier", "PickledAsNone", "full_parameters", "unshard_module"]
-
 
 @contextmanager
 def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True) -> Iterator[None]:

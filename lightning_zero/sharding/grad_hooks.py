@@ -21,8 +21,6 @@ from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
 
-__all__ = ["GradientHooks"]
-
 
 class _PostHook:
     """Take the place of a user's hook for autograd, and do nothing. The user's handle can still remove it."""

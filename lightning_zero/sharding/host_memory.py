@@ -26,19 +26,6 @@ from torch import Tensor
 from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.layout import ShardLayout, extent, is_strided, should_read_gaps
 
-__all__ = [
-    "BLOCK_BYTES",
-    "MappedTensor",
-    "as_mapped",
-    "copy_mapped",
-    "copy_small_values",
-    "copy_to_host",
-    "copy_via_blocks",
-    "copy_waiter",
-    "madvise",
-    "read_in_chunks",
-]
-
 BLOCK_BYTES = 16 << 20  # of a pinned block: large enough for full link speed
 COPY_THREADS = 8
 BLOCKS_IN_FLIGHT = 2  # pinned blocks that receive while all threads copy
@@ -70,8 +57,6 @@ def copy_via_blocks(
 
     Args:
         blocks: of :data:`BLOCK_BYTES` bytes each, not used by others meanwhile.
-        source: on a device.
-        target: on the CPU.
         arrival: returns a function that waits for the copies started on this thread so far.
         threads: number of threads that copy from blocks to ``target``.
     """

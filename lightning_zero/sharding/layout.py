@@ -16,8 +16,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["ShardLayout", "as_real", "extent", "inverse", "is_strided", "memory_order", "should_read_gaps"]
-
 ALIGNMENT_BYTES = 128
 
 
@@ -52,7 +50,6 @@ class ShardLayout:
     """Describe how one parameter is split.
 
     Attributes:
-        shape: of the full parameter.
         shard_numel: elements in each rank's shard, padding included; at least one alignment unit, so that even an empty
             parameter has a shard with its own address.
         world_size: number of shards.

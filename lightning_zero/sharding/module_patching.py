@@ -28,17 +28,6 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import inverse
 from lightning_zero.sharding.weight_reader import WeightReader
 
-__all__ = [
-    "UNSHARDED_CACHE",
-    "ORDERS",
-    "SHAPES",
-    "ClassCache",
-    "engine_of_class",
-    "is_sharded",
-    "pop_functional_call_read",
-    "raise_copy_unsupported",
-]
-
 # Module attributes. Parameter name -> full shape, or None while the full parameter is installed;
 SHAPES = "_zero_shapes"
 # parameter name -> memory order of its dimensions, if it differs from their own order (channels_last);

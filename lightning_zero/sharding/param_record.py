@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.shard_tensor import ShardSpec, no_shard_dispatch
 
-__all__ = ["Records", "Role", "ShardedParameter", "gather_full"]
-
 
 class Role(Enum):
     """Name the purpose of memory that belongs to a parameter; ``sharding/flat_memory.py`` allocates it."""
@@ -35,9 +33,7 @@ class ShardedParameter:
 
     Attributes:
         index: the parameter's number in the executor.
-        name: qualified name in the sharded module.
         param: the registered parameter: a view of the shard, or the full value inside ``full_parameters``.
-        layout: how the parameter is split.
         memory: tensors on this rank, by role; a missing role is not allocated yet.
         spec: what the parameter's shard tensors refer to.
         owners: the (module, name) pairs that read the parameter: several if it is tied, none after it is dropped.
@@ -156,7 +152,6 @@ class Records:
         self._by_param[id(record.param)] = record
 
     def find(self, param: Tensor) -> ShardedParameter | None:
-        """Return the record of a registered parameter, or None."""
         record = self._by_param.get(id(param))
         return record if record is not None and record.param is param else None
 

@@ -25,8 +25,6 @@ from lightning_zero.sharding.shard_tensor import (
     spec_of,
 )
 
-__all__ = ["REDUCTIONS", "foreach_norms", "is_elementwise_pair", "reduce"]
-
 INF = math.inf
 
 
@@ -86,7 +84,7 @@ def reduce(
     first, rest = (args[0], list(args[1:])) if args else (_named_first(kwargs), [])
     if kwargs.pop("out", None) is not None or not isinstance(first, Tensor):
         raise_unsupported_for(func, spec)
-    if name in _TWO_OPERANDS:
+    if name == "equal":
         first, *rest = _of_one_layout(
             func, [first, *rest, *(kwargs.pop(k) for k in ("other", "tensor") if k in kwargs)]
         )
@@ -120,13 +118,12 @@ def _named_first(kwargs: dict[str, Any]) -> Any:
 
 
 _DIM_IS_SECOND = {"norm", "linalg_norm", "linalg_vector_norm"}
-_REAL_ONLY = {"max", "min", "amax", "amin", "aminmax", "nansum", "nanmean"}
-_TWO_OPERANDS = {"dot", "vdot", "equal", "allclose"}
+_REAL_ONLY = {"max", "min", "amax", "amin", "aminmax"}
 
 
 def _all_dimensions(name: str, rest: list[Any], kwargs: dict[str, Any], dimensions: int) -> bool:
     """Return True if a reduction covers all dimensions; removes the arguments that name them."""
-    if name in _TWO_OPERANDS:
+    if name == "equal":
         return True
     place = 1 if name in _DIM_IS_SECOND else 0
     dim = kwargs.pop("dim", kwargs.pop("axis", None))
@@ -160,28 +157,11 @@ def _sum(shard: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     return _sum_over_ranks(part, dtype, part.values)
 
 
-def _nansum(shard: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    part = _LocalPart(shard)
-    return _sum_over_ranks(part, dtype, part.values.nan_to_num(nan=0.0, posinf=INF, neginf=-INF))
-
-
 def _mean(shard: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     part = _LocalPart(shard)
     if dtype is None and _sum_dtype(part.dtype) is not part.dtype:
         shard.mean()  # torch's own error
     return (part.exchange(part.values.sum(dtype=part.wide)).sum(0)[0] / part.count).to(dtype or part.dtype)
-
-
-def _nanmean(shard: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    part = _LocalPart(shard)
-    found = part.exchange(part.values.nansum(dtype=part.wide), (~part.values.isnan()).sum()).sum(0)
-    return (found[0] / found[1]).to(dtype or part.dtype)
-
-
-def _prod(shard: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    part = _LocalPart(shard)
-    found = part.exchange(part.values.prod(dtype=dtype or part.wide))[:, 0].prod()
-    return found.to(dtype or _sum_dtype(part.dtype))
 
 
 def _max(shard: Tensor) -> Tensor:
@@ -240,18 +220,6 @@ def _std(shard: Tensor, unbiased: bool = True, *, correction: float | None = Non
     return _variance_and_mean(part, unbiased, correction)[0].sqrt().to(part.dtype.to_real())
 
 
-def _var_mean(shard: Tensor, unbiased: bool = True, *, correction: float | None = None) -> tuple[Tensor, ...]:
-    part = _LocalPart(shard)
-    variance, mean = _variance_and_mean(part, unbiased, correction)
-    return variance.to(part.dtype.to_real()), mean.to(part.dtype)
-
-
-def _std_mean(shard: Tensor, unbiased: bool = True, *, correction: float | None = None) -> tuple[Tensor, ...]:
-    part = _LocalPart(shard)
-    variance, mean = _variance_and_mean(part, unbiased, correction)
-    return variance.sqrt().to(part.dtype.to_real()), mean.to(part.dtype)
-
-
 def _order(p: Any) -> float:
     if p in ("fro", None):
         return 2.0
@@ -291,32 +259,12 @@ def _norm_of_norms(found: Tensor, order: float) -> Tensor:
     return found.sum(0) if order == 0 else torch.linalg.vector_norm(found, order, dim=0)
 
 
-def _dot(shard: Tensor, other: Tensor | None = None, *, tensor: Tensor | None = None) -> Tensor:
-    other = tensor if other is None else other
-    assert other is not None
-    part = _LocalPart(shard)
-    theirs = other.detach().reshape(-1)[: part.values.numel()]
-    if shard.dim() != 1 or other.shape != shard.shape:
-        raise NotImplementedError("torch's own error would name the shard's shape")
-    return part.exchange((part.values * theirs).sum(dtype=part.wide)).sum().to(part.dtype)
-
-
-def _vdot(shard: Tensor, other: Tensor | None = None, *, tensor: Tensor | None = None) -> Tensor:
-    return _dot(spec_of([shard]).wrap(shard.detach().conj().resolve_conj()), other, tensor=tensor)
-
-
 def _equal(shard: Tensor, other: Tensor) -> bool:
     part = _LocalPart(shard)
     same = other.shape == shard.shape and other.dtype == shard.dtype
     theirs = other.detach().reshape(-1)[: part.values.numel()]
     own = torch.tensor(same and torch.equal(part.values, theirs), device=part.values.device)
     return bool(part.exchange(own).amin() > 0)
-
-
-def _allclose(shard: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
-    part = _LocalPart(shard)
-    theirs = other.detach().reshape(-1)[: part.values.numel()]
-    return bool(part.exchange(torch.isclose(part.values, theirs, *args, **kwargs).all()).amin() > 0)
 
 
 def _single_number(shard: Tensor) -> Any:
@@ -326,10 +274,9 @@ def _single_number(shard: Tensor) -> Any:
 
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {
-    "sum": _sum, "nansum": _nansum, "mean": _mean, "nanmean": _nanmean, "prod": _prod, "max": _max, "min": _min,
-    "amax": _max, "amin": _min, "aminmax": _aminmax, "all": _all, "any": _any, "count_nonzero": _count_nonzero,
-    "var": _var, "std": _std, "var_mean": _var_mean, "std_mean": _std_mean, "norm": _norm, "linalg_norm": _linalg_norm,
-    "linalg_vector_norm": _vector_norm, "dot": _dot, "vdot": _vdot, "equal": _equal, "allclose": _allclose,
+    "sum": _sum, "mean": _mean, "max": _max, "min": _min, "amax": _max, "amin": _min, "aminmax": _aminmax,
+    "all": _all, "any": _any, "count_nonzero": _count_nonzero, "var": _var, "std": _std,
+    "norm": _norm, "linalg_norm": _linalg_norm, "linalg_vector_norm": _vector_norm, "equal": _equal,
     "item": _single_number, "__float__": lambda shard: float(_single_number(shard)),
     "__int__": lambda shard: int(_single_number(shard)),
     "__bool__": lambda shard: "_zero_same" in shard.__dict__ or bool(_single_number(shard)),

@@ -36,8 +36,6 @@ from lightning_zero.sharding.shard_tensor import (
 )
 from lightning_zero.sharding.weight_reader import GatheredWeight
 
-__all__ = ["FULL_SHAPE_QUERIES", "query_full_shape", "rule_of", "words"]
-
 
 def words(text: str) -> frozenset[str]:
     return frozenset(text.split())

@@ -30,27 +30,6 @@ from lightning_zero.compat.tensors import DisableTorchFunctionSubclass, rebuild_
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import ShardLayout, as_real
 
-__all__ = [
-    "Mismatch",
-    "Rule",
-    "ShardParameter",
-    "ShardSpec",
-    "ShardTensor",
-    "align",
-    "all_gather_shards",
-    "closed_engine_message",
-    "full_arguments",
-    "gather_value",
-    "is_shard",
-    "no_shard_dispatch",
-    "raise_unsupported",
-    "raise_unsupported_for",
-    "set_rules",
-    "shards_in",
-    "spec_of",
-    "without_shard_dispatch",
-]
-
 Rule = Callable[[Any, Any, dict[str, Any]], Any]
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -219,10 +198,7 @@ class ShardSpec:
     reference back would be a cycle through C++ that is never collected.
 
     Attributes:
-        name: of the parameter.
-        layout: how the parameter is split.
         shard_index: of this rank.
-        device: of the engine.
         group: returns the process group of the shards, or None after the engine is closed.
         on_write: called before the parameter is written to, with True if all values are replaced.
         collective: runs a collective over ``group`` and waits for it, see :meth:`Executor.collective`.

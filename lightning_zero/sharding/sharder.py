@@ -33,8 +33,6 @@ from lightning_zero.sharding.shard_tensor import ShardSpec, closed_engine_messag
 from lightning_zero.sharding.symm_mem import PeerTransports
 from lightning_zero.sharding.weight_reader import ShardSync
 
-__all__ = ["Materializer", "Sharder", "check_module", "check_parameter", "check_same_model", "explain_shard_error"]
-
 
 def check_module(name: str, module: nn.Module) -> None:
     """Raise :class:`UnsupportedError` for a module whose forward writes to its weight.
@@ -173,16 +171,12 @@ class Sharder:
     """Shard parameters, and hold their records.
 
     Args:
-        executor: C++ executor, where shards are registered.
         mesh: of the ranks that hold a shard each; initial values come from rank 0.
         transports: allocate the shards in memory that other ranks can read, if possible.
         policy: which shards are stored on the host; None: none.
-        alias_gradients: gradients alias the compute shards.
 
     Attributes:
-        sync: orders reads and writes of shards.
         records: of all parameters that were ever sharded.
-        memory: allocates and holds their memory.
         classes: subclasses of the modules that own shards.
         reader: decides what eager code reads from these modules.
     """
@@ -292,7 +286,6 @@ class Sharder:
         """Shard every other parameter in ``root`` and move all shards into flat buffers. Collective.
 
         Raises:
-            RankMismatchError: ranks hold different models.
             UnsupportedError: a parameter cannot be sharded; no parameter is sharded then.
         """
         check_same_model(root, self.mesh)

@@ -20,8 +20,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["Claim", "map_shared"]
-
 SHARED_MEMORY = Path("/dev/shm")
 
 

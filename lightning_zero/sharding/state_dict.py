@@ -24,8 +24,6 @@ from lightning_zero.sharding.module_patching import SHAPES
 from lightning_zero.sharding.param_record import ShardedParameter, gather_full
 from lightning_zero.sharding.sharder import Sharder
 
-__all__ = ["StateDictHooks", "StateDictTensor", "full_on_cpu", "ignore_bytes"]
-
 ValueOf = Callable[[ShardedParameter], torch.Tensor | None]
 
 
@@ -42,13 +40,11 @@ def ignore_bytes(count: int) -> None:
 class StateDictHooks:
     """Install hooks for state dicts on modules that own shards.
 
-    ``loaded_bytes`` counts the shards that ``load_state_dict()`` has overwritten; ``on_loaded_bytes`` is called for
-    each.
+    ``on_loaded_bytes`` is called with the bytes of each shard that ``load_state_dict()`` overwrites.
     """
 
     def __init__(self, sharder: Sharder) -> None:
         self.sharder = sharder
-        self.loaded_bytes = 0
         self.on_loaded_bytes: Callable[[int], object] = ignore_bytes
         self._value_of: ValueOf = full_on_cpu
         self._handles: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
@@ -128,7 +124,6 @@ class StateDictHooks:
             state[prefix + key] = record.spec.wrap(
                 record.local_part(as_mapped(full))
             )  # torch compares with the full shape
-            self.loaded_bytes += record.shard.nbytes
             self.on_loaded_bytes(record.shard.nbytes)
 
 
@@ -145,7 +140,6 @@ class StateDictTensor(Tensor):
 
     @staticmethod
     def of(full: Tensor, record: ShardedParameter, sharder: Sharder) -> Tensor:
-        """Return ``full`` as the current value of a parameter."""
         return _view(full, full, _Writer(record, sharder))
 
     @classmethod

@@ -28,8 +28,6 @@ from lightning_zero.compat.tensors import DisableTorchFunctionSubclass, disabled
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
 
-__all__ = ["GatheredWeight", "ShardSync", "WeightReader"]
-
 
 class ShardSync:
     """Order reads and writes of shards that are not gathers.
@@ -139,11 +137,7 @@ class GatheredWeight(Tensor):
 
     @property
     def grad(self) -> Tensor | None:  # type: ignore[override]
-        """Return None, or with one rank the full gradient.
-
-        Raises:
-            UnsupportedError: the gradient is sharded over several ranks.
-        """
+        """Return None, or with one rank the full gradient."""
         with DisableTorchFunctionSubclass():
             grad, record = self._zero_param.grad, self._zero_reader.find_record(self._zero_param)
             if grad is None:
@@ -181,12 +175,10 @@ class GatheredWeight(Tensor):
         return self
 
     def register_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:  # type: ignore[override]
-        """Register the hook on the parameter."""
         with DisableTorchFunctionSubclass():
             return self._zero_param.register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> RemovableHandle:  # type: ignore[override]
-        """Register the hook on the parameter."""
         with DisableTorchFunctionSubclass():
             return self._zero_param.register_post_accumulate_grad_hook(hook)
 

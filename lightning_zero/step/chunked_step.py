@@ -35,15 +35,12 @@ from lightning_zero.optim.flat_runs import (
 from lightning_zero.optim.update_rules import rule_for
 from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
 
-__all__ = ["ChunkedRunner"]
-
 
 class ChunkedRunner:
     """Shows the chunks of a layout's flat runs to the optimizer.
 
     Args:
         optimizer: Optimizer with a known update rule; other optimizers may revisit a parameter.
-        layouts: Its layouts.
         host: Host memory of the state; None if state is on the device.
     """
 

@@ -26,8 +26,6 @@ from lightning_zero.sharding.grad_hooks import GradientHooks
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.stepper import OptimizerStepper
 
-__all__ = ["State", "StepCycle", "StepEvents"]
-
 log = logging.getLogger(__name__)
 
 Callback = Callable[[], None]
@@ -61,7 +59,6 @@ class StepCycle:
     """Propagates user writes to shards, invalidates weight copies and sets the watchdog's phase.
 
     Attributes:
-        state: State of the engine.
         events: Callbacks of the parts that act at the begin of a forward, a backward or an accumulation.
         accumulates: True once the caller has used :meth:`accumulating`.
     """
@@ -151,11 +148,7 @@ class StepCycle:
             self.state, self._in_train_step = State.IDLE, False
 
     def before_backward(self) -> None:
-        """Prepare for a backward. Recommended before each one.
-
-        Raises:
-            RuntimeError: An optimizer step is in progress.
-        """
+        """Prepare for a backward. Recommended before each one."""
         self._check_transition(State.BACKWARD, "before_backward()")
         self._enter(State.BACKWARD, Phase.BACKWARD)
         self._find_hooks(forward_ran=True)
@@ -244,11 +237,7 @@ class StepCycle:
         self._sharder.sync.before_overwriting(stepping)
 
     def begin_step(self, step: OptimizerStepper) -> None:
-        """Make gradients final: the optimizer's own ``step`` is next.
-
-        Raises:
-            RuntimeError: Another optimizer's step is in progress.
-        """
+        """Make gradients final: the optimizer's own ``step`` is next."""
         if step is not self._step:
             self._check_transition(State.STEP, "the step of an optimizer")
         self.end_backward()
@@ -261,7 +250,6 @@ class StepCycle:
         """Finish an optimizer step, successful or not. Idempotent.
 
         Args:
-            step: The step.
             changed: True if the optimizer stepped. If False, unsharded weights in the cache stay valid.
         """
         if step is not self._step and self._step is not None and self._step.in_progress:

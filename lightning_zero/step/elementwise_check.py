@@ -25,15 +25,14 @@ from lightning_zero.sharding.shard_reductions import REDUCTIONS, is_elementwise_
 from lightning_zero.sharding.shard_rules import query_full_shape, words
 from lightning_zero.step.step_layouts import StepLayout
 
-__all__ = ["CHECKED_STEPS", "ElementwiseCheck", "needs_elementwise_check"]
-
 # Number of first steps that step each parameter by itself, because the optimizer's code may read shapes. Later,
 # neighbors are joined unless it has. Some optimizers begin to read shapes only after a warmup of a few steps.
 CHECKED_STEPS = 16
 
 # Many optimizers check if all values are finite or equal; the result decides nothing in a healthy training.
-_HARMLESS_REDUCTIONS = words("all any equal allclose item __float__ __int__ __bool__ is_nonzero")
+_HARMLESS_REDUCTIONS = words("all any equal item __float__ __int__ __bool__ is_nonzero")
 _CROSS_ELEMENT_OPS = (REDUCTIONS.keys() - _HARMLESS_REDUCTIONS) | words(
+    "nansum nanmean prod var_mean std_mean dot vdot "
     "median nanmedian quantile nanquantile sort argsort topk kthvalue argmax argmin cumsum cumprod logsumexp "
     "softmax log_softmax normalize cosine_similarity dist renorm histc matmul mm bmm mv addmm addmv addr outer "
     "inner einsum tensordot linear trace svd qr __matmul__ __rmatmul__ diag tril triu flip roll"

@@ -28,8 +28,6 @@ from lightning_zero.sharding.param_record import Role, ShardedParameter
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 from lightning_zero.step.optimizer_steps import OptimizerSteps
 
-__all__ = ["GradientPlacement", "MemoryController"]
-
 MIB = 2**20
 WITH_MASTERS = ("optimizer", MASTERS)  # masters and optimizer state move together
 
@@ -41,9 +39,6 @@ class MemoryController:
         compiled: the engine's compiled steps, with its shards and symmetric memory.
         optimizers: the engine's optimizer steps, whose state may move to the host.
         accumulates: returns True if micro-batches were announced whose gradients can wait.
-
-    Attributes:
-        gradients: placement of the gradients.
     """
 
     def __init__(

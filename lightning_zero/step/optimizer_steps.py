@@ -51,18 +51,11 @@ from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.runners import reason_not_captured
 from lightning_zero.step.stepper import OptimizerStepper
 
-__all__ = ["OptimizerSteps"]
-
 Closure = Callable[[], Any]
 
 
 class OptimizerSteps:
     """Steps optimizers over one engine's shards.
-
-    Args:
-        sharder: Sharder of the parameters.
-        cycle: Notified of each step.
-        config: Options.
 
     Attributes:
         before_arranging: Called with the optimizers before their shards are arranged.
@@ -79,7 +72,6 @@ class OptimizerSteps:
         self._steppers: weakref.WeakKeyDictionary[torch.optim.Optimizer, OptimizerStepper] = weakref.WeakKeyDictionary()
 
     def stepper(self, optimizer: torch.optim.Optimizer) -> OptimizerStepper:
-        """Return the stepper of this optimizer."""
         stepper = self._steppers.get(optimizer)
         if stepper is None:
             if self.bf16_state:
@@ -170,11 +162,6 @@ class OptimizerSteps:
             self._on_host.memory.settle()
 
     def load(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load a state dict of shards into the optimizer.
-
-        Raises:
-            ValueError: The state is of another optimizer class.
-        """
         settings = [set(group) & set(optimizer.defaults) for group in optimizer.param_groups]
         with nullcontext() if self.make_placer is None else place_loaded_state(optimizer, self.make_placer):
             optimizer.load_state_dict(state)
@@ -223,7 +210,6 @@ class OptimizerSteps:
             skip, in_closure: See :meth:`OptimizerStepper.begin`.
 
         Raises:
-            RuntimeError: Another optimizer's step is in progress.
             UnsupportedError: The optimizer holds a parameter that is no shard, or state that is not elementwise.
         """
         stepper = self.stepper(optimizer)
@@ -245,9 +231,7 @@ class OptimizerSteps:
         """Surround ``optimizer.step()`` after gradients are final. Collective with ``clip``.
 
         Args:
-            optimizer: Optimizer of shards.
             clip: Scale gradients to a global 2-norm of at most this. Yields the norm before, 0-dim on the device.
-            skip: See :meth:`OptimizerStepper.begin`.
         """
         norm = None
         if clip is not None:

@@ -19,8 +19,6 @@ from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
 
-__all__ = ["CapturedRunner", "EagerRunner", "StepRunner", "reason_not_captured"]
-
 
 class StepRunner(Protocol):
     """One way to step a layout.
@@ -116,9 +114,6 @@ class CapturedRunner:
     """Replays a layout's step, after the optimizer itself has made the first step and the state.
 
     Args:
-        optimizer: Optimizer with a known update rule.
-        layouts: Its layouts.
-        device: Device of all tensors.
         compile_kernels: Compile the update with Inductor; otherwise run it op by op.
         ring: Staging ring for state on the host; None if state is on the device.
         captures: Replay steps. If False, only layouts with bfloat16 state are stepped, which the optimizer cannot do

@@ -28,8 +28,6 @@ from lightning_zero.sharding.layout import as_real
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.sharder import Sharder
 
-__all__ = ["FlatParams", "Groups", "OwnParams", "StepLayout", "StepLayouts"]
-
 log = logging.getLogger(__name__)
 
 Groups = list[dict[str, Any]]
@@ -47,7 +45,6 @@ class FlatParams(NamedTuple):
 
     Attributes:
         groups: Parameter groups; empty if nothing is left to step.
-        state: State of their parameters.
         origins: For each group, the number of the own group whose settings it has.
     """
 
@@ -62,7 +59,6 @@ class StepLayout:
     Attributes:
         runs: The flat runs. The optimizer steps each of them as one tensor.
         squared: Sum of the squared gradients, 0-dim, of the norms' dtype; of all ranks after the all-reduce.
-        state: Optimizer state by flat parameter.
         eager_steps: Steps made by the optimizer itself. State may be missing before the first one.
     """
 
@@ -127,13 +123,7 @@ class StepLayouts:
     """The layouts of one optimizer.
 
     Args:
-        optimizer: Optimizer of shards.
-        sharder: Sharder of its parameters.
         host: Host memory for shard-sized optimizer state; None keeps it on the shards' device.
-        bf16_state: Keep shard-sized state of large parameters in bfloat16.
-
-    Attributes:
-        last: The layout that :meth:`current` returned last.
     """
 
     def __init__(
@@ -186,7 +176,6 @@ class StepLayouts:
         self._values = _values(state)
 
     def drop_others(self, layout: StepLayout) -> None:
-        """Drop all layouts but this one."""
         self._by_pattern = {pattern: other for pattern, other in self._by_pattern.items() if other is layout}
 
     def _rebuild_reason(self, own: OwnParams) -> str | None:

@@ -29,8 +29,6 @@ from lightning_zero.step.elementwise_check import CHECKED_STEPS, ElementwiseChec
 from lightning_zero.step.runners import CapturedRunner, EagerRunner, StepRunner, reason_not_captured
 from lightning_zero.step.step_layouts import FlatParams, Groups, OwnParams, StepLayout, StepLayouts
 
-__all__ = ["OptimizerStepper"]
-
 log = logging.getLogger(__name__)
 
 
@@ -71,9 +69,7 @@ class ParamSwap:
         """Show flat parameters until the optimizer's next ``step`` ends, or until :meth:`end`.
 
         Args:
-            flat_params: Parameters and state to show.
             after: Called with the own ones after they are restored.
-            around: Context in which the optimizer steps.
         """
         self._own, self._flat_params, self._after = self.own, flat_params, after
         self._before = [dict(group) for group in flat_params.groups]
@@ -126,8 +122,6 @@ class OptimizerStepper:
     """Finds the layout of each step and the runner for it.
 
     Args:
-        optimizer: Optimizer of shards.
-        sharder: Sharder of its parameters.
         capture: ``"auto"`` or True: capture if possible; False: never.
         emulate: Debugging: compute on any device as a captured step does, without a graph.
         host: Host memory of shard-sized state; None keeps it on the shards' device.
@@ -135,7 +129,6 @@ class OptimizerStepper:
 
     Attributes:
         eager_reason: Why steps are never captured; None if they are.
-        runner: The runner of the last step.
     """
 
     def __init__(
@@ -173,7 +166,6 @@ class OptimizerStepper:
 
     @property
     def layout(self) -> StepLayout | None:
-        """Layout of the last step."""
         return self._layouts.last
 
     @property
@@ -194,7 +186,6 @@ class OptimizerStepper:
         read it.
 
         Args:
-            max_norm: Limit.
             later: Let the step scale gradients while it uses them, which saves one read and write.
         """
         self._choose_layouts()

@@ -38,7 +38,6 @@ RIGHT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "mean": lambda p, g: p.mean(),
     "root of the mean square": lambda p, g: torch.sqrt(torch.mean(g**2)),
     "mean by counts": lambda p, g: g.sum() / g.numel(),
-    "prod": lambda p, g: (1 + 0.01 * g).prod(),
     "max": lambda p, g: p.max(),
     "min": lambda p, g: torch.min(p),
     "amax": lambda p, g: p.abs().amax(),
@@ -50,15 +49,11 @@ RIGHT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "any": lambda p, g: (p > 100).any(),
     "count_nonzero": lambda p, g: (p > 0).count_nonzero(),
     "sum of a mask": lambda p, g: (p > 0).sum(),
-    "dot": lambda p, g: torch.dot(p.flatten(), g.flatten()),
     "var": lambda p, g: p.var(),
     "std": lambda p, g: torch.std(p, unbiased=False),
-    "std_mean": lambda p, g: list(torch.std_mean(p)),
     "var by correction": lambda p, g: p.var(correction=2),
     "view of gradients": lambda p, g: float(g._is_view()),  # of views Dynamo fakes what they are of, in seconds
-    "nansum": lambda p, g: torch.nansum(p),
     "equal": lambda p, g: [float(torch.equal(p, g)), float(torch.equal(p, p.clone()))],
-    "allclose": lambda p, g: float(torch.allclose(p, p + 1e-9)),
     "_foreach_norm": lambda p, g: list(torch._foreach_norm([p.detach(), g, torch.ones(3)], 2)),
     "get_total_norm": lambda p, g: nn.utils.get_total_norm([p.detach(), g]),
     "item": lambda p, g: p.norm().item(),
@@ -90,11 +85,7 @@ RIGHT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "lists with full values": lambda p, g: torch._foreach_mul([g], [_full(p)])[0].sum(),
     "new of its size": lambda p, g: [p.new_ones(p.shape).sum(), p.new_zeros(32).sum(), *p.new_ones(3).shape],
     "where by a full mask": lambda p, g: torch.where(_full(p) > 0.5, p, -p).sum(),
-    "dot with a full value": lambda p, g: torch.dot(p.flatten(), _full(p).flatten()),
-    "equal to a full value": lambda p, g: [
-        float(torch.equal(_full(p), p)),
-        float(torch.allclose(_full(p).copy_(p), p)),
-    ],
+    "equal to a full value": lambda p, g: [float(torch.equal(_full(p), p)), float(torch.equal(_full(p).copy_(p), p))],
     "assigned a full gradient": lambda p, g: _assigned(p),
     "torch.tensor": lambda p, g: (torch.tensor(p, dtype=torch.float64) * _full(p)).sum(),
     "a shallow copy": lambda p, g: copy.copy(p.detach()).sum() + copy.copy(p).norm(),
@@ -130,6 +121,8 @@ def _pickled(values: Any) -> Any:
 
 
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
+    "prod": lambda p: p.prod(),
+    "dot": lambda p: torch.dot(p.flatten(), p.flatten()),
     "sum over a dimension": lambda p: p.sum(-1),
     "norm over a dimension": lambda p: p.norm(dim=1, keepdim=True),
     "max over a dimension": lambda p: p.max(1),
@@ -327,9 +320,9 @@ def _paired(of: _Pairs) -> list[Any]:
         wide.add_(half)
         first.mul_(_full(last))
         found = [(last - first).square().sum(), torch.maximum(first, last).sum(), (wide * half).sum()]
-        found += [torch.dot(first.reshape(-1), last.reshape(-1)), (last.flatten() * _full(last).flatten()).sum()]
+        found += [(first.reshape(-1) * last.reshape(-1)).sum(), (last.flatten() * _full(last).flatten()).sum()]
         found += [*last.stride(), float(last.is_contiguous(memory_format=torch.channels_last))]
-        found += [float(torch.equal(last, first)), float(torch.allclose(last, last * torch.ones_like(first)))]
+        found += [float(torch.equal(last, first)), float(torch.equal(last, last * torch.ones_like(first)))]
         return found
 
 

@@ -23,7 +23,7 @@ def compare() -> None:
                     expected = rows.float().mean(0)
                     for add in (False, True):
                         to = before.clone() if shift == 0 else torch.cat((before[:1], before))[1:]
-                        assert executor.transport.mean_rows(to, rows, add)
+                        assert executor.transport._native.mean_rows(to, rows, add)
                         wanted = expected + before if add else expected
                         torch.testing.assert_close(to, wanted, rtol=1e-6, atol=1e-6)
                     if dtype is not torch.bfloat16:
@@ -31,14 +31,18 @@ def compare() -> None:
                     for add in (False, True):
                         to = (before if shift == 0 else torch.cat((before[:1], before))).to(dtype)[shift:]
                         wanted = (rows.float().mean(0) + to.float() if add else rows.float().mean(0)).to(dtype)
-                        assert executor.transport.mean_rows(to, rows, add)
+                        assert executor.transport._native.mean_rows(to, rows, add)
                         torch.testing.assert_close(
                             to, wanted, rtol=8e-3, atol=1e-6
                         )  # sums end beside a tie's other side
         rows = torch.ones(2, 8, device=device)
-        assert not executor.transport.mean_rows(torch.empty(8, device=device), rows.double())
-        assert not executor.transport.mean_rows(torch.empty(8, device=device), torch.ones(3, 8, device=device))
-        assert not executor.transport.mean_rows(torch.empty(8, device=device, dtype=torch.bfloat16), rows)
+        assert not executor.transport._native.mean_rows(torch.empty(8, device=device), rows.double(), False)
+        assert not executor.transport._native.mean_rows(
+            torch.empty(8, device=device), torch.ones(3, 8, device=device), False
+        )
+        assert not executor.transport._native.mean_rows(
+            torch.empty(8, device=device, dtype=torch.bfloat16), rows, False
+        )
 
 
 def test_means_are_torchs(ranks: Ranks) -> None:

@@ -26,20 +26,11 @@ import torch.distributed as dist
 from lightning_zero.checkpoint.async_save.snapshot import Snapshot, SnapshotChunk
 from lightning_zero.checkpoint.async_save.writer_process import WriteRequest, WriterProcess, fsspec_settings
 from lightning_zero.checkpoint.rank_tasks import RankTasks, error_text
-from lightning_zero.checkpoint.sharded.commit import (
-    PendingSave,
-    PlanCache,
-    RankSummary,
-    begin_save,
-    discard,
-    finish_save,
-)
+from lightning_zero.checkpoint.sharded.commit import PendingSave, RankSummary, begin_save, discard, finish_save
 from lightning_zero.checkpoint.sharded.planner import PickledItem, flatten_state, paths_of, plan_items, serialize
 from lightning_zero.checkpoint.sharded.writer import RankFiles
 from lightning_zero.errors import CheckpointError
 from lightning_zero.mesh import Mesh
-
-__all__ = ["AsyncSaver", "SaveOutcome"]
 
 log = logging.getLogger(__name__)
 
@@ -52,8 +43,8 @@ PROGRESS_INTERVAL_S = 0.5
 class AsyncSaver:
     """Async saves of one rank."""
 
-    def __init__(self, mesh: Mesh, ranks: RankTasks, plans: PlanCache) -> None:
-        self._mesh, self._ranks, self._plans = mesh, ranks, plans
+    def __init__(self, mesh: Mesh, ranks: RankTasks) -> None:
+        self._mesh, self._ranks = mesh, ranks
         self._snapshot = Snapshot(mesh.device)
         self._writer = WriterProcess()
         self._store: dist.Store | None = None
@@ -122,30 +113,14 @@ class AsyncSaver:
         paths, [serialized_rest] = paths_of(flat), rests
 
         def finish(summaries: Sequence[RankSummary]) -> None:
-            finish_save(save, summaries, self._plans, paths, serialized_rest, outcome.add_progress)
-            saving.run_final_jobs()
+            finish_save(save, summaries, paths, serialized_rest, outcome.add_progress)
 
         def run() -> str | None:
-            error: str | None = "it was interrupted"
-            try:
-                error = outcome.run(lambda: self._plans.summarize(self._write(request, outcome.add_progress)), finish)
-            finally:
-                self._plans.confirm() if error is None else self._plans.forget()
-            return error
+            return outcome.run(lambda: RankSummary.of(self._write(request, outcome.add_progress)), finish)
 
-        saving = self._saving = _SaveThread(save.path, run)
-        saving.start()
+        self._saving = _SaveThread(save.path, run)
+        self._saving.start()
         return save.path
-
-    def add_final_job(self, job: Callable[[], object]) -> bool:
-        """Run ``job`` after the commit of the current save, as its last part. On rank 0.
-
-        If the job fails, the save fails.
-
-        Returns:
-            False if it is too late.
-        """
-        return self._saving is not None and self._saving.add_final_job(job)
 
     def before_writing(self) -> None:
         """Make the device wait for the copies of the current save. Call before shards change."""
@@ -218,7 +193,6 @@ class _SaveThread(threading.Thread):
     """One save.
 
     Attributes:
-        path: of the checkpoint.
         error: why it has failed, after it has ended.
         given_up: log the error instead of raising it.
     """
@@ -232,22 +206,6 @@ class _SaveThread(threading.Thread):
         self._save = save
         self._lock = threading.Lock()
         self._jobs: list[Callable[[], None]] | None = []
-        self._final_jobs: list[Callable[[], object]] | None = []
-
-    def add_final_job(self, job: Callable[[], object]) -> bool:
-        with self._lock:
-            if self._final_jobs is not None:
-                self._final_jobs.append(job)
-            return self._final_jobs is not None
-
-    def run_final_jobs(self) -> None:
-        while True:
-            with self._lock:
-                if not self._final_jobs:
-                    self._final_jobs = None
-                    return
-                job = self._final_jobs.pop(0)
-            job()
 
     def queue(self, job: Callable[[], None]) -> bool:
         """Queue a job; return False if the save has succeeded, and the caller must run it."""

@@ -23,8 +23,6 @@ from lightning_zero.sharding.host_memory import copy_waiter
 from lightning_zero.sharding.layout import is_strided
 from lightning_zero.sharding.shared_memory import Claim, map_shared
 
-__all__ = ["MemoryRun", "Snapshot", "SnapshotChunk", "SnapshotMemory", "dense_copy", "layout_runs"]
-
 COPY_BYTES = 256 << 20  # of one copy: others must not wait long for the copy engine
 COPY_THREADS = 4
 ALIGNMENT = 64  # bytes
@@ -62,7 +60,6 @@ class Snapshot:
     """Snapshots of one rank.
 
     Args:
-        device: of the values.
         in_threads: copy tensors on the host in threads; None: if ``device`` is not the CPU.
     """
 
@@ -79,16 +76,11 @@ class Snapshot:
 
     @property
     def memory(self) -> SnapshotMemory:
-        """The memory of the last snapshot."""
         assert self._claim is not None, "no snapshot was taken"
         return SnapshotMemory(self._claim.path, self._claim.identity, self._memory.numel())
 
     def take(self, items: Iterable[TensorChunk | PickledItem]) -> list[SnapshotChunk | PickledItem]:
-        """Start to copy all tensors. Their values may change after :meth:`before_writing`.
-
-        Raises:
-            OSError: the host has too little memory.
-        """
+        """Start to copy all tensors. Their values may change after :meth:`before_writing`."""
         self.wait()
         items = list(items)
         chunks = [item for item in items if isinstance(item, TensorChunk)]
@@ -115,8 +107,11 @@ class Snapshot:
                 self._copying.append(self._threads.submit(_copy_after, wait_for_device, target, source))
             else:
                 target.copy_(source)
-        placed = zip(values, offsets, strict=True)
-        return [_in_snapshot(item, *next(placed)) if isinstance(item, TensorChunk) else item for item in items]
+        placed = (
+            SnapshotChunk(chunk.keys, chunk.shape, chunk.box, value.dtype, value.stride(), offset)
+            for chunk, value, offset in zip(chunks, values, offsets, strict=True)
+        )
+        return [next(placed) if isinstance(item, TensorChunk) else item for item in items]
 
     def _copies(self, runs: Iterable[MemoryRun]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield target and source of each copy."""
@@ -133,11 +128,7 @@ class Snapshot:
             torch.cuda.current_stream(self._device).wait_event(copied)
 
     def wait(self) -> None:
-        """Wait on the host until all copies are complete.
-
-        Raises:
-            RuntimeError: a copy failed.
-        """
+        """Wait on the host until all copies are complete."""
         try:
             if self._copied is not None:
                 self._copied.synchronize()
@@ -156,11 +147,7 @@ class Snapshot:
         self._release()
 
     def reserve(self, count: int) -> None:
-        """Allocate memory for ``count`` bytes. Takes seconds for many: pages are cleared and pinned.
-
-        Raises:
-            OSError: the host has too little memory.
-        """
+        """Allocate memory for ``count`` bytes. Takes seconds for many: pages are cleared and pinned."""
         if self._claim is not None and self._memory.numel() >= count:
             return
         self._release()
@@ -187,10 +174,6 @@ class Snapshot:
 def _copy_after(wait_for: Callable[[], object], target: Tensor, source: Tensor) -> Tensor:
     wait_for()
     return target.copy_(source)
-
-
-def _in_snapshot(chunk: TensorChunk, values: Tensor, offset: int) -> SnapshotChunk:
-    return SnapshotChunk(chunk.keys, chunk.shape, chunk.box, values.dtype, values.stride(), offset)
 
 
 # -- runs of adjacent tensors

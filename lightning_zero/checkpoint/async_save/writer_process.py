@@ -35,8 +35,6 @@ from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.shared_memory import map_shared
 from lightning_zero.subprocess_main import program_without_lightning
 
-__all__ = ["WriteProgress", "WriteRequest", "WriterProcess", "fsspec_settings", "main"]
-
 PROGRAM = program_without_lightning("from lightning_zero.checkpoint.async_save.writer_process import main\nmain()")
 PROGRESS_INTERVAL_S = 0.5
 
@@ -67,11 +65,7 @@ class WriterProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def write(self, request: WriteRequest, on_write: Callable[[int], None] = lambda count: None) -> RankFiles:
-        """Wait until the process has written all files; call ``on_write`` with the bytes now and then.
-
-        Raises:
-            CheckpointError: it failed, or died.
-        """
+        """Wait until the process has written all files; call ``on_write`` with the bytes now and then."""
         process = self._start()
         assert process.stdin is not None
         assert process.stdout is not None

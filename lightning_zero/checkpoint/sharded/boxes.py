@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from itertools import combinations, product
 from math import prod
 
-__all__ = ["Box", "boxes", "overlap", "tiling_error"]
-
 MAX_STEPS = 1 << 23  # corners, or pairs of boxes, of one tensor: about 10 s
 
 
@@ -28,7 +26,6 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
-        """Return the box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property

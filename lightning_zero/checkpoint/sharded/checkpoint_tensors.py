@@ -29,27 +29,13 @@ from lightning_zero.errors import CheckpointError, UnsupportedError
 from lightning_zero.sharding.host_memory import copy_mapped, read_in_chunks
 from lightning_zero.sharding.layout import ShardLayout, extent, inverse, should_read_gaps
 
-__all__ = [
-    "CheckpointShard",
-    "CheckpointTensor",
-    "RangeReader",
-    "StoredTensor",
-    "materialize_extra_state",
-    "materialize_values",
-    "memory_of",
-]
-
 READ_BYTES = 4 << 20  # of one read
 READ_THREADS = 4
 MIN_SHARED_BYTES = 1 << 20  # a smaller shard is written by one replica: not worth another chunk in a file
 
 
 class RangeReader:
-    """Read ranges of a local file, which stays the same one if another file replaces it.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """Read ranges of a local file, which stays the same one if another file replaces it."""
 
     def __init__(self, path: str | Path) -> None:
         self._path, self._descriptor = path, os.open(path, os.O_RDONLY)
@@ -146,7 +132,6 @@ class CheckpointShard(Tensor):
     """This rank's part of a tensor that is sharded like a parameter, to be saved.
 
     Attributes:
-        cut: its layout.
         shard: 1-D, this rank's elements and padding; not a copy.
         number: of the shard among those of its parameter.
         replica: number and count of the ranks that hold the same shard; each saves a part of it.
@@ -220,7 +205,6 @@ class CheckpointTensor(Tensor):
 
     Attributes:
         chunks: boxes in files, and functions that return their tensor, or where it is stored.
-        key: its key, for errors.
         held: the full value after an operator may have written to it.
     """
 
@@ -237,7 +221,6 @@ class CheckpointTensor(Tensor):
         return made
 
     def full_tensor(self) -> Tensor:
-        """Return a copy of the full value."""
         value = torch.empty(self.shape, dtype=self.dtype)
         self._read([(Box.whole(value.shape), value)])
         return value

@@ -1,12 +1,7 @@
 """Save a sharded checkpoint: all ranks write their files concurrently, and rank 0 commits them.
 
 :func:`save_sharded` does all steps; an async save calls :func:`begin_save` and :func:`finish_save` itself. Ranks send
-rank 0 a :class:`RankSummary`. Plans are the same in each save of a training and long for many ranks: :class:`PlanCache`
-sends one again only if it has changed, and rank 0 reuses the metadata. Plans are sent as JSON and not as pickles: all
-that can reach the ranks' store may write to it.
-
-:func:`relink_save` saves an unchanged state to a second path by hard links, as ``ModelCheckpoint(save_last=True)``
-does.
+rank 0 a :class:`RankSummary`, as JSON and not as a pickle: all that can reach the ranks' store may write to it.
 """
 
 from __future__ import annotations
@@ -16,60 +11,25 @@ import json
 import pickle
 import uuid
 import zlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import StorageMeta
 
 from lightning_zero.checkpoint.atomic import becomes_visible
 from lightning_zero.checkpoint.file_writers import ChecksumWriter
-from lightning_zero.checkpoint.integrity import FileChecksum, digest_of
+from lightning_zero.checkpoint.integrity import FileChecksum
 from lightning_zero.checkpoint.rank_tasks import RankTasks
 from lightning_zero.checkpoint.sharded.boxes import Box
-from lightning_zero.checkpoint.sharded.folder import (
-    MANIFEST,
-    LocalFolder,
-    Manifest,
-    SaveFolder,
-    full_path,
-    save_folder_at,
-)
+from lightning_zero.checkpoint.sharded.folder import MANIFEST, Manifest, SaveFolder, full_path, save_folder_at
 from lightning_zero.checkpoint.sharded.metadata import METADATA, OBJECTS_FILE, SAVE_ID_PREFIX, build_metadata
-from lightning_zero.checkpoint.sharded.planner import (
-    Keys,
-    PickledItem,
-    StoredItem,
-    flatten_state,
-    paths_of,
-    plan_items,
-    serialize,
-)
-from lightning_zero.checkpoint.sharded.reader import CheckpointReader
+from lightning_zero.checkpoint.sharded.planner import Keys, StoredItem, flatten_state, paths_of, plan_items, serialize
 from lightning_zero.checkpoint.sharded.writer import RankFiles, write_items
 from lightning_zero.errors import CheckpointError
-
-__all__ = [
-    "PendingSave",
-    "PlanCache",
-    "RankSummary",
-    "SavedState",
-    "begin_save",
-    "decode_plan",
-    "discard",
-    "discard_on_error",
-    "encode_plan",
-    "finish_save",
-    "fingerprint",
-    "relink_save",
-    "relink_target",
-    "save_sharded",
-    "write_file",
-]
 
 COMPRESSION = 1  # the fastest of zlib's levels: names and shapes repeat, so a higher one gains little
 
@@ -88,12 +48,7 @@ def begin_save(path: str | Path, ranks: RankTasks, prepare: Callable[[], object]
     """Make the folder of a save. Collective, in two steps, which training waits for.
 
     Args:
-        path: of rank 0.
-        ranks: the ranks.
         prepare: this rank's preparation, after it sees the folder; if it fails on one rank, the save fails on all.
-
-    Raises:
-        CheckpointError: on every rank.
     """
     save_id = f"{SAVE_ID_PREFIX}{uuid.uuid4().hex}"
     folders: list[SaveFolder] = []
@@ -129,7 +84,6 @@ def save_sharded(
     rest: Any,
     ranks: RankTasks,
     on_write: Callable[[int], None] = lambda count: None,
-    plans: PlanCache | None = None,
 ) -> str:
     """Write a folder that DCP, Lightning's sharded strategies and this package can read. Collective.
 
@@ -138,10 +92,7 @@ def save_sharded(
         state: nested dicts of tensors, of
             :class:`~lightning_zero.checkpoint.sharded.checkpoint_tensors.CheckpointShard` and of other values, with the
             same keys on every rank. Rank 0 writes what is not sharded.
-        rest: is pickled as one object by rank 0.
-        ranks: the ranks.
         on_write: is called, from several threads, with the bytes that this rank has written.
-        plans: of earlier saves.
 
     Returns:
         The absolute path on rank 0.
@@ -149,7 +100,6 @@ def save_sharded(
     Raises:
         CheckpointError: on every rank, if one failed; the previous checkpoint at ``path`` remains.
     """
-    plans = PlanCache() if plans is None else plans
     planned: list[tuple[dict[str, Any], list[Any]]] = []
 
     def plan() -> None:
@@ -158,18 +108,11 @@ def save_sharded(
 
     save = begin_save(path, ranks, plan)
     [(flat, items)] = planned
-    try:
-        with discard_on_error([save.folder], ranks):
-            summaries = ranks.run_on_all(
-                save.what, lambda: plans.summarize(write_items(items, ranks.rank, save.folder.create, on_write))
-            )
-            ranks.run_on_rank0(
-                save.what, lambda: finish_save(save, summaries, plans, paths_of(flat), serialize(rest), on_write)
-            )
-    except BaseException:
-        plans.forget()
-        raise
-    plans.confirm()
+    with discard_on_error([save.folder], ranks):
+        summaries = ranks.run_on_all(
+            save.what, lambda: RankSummary.of(write_items(items, ranks.rank, save.folder.create, on_write))
+        )
+        ranks.run_on_rank0(save.what, lambda: finish_save(save, summaries, paths_of(flat), serialize(rest), on_write))
     return save.path
 
 
@@ -193,7 +136,6 @@ def discard(folder: SaveFolder) -> None:
 def finish_save(
     save: PendingSave,
     summaries: Sequence[RankSummary],
-    plans: PlanCache,
     paths: Mapping[str, Keys],
     rest: bytes,
     on_progress: Callable[[int], None] = lambda count: None,
@@ -202,14 +144,15 @@ def finish_save(
     checksums: dict[str, FileChecksum] = {}
     for summary in summaries:
         checksums.update(summary.checksums)
-    for name, data in ((OBJECTS_FILE, rest), (METADATA, plans.metadata(summaries, paths, save.save_id))):
+    items = chain.from_iterable(decode_plan(summary.plan) for summary in summaries)
+    metadata = pickle.dumps(build_metadata(items, paths, save.save_id))
+    for name, data in ((OBJECTS_FILE, rest), (METADATA, metadata)):
         checksums[name] = write_file(save.folder, name, data)
     write_file(save.folder, MANIFEST, Manifest(save.save_id, len(summaries), checksums).to_bytes())
     save.folder.commit(on_progress)
 
 
 def write_file(folder: SaveFolder, name: str, data: bytes) -> FileChecksum:
-    """Write a small file."""
     with ChecksumWriter(folder.create(name)) as file:
         file.write(data)
     return file.checksum
@@ -220,94 +163,30 @@ def write_file(folder: SaveFolder, name: str, data: bytes) -> FileChecksum:
 
 @dataclass(frozen=True)
 class RankSummary:
-    """The written files of one rank.
-
-    Attributes:
-        checksums: of its files by name.
-        digest: of its plan.
-        plan: the encoded items of its files; None if rank 0 has them.
-    """
+    """The written files of one rank."""
 
     checksums: Mapping[str, FileChecksum]
-    digest: str
-    plan: bytes | None
+    plan: bytes
+
+    @classmethod
+    def of(cls, files: RankFiles) -> RankSummary:
+        return cls(files.checksums, encode_plan(files.items))
 
     def to_text(self) -> str:
-        """Return JSON."""
         sums = {name: (of.bytes, of.xxh3_128) for name, of in self.checksums.items()}
-        plan = None if self.plan is None else base64.b64encode(self.plan).decode()
-        return json.dumps({"sums": sums, "digest": self.digest, "plan": plan})
+        return json.dumps({"sums": sums, "plan": base64.b64encode(self.plan).decode()})
 
     @classmethod
     def from_text(cls, text: str) -> RankSummary:
-        """Parse a result of :meth:`to_text`.
-
-        Raises:
-            CheckpointError: ``text`` is none.
-        """
+        """Parse a result of :meth:`to_text`."""
         try:
             read = json.loads(text)
             checksums = {name: FileChecksum(int(size), str(of)) for name, (size, of) in read["sums"].items()}
-            plan = None if read["plan"] is None else base64.b64decode(read["plan"], validate=True)
-            return cls(checksums, str(read["digest"]), plan)
+            return cls(checksums, base64.b64decode(read["plan"], validate=True))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
                 f"A rank's summary of its files cannot be read ({type(error).__name__}: {error})."
             ) from error
-
-
-class PlanCache:
-    """Plans of one rank over the saves of a training.
-
-    In each save every rank sends rank 0 its :meth:`summarize`, and rank 0 calls :meth:`metadata`. Afterwards all ranks
-    call :meth:`confirm`, or :meth:`forget` if the save has failed on any rank.
-    """
-
-    def __init__(self) -> None:
-        self._pending: RankSummary | None = None  # this rank's, in the current save
-        self._confirmed: str | None = None
-        self._received: list[tuple[str, bytes]] = []  # on rank 0, of all ranks, in the current save
-        self._known: list[tuple[str, bytes]] = []  # and of the last one
-        self._metadata: tuple[Any, str, bytes] | None = None  # key of the plans, save id, pickle
-
-    def summarize(self, files: RankFiles) -> RankSummary:
-        """Return the summary to send to rank 0."""
-        plan = encode_plan(files.items)
-        digest = digest_of(plan)
-        self._pending = RankSummary(files.checksums, digest, None if digest == self._confirmed else plan)
-        return self._pending
-
-    def metadata(self, summaries: Sequence[RankSummary], paths: Mapping[str, Keys], save_id: str) -> bytes:
-        """Return the content of ``.metadata``. On rank 0."""
-        self._received = [(summary.digest, self._plan(rank, summary)) for rank, summary in enumerate(summaries)]
-        key = [digest for digest, _ in self._received], digest_of(pickle.dumps(list(paths.items())))
-        if self._metadata is not None and self._metadata[0] == key:
-            _, before, data = self._metadata
-            # A pickle stores the length of a text before it, so only one of the same length can replace it.
-            if len(before) == len(save_id) and data.count(before.encode()) == 1:
-                return data.replace(before.encode(), save_id.encode())
-        plans = [decode_plan(plan) for _, plan in self._received]
-        data = pickle.dumps(build_metadata(chain.from_iterable(plans), paths, save_id))
-        self._metadata = key, save_id, data
-        return data
-
-    def _plan(self, rank: int, summary: RankSummary) -> bytes:
-        if summary.plan is not None:
-            return summary.plan
-        digest, plan = self._known[rank] if rank < len(self._known) else ("", b"")
-        if digest != summary.digest:
-            raise CheckpointError(f"rank {rank} uses a plan that rank 0 does not have. Save again.")
-        return plan
-
-    def confirm(self) -> None:
-        """Record that the save has succeeded on all ranks."""
-        self._confirmed = None if self._pending is None else self._pending.digest
-        self._pending, self._known, self._received = None, self._received, []
-
-    def forget(self) -> None:
-        """Record that the save has failed: the next one sends all plans again."""
-        self._pending, self._confirmed = None, None
-        self._known, self._received, self._metadata = [], [], None
 
 
 def encode_plan(items: Iterable[StoredItem]) -> bytes:
@@ -328,11 +207,7 @@ def encode_plan(items: Iterable[StoredItem]) -> bytes:
 
 
 def decode_plan(plan: bytes) -> list[StoredItem]:
-    """Return the items of :func:`encode_plan`.
-
-    Raises:
-        CheckpointError: ``plan`` is no result of :func:`encode_plan`.
-    """
+    """Return the items of :func:`encode_plan`."""
     try:
         return [_item(*row) for row in json.loads(zlib.decompress(plan))]
     except (zlib.error, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -350,83 +225,3 @@ def _item(
     size = None if shape is None else torch.Size(shape)
     part = None if box is None else Box(tuple(box[0]), tuple(box[1]))
     return StoredItem(tuple(keys), file, offset, length, size, kind, part)
-
-
-# -- a second save of the same state
-
-
-@dataclass(frozen=True)
-class SavedState:
-    """The last state that this rank has saved.
-
-    Attributes:
-        mark: identifies the state to the caller.
-        path: absolute, on rank 0.
-        print: see :func:`fingerprint`.
-        writes: number of announced writes to shards before.
-    """
-
-    mark: Hashable
-    path: str
-    print: tuple[Any, ...]
-    writes: int
-
-
-def fingerprint(state: Mapping[str, Any], rank: int) -> tuple[Any, ...]:
-    """Return a value that is equal for states of which ``rank`` writes the same.
-
-    Shards count by their address: the caller compares the number of announced writes to them.
-    """
-    found: list[Any] = []
-    for item in plan_items(flatten_state(state), rank):
-        if isinstance(item, PickledItem):
-            found.append((item.keys, digest_of(item.data)))
-        elif item.guarded:
-            found.append((item.keys, item.box, item.values.dtype, item.values.data_ptr()))
-        else:
-            found.append((item.keys, item.box, digest_of(serialize(item.values.cpu().clone()))))
-    return tuple(found)
-
-
-def relink_target(path: str | Path, first: str) -> str | None:
-    """Return the absolute path of a save that can link the files at ``first``, or None."""
-    place = full_path(path)
-    return place if place != first and isinstance(save_folder_at(place), LocalFolder) else None
-
-
-def relink_save(first: str, second: str, rest: bytes, may_copy: bool = False) -> bool:
-    """Make a checkpoint at ``second`` by links to the files of the one at ``first``. On one rank.
-
-    Args:
-        first: path of a checkpoint of ours.
-        second: another path.
-        rest: the serialized rest, which is not linked but written.
-        may_copy: copy files if links are not possible; one rank then writes the files of all ranks.
-
-    Returns:
-        False if links are not possible.
-
-    Raises:
-        CheckpointError: the first checkpoint has changed.
-        OSError: the second could not be written.
-    """
-    folder, reader = LocalFolder(Path(second)), CheckpointReader(first)
-    if reader.manifest is None or reader.local_path is None:
-        return False
-    save_id = f"{SAVE_ID_PREFIX}{uuid.uuid4().hex}"
-    try:
-        folder.begin(save_id)
-        sums = {name: of for name, of in reader.manifest.files.items() if name not in (OBJECTS_FILE, METADATA)}
-        for name in sums:
-            if not folder.link(name, reader.local_path / name, may_copy):
-                discard(folder)
-                return False
-        metadata = replace(reader.metadata, storage_meta=StorageMeta(save_id=save_id))
-        for name, data in ((OBJECTS_FILE, rest), (METADATA, pickle.dumps(metadata))):
-            sums[name] = write_file(folder, name, data)
-        write_file(folder, MANIFEST, Manifest(save_id, reader.manifest.world_size, sums).to_bytes())
-        folder.commit()
-    except BaseException:
-        discard(folder)
-        raise
-    return True

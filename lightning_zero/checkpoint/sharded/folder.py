@@ -8,10 +8,7 @@ without it, or with one that does not match, is no checkpoint.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -22,7 +19,6 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_zero.checkpoint.atomic import (
-    COPY_BYTES,
     INCOMPLETE,
     LOCK_TIMEOUT_S,
     PinnedDirectory,
@@ -34,7 +30,6 @@ from lightning_zero.checkpoint.atomic import (
     readable_path,
     refresh_listing,
     remove,
-    remove_leftover,
     replace_atomically,
     restore_replaced,
     sibling_path,
@@ -45,26 +40,9 @@ from lightning_zero.checkpoint.remote_files import copy_file, remove_tree, resol
 from lightning_zero.errors import CheckpointError
 from lightning_zero.version import __version__
 
-__all__ = [
-    "FORMAT",
-    "MANIFEST",
-    "LocalFolder",
-    "Manifest",
-    "RemoteFolder",
-    "SaveFolder",
-    "finish_interrupted_save",
-    "full_path",
-    "is_complete",
-    "readable_location",
-    "remove_checkpoint_at",
-    "save_folder_at",
-]
-
 MANIFEST = "manifest.json"
 FORMAT = 1
 TOKEN = ".save_id"  # marks a save in progress
-# Errors of file systems without hard links, of links between mounts, and of files with too many links.
-NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EXDEV, errno.EMLINK)
 
 OnProgress = Callable[[int], None]
 
@@ -76,9 +54,6 @@ class Manifest:
     Attributes:
         save_id: of the save that wrote all files; ``.metadata`` has it, too.
         world_size: number of ranks that wrote them.
-        files: all but the manifest, by name.
-        written_by: this package's name and version.
-        torch: version of torch.
         format: of the folder; a reader knows formats up to its own.
     """
 
@@ -189,7 +164,7 @@ class LocalFolder:
         with locked_for_removal(self._work, self._path):
             restore_replaced(self._path)
             check_replaceable_folder(self._path)
-            remove_leftover(self._path, INCOMPLETE)
+            remove(self._work)
         make_folders(self._path.parent)
         try:
             self._work.mkdir()
@@ -233,21 +208,6 @@ class LocalFolder:
             yield
         except FileNotFoundError as error:  # the folder itself is gone
             raise _taken_error(self._path) from error
-
-    def link(self, name: str, file: Path, may_copy: bool) -> bool:
-        """Link a complete file, or copy it; return False if it can be neither linked nor copied."""
-        try:
-            with self._folder_exists():
-                os.link(file, self._folder / name)
-        except OSError as error:
-            if error.errno not in NO_LINKS:
-                raise
-            if not may_copy:
-                return False
-            with open(file, "rb") as source, self.create(name) as target:
-                shutil.copyfileobj(source, target, COPY_BYTES)
-                os.fsync(target.fileno())
-        return True
 
     def commit(self, on_progress: OnProgress = lambda count: None) -> None:
         """Put the folder in place of the previous checkpoint. One rank."""

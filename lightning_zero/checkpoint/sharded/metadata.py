@@ -35,8 +35,6 @@ from lightning_zero.checkpoint.sharded.planner import Keys, StoredItem, is_path,
 from lightning_zero.compat.distributed import MemoryFormat, StorageInfo, get_layout
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["METADATA", "OBJECTS_FILE", "SAVE_ID_PREFIX", "build_metadata", "load_restricted", "read_metadata"]
-
 METADATA = ".metadata"
 OBJECTS_FILE = "meta.pt"  # the values without shards, as Lightning's sharded strategies name it
 SAVE_ID_PREFIX = "lightning_zero-"  # a checkpoint with such a save id must have a manifest

@@ -24,21 +24,6 @@ from lightning_zero.checkpoint.sharded.boxes import Box, boxes
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.sharding.layout import is_strided
 
-__all__ = [
-    "MAX_LEVELS",
-    "Keys",
-    "PickledItem",
-    "StoredItem",
-    "TensorChunk",
-    "bytes_to_write",
-    "flatten_state",
-    "is_path",
-    "nest_state",
-    "paths_of",
-    "plan_items",
-    "serialize",
-]
-
 Keys = tuple[str | int, ...]  # keys of nested dicts and lists on the path to a value
 
 MAX_LEVELS = 200  # of nested containers: functions recurse over them, and Python's limit is 1,000 calls
@@ -51,8 +36,6 @@ class TensorChunk:
 
     Attributes:
         keys: of the tensor in the checkpoint; several if parameters are tied.
-        shape: of the full tensor.
-        box: the part.
         values: of the box's sizes, on any device.
         guarded: writes to the values are announced, as those to shards; other values may change at any time.
     """
@@ -239,11 +222,7 @@ def is_path(value: Any) -> bool:
 
 
 def nest_state(entries: Mapping[Keys, Any]) -> dict[str, Any]:
-    """Return the nested state of values by path, the inverse of :func:`flatten_state`.
-
-    Raises:
-        ValueError: paths contradict each other.
-    """
+    """Return the nested state of values by path, the inverse of :func:`flatten_state`."""
     root = _Branch(is_list=False)
     for path, value in entries.items():
         branch = root

@@ -35,8 +35,6 @@ from lightning_zero.checkpoint.sharded.metadata import METADATA, OBJECTS_FILE, S
 from lightning_zero.checkpoint.sharded.planner import Keys, nest_state
 from lightning_zero.errors import CheckpointError
 
-__all__ = ["CheckpointReader", "checkpoint_kind", "open_checkpoint", "refreshed_kind"]
-
 # The header of a zip entry: 26 bytes, then the lengths of its name and of its extra field.
 HEADER, LENGTHS = 30, struct.Struct("<26xHH")
 
@@ -89,16 +87,11 @@ def _is_deepspeed(path: str) -> bool:
 class CheckpointReader:
     """A sharded checkpoint that is open. Reads no tensor until torch or the caller needs it.
 
-    Args:
-        path: of the folder, or its URL.
-
     Attributes:
-        path: as given.
         save_id: unique for each save; None if the manifest is missing.
         has_checksums: True if :meth:`check` compares contents in addition to lengths.
         world_size: number of ranks that wrote it; None if the manifest is missing.
         manifest: None if another program wrote the checkpoint.
-        metadata: the content of ``.metadata``.
         scratch: for downloads; ranks of a host may share it.
 
     Raises:
@@ -140,11 +133,6 @@ class CheckpointReader:
                 "checkpoint."
             )
 
-    @property
-    def local_path(self) -> Path | None:
-        """The folder as this process finds it while the reader exists; None for a URL."""
-        return None if self.is_remote else Path(self._place)
-
     # -- files
 
     def open(self, name: str) -> BinaryIO:
@@ -157,7 +145,6 @@ class CheckpointReader:
             return remote
 
     def _local_file(self, name: str) -> Path | None:
-        """Return the path of a local or downloaded file."""
         if not self.is_remote:
             return Path(f"{self._place}/{name}")
         found = None if self.scratch is None else self.scratch.path / name
@@ -212,11 +199,7 @@ class CheckpointReader:
         return int(self._fs.size(f"{self._place}/{name}"))
 
     def check(self, names: Iterable[str], on_read: Callable[[int], None] = lambda count: None) -> None:
-        """Compare files with their checksums; without a manifest, with the CRCs of ``torch.save``.
-
-        Raises:
-            CheckpointError: a file is damaged.
-        """
+        """Compare files with their checksums; without a manifest, with the CRCs of ``torch.save``."""
         names = list(names)
         try:
             if self.manifest is None:
@@ -465,11 +448,7 @@ class _FileSlice(RawIOBase):
 
 
 def _start_of_values(part: Any, offset: int, count: int) -> int:
-    """Return the position in the file of a chunk's values, as ``torch.save`` has written them.
-
-    Raises:
-        ValueError: the chunk holds something else.
-    """
+    """Return the position in the file of a chunk's values, as ``torch.save`` has written them."""
     with zipfile.ZipFile(part) as archive:
         found = [entry for entry in archive.infolist() if "/data/" in entry.filename]
     if len(found) != 1 or found[0].file_size != count or found[0].compress_type:

@@ -18,8 +18,6 @@ from lightning_zero.checkpoint.file_writers import ChecksumWriter
 from lightning_zero.checkpoint.integrity import FileChecksum
 from lightning_zero.checkpoint.sharded.planner import PickledItem, StoredItem, TensorChunk
 
-__all__ = ["RankFiles", "file_name", "write_items"]
-
 MAX_FILES = 4  # of one rank, each written by its own thread
 MIN_FILE_BYTES = 64 << 20  # less is not worth another file
 ALIGNMENT = 64  # bytes: torch.save aligns values within an item, so items must be aligned, too
@@ -35,18 +33,13 @@ class RankFiles:
     items: Sequence[StoredItem]
 
 
-def file_name(rank: int, number: int) -> str:
-    """Return the name of the ``number``-th file of a rank."""
-    return f"__{rank}_{number}.distcp"
-
-
 def write_items(
     items: Iterable[Item], rank: int, create: Callable[[str], BinaryIO], on_write: Callable[[int], None]
 ) -> RankFiles:
     """Write items into a few files concurrently."""
     files = _distribute(list(items))
     with ThreadPoolExecutor(len(files), "lightning_zero-checkpoint") as threads:
-        names = [file_name(rank, number) for number in range(len(files))]
+        names = [f"__{rank}_{number}.distcp" for number in range(len(files))]
         ends = [threads.submit(_write_file, *work, create, on_write) for work in zip(names, files, strict=True)]
         results = [end.result() for end in ends]
     checksums = {name: checksum for name, (checksum, _) in zip(names, results, strict=True)}

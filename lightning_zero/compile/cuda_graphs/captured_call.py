@@ -16,8 +16,6 @@ from torch.autograd.function import once_differentiable
 from lightning_zero.compile.cuda_graphs.graph_pairs import GraphPair
 from lightning_zero.native.executor_stubs import Gradients
 
-__all__ = ["CapturedCall", "GraphReplay", "PendingBackward", "unsupported_input"]
-
 
 def unsupported_input(args: Sequence[Any], device: torch.device) -> str:
     """Return the reason why these inputs cannot be copied into a graph's memory; "" if they can."""
@@ -49,8 +47,6 @@ class CapturedCall:
 
     Args:
         args: of a call; later calls have the same shapes.
-        static_tensors: tensors whose addresses do not change.
-        gradients: informed when the backward begins and ends.
         capture: makes the pair from inputs with fixed addresses and the list of those that are copies.
     """
 

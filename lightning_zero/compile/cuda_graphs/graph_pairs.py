@@ -18,18 +18,14 @@ from lightning_zero.native import Executor
 from lightning_zero.native.capture import capture_graph
 from lightning_zero.offload.activations import ReservedBlocks
 
-__all__ = ["CUDAGraphPair", "CaptureSpec", "EmulatedGraphPair", "GraphPair"]
-
 
 @dataclass(frozen=True)
 class CaptureSpec:
     """Code to capture, with its inputs and conditions.
 
     Args:
-        compiled: called with ``inputs``.
         inputs: aliases of parameters and buffers, memory for other tensors, and sizes.
         copied: the inputs that are copies of the caller's tensors.
-        executor: records which gathers and reductions a capture contains.
         accumulates: True if gradients are usually added to existing ones.
         shared: another pair that never runs at the same time, whose memory is shared.
         segment: the executor's number of the gradients that this backward produces; -1 if unknown.
@@ -125,11 +121,6 @@ ACTIVATIONS_GONE = (
 )
 
 
-def _started(executor: Executor, number: int) -> None:
-    """Record the effects of a replay that was launched and may still be running."""
-    executor.graphs.after_replay(number)
-
-
 class _Graph:
     """One CUDA graph and its recording in the executor.
 
@@ -167,7 +158,7 @@ class _Graph:
     def replay(self) -> None:
         self._executor.graphs.before_replay(self.number)
         self._graph.replay()
-        _started(self._executor, self.number)
+        self._executor.graphs.after_replay(self.number)
 
     def close(self) -> None:
         self._graph.reset()
@@ -288,7 +279,7 @@ class EmulatedGraphPair:
         if known is None and backward:
             # The number exists only after the first run. State that precedes a replay was already correct then.
             self._executor.graphs.before_replay(number)
-        _started(self._executor, self._numbers.setdefault(backward, number))
+        self._executor.graphs.after_replay(self._numbers.setdefault(backward, number))
         if known is not None:
             self._executor.graphs.drop(number)
 

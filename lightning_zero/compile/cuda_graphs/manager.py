@@ -33,29 +33,13 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
 
-__all__ = [
-    "CUDAGraphManager",
-    "Compiled",
-    "GraphDispatcher",
-    "MAX_CAPTURED_SIZES",
-    "MAX_CAPTURE_WAITS",
-    "MAX_FAILED_CAPTURES",
-    "MAX_PENDING_CALLS",
-    "MIN_REPLAYS",
-    "WARMUP_RUNS",
-]
-
 
 class CUDAGraphManager:
     """CUDA graphs of one engine.
 
     Args:
-        executor: records gathers and reductions.
-        device: of the graphs.
-        config: engine options.
         ready: bound method that returns True once compiled code is final.
         static_tensors: bound method that returns tensors with fixed addresses: parameters and buffers.
-        report: logs a line for the user.
         unsupported_here: reason why capturing is impossible here; "" if it is possible.
 
     Attributes:
@@ -118,7 +102,6 @@ class CUDAGraphManager:
         """Set new options and drop captures.
 
         Args:
-            config: engine options.
             unsupported_here: new reason why capturing is impossible here; None to keep it.
         """
         self.drop()
@@ -178,7 +161,6 @@ class CUDAGraphManager:
         _end(self._calls, self._pairs)
 
     def capture(self, spec: CaptureSpec) -> GraphPair:
-        """Capture a pair."""
         pair = self.pair(spec)
         self._pairs.add(pair)
         return pair
@@ -298,7 +280,6 @@ class CaptureKey:
         first: True for the graph's first call since the optimizer stepped.
         accumulates: True if a backward has added gradients since then.
         deferred: whether its gradients are reduced later, and whether some wait for that.
-        sizes: inputs that are not tensors.
     """
 
     slot: int
@@ -313,7 +294,6 @@ class GraphDispatcher:
 
     Args:
         compiled: takes flat inputs: tensors, and sizes if these vary.
-        manager: of the engine.
     """
 
     def __init__(self, compiled: Compiled, manager: weakref.ref[CUDAGraphManager]) -> None:

@@ -32,9 +32,6 @@ from lightning_zero.compile.layer_dedup.matching import (
 )
 from lightning_zero.native.ops import NAMESPACE
 
-__all__ = ["LayerDedup", "dedup_layers", "log_unmatched_regions"]
-
-
 log = logging.getLogger(__name__)
 
 
@@ -55,9 +52,6 @@ class LayerDedup:
     """A graph whose layers are replaced by layer calls.
 
     Args:
-        module: Dynamo's graph module.
-        layers: matched layers of its graph.
-        trace: traced the layers.
         mismatched_kinds: digests of layers that failed to expand in earlier attempts.
     """
 
@@ -116,11 +110,7 @@ class LayerDedup:
         return self._passed
 
     def expand(self, graph: Graph) -> Graph:
-        """Expand the layers in a joint graph, after Inductor's passes if :meth:`passes_done`.
-
-        Raises:
-            DedupFailed: a layer does not match its trace.
-        """
+        """Expand the layers in a joint graph, after Inductor's passes if :meth:`passes_done`."""
         try:
             with no_dispatch_modes(), no_python_dispatcher():  # fake values are created on purpose
                 self._expand(graph)

@@ -21,18 +21,11 @@ from lightning_zero.compile.layer_dedup.layer_call import DedupFailed
 from lightning_zero.compile.layer_dedup.layer_graph import LayerGraph, NodeTemplate, View
 from lightning_zero.compile.layer_dedup.matching import LayerMatch
 
-__all__ = ["LayerExpansion", "rebase_value"]
-
 
 class LayerExpansion:
     """Expansion of one layer in a joint graph.
 
     Args:
-        graph: the joint graph.
-        layer_calls: replaces nodes that call layers.
-        number: index of the layer.
-        region: the layer in Dynamo's graph.
-        body: traced graph, shared by equal layers.
         numbers: maps checkpoint region ids of the traced graph to ids of this layer.
 
     Attributes:
@@ -59,7 +52,6 @@ class LayerExpansion:
         self.moved: dict[int, Tensor] = {}
 
     def forward(self, call: Node) -> None:
-        """Replace a forward layer call."""
         given = call.args[4]
         assert isinstance(given, Sequence)
         self._bind_inputs(self._body.inputs, given)
@@ -67,7 +59,6 @@ class LayerExpansion:
         self._replace(call, self._body.results)
 
     def backward(self, call: Node) -> None:
-        """Replace a backward layer call."""
         tangents = call.args[3]
         assert isinstance(tangents, Sequence)
         with self._graph.inserting_before(call):

@@ -13,17 +13,6 @@ from lightning_zero.compat.graphs import CHECKPOINT_POLICY, CHECKPOINT_POLICY_HA
 from lightning_zero.compat.tensors import CHECKPOINTS, function_call
 from lightning_zero.compile.fx_utils import results
 
-__all__ = [
-    "hop_body",
-    "has_own_policy",
-    "is_region",
-    "describe_policy",
-    "bypass_region_inputs",
-    "readers",
-    "regions",
-    "expand_regions",
-]
-
 _CALLS = {function_call, *CHECKPOINTS}
 
 

@@ -16,16 +16,6 @@ from torch import Tensor
 
 from lightning_zero.compat.tensors import OpOverload
 
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "DedupFailed",
-    "backward",
-    "describe",
-    "end",
-    "forward",
-]
-
 _NAMESPACE = "lightning_zero_layers"
 FORWARD, BACKWARD, END = f"{_NAMESPACE}::forward", f"{_NAMESPACE}::backward", f"{_NAMESPACE}::end"
 
@@ -34,7 +24,6 @@ class DedupFailed(Exception):
     """A layer differs between the graph and its own trace; compile without deduplicating it.
 
     Attributes:
-        number: index of the layer.
         strides: of the layer's output gradients, if only these differ and are dense tensors; otherwise None.
     """
 

@@ -42,30 +42,13 @@ from lightning_zero.compile.layer_dedup.hop_bodies import hop_body, is_region
 from lightning_zero.compile.layer_dedup.layer_call import DedupFailed, end
 from lightning_zero.compile.layer_dedup.matching import LayerMatch
 
-__all__ = [
-    "JointGraph",
-    "LayerGraph",
-    "NodeTemplate",
-    "PLACE",
-    "RegionIds",
-    "TraceJoint",
-    "View",
-    "WITHIN",
-    "fake_mode",
-    "in_region",
-    "joint_tracer",
-    "trace_layer",
-]
-
 
 @dataclass(frozen=True)
 class LayerGraph:
     """Joint graph of a layer.
 
     Attributes:
-        inputs, tangents: inputs of forward and backward.
         forward, backward: its nodes, in order.
-        results: outputs of forward.
         grads: outputs of backward, one per element of ``inputs``.
         constants: tensors made from numbers in the code, by attribute name.
         numbers: ids of checkpointed regions in it.
@@ -85,7 +68,6 @@ class LayerGraph:
 
     @cached_property
     def templates(self) -> dict[Node, NodeTemplate]:
-        """Return the template of each node."""
         return {node: NodeTemplate.of(node) for node in (*self.forward, *self.backward)}
 
 
@@ -101,8 +83,6 @@ def trace_layer(region: LayerMatch, trace: TraceJoint, strides: Sequence[Sequenc
     """Trace the joint graph of a layer.
 
     Args:
-        region: the layer in Dynamo's graph.
-        trace: makes joint graphs.
         strides: of the results' gradients; None for the strides of the results.
 
     Raises:
@@ -253,7 +233,6 @@ class JointGraph:
     """A joint graph.
 
     Attributes:
-        traced: as AOTAutograd made it.
         passed: after the backend's joint-graph passes except the one that seeds random numbers; None if there are none.
     """
 

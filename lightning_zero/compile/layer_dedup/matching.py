@@ -33,9 +33,6 @@ from lightning_zero.compile.layer_dedup.hop_bodies import describe_policy, expan
 from lightning_zero.compile.subgraphs.repeats import RepeatedRun, find_repeats
 from lightning_zero.native.ops import NAMESPACE
 
-__all__ = ["LayerMatch", "NodeFingerprints", "describe_layout", "find_layers", "find_undescribed"]
-
-
 _LITERALS = (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -196,7 +193,6 @@ class LayerMatch:
 
     Attributes:
         nodes: in order; nodes between them are independent of them.
-        inputs: in the order of first use.
         results: nodes that the rest of the graph reads.
     """
 
@@ -211,16 +207,9 @@ class LayerMatch:
 
 
 def find_layers(graph: Graph, grad: bool, fingerprints: NodeFingerprints) -> list[LayerMatch]:
-    """Return disjoint layers that repeat often enough, in order; they may be of several kinds.
-
-    Args:
-        graph: Dynamo's graph.
-        grad: True if gradients are enabled by default.
-        fingerprints: of the graph's nodes.
-    """
-    nodes = [
-        node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output") and not _is_idle(node)
-    ]
+    """Return disjoint layers that repeat often enough, in order; they may be of several kinds."""
+    others = ("placeholder", "get_attr", "output")
+    nodes = [node for node in graph.nodes if node.op not in others and _target_name(node) not in NO_OP_CALLS]
     keys = [fingerprints.node_key(node) for node in nodes]
     plain = _in_plain_settings(nodes, grad)
     found: list[LayerMatch] = []
@@ -309,10 +298,6 @@ def _may_draw_random(node: Node) -> bool:
     except Exception:  # unknown, since the node cannot run alone
         return True
     return False
-
-
-def _is_idle(node: Node) -> bool:
-    return _target_name(node) in NO_OP_CALLS
 
 
 def _target_name(node: Node) -> str:

@@ -40,15 +40,12 @@ from lightning_zero.profiling.cost_model import CostModel
 from lightning_zero.profiling.graph_tensors import Storage, nbytes, size_hint, storages, view_base
 from lightning_zero.sharding.layout import extent
 
-__all__ = ["FindOp", "HostCosts", "OFFLOAD", "OffloadLimits", "RELOAD", "insert_offloads", "place_offloads"]
-
 
 @dataclass(frozen=True)
 class OffloadLimits:
     """Bounds of offloading.
 
     Attributes:
-        host: cost of copies.
         least_bytes: smaller activations stay on the device.
         budget_bytes: limit for one graph; None to offload only as much as compute hides.
     """
@@ -63,7 +60,6 @@ class _Activation:
     """Memory that forward allocates and saves for backward.
 
     Attributes:
-        node: node to copy.
         saved: backward inputs, each with the views that make it from ``node``, in order.
         size: bytes.
         made: seconds from the beginning of forward until the value exists.
@@ -84,8 +80,6 @@ def insert_offloads(forward: Graph, backward: Graph, outputs: int, limits: Offlo
 
     Args:
         outputs: number of forward outputs; saved values follow them.
-        limits: bounds of offloading.
-        op: returns one of our ops by name.
     """
     shards = _shards(forward, backward)
     if shards is None:
@@ -273,7 +267,6 @@ class HostCosts:
     window_bytes: float = float("inf")
 
     def seconds(self, size: int) -> float:
-        """Return the seconds of one copy."""
         return size / self.costs.host_bytes_per_s + LAUNCH_S
 
 

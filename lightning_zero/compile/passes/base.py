@@ -16,9 +16,6 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compile.fx_utils import format_nodes
 
-__all__ = ["PassSpec", "PassTrace", "run_passes", "trace_pass"]
-
-
 log = logging.getLogger(__name__)
 
 
@@ -80,8 +77,6 @@ def run_passes(
     """Run passes in order and check the graph.
 
     Args:
-        graph: graph to rewrite.
-        passes: passes in order.
         watch: receives the effect of each pass, which costs time.
         check_each: lint after each pass, which takes as long as the passes on large graphs. Otherwise check once that
             nodes read only earlier nodes.
@@ -140,7 +135,6 @@ class PassTrace:
 
 
 def trace_pass(graph: Graph, name: str, apply: Callable[[Graph], Graph]) -> tuple[Graph, PassTrace]:
-    """Apply the pass, and return its graph and its effect."""
     before = dict(format_nodes(graph))
     begun = perf_counter()
     graph = apply(graph)

@@ -29,18 +29,6 @@ from lightning_zero.native.ops import Op, Role, no_result, register_op
 from lightning_zero.profiling.cost_model import CostModel
 from lightning_zero.profiling.graph_tensors import FakeBuffer, nbytes
 
-__all__ = [
-    "GroupLimits",
-    "dtype_name",
-    "dtype_of",
-    "group_gathers",
-    "groups_of_plan",
-    "max_group_bytes",
-    "size_of",
-    "split_into_groups",
-    "use_resident",
-]
-
 
 def _whole_group(shards: list[Tensor], dtype: torch.dtype, numel: int) -> Tensor:
     return shards[0].new_empty(numel, dtype=dtype)
@@ -66,11 +54,8 @@ def group_gathers(
     """Replace gathers by groups, in place.
 
     Args:
-        world_size: number of shards of each weight.
-        limits: bounds on group sizes.
         ahead: a group starts at the first wait of the group this many groups earlier.
         agreed_plans: plans of earlier graphs; one for the same weights is followed.
-        costs: estimates that start groups earlier or later.
         window_bytes: bound on bytes of groups in flight or in use for earlier starts; None for two groups.
     """
     nodes = gathers(graph)
@@ -186,10 +171,6 @@ def split_into_groups(
     """Split nodes into groups of one kind and at most ``limit`` bytes; a larger node is alone.
 
     Args:
-        nodes: in order.
-        limit: bytes.
-        size: returns the bytes of a node.
-        kind: groups contain nodes of one kind.
         first: shares of ``limit`` for the first groups; 0 for a single node.
     """
     groups: list[Group] = []
@@ -212,14 +193,7 @@ def max_group_bytes(sizes: Iterable[int], group_bytes: int, parts: int) -> int:
 def groups_of_plan(
     graph: Graph, nodes: Sequence[Node], agreed_plans: Sequence[GraphPlan], resident: bool
 ) -> list[Group] | None:
-    """Return the groups of exactly these weights in an agreed plan; None without such a plan.
-
-    Args:
-        graph: its kind must match the plan's.
-        nodes: gathers.
-        agreed_plans: plans of earlier graphs.
-        resident: True for weights kept until the optimizer step.
-    """
+    """Return the groups of exactly these weights in an agreed plan; None without such a plan."""
     mine = Counter((weight_name(node), dtype_name(dtype_of(node))) for node in nodes)
     for plan in agreed_plans:
         gathers = [gather for gather in plan.gathers if (gather.until == "step") is resident]

@@ -5,16 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from lightning_zero.compile.context import GROUPS_PER_GRAPH, MAX_OFFLOAD_BYTES_IN_FLIGHT, PassContext
+from lightning_zero.compile.context import GROUPS_PER_GRAPH, MAX_OFFLOAD_BYTES_IN_FLIGHT, MIN_OFFLOAD_BYTES, PassContext
 from lightning_zero.compile.passes.activation_offload import HostCosts, OffloadLimits, place_offloads
-from lightning_zero.compile.passes.base import PassSpec, run_passes
+from lightning_zero.compile.passes.base import PassSpec
 from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers, use_resident
 from lightning_zero.compile.passes.prepare import fuse_casts, merge_reduces, share_gathers, sink_gathers, split_gathers
 from lightning_zero.compile.passes.publish_plan import publish_plan
 from lightning_zero.compile.passes.reduce_groups import enqueue_gradients, group_reduces, zero_copy_gradients
 from lightning_zero.compile.passes.saved_weights import SavedLimits
-
-__all__ = ["MINIMAL_PASSES", "PassSpec", "default_passes", "offload_limits", "run_passes", "saved_limits"]
 
 PUBLISH_PLAN = PassSpec(
     "publish_plan", publish_plan, requires=frozenset({"started", "enqueued"}), provides=frozenset({"published"})
@@ -48,7 +46,7 @@ def offload_limits(context: PassContext) -> OffloadLimits | None:
     if not config.offload_activations:
         return None
     budget = None if config.offload_activations_mb is None else config.offload_activations_mb * 2**20
-    return OffloadLimits(_host_costs(context), context.min_offload_bytes, budget)
+    return OffloadLimits(_host_costs(context), MIN_OFFLOAD_BYTES, budget)
 
 
 def _host_costs(context: PassContext) -> HostCosts:

@@ -23,8 +23,6 @@ from torch.fx import Graph, Node
 from lightning_zero.compile.fx_utils import first_call, readers
 from lightning_zero.profiling.cost_model import CostModel
 
-__all__ = ["PrefetchBudget", "node_seconds", "prefetch_schedule"]
-
 log = logging.getLogger(__name__)
 
 
@@ -53,7 +51,6 @@ def prefetch_schedule(
     """Return the nodes before which each group starts and is waited for; groups start in order.
 
     Args:
-        groups: gathers of each group.
         at_once: True for small groups, which may start at the beginning.
         ahead: a large group starts at the first use of the group this many groups earlier.
         budget: estimates that move starts earlier or later; None to use only ``ahead``.

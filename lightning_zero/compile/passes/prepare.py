@@ -12,8 +12,6 @@ from lightning_zero.compat.tensors import wait_tensor
 from lightning_zero.compile.fx_utils import NodeReplacer, cast_dtype, gathers, is_view_or_cast, ops, reduces, shard_of
 from lightning_zero.compile.passes.gather_groups import size_of
 
-__all__ = ["fuse_casts", "merge_reduces", "share_gathers", "sink", "sink_gathers", "split_gathers"]
-
 
 def split_gathers(graph: Graph) -> Graph:
     """Replace ``w = gather(s)`` by ``f = gather_start(s); w = wait_tensor(f)``, in place.

@@ -23,8 +23,6 @@ from lightning_zero.native.ops import Op, Role, find_op, no_result, register_op
 from lightning_zero.profiling.cost_model import CostModel
 from lightning_zero.profiling.graph_tensors import nbytes
 
-__all__ = ["publish_plan", "read_plan"]
-
 log = logging.getLogger(__name__)
 
 register_op(Op("check_plan", shards=0, fake=no_result, has_effect=True))

@@ -20,9 +20,6 @@ from lightning_zero.compile.passes.gather_groups import split_into_groups
 from lightning_zero.native.ops import Role, reduce_op, register_op
 from lightning_zero.profiling.graph_tensors import nbytes
 
-__all__ = ["enqueue_gradients", "group_reduces", "zero_copy_gradients"]
-
-
 register_op(reduce_op("reduce_group", Role.REDUCE))
 register_op(reduce_op("reduce_zero_copy", Role.REDUCE))
 register_op(reduce_op("reduce_release"))

@@ -23,8 +23,6 @@ from lightning_zero.compile.fx_utils import cast_dtype, gathers, is_view_or_cast
 from lightning_zero.compile.passes.gather_groups import max_group_bytes
 from lightning_zero.profiling.graph_tensors import nbytes
 
-__all__ = ["BackwardWaits", "NOTHING_SAVED", "SavedLimits", "backward_nodes", "choose_saved"]
-
 
 @dataclass(frozen=True)
 class SavedLimits:
@@ -34,7 +32,6 @@ class SavedLimits:
         small_bytes: weights up to this size, in the saved dtype, are always kept.
         budget_bytes: bound for all others. A weight that does not fit is skipped.
         group_bytes: bound on the last group, kept if backward follows right after this forward; 0 if it does not.
-        parts: see :class:`GroupLimits`.
         share: adds this share of the remaining re-gathered bytes to the budget.
     """
 
@@ -53,7 +50,6 @@ class _Weight:
     """A weight in one dtype; tied weights are one. Positions are of nodes in the joint graph.
 
     Attributes:
-        nodes: gathers or casts.
         size: bytes.
         first, last: first and last use in forward.
         again: first use in backward; None for no use.
@@ -190,7 +186,6 @@ class BackwardWaits:
 
     Args:
         sizes: bytes of each weight, in the order in which backward uses them.
-        kept: True for weights that are not gathered again.
     """
 
     def __init__(self, sizes: Sequence[int], kept: Sequence[bool]) -> None:

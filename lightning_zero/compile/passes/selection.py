@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from lightning_zero.compile.passes.base import PassSpec, check_contracts
 from lightning_zero.compile.passes.pipeline import MINIMAL_PASSES
 
-__all__ = ["PassSelection", "Schedule", "check_names", "check_passes"]
-
 
 class PassSelection:
     """Pass selection of one engine, equal on all ranks.
@@ -24,7 +22,6 @@ class PassSelection:
 
     @property
     def key(self) -> Hashable:
-        """Return a key that differs for other selections."""
         return self._chosen, self._disabled
 
     def known(self, default: Sequence[PassSpec]) -> dict[str, PassSpec]:
@@ -48,11 +45,6 @@ class PassSelection:
         return {spec.name for spec in self._registered.values() if spec.version is None}
 
     def register(self, spec: PassSpec, default: Sequence[PassSpec]) -> None:
-        """Register a user pass.
-
-        Raises:
-            ValueError: a pass of that name exists.
-        """
         if self.known(default).get(spec.name, spec) != spec:
             raise ValueError(f"There is a pass named {spec.name!r} already. Give yours another name.")
         self._registered[spec.name] = spec
@@ -76,11 +68,7 @@ class PassSelection:
         return self._change(self._chosen, disabled, default)
 
     def check(self, default: Sequence[PassSpec]) -> None:
-        """Check the selection against other default passes.
-
-        Raises:
-            ValueError: see :func:`check_passes`.
-        """
+        """Check the selection against other default passes."""
         self._check(self._chosen, self._disabled, default)
 
     def _change(self, chosen: Names | None, disabled: frozenset[str], default: Sequence[PassSpec]) -> bool:
@@ -136,14 +124,9 @@ def check_passes(names: Sequence[str], known: Mapping[str, PassSpec]) -> Names:
         raise ValueError(f"Pass {twice[0]!r} is named twice. Name each pass once.")
     missing = FINISHED.keys() - check_contracts([known[name] for name in names])
     if missing:
-        raise ValueError(
-            f"These passes leave a graph that is not {sorted(missing)}. Add {', '.join(map(repr, _givers(missing)))}."
-        )
+        givers = [repr(giver) for what, giver in FINISHED.items() if what in missing]
+        raise ValueError(f"These passes leave a graph that is not {sorted(missing)}. Add {', '.join(givers)}.")
     return tuple(names)
-
-
-def _givers(missing: set[str]) -> list[str]:
-    return [giver for what, giver in FINISHED.items() if what in missing]
 
 
 @dataclass(frozen=True)

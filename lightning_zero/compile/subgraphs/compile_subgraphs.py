@@ -26,8 +26,6 @@ from lightning_zero.compile.subgraphs.subgraph_program import Compiled, Subgraph
 from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.graph_tensors import is_view, nodes_where, tensors_of
 
-__all__ = ["StrideMismatch", "SubgraphCache", "check_strides", "fix_strides", "lower_subgraphs"]
-
 
 class SubgraphCache:
     """Compiled subgraphs, shared with later graphs, such as those of a new plan or of evaluation.
@@ -65,18 +63,7 @@ def lower_subgraphs(
     steps: Sequence[Subgraph | Node],
     **settings: Any,
 ) -> SubgraphProgram:
-    """Compile a cut graph and return its program.
-
-    Args:
-        module: the whole graph.
-        cache: compiled subgraphs.
-        kernels: kernels to finish before the program runs.
-        steps: result of :func:`~lightning_zero.compile.subgraphs.cut.cut`.
-        settings: Inductor's arguments for compiling a graph.
-
-    Raises:
-        StrideMismatch: subgraphs do not fit together.
-    """
+    """Compile a cut graph and return its program."""
     settings = {**settings, "static_input_idxs": ()}
     with kernels.defer():
         compiled = [_compiled(module, step, cache, settings, kernels) for step in steps if isinstance(step, Subgraph)]
@@ -141,12 +128,7 @@ def fix_strides(graph: Graph, inputs: Sequence[Any]) -> None:
 
 
 def check_strides(compiled: Any, outputs: Sequence[Any]) -> None:
-    """Raise :class:`StrideMismatch` if results of a compiled subgraph differ from the recorded strides.
-
-    Args:
-        compiled: Inductor's result.
-        outputs: recorded values of the subgraph's outputs.
-    """
+    """Raise :class:`StrideMismatch` if results of a compiled subgraph differ from the recorded strides."""
     made = getattr(compiled, "output_strides", None) or [None] * len(outputs)
     for strides, value in zip(made, outputs, strict=True):
         if strides is None or not isinstance(value, Tensor) or 0 in value.shape:

@@ -23,9 +23,6 @@ from lightning_zero.compile.subgraphs.repeats import RepeatedRun, find_repeats
 from lightning_zero.compile.subgraphs.subgraph import NodeSignatures, Subgraph, make_subgraph, symbol_inputs
 from lightning_zero.profiling.graph_tensors import nodes_where
 
-__all__ = ["MAX_PARTS", "choose_cut_points", "cut", "is_worth_cutting"]
-
-
 # Subgraphs per repetition: more give our ops better positions but cost more calls.
 MAX_PARTS = 4
 MIN_PERIOD = 6  # nodes; shorter repetitions are not worth a cut
@@ -55,7 +52,6 @@ def cut(graph: Graph, parts: int = MAX_PARTS) -> list[Subgraph | Node] | None:
 
     Args:
         graph: after the passes; not modified.
-        parts: maximum number of subgraphs per repetition.
     """
     kinds, seen = classify_nodes(graph), NodeSignatures()
     order = NodeOrder(graph, kinds, seen)
@@ -232,10 +228,7 @@ def choose_cut_points(order: NodeOrder, runs: Sequence[RepeatedRun], between: Se
     """Return the positions in ``order.work`` before which the graph is cut, without 0 and the end.
 
     Args:
-        order: compute nodes of the graph.
-        runs: its repetitions.
         between: positions of nodes between subgraphs.
-        parts: maximum number of subgraphs per repetition.
     """
     done = [0]
     for effort in order.effort():

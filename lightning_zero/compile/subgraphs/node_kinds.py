@@ -22,8 +22,6 @@ from lightning_zero.compile.fx_utils import is_start
 from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.graph_tensors import aliased_argument, called_op, is_view, is_view_op, tensors_of
 
-__all__ = ["NodeKind", "all_read", "is_kernel", "is_pointwise", "is_random", "classify_nodes", "readers", "reads"]
-
 _aten = torch.ops.aten
 _CUTS_OUT = {_aten.slice.Tensor, _aten.view.default}  # these may cut a weight out of its group
 
@@ -50,7 +48,6 @@ class _TargetKind(Enum):
 
 
 def classify_nodes(graph: Graph) -> dict[Node, NodeKind]:
-    """Return the kind of each node."""
     kinds: dict[Node, NodeKind] = {}
     usual: dict[int, _TargetKind | None] = {}  # by id of the target: graphs have many nodes and few targets
     for node in graph.nodes:

@@ -13,8 +13,6 @@ from lightning_zero.compile.subgraphs.subgraph import NodeSignatures
 from lightning_zero.profiling.graph_tensors import nbytes, nodes_where
 from lightning_zero.profiling.node_costs import FlopCache
 
-__all__ = ["NodeOrder", "graph_work"]
-
 # Sink a pointwise op only if its inputs are at most this many times larger than its result.
 MAX_GROWTH = 2
 
@@ -27,11 +25,9 @@ class NodeOrder:
 
     Args:
         graph: not modified.
-        kinds: of its nodes.
         signatures: of its nodes; shared to avoid computing them again.
 
     Attributes:
-        kinds: of its nodes.
         work: compute nodes in order.
         place: position of each in ``work``.
     """

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["RepeatedRun", "find_repeats"]
-
 
 @dataclass(frozen=True)
 class RepeatedRun:
@@ -31,7 +29,6 @@ def find_repeats(items: Sequence[Hashable], shortest: int) -> list[RepeatedRun]:
     """Return disjoint runs in order: greedily the one with the most repeated items.
 
     Args:
-        items: compared by equality.
         shortest: smallest period; a shorter part is not worth a call.
     """
     numbers: dict[Hashable, int] = {}

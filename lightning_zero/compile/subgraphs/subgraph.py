@@ -15,9 +15,6 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from lightning_zero.compile.subgraphs.node_kinds import NodeKind
 from lightning_zero.profiling.graph_tensors import tensors_of
 
-__all__ = ["NodeSignatures", "Subgraph", "make_subgraph", "shape", "signature", "symbol_inputs"]
-
-
 # Replaces a node in the text of arguments. A string argument that contains it only costs a second check.
 _READ = "<- "
 
@@ -42,12 +39,7 @@ class NodeSignatures(dict[Node, tuple[str, str, str]]):
         return found
 
     def value(self, node: Node, number_of: Callable[[Any], int]) -> Hashable:
-        """Return the properties of a value that generated code depends on.
-
-        Args:
-            node: its value is described.
-            number_of: numbers objects without a text, see :class:`~.compile_subgraphs.SubgraphCache`.
-        """
+        """Return the properties of a value that generated code depends on."""
         noted = self._shapes[node]
         if node in self._shapes.symbolic:
             return _described(node.meta.get("val"), number_of)
@@ -102,7 +94,6 @@ class _Shapes(dict[Node, str]):
 
 
 def signature(node: Node) -> Hashable:
-    """Return the signature of one node."""
     return NodeSignatures()[node]
 
 
@@ -143,7 +134,6 @@ class Subgraph:
         inputs: nodes of the whole graph, in the order of the subgraph's inputs.
         steps: nodes of the whole graph, in execution order.
         outputs: nodes of the whole graph that others read.
-        signatures: of nodes of the whole graph.
     """
 
     inputs: tuple[Node, ...]
@@ -164,7 +154,6 @@ class Subgraph:
 
 
 def symbol_inputs(graph: Graph) -> list[Node]:
-    """Return the inputs of a graph that define symbols."""
     inputs = graph.find_nodes(op="placeholder")
     return [node for node in inputs if isinstance(node.meta.get("val"), SymInt | SymFloat)]
 
@@ -179,11 +168,7 @@ def make_subgraph(
     """Return the subgraph of ``work`` with its own copies of views and constants.
 
     Args:
-        work: nodes of the whole graph, in order.
         wanted: outputs, which may be views. Their order is normalized, since it differs between equal layers.
-        kinds: of all nodes of the whole graph.
-        symbols: result of :func:`symbol_inputs`.
-        signatures: of nodes of the whole graph, to reuse.
     """
     own, seen = (
         {node: number for number, node in enumerate(work)},

@@ -35,16 +35,6 @@ from lightning_zero.compat.tensors import OpOverload, draw_seeds
 from lightning_zero.compile.fx_utils import output_node
 from lightning_zero.compile.subgraphs.subgraph import Subgraph
 
-__all__ = [
-    "SubgraphProgram",
-    "compile_subgraph",
-    "pack_subgraph",
-    "report_strides",
-    "subgraph_context",
-    "unpack_subgraph",
-]
-
-
 _numbers = count()
 _SUBGRAPH = "lightning_zero_piece"  # no node has this name
 
@@ -54,11 +44,9 @@ class SubgraphProgram(OutputCode):
 
     Args:
         module: the whole graph, for its inputs, outputs and constants.
-        steps: subgraphs and nodes in execution order.
         compiled: one per subgraph; takes a list of inputs, which it empties, and returns its outputs.
 
     Attributes:
-        code: generated code.
         calls: number of subgraph calls.
     """
 
@@ -220,13 +208,7 @@ Compiled = Callable[[list[Any]], Any]
 
 
 def compile_subgraph(module: GraphModule, inputs: Sequence[Any], settings: dict[str, Any]) -> Compiled:
-    """Compile a subgraph to code that takes a list of inputs, which it empties, and returns its outputs.
-
-    Args:
-        module: the subgraph.
-        inputs: fake tensors and symbols.
-        settings: Inductor's arguments for compiling a graph.
-    """
+    """Compile a subgraph to code that takes a list of inputs, which it empties, and returns its outputs."""
     # Subgraphs are also cached one by one, for other plans of the same layers.
     with subgraph_context(), functorch_config.patch(bundled_autograd_cache=False):
         return compile_fx_inner(module, inputs, **settings)

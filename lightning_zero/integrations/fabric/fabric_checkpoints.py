@@ -33,8 +33,6 @@ from lightning_zero.integrations.checkpoint_files import (
 from lightning_zero.integrations.fabric.loop import unwrap_module
 from lightning_zero.integrations.strategy_base import ZeroStrategyBase
 
-__all__ = ["FabricCheckpointing"]
-
 
 class _LazyCheckpointIO(TorchCheckpointIO):
     """Load a checkpoint of either kind whose tensors are read at their use."""
@@ -71,7 +69,6 @@ class FabricCheckpointing(ZeroStrategyBase, ParallelStrategy):
         self._checkpoint_io = io
 
     def engine_of_optimizer(self, optimizer: Optimizer) -> Engine | None:
-        """Return None for an optimizer that was not set up."""
         raise NotImplementedError
 
     @override
@@ -162,8 +159,7 @@ class FabricCheckpointing(ZeroStrategyBase, ParallelStrategy):
         self.checkpoint_io = _LazyCheckpointIO(io, checkpoints)
         self._load_source = path
         try:
-            partial = nullcontext() if checkpoints is None else checkpoints.partial_load.watch_all(path)
-            with progress, partial:
+            with progress:
                 rest = super().load_checkpoint(path, state, strict, weights_only)
         finally:
             self.checkpoint_io = io

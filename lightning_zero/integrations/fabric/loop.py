@@ -23,16 +23,9 @@ from lightning_zero.integrations.strategy_base import add_error_notes
 from lightning_zero.report.engine_report import startup_summary
 from lightning_zero.report.startup_timer import StartupTimer
 
-__all__ = ["LoopTracker", "ShardedModule", "unwrap_module"]
-
 
 class LoopTracker:
     """Announce forwards, backwards and steps of one model to its engine.
-
-    Args:
-        engine: The engine of the sharded model.
-        compiler: Name of the compile backend.
-        show: Prints a line to the user.
 
     Attributes:
         has_trained: True after the first training step began.
@@ -70,11 +63,7 @@ class LoopTracker:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Surround each call of the model.
-
-        Raises:
-            RuntimeError: An optimizer is stepping.
-        """
+        """Surround each call of the model."""
         if self._in_forward:  # the model calls itself
             yield
             return
@@ -113,7 +102,6 @@ class LoopTracker:
         """Surround each backward.
 
         Raises:
-            RuntimeError: An optimizer is stepping.
             UnsupportedError: Compiled code does not support the backward; it replaces torch's error.
         """
         self.engine.cycle.before_backward()

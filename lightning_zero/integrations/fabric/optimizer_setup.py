@@ -14,8 +14,6 @@ from lightning_zero.integrations.fabric.loop import LoopTracker
 from lightning_zero.optim.state_placement import register_placement_hooks
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
-__all__ = ["find_loop", "prepare_optimizer"]
-
 
 def find_loop(optimizer: Optimizer, loops: list[LoopTracker]) -> LoopTracker:
     """Return the tracker of the model whose parameters the optimizer has.
@@ -63,11 +61,7 @@ def _unknown_parameter(name: str, number: int, position: int, param: nn.Paramete
 
 
 def prepare_optimizer(optimizer: Optimizer, loop: LoopTracker) -> None:
-    """Make an optimizer step shards. Repeated calls do nothing.
-
-    Raises:
-        UnsupportedError: The optimizer needs full parameters.
-    """
+    """Make an optimizer step shards. Repeated calls do nothing."""
     engine = loop.engine
     engine.optimizers.check(optimizer)
     if any(known is optimizer for known in loop.optimizers):

@@ -13,8 +13,6 @@ from typing_extensions import override
 from lightning_zero.engine import Engine
 from lightning_zero.integrations.precision import ZeroPluginMixin, replace_plugin, to_flat_scaler
 
-__all__ = ["zero_precision"]
-
 FindEngine = Callable[[Optimizer], Engine]
 
 
@@ -76,11 +74,7 @@ class ZeroMixedPrecision(_ZeroPlugin, MixedPrecision):
 
 
 def zero_precision(plugin: Precision, engine: FindEngine) -> Precision:
-    """Return our counterpart of one of Fabric's precision plugins.
-
-    Raises:
-        MisconfigurationException: The precision is not supported.
-    """
+    """Return our counterpart of one of Fabric's precision plugins."""
     ours: _ZeroPlugin = replace_plugin(
         plugin,
         {

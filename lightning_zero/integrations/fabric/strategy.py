@@ -33,8 +33,6 @@ from lightning_zero.integrations.processes import FabricLauncher, reduce_in_plac
 from lightning_zero.integrations.strategy_base import options_init
 from lightning_zero.native.watchdog import SequenceId, ShownErrorHook
 
-__all__ = ["FabricArguments", "FabricZeroStrategy"]
-
 
 @options
 class FabricArguments(Options):

@@ -41,9 +41,6 @@ from lightning_zero.native.capture import pause_gc
 from lightning_zero.sharding.full_params import PickledAsNone
 from lightning_zero.sharding.host_memory import as_mapped, copy_to_host
 
-__all__ = ["average_shards", "check_callbacks", "compare_shards_by_identity", "patch_checkpoint_callbacks"]
-
-
 _ALTERNATIVES = {
     StochasticWeightAveraging: (
         "it copies the module after it is sharded. Use lightning.pytorch.callbacks.WeightAveraging or "

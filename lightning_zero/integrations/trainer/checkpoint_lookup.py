@@ -29,21 +29,12 @@ from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
 from lightning_zero.compat.lightning_private import CheckpointConnector
 from lightning_zero.integrations.checkpoint_files import read_folder, read_named, read_verified, to_trainer_keys
 
-__all__ = ["asked_by_keyword", "install_checkpoint_lookup", "other_checkpoints"]
-
-KEYWORDS = (None, "last", "best", "hpc")  # None: Lightning selects one
-
 
 def install_checkpoint_lookup() -> None:
     """Patch Lightning. Repeated calls do nothing."""
     if not hasattr(saving.pl_load, "__wrapped__"):
         saving.pl_load = _read_folders(saving.pl_load)
-        CheckpointConnector._parse_ckpt_path = _remember_request(CheckpointConnector._parse_ckpt_path)  # type: ignore[method-assign]
-
-
-def asked_by_keyword(trainer: pl.Trainer) -> bool:
-    """Return True if the user asked for ``"last"`` or ``"best"``, or left the choice to Lightning."""
-    return getattr(trainer._checkpoint_connector, "_zero_asked", "a file") in KEYWORDS
+        CheckpointConnector._parse_ckpt_path = _find_last(CheckpointConnector._parse_ckpt_path)  # type: ignore[method-assign]
 
 
 def other_checkpoints(path: str | Path) -> list[str]:
@@ -69,10 +60,9 @@ def _age(fs: Any, entry: str) -> float:
     return 0.0
 
 
-def _remember_request(parse: Callable[..., Any]) -> Callable[..., Any]:
+def _find_last(parse: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(parse)
     def parsed(self: Any, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
-        self._zero_asked = ckpt_path
         found = parse(self, state_fn, ckpt_path, *args, **kwargs)
         name = getattr(self.trainer.strategy, "strategy_name", "")  # DDPStrategy has none
         if found is None and ckpt_path == "last" and str(name).startswith("zero3"):
@@ -112,7 +102,7 @@ def _read_folders(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def loaded(path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         if read_named(path, lambda: checkpoint_kind(path)) != "folder":
-            return read_verified(path, lambda: load(path, map_location=map_location, weights_only=weights_only))
+            return read_verified(path, lambda file: load(file, map_location=map_location, weights_only=weights_only))
         checkpoint = to_trainer_keys(read_named(path, lambda: read_folder(path, weights_only)))
         full = partial(_full_value, map_location=map_location)
         return checkpoint | {

@@ -22,8 +22,6 @@ from typing_extensions import override
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
-__all__ = ["GlobalNormPrecision", "grad_norm"]
-
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Any]:
     """Return the p-norm of each parameter's gradient, and the norm of all as ``grad_<p>_norm_total``.

@@ -13,16 +13,9 @@ from typing_extensions import override
 from lightning_zero.compile.passes import PassSpec
 from lightning_zero.compile.passes.selection import Schedule
 
-__all__ = ["PassSchedule", "zero_strategy"]
-
 
 def zero_strategy(trainer: pl.Trainer, method: str, purpose: str) -> Any:
     """Return the Trainer's strategy.
-
-    Args:
-        trainer: The Trainer.
-        method: Method of ``ZeroStrategy`` that a callback calls.
-        purpose: Purpose of the callback, beginning with its name.
 
     Raises:
         MisconfigurationException: The strategy has no such method, because it is of another kind.

@@ -22,15 +22,6 @@ from lightning_zero.engine import Engine
 from lightning_zero.integrations.precision import ZeroPluginMixin, replace_plugin, to_flat_scaler
 from lightning_zero.integrations.trainer.grad_norm import GlobalNormPrecision
 
-__all__ = [
-    "ZeroDoublePrecision",
-    "ZeroHalfPrecision",
-    "ZeroMixedPrecision",
-    "ZeroPrecision",
-    "unwrap_optimizer",
-    "zero_precision",
-]
-
 
 class _ZeroPlugin(ZeroPluginMixin, GlobalNormPrecision):
     """Base of our plugins.
@@ -132,11 +123,7 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer:
 
 
 def zero_precision(plugin: Precision, engine: Callable[[], Engine]) -> Precision:
-    """Return our counterpart of one of Lightning's precision plugins.
-
-    Raises:
-        MisconfigurationException: The precision is not supported.
-    """
+    """Return our counterpart of one of Lightning's precision plugins."""
     ours: _ZeroPlugin = replace_plugin(
         plugin,
         {

@@ -21,24 +21,11 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_zero.engine import Engine
-from lightning_zero.mesh import Mesh
 from lightning_zero.native.watchdog import SequenceId
-
-__all__ = [
-    "EvaluationStop",
-    "check_stop_now",
-    "check_stop_on_cpu",
-    "defer_sigterm",
-    "expose_sigterm",
-    "has_deferred_sigterm",
-    "wait_for_stage_end",
-]
 
 Start = Callable[[bool], dist.Work | None]
 
 POLL_S = 0.02
-# Ranks that gather weights together are at most one batch apart, so no rank is further when the last one posts.
-MAX_BATCH_SKEW = 2
 # Private members of Lightning; without one of them, that part of Lightning stays as it is.
 _METHOD = "_broadcast_sigterm_tensor"
 _HANDLER = "_sigterm_notifier_fn"
@@ -61,8 +48,6 @@ def check_stop_on_cpu(
     own check knows rank 0's signal only.
 
     Args:
-        trainer: The Trainer.
-        group: A process group of all ranks on CPUs.
         collective: Starts a collective, asynchronously or not, and waits for it.
     """
     loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
@@ -99,17 +84,6 @@ def check_stop_now(trainer: pl.Trainer) -> None:
         check()
 
 
-def has_deferred_sigterm(trainer: pl.Trainer) -> bool:
-    """Return True if this rank got a SIGTERM that Lightning's loops do not know of."""
-    return bool(getattr(trainer._signal_connector, _DEFERRED_TERM, False))
-
-
-def expose_sigterm(trainer: pl.Trainer, exposed: bool) -> None:
-    """Show this rank's deferred SIGTERM, if any, to Lightning's loops, which then stop; or hide it again."""
-    if has_deferred_sigterm(trainer):
-        trainer._signal_connector.received_sigterm = exposed
-
-
 def defer_sigterm(trainer: pl.Trainer) -> None:
     """Only record a SIGTERM and pass it on to the processes that the Trainer started.
 
@@ -140,37 +114,6 @@ def _defer(connector: Any, signum: Any, _: Any) -> None:
     setattr(connector, _DEFERRED_TERM if deferred else "received_sigterm", True)
 
 
-class EvaluationStop:
-    """Stop an evaluation of one stage after a SIGTERM, if all ranks got one.
-
-    Ranks may have different numbers of batches there, so a collective could hang. Each rank posts its signal in the
-    key-value store. If all ranks did, as under a scheduler, they stop after the same batch. Otherwise the evaluation
-    continues, and the check before the next training batch ends it.
-
-    Args:
-        mesh: The ranks.
-        stage: A number that no earlier stage has, the same on all ranks.
-    """
-
-    def __init__(self, mesh: Mesh, stage: int) -> None:
-        self._store = mesh.store(f"sigterm/{stage}")
-        self._rank, self._names = mesh.rank, [f"{rank}" for rank in range(mesh.world_size)]
-        self._batches = 0
-        self._posted = False
-
-    def after_batch(self, received: bool) -> bool:
-        """Return True if this rank stops now. Reads the store only if this rank ``received`` the signal."""
-        self._batches += 1
-        if not received:
-            return False
-        if not self._posted:
-            self._store.set(f"{self._rank}", f"{self._batches}")
-            self._posted = True
-        if not self._store.check(self._names):
-            return False
-        return self._batches >= max(int(self._store.get(name)) for name in self._names) + MAX_BATCH_SKEW
-
-
 def wait_for_stage_end(engine: Engine, stage: int, stall_report_s: float) -> None:
     """Wait until all ranks end the stage, to notice a rank that fails in its last hooks. Collective.
 
@@ -178,7 +121,6 @@ def wait_for_stage_end(engine: Engine, stage: int, stall_report_s: float) -> Non
     status 0. No timeout applies, since rank 0 may upload for hours in a last hook.
 
     Args:
-        engine: The engine.
         stage: A number that no earlier stage has, the same on all ranks.
         stall_report_s: Seconds of waiting after which a rank names the missing ones.
 

@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -42,21 +42,16 @@ from lightning_zero.integrations.trainer.callbacks import (
 )
 from lightning_zero.integrations.trainer.precision import zero_precision
 from lightning_zero.integrations.trainer.signals import (
-    EvaluationStop,
     Start,
     check_stop_now,
     check_stop_on_cpu,
     defer_sigterm,
-    expose_sigterm,
-    has_deferred_sigterm,
     wait_for_stage_end,
 )
 from lightning_zero.integrations.trainer.trainer_checkpoints import TrainerCheckpointing
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.report.engine_report import startup_summary
 from lightning_zero.report.startup_timer import StartupTimer
-
-__all__ = ["Arguments", "ZeroStrategy"]
 
 # Hooks in which users may accumulate gradients or call backward several times.
 MANUAL_HOOKS = ("backward", "optimizer_step", "optimizer_zero_grad")
@@ -98,7 +93,6 @@ class ZeroStrategy(TrainerCheckpointing):
         self._lightning_module_ref: pl.LightningModule | None = None
         self._prepared = False  # in this stage
         self._ranks_can_save, self._is_loading = None, False
-        self._stop: EvaluationStop | None = None
         self._stage = 0
         super().__init__(
             accelerator=arguments.accelerator,
@@ -156,7 +150,6 @@ class ZeroStrategy(TrainerCheckpointing):
         # Begin here, so that other ranks notice a rank that a user's hook delays.
         engine.cycle.begin_stage()
         self._stage = engine.checkpoints.ranks.begin_stage()
-        self._stop = EvaluationStop(engine.mesh, self._stage)
         self._close_startup()
 
     @override
@@ -224,9 +217,6 @@ class ZeroStrategy(TrainerCheckpointing):
             self._prepare_module(trainer)
         engine = self._require_engine()
         engine.executor.begin_stage()
-        if (left := engine.checkpoints.partial_load.message) is not None:
-            engine.checkpoints.partial_load.message = None  # warn once
-            rank_zero_warn(f"{left} This stage goes on with these values.")
         # Shards must not become inference tensors, which training could not use afterwards.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
@@ -352,16 +342,6 @@ class ZeroStrategy(TrainerCheckpointing):
         self._require_engine().cycle.eval_step()
         yield
         self._require_engine().cycle.after_eval()
-        module = self.lightning_module
-        if module is None or self._stop is None:
-            return
-        if self._stop.after_batch(has_deferred_sigterm(module.trainer)):
-            expose_sigterm(module.trainer, True)
-
-    @override
-    def on_validation_end(self) -> None:
-        assert self.lightning_module is not None
-        expose_sigterm(self.lightning_module.trainer, False)  # the check before the next training batch decides
 
     @override
     def on_train_end(self) -> None:

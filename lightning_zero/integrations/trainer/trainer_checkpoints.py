@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerStatus
@@ -39,10 +39,7 @@ from lightning_zero.integrations.checkpoint_files import (
     to_trainer_keys,
 )
 from lightning_zero.integrations.strategy_base import ZeroStrategyBase
-from lightning_zero.integrations.trainer.checkpoint_lookup import asked_by_keyword, other_checkpoints
 from lightning_zero.integrations.trainer.precision import unwrap_optimizer
-
-__all__ = ["TrainerCheckpointing"]
 
 log = logging.getLogger(__name__)
 
@@ -135,10 +132,9 @@ class TrainerCheckpointing(ZeroStrategyBase, ParallelStrategy):
                     f"save the checkpoint {filepath}", lambda: self._write(checkpoint, filepath, storage_options)
                 )
         else:
-            mark, again = self._find_save_last(str(filepath), checkpoint)
             state, rest = split_state(checkpoint)
             with self._show_progress():
-                engine.checkpoints.save(filepath, state, rest, self._saves_async_now, mark, again)
+                engine.checkpoints.save(filepath, state, rest, self._saves_async_now)
 
     def _barrier_is_redundant(self, barrier: str | None) -> bool:
         # The ranks have just met in an asynchronous save, and a barrier would wait for all queued work of the device.
@@ -168,20 +164,6 @@ class TrainerCheckpointing(ZeroStrategyBase, ParallelStrategy):
             io.finish()
         elif isinstance(io, AsyncCheckpointIO):
             io.teardown()  # which waits; the next save starts it anew
-
-    def _find_save_last(self, path: str, checkpoint: Mapping[str, Any]) -> tuple[tuple[int, int] | None, bool]:
-        """Return a mark of the callback with ``save_last=True`` and the step, and True for its second save.
-
-        Such a callback saves to a path of its own, and at once again to that of the last checkpoint.
-        """
-        assert self.lightning_module is not None
-        for number, callback in enumerate(self.lightning_module.trainer.checkpoint_callbacks):
-            if not isinstance(callback, ModelCheckpoint) or callback.save_last is not True:
-                continue
-            again = path == callback.last_model_path
-            if again or path in (callback.best_model_path, *callback.best_k_models):
-                return (number, checkpoint["global_step"]), again
-        return None, False
 
     def all_ranks_can_save(self) -> bool:
         """Return True if all ranks raised an exception after the same step, and save together. Collective."""
@@ -236,35 +218,10 @@ class TrainerCheckpointing(ZeroStrategyBase, ParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint of either kind.
-
-        If the user asked for the last or the best one, and it is damaged, load the newest complete one in its folder.
-        """
         self._is_loading = True
-        found = self._load_with_fallback(checkpoint_path, weights_only)
+        found = self._load(checkpoint_path, weights_only)
         self._is_loading = False
         return found
-
-    def _load_with_fallback(self, checkpoint_path: str | Path, weights_only: bool | None) -> dict[str, Any]:
-        try:
-            return self._load(checkpoint_path, weights_only)
-        except (CheckpointError, FileNotFoundError) as error:
-            if self._attached_trainer is None or not asked_by_keyword(self._attached_trainer):
-                raise
-            together = self._require_engine().checkpoints.ranks
-            again = [str(checkpoint_path)] if "://" in str(checkpoint_path) else []  # a network may have failed once
-            for other in [
-                *again,
-                *together.run_on_rank0("look for another checkpoint", lambda: other_checkpoints(checkpoint_path)),
-            ]:
-                try:
-                    found = self._load(other, weights_only)
-                except (CheckpointError, FileNotFoundError):
-                    continue
-                if other not in again:
-                    rank_zero_warn(f"{error} Going on from {other} instead, the newest complete checkpoint.")
-                return found
-            raise
 
     def _load(self, path: str | Path, weights_only: bool | None) -> dict[str, Any]:
         checkpoints = self._require_engine().checkpoints
@@ -294,8 +251,7 @@ class TrainerCheckpointing(ZeroStrategyBase, ParallelStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        checkpoints = self._require_engine().checkpoints
-        with self._show_progress(), checkpoints.partial_load.watch_optimizers(self._loaded_path):
+        with self._show_progress():
             self._load_states(checkpoint["optimizer_states"])
 
     def _load_states(self, states: Sequence[dict[str, Any]]) -> None:
@@ -321,7 +277,7 @@ class TrainerCheckpointing(ZeroStrategyBase, ParallelStrategy):
         # A copy of the module is plain, with full parameters. Optimizers, schedulers and observers of graphs belong to
         # the shards, so a copy is a strategy before its setup.
         state = super().__getstate__()
-        state.update(_engine=None, _remove_stop_check=None, _stop=None, _prepared=False, _observers=[])
+        state.update(_engine=None, _remove_stop_check=None, _prepared=False, _observers=[])
         state.update(_optimizers=[], lr_scheduler_configs=[])
         return state
 

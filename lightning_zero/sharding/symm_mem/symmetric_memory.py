@@ -23,8 +23,6 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native.gpu_atomics import gpu_uuid, no_atomics_reason
 from lightning_zero.sharding.shared_memory import Claim, map_shared
 
-__all__ = ["SymmetricMemory", "barrier_waits"]
-
 BACKEND = "CUDA"  # of torch's symmetric memory: NVSHMEM's barrier was an empty stub
 PROBE_MS = 60_000  # timeout: all ranks arrive together, so a missing one has ended
 
@@ -118,7 +116,6 @@ class SymmetricMemory:
         return [values[rank] for rank in self._intra_host.ranks]
 
     def _unavailable_reason(self) -> str | None:
-        """Return the reason not to try at all, or None."""
         physical_hosts = self._mesh.physical_hosts
         for rank, host in enumerate(self._mesh.hosts):
             first = self._mesh.hosts.index(host)
@@ -212,8 +209,6 @@ def barrier_waits(
 
     Args:
         mine: memory of this rank that all ranks can write: 1-D, int64, one element per rank.
-        everyone: that of all ranks, in order.
-        rank: this rank.
         meet: the barrier to check, on the current stream of the device.
         line_up: a barrier on the host, which is known to wait.
     """

@@ -25,8 +25,6 @@ from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.sharding.symm_mem.symmetric_memory import SymmetricMemory
 
-__all__ = ["GradientTransport", "PeerTransports", "SignalPads", "TransportChoice", "WeightTransport", "chooses_copies"]
-
 log = logging.getLogger(__name__)
 
 
@@ -37,7 +35,6 @@ class TransportChoice(ABC):
     """Choose the transport of weights or of gradients.
 
     Attributes:
-        kind: "weights" or "gradients".
         option: name of the tuning option by which users choose.
         memory: symmetric memory that is copied from or to; None: collectives are used.
         reason: why there is none, although copies were wanted.
@@ -57,11 +54,6 @@ class TransportChoice(ABC):
         """Return True if these options mean copies, given that memory is available."""
 
     def set_memory(self, memory: SymmetricMemory | None, reason: str) -> None:
-        """Set the memory, or the reason why there is none.
-
-        Raises:
-            UnsupportedError: the user chose ``"copy"``, which is impossible.
-        """
         if self._choice == "copy" and reason:
             raise self._impossible(reason)
         self.memory, self.reason = memory, reason
@@ -192,7 +184,6 @@ class WeightTransport(TransportChoice):
         self.reason = "a memory plan stores master weights on the host"
 
     def allocate_compute_shards(self, executor: Executor, allocate: Callable[[SymmetricMemory | None], None]) -> None:
-        """Call ``allocate`` with symmetric memory for compute shards, or with None if these are all-gathered."""
         memory = self.memory
         if memory is not None and self.try_allocate(lambda: allocate(memory)):
             return
@@ -326,11 +317,7 @@ class PeerTransports:
 
     @classmethod
     def of(cls, config: EngineConfig, mesh: Mesh) -> PeerTransports:
-        """Return the transports that the options lead to, the same on every rank. Collective.
-
-        Raises:
-            UnsupportedError: ``"copy"`` was chosen and is impossible.
-        """
+        """Return the transports that the options lead to, the same on every rank. Collective."""
         peers = cls(config, mesh)
         weights, gradients = peers._weights, peers._gradients
         wanted = [choice.wants_copies(config) for choice in (weights, gradients)]

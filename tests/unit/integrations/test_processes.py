@@ -13,8 +13,7 @@ import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 
-from lightning_zero import ZeroStrategy
-from lightning_zero.integrations.processes import check_backend, check_rank, check_world_size
+from lightning_zero.integrations.processes import check_rank, check_world_size
 
 CPU = torch.device("cpu")
 
@@ -78,32 +77,6 @@ def test_another_number_of_this_process_is_refused(monkeypatch: pytest.MonkeyPat
             check_rank("Trainer", 1)
 
 
-def test_another_backend_is_refused() -> None:
-    for made in ("gloo", None, "cpu:gloo"):
-        with group(made):
-            for asked in (None, "gloo", "cpu:gloo"):
-                check_backend("Trainer", asked, CPU)
-            with pytest.raises(MisconfigurationException, match=r"'nccl', but .*destroy_process_group.*='gloo'"):
-                check_backend("Trainer", "nccl", CPU)
-    with group("cpu:gloo"):
-        with pytest.raises(
-            MisconfigurationException, match=r"trains on cuda, but .* without a backend for it \(cpu:gloo"
-        ):
-            check_backend("Fabric", None, torch.device("cuda", 0))
-        with pytest.raises(MisconfigurationException, match="'cpu:gloo,cuda:nccl', but"):
-            check_backend("Fabric", "cpu:gloo,cuda:nccl", torch.device("cuda", 0))
-        with pytest.raises(MisconfigurationException, match="process_group_backend='nccl', but"):
-            trainer(ZeroStrategy(process_group_backend="nccl"), devices=1).strategy.setup_environment()
-
-
-def test_a_slower_backend_that_was_not_asked_for_is_named() -> None:
-    with group("gloo"):
-        with pytest.warns(UserWarning, match=r"by gloo; nccl is the default.*process_group_backend='gloo'"):
-            check_backend("Trainer", None, torch.device("cuda", 0))
-        check_backend("Trainer", "gloo", torch.device("cuda", 0))
-
-
 def test_without_a_process_group_all_is_well() -> None:
     check_world_size("Trainer", 2, 1)
     check_rank("Trainer", 1)
-    check_backend("Trainer", "nccl", CPU)

@@ -18,7 +18,7 @@ from lightning_zero.checkpoint.integrity import FileChecksum
 from lightning_zero.checkpoint.sharded.commit import RankSummary
 
 TIMEOUT_S = 0.4
-BRIEF = RankSummary({"__0_0.distcp": FileChecksum(3, "ab")}, "of the plan", b"plan")
+BRIEF = RankSummary({"__0_0.distcp": FileChecksum(3, "ab")}, b"plan")
 
 Write = Callable[[SaveOutcome], None]
 

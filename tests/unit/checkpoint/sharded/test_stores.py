@@ -6,9 +6,8 @@ import io
 import pickle
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,16 +17,13 @@ from fsspec.config import conf
 
 from lightning_zero.checkpoint.async_save.snapshot import SnapshotMemory
 from lightning_zero.checkpoint.async_save.writer_process import WriteRequest, fsspec_settings, serve
-from lightning_zero.checkpoint.rank_tasks import SingleProcess
 from lightning_zero.checkpoint.remote_files import resolve_url
 from lightning_zero.checkpoint.sharded.folder import MANIFEST, RemoteFolder, remove_checkpoint_at
 from lightning_zero.checkpoint.sharded.planner import PickledItem
 from lightning_zero.checkpoint.sharded.reader import CheckpointReader
 from lightning_zero.checkpoint.sharded.writer import RankFiles
 from lightning_zero.errors import CheckpointError
-from lightning_zero.integrations.checkpoint_files import read_folder
 from lightning_zero.integrations.trainer.checkpoint_lookup import other_checkpoints
-from lightning_zero.integrations.trainer.trainer_checkpoints import TrainerCheckpointing
 from lightning_zero.sharding.shared_memory import Claim
 from tests.helpers.saves import save, seed_of
 from tests.helpers.store import Store, storing
@@ -126,29 +122,6 @@ def test_one_that_has_lost_its_place_to_a_save_that_died_is_found() -> None:
     assert seed_of(PATH) == 3.0
     remove_checkpoint_at(PATH)
     assert _names() == ["a.ckpt"]
-
-
-@pytest.mark.parametrize("broken", [False, True], ids=["a network that fails once", "a checkpoint that is broken"])
-def test_the_last_one_is_tried_again_before_an_older_one_is_taken(broken: bool) -> None:
-    save("stored://run/old.ckpt", 1.0)
-    save(PATH, 2.0)
-    if broken:
-        del Store.objects["run/x.ckpt/__1_0.distcp"]
-    tried: list[str] = []
-
-    def load(path: str, weights_only: bool | None) -> dict[str, Any]:
-        tried.append(path)
-        if len(tried) == 1:
-            raise CheckpointError("connection reset")
-        return read_folder(path, weights_only)
-
-    asked = SimpleNamespace(_checkpoint_connector=SimpleNamespace(_zero_asked="last"))
-    engine = SimpleNamespace(checkpoints=SimpleNamespace(ranks=SingleProcess()))
-    strategy: Any = SimpleNamespace(_load=load, _attached_trainer=asked, _require_engine=lambda: engine)
-    with pytest.warns(match="connection reset Going on from stored://run/old.ckpt") if broken else nullcontext():
-        found = TrainerCheckpointing._load_with_fallback(strategy, PATH, None)
-    assert found["seed"] == (1.0 if broken else 2.0)
-    assert tried == [PATH, PATH, *(["stored://run/old.ckpt"] if broken else [])]
 
 
 def test_a_writer_reaches_what_the_program_has_set_up(tmp_path: Path) -> None:

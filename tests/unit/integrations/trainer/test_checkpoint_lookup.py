@@ -24,8 +24,6 @@ def test_where_there_is_no_last_checkpoint_other_strategies_begin_anew(
     def parse(self: Any, state_fn: Any, ckpt_path: Any) -> None:
         """Finds nothing, as Lightning's."""
 
-    found = checkpoint_lookup._remember_request(parse)(
-        SimpleNamespace(trainer=SimpleNamespace(strategy=strategy)), None, word
-    )
+    found = checkpoint_lookup._find_last(parse)(SimpleNamespace(trainer=SimpleNamespace(strategy=strategy)), None, word)
     ours = isinstance(strategy, ZeroStrategy) and word == "last"
     assert found == ("another.ckpt" if ours else None)
