@@ -167,7 +167,7 @@ class Engine(PickledAsNone):
         self.session.check_plan(digest, text)
 
     def construction(self) -> AbstractContextManager[None]:
-        """Shard modules while they are built in this context, so that no rank holds all of a module. Collective."""
+        """Shard modules while they are built in this context: no rank holds all of one. Collective."""
         return sharded_construction(self.sharder, self.checkpoints.hooks)
 
     def shard(self, module: nn.Module) -> None:

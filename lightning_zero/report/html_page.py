@@ -1,7 +1,7 @@
 """Draw the report of a training as one HTML page without scripts and without other files.
 
 Time and memory come first, then a summary in words, then folded details. Colours are from the palette of Okabe and Ito,
-which colour-blind readers can tell apart; each also has a pattern, and each bar has its number beside it.
+which colour-blind readers can tell apart; each also has a pattern, and each bar has its number in its row.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from lightning_zero.report.training_summary import (
     format_size,
     summary_sentences,
 )
-
-__all__ = ["Details", "draw_page"]
 
 MOMENTS = {
     BETWEEN: "Before the step",

@@ -1,4 +1,4 @@
-"""Write a page with the time and memory of a training, its plan, and the texts of its graphs into a folder.
+"""Write the time and memory of a training, its plan, and its graphs as text into a folder.
 
 Files are written at the end of the batch after which new graphs have been seen, and when training ends. A later
 evaluation adds its graphs and changes no measured number. A report that fails warns once and leaves the training alone.

@@ -1,4 +1,4 @@
-"""Record when the parts of training steps begin, and memory at these moments, without waiting for the device.
+"""Record the parts of training steps, and memory at their ends, without waiting for the device.
 
 :class:`StepRecorder` keeps the latest steps in which nothing was compiled. :meth:`StepRecorder.times` gives means over
 the middle half of them, so that the parts add up to the step and rare events (a checkpoint) do not count.
@@ -16,8 +16,6 @@ from typing import Any
 import torch
 
 from lightning_zero.profiling.device_gauges import DeviceTimer
-
-__all__ = ["BACKWARD", "BETWEEN", "FORWARD", "OPTIMIZER", "PARTS", "StepRecorder", "StepTimes"]
 
 FORWARD, BACKWARD, OPTIMIZER, BETWEEN = PARTS = "forward", "backward", "optimizer", "between"
 MOST_STEPS = 50  # enough for a stable mean; each holds five events of the device

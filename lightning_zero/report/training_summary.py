@@ -1,4 +1,4 @@
-"""Collect the numbers of a training for the report, and say in words which part is largest and what to try."""
+"""Collect the numbers of a training for the report, and summarize them in words."""
 
 from __future__ import annotations
 
@@ -12,15 +12,6 @@ from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge
 from lightning_zero.report.engine_report import FORWARD_BACKWARD, memory_by_role, replay_blockers
 from lightning_zero.report.step_metrics import exposed_per_pass
 from lightning_zero.report.step_recorder import BACKWARD, BETWEEN, FORWARD, OPTIMIZER, StepRecorder, StepTimes
-
-__all__ = [
-    "PART_NAMES",
-    "ROLE_NAMES",
-    "TrainingNumbers",
-    "collect_numbers",
-    "format_size",
-    "summary_sentences",
-]
 
 PART_NAMES = {
     FORWARD: "Forward and loss",
@@ -198,7 +189,7 @@ def _advice(numbers: TrainingNumbers, times: StepTimes) -> str:
 
 
 def format_size(nbytes: float, largest: float | None = None) -> str:
-    """Return GiB with as many decimals as three significant digits of ``largest``, by default ``nbytes``, need."""
+    """Return GiB with the decimals that three digits of ``largest``, by default ``nbytes``, need."""
     gib, most = nbytes / 2**30, (nbytes if largest is None else largest) / 2**30
     decimals = next((n for n, least in enumerate((100, 10, 1, 0.1, 0.01)) if most >= least), 5)
     return f"{gib:.{decimals}f} GiB"
