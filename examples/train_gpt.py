@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> L.Trainer:
         report(args, trainer, watch)
         if args.report:
             draw_losses(args.out / "metrics.csv", args.out / "loss.png")
-            print(f"picture of the losses: {args.out / 'loss.png'}; plan: {args.out / 'plan' / 'plan.txt'}")
+            print(f"picture of the losses: {args.out / 'loss.png'}; report: {args.out / 'plan' / 'report.html'}")
     return trainer
 
 

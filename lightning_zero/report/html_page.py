@@ -59,7 +59,8 @@ summary { cursor: pointer; font-weight: 600 }
 .total small { font-size: .9rem; font-weight: 400 }
 table { border-collapse: collapse; font-size: .9rem; margin: .5rem 0; width: 100% }
 .bars { table-layout: fixed }
-.bars .name { width: 38%; padding-left: 22px; text-indent: -22px }
+.bars .name { width: 36% }
+.bars .name:has(.swatch) { padding-left: 22px; text-indent: -22px }
 .bars .number { width: 4.7rem }
 .bars .source { width: 5.8rem }
 caption { font-weight: 600; padding: .5rem 0 .25rem; text-align: left }
@@ -80,6 +81,7 @@ td:first-child { overflow-wrap: anywhere }
 pre { font-size: .8rem; overflow-x: auto; background: #f4f4f4; padding: .75rem }
 dt { font-weight: 600 } dd { margin: 0 0 .5rem 1rem }
 """
+FEW_ROLES = 5  # with more rows, the table of roles is higher than that of times
 MEASURED, ESTIMATED = ('<span class="measured">measured</span>', '<span class="estimated">estimated</span>')
 
 
@@ -111,7 +113,7 @@ def draw_page(numbers: TrainingNumbers, details: Details) -> str:
         f"<h1>{escape(title)}</h1>",
         f'<p class="facts">ZeRO-{numbers.stage}, {escape(ranks)}, {escape(numbers.dtype)}, '
         f"{numbers.steps:,} optimizer steps{so_far}. All numbers are those of rank 0.</p>",
-        f'<div class="cards"><div>{_time(numbers)}{_over_step(numbers)}</div><div>{_memory(numbers)}</div></div>',
+        _cards(numbers),
         f"<section><h2>Summary</h2><p>{' '.join(escape(s) for s in summary_sentences(numbers))}</p></section>",
         '<h2 class="details">Details</h2>',
         _graphs("Graphs of training", "They ran in training batches.", details.training),
@@ -137,6 +139,16 @@ def draw_page(numbers: TrainingNumbers, details: Details) -> str:
 
 
 # -- time and memory
+
+
+def _cards(numbers: TrainingNumbers) -> str:
+    """Return two columns of about equal heights."""
+    left, right, over_step = _time(numbers), _memory(numbers), _over_step(numbers)
+    if len(numbers.roles) > FEW_ROLES:
+        left += over_step
+    else:
+        right += over_step
+    return f'<div class="cards"><div>{left}</div><div>{right}</div></div>'
 
 
 def _time(numbers: TrainingNumbers) -> str:
@@ -173,7 +185,7 @@ def _memory(numbers: TrainingNumbers) -> str:
     if not device:
         return "<section><h2>Memory of one rank</h2><p>Memory was not measured.</p></section>"
     total = max(sum(device.values()), 1)
-    of = f"of {format_size(peak.total)} at the peak" if peak is not None else "of weights, gradients, optimizer state"
+    of = f"of {format_size(peak.total)} at the peak" if peak is not None else "between steps"
     rows = [
         (ROLE_NAMES.get(role, role), size / total, _gib(size, total), f"{size / total:.0%}", MEASURED)
         for role, size in device.items()
@@ -203,7 +215,7 @@ def _over_step(numbers: TrainingNumbers) -> str:
         (name, size / largest, _gib(size, largest), f"{'+' * (size >= first)}{_gib(size - first, largest)}", MEASURED)
         for name, size in found
     ]
-    whose = "Tensors on the device" if numbers.device_memory is not None else "The whole process, with Python and torch"
+    whose = "Tensors on the device" if numbers.device_memory is not None else "The whole process (RSS)"
     heads = ("Moment", "GiB", "Change", "Source")
     table = _bars(f"{whose}; changes are from the first row", heads, rows, len(COLOURS) - 1, same=True)
     return f"<section><h2>Memory over the step</h2>{table}</section>"

@@ -99,7 +99,7 @@ def test_the_page_of_a_training_is_readable_in_a_browser(ranks: Ranks, tmp_path:
     find_browser()
     ranks.run(2, _train_and_evaluate, str(tmp_path), deadline=120)
     looked = look_at(tmp_path / "report.html", tmp_path, width, scale)
-    assert looked.headings[:3] == ["Training report: Regression", "Time of one step", "Memory over the step"]
+    assert looked.headings[:3] == ["Training report: Regression", "Time of one step", "Memory of one rank"]
     assert (looked.errors, looked.faults) == ([], [])
 
 
