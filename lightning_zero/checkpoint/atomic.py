@@ -171,9 +171,9 @@ def check_replaceable(path: str, names: Iterable[str]) -> None:
     known = any(fnmatch(name, pattern) for name in found for pattern in CHECKPOINT_FILES)
     if found and not known and not DEEPSPEED_FILES.issuperset(found):
         raise CheckpointError(
-            f"{path} is a folder, and no checkpoint: it holds {', '.join(map(repr, found[:3]))}"
-            f"{f' and {len(found) - 3} more' if len(found) > 3 else ''}. A checkpoint that is saved there takes its "
-            "place. Give the checkpoint a name of its own in that folder, or remove the folder first."
+            f"{path} is a folder without a checkpoint: it holds {', '.join(map(repr, found[:3]))}"
+            f"{f' and {len(found) - 3} more' if len(found) > 3 else ''}. A checkpoint saved there would replace the "
+            "folder. Give the checkpoint its own name in that folder, or remove the folder first."
         )
 
 
@@ -221,8 +221,8 @@ def locked_for_removal(work: Path, path: object) -> Iterator[None]:
 def concurrent_save_error(path: object) -> CheckpointError:
     """Return the error of a save that finds another save to ``path`` in progress."""
     return CheckpointError(
-        f"another save to {path} goes on at the same time, and this one has written nothing. Wait until the other has "
-        "ended, or let each training save to a place of its own."
+        f"another save to {path} is running, and this one has written nothing. Wait until the other save ends, or let "
+        "each training save to its own path."
     )
 
 

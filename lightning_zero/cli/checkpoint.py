@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -23,15 +23,11 @@ from lightning_zero.checkpoint.safetensors import ExportWeight, export_weights, 
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
 from lightning_zero.checkpoint.sharded.metadata import METADATA
 from lightning_zero.checkpoint.sharded.reader import checkpoint_kind, open_checkpoint
-from lightning_zero.cli.command import Command
 from lightning_zero.cli.terminal import print_progress, progress_bar, show_section, show_table
 from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import to_trainer_keys
 from lightning_zero.sharding.host_memory import copy_mapped
 
-__all__ = ["CHECKPOINT", "OpenedCheckpoint"]
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNTRUSTED = "Unsupported global"  # in torch's error
 TRAINER_KEYS = {
     "callbacks",
@@ -47,38 +43,10 @@ TRAINER_KEYS = {
 }
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
-    choices = parser.add_subparsers(title="what to do", required=True, metavar="WHAT")
-    for name, run, text in (
-        ("inspect", _inspect, "Show the content of a checkpoint, or of each one in a folder."),
-        ("verify", _verify, "Compare a checkpoint, or each one in a folder, with its checksums."),
-        ("consolidate", _consolidate, "Make one file of a sharded checkpoint, as a single process would save it."),
-        ("export", _export, "Write the weights as Hugging Face's safetensors."),
-    ):
-        own = choices.add_parser(name, help=text, description=text)
-        own.add_argument("path", metavar="PATH", help="of the checkpoint: a file, a folder, or a URL of one")
-        own.add_argument("--json", action="store_true", default=SUPPRESS, help="print everything as JSON")
-        own.set_defaults(do=run)
-        if name == "inspect":
-            own.add_argument("--tensors", action="store_true", help="list all weights")
-        if name == "export":
-            own.add_argument("--output", metavar="FOLDER", required=True)
-            own.add_argument("--prefix", default="", help="only weights with this prefix, without it: 'model.'")
-            own.add_argument("--dtype", choices=list(DTYPES), help="by default as they were saved")
-            own.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of a file")
-        if name == "consolidate":
-            own.add_argument("--output", metavar="FILE", help="by default PATH.consolidated")
-            own.add_argument(
-                "--trust", action="store_true", help="unpickle values that are no tensors; they may run code"
-            )
-
-
-def _run(arguments: Namespace) -> int:
-    status: int = arguments.do(arguments)
-    return status
-
-
-CHECKPOINT = Command("checkpoint", "Shows, verifies and converts checkpoints of either kind.", _add_arguments, _run)
+def run(arguments: Namespace) -> int:
+    """Run the action of ``arguments``, and return the exit status."""
+    actions = {"inspect": _inspect, "verify": _verify, "consolidate": _consolidate, "export": _export}
+    return actions[arguments.action](arguments)
 
 
 class OpenedCheckpoint:
@@ -197,7 +165,7 @@ def _facts(checkpoint: OpenedCheckpoint, content: Mapping[str, Any]) -> dict[str
         "written_by": folder and folder.written_by or _lightning_version(content),
         "ranks": folder.world_size if folder else None,
         "files": len(sizes),
-        "gib": round(sum(sizes.values()) / 2**30, 3),
+        "size_gib": round(sum(sizes.values()) / 2**30, 3),
         "checksums": folder is None or folder.has_checksums,
         "epoch": content.get("epoch"),
         "global_step": content.get("global_step"),
@@ -305,7 +273,7 @@ def _export(arguments: Namespace) -> int:
             f"{arguments.path} holds no weights whose names begin with {arguments.prefix!r}. There are: "
             f"{', '.join(list(state)[:5])}, ..."
         )
-    dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
+    dtype = None if arguments.dtype is None else getattr(torch, arguments.dtype)
     weights: dict[str, ExportWeight] = {}
     known: set[object] = set()
     for key, value in selected.items():

@@ -13,7 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 
-from lightning_zero.cli.command import Command
 from lightning_zero.cli.hosts import Job, compare_hosts, network, summarize
 from lightning_zero.cli.self_test import self_test
 from lightning_zero.cli.terminal import print_progress, show_section
@@ -35,8 +34,6 @@ from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import build, is_built
 from lightning_zero.native.gpu_atomics import gpu_uuid, no_atomics_reason
 
-__all__ = ["DOCTOR", "gather_facts", "notes", "to_fix", "versions"]
-
 PACKAGES = ("lightning-zero", "lightning", "torchmetrics", "triton", "transformers", "deepspeed", "rich", "matplotlib")
 PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "TORCH_SYMMMEM")  # of environment variables for communication
 NAMES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -46,14 +43,11 @@ MIN_OPEN_FILES = 1024  # for the sockets of many ranks, and data loaders
 MIN_SHM_GIB = 0.25  # Docker's 64 MiB are too few for NCCL and the workers of data loaders
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("--no-self-test", action="store_true", help="only inspect; build and start nothing")
-    limit = "time limit of the self-test in seconds (default %(default)g)"
-    parser.add_argument("--limit", type=float, default=120.0, metavar="S", help=limit)
+def run(arguments: Namespace) -> int:
+    """Run the command, and return the exit status.
 
-
-def _run(arguments: Namespace) -> int:
-    """Rank 0 of several hosts reports on all; the first rank of each other host only on its own self-test."""
+    Rank 0 of several hosts reports on all; the first rank of each other host only on its own self-test.
+    """
     facts, job, host = gather_facts(), Job.from_environment(os.environ), socket.gethostname()
     if job is not None:
         summaries = job.gather(summarize(facts, host, to_fix(facts)), GATHER_S)
@@ -65,7 +59,7 @@ def _run(arguments: Namespace) -> int:
         try:
             build(report=print_progress)  # before the time limit begins
             print_progress("Training a tiny model on all devices.")
-            facts |= {"self_test": self_test(arguments.limit), "executor": {"built": is_built()}}
+            facts |= {"self_test": self_test(arguments.timeout), "executor": {"built": is_built()}}
         except NativeBuildError as error:
             facts["build_error"] = str(error)
     facts |= {"to_fix": to_fix(facts), "notes": notes(facts)}
@@ -195,7 +189,3 @@ def notes(facts: Mapping[str, Any]) -> list[str]:
     if variables.get("NCCL_P2P_DISABLE", "0") != "0":
         found.append("NCCL_P2P_DISABLE is set: NCCL's collectives between GPUs go through the host's memory.")
     return found + facts.get("hosts", {}).get("notes", [])
-
-
-SUMMARY = "Describe this machine and its use by trainings, and verify a tiny training on it."
-DOCTOR = Command("doctor", SUMMARY, _add_arguments, _run)

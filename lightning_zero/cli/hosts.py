@@ -22,8 +22,6 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 
 from lightning_zero.errors import UnsupportedError
 
-__all__ = ["Job", "compare_hosts", "has_address", "network", "summarize"]
-
 MUST_BE_EQUAL = ("python", "torch", "cuda", "nccl", "lightning", "lightning_zero")
 SIOCGIFADDR = 0x8915  # of linux/sockios.h: the IPv4 address of an interface
 # Bridges and pairs of containers and virtual machines, which other hosts cannot reach.

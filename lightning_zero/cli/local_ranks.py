@@ -20,8 +20,6 @@ from typing import IO
 
 from torch.distributed import TCPStore
 
-__all__ = ["JobResult", "run_ranks"]
-
 EXIT_GRACE_S = 10.0  # after the failure of a rank, for the messages of the others
 POLL_S = 0.05
 LAST_LINES = 12

@@ -1,75 +1,41 @@
-"""Parse the command line of ``python -m lightning_zero``, and run a command.
+"""Parse the command line of ``lightning-zero`` and run a command.
 
-The command ``build`` is defined here, the others in modules of their own.
+The module imports neither torch nor Lightning: commands import them when they run.
 """
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
-import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import NoReturn
 
-from lightning_zero.cli.checkpoint import CHECKPOINT
-from lightning_zero.cli.command import Command
-from lightning_zero.cli.doctor import DOCTOR
-from lightning_zero.cli.plan_command import PLAN
-from lightning_zero.cli.terminal import print_progress
+from lightning_zero.cli.command import Command, UsageError
+from lightning_zero.cli.commands import COMMANDS, add_json
+from lightning_zero.cli.help_text import Parser, describe
+from lightning_zero.cli.invocation import program_name
 from lightning_zero.errors import CheckpointError, NativeBuildError, UnsupportedError
-from lightning_zero.native.build import LOCK_DEADLINE_S, build, is_built
+from lightning_zero.version import __version__
 
-__all__ = ["COMMANDS", "build_parser", "main", "run_command"]
-
-
-def _add_build_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument(
-        "--cache",
-        type=Path,
-        metavar="DIR",
-        help="by default $LIGHTNING_ZERO_CACHE or ~/.cache/lightning_zero; trainings look only there",
-    )
-    parser.add_argument(
-        "--deadline",
-        type=float,
-        default=LOCK_DEADLINE_S,
-        metavar="S",
-        help="seconds to wait for another process's build",
-    )
-
-
-def _run_build(arguments: Namespace) -> int:
-    begin, was_built = time.monotonic(), arguments.cache is None and is_built()
-    path = build(arguments.cache, deadline_s=arguments.deadline, report=print_progress)
-    seconds = round(time.monotonic() - begin, 1)
-    if arguments.json:
-        print(json.dumps({"path": str(path), "seconds": seconds, "was_built_before": was_built}))
-    else:
-        print(path)
-    return 0
-
-
-BUILD = Command(
-    "build",
-    "Build the C++ executor, for images without a compiler, and print its path.",
-    _add_build_arguments,
-    _run_build,
+SUMMARY = "Check a machine, plan a training, and convert checkpoints of lightning_zero."
+DESCRIPTION = (
+    "Results go to stdout, and progress and errors go to stderr. The exit status is 0 for success, 1 for a problem "
+    "that the command reports, and 2 for a wrong command line."
 )
-COMMANDS: tuple[Command, ...] = (DOCTOR, BUILD, PLAN, CHECKPOINT)
 
 
-def build_parser(commands: Sequence[Command]) -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="python -m lightning_zero", description="Diagnose, plan and maintain ZeRO-3 trainings."
-    )
-    choices = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+def build_parser(commands: Sequence[Command]) -> Parser:
+    parser = Parser(prog=program_name())
+    describe(parser, SUMMARY, DESCRIPTION, ("doctor", "plan 1b --ranks 2 --device H100", "COMMAND --help"))
+    version = f"lightning_zero {__version__}"
+    parser.add_argument("--version", action="version", version=version, help="Show the version.")
+    choices = parser.add_subparsers(title="commands", required=True, dest="command")
     for command in commands:
-        own = choices.add_parser(command.name, help=command.summary, description=command.summary)
+        own = choices.add_parser(command.name, help=command.summary)
+        describe(own, command.summary, command.description, command.example)
         command.add_arguments(own)
-        own.add_argument("--json", action="store_true", help="print everything as JSON")
+        add_json(own)
         own.set_defaults(run=command.run)
     return parser
 
@@ -86,6 +52,11 @@ def run_command(run: Callable[[Namespace], int], arguments: Namespace) -> int:
     before = signal.signal(signal.SIGTERM, _exit)
     try:
         return run(arguments)
+    except UsageError as error:
+        command = getattr(arguments, "command", None)
+        seen = f"\nFor the arguments, run: {program_name()} {command} --help" if command else ""
+        print(f"error: {error}{seen}", file=sys.stderr)
+        return 2
     except (CheckpointError, NativeBuildError, UnsupportedError, ValueError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
 
@@ -11,15 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-__all__ = ["SIZES", "VOCABULARY", "Decoder", "DecoderModule", "Tokens", "model_class"]
+from lightning_zero.cli.model_sizes import SIZES
 
-SIZES = {  # width, layers, heads, hidden
-    "tiny": (128, 4, 4, 352),
-    "350m": (1024, 24, 16, 2816),
-    "700m": (2048, 11, 16, 5632),  # on two ranks, shards as large as those of "1b" on four
-    "1b": (2048, 24, 16, 5632),
-    "7b": (4096, 32, 32, 11008),
-}
 VOCABULARY = 32000
 LONGEST = 8192
 
@@ -141,6 +135,7 @@ def model_class(name: str) -> type[pl.LightningModule]:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    importlib.import_module("lightning_zero.api")  # the file may name a strategy, and expects it to be registered
     spec.loader.exec_module(module)
     found = getattr(module, wanted, None)
     if not (isinstance(found, type) and issubclass(found, pl.LightningModule)):

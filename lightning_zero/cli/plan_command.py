@@ -3,40 +3,28 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Sequence
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
-from lightning_zero.cli.command import Command
+from lightning_zero.cli.command import UsageError
+from lightning_zero.cli.commands import parse_option
 from lightning_zero.cli.models import SIZES, DecoderModule, model_class
-from lightning_zero.cli.terminal import print_progress, show_section
-from lightning_zero.config import Tuning
+from lightning_zero.cli.status_line import StatusLine
+from lightning_zero.cli.terminal import show_table
+from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.planning.estimate_training import Training, plan
-from lightning_zero.planning.training_plan import TrainingPlan
-from lightning_zero.profiling.devices import DEVICES
-
-__all__ = ["PLAN", "parsed_options"]
+from lightning_zero.planning.training_plan import MEMORY_HEADS, TIME_HEADS, TrainingPlan
 
 
-def _add_arguments(parser: ArgumentParser) -> None:
-    names = ", ".join(device.name for device in DEVICES)
-    parser.add_argument("model", help=f"{', '.join(SIZES)}, or script.py:Module")
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs (default %(default)s)")
-    parser.add_argument("--device", default="H200", help=f"one of {names} (default %(default)s)")
-    parser.add_argument("--precision", default="bf16-mixed", help="the Trainer's (default %(default)s)")
-    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step (default %(default)s)")
-    parser.add_argument("--ranks-per-host", type=int, default=8, help="(default %(default)s)")
-    parser.add_argument("--batch", type=int, default=2, help="samples of a rank, of built-in models")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sample, of built-in models")
-    parser.add_argument("--memory", help="GiB of each GPU, or auto: plan within that limit")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="option of ZeroStrategy")
-
-
-def _run(arguments: Namespace) -> int:
-    module = _module(arguments)
+def run(arguments: Namespace, status: StatusLine) -> int:
+    """Run the command, and return the exit status: 1 if the training does not fit."""
+    status.update("building the model")
+    module = _module(arguments, status)
+    options = _options(arguments.option) | ({} if arguments.memory is None else {"memory": arguments.memory})
     found = plan(
         module,
         _batch(module, arguments.model),
@@ -44,9 +32,10 @@ def _run(arguments: Namespace) -> int:
         device=arguments.device,
         precision=arguments.precision,
         training=Training(accumulate=arguments.accumulate, ranks_per_host=arguments.ranks_per_host),
-        **parsed_options(arguments.option),
-        **_memory(arguments.memory),
+        progress=status.update,
+        **options,
     )
+    status.close()
     if arguments.json:
         print(json.dumps(found.as_dict(), indent=2))
     else:
@@ -63,30 +52,25 @@ def parsed_options(options: Sequence[str]) -> dict[str, Any]:
     given: dict[str, Any] = {}
     tuning: dict[str, Any] = {}
     for text in options:
-        name, equals, value = text.partition("=")
-        try:
-            parsed = json.loads(value)
-        except json.JSONDecodeError:
-            equals = ""
-        if not equals:
-            raise ValueError(f"{text!r} is no NAME=VALUE with a value in JSON, as stage=2 or reduce_dtype='\"32\"'.")
+        name, value = parse_option(text)
         if name.startswith("tuning."):
-            tuning[name.removeprefix("tuning.")] = parsed
+            tuning[name.removeprefix("tuning.")] = value
         else:
-            given[name] = parsed
+            given[name] = value
     return given | {"tuning": Tuning(**tuning)}
 
 
-def _memory(text: str | None) -> dict[str, Any]:
-    if not text:
-        return {}
+def _options(texts: Sequence[str]) -> dict[str, Any]:
+    """Return ZeroStrategy's arguments. Raise ``UsageError`` for an unknown name or a wrong value."""
     try:
-        return {"memory": float(text)}
-    except ValueError:
-        return {"memory": text}
+        options = parsed_options(texts)
+        EngineConfig(**options)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"argument --option: {error}") from error
+    return options
 
 
-def _module(arguments: Namespace) -> pl.LightningModule:
+def _module(arguments: Namespace, status: StatusLine) -> pl.LightningModule:
     """Return the module, on the meta device if possible."""
     if arguments.model in SIZES:
         with torch.device("meta"):
@@ -96,7 +80,10 @@ def _module(arguments: Namespace) -> pl.LightningModule:
         with torch.device("meta"):
             return cls()
     except Exception as error:
-        print_progress(f"{cls.__name__} is built with memory for its weights: without, {type(error).__name__}: {error}")
+        status.note(
+            f"{cls.__name__} cannot be built on the meta device, so its weights take host memory: "
+            f"{type(error).__name__}: {error}"
+        )
     return cls()
 
 
@@ -110,14 +97,10 @@ def _batch(module: pl.LightningModule, name: str) -> Any:
 
 
 def _show(found: TrainingPlan) -> None:
-    show_section(f"Estimated, for each of {found.ranks} x {found.device.name}", found.facts())
+    show_table(found.title, MEMORY_HEADS, found.memory_rows())
+    print(f"\n{found.verdict()}")
     if found.memory is not None:
-        print(found.memory.with_advice())
-    if found.seconds is not None:
-        show_section("ms of a step", found.milliseconds())
-    show_section("How sure that is", found.known())
-    if found.passes.why:
-        print_progress(f"Not all could be traced: {found.passes.why}")
-
-
-PLAN = Command("plan", "Estimate memory and time of a training, without a GPU.", _add_arguments, _run)
+        print(f"\n{found.memory.with_advice()}")
+    if rows := found.time_rows():
+        show_table("", TIME_HEADS, rows)
+    print("", *found.sources(), sep="\n")

@@ -25,8 +25,6 @@ from lightning_zero.engine import Engine
 from lightning_zero.native.load import load
 from lightning_zero.subprocess_main import program_without_lightning
 
-__all__ = ["RANK_COMMAND", "main", "self_test", "train_and_compare"]
-
 RANK_COMMAND = ("-c", program_without_lightning("from lightning_zero.cli.self_test import main\nmain()"))
 STEPS = 8  # the last ones replay CUDA graphs
 SAMPLES, WIDTH, LAYERS = 8, 61, 3  # samples per rank; a prime width, so that shards are padded

@@ -1,6 +1,6 @@
 """Print tables, lines and progress bars on a terminal, with Rich if it is installed.
 
-Rich is optional: without it tables are plain text, and there are no bars.
+Rich is optional. Without it, or if stdout is no terminal, tables are plain text, and there are no bars.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
+from itertools import zip_longest
 from typing import Any
 
 from lightning_zero.config.text import format_table
-
-__all__ = ["format_value", "print_progress", "progress_bar", "show_section", "show_table"]
 
 
 def print_progress(line: str, *values: object) -> None:
@@ -22,19 +22,25 @@ def print_progress(line: str, *values: object) -> None:
 
 def show_section(title: str, facts: Mapping[str, Any]) -> None:
     """Print names and values."""
-    show_table(title, ("", ""), [(name.replace("_", " "), format_value(value)) for name, value in facts.items()])
+    show_table(title, ("", ""), [(_title(name), format_value(value)) for name, value in facts.items()])
+
+
+def _title(name: str) -> str:
+    unit = " (GiB)" if name.endswith("_gib") else ""
+    return name.removesuffix("_gib").replace("_", " ") + unit
 
 
 def show_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table. ``rows`` have as many columns as ``heads``, which may be empty strings."""
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        print("\n".join(["", title, *format_table(heads, rows)]), flush=True)
+    if not sys.stdout.isatty() or find_spec("rich") is None:
+        lines = [line for row in rows for line in zip_longest(*(cell.split("\n") for cell in row), fillvalue="")]
+        print("\n".join(["", *filter(None, [title]), *format_table(heads, lines)]), flush=True)
         return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, show_header=any(heads))
     for number, head in enumerate(heads):
         table.add_column(head, style="cyan" if number == 0 else "", overflow="fold")

@@ -40,7 +40,7 @@ def warn_of_newer() -> None:
                 f"lightning_zero was tested with {library} {tested(library)}, and this is {library} {installed}. "
                 "Optimizations that do not fit it are disabled, each with a line in the log. If compilation fails, use "
                 "strategy='zero3'.",
-                stacklevel=3,
+                stacklevel=4,  # the line that imports lightning_zero
             )
 
 

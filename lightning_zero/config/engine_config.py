@@ -159,8 +159,8 @@ class EngineConfig(Options):
         if self.tuning.grad_aliasing and (hosts > 1 or self.compute_dtype is not torch.bfloat16):
             where = f"has {hosts} hosts" if hosts > 1 else f"computes in {self.compute_dtype or 'float32'}"
             raise UnsupportedError(
-                "grad_aliasing=True requires one host and precision='bf16-mixed', which has compute shards in "
-                f"bfloat16, and this training {where}. Leave the option out."
+                "grad_aliasing=True requires one host and precision='bf16-mixed', but this training "
+                f"{where}. Leave the option out."
             )
         return bool(self.tuning.grad_aliasing)
 
@@ -196,6 +196,6 @@ def check_changes(before: Options, now: Options) -> None:
 def cannot_change_error(name: str, old: Any, new: Any) -> UnsupportedError:
     """Return the error for an option that is fixed while the model stays sharded."""
     return UnsupportedError(
-        f"The model was sharded with {name}={old!r}, which is fixed from then on: {name}={new!r} would change nothing. "
+        f"The model was sharded with {name}={old!r}, and cannot change to {name}={new!r} while it is sharded. "
         f"Pass {name}={old!r}, or call lightning_zero.unshard(model) first."
     )

@@ -5,7 +5,7 @@ The strategies' arguments, checks, docstrings, command line and the tables of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from functools import partial
@@ -58,44 +58,39 @@ class Tuning:
     owner: ClassVar[str] = "Tuning"
 
     unsharded_cache_mb: float | None = _memory(
-        "MiB of unsharded parameters, in the dtype of their use, that each rank keeps from forward to backward instead "
-        "of gathering them twice. Between ``reshard_after_forward=True`` (0) and ``False`` (all). Default None: "
-        "``reshard_after_forward`` decides.",
+        "MiB of unsharded parameters that each rank keeps from forward to backward. Sizes count in the dtype of their "
+        "use. Default None: ``reshard_after_forward`` decides.",
         default=None,
         check=check_mib,
         on_change=OnChange.RECOMPILE,
     )
     unsharded_cache_until: Literal["backward", "step"] = _memory(
-        "End of the lifetime of parameters that are not resharded after forward. Default ``'backward'``. ``'step'``: "
-        "the optimizer step, so that accumulated micro-batches gather them once. Writes to ``param.data`` between "
-        "micro-batches then take effect at the next optimizer step, as with ``stage`` 1 and 2.",
+        "End of the lifetime of parameters in the unsharded cache. ``'step'`` keeps them until the optimizer step, so "
+        "accumulated micro-batches gather them once. Default ``'backward'``.",
         default="backward",
         on_change=OnChange.RECOMPILE,
     )
     recompute: RecomputePolicy | None = _memory(
-        "Function that decides for single activations of compiled code, given an op's name, the bytes of its result "
-        "and the module path. It returns True to recompute in backward, False to save, None for no preference. Default "
-        "None: ``activation_memory_budget`` decides for all.",
+        "Function of an op's name, the bytes of its result and the module path. It returns True to recompute, False to"
+        " save, None for no preference. Default None: ``activation_memory_budget`` decides.",
         default=None,
         on_change=OnChange.RECOMPILE,
     )
     offload_buffer_mb: float = _memory(
-        "MiB of device memory through which state in host memory is copied. As much optimizer state is copied both "
-        "ways during forward and backward. Default 256; with ``memory`` a plan may choose more.",
+        "MiB of device memory through which offloaded optimizer state is copied. Larger buffers hide more of the "
+        "copies. Default 256; with ``memory`` a plan may choose more.",
         default=256.0,
         check=_mib(256),
     )
     state_dtype: Literal["bf16"] | None = _memory(
-        "``'bf16'`` stores optimizer state (Adam's moments) of parameters with at least 4096 elements in bfloat16, "
-        "with stochastic rounding. This halves its memory and its offload traffic; single elements of Adam's steps "
-        "differ by 2 to 4 %. Only for optimizers with a known rule. Default None: as the optimizer makes it.",
+        "``'bf16'`` stores optimizer state of parameters with at least 4096 elements in bfloat16, rounded "
+        "stochastically. The optimizer needs a known rule. Default None: as the optimizer makes it.",
         default=None,
         default_text="as the optimizer makes it",
     )
     offload_activations_mb: float | None = _memory(
-        "MiB of activations that a pass offloads at most with ``offload=('activations',)``; each graph first offloads "
-        "those that are unused for longest. Compute waits if the copies take longer. Default None: the amount whose "
-        "copies overlap with compute.",
+        "MiB of activations that a pass offloads at most, with ``offload=('activations',)``. Default None: the amount "
+        "whose copies overlap with compute.",
         default=None,
         check=check_mib,
         on_change=OnChange.RECOMPILE,
@@ -105,10 +100,8 @@ class Tuning:
         "Free the memory of reduce buckets after each backward. Default False: keep it for the next one.", default=False
     )
     grad_aliasing: bool | None = _memory(
-        "Store reduced gradients, in bfloat16, in the memory of the compute shards. Saves 4 bytes per element of a "
-        "rank's shards. Requires ``precision='bf16-mixed'``, one host and one micro-batch per step; reading weights "
-        "between backward and the step may raise. ``param.grad`` is bfloat16 until the step, then None. Default None: "
-        "if ``memory`` needs it.",
+        "Store reduced gradients in bfloat16 in the memory of the compute shards, with ``precision='bf16-mixed'`` and "
+        "one micro-batch per step. Default None: if ``memory`` needs it.",
         default=None,
         on_change=OnChange.REFUSE,
         default_text="if `memory` needs it",
@@ -122,7 +115,7 @@ class Tuning:
     )
     prefetch_mb: float | None = _communication(
         "MiB of unsharded parameters in flight or in use at most, for groups that start more than one ahead of their "
-        "use. Default None: two groups. More hides more communication of small batches and takes memory.",
+        "use. Default None: two groups.",
         default=None,
         check=_mib(256, none=True),
         on_change=OnChange.RECOMPILE,
@@ -153,49 +146,44 @@ class Tuning:
         default=True,
     )
     gather_transport: Transport = _communication(
-        "Transport of parameters. ``'auto'`` (default): between GPUs of one host, with CUDA 13, compiled code copies "
-        "from peers' memory, which takes no SMs; CPU processes of one host always copy; everything else is "
-        "all-gathered. ``'copy'``: copy, or raise if that is impossible. ``'collective'``: always all-gather.",
+        "Transport of parameters. ``'auto'`` (default): peer copies where possible, else all-gathers. ``'copy'``: peer"
+        " copies, or raise. ``'collective'``: always all-gather.",
         default="auto",
         on_change=OnChange.NEGOTIATE,
     )
     reduce_transport: Transport = _communication(
-        "Transport of gradients. ``'auto'`` (default): between GPUs of one host, with CUDA 13, copy to peers' memory "
-        "and add in float32; everything else is reduce-scattered. ``'copy'``: copy, or raise if that is impossible. "
-        "``'collective'``: always reduce-scatter.",
+        "Transport of gradients. ``'auto'`` (default): peer copies where possible, else reduce-scatters. ``'copy'``: "
+        "peer copies, or raise. ``'collective'``: always reduce-scatter.",
         default="auto",
         on_change=OnChange.NEGOTIATE,
     )
     ranks_per_host: int | None = _communication(
-        "Number of consecutive ranks that count as one host. Default None: ranks detect their hosts. The number of all "
-        "ranks makes one host of them, and every collective spans all ranks.",
+        "Number of consecutive ranks that count as one host. The number of all ranks makes one host of them. Default "
+        "None: ranks detect their hosts.",
         default=None,
         check=check_count,
         on_change=OnChange.REFUSE,
         default_text="detected",
     )
     compute_shard_group: Literal["host", "all"] = _communication(
-        "With several hosts, the ranks that compute weights are sharded over. ``'host'`` (default): the ranks of each "
-        "host, which exchange weights with other hosts once per optimizer step. ``'all'``: all ranks, which takes less "
-        "memory, and every gather crosses hosts.",
+        "With several hosts, the ranks over which compute shards are spread. ``'host'`` (default): the ranks of each "
+        "host. ``'all'``: all ranks, which takes less memory, and every gather crosses hosts.",
         default="host",
         on_change=OnChange.REFUSE,
     )
     replicate_over: Literal["hosts"] | None = _communication(
-        "``'hosts'`` replicates the model and the optimizer state on every host and shards them over its ranks, as "
-        "``HYBRID_SHARD``. Weights do not cross hosts, and reduced gradients are all-reduced. Helps eager code, whose "
-        "every gather otherwise crosses hosts; compiled code sends as much, or more with micro-batches. Default None.",
+        "``'hosts'`` replicates the model on every host and shards it over the host's ranks, as ``HYBRID_SHARD``. "
+        "Weights then do not cross hosts; reduced gradients are all-reduced. Default None.",
         default=None,
         on_change=OnChange.REFUSE,
     )
     cross_host_reduce: Literal["micro-batch", "step"] = _communication(
-        "With several hosts, when these reduce gradients of accumulated micro-batches. ``'micro-batch'`` (default): in "
-        "each backward. ``'step'``: in the last backward, which uses the network once per step and takes one float32 "
-        "gradient of the weights that a rank holds for its host. ``param.grad`` is zero until then.",
+        "Time at which gradients of accumulated micro-batches cross hosts. ``'micro-batch'`` (default): in each "
+        "backward. ``'step'``: in the last backward, summed in float32.",
         default="micro-batch",
     )
     consensus_timeout_s: float = _communication(
-        "Seconds that a rank with a newly compiled graph waits for ranks that are not compiling, before it raises "
+        "Seconds that a rank with a newly compiled graph waits for the other ranks before it raises "
         "``RankMismatchError``. Default 25.",
         default=25.0,
         check=check_positive("seconds", 25),
@@ -219,14 +207,14 @@ class Tuning:
     )
     compile_whole_graphs: bool = _compile(
         "Trace and compile each graph in one piece. Default False: repeated layers are differentiated and compiled "
-        "once, so that compile time hardly grows with depth.",
+        "once.",
         default=False,
         on_change=OnChange.RECOMPILE,
     )
 
     report_stall_after_s: float = _debugging(
-        "Seconds of waiting after which every rank prints on stderr which rank is missing, where it was last and where "
-        "the others wait. Default 30. The job ends with that text after ``timeout``.",
+        "Seconds of waiting after which every rank prints which rank is missing, and where. The job ends after "
+        "``timeout``. Default 30.",
         default=30.0,
         check=check_positive("seconds", 30),
     )
@@ -239,8 +227,8 @@ class Tuning:
         default=False,
     )
     emulate_cross_host_gb_per_s: float | None = _debugging(
-        "With several hosts, delay weights and gradients that cross hosts to this many GB/s for each rank. Emulates a "
-        "slow network, for example between two GPUs as two hosts (``ranks_per_host``). Default None: no delay.",
+        "With several hosts, delay transfers that cross hosts to this many GB/s for each rank, which emulates a slow "
+        "network. Default None: no delay.",
         default=None,
         check=check_positive("GB/s", 50, none=True),
     )
@@ -286,47 +274,38 @@ class Options:
         on_change=OnChange.RECOMPILE,
     )
     cuda_graphs: CaptureMode = option(
-        "Replay the optimizer step, and forward and backward of compiled code, as CUDA graphs. Removes launch overhead "
-        "for small batches. ``'auto'`` (default): where possible. True: raise where it is not. False: never. Graphs "
-        "keep their memory; evaluation frees it.",
+        "Replay the optimizer step, and compiled forward and backward, as CUDA graphs. ``'auto'`` (default): where "
+        "possible. True: raise where it is not possible. False: never.",
         default="auto",
     )
     stage: Literal[1, 2, 3] = option(
-        "State that is sharded in addition to optimizer state. 3 (default): gradients and weights. 2: gradients; every "
-        "rank gathers all weights once per optimizer step. 1: neither; gradients of micro-batches accumulate in "
-        "float32 and are reduced in the last backward, and ``param.grad`` is zero until then. 1 and 2 are faster and "
-        "take more memory.",
+        "State that is sharded in addition to optimizer state. 3 (default): gradients and parameters. 2: gradients. 1:"
+        " neither. Lower stages communicate less and take more memory.",
         default=3,
         on_change=OnChange.RECOMPILE,
     )
     reshard_after_forward: bool | Literal["auto"] = option(
-        "As in ``fully_shard``. Default True. False: keep unsharded parameters from compiled forward to backward "
-        "instead of gathering them twice, which is faster and takes memory. ``'auto'``: after a few steps, keep as "
-        "many as fit on the device and compile once more.",
+        "Free unsharded parameters after forward, as in ``fully_shard``. False: keep them until backward instead of "
+        "gathering twice. ``'auto'``: keep as many as fit. Default True.",
         default=True,
         on_change=OnChange.RECOMPILE,
     )
     memory: float | Literal["auto"] | None = option(
-        "Limit of used memory on each device at the peak, in GiB, for all processes; ``'auto'``: 90 % of the device. A "
-        "planner then chooses recompute, unsharded parameters and offload by seconds lost per byte saved, at setup and "
-        "after the first steps, and ``grad_aliasing`` if nothing else fits. Options other than their defaults stay. "
-        "The limit holds in the first step and from about the 20th on, when the memory of CUDA graphs is measured and "
-        "planned for; a warning says so if it cannot be held. Default None: no limit.",
+        "Limit of the device's memory at its peak, in GiB, for all processes; ``'auto'`` is 90 % of the device. A "
+        "planner chooses recomputation, unsharded cache and offload. Default None: no limit.",
         default=None,
         check=check_memory,
     )
     activation_memory_budget: float = option(
-        "Share, from 0 to 1, of the activations that compiled code saves for backward; the rest is recomputed, "
-        "cheapest first. Default 1: save everything that makes backward fastest.",
+        "Share, from 0 to 1, of activations that compiled code saves for backward. The rest is recomputed, cheapest "
+        "first. Default 1: save everything that makes backward fastest.",
         default=1.0,
         check=check_fraction,
         on_change=OnChange.RECOMPILE,
     )
     offload: tuple[Literal["optimizer", "activations", "parameters"], ...] = option(
-        "State in host memory, copied to the device for its use. ``'optimizer'``: state as large as the weights "
-        "(Adam's moments); the step takes as long as the copies. ``'activations'``: large tensors that compiled "
-        "forward saves, copied during compute. ``'parameters'``, with ``'optimizer'`` and mixed precision on one host: "
-        "float32 master weights; gathers then use collectives. Default ``()``.",
+        "State in pinned host memory: ``'optimizer'`` (Adam's moments), ``'activations'`` (saved by compiled forward),"
+        " ``'parameters'`` (float32 master weights; needs ``'optimizer'``). Default ``()``.",
         default=(),
         check=check_offload,
     )
@@ -336,24 +315,22 @@ class Options:
         default=None,
     )
     broadcast_buffers: bool = option(
-        "As in ``DistributedDataParallel``: before the first forward after each optimizer step, broadcast rank 0's "
-        "buffers (running statistics, codebooks) of modules in which one changes. Default True.",
+        "Before the first forward after each optimizer step, broadcast rank 0's buffers of modules in which one "
+        "changes, as in ``DistributedDataParallel``. Default True.",
         default=True,
     )
     state_dict_type: Literal["full", "sharded"] = option(
-        "As in ``FSDPStrategy``. ``'full'`` (default) saves one file with full values, as a single process does. "
-        "``'sharded'`` saves a folder to which all ranks write their shards in parallel. Either can be loaded, with "
-        "either setting, on any number of ranks.",
+        "``'full'`` (default) saves one file with full values. ``'sharded'`` saves a folder to which all ranks write "
+        "in parallel. Either loads with either setting, on any number of ranks.",
         default="full",
     )
     async_save: bool = option(
-        "Save checkpoints concurrently with training. A copy in host memory is made during the next forward and "
-        "backward, and another process writes it. One save runs at a time; its errors are raised at the next save and "
-        "at the end of ``fit``. Default False.",
+        "Save checkpoints concurrently with training. Ranks copy them to host memory during the next forward and "
+        "backward, and other processes write them. Default False.",
         default=False,
     )
     timeout: timedelta | None = option(
-        "Time that ranks wait for each other. Default 30 minutes.",
+        "Time that a rank waits for the other ranks before the job ends. Default 30 minutes.",
         default=default_pg_timeout,
         on_change=OnChange.REFUSE,
         default_text="30 minutes",
@@ -372,7 +349,8 @@ class Options:
     def __post_init__(self) -> None:
         if isinstance(self.tuning, Mapping):
             object.__setattr__(self, "tuning", Tuning(**self.tuning))
-        if isinstance(self.offload, list):  # from command lines and YAML
+        # Command lines and YAML give a list, Hydra a sequence of its own.
+        if isinstance(self.offload, Sequence) and not isinstance(self.offload, str):
             object.__setattr__(self, "offload", tuple(self.offload))
         check_options(self)
         tuning = self.tuning
@@ -397,8 +375,8 @@ class Options:
             )
         if self.unsharded_cache_until == "step" and not (self.unsharded_cache_mb and tuning.prefetch):
             raise ValueError(
-                "unsharded_cache_until='step' keeps nothing without a budget and the passes. Pass "
-                "reshard_after_forward=False for all parameters or set unsharded_cache_mb, and leave prefetch on."
+                "unsharded_cache_until='step' keeps nothing, because the unsharded cache is empty or prefetch is off. "
+                "Pass reshard_after_forward=False for all parameters or set unsharded_cache_mb, and leave prefetch on."
             )
 
     @classmethod

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, dataclass_transform, get_args, get_origin
 from lightning_zero.config.migration_hints import MIGRATION_HINTS
 
 T = TypeVar("T")
-Check = Callable[[Any], str | None]  # returns the problem with a value and a remedy, or None
+Check = Callable[[Any], str | None]  # returns what a wrong value must be, to follow "must be ", or None
 
 SIMILARITY_CUTOFF = 0.4  # of difflib's ratio; finds old and misspelt names, and few others
 
@@ -109,9 +109,9 @@ def check_options(instance: Any) -> None:
         if spec.check is not None:
             wrong = spec.check(value)
         else:
-            wrong = f"must be {join_with_or([repr(c) for c in choices])}." if choices and value not in choices else None
+            wrong = f"{join_with_or([repr(c) for c in choices])}." if choices and value not in choices else None
         if wrong:
-            raise ValueError(f"{name}={value!r} {wrong}")
+            raise ValueError(f"{name}={value!r} must be {wrong}")
 
 
 def join_with_or(words: Sequence[str]) -> str:
@@ -125,7 +125,7 @@ def check_positive(unit: str, example: int, none: bool = False) -> Check:
     def check(value: Any) -> str | None:
         if (none and value is None) or (_is_number(value) and 0 < value < math.inf):
             return None
-        return f"must be a positive number of {unit}. Try {example}."
+        return f"a positive number of {unit}. Try {example}."
 
     return check
 
@@ -137,25 +137,25 @@ def _is_number(value: Any) -> bool:
 def check_mib(value: Any) -> str | None:
     if value is None or (_is_number(value) and value >= 0):
         return None
-    return "must be a number of MiB, 0 or more."
+    return "a number of MiB, 0 or more."
 
 
 def check_count(value: Any) -> str | None:
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return None
-    return "must be a whole number, 1 or more."
+    return "a whole number, 1 or more."
 
 
 def check_memory(value: Any) -> str | None:
     if value is None or value == "auto" or (_is_number(value) and 0 < value < math.inf):
         return None
-    return "must be a number of GiB, more than 0; 'auto', 90 % of the device; or None, for no limit."
+    return "a number of GiB above 0, 'auto' for 90 % of the device, or None for no limit."
 
 
 def check_fraction(value: Any) -> str | None:
     if _is_number(value) and 0 <= value <= 1:
         return None
-    return "must be between 0 (save only the inputs) and 1 (save everything that makes backward fastest)."
+    return "between 0 (save only the inputs) and 1 (save everything that makes backward fastest)."
 
 
 OFFLOAD_CHOICES = ("optimizer", "activations", "parameters")
@@ -164,7 +164,7 @@ OFFLOAD_CHOICES = ("optimizer", "activations", "parameters")
 def check_offload(value: Any) -> str | None:
     if isinstance(value, tuple) and all(name in OFFLOAD_CHOICES for name in value):
         return None
-    return f"must be a tuple of {join_with_or([repr(name) for name in OFFLOAD_CHOICES])}. Try ('optimizer',)."
+    return f"a tuple of {join_with_or([repr(name) for name in OFFLOAD_CHOICES])}. Try ('optimizer',)."
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:

@@ -180,7 +180,7 @@ def check_storage_options(io: CheckpointIO, storage_options: Any | None, sharded
         return
     if sharded:
         raise MisconfigurationException(
-            "storage_options are for a CheckpointIO, which sharded checkpoints do not go through. Leave them out, "
+            "storage_options are for a CheckpointIO, which sharded checkpoints do not use. Leave them out, "
             "or save with state_dict_type='full'."
         )
     if type(io) in (FileIO, BackgroundFileIO, TorchCheckpointIO):

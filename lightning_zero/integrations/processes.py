@@ -80,10 +80,10 @@ def check_interactive(cluster: ClusterEnvironment, processes: int, api_name: str
     """
     if processes > 1 and not cluster.creates_processes_externally and is_interactive():
         raise MisconfigurationException(
-            f"{api_name}(devices={processes}) cannot start its other processes from a notebook or a Python shell: each "
-            f"runs the script again from its beginning, and there is none. Here, {api_name}(devices=1) trains. For "
-            "several devices write the code into a file and run `python train.py` (in a notebook: `!python train.py`) "
-            f"or `torchrun --nproc-per-node {processes} train.py`."
+            f"{api_name}(devices={processes}) cannot start its other processes from a notebook or a Python shell: they "
+            f"would run the script again from its beginning, and there is no script. Use {api_name}(devices=1) here. "
+            "For several devices, write the code into a file and run `python train.py` (in a notebook: "
+            f"`!python train.py`) or `torchrun --nproc-per-node {processes} train.py`."
         )
 
 

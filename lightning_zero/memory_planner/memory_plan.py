@@ -113,7 +113,7 @@ class MemoryPlan:
 
     def advice(self) -> str:
         """Return what the user can do if the limit cannot be held."""
-        free = "" if all(line.by_hand for line in self.lines) else "All that may be chosen is at its smallest. "
+        free = "" if all(line.by_hand for line in self.lines) else "All options for plans are at their smallest. "
         by_hand = [OPTIONS[line.what] for line in self.lines if line.by_hand]
         if self.before:
             when = ", and has to be passed before the model is sharded" if "parameters" in self.before else ""

@@ -404,9 +404,7 @@ class MemoryPlanner:
             state.checking = True
             self._profiler.restart()
             return None
-        self._reporter.warn(
-            f"{option(config)} is not held: {format_gib(-stats.room)} GiB more are taken. {plan.advice()}"
-        )
+        self._reporter.warn(f"{option(config)} is exceeded by {format_gib(-stats.room)} GiB. {plan.advice()}")
         return None
 
     def _show(self, config: EngineConfig) -> None:

@@ -3,7 +3,8 @@
 If the library exists, :func:`build` returns it and needs no compiler. Otherwise it locks the cache entry, compiles into
 a temporary directory and renames the result, so that no process loads a partial file. The sources need neither nvcc nor
 CUDA headers: they use c10's device-independent interfaces. The compiler is not part of the entry's name, so a machine
-without one can use a library that was built elsewhere; ``built-by`` in the entry names it.
+without one can use a library that was built elsewhere; ``built-by`` in the entry names it. A wheel may carry a library
+(:mod:`lightning_zero.native.prebuilt`), which is used before the cache.
 
 torch.utils.cpp_extension.load is not used: it needs ninja, a killed build leaves a stale lock on which other ranks wait
 forever, and it loads libraries from folders that other users may write.
@@ -47,6 +48,7 @@ from lightning_zero.native.cache import (
     resolve_cache,
     unwritable_error,
 )
+from lightning_zero.native.prebuilt import ExecutorKey, find_prebuilt
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +102,8 @@ def build(
     """Return the path of the shared library; build it first if it does not exist.
 
     Args:
-        cache: Directory of built libraries; by default ``$LIGHTNING_ZERO_CACHE`` or ``~/.cache/lightning_zero``.
+        cache: Directory of built libraries; by default ``$LIGHTNING_ZERO_CACHE`` or ``~/.cache/lightning_zero``. With
+            the default, the executor of a wheel is used if it fits.
         compiler: C++20 compiler command, with arguments if any (``"ccache g++"``); by default ``$CXX`` or ``g++``.
         deadline_s: How long to wait while another process builds, in seconds.
         report: Called with a format and arguments when the build begins, waits or ends.
@@ -108,11 +111,16 @@ def build(
     Raises:
         NativeBuildError: No compiler, a compile error, the deadline passed, or a cache that others can write.
     """
-    cache = resolve_cache(cache or default_cache())
     sources = source_directory()
+    prebuilt = find_prebuilt(partial(executor_key, sources)) if cache is None else None
+    if prebuilt is not None and not prebuilt.mismatch:
+        return prebuilt.library
+    cache = resolve_cache(cache or default_cache())
     library = cache / _digest(sources) / "lightning_zero.so"
     if _is_cached(library):
         return library
+    if prebuilt is not None:
+        report("The wheel's C++ executor is not used: %s.", prebuilt.mismatch)
     command = _command(compiler or os.environ.get("CXX") or "")
     version = _version(command)
     make_private_folder(library.parent)
@@ -125,7 +133,11 @@ def build(
 def is_built() -> bool:
     """Return True if :func:`build` has nothing to do, or would raise without building."""
     try:
-        return _is_cached(resolve_cache(default_cache()) / _digest(source_directory()) / "lightning_zero.so")
+        sources = source_directory()
+        prebuilt = find_prebuilt(partial(executor_key, sources))
+        if prebuilt is not None and not prebuilt.mismatch:
+            return True
+        return _is_cached(resolve_cache(default_cache()) / _digest(sources) / "lightning_zero.so")
     except NativeBuildError:
         return True
 
@@ -165,8 +177,9 @@ def _version(command: list[str]) -> str:
             f"lightning_zero builds its C++ executor at first use, and the compiler {shlex.join(command)!r} does not "
             f"run ({error}). "
             "Install g++ 10 or newer (Debian, Ubuntu: apt-get install g++; conda: conda install gxx), or set CXX to a "
-            "C++20 compiler. nvcc and CUDA headers are not needed. Or build it on a machine that has one, with "
-            "LIGHTNING_ZERO_CACHE set to a directory that both can read."
+            "C++20 compiler. nvcc and CUDA headers are not needed. Or build it on a machine that has one: with "
+            "LIGHTNING_ZERO_CACHE set to a directory that both can read, or as a wheel with `python -m lightning_zero "
+            "build --wheel`."
         ) from error
 
 
@@ -174,11 +187,19 @@ def _abi() -> str:
     return f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
 
 
+def executor_key(sources: Path) -> ExecutorKey:
+    """Return the key of an executor that is built here from ``sources``."""
+    return ExecutorKey.here(torch.__version__, torch.compiled_with_cxx11_abi(), _hash(sources, ()))
+
+
 def _digest(sources: Path) -> str:
     # The C library's version is included because machines of several ages may share a home: a library built on the
     # newest does not load on the others.
-    machine = (platform.machine(), *platform.libc_ver())
-    digest = hashlib.sha256("\0".join((torch.__version__, *machine, _abi(), *FLAGS, BINDING_FLAG)).encode())
+    return _hash(sources, (torch.__version__, platform.machine(), *platform.libc_ver()))
+
+
+def _hash(sources: Path, machine: Sequence[str]) -> str:
+    digest = hashlib.sha256("\0".join((*machine, _abi(), *FLAGS, BINDING_FLAG)).encode())
     for path in sorted(sources.rglob("*.[ch]*")):
         digest.update(path.relative_to(sources).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:20]

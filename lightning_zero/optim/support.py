@@ -116,7 +116,7 @@ def check_capture(optimizer: torch.optim.Optimizer, reason: str | None, option: 
     if reason is not None:
         raise UnsupportedError(
             f"{option}=True, but the step of {type(optimizer).__name__} cannot be captured: {reason}. "
-            f"Pass {option}='auto' to step it eagerly where it must be."
+            f"Pass {option}='auto' to step it eagerly."
         )
 
 
@@ -124,8 +124,8 @@ def check_offload(optimizer: torch.optim.Optimizer) -> None:
     """Raise :class:`UnsupportedError` if the optimizer's state cannot be offloaded."""
     if not has_rules(optimizer, optimizer.param_groups):
         raise UnsupportedError(
-            f"offload=('optimizer',) steps parameters in chunks, and it is unknown if {type(optimizer).__name__} "
-            "supports that: its update rule is not known (only elementwise optimizers of torch.optim, no subclasses). "
+            f"offload=('optimizer',) steps parameters in chunks, which needs the update rule of "
+            f"{type(optimizer).__name__}. The rule is not known (only elementwise ones of torch.optim, no subclasses). "
             "Register it with lightning_zero.register_rule, or leave 'optimizer' out of offload."
         )
 

@@ -42,8 +42,6 @@ from lightning_zero.profiling.cost_model import NOMINAL_COSTS
 from lightning_zero.profiling.device_gauges import memory_limit
 from lightning_zero.profiling.devices import LINKS, Device, find_device
 
-__all__ = ["Training", "plan", "plan_within_limit", "with_first_step_peak"]
-
 # Estimates of a configuration that was chosen by an earlier estimate; each may choose another one.
 MAX_ESTIMATES = 6
 
@@ -77,6 +75,7 @@ def plan(
     device: str | Device = "H200",
     precision: str = "bf16-mixed",
     training: Training | None = None,
+    progress: Callable[[str], None] | None = None,
     **options: Any,
 ) -> TrainingPlan:
     """Estimate memory and time of each GPU that trains ``module`` under ``ZeroStrategy``.
@@ -91,6 +90,7 @@ def plan(
         device: Name in ``lightning_zero.profiling.devices``, such as ``"H200"``, or a :class:`Device`.
         precision: ``precision`` of the Trainer.
         training: Loss, optimizer, accumulation and hosts; by default those of the LightningModule.
+        progress: Called with a few words when a part of the work begins; the work takes seconds to minutes.
         options: Options of ``ZeroStrategy``. With ``memory`` in GiB, the result has a plan within that limit.
 
     Returns:
@@ -124,18 +124,23 @@ def plan(
         costs = replace(NOMINAL_COSTS, speed=card.speed)
         buffers = sum(b.nbytes for b in module.buffers())
         eager: list[tuple[StepEstimate | None, str]] = []
+        report = progress or (lambda text: None)
 
         def trace_config(config: EngineConfig) -> TraceConfig:
             return TraceConfig(PassContext(config.compiled, shard_group, costs), kind, card.speed, True, code.loss)
 
         def estimate(config: EngineConfig) -> TrainingPlan:
             trace = trace_config(config)
+            report("tracing and partitioning the compiled step")
             compiled, why = _step(module, batch, trace, True) if config.compile else (None, "")
-            eager[:] = eager or [_step(module, batch, trace, False)]  # independent of the plan
+            if not eager:  # independent of the plan
+                report("tracing the first step, which is not compiled")
+                eager.append(_step(module, batch, trace, False))
             passes = PassEstimates(compiled, eager[0][0], why or eager[0][1], buffers)
             return _assemble(shards, optimizers, config, (cluster, how.accumulate), passes)
 
         def offloaded_pass() -> StepEstimate | None:  # without compiling, all steps are eager, and none is offloaded
+            report("tracing the first step with offloaded activations")
             return _step(module, batch, trace_config(config), False, True)[0] if config.compile else None
 
         if config.memory is None:

@@ -38,8 +38,6 @@ from lightning_zero.profiling.graph_tensors import storages
 from lightning_zero.profiling.node_costs import DeviceSpeed, graph_costs
 from lightning_zero.sharding.layout import extent
 
-__all__ = ["FakeCompiler", "GraphTotals", "fake_op", "insert_gathers"]
-
 # Ops that stand for the executor's.
 _LIBRARY = torch.library.Library(FAKE_NAMESPACE, "DEF")
 _LIBRARY.define("gather(Tensor shard, int[] shape, ScalarType dtype) -> Tensor")

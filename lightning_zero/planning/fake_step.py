@@ -24,8 +24,6 @@ from lightning_zero.planning.gpu_emulation import emulate_gpu_ops
 from lightning_zero.planning.memory_counter import MemoryCounter
 from lightning_zero.profiling.node_costs import DeviceSpeed, op_flops
 
-__all__ = ["Precision", "StepEstimate", "TraceConfig", "fake_batch", "fake_parameters", "marked_regions", "run_step"]
-
 LossFunction = Callable[[nn.Module, Any], Any]
 
 

@@ -18,8 +18,6 @@ from torch import Tensor
 from lightning_zero.compat.patches import swap_attribute
 from lightning_zero.compat.tensors import tree_map_only
 
-__all__ = ["emulate_gpu_ops"]
-
 # Ops that autocast runs in float32 on CUDA but not on the CPU, from torch's ATen/autocast_mode.h.
 _FLOAT32_OPS = (
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "

@@ -32,8 +32,6 @@ from lightning_zero.compile.passes.pipeline import FIRST_GROUPS
 from lightning_zero.profiling.graph_tensors import Storage, nbytes, storages
 from lightning_zero.profiling.node_costs import fusion_groups
 
-__all__ = ["Span", "fresh_bytes", "graph_peak", "host_activations", "leave_narrow", "weight_spans"]
-
 # The memory of each node's results. Storages are compared by identity, so all must come from one reading of a graph.
 Storages = Mapping[Node, Sequence[Storage | None]]
 

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from lightning_zero.compat.tensors import TorchDispatchMode, to_copy, tree_leaves, unsafe_view
 
-__all__ = ["MemoryCounter"]
-
 _aten = torch.ops.aten
 _ALLOCATIONS = {
     _aten.empty,

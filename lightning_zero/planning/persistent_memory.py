@@ -18,18 +18,6 @@ from lightning_zero.planning.memory_counter import MemoryCounter
 from lightning_zero.sharding.flat_memory import compute_dtype_of
 from lightning_zero.sharding.layout import ShardLayout
 
-__all__ = [
-    "OptimizerMemory",
-    "ParamShard",
-    "aliasable_gradient_bytes",
-    "aliased_gradient_bytes",
-    "host_master_bytes",
-    "measure_optimizer_memory",
-    "persistent_bytes",
-    "reduce_bucket_bytes",
-    "shard_parameters",
-]
-
 MIB = 2**20
 SMALL = 64  # elements of a parameter that stands for a shard of any size
 

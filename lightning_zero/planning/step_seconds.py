@@ -15,8 +15,6 @@ from lightning_zero.planning.fake_step import StepEstimate
 from lightning_zero.planning.persistent_memory import ParamShard
 from lightning_zero.profiling.devices import LINKS, MEMORY, Device
 
-__all__ = ["Cluster", "StepSeconds", "step_seconds"]
-
 # Seconds to launch a collective, and of a message to the next GPU of the host or to another host: the defaults of
 # NCCL's model (src/graph/tuning.cc) for rings with the protocol LL128.
 LAUNCH_S, INSIDE_HOP_S, ACROSS_HOP_S = 14e-6, 1.9e-6, 4e-6

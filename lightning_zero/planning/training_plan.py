@@ -13,7 +13,20 @@ from lightning_zero.planning.fake_step import StepEstimate
 from lightning_zero.planning.step_seconds import StepSeconds
 from lightning_zero.profiling.devices import Device
 
-__all__ = ["PassEstimates", "TrainingPlan"]
+MEMORY_HEADS, TIME_HEADS = ("memory", "size", "meaning"), ("part of a step", "time", "meaning")
+# Meanings of the roles in an engine's memory report.
+MEANINGS = {
+    "master_shard": "this GPU's part of the weights that the optimizer updates",
+    "gradient": "this GPU's part of the gradients",
+    "deferred_gradient": "gradients of earlier micro-batches, before their reduction",
+    "compute_copy": "this GPU's part of the weights, in the precision of forward and backward",
+    "full_precision_copy": "this host's part of weights that keep their own precision",
+    "resident_weight": "weights of all GPUs that stay unsharded between steps",
+    "optimizer_state": "this GPU's part, such as the moments of AdamW",
+    "offload_buffers": "staging buffers for copies to and from the host",
+    "reduce_buckets": "gradients during their reduction between GPUs",
+    "buffers": "the module's buffers",
+}
 
 
 @dataclass(frozen=True)
@@ -112,28 +125,68 @@ class TrainingPlan:
         """Return True if the peak is at most the memory of the device."""
         return self.on_device <= self.device.memory
 
-    def facts(self) -> dict[str, Any]:
-        """Return GiB by name for display, None if unknown, and whether they fit."""
-        values = self.as_dict()
-        sizes = {name: size for name, size in self.roles.items() if size}
-        sizes |= {name: values[name] for name in ("transient", "peak", "first_step_peak", "on_device", "device_memory")}
-        in_gib = {f"{name} (GiB)": None if size is None else size / 2**30 for name, size in sizes.items()}
-        return {"parameters": f"{self.parameters:,}", **in_gib, "fits": self.fits}
+    def memory_rows(self) -> list[tuple[str, str, str]]:
+        """Return names, sizes with units and meanings of one GPU's memory, in the order of their sum."""
+        rows = [(_spoken(name), _gib(size), MEANINGS.get(name, "")) for name, size in self.roles.items() if size]
+        context = f"{self.device.context / 2**30:g} GiB"
+        return [
+            *rows,
+            ("activations", _gib(self.transient), "activations, unsharded weights and temporary tensors at the peak"),
+            ("peak", _gib(self.peak), "sum of the rows above: the largest memory of a step"),
+            ("peak of first step", _gib(self.first_peak), "this step is not compiled, and makes the optimizer's state"),
+            ("needed", _gib(self.on_device), f"the higher of the two peaks, and {context} for CUDA and its libraries"),
+            ("available", _gib(self.device.memory), f"memory of one {self.device.name}"),
+        ]
 
-    def milliseconds(self) -> dict[str, float]:
-        """Return the milliseconds of a step by part; empty if no pass could be traced."""
-        return {} if self.seconds is None else {k: 1e3 * s for k, s in self.as_dict()["seconds"].items()}
+    def time_rows(self) -> list[tuple[str, str, str]]:
+        """Return names, times with units and meanings of a step's parts; empty if no pass could be traced."""
+        if self.seconds is None:
+            return []
+        return [
+            ("compute", _ms(self.seconds.compute), "forward and backward of all micro-batches"),
+            ("communication", _ms(self.seconds.exposed), "time in which the GPU waits for other GPUs (exposed)"),
+            ("optimizer", _ms(self.seconds.optimizer), "gradient norm, clipping, update and copy of the weights"),
+            ("step", _ms(self.seconds.total), "sum of the rows above"),
+        ]
+
+    @property
+    def title(self) -> str:
+        """Return a heading with the number of parameters and of GPUs."""
+        gpus = "one" if self.ranks == 1 else f"each of {self.ranks}"
+        return f"Estimate for {self.parameters:,} parameters on {gpus} {self.device.name}"
+
+    def verdict(self) -> str:
+        """Return a sentence that says if the training fits, and by how much."""
+        room = (self.device.memory - self.on_device) / 2**30
+        if self.fits:
+            return f"The training fits: {room:.1f} GiB of each GPU stay free."
+        return (
+            f"The training does not fit: each GPU lacks {-room:.1f} GiB. Use more GPUs or a smaller batch, or set "
+            "memory='auto' (--memory auto), which plans recomputation and offload."
+        )
+
+    def sources(self) -> list[str]:
+        """Return sentences on how the numbers were found."""
+        lines = [
+            "Weights, gradients and optimizer state are counted. Activations are estimated from traced operations.",
+            "Times are estimated from operations and bytes, at the shares of the data sheet that trainings reach.",
+        ]
+        if self.memory is not None or self.roles.get("offload_buffers"):
+            rate = f"{HOST_BYTES_PER_S / 1e9:g} GB/s"
+            lines.append(f"Copies to and from the host are estimated at {rate} in each direction.")
+        if self.graphs:
+            lines.append("CUDA graphs may need more memory than estimated: they do not share it with other code.")
+        if self.passes.why:
+            lines.append(f"A part could not be traced, and is not counted: {self.passes.why}")
+        return lines
 
     def __str__(self) -> str:
-        facts = {name: _words(fact) for name, fact in self.facts().items()}
-        lines = [f"Estimated, for each of {self.ranks} x {self.device.name}:", *_table(facts)]
+        lines = [self.title, "", *format_table(MEMORY_HEADS, self.memory_rows()), "", self.verdict()]
         if self.memory is not None:
-            lines.append(self.memory.with_advice())
+            lines += ["", self.memory.with_advice()]
         if self.seconds is not None:
-            lines += ["ms of a step:", *_table({name: f"{ms:.1f}" for name, ms in self.milliseconds().items()})]
-        if self.passes.why:
-            lines.append(f"Not all could be traced: {self.passes.why}")
-        return "\n".join(lines)
+            lines += ["", *format_table(TIME_HEADS, self.time_rows())]
+        return "\n".join([*lines, "", *self.sources()])
 
     def as_dict(self) -> dict[str, Any]:
         """Return values that JSON can hold."""
@@ -159,13 +212,16 @@ class TrainingPlan:
         }
 
 
-def _words(fact: float | str | bool | None) -> str:
-    if fact is None:
-        return "not known"
-    if isinstance(fact, bool):
-        return "yes" if fact else "no"
-    return f"{fact:.2f}" if isinstance(fact, float) else str(fact)
+def _spoken(name: str) -> str:
+    return name.replace("_", " ")
 
 
-def _table(facts: dict[str, str]) -> list[str]:
-    return format_table(("", ""), [(name.replace("_", " "), fact) for name, fact in facts.items()])
+def _gib(nbytes: float | None) -> str:
+    if nbytes is None:
+        return "unknown"
+    small = nbytes < 2**30 / 100
+    return f"{nbytes / 2**20:.1f} MiB" if small else f"{nbytes / 2**30:.2f} GiB"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"

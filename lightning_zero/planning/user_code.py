@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from lightning_zero.planning.persistent_memory import OptimizerMemory, measure_optimizer_memory, shard_parameters
 
-__all__ = ["UserCode"]
-
 
 class UserCode:
     """The user's code around one module.

@@ -47,9 +47,9 @@ def check_shared_memory(params: Mapping[str, Tensor], buffers: Mapping[str, Tens
                 for other, other_span in by_storage.setdefault(span.storage, []):
                     if span.overlaps(other_span):
                         raise UnsupportedError(
-                            f"Parameters {other!r} and {name!r} are two objects in the same memory. Sharded, each "
-                            "would have values of its own. Tie them as one object: `module.weight = other.weight`, in "
-                            "__init__() or configure_model()."
+                            f"Parameters {other!r} and {name!r} are two objects in the same memory. Once "
+                            "sharded, each would have its own values. Tie them as one object: "
+                            "`module.weight = other.weight`, in __init__() or configure_model()."
                         )
                 by_storage[span.storage].append((name, span))
         for name, buffer in buffers.items():

@@ -77,12 +77,11 @@ def raise_unsupported_for(func: Any, spec: ShardSpec) -> NoReturn:
         name = f".{func.__self__.__name__}"
     own = spec.name.rpartition(".")[2]
     raise UnsupportedError(
-        f"{name} was asked of this rank's shard of {spec.name!r} (shape {tuple(spec.layout.visible_shape)} of "
-        f"{tuple(spec.layout.shape)}), as param, param.data and param.grad are, and would give another result on "
-        f"each rank. Read the full parameter from the module that owns it, `module.{own}`; or "
-        "install full parameters for a while: `with lightning_zero.full_parameters(module): ...`. "
-        "Do so on every rank. Elementwise functions, and norms, sums, means and extrema over all elements, work here; "
-        "param.to_local() copies this rank's elements."
+        f"{name} was called on this rank's shard of {spec.name!r} (shape {tuple(spec.layout.visible_shape)} of "
+        f"{tuple(spec.layout.shape)}), so each rank would get another result. param, param.data and param.grad are "
+        f"shards. Read the full parameter from the module that owns it, `module.{own}`, or enter "
+        "`with lightning_zero.full_parameters(module): ...`. Do so on every rank. Elementwise functions, and norms, "
+        "sums, means and extrema over all elements, work on shards. param.to_local() copies this rank's elements."
     )
 
 

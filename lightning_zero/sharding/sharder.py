@@ -41,8 +41,8 @@ def check_module(name: str, module: nn.Module) -> None:
     """
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         raise UnsupportedError(
-            f"Module {name!r} ({type(module).__name__}) has max_norm={module.max_norm}: its forward scales rows of the "
-            "weight in place, on each rank those of its own batch. Leave max_norm out, and scale all rows after the "
+            f"Module {name!r} ({type(module).__name__}) has max_norm={module.max_norm}: its forward scales the rows of "
+            "its batch in place, and each rank has another batch. Leave max_norm out, and scale all rows after the "
             "step, on every rank: in on_train_batch_end, `with torch.no_grad(): module.weight.renorm_("
             f"{module.norm_type:g}, 0, {module.max_norm:g})`."
         )

@@ -154,9 +154,9 @@ class GatheredWeight(Tensor):
         record = self._zero_reader.find_record(self._zero_param)
         name = "weight" if record is None else record.name
         return UnsupportedError(
-            f"{name!r} was gathered when it was read, and its gradient is not: each rank has a shard. Take "
-            f"`param.grad` of the registered parameter, `dict(self.named_parameters())[{name!r}].grad`: its norms "
-            "and sums are those of the full gradient, and elementwise changes may be made there, on every rank."
+            f"{name!r} is the gathered weight, which has no gradient: each rank has a shard of the gradient. Use "
+            f"`param.grad` of the registered parameter, `dict(self.named_parameters())[{name!r}].grad`. Its norms and "
+            "sums are those of the full gradient. Elementwise changes work there, on every rank."
         )
 
     @property

@@ -74,14 +74,14 @@ class MemoryController:
             return
         memory = self._session.config.memory
         if memory is None:
-            hint = (
-                "pass ZeroStrategy(memory='auto'), which plans recomputation, offload and kept weights within the "
-                "device, or choose activation_memory_budget=0.5 or offload=('optimizer',) by hand"
+            line = (
+                "lightning_zero: pass ZeroStrategy(memory='auto'), which plans recomputation, offload and the "
+                "unsharded cache for this device, or set activation_memory_budget=0.5 or offload=('optimizer',)."
             )
         else:
             plan = self._planner.plan
-            hint = f"memory={memory!r} was planned for. {plan.advice() if plan else 'Take fewer samples in a batch.'}"
-        line = f"lightning_zero: {hint}"
+            advice = plan.advice() if plan else "Take fewer samples in a batch."
+            line = f"lightning_zero: memory={memory!r} was planned for. {advice}"
         if line not in getattr(error, "__notes__", ()):
             error.add_note(line)
 

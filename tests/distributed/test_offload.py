@@ -239,7 +239,7 @@ def refuse() -> str:
 
 def test_an_optimizer_whose_rule_is_not_known_is_refused_by_name(ranks: Ranks) -> None:
     (message,) = ranks.run(1, refuse)
-    assert "it is unknown if Lion supports that" in message
+    assert "which needs the update rule of Lion" in message
     assert "Register it with lightning_zero.register_rule" in message
 
 

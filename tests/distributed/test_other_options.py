@@ -101,7 +101,7 @@ def change_each() -> dict[str, str]:
             try:
                 engine.configure(chosen)
             except UnsupportedError as error:
-                by_name = f"{name}={NOW[name]!r} would change nothing" in str(error) and engine.config == start
+                by_name = f"and cannot change to {name}={NOW[name]!r}" in str(error) and engine.config == start
                 found[name] = "refused" if by_name else str(error)
                 continue
             assert engine.config == chosen

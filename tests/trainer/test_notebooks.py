@@ -85,7 +85,7 @@ def test_names_are_registered_by_importing_and_one_device_trains_where_there_is_
     assert "NAMES ARE KNOWN" in done.stdout
     assert "Trainer(devices=2) cannot start its other processes from a notebook or a Python shell" in done.stdout
     assert "Fabric(devices=2) cannot start its other processes from a notebook or a Python shell" in done.stdout
-    assert "Here, Trainer(devices=1) trains" in done.stdout
+    assert "Use Trainer(devices=1) here" in done.stdout
     assert "torchrun --nproc-per-node 2 train.py" in done.stdout
     assert done.stdout.count("TRAINED 4 True torch.Size([2, 4])") == 2, done.stdout
     assert "FABRIC TRAINED" in done.stdout

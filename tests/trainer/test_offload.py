@@ -1,5 +1,6 @@
 """Train with `offload=("optimizer",)`: losses and checkpoints of either kind equal those without it."""
 
+from collections import UserList
 from pathlib import Path
 from typing import Any
 
@@ -100,5 +101,6 @@ def test_what_does_not_go_together_is_refused_by_name(strategy: Any) -> None:
     with pytest.raises(MisconfigurationException, match="with compile=False they stay on the device"):
         strategy(offload=("optimizer", "parameters"), compile=False)
     assert strategy(offload=["optimizer"])._options.offload == ("optimizer",)
+    assert strategy(offload=UserList(["optimizer"]))._options.offload == ("optimizer",), "as Hydra's lists"
     with pytest.raises(ValueError, match=r"offload='optimizer' must be a tuple of .* Try \('optimizer',\)"):
         strategy(offload="optimizer")

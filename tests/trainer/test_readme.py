@@ -1,69 +1,197 @@
-"""Run the snippets of README and examples/docs/, and check their links."""
+"""Run every block of README and examples/docs/, and check their commands, links and files."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import textwrap
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
+import lightning as L
 import lightning.pytorch as pl
 import pytest
+import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 from torch.utils.data import DataLoader
 
-from tests.helpers.readme import NAMED, REPO, pages
-from tests.helpers.trainer import Regression, make_loader, make_strategy
+import lightning_zero
+from lightning_zero import ZeroStrategy
+from lightning_zero.cli.main import COMMANDS, build_parser
+from lightning_zero.engine import engine_of
+from tests.helpers.readme import (
+    DOCS,
+    OPTIONAL,
+    REPO,
+    blocks,
+    files_in_shell,
+    files_of,
+    missing_package,
+    own_command,
+    page_name,
+    pages,
+    shell_lines,
+)
+from tests.helpers.trainer import Regression, make_loader
 from tests.ranks.pool import Ranks
 
-SNIPPET = re.compile(r"(?ms)^( *)```python\n(.*?)^ *```$")
-GIVEN = ("accelerator", "devices", "max_steps", "enable_progress_bar", "enable_checkpointing", "logger")
+STEPS = 8
+BATCHES = 12
 
 
 class Data(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
-        return make_loader("compiled", steps=12)
+        return make_loader("compiled", steps=BATCHES)
+
+    def val_dataloader(self) -> DataLoader:
+        return make_loader("compiled", steps=2, seed=1)
+
+
+class SmallStrategy(ZeroStrategy):
+    """Compile without generating code, which would be most of the time of so short a training."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"compile_backend": "aot_eager"} | options)
 
 
 class SmallTrainer(pl.Trainer):
-    """Adapt a snippet for four GPUs to the ranks of the test, and train a few steps."""
+    """Adapt a block that was written for GPUs to the ranks of the test, and train a few steps."""
 
     def __init__(self, **arguments: Any) -> None:
-        if arguments.get("strategy") == "zero3_compile":
-            arguments["strategy"] = make_strategy("compiled")
-        small = dict(zip(GIVEN, ("cpu", dist.get_world_size(), 8, False, False, False), strict=True))
-        super().__init__(**arguments | small, use_distributed_sampler=False)
+        named = re.fullmatch("zero([123])_compile", str(arguments.get("strategy")))
+        if named:
+            arguments["strategy"] = SmallStrategy(stage=int(named[1]))
+        callbacks = arguments.get("callbacks") or []
+        saves = any(isinstance(one, ModelCheckpoint) for one in callbacks)
+        defaults = {"logger": False, "enable_checkpointing": saves, "max_steps": STEPS, "log_every_n_steps": 2}
+        forced = {"accelerator": "cpu", "devices": dist.get_world_size(), "num_nodes": 1}
+        forced |= {"enable_progress_bar": False, "enable_model_summary": False, "use_distributed_sampler": False}
+        super().__init__(**defaults | arguments | forced)
 
 
-def snippets() -> list[str]:
-    """Those with a name aside, which tests/fabric/test_examples.py runs."""
-    texts = [NAMED.sub("", page.read_text()) for page in pages()]
-    return [textwrap.dedent(code) for text in texts for _, code in SNIPPET.findall(text)]
+def main_module(page: str) -> ModuleType:
+    """Return a module with the names that blocks use without defining them."""
+    module = ModuleType("__main__")
+    vars(module).update(lightning_zero=lightning_zero, torch=torch, Trainer=SmallTrainer, __file__=page)
+    vars(module).update(model=Regression(), datamodule=Data())
+    return module
 
 
-def run_all(folder: str) -> list[str]:
-    os.chdir(folder)
-    names: dict[str, Any] = {"model": Regression(), "datamodule": Data()}
-    done = []
-    with patch("lightning.pytorch.Trainer", SmallTrainer):
-        for code in snippets():
-            exec(compile(code, f"README, snippet {len(done)}", "exec"), names)
-            done.append(code)
-    assert names["model"].losses
-    return done
+@contextlib.contextmanager
+def small(folder: str, main: ModuleType) -> Iterator[None]:
+    """Run blocks as the main program, which Dynamo and pickle look up by its name, and with the classes of the test."""
+    before = sys.modules["__main__"]
+    with ExitStack() as stack:
+        stack.callback(sys.modules.__setitem__, "__main__", before)
+        sys.modules["__main__"] = main
+        stack.enter_context(contextlib.chdir(folder))
+        for module in (pl, L):
+            stack.enter_context(patch.object(module, "Trainer", SmallTrainer))
+        stack.enter_context(patch.object(lightning_zero, "ZeroStrategy", SmallStrategy))
+        stack.enter_context(patch.object(sys, "argv", ["train.py", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]))
+        stack.enter_context(patch.dict(os.environ, WANDB_MODE="offline", WANDB_SILENT="true"))
+        yield
 
 
-def test_snippets_run_one_after_the_other(ranks: Ranks, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    for done in ranks.run(2, run_all, str(tmp_path), deadline=240):
-        assert len(done) == len(snippets()) > 4
-    assert (tmp_path / "report" / "plan.txt").exists()
+def run_page(page: str, folder: str) -> tuple[int, int, str | None]:
+    """Run the blocks of a page; return their number, the trainings' number of steps, and a package that was missing."""
+    main = main_module(page)
+    names, done, missing = vars(main), 0, None
+    try:
+        with small(folder, main):
+            for number, code in enumerate(blocks(Path(page).read_text(), "python")):
+                missing = missing_package(code)
+                if missing is not None:
+                    break
+                exec(compile(code, f"{Path(page).name}, block {number + 1}", "exec"), names)
+                done += 1
+    finally:
+        for module in {id(value): value for value in names.values() if isinstance(value, nn.Module)}.values():
+            engine = engine_of(module)
+            if engine is not None:
+                engine.close()
+    return done, sum(one.global_step for one in names.values() if isinstance(one, pl.Trainer)), missing
+
+
+WITH_PYTHON = [page for page in pages() if blocks(page.read_text(), "python")]
+
+
+@pytest.mark.parametrize("page", WITH_PYTHON, ids=page_name)
+def test_blocks_of_a_page_run_in_order(ranks: Ranks, page: Path, tmp_path: Path) -> None:
+    shutil.copytree(REPO / "examples", tmp_path / "examples", ignore=lambda _, names: {"docs", "benchmarks"} & {*names})
+    for name, content in files_of(page.read_text()).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    found = ranks.run(2, run_page, str(page), str(tmp_path), deadline=240)
+    assert len(set(found)) == 1, found
+    done, _, missing = found[0]
+    if missing is not None:
+        pytest.skip(f"{page_name(page)}: block {done + 1} needs the package {missing!r}")
+    assert done == len(blocks(page.read_text(), "python")) > 0
+
+
+def test_the_first_training_of_the_readme_takes_steps(ranks: Ranks, tmp_path: Path) -> None:
+    for _, steps, _ in ranks.run(2, run_page, str(REPO / "README.md"), str(tmp_path), deadline=120):
+        assert steps >= STEPS
+
+
+# -- commands
+
+
+def test_commands_of_ours_are_parsed_by_our_parser(capsys: pytest.CaptureFixture[str]) -> None:
+    parser, wrong, parsed = build_parser(COMMANDS), [], 0
+    for page in pages():
+        for line in shell_lines(page.read_text()):
+            words = own_command(line)
+            if words is None:
+                continue
+            try:
+                parser.parse_args(words)
+                parsed += 1
+            except SystemExit as end:
+                if end.code:
+                    wrong.append(f"{page_name(page)}: {line}\n{capsys.readouterr().err}")
+    assert not wrong, "\n".join(wrong)
+    assert parsed > 3
+
+
+def test_shell_blocks_name_files_that_exist() -> None:
+    named = [
+        (page_name(page), file)
+        for page in pages()
+        for line in shell_lines(page.read_text())
+        for file in files_in_shell(line)
+    ]
+    assert len(named) > 3
+    assert [(page, file) for page, file in named if not (REPO / file).exists()] == []
+
+
+def test_blocks_have_a_known_language() -> None:
+    """A misspelled language would leave a block unchecked."""
+    known = {"", "bash", "json", "python", "text", "yaml", "toml"}
+    fences = [
+        (page_name(page), word)
+        for page in pages()
+        for word in re.findall(r"(?m)^ *```(\S+)$", page.read_text())
+        if word not in known
+    ]
+    assert fences == []
+
+
+# -- links
 
 
 def anchors(page: Path) -> set[str]:
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    without_code = re.sub(r"(?ms)^( *)```.*?^\1```$", "", page.read_text())
+    headings = re.findall(r"^#+ (.+)$", without_code, flags=re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
@@ -74,10 +202,10 @@ def leads_somewhere(page: Path, link: str) -> bool:
 
 
 def test_links_lead_to_files_of_the_project_and_to_headings() -> None:
-    found = [(page, link) for page in pages() for link in re.findall(r"\]\(([^)]+)\)", page.read_text())]
-    inside = [(page, link) for page, link in found if not link.startswith("http")]
+    found = [(page, link) for page in pages() for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    inside = [(page, link) for page, link in found if not re.match("https?:", link)]
     assert len(inside) > 10
-    assert [(page.name, link) for page, link in inside if not leads_somewhere(page, link)] == []
+    assert [(page_name(page), link) for page, link in inside if not leads_somewhere(page, link)] == []
 
 
 def test_files_that_are_named_are_there() -> None:
@@ -85,3 +213,24 @@ def test_files_that_are_named_are_there() -> None:
     named = re.findall(r"`((?:examples|tests|csrc|lightning_zero)/[\w/.-]+)`", texts)
     assert len(named) > 10
     assert [name for name in named if "/X." not in name and not (REPO / name).exists()] == []
+
+
+def test_the_checks_of_pages_find_faults(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A page\n[a](#a-page) [b](#no-heading) [c](missing.md)\n```bash\npython -m lightning_zero plan 1b \\\n"
+        "    --ranks 2 && echo  # sixteen GPUs\ntorchrun -m lightning_zero doctor\nbash examples/none.sh\n```\n"
+        "1. a list\n\n   ```python\n   import wandb\n   ```\n"
+    )
+    text = page.read_text()
+    assert [leads_somewhere(page, link) for link in ("#a-page", "#no-heading", "missing.md")] == [True, False, False]
+    lines = list(shell_lines(text))
+    assert [own_command(line) for line in lines] == [["plan", "1b", "--ranks", "2"], ["doctor"], None]
+    assert files_in_shell(lines[2]) == ["examples/none.sh"]
+    assert blocks(text, "python") == ["import wandb\n"]
+    with patch("importlib.util.find_spec", return_value=None):
+        assert missing_package("import wandb.sdk") == "wandb"
+        assert missing_package("TensorBoardLogger('runs')") == "tensorboard"
+        assert missing_package("import json") is None
+    assert DOCS.is_dir()
+    assert "wandb" in OPTIONAL

@@ -55,7 +55,7 @@ class Optimized(Regression):
 
 
 @wrong(
-    r"MisconfigurationException: 'net.0.weight' was gathered when it was read.*"
+    r"MisconfigurationException: 'net.0.weight' is the gathered weight, which has no gradient.*"
     r"dict\(self\.named_parameters\(\)\)\['net\.0\.weight'\]\.grad"
 )
 def the_gradient_of_a_weight_that_was_read() -> None:

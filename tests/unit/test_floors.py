@@ -28,6 +28,7 @@ FLOORS = {
     "integrations": 8,
     "planning": 8,
     "report": 8,
+    "api": 8,
     "cli": 8,
     "__main__": 8,
     "__init__": 8,

@@ -124,8 +124,8 @@ class CheckpointReader:
         save_id = getattr(getattr(self.metadata, "storage_meta", None), "save_id", None) or ""
         if self.manifest is None and save_id.startswith(SAVE_ID_PREFIX):
             raise CheckpointError(
-                f"{path} is not complete: its {MANIFEST!r} is missing, which is written last. The save was killed, or "
-                "a copy of the folder was. Use another checkpoint."
+                f"{path} is not complete: its {MANIFEST!r} is missing, which is written last. The save, or a "
+                "copy of the folder, was interrupted. Use another checkpoint."
             )
         if self.manifest is not None and save_id != self.manifest.save_id:
             raise CheckpointError(

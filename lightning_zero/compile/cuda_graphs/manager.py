@@ -240,7 +240,7 @@ class CUDAGraphManager:
 def _unsupported_error(option: str, reason: str) -> UnsupportedError:
     return UnsupportedError(
         f"{option}=True, but compiled code cannot be replayed as a CUDA graph: {reason}. Pass {option}='auto' to run "
-        "it where it cannot be replayed."
+        "it without replays."
     )
 
 

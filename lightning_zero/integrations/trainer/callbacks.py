@@ -16,6 +16,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
+    BatchSizeFinder,
     Checkpoint,
     ModelCheckpoint,
     ModelPruning,
@@ -41,7 +42,13 @@ from lightning_zero.native.capture import pause_gc
 from lightning_zero.sharding.full_params import PickledAsNone
 from lightning_zero.sharding.host_memory import as_mapped, copy_to_host
 
-_ALTERNATIVES = {
+_ALTERNATIVES: dict[type[pl.Callback], str] = {
+    BatchSizeFinder: (
+        "it tries sizes until memory runs out, which one rank may do alone, and then the others wait for it. Lightning "
+        "refuses it under every distributed strategy. Estimate the size instead: `python -m lightning_zero plan "
+        "script.py:Module --ranks 4 --device H200` exits with 1 if a batch does not fit, and "
+        "lightning_zero.plan(module, batch, world_size=4, device='H200').fits is False."
+    ),
     StochasticWeightAveraging: (
         "it copies the module after it is sharded. Use lightning.pytorch.callbacks.WeightAveraging or "
         "EMAWeightAveraging in its place, which average shards; for a constant learning rate at the end, add "

@@ -1,7 +1,7 @@
 """Let Lightning find checkpoints that are folders, and replace a last checkpoint that is broken.
 
-:func:`install_checkpoint_lookup` patches Lightning when this package is imported. With other strategies only
-``load_from_checkpoint`` changes: it reads folders.
+:func:`install_checkpoint_lookup` patches Lightning when this package is imported. With other strategies two things
+change: ``load_from_checkpoint`` reads folders, and a strategy that reads only files names the command that makes one.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.core import saving
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_zero.checkpoint.atomic import INCOMPLETE
@@ -27,6 +29,7 @@ from lightning_zero.checkpoint.sharded.folder import MANIFEST, is_complete
 from lightning_zero.checkpoint.sharded.metadata import METADATA
 from lightning_zero.checkpoint.sharded.reader import checkpoint_kind
 from lightning_zero.compat.lightning_private import CheckpointConnector
+from lightning_zero.errors import CheckpointError
 from lightning_zero.integrations.checkpoint_files import read_folder, read_named, read_verified, to_trainer_keys
 
 
@@ -67,9 +70,22 @@ def _find_last(parse: Callable[..., Any]) -> Callable[..., Any]:
         name = getattr(self.trainer.strategy, "strategy_name", "")  # DDPStrategy has none
         if found is None and ckpt_path == "last" and str(name).startswith("zero3"):
             return _replace_broken_last(self.trainer)
+        if found is not None:
+            _check_readable(self.trainer.strategy, str(found))
         return found
 
     return parsed
+
+
+def _check_readable(strategy: Any, path: str) -> None:
+    """Raise ``CheckpointError`` for a folder if the strategy reads only files."""
+    overridden = type(strategy).load_checkpoint is not Strategy.load_checkpoint
+    if overridden or not isinstance(strategy.checkpoint_io, TorchCheckpointIO) or checkpoint_kind(path) != "folder":
+        return
+    raise CheckpointError(
+        f"{path} is a sharded checkpoint, which {type(strategy).__name__} cannot read. Make one file of it first: "
+        f"`lightning-zero checkpoint consolidate {path}`. Then pass ckpt_path='{path.rstrip('/')}.consolidated'."
+    )
 
 
 def _replace_broken_last(trainer: pl.Trainer) -> str | None:

@@ -142,6 +142,7 @@ class ZeroStrategy(TrainerCheckpointing):
         self._ranks_can_save, self._is_loading = None, False
         module = self.lightning_module
         if module is not None:
+            check_callbacks(module.trainer)  # before their own setup: BatchSizeFinder's gives no alternative
             patch_checkpoint_callbacks(module.trainer)
         with without_nccl_abort():
             super().setup_environment()

@@ -128,7 +128,9 @@ def test_a_second_one_is_refused_until_the_first_has_ended(tmp_path: Path) -> No
     first = save_folder_at(path)
     first.begin("one")
     for save in SAVES.values():
-        with pytest.raises(CheckpointError, match=r"another save to .*x\.ckpt goes on at the same time"):
+        with pytest.raises(
+            CheckpointError, match=r"another save to .*x\.ckpt is running, and this one has written nothing"
+        ):
             save(path, 2.0)
     first.discard()
     _folder(path, 2.0)
@@ -192,7 +194,7 @@ def test_two_exports_into_one_folder(tmp_path: Path) -> None:
     held = PinnedDirectory(tmp_path)
     assert held.try_lock()
     weights = {"w": ExportWeight(12, lambda: torch.ones(3), lambda value: value.clone())}
-    with pytest.raises(CheckpointError, match="goes on at the same time"):
+    with pytest.raises(CheckpointError, match="is running, and this one has written nothing"):
         export_weights(weights, tmp_path, 100, SingleProcess(), {})
     assert list(tmp_path.iterdir()) == []
     held.unlock()

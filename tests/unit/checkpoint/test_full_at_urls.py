@@ -167,7 +167,7 @@ def test_it_takes_the_place_of_a_checkpoint_only(tmp_path: Path) -> None:
     for name, kept in (("data", "numbers.csv"), ("x.ckpt", ".metadata")):
         (tmp_path / name).mkdir()
         (tmp_path / name / kept).touch()
-    with pytest.raises(CheckpointError, match="is a folder, and no checkpoint: it holds 'numbers.csv'"):
+    with pytest.raises(CheckpointError, match="is a folder without a checkpoint: it holds 'numbers.csv'"):
         _save("mounted://data", 1)
     _save("mounted://x.ckpt", 1)
     assert torch.load(tmp_path / "x.ckpt")["value"] == 1

@@ -38,7 +38,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, kind: str) -> 
     errors = KINDS[kind](tmp_path / "run", 1.0)
     for error in errors:
         assert isinstance(error, CheckpointError)
-        assert f"{tmp_path / 'run'} is a folder, and no checkpoint: it holds 'notes.txt', 'version_0'" in str(error)
+        assert f"{tmp_path / 'run'} is a folder without a checkpoint: it holds 'notes.txt', 'version_0'" in str(error)
         assert str(error) == str(errors[0])
     assert (tmp_path / "run" / "version_0" / "hparams.yaml").read_text() == "lr: 1"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run"]
@@ -94,7 +94,7 @@ def test_in_an_object_store_too() -> None:
         with fsspec.open("memory://bucket/run/notes.txt", "w") as file:
             file.write("of months")
         for error in save("memory://bucket/run", 1.0):  # type: ignore[arg-type]
-            assert "is a folder, and no checkpoint: it holds 'notes.txt'" in str(error)
+            assert "is a folder without a checkpoint: it holds 'notes.txt'" in str(error)
         assert list(MemoryFileSystem.store) == ["/bucket/run/notes.txt"]
 
 
@@ -103,5 +103,5 @@ def test_a_folder_of_runs_may_hold_one_that_is_called_latest(tmp_path: Path, kin
     for name in ("latest", "checkpoint", "of months"):
         (tmp_path / "run" / name).mkdir(parents=True)
     for error in KINDS[kind](tmp_path / "run", 1.0):
-        assert "is a folder, and no checkpoint: it holds 'checkpoint', 'latest', 'of months'" in str(error)
+        assert "is a folder without a checkpoint: it holds 'checkpoint', 'latest', 'of months'" in str(error)
     assert len(list((tmp_path / "run").iterdir())) == 3

@@ -1,14 +1,13 @@
 """Test the command line: calls, arguments and exit status."""
 
-import json
 from argparse import Namespace
-from pathlib import Path
 
 import pytest
 
-from lightning_zero.cli.command import Command
+from lightning_zero.cli.command import Command, UsageError
 from lightning_zero.cli.main import COMMANDS, main
 from lightning_zero.errors import NativeBuildError
+from lightning_zero.version import __version__
 
 
 def test_a_command_plugs_in_by_standing_in_the_list() -> None:
@@ -35,7 +34,7 @@ def test_every_command_explains_itself(command: Command, capsys: pytest.CaptureF
 def test_without_a_command_there_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([])
-    assert "COMMAND" in capsys.readouterr().err
+    assert "the following arguments are required: command" in capsys.readouterr().err
 
 
 def test_errors_that_users_can_fix_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,20 +45,18 @@ def test_errors_that_users_can_fix_are_one_line(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err == "NativeBuildError: there is no compiler\n"
 
 
-def test_build_prints_the_path(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked: list[object] = []
+def test_a_wrong_value_that_the_command_detects_names_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(arguments: Namespace) -> int:
+        raise UsageError("argument --far: 7 is too far")
 
-    def build(cache: Path | None, deadline_s: float, report: object) -> Path:
-        asked.append((cache, deadline_s))
-        return tmp_path / "lightning_zero.so"
+    assert main(["look"], [Command("look", "Looks.", lambda parser: None, run)]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "error: argument --far: 7 is too far",
+        "For the arguments, run: lightning-zero look --help",
+    ]
 
-    monkeypatch.setattr("lightning_zero.cli.main.build", build)
-    assert main(["build", "--cache", str(tmp_path), "--deadline", "7"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path / 'lightning_zero.so'}\n"
-    assert main(["build", "--cache", str(tmp_path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["path"] == str(tmp_path / "lightning_zero.so")
-    assert found["was_built_before"] is False
-    assert asked[0] == (tmp_path, 7.0)
+
+def test_the_version_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"lightning_zero {__version__}\n"

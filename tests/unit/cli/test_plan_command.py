@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_zero.cli.main import main
+from lightning_zero.cli.status_line import StatusLine
 
 SCRIPT = """
 import lightning as L, torch
@@ -41,8 +42,9 @@ def test_of_an_own_module_bytes_are_those_of_its_shards(tmp_path: Path, capsys: 
     assert found["seconds"]["total"] > 0
     assert main([*command, "--option", "stage=2"]) == 0
     shown = capsys.readouterr().out
-    assert "Estimated, for each of 2 x H100" in shown
-    assert "1,230" in shown
+    assert "Estimate for 1,230 parameters on each of 2 H100" in shown
+    assert "The training fits" in shown
+    assert " MiB  " in shown
 
 
 def test_what_cannot_be_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,11 +54,40 @@ def test_what_cannot_be_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFi
     assert "has to give a batch by its train_dataloader()" in capsys.readouterr().err
     own.write_text(SCRIPT.format(more="self.known = self.net.weight.sum().item()") + DATA)
     assert main(["plan", f"{own}:Module"]) == 0
-    assert "Module is built with memory for its weights" in capsys.readouterr().err
-    assert main(["plan", f"{own}:Module", "--option", "stage"]) == 1
-    assert "'stage' is no NAME=VALUE" in capsys.readouterr().err
-    assert main(["plan", "8b"]) == 1
-    assert "'8b' is none of" in capsys.readouterr().err
+    assert "Module cannot be built on the meta device" in capsys.readouterr().err
+    assert main(["plan", f"{own}:Other"]) == 1
+    assert "has no LightningModule called 'Other'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("stagee=2", "no option 'stagee'. Did you mean stage"),
+        ("tuning.x=2", "Tuning has no option 'x'"),
+        ("stage=7", "stage=7 must be 1, 2 or 3"),
+    ],
+)
+def test_a_wrong_option_is_an_error_of_the_command_line(
+    option: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "tiny", "--option", option]) == 2
+    shown = capsys.readouterr()
+    assert "error: argument --option: " in shown.err
+    assert words in shown.err
+    assert not shown.out
+
+
+def test_the_parts_of_the_work_are_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(SCRIPT.format(more="") + DATA)
+    seen: list[str] = []
+    monkeypatch.setattr(StatusLine, "update", lambda self, text: seen.append(text))
+    assert main(["plan", f"{tmp_path / 'own.py'}:Module"]) == 0
+    assert seen == [
+        "importing torch and Lightning",
+        "building the model",
+        "tracing and partitioning the compiled step",
+        "tracing the first step, which is not compiled",
+    ]
 
 
 def test_what_does_not_fit_ends_with_status_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,10 +8,11 @@ from lightning_zero.cli.terminal import format_value, show_section
 from lightning_zero.config.text import format_table
 
 
-@pytest.mark.parametrize("rich", [True, False])
+@pytest.mark.parametrize(("terminal", "rich"), [(True, True), (True, False), (False, True)])
 def test_a_section_shows_names_and_values(
-    rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    terminal: bool, rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     if rich:
         pytest.importorskip("rich")
         monkeypatch.setenv("COLUMNS", "100")
@@ -22,6 +23,20 @@ def test_a_section_shows_names_and_values(
     assert "caches" in shown
     assert "the path" in shown
     assert "[red]/x[/red]" in shown, "what stands in brackets is no markup"
+
+
+def test_elsewhere_lines_are_not_wrapped_and_cells_keep_their_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    long = "x" * 90
+    show_section("", {"interfaces": ["lo", "eth0"], "built": True, "long": long})
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  interfaces  lo",
+        "              eth0",
+        "  built       yes",
+        f"  long        {long}",
+    ]
 
 
 def test_columns_are_as_wide_as_what_is_in_them() -> None:

@@ -46,6 +46,8 @@ def own_names(cls: type) -> set[str]:
 def our_classes() -> Iterator[type]:
     seen = set()
     for found in pkgutil.walk_packages(lightning_zero.__path__, "lightning_zero."):
+        if found.name.endswith(".__main__"):  # Python warns if it then runs the package as a program
+            continue
         for value in vars(importlib.import_module(found.name)).values():
             if inspect.isclass(value) and value.__module__.startswith("lightning_zero.") and value not in seen:
                 seen.add(value)

@@ -108,7 +108,7 @@ def falling(share: float) -> Tensor:
 def test_adams_steps_are_off_by_a_few_percent_where_rounding_to_the_nearest_is_off_by_far_more(
     gradient: Callable[[float], Tensor], most: float, to_the_nearest: float
 ) -> None:
-    """The numbers in examples/docs/options.md are those of this test."""
+    """The numbers in examples/docs/reference/options.md are those of this test."""
     torch.manual_seed(0)
     steps, betas = 2000, (0.9, 0.999)
     records: Any = OneRank([LARGE]).live
