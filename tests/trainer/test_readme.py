@@ -96,9 +96,7 @@ def small(folder: str, main: ModuleType) -> Iterator[None]:
         for module in (pl, L):
             stack.enter_context(patch.object(module, "Trainer", SmallTrainer))
         stack.enter_context(patch.object(lightning_zero, "ZeroStrategy", SmallStrategy))
-        stack.enter_context(
-            patch.object(sys, "argv", ["train.py", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"])
-        )
+        stack.enter_context(patch.object(sys, "argv", ["train.py", "hydra/job_logging=disabled", "hydra/hydra_logging=disabled"]))
         stack.enter_context(patch.dict(os.environ, WANDB_MODE="offline", WANDB_SILENT="true"))
         yield
 
