@@ -35,6 +35,7 @@ from lightning_zero.sharding.symm_mem import PeerTransports
 from lightning_zero.step.cycle import StepCycle
 from lightning_zero.step.memory_controller import MemoryController
 from lightning_zero.step.optimizer_steps import OptimizerSteps
+from lightning_zero.task_progress import TaskProgress
 
 _ATTRIBUTE = "_zero_engine"
 
@@ -55,7 +56,8 @@ class Engine(PickledAsNone):
         mesh: Ranks to shard over; by default all. ``torch.distributed`` must be initialized.
         skip_modules: Module types that are never compiled.
         observe: Called with every compiled graph.
-        report: Called on every rank with one line per compilation event.
+        report: Called on every rank with one line for the user.
+        tasks: Shows the user how long compilations take.
 
     Examples:
         On every rank::
@@ -79,6 +81,7 @@ class Engine(PickledAsNone):
         skip_modules: tuple[type, ...] = (),
         observe: GraphObserver | None = None,
         report: Callable[[str], None] | None = None,
+        tasks: TaskProgress | None = None,
     ) -> None:
         options = config or EngineConfig()
         tuning = options.tuning
@@ -91,7 +94,7 @@ class Engine(PickledAsNone):
         self.executor = Executor(mesh, self.config, self._on_backward_end, self._on_new_plan, self.watchdog)
         self.transports = PeerTransports.of(self.config, mesh)
         self.session = CompileSession(
-            self.config, mesh, self.executor, self.watchdog, self.transports, skip_modules, report
+            self.config, mesh, self.executor, self.watchdog, self.transports, skip_modules, report, tasks
         )
         if observe is not None:
             self.session.progress.observe(observe)

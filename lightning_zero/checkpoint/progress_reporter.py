@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-LINE_INTERVAL_S = 10.0
+from lightning_zero.task_progress import FIRST_LINE_S, LINE_INTERVAL_S
+
 RANKS_INTERVAL_S = 0.5  # watchdogs poll no more often
 
 
@@ -42,7 +43,8 @@ class ProgressReporter:
         self._task, self._verb, self._print_line, self._bar = task, verb, print_line, bar
         self._total, self._report_to_ranks = total_bytes, report_to_ranks
         self._lock = threading.Lock()
-        self._begun = self._printed_at = time.monotonic()
+        self._begun = time.monotonic()
+        self._due = self._begun + min(FIRST_LINE_S, LINE_INTERVAL_S)
         self._reported_at = -math.inf
         self._bytes = 0
 
@@ -56,14 +58,12 @@ class ProgressReporter:
             if self._bar is not None:
                 self._bar.update(count)
                 return
-            due = now - self._printed_at >= LINE_INTERVAL_S
+            due = now >= self._due
             if due:
-                self._printed_at = now
+                self._due = now + LINE_INTERVAL_S
         if due and self._print_line is not None:
-            seconds = now - self._begun
-            self._print_line(
-                f"{self._task}: this rank has {self._verb} {self._bytes / 2**30:.1f} GiB in {seconds:.0f} s."
-            )
+            done = f"{self._bytes / 2**30:.1f}{f' of {self._total / 2**30:.1f}' if self._total else ''} GiB"
+            self._print_line(f"{self._task}: {now - self._begun:.0f} s (this rank has {self._verb} {done})")
 
     def _status(self) -> str:
         done, total = (f"{count / 2**30:.2f}" for count in (self._bytes, self._total))

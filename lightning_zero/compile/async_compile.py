@@ -28,10 +28,16 @@ log = logging.getLogger(__name__)
 
 
 class PendingCompile(ExitStack):
-    """The unfinished part of one graph's compilation; also the context in which it is compiled."""
+    """The unfinished part of one graph's compilation; also the context in which it is compiled.
 
-    def __init__(self, kernels: DeferredKernels, settings: dict[str, Any]) -> None:
+    ``stage`` shows the user the part of the compilation that begins.
+    """
+
+    def __init__(
+        self, kernels: DeferredKernels, settings: dict[str, Any], stage: Callable[[str], None] | None = None
+    ) -> None:
         super().__init__()
+        self._stage = stage
         self._kernels = kernels
         self._settings = settings
         self._saves: list[Callable[[], Any]] = []
@@ -43,6 +49,8 @@ class PendingCompile(ExitStack):
 
     def __call__(self) -> None:
         """Wait for kernels and save the graph in caches."""
+        if self._stage is not None:
+            self._stage("waiting for kernels")
         self._kernels.finish()
         with functorch_config.patch(self._settings):
             for save in self._saves:

@@ -37,7 +37,7 @@ from lightning_zero.compat.compiler import (
 from lightning_zero.compat.graphs import USER_VISIBLE_OUTPUTS
 from lightning_zero.compile.async_compile import PendingCompile, PendingCompiles
 from lightning_zero.compile.capture.causal_mask import drop_causal_masks
-from lightning_zero.compile.capture.discovery import CallInfo, find_recompile_reason
+from lightning_zero.compile.capture.discovery import CallInfo
 from lightning_zero.compile.capture.dynamo_graph import (
     check_foreach_on_shards,
     check_weight_edits,
@@ -45,10 +45,11 @@ from lightning_zero.compile.capture.dynamo_graph import (
     last_read,
     tag_weight_names,
 )
+from lightning_zero.compile.capture.recompile_reason import find_recompile_reason
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.events import OPTIMIZATION_COUNTS, CompileProgress, CompileTimer
 from lightning_zero.compile.fast_compile import speed_up_lowering
-from lightning_zero.compile.fx_utils import draws_random, output_node
+from lightning_zero.compile.fx_utils import draws_random, graph_kind, output_node
 from lightning_zero.compile.graph_plan import PlanStore
 from lightning_zero.compile.layer_dedup import DedupFailed, LayerDedup, dedup_layers, joint_tracer
 from lightning_zero.compile.partitioner.partition import partition_joint_graph, tag_activations, tag_gathers
@@ -144,16 +145,21 @@ class Compiler:
             check_weight_edits(module)
             check_foreach_on_shards(module, inputs)
             if dropped := drop_causal_masks(module):
-                log.info("Replaced %d attention masks by is_causal=True, which is faster.", dropped)
+                log.debug("Compile: replaced attention masks by is_causal=True (masks=%d)", dropped)
             communicates = has_collectives(module)
             last = self.last_weight is not None and last_read(module, inputs) is self.last_weight
             pending_compiles = self.call_info.pending_compiles
             pending_compiles.finish()  # of a graph that Dynamo discarded
             begun = monotonic()
             timer = CompileTimer(self.call_info.called or "a module", self._listener)
-            self._listener.compiling(self._describe(names), True, 0.0)
-            if (why := find_recompile_reason()) is not None:
-                self._listener.report(f"Recompiling: {why}")
+            purpose = self._describe()
+            if (reason := find_recompile_reason(self.call_info.argument_names)) is not None:
+                log.debug("Compile: a guard failed (guard=%s)", reason.guard)
+                if not reason.expected:
+                    self._listener.report(f"Recompiling {purpose}: {reason.text}.")
+            self._listener.compiling(purpose, True, 0.0)
+            log.debug("Compile: weights of the graph (names=%s)", names)
+            self._listener.tasks.stage("differentiating" if torch.is_grad_enabled() else "tracing")
             settings: dict[str, Any] = partitioner_settings(self._config.activation_memory_budget) | {
                 # otherwise programs of subgraphs would not be cached
                 "bundled_autograd_cache": not self._config.whole_graphs,
@@ -164,7 +170,7 @@ class Compiler:
                 # Compile backward now, while ranks know that this one compiles and while these settings hold. A graph
                 # that is kept for another backward must be compiled for that, which only a backward shows.
                 settings["force_non_lazy_backward_lowering"] = True
-            rest = PendingCompile(timer.kernels, settings)
+            rest = PendingCompile(timer.kernels, settings, self._listener.tasks.stage)
             try:
                 with functorch_config.patch(settings), speed_up_lowering(), rest:
                     compiled = self._compile_with_layer_dedup(partial(inner, last, timer), module, inputs, **kwargs)
@@ -185,19 +191,13 @@ class Compiler:
             try:
                 return inner(layers, module, inputs, **kwargs)
             except DedupFailed as error:
-                log.info("Layer deduplication failed (%s); retrying without that layer.", error)
+                log.debug("Layer deduplication: failed, retrying without that layer (reason=%s)", error)
                 layers = layers.without(error)
         return inner(None, module, inputs, **kwargs)
 
-    def _describe(self, weights: Sequence[str]) -> str:
-        training = "training, forward" if self.call_info.retains_graph else "training, forward and backward"
-        purpose = training if torch.is_grad_enabled() else "evaluation"
-        read = "no weights"
-        if weights:
-            read = (
-                f"{len(weights)} weights, {weights[0]!r} to {weights[-1]!r}" if weights[1:] else f"{weights[0]!r} only"
-            )
-        return f"{self.call_info.called or 'a module'} for {purpose} (a graph of {read})"
+    def _describe(self) -> str:
+        purpose = "training" if torch.is_grad_enabled() else "evaluation"
+        return f"{self.call_info.called or 'a module'} for {purpose}"
 
     def _tag(self, last: bool, layers: LayerDedup | None, graph: Graph) -> Graph:
         """Tag weights and activations in a joint graph, after expanding its layers.
@@ -225,7 +225,7 @@ class Compiler:
         forward, backward, changed = partition_joint_graph(module, inputs, num_fwd_outputs, budget, **settings)
         if limits is not None:
             nbytes = insert_offloads(forward.graph, backward.graph, num_fwd_outputs, limits)
-            log.info("Offloading %.1f MiB of activations.", nbytes / 2**20)
+            log.debug("Offload: activations of a graph (mib=%.1f)", nbytes / 2**20)
             changed = [forward, backward]
         for part in changed:
             part.recompile()
@@ -285,9 +285,13 @@ class Compiler:
         steps = cut(module.graph)
         begun, known = monotonic(), self._subgraphs.compiled
         try:
-            program = None if steps is None else lower_subgraphs(module, self._subgraphs, kernels, steps, **settings)
+            program = (
+                None
+                if steps is None
+                else lower_subgraphs(module, self._subgraphs, kernels, steps, self._show_subgraph(module), **settings)
+            )
         except StrideMismatch as error:
-            log.info("Compiling a graph without subgraphs: %s", error)
+            log.debug("Subgraphs: the graph is compiled as a whole (reason=%s)", error)
             program = None
         if program is None:
             with inductor_config.patch(post_grad_custom_post_pass=None):
@@ -296,7 +300,7 @@ class Compiler:
         self._listener.add_metric("subgraphs compiled", self._subgraphs.compiled - known)
         OPTIMIZATION_COUNTS["subgraphs"] += program.calls
         OPTIMIZATION_COUNTS["subgraphs compiled"] += self._subgraphs.compiled - known
-        log.info(
+        log.debug(
             "Subgraphs: compiled (nodes=%d, calls=%d, new=%d, seconds=%.1f)",
             len(module.graph.nodes),
             program.calls,
@@ -304,6 +308,10 @@ class Compiler:
             monotonic() - begun,
         )
         return program
+
+    def _show_subgraph(self, module: GraphModule) -> Callable[[int, int], None]:
+        kind = graph_kind(module.graph)
+        return lambda number, total: self._listener.tasks.stage(f"{kind}: subgraph {number} of {total}")
 
     def _digest(self) -> str:
         """Return a digest of all that decides how a graph is rewritten.

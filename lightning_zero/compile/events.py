@@ -14,6 +14,7 @@ from lightning_zero.compat.patches import PATCHES
 from lightning_zero.compile.async_compile import DeferredKernels
 from lightning_zero.compile.fx_utils import graph_kind
 from lightning_zero.compile.passes.base import PassTrace
+from lightning_zero.task_progress import TaskProgress
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +31,10 @@ class CompileProgress:
         busy_for_others: informs other ranks that this one compiles, or has finished.
         busy: called with a description when a long task starts, and with "" when it ends.
         report: logs a line for the user; called on every rank.
+        tasks: shows the user how long compilations take.
 
     Attributes:
+        tasks: the argument.
         compiled: number of beginnings and ends of compilations.
         metrics: seconds of "compiling", and of the "passes" in it; numbers of "graphs", of
             "subgraphs" and of "subgraphs compiled".
@@ -42,7 +45,9 @@ class CompileProgress:
         busy_for_others: Callable[[bool], None],
         busy: Callable[[str], None] = lambda what: None,
         report: Callable[[str], None] | None = None,
+        tasks: TaskProgress | None = None,
     ) -> None:
+        self.tasks = tasks or TaskProgress()
         self._busy_for_others = busy_for_others
         self._busy = busy
         self._report = report or log.info
@@ -92,13 +97,15 @@ class CompileProgress:
         """Report that a compilation begins (``busy``) or ended after ``seconds``.
 
         Args:
-            what: the graph at the beginning; the parts of the seconds, or "", at the end.
+            what: the module and its purpose at the beginning; the parts of the seconds, or "", at the end.
         """
         self.compiled += 1
         if busy:
-            self.report(f"Compiling {what}; this step takes longer.")
+            self.tasks.begin(f"Compiling {what}")
+            log.debug("Compile: begin (module=%s)", what)
         else:
-            self.report(f"Compiled it in {seconds:.1f} s{f' ({what})' if what else ''}.")
+            self.tasks.end()
+            log.debug("Compile: end (seconds=%.1f, parts=%s)", seconds, what or "none")
             self.add_metric("graphs", 1)
             self.add_metric("compiling", seconds)
             log.debug("In use: %s", OPTIMIZATION_COUNTS.text())
@@ -150,7 +157,8 @@ class CompileTimer:
         """Return a context that measures the compilation of a partitioned graph."""
         kind, begun = graph_kind(graph), monotonic()
         if self.over:  # no other code reports a late backward
-            self._listener.compiling(f"the {kind} of {self._called} for training", True, 0.0)
+            self._listener.compiling(f"{self._called} for training ({kind})", True, 0.0)
+        self._listener.tasks.stage(kind)
         try:
             yield
         finally:

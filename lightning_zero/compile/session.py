@@ -42,6 +42,7 @@ from lightning_zero.profiling.device_gauges import MemoryGauge
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.symm_mem import PeerTransports
+from lightning_zero.task_progress import TaskProgress
 
 
 class CompileSession:
@@ -50,6 +51,7 @@ class CompileSession:
     Args:
         transports: of weights and gradients, which change how graphs are rewritten.
         report: logs a line for the user; called on every rank.
+        tasks: shows the user how long compilations take.
 
     Attributes:
         plans: plans of the graphs that have run.
@@ -65,6 +67,7 @@ class CompileSession:
         transports: PeerTransports,
         skip_modules: tuple[type, ...] = (),
         report: Callable[[str], None] | None = None,
+        tasks: TaskProgress | None = None,
     ) -> None:
         self.config = config
         self._mesh = mesh
@@ -86,10 +89,10 @@ class CompileSession:
         self._costs: CostModel | None = None
         activations = HostActivations(mesh.device)
         executor.keep_activations(activations)
-        self.progress = CompileProgress(self._consensus.compiling, watchdog.native.busy, report)
+        self.progress = CompileProgress(self._consensus.compiling, watchdog.native.busy, report, tasks)
         report = self.progress.report
         self._make_compiled_modules = partial(
-            CompiledModules, skip=skip_modules, report=report, quota=activations.quota
+            CompiledModules, skip=skip_modules, report=report, quota=activations.quota, tasks=self.progress.tasks
         )
         self.plans = PlanStore()
         compiler = CompilerAccess(

@@ -25,12 +25,14 @@ from lightning_zero.config.schema import option_fields
 from lightning_zero.config.text import args_section
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.integrations.console import show_info
 from lightning_zero.integrations.introspection import EngineIntrospectionMixin
 from lightning_zero.integrations.processes import ProcessGroupMixin, without_nccl_abort
 from lightning_zero.integrations.uncompile import accept_compiled_names, save_compiled_names, uncompile_modules
 from lightning_zero.native import load
-from lightning_zero.native.build import is_built
+from lightning_zero.native.build import build, is_built
 from lightning_zero.sharding.sharder import explain_shard_error
+from lightning_zero.task_progress import TaskProgress
 
 P = ParamSpec("P")
 
@@ -114,14 +116,17 @@ class ZeroStrategyBase(EngineIntrospectionMixin, ProcessGroupMixin):
     def _sharded(self) -> bool:
         return self._options.state_dict_type == "sharded"
 
-    def _create_engine(self, config: EngineConfig, report: Callable[[str], Any]) -> tuple[Engine, float]:
+    def _create_engine(self, config: EngineConfig) -> tuple[Engine, float]:
         """Create an engine; also return the seconds of waiting for the C++ executor to be built."""
         start_compile_workers(config.compiled, self.root_device)
-        begun, built = time.monotonic(), is_built()
+        begun, built, tasks = time.monotonic(), is_built(), TaskProgress(show_info)
+        if not built:
+            with tasks.task("Building the C++ executor"):
+                build(report=lambda text, *args: show_info(text % args))
         load()
         waited_s = 0.0 if built else time.monotonic() - begun
         with without_nccl_abort():
-            engine = Engine(self.root_device, config, skip_modules=(Metric,), report=report)
+            engine = Engine(self.root_device, config, skip_modules=(Metric,), report=show_info, tasks=tasks)
         self._observe_engine(engine)
         return engine, waited_s
 

@@ -207,7 +207,9 @@ def _hash(sources: Path, machine: Sequence[str]) -> str:
 
 def _compile(compiler: list[str], version: str, library: Path, report: Report) -> None:
     start, sources = time.monotonic(), source_directory()
-    report("Building lightning_zero's C++ executor (once for this torch version; takes up to a minute).")
+    report(
+        "C++ executor: building, once for this torch version. `python -m lightning_zero build` does it ahead of time."
+    )
     torch_directory = Path(torch.__file__).parent
     include = torch_directory / "include"
     # Sources include each other by folder.
@@ -253,7 +255,7 @@ def _compile(compiler: list[str], version: str, library: Path, report: Report) -
         raise unwritable_error(library.parent, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    report("Built lightning_zero's C++ executor in %.0f s (%s).", time.monotonic() - start, library)
+    report("C++ executor: built (seconds=%.0f, path=%s)", time.monotonic() - start, library)
 
 
 def loaded_runtime() -> list[str]:
@@ -338,7 +340,7 @@ def _compile_unit(compilers: _Compilers, lean: Sequence[str], command: list[str]
     try:
         _run(compilers, command)
     except NativeBuildError as error:
-        log.debug("With torch's own headers: %s", error)
+        log.debug("C++ executor: a unit needs torch's own headers (reason=%s)", error)
         _run(compilers, [flag for flag in command if flag not in lean])
 
 

@@ -72,7 +72,7 @@ def _without_home() -> Path:
             f"There is no directory for lightning_zero's C++ executor: this user has no home directory, and {error}. "
             + INSTEAD
         ) from error
-    log.info("This user has no home directory: the C++ executor is kept in %s. %s", folder, INSTEAD)
+    log.debug("C++ executor: this user has no home directory (folder=%s). %s", folder, INSTEAD)
     return folder
 
 
@@ -223,7 +223,9 @@ def _acquire(lock: TextIO, path: Path, deadline_s: float, report: Callable[..., 
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK):
                 # Do not wait: some network file systems have no locks.
-                report("%s cannot be locked (%s): several processes may build at once.", path, error)
+                report(
+                    "C++ executor: no lock, so several processes may build at once (path=%s, reason=%s)", path, error
+                )
                 return
         waited = time.monotonic() - start
         if waited > deadline_s:
@@ -232,6 +234,6 @@ def _acquire(lock: TextIO, path: Path, deadline_s: float, report: Callable[..., 
                 f"{path}). End that process, or set LIGHTNING_ZERO_CACHE to another directory."
             )
         if not reported and waited > 2:
-            report("Waiting while another process builds the C++ executor (%s).", path)
+            report("C++ executor: waiting for another process that builds it (lock=%s)", path)
             reported = True
         time.sleep(0.1)

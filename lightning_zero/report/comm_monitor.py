@@ -15,10 +15,10 @@ import torch
 from lightning.pytorch.callbacks import Callback, ThroughputMonitor
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.integrations.console import show_info
 from lightning_zero.integrations.trainer.pass_schedule import zero_strategy
 from lightning_zero.profiling.devices import PeakFlops, find_peak_flops
 from lightning_zero.report.flops import FlopCount
@@ -227,7 +227,7 @@ class CommMonitor(Callback):
         """Report a line once; ``suffix`` may differ."""
         if line not in self._reported:
             self._reported.add(line)
-            rank_zero_info(line + suffix)
+            show_info(line + suffix)
 
 
 def _counts(engine: Engine, optimizers: list[torch.optim.Optimizer]) -> EngineCounters:

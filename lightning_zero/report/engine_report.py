@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -13,6 +14,8 @@ from lightning_zero.sharding.param_record import Role
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
 __all__ = ["memory_by_role", "replay_blockers", "startup_summary"]
+
+log = logging.getLogger(__name__)
 
 FORWARD_BACKWARD, OPTIMIZER = "forward_backward", "optimizer_step"
 MOST_NAMES = 3  # of compiled modules in a line
@@ -66,59 +69,73 @@ def replay_blockers(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] 
 
 
 def startup_summary(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    """Return a line like ``Runs: ZeRO-3 over 2 x cuda; compiled: 'net'; ... On each rank: ...``."""
-    parts = [_stage(engine), _compiled(engine), *_transports(engine), _replays(engine, optimizers)]
+    """Return a line like ``Runs: ZeRO-3 on 2 CPU ranks; compiled: 'net'; ... 1.6 MiB on each rank.``."""
+    blockers = replay_blockers(engine, optimizers)
+    log.debug("Runs: details (transports=%s, blockers=%s)", engine.transports.describe(), blockers)
+    parts = [_stage(engine), _compiled(engine), *_transports(engine), _replays(engine, blockers)]
     return f"Runs: {'; '.join(parts)}. {_memory(engine, optimizers)}"
 
 
 def _stage(engine: Engine) -> str:
     dtype = engine.config.compute_dtype
-    computing = f", computing in {str(dtype).removeprefix('torch.')}" if dtype is not None else ""
+    computing = f" in {str(dtype).removeprefix('torch.')}" if dtype is not None else ""
     hosts, replicas = engine.mesh.host_count, engine.config.tuning.replicate_over is not None
-    where = f" on {hosts} hosts" if hosts > 1 else " (replicate_over changes nothing on one host)" if replicas else ""
+    where = f" of {hosts} hosts" if hosts > 1 else " (replicate_over changes nothing on one host)" if replicas else ""
     where += ", a replica on each" if engine.mesh.replicated else ""
-    return f"ZeRO-{engine.config.stage} over {engine.world_size} x {engine.device.type}{where}{computing}"
+    ranks = f"{engine.device.type.upper()} rank{'s' if engine.world_size > 1 else ''}"
+    return f"ZeRO-{engine.config.stage} on {engine.world_size} {ranks}{where}{computing}"
 
 
 def _compiled(engine: Engine) -> str:
     compiled = engine.session.compiled_modules
     if compiled is None or not engine.config.compiled.enabled:
-        return "nothing compiled: compile=False"
+        return "nothing compiled, because of compile=False"
     names = [
         repr(name) if name else "the whole module" for name in compiled.modules if name not in compiled.limit_reasons
     ]
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
     reasons = compiled.eager_reasons | compiled.limit_reasons
     eager = [f"{name or 'the whole module'!r} runs eagerly: {why}" for name, why in reasons.items()]
-    return "; ".join([f"compiled: {', '.join(names[:MOST_NAMES]) or 'nothing yet'}{more}", *eager])
+    others = [f"{len(eager) - MOST_NAMES} more run eagerly"] if len(eager) > MOST_NAMES else []
+    shown = f"compiled: {', '.join(names[:MOST_NAMES]) or 'nothing yet'}{more}"
+    return "; ".join([shown, *eager[:MOST_NAMES], *others])
 
 
 def _transports(engine: Engine) -> list[str]:
-    if engine.world_size == 1:
+    """Return how data moves between ranks, if it is slower than it could be on this device."""
+    if engine.world_size == 1 or engine.device.type == "cpu":
         return []
-    return [f"{what} use {how}" for what, how in engine.transports.describe().items()]
+    used, prefix = engine.transports.collectives_used, "collectives ("
+    if not used:
+        return ["weights and gradients use peer copies"]
+    reasons = [how.removeprefix(prefix) for how in engine.transports.describe().values() if how.startswith(prefix)]
+    return [f"{used} ({reasons[0].removesuffix(')')})" if reasons and reasons[0].endswith(")") else used]
 
 
-def _replays(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
-    why = replay_blockers(engine, optimizers)
+def _replays(engine: Engine, blockers: Mapping[str, str]) -> str:
+    if engine.device.type == "cpu" and all(blockers.values()):
+        return "no CUDA graphs, because the device is a CPU"
+    if all(blockers.values()):
+        return f"no CUDA graphs, because {blockers[FORWARD_BACKWARD]}"
     names = {FORWARD_BACKWARD: "forward and backward", OPTIMIZER: "optimizer step"}
-    if why[FORWARD_BACKWARD] == why[OPTIMIZER] and why[OPTIMIZER]:
-        return f"no replays: {why[OPTIMIZER]}"
-    return "; ".join(
-        f"{name} not replayed: {why[what]}" if why[what] else f"{name} replayed" for what, name in names.items()
-    )
+    replayed = ", ".join(name for what, name in names.items() if not blockers[what])
+    reasons = [f" (not {name}: {blockers[what]})" for what, name in names.items() if blockers[what]]
+    return f"CUDA graphs: {replayed}{''.join(reasons)}"
 
 
 def _memory(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
     roles = memory_by_role(engine, optimizers)
     shards = sum(nbytes for what, nbytes in roles.items() if what not in ("peers", *SEPARATE_ROLES))
-    parts = [f"{_size(shards)} of shards, gradients, copies and optimizer state"]
-    parts += [f"{_size(roles[what])} of {name}" for what, name in SEPARATE_ROLES.items() if roles[what]]
+    separate = {name: roles[what] for what, name in SEPARATE_ROLES.items() if roles[what]}
+    log.debug("Runs: memory of this rank (shards=%s, others=%s)", _size(shards), separate)
+    host = sum(nbytes for what, nbytes in roles.items() if what.endswith("_on_host"))
+    parts = [f"{_size(shards)} of model state"]
+    parts += [f"{_size(host)} on the host"] if host else []
     gauge = MemoryGauge(engine.device)
     if gauge.reports_memory:
         read = gauge.read()
-        parts.append(f"{_size(read.allocated)} at the peak, {_size(read.reserved)} reserved")
-    return f"On each rank: {', '.join(parts)}."
+        parts.append(f"a peak of {_size(read.allocated)}")
+    return f"Each rank has {', '.join(parts)}."
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -1,18 +1,26 @@
-"""Report how the seconds until a training's steady steps were spent."""
+"""Report how the seconds until a training's steady steps were spent.
+
+Parts do not overlap and add up to the total: compilation is subtracted from the phase in which it happened.
+"""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from lightning_zero.compat.compiler import compilation_times
 from lightning_zero.compat.lookup import Absent
 
 __all__ = ["StartupTimer"]
 
+log = logging.getLogger(__name__)
+
 BATCHES = 10  # least number before the report
 QUIET = 3  # consecutive batches in which nothing was compiled
 MOST_BATCHES = 100  # the report comes then even if batches of new lengths keep compiling
+SHORTEST_S = 0.05  # parts below it would be shown as 0.0 s
 
 # Keys of torch's compilation times.
 DYNAMO, IN_BACKENDS, JOINT = "_compile.compile_inner", "OutputGraph.call_user_compiler", "aot_trace_joint_graph"
@@ -24,15 +32,27 @@ def _compilation_seconds() -> dict[str, float]:
     return {what: sum(seconds) for what, seconds in compilation_times.items()}
 
 
+@dataclass(frozen=True)
+class _Mark:
+    """A moment, and the seconds of compilation until then."""
+
+    at_s: float
+    dynamo_s: float
+    backend_s: float
+
+    def without_compiling(self, end: _Mark) -> float:
+        """Return the seconds from here to ``end`` in which nothing was compiled."""
+        return (end.at_s - self.at_s) - (end.dynamo_s - self.dynamo_s) - (end.backend_s - self.backend_s)
+
+
 class StartupTimer:
     """Times the start of a training, from its construction at the beginning of a stage.
 
     Call :meth:`batch` before each training batch until it returns lines, and :meth:`ends` after the training.
 
     Args:
-        spent: returns the seconds and counts of :class:`~lightning_zero.compile.events.Progress`; empty without an
-            engine.
-        compiler: torch's name of the backend.
+        spent: returns the seconds and counts of :class:`~lightning_zero.compile.events.CompileProgress`; empty without
+            an engine.
         running: returns the line about what runs; "" for none.
         clock: returns seconds.
         of_torch: returns torch's compilation seconds by key.
@@ -41,24 +61,30 @@ class StartupTimer:
     def __init__(
         self,
         spent: Callable[[], Mapping[str, float]],
-        compiler: str = "inductor",
         running: Callable[[], str] = str,  # a Trainer may be pickled, which a lambda could not
         clock: Callable[[], float] = time.monotonic,
         of_torch: Callable[[], Mapping[str, float]] = _compilation_seconds,
     ) -> None:
         self._spent, self._clock, self._of_torch = spent, clock, of_torch
         self._running = running
-        self._compiler = "Inductor" if compiler == "inductor" else compiler
-        self._begun, self._before, self._torch_before = clock(), dict(spent()), dict(of_torch())
-        self._built = 0.0
-        self._batches: list[float] = []  # when they began
+        self._begun_s, self._built_s = clock(), 0.0
+        self._forget_compilations()
+        self._batches = 0
+        self._marks: list[_Mark] = []  # the beginnings of the first and the second batch
         self._graphs = self._quiet = 0.0
         self._over = False
 
     def built(self, seconds: float) -> None:
         """Add the seconds of the executor's build. Compilation until then did not belong to the model."""
-        self._built += seconds
-        self._torch_before = dict(self._of_torch())
+        self._built_s += seconds
+        self._forget_compilations()
+
+    def adopted(self) -> None:
+        """Ignore what an earlier Trainer compiled for the module's engine."""
+        self._forget_compilations()
+
+    def _forget_compilations(self) -> None:
+        self._before, self._torch_before = dict(self._spent()), dict(self._of_torch())
 
     def batch(self) -> list[str]:
         """Call when a batch begins. Return the lines once, when the start is over."""
@@ -67,15 +93,17 @@ class StartupTimer:
         graphs = self._since("graphs")
         self._quiet = self._quiet + 1 if graphs == self._graphs else 0
         self._graphs = graphs
-        done = len(self._batches)
-        self._batches.append(self._clock())
+        done = self._batches
+        self._batches += 1
+        if done < 2:
+            self._marks.append(self._mark())
         if done < BATCHES or (self._quiet < QUIET and done < MOST_BATCHES):
             return []
         return self._lines(done)
 
     def ends(self) -> list[str]:
         """Call when the training ends. Return the lines unless they were returned before."""
-        return [] if self._over or not self._batches else self._lines(len(self._batches))
+        return [] if self._over or not self._batches else self._lines(self._batches)
 
     def _lines(self, batches: int) -> list[str]:
         self._over = True
@@ -86,26 +114,31 @@ class StartupTimer:
         return [line for line in (self._line(batches), running) if line]
 
     def _line(self, batches: int) -> str | None:
-        if not self._since("graphs") and not self._built:
+        if not self._since("graphs") and not self._built_s:
             return None  # everything was in caches
-        total = self._clock() - self._begun
-        passes, joint = self._since("passes"), self._of_torch_since(JOINT)
-        parts = [
-            ("build", self._built),
-            ("until the first step", self._batches[0] - self._begun - self._built),
-            ("first step, eagerly", self._batches[1] - self._batches[0] if batches > 1 else 0.0),
-            ("Dynamo", self._of_torch_since(DYNAMO) - self._of_torch_since(IN_BACKENDS)),
-            ("joint graph", joint),
-            ("passes", passes),
-            (self._compiler + self._subgraphs(), self._since("compiling") - joint - passes),
-        ]
-        parts.append(("the other steps", total - sum(seconds for _, seconds in parts)))
-        shown = ", ".join(f"{what} {max(seconds, 0.0):.1f}" for what, seconds in parts)
-        return f"Start: {total:.1f} s to the end of step {batches}: {shown}."
+        end, joint = self._mark(), self._of_torch_since(JOINT)
+        first, second = self._marks[0], [*self._marks, end][1]
+        begun = _Mark(self._begun_s, 0.0, 0.0)
+        parts = {
+            "build": self._built_s,
+            "setup": begun.without_compiling(first) - self._built_s,
+            "first step": first.without_compiling(second),
+            "tracing": end.dynamo_s + joint,
+            "compiling": end.backend_s - joint,
+            "other steps": second.without_compiling(end),
+        }
+        subgraphs, compiled = self._since("subgraphs"), self._since("subgraphs compiled")
+        log.debug(
+            "Start: compilation (dynamo_s=%.1f, joint_graph_s=%.1f, passes_s=%.1f, backend_s=%.1f, "
+            "subgraphs_compiled=%d, subgraphs_reused=%d)",
+            end.dynamo_s, joint, self._since("passes"), end.backend_s, compiled, subgraphs - compiled,
+        )  # fmt: skip
+        shown = " + ".join(f"{what} {seconds:.1f}" for what, seconds in parts.items() if seconds >= SHORTEST_S)
+        return f"Start: {end.at_s - self._begun_s:.1f} s until step {batches} = {shown}."
 
-    def _subgraphs(self) -> str:
-        total, compiled = int(self._since("subgraphs")), int(self._since("subgraphs compiled"))
-        return f" ({compiled} subgraphs compiled, {total - compiled} reused)" if total else ""
+    def _mark(self) -> _Mark:
+        dynamo_s = self._of_torch_since(DYNAMO) - self._of_torch_since(IN_BACKENDS)
+        return _Mark(self._clock(), max(dynamo_s, 0.0), self._since("compiling"))
 
     def _since(self, what: str) -> float:
         return self._spent().get(what, 0.0) - self._before.get(what, 0.0)

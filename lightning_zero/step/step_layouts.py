@@ -262,7 +262,7 @@ class StepLayouts:
         self._kinds = numbers
 
     def _report(self, why: str) -> None:
-        log.info("New layout of the step of %s: %s.", type(self._optimizer).__name__, why)
+        log.debug("Optimizer step: new layout (optimizer=%s, reason=%s)", type(self._optimizer).__name__, why)
 
 
 def _values(state: State) -> list[Any]:

@@ -152,7 +152,9 @@ class OptimizerStepper:
         self.eager_reason = reason_not_captured(optimizer, device, capture, emulate)
         self._graphs = bool(capture) and (emulate or device.type == "cuda")
         if self.eager_reason is not None:
-            log.info("%s steps without a captured graph: %s.", type(optimizer).__name__, self.eager_reason)
+            log.debug(
+                "Optimizer step: not captured (optimizer=%s, reason=%s)", type(optimizer).__name__, self.eager_reason
+            )
         compile_kernels, ring = device.type == "cuda", host.ring if host else None
         self._captured = CapturedRunner(optimizer, self._layouts, device, compile_kernels, ring, self._graphs)
         # The first runner that can step a layout is used.

@@ -188,7 +188,7 @@ _ALL = (
     Point(
         "build",
         "builds the C++ executor",
-        ("lightning_zero.native.load:build", "lightning_zero.native.build:_compile"),
+        ("lightning_zero.integrations.strategy_base:build", "lightning_zero.native.build:_compile"),
         -1,
         training={"cold": True},
         install=_first_to_build,

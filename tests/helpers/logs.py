@@ -16,13 +16,13 @@ __all__ = ["logged", "said_by", "stderr"]
 
 @contextmanager
 def logged(name: str) -> Iterator[list[str]]:
-    """The messages of that logger and those below it, from INFO on, as they come."""
+    """The messages of that logger and those below it, from DEBUG on, as they come."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     log = logging.getLogger(name)
     log.addHandler(handler)
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.DEBUG)
     try:
         yield lines
     finally:

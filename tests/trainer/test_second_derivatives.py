@@ -146,7 +146,7 @@ class KeepsGraph(Regression):
 def _train(kind: str, make: Any) -> dict[str, Any]:
     said: list[str] = []
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr("lightning_zero.integrations.trainer.strategy.rank_zero_info", said.append)
+        monkeypatch.setattr("lightning_zero.integrations.strategy_base.show_info", said.append)
         with fitted(kind, make, STEPS) as (module, trainer):
             values = {"losses": global_losses(kind, module), "state": whole_state(module)}
             compiled_modules = (

@@ -10,7 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BatchSizeFinder, EMAWeightAveraging, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
 
@@ -93,6 +93,14 @@ def pruning_in_an_evaluation() -> None:
         trainer.validate(module, make_loader("eager", 1), verbose=False)
     finally:
         close(module)
+
+
+@wrong(
+    r"MisconfigurationException: BatchSizeFinder is not supported by the ZeRO-3 strategies: it raises the batch size "
+    r"until memory runs out.*`python -m lightning_zero plan script\.py:Module --ranks 4 --device H200`, which exits with 1"
+)
+def finding_a_batch_size() -> None:
+    fit(Regression(), callbacks=[BatchSizeFinder()])
 
 
 @wrong(r"MisconfigurationException: Mine, a StochasticWeightAveraging, is not supported.*EMAWeightAveraging")

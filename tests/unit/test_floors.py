@@ -10,6 +10,7 @@ REPO = Path(__file__).resolve().parents[2]
 PACKAGE = "lightning_zero"
 FLOORS = {
     "subprocess_main": 0,
+    "task_progress": 0,
     "compat": 0,
     "config": 0,
     "errors": 0,

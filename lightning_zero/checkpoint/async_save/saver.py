@@ -80,7 +80,7 @@ class AsyncSaver:
             self._writer.start()
             self._snapshot.reserve(count)
         except OSError as error:  # the save raises it on every rank
-            log.info("Async save: no memory for a snapshot yet (%s)", error)
+            log.debug("Async save: no memory for a snapshot yet (reason=%s)", error)
 
     def save(self, path: str | Path, state: Mapping[str, Any], rest: Any) -> str:
         """Begin a save, after the previous one has ended. Collective.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.compat.compiler import Unsupported, dynamo_config, metrics_context
+from lightning_zero.compat.compiler import Unsupported, dynamo_config
 from lightning_zero.compat.dynamo import ChangingInts, LimitHit, watch_recompile_limits
 from lightning_zero.compat.patches import failure_of_newer_torch
 from lightning_zero.compat.tensors import (
@@ -38,6 +38,7 @@ from lightning_zero.compat.tensors import (
 from lightning_zero.compile.async_compile import PendingCompiles
 from lightning_zero.compile.capture import requires_grad as requires_grad_hooks
 from lightning_zero.compile.capture.module_hooks import ModuleHooks, guard_hooks, needs_hook_guards
+from lightning_zero.compile.capture.recompile_reason import argument_names, explain_guard
 from lightning_zero.compile.capture.requires_grad import ignore_grad_leaves
 from lightning_zero.compile.dynamo_layer_reuse import reuse_layer_traces
 from lightning_zero.compile.fast_compile import collect_young_only
@@ -45,8 +46,9 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.activations import OffloadQuota
 from lightning_zero.sharding.module_patching import pop_functional_call_read
 from lightning_zero.sharding.shard_tensor import ShardParameter
+from lightning_zero.task_progress import TaskProgress
 
-__all__ = ["CallInfo", "CompiledModules", "explain_unsupported", "find_recompile_reason", "format_first_guard"]
+__all__ = ["CallInfo", "CompiledModules", "explain_unsupported"]
 
 
 log = logging.getLogger(__name__)
@@ -58,19 +60,21 @@ class CallInfo:
 
     Attributes:
         called: description of the module that is called now, or was called last.
+        argument_names: names of its positional arguments.
         retains_graph: a backward of the first step kept its graph for another one (``retain_graph=True``).
         quota: limit of activations that the calls offload.
         pending_compiles: graphs that were compiled and have not been called yet.
     """
 
     called: str = ""
+    argument_names: Sequence[str] = ()
     retains_graph: bool = False
     quota: OffloadQuota = field(default_factory=OffloadQuota)
     pending_compiles: PendingCompiles = field(default_factory=PendingCompiles)
 
-    def begin(self, called: str) -> None:
+    def begin(self, called: str, argument_names: Sequence[str] = ()) -> None:
         """Begin a call of a compiled module."""
-        self.called = called
+        self.called, self.argument_names = called, argument_names
         self.quota.begin_call(called)
 
 
@@ -83,6 +87,7 @@ class CompiledModules:
         skip: module types that are never compiled.
         report: logs a line for the user.
         quota: limit of offloaded activations per pass.
+        tasks: shows the user how long compilations take.
 
     Attributes:
         modules: compiled modules by name.
@@ -98,7 +103,9 @@ class CompiledModules:
         skip: tuple[type, ...] = (),
         report: Callable[[str], None] = log.info,
         quota: OffloadQuota | None = None,
+        tasks: TaskProgress | None = None,
     ) -> None:
+        self._tasks = tasks or TaskProgress()
         self._inside = {id(module): name for name, module in root.named_modules()}
         self._root = root
         self._arguments = arguments
@@ -205,13 +212,14 @@ class CompiledModules:
     def _on_recompile_limit(self, name: str, module: nn.Module, code: CodeType, hit: LimitHit) -> None:
         if name in self.limit_reasons:
             return
-        guard = format_first_guard(hit.guard)
+        guard = explain_guard(hit.guard, argument_names(module)).text
+        log.debug("Compile: the recompile limit is reached (guard=%s)", hit.guard)
         self.limit_reasons[name] = f"torch compiled it {hit.value} times, and no more ({guard})"
         part = "" if hit.code.startswith(f"{code.co_name!r} ") else f", as far as it is the code of {hit.code},"
         if not dist.is_initialized() or dist.get_rank() == 0:
             log.warning(
                 "%s%s runs eagerly from now on: torch has compiled it %d times, its limit "
-                "(torch._dynamo.config.%s). The guard that failed last: %s. Keep a value that changes in each step in "
+                "(torch._dynamo.config.%s). The last reason: %s. Keep a value that changes in each step in "
                 "a tensor (register_buffer, or an argument that is a tensor), change it outside of forward, or "
                 "decorate the method that reads it with torch.compiler.disable. To compile more often, raise that "
                 "limit.",
@@ -280,6 +288,7 @@ class CompiledModules:
         compiled = torch.compile(plain, **self._arguments)
         on_limit = partial(self._on_recompile_limit, name, module, plain.__code__)
         notes, described, first = self.call_info, self._show(name, module), True
+        arguments, tasks = argument_names(module), self._tasks
         hooks = ModuleHooks(module)
         ignorable = (
             [] if name in self._needs_input_gradients else requires_grad_hooks.find_requires_grad_hooks(hooks.all)
@@ -291,7 +300,7 @@ class CompiledModules:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal first
             if not torch.compiler.is_compiling():
-                notes.begin(described)
+                notes.begin(described, arguments)
             # Compiled code cannot run inside a transform.
             run = module._call_impl if inside_functorch() else compiled
             if not self._guards_hooks and hooks.changed():
@@ -307,7 +316,9 @@ class CompiledModules:
                     if not first:
                         return run(*args, **kwargs)
                     first = False
-                    with collect_young_only():
+                    purpose = "training" if torch.is_grad_enabled() else "evaluation"
+                    with tasks.task(f"Compiling {described} for {purpose}"), collect_young_only():
+                        tasks.stage("tracing")
                         return run(*args, **kwargs)
             except Exception as error:
                 if (instead := failure_of_newer_torch(error)) is None:
@@ -327,7 +338,7 @@ class CompiledModules:
     def restart(self, arguments: dict[str, Any]) -> CompiledModules:
         """Restore eager calls and return a copy that discovers modules again with other arguments."""
         self.restore()
-        return CompiledModules(self._root, arguments, self._skip, self._report, self.call_info.quota)
+        return CompiledModules(self._root, arguments, self._skip, self._report, self.call_info.quota, self._tasks)
 
     def restore(self) -> None:
         """Restore eager calls."""
@@ -387,24 +398,3 @@ def explain_unsupported(error: Exception) -> UnsupportedError | None:
         f"weights{where}, which torch.compile cannot trace into one graph under this strategy. Leave torch.compile out "
         "there: the strategy compiles the modules that a training step calls. Or leave fullgraph=True out."
     )
-
-
-LONGEST = 300  # characters; guards over symbols can be pages long
-
-
-def find_recompile_reason() -> str | None:
-    """Return Dynamo's reason for the current recompilation.
-
-    None for a first compilation, and for other passes or options.
-    """
-    reason = metrics_context()._metrics.get("recompile_reason")
-    if not reason or "BACKEND_MATCH" in reason:
-        return None
-    return format_first_guard(reason)
-
-
-def format_first_guard(reason: str) -> str:
-    """Return the first guard of a recompilation reason, shortened."""
-    lines = re.sub(r"^\d+/\d+(_\d+)?: ?", "", reason).splitlines()
-    guard = re.sub(r" {2,}", "  ", lines[0]) if lines else "Dynamo does not say which guard failed"
-    return guard if len(guard) <= LONGEST else f"{guard[:LONGEST]} ..."

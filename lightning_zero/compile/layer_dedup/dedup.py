@@ -179,7 +179,7 @@ def dedup_layers(module: GraphModule, trace: TraceJoint) -> LayerDedup | None:
     spared = sum(len(layer.region.places) for layer in layers) - sum(kinds.values())
     if not layers or spared < MIN_SAVED_SHARE * len(expand_regions(module.graph.nodes)):
         return None
-    log.info("Layer deduplication: %d layers are differentiated as %d", len(layers), len(kinds))
+    log.debug("Layer deduplication: %d layers are differentiated as %d", len(layers), len(kinds))
     OPTIMIZATION_COUNTS["layers"] += len(layers)
     OPTIMIZATION_COUNTS["layers differentiated"] += len(kinds)
     return LayerDedup(module, layers, trace)
@@ -209,7 +209,7 @@ def _try_trace_layer(
     try:
         return trace_layer(region, trace, strides)
     except Exception as error:  # the graph may well be traced without it
-        log.info("Layer deduplication: skipped a kind of layer (%s)", error)
+        log.debug("Layer deduplication: skipped a kind of layer (reason=%s)", error)
         return None
 
 

@@ -108,7 +108,7 @@ def _estimate_seconds(plan: GraphPlan, graph: Graph, costs: CostModel) -> GraphP
         seconds = dict(zip(graph.nodes, costs.node_seconds(graph), strict=True))
         clock = [0.0, *accumulate(map(seconds.__getitem__, _counted(graph)))]
     except Exception as error:  # an op without an estimate must not fail the compilation
-        log.info("A plan has no estimated seconds: %s: %s", type(error).__name__, error)
+        log.debug("Plan: no estimated seconds (reason=%s: %s)", type(error).__name__, error)
         return plan
     reduced = sum(reduce.bytes for reduce in plan.reduces)
     per_byte = costs.gather_seconds(reduced) / reduced if reduced else 0.0

@@ -61,12 +61,20 @@ def lower_subgraphs(
     cache: SubgraphCache,
     kernels: DeferredKernels,
     steps: Sequence[Subgraph | Node],
+    begins: Callable[[int, int], None] | None = None,
     **settings: Any,
 ) -> SubgraphProgram:
-    """Compile a cut graph and return its program."""
+    """Compile a cut graph and return its program.
+
+    ``begins`` is called with the number of each subgraph, from 1, and with that of all.
+    """
     settings = {**settings, "static_input_idxs": ()}
+    subgraphs, compiled = [step for step in steps if isinstance(step, Subgraph)], []
     with kernels.defer():
-        compiled = [_compiled(module, step, cache, settings, kernels) for step in steps if isinstance(step, Subgraph)]
+        for number, subgraph in enumerate(subgraphs, 1):
+            if begins is not None:
+                begins(number, len(subgraphs))
+            compiled.append(_compiled(module, subgraph, cache, settings, kernels))
     return SubgraphProgram(module, steps, compiled)
 
 

@@ -31,14 +31,13 @@ class LoopTracker:
         has_trained: True after the first training step began.
     """
 
-    def __init__(self, engine: Engine, compiler: str, show: Callable[[str], None]) -> None:
+    def __init__(self, engine: Engine, show: Callable[[str], None]) -> None:
         self.engine = engine
         self.has_trained = False
         self._optimizers: list[weakref.ref[Optimizer]] = []
         optimizers = self._optimizers  # not self: the timer would keep the model alive
         self._start = StartupTimer(
             lambda: engine.session.progress.metrics,
-            compiler,
             lambda: startup_summary(engine, _live_optimizers(optimizers)),
         )
         self._show = show

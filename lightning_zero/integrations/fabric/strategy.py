@@ -14,7 +14,6 @@ from lightning.fabric.accelerators import Accelerator
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.precision import Precision
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.types import ReduceOp
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,6 +23,7 @@ from lightning_zero.compat.lightning_private import BackwardSyncControl, EmptyIn
 from lightning_zero.config import Options
 from lightning_zero.config.schema import options
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.integrations.console import show_info
 from lightning_zero.integrations.fabric.fabric_checkpoints import FabricCheckpointing
 from lightning_zero.integrations.fabric.loop import LoopTracker, ShardedModule
 from lightning_zero.integrations.fabric.optimizer_setup import find_loop, prepare_optimizer
@@ -163,12 +163,7 @@ class FabricZeroStrategy(FabricCheckpointing):
                 "The strategy was used before processes were started. Call fabric.launch() first."
             )
         config = with_precision(self.precision.precision, self._options)
-        engine, waited_s = self._create_engine(config, rank_zero_info)
-        if waited_s > 1:
-            rank_zero_info(
-                f"Waited {waited_s:.0f} s for the C++ executor to be built. `python -m lightning_zero build` does it "
-                "ahead of time."
-            )
+        engine, _ = self._create_engine(config)
         engine.cycle.begin_stage()
         self._close_startup()
         return engine
@@ -228,7 +223,7 @@ class FabricZeroStrategy(FabricCheckpointing):
         self._engine = engine
         self._shard_uncompiled(engine, module)
         self._move_metrics(module)
-        loop = LoopTracker(engine, self._options.compile_backend, rank_zero_info)
+        loop = LoopTracker(engine, show_info)
         self._loop_refs = [*(weakref.ref(known) for known in self._loops), weakref.ref(loop)]
         return ShardedModule(module, loop)
 

@@ -44,10 +44,10 @@ from lightning_zero.sharding.host_memory import as_mapped, copy_to_host
 
 _ALTERNATIVES: dict[type[pl.Callback], str] = {
     BatchSizeFinder: (
-        "it tries sizes until memory runs out, which one rank may do alone, and then the others wait for it. Lightning "
-        "refuses it under every distributed strategy. Estimate the size instead: `python -m lightning_zero plan "
-        "script.py:Module --ranks 4 --device H200` exits with 1 if a batch does not fit, and "
-        "lightning_zero.plan(module, batch, world_size=4, device='H200').fits is False."
+        "it raises the batch size until memory runs out. One rank may run out alone, and the others would wait for it. "
+        "Lightning refuses it under every distributed strategy. To estimate what fits, run `python -m lightning_zero "
+        "plan script.py:Module --ranks 4 --device H200`, which exits with 1 if a batch does not fit, or read "
+        "lightning_zero.plan(module, batch, world_size=4, device='H200').fits."
     ),
     StochasticWeightAveraging: (
         "it copies the module after it is sharded. Use lightning.pytorch.callbacks.WeightAveraging or "

@@ -19,7 +19,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.compile import to_uncompiled
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -31,6 +30,7 @@ from lightning_zero.config import EngineConfig, Options
 from lightning_zero.config.schema import options
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.integrations.console import show_info
 from lightning_zero.integrations.precision import check_complex, true_dtype, with_precision
 from lightning_zero.integrations.processes import TrainerLauncher, reduce_in_place, without_nccl_abort
 from lightning_zero.integrations.strategy_base import add_error_notes, options_init
@@ -124,7 +124,7 @@ class ZeroStrategy(TrainerCheckpointing):
     def _lightning_module(self, module: pl.LightningModule | None) -> None:
         # Lightning assigns this before it checks if the strategy accepts a compiled LightningModule.
         if module is not None and getattr(module, "_compiler_ctx", None) is not None:
-            rank_zero_info(
+            show_info(
                 "The strategy compiles the LightningModule itself and ignores your torch.compile of it. Remove that "
                 "call to silence this message."
             )
@@ -142,7 +142,6 @@ class ZeroStrategy(TrainerCheckpointing):
         self._ranks_can_save, self._is_loading = None, False
         module = self.lightning_module
         if module is not None:
-            check_callbacks(module.trainer)  # before their own setup: BatchSizeFinder's gives no alternative
             patch_checkpoint_callbacks(module.trainer)
         with without_nccl_abort():
             super().setup_environment()
@@ -152,6 +151,8 @@ class ZeroStrategy(TrainerCheckpointing):
         engine.cycle.begin_stage()
         self._stage = engine.checkpoints.ranks.begin_stage()
         self._close_startup()
+        if module is not None:
+            check_callbacks(module.trainer)  # before their setup: BatchSizeFinder's own error gives no alternative
 
     @override
     def _watch_collective(self, description: str) -> AbstractContextManager[None]:
@@ -193,7 +194,7 @@ class ZeroStrategy(TrainerCheckpointing):
                     "The strategy was used before its setup. Call this inside a hook of the LightningModule or a "
                     "callback, while trainer.fit() or another stage is running."
                 )
-            self._engine, waited_s = self._create_engine(self._config(), rank_zero_info)
+            self._engine, waited_s = self._create_engine(self._config())
             self._start.built(waited_s)
         return self._engine
 
@@ -237,7 +238,7 @@ class ZeroStrategy(TrainerCheckpointing):
     @override
     def connect(self, model: pl.LightningModule) -> None:
         self._prepared = False
-        self._start = StartupTimer(self._compile_timings, self._options.compile_backend, self._run_summary)
+        self._start = StartupTimer(self._compile_timings, self._run_summary)
         super().connect(model)
 
     def _compile_timings(self) -> Mapping[str, float]:
@@ -251,7 +252,7 @@ class ZeroStrategy(TrainerCheckpointing):
 
     def _show_start(self, lines: Iterable[str]) -> None:
         for line in lines:
-            rank_zero_info(line)
+            show_info(line)
 
     def _prepare_module(self, trainer: pl.Trainer) -> None:
         """Shard the module and its copies in callbacks: in ``setup``, or earlier when weights are loaded.
@@ -296,6 +297,7 @@ class ZeroStrategy(TrainerCheckpointing):
     def _adopt(self, engine: Engine, module: pl.LightningModule) -> None:
         check_sharded_module(engine, module, self.root_device, self.precision_plugin, self._layer_sync is not None)
         self._engine = engine
+        self._start.adopted()
         try:
             engine.configure(self._config())
         except UnsupportedError as error:

@@ -277,7 +277,9 @@ class SignalPads:
             try:
                 take([torch.zeros(1, dtype=torch.int32, device=executor.device)])
             except RuntimeError as error:
-                log.info("Transport: CUDA graphs wait for all data of other hosts before they begin (reason=%s)", error)
+                log.debug(
+                    "Transport: CUDA graphs wait for all data of other hosts before they begin (reason=%s)", error
+                )
 
     def _share_zeros(
         self, memory: SymmetricMemory, executor: Executor, numel: int, use: Callable[[list[Tensor]], None]
@@ -325,7 +327,7 @@ class PeerTransports:
         weights.set_memory(memory if wanted[0] else None, reason)
         gradients.set_memory(memory if wanted[1] else None, reason)
         if reason and mesh.rank == 0:
-            log.info("Transport: collectives for all weights and gradients (reason=%s)", reason)
+            log.debug("Transport: collectives for all weights and gradients (reason=%s)", reason)
         peers._reported_transports = peers._transports_used
         return peers
 

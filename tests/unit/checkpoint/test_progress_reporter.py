@@ -10,12 +10,13 @@ def test_only_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(progress_reporter.time, "monotonic", lambda: now[0])
     said: list[str] = []
-    wrote = ProgressReporter("Saving x.ckpt", "written", said.append)
+    wrote = ProgressReporter("Saving x.ckpt", "written", said.append, total_bytes=20 << 30)
     for _ in range(25):
         now[0] += 1.0
         wrote(2**29)
     assert said == [
-        "Saving x.ckpt: this rank has written 5.0 GiB in 10 s.",
-        "Saving x.ckpt: this rank has written 10.0 GiB in 20 s.",
+        "Saving x.ckpt: 5 s (this rank has written 2.5 of 20.0 GiB)",
+        "Saving x.ckpt: 15 s (this rank has written 7.5 of 20.0 GiB)",
+        "Saving x.ckpt: 25 s (this rank has written 12.5 of 20.0 GiB)",
     ]
     ProgressReporter("Saving x.ckpt", "written", None)(5)

@@ -28,12 +28,14 @@ from lightning_zero.compile.passes.publish_plan import read_plan
 from lightning_zero.compile.passes.selection import PassSelection
 from lightning_zero.config import CompileConfig
 from lightning_zero.native import load
+from lightning_zero.task_progress import TaskProgress
 from tests.unit.compile.graphs import named_products
 from tests.unit.compile.layer_dedup.modules import LAYERS, WIDTH, Block, described
 
 
 class Silent:
     wants_graphs = wants_passes = False
+    tasks = TaskProgress()
 
     def graph(self, what: str, graph: Graph) -> None:
         pass
@@ -75,7 +77,7 @@ def test_inputs_are_freed_after_their_last_use() -> None:
     assert alive == [False]
 
 
-def test_the_guard_that_failed_is_named_where_something_is_compiled_again() -> None:
+def test_the_reason_is_reported_in_words_when_something_is_compiled_again() -> None:
     load()
     told = Silent()
     for_users = Compiler(PassContext(CompileConfig(backend="aot_eager"), 2), PassSelection(), PlanStore(), told)
@@ -85,10 +87,12 @@ def test_the_guard_that_failed_is_named_where_something_is_compiled_again() -> N
     assert told.lines == []
     doubled(torch.ones(5))
     (line,) = told.lines
-    assert line.startswith("Recompiling: ")
-    assert "size mismatch at index 0. expected 4, actual 5" in line
+    assert line == "Recompiling a module for training: 'x' changed in dimension 0 from 4 to 5."
     doubled(torch.ones(6))
     assert len(told.lines) == 1, "sizes are symbols by now"
+    with torch.no_grad():
+        doubled(torch.ones(6))
+    assert len(told.lines) == 1, "an evaluation is expected"
 
 
 def _doubled(x: Tensor) -> Tensor:

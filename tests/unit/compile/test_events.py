@@ -9,20 +9,28 @@ from torch.fx import Graph
 from lightning_zero.compile import events as compile_timer
 from lightning_zero.compile.events import CompileProgress, CompileTimer
 from lightning_zero.compile.passes.base import PassTrace
+from lightning_zero.task_progress import TaskProgress
 
 
-def test_compiling_is_told_to_the_user_the_watchdog_and_the_other_ranks() -> None:
+def test_compiling_is_reported_to_the_watchdog_to_other_ranks_and_to_the_user_if_it_takes_long() -> None:
     others: list[bool] = []
     busy: list[str] = []
     lines: list[str] = []
-    progress = CompileProgress(others.append, busy.append, lines.append)
-    progress.compiling("the whole Net", True, 0.0)
+    shown: list[str] = []
+    now = [0.0]
+    tasks = TaskProgress(shown.append, clock=lambda: now[0], threaded=False)
+    progress = CompileProgress(others.append, busy.append, lines.append, tasks)
+    progress.compiling("the whole Net for training", True, 0.0)
+    now[0] = 6.0
+    tasks.tick()
     progress.compiling("forward 1.0 s", False, 1.25)
     progress.compiling("", False, 1.25)
+    now[0] = 100.0
+    tasks.tick()
     assert others == [True, False, False]
-    assert busy == ["compiling the whole Net,", "", ""]
-    assert lines[0] == "Compiling the whole Net; this step takes longer."
-    assert lines[1:] == ["Compiled it in 1.2 s (forward 1.0 s).", "Compiled it in 1.2 s."]
+    assert busy == ["compiling the whole Net for training,", "", ""]
+    assert lines == []
+    assert shown == ["Compiling the whole Net for training: 6 s"]
     assert progress.compiled == 3
 
 
@@ -59,7 +67,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
 
 
 def make(told: list[tuple[str, bool]]) -> CompileTimer:
-    listener: Any = SimpleNamespace(compiling=lambda what, busy, seconds: told.append((what, busy)))
+    listener: Any = SimpleNamespace(
+        compiling=lambda what, busy, seconds: told.append((what, busy)), tasks=TaskProgress()
+    )
     return CompileTimer("'net' (Net)", listener)
 
 
@@ -81,7 +91,7 @@ def test_a_late_backward_is_told_by_its_module(told: list[tuple[str, bool]]) -> 
     assert told.pop() == ("forward 0.0 s", False)
     with pytest.raises(ValueError, match="broken"), late.measure(Graph()):
         raise ValueError("broken")
-    assert told == [("the backward of 'net' (Net) for training", True), ("", False)], "also where it fails"
+    assert told == [("'net' (Net) for training (backward)", True), ("", False)], "also where it fails"
 
 
 def test_a_graph_out_of_the_cache_was_not_lowered(told: list[tuple[str, bool]]) -> None:

@@ -2,6 +2,8 @@
 
 from collections import defaultdict
 
+import pytest
+
 from lightning_zero.report.startup_timer import BATCHES, MOST_BATCHES, StartupTimer
 
 
@@ -12,9 +14,7 @@ class Training:
         self.now = 100.0
         self.spent: defaultdict[str, float] = defaultdict(float, graphs=3.0, compiling=50.0)  # by another training
         self.torch: defaultdict[str, float] = defaultdict(float, {"aot_trace_joint_graph": 7.0})
-        self.clock = StartupTimer(
-            lambda: self.spent, "Inductor", lambda: self.runs, lambda: self.now, lambda: self.torch
-        )
+        self.clock = StartupTimer(lambda: self.spent, lambda: self.runs, lambda: self.now, lambda: self.torch)
         self.runs = ""
 
     def passes(self, seconds: float) -> None:
@@ -51,8 +51,8 @@ def test_the_line_says_where_each_second_went() -> None:
     training.compiles(5.0, 8.0, 1.0, 18.0, subgraphs=152, new=12)
     training.passes(0.5)
     assert training.batches(20) == [
-        "Start: 41.5 s to the end of step 10: build 1.5, until the first step 1.5, first step, eagerly 2.0, Dynamo 5.0, "
-        "joint graph 8.0, passes 1.0, Inductor (12 subgraphs compiled, 140 reused) 18.0, the other steps 4.5."
+        "Start: 41.5 s until step 10 = build 1.5 + setup 1.5 + first step 2.0 + tracing 13.0 + compiling 19.0 + "
+        "other steps 4.5."
     ]
     assert training.clock.ends() == [], "once is enough"
 
@@ -65,8 +65,7 @@ def test_what_was_compiled_while_the_executor_was_built_is_no_part_of_the_model(
     training.clock.built(1.0)
     training.compiles(2.0, 3.0, 0.0, 1.0)
     [line] = training.batches(15)
-    assert "build 1.0, until the first step 10.0," in line
-    assert "Dynamo 2.0, joint graph 3.0, passes 0.0, Inductor 1.0" in line
+    assert "= build 1.0 + setup 4.0 + first step 0.5 + tracing 5.0 + compiling 1.0 + " in line
 
 
 def test_it_waits_until_nothing_is_compiled_any_more() -> None:
@@ -75,7 +74,7 @@ def test_it_waits_until_nothing_is_compiled_any_more() -> None:
         assert not training.batches(1)
         training.compiles(0.1, 0.1, 0.1, 0.1)
     [line] = training.batches(5)
-    assert f"to the end of step {BATCHES + 5 + 3}:" in line
+    assert f"until step {BATCHES + 5 + 3} =" in line
 
 
 def test_it_does_not_wait_for_ever() -> None:
@@ -84,7 +83,7 @@ def test_it_does_not_wait_for_ever() -> None:
     for _ in range(MOST_BATCHES + 10):
         lines += training.batches(1)
         training.compiles(0.1, 0.1, 0.1, 0.1)
-    assert [f"to the end of step {MOST_BATCHES}:" in line for line in lines] == [True]
+    assert [f"until step {MOST_BATCHES} =" in line for line in lines] == [True]
 
 
 def test_a_short_training_says_it_at_its_end() -> None:
@@ -93,7 +92,7 @@ def test_a_short_training_says_it_at_its_end() -> None:
     training.batches(2)
     training.compiles(1.0, 1.0, 1.0, 1.0)
     [line] = training.clock.ends()
-    assert "to the end of step 2:" in line
+    assert "until step 2 =" in line
     assert training.clock.ends() == []
 
 
@@ -121,6 +120,43 @@ def test_a_line_that_fails_ends_no_training() -> None:
     def fails() -> str:
         raise ValueError("no")
 
-    clock = StartupTimer(dict, "inductor", fails, lambda: 0.0, dict)
+    clock = StartupTimer(dict, fails, lambda: 0.0, dict)
     clock.batch()
     assert clock.ends() == ["The startup summary failed: ValueError: no."]
+
+
+def parts_of(line: str) -> tuple[float, list[float]]:
+    total, _, parts = line.removeprefix("Start: ").rstrip(".").partition(" s until step ")
+    return float(total), [float(part.rsplit(" ", 1)[1]) for part in parts.partition(" = ")[2].split(" + ")]
+
+
+def test_parts_do_not_overlap_wherever_something_is_compiled() -> None:
+    """Compile in the setup, as a validation before training does, in the first step and in later ones."""
+    training = Training()
+    training.passes(1.0)
+    for _ in range(3):
+        training.compiles(1.0, 2.0, 0.5, 4.0)
+        training.batches(1)
+    [line] = training.batches(20)
+    total, parts = parts_of(line)
+    assert sum(parts) == pytest.approx(total, abs=0.2)
+    assert "setup 1.0 + " in line
+    assert "tracing 9.0 + compiling 13.5" in line
+
+
+def test_a_second_trainer_reports_only_its_own_times() -> None:
+    """The module's engine already has seconds of the first Trainer; the new strategy sees them when it adopts it."""
+    first = Training()
+    adopted: dict[str, float] = {}
+    timer = StartupTimer(lambda: adopted, lambda: "", lambda: first.now, lambda: first.torch)
+    adopted.update(graphs=5.0, compiling=70.0, subgraphs=9.0)
+    timer.adopted()
+    timer.batch()
+    first.passes(0.1)
+    assert timer.ends() == [], "nothing was compiled for it"
+    timer = StartupTimer(lambda: adopted, lambda: "", lambda: first.now, lambda: first.torch)
+    timer.batch()
+    first.passes(2.0)
+    adopted.update(graphs=6.0, compiling=71.0)
+    [line] = timer.ends()
+    assert line == "Start: 2.0 s until step 1 = first step 1.0 + compiling 1.0."

@@ -4,15 +4,13 @@ import copy
 import functools
 import logging
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.compile.capture import discovery as recompile_reason
-from lightning_zero.compile.capture.discovery import LONGEST, CompiledModules, find_recompile_reason
+from lightning_zero.compile.capture.discovery import CompiledModules
 from lightning_zero.errors import UnsupportedError
 from tests.unit.compile.backends import Backend
 
@@ -359,19 +357,3 @@ def test_code_that_torch_compiles_no_more_is_named_once_with_the_reason(caplog: 
     assert list(calls.limit_reasons) == [""]
     calls.restore()
     assert not calls.limit_reasons
-
-
-@pytest.mark.parametrize(
-    ("reason", "told"),
-    [
-        (None, None),
-        ("0/0: BACKEND_MATCH failure: torch.compile detected different backend callables.", None),
-        ("3/12_1: tensor 'x' size mismatch\nUser stack trace:\n  ...", "tensor 'x' size mismatch"),
-        ("0/0: ", "Dynamo does not say which guard failed"),
-        ("0/0: " + "s" * 1000, "s" * LONGEST + " ..."),
-    ],
-)
-def test_one_guard_is_told(monkeypatch: pytest.MonkeyPatch, reason: str | None, told: str | None) -> None:
-    notes = {} if reason is None else {"recompile_reason": reason}
-    monkeypatch.setattr(recompile_reason, "metrics_context", lambda: SimpleNamespace(_metrics=notes))
-    assert find_recompile_reason() == told

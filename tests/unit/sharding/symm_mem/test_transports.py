@@ -431,7 +431,7 @@ def test_gradients_leave_from_where_they_lie_unless_something_adds_up_in_place(m
 def test_one_rank_says_why_there_is_none(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("DEBUG")
     peers, _ = made(monkeypatch, MIXED, "there are two hosts", rank=rank)
     assert peers.collectives_used == "weights and gradients use collectives"
     assert ("collectives for all weights and gradients (reason=there are two hosts)" in caplog.text) == (rank == 0)
