@@ -68,12 +68,24 @@ __all__ = [
 def full_parameters(module: nn.Module, writeback: bool = True) -> AbstractContextManager[None]:
     """Give the module and its children full parameters in this context.
 
-    With ``writeback``, write edits to the shards on exit.
+    Collective: enter it on every rank and make the same edits on every rank. Each rank takes the memory of the full
+    parameters, in their own dtypes.
 
-    Collective: enter it on every rank and make the same edits on every rank. Takes the memory of the full parameters.
+    Args:
+        module: A sharded module, or a child of one.
+        writeback: Write edits to the shards on exit. False discards them, and saves that time.
+
+    Returns:
+        The context.
 
     Raises:
         UnsupportedError: The module is not sharded.
+
+    Examples:
+        In a hook of a LightningModule, on every rank::
+
+            with lightning_zero.full_parameters(self.head, writeback=False):
+                print(self.head.weight.norm())
     """
     return _engine(module).full_parameters(module, writeback)
 
@@ -81,8 +93,21 @@ def full_parameters(module: nn.Module, writeback: bool = True) -> AbstractContex
 def unshard(module: nn.Module) -> None:
     """Make the module a plain one again, with full parameters on every rank. Collective.
 
+    The parameters are on this rank's device, in their own dtypes. Optimizers of the sharded module are of no use
+    afterwards.
+
+    Args:
+        module: A sharded module, in place.
+
     Raises:
         UnsupportedError: The module is not sharded.
+
+    Examples:
+        After a training, on every rank::
+
+            trainer.fit(model)
+            lightning_zero.unshard(model)
+            torch.save(model.state_dict(), "model.pt")
     """
     _engine(module).unshard()
 

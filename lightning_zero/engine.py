@@ -48,18 +48,6 @@ def engine_of(module: nn.Module) -> Engine | None:
 class Engine(PickledAsNone):
     """Shard and train one module over all ranks of a process group, in loops without Lightning.
 
-    On every rank::
-
-        engine = Engine(device, EngineConfig(compile=True))  # after torch.distributed.init_process_group()
-        engine.shard(model)  # or build the model inside engine.construction(): no rank then holds all of it
-        optimizer = torch.optim.AdamW(model.parameters())  # engine.optimizers.check(optimizer) raises if unsupported
-        with engine.train_step():  # around each forward; the first one runs eagerly and finds the modules to compile
-            loss = model(batch)
-        loss.backward()  # reduces gradients and accumulates them until zero_grad()
-        with engine.optimizers.stepping(optimizer, clip=1.0) as norm:  # clip is optional
-            optimizer.step()
-        engine.eval_step()  # before each forward without gradients
-
     Without ``train_step`` and ``stepping`` the results are the same, but computed eagerly and with more memory.
 
     Args:
@@ -70,6 +58,19 @@ class Engine(PickledAsNone):
         observe: Called with every compiled graph.
         report: Called on every rank with one line for the user.
         tasks: Shows the user how long compilations take.
+
+    Examples:
+        On every rank::
+
+            engine = Engine(device, EngineConfig(compile=True))  # after torch.distributed.init_process_group()
+            engine.shard(model)  # or build it inside engine.construction(): no rank then holds all of it
+            optimizer = torch.optim.AdamW(model.parameters())
+            with engine.train_step():  # around each forward; the first one runs eagerly
+                loss = model(batch)
+            loss.backward()  # reduces gradients and accumulates them until zero_grad()
+            with engine.optimizers.stepping(optimizer, clip=1.0) as norm:  # clip is optional
+                optimizer.step()
+            engine.eval_step()  # before each forward without gradients
     """
 
     def __init__(
@@ -121,14 +122,17 @@ class Engine(PickledAsNone):
 
     @property
     def device(self) -> torch.device:
+        """Return the device of this rank."""
         return self.mesh.device
 
     @property
     def rank(self) -> int:
+        """Return the number of this rank among all ranks of the mesh."""
         return self.mesh.rank
 
     @property
     def world_size(self) -> int:
+        """Return the number of ranks of the mesh."""
         return self.mesh.world_size
 
     def configure(self, config: EngineConfig) -> None:
@@ -166,10 +170,7 @@ class Engine(PickledAsNone):
         self.session.check_plan(digest, text)
 
     def construction(self) -> AbstractContextManager[None]:
-        """Shard modules while they are built in this context. Collective.
-
-        See :mod:`lightning_zero.sharding.construction`.
-        """
+        """Shard modules while they are built in this context: no rank holds all of one. Collective."""
         return sharded_construction(self.sharder, self.checkpoints.hooks)
 
     def shard(self, module: nn.Module) -> None:

@@ -139,7 +139,16 @@ class GraphPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Plans of all graphs of a training, in the order in which they first ran; ``print()`` shows them."""
+    """Plans of all graphs of a training, in the order in which they first ran; ``print()`` shows them.
+
+    Attributes:
+        graphs: Plan of each graph, with its all-gathers and gradients.
+
+    Examples:
+        >>> from lightning_zero import Plan
+        >>> print(Plan())  # trainer.strategy.plan() returns the plan of a training
+        (nothing compiled yet)
+    """
 
     graphs: tuple[GraphPlan, ...] = ()
 
@@ -147,6 +156,7 @@ class Plan:
         return "\n\n".join(map(str, self.graphs)) or "(nothing compiled yet)"
 
     def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
         text = json.dumps({"format": FORMAT, "graphs": [asdict(graph) for graph in self.graphs]}, indent=1)
         Path(path).write_text(text + "\n")
 
@@ -155,7 +165,7 @@ class Plan:
         """Read a file of :meth:`save`.
 
         Raises:
-            ValueError: the file is not a plan, or has another format version.
+            ValueError: The file is not a plan, or has another format version.
         """
         try:
             data = json.loads(Path(path).read_text())

@@ -74,9 +74,20 @@ class CompileConfig:
 class EngineConfig(Options):
     """Configuration of an :class:`~lightning_zero.engine.Engine`: options, and the precision's dtype.
 
+    It takes all options of :class:`ZeroStrategy` by name, and one more.
+
     Args:
         compute_dtype: Dtype of autocast, None without it. Parameters that are used in it are gathered in it, from a
             compute shard that is written once per step.
+
+    Raises:
+        UnsupportedError: Options contradict each other.
+
+    Examples:
+        >>> import torch
+        >>> from lightning_zero import EngineConfig
+        >>> EngineConfig(stage=2, compute_dtype=torch.bfloat16).stage
+        2
     """
 
     compute_dtype: torch.dtype | None = None

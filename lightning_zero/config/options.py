@@ -49,6 +49,10 @@ class Tuning:
     """Options for memory, communication, CUDA graphs, compilation and debugging that few trainings need.
 
     Pass ``ZeroStrategy(tuning=Tuning(unsharded_cache_mb=2000))``, or a dict of the options.
+
+    Examples:
+        >>> from lightning_zero import Tuning, ZeroStrategy
+        >>> strategy = ZeroStrategy(tuning=Tuning(unsharded_cache_mb=2000))
     """
 
     owner: ClassVar[str] = "Tuning"

@@ -33,17 +33,25 @@ def load_safetensors(
     between steps.
 
     Args:
-        module: its keys are those of the files.
-        path: of a ``.safetensors`` file, of ``model.safetensors.index.json``, or of a folder with either.
-        strict: raise if keys are missing or unexpected. One name of tied weights is enough.
-        rename: returns the module's key of a key in the files, or None to leave it out.
+        module: Module whose keys and shapes are those of the files. Values are converted to its dtypes.
+        path: A ``.safetensors`` file, a ``model.safetensors.index.json``, or a folder with either.
+        strict: Raise if keys are missing or unexpected. One name of tied weights is enough.
+        rename: Returns the module's key for a key in the files, or None to leave that key out.
 
     Returns:
-        ``missing_keys`` and ``unexpected_keys``.
+        A named tuple of the lists ``missing_keys`` and ``unexpected_keys``.
 
     Raises:
-        ValueError: keys or shapes differ, or the module is on the meta device.
-        CheckpointError: a file is missing or damaged.
+        ValueError: Keys or shapes differ, or the module is on the meta device.
+        CheckpointError: A file is missing or damaged.
+
+    Examples:
+        In a LightningModule::
+
+            def configure_model(self):
+                if self.model is None:
+                    self.model = LlamaForCausalLM(self.config)
+                    lightning_zero.load_safetensors(self.model, "Llama-3.1-8B", strict=False)
     """
     engine = _find_engine(module)
     if engine is None:
@@ -84,18 +92,24 @@ def export_safetensors(
     one file. Tied weights are written once, by their first name. Call it on every rank.
 
     Args:
-        module: sharded, or a submodule of a sharded one.
-        folder: on a file system that all hosts share. Other files in it remain.
-        max_shard_size: of a file: bytes, or a text such as ``"5GB"``.
-        dtype: of floating-point tensors in the files; by default the module's.
-        metadata: for each file.
+        module: A sharded module, or a child of one.
+        folder: Folder on a file system that all hosts share. Other files in it remain.
+        max_shard_size: Largest size of a file: bytes, or a text such as ``"5GB"``.
+        dtype: Dtype of floating-point tensors in the files; by default the module's.
+        metadata: Entries for the header of each file.
 
     Returns:
         The names of the files.
 
     Raises:
-        UnsupportedError: the module is not sharded.
-        CheckpointError: on every rank, if one could not write.
+        UnsupportedError: The module is not sharded.
+        CheckpointError: On every rank, if one rank could not write.
+
+    Examples:
+        After a training, on every rank::
+
+            trainer.fit(module)
+            lightning_zero.export_safetensors(module.model, "exported", dtype=torch.bfloat16)
     """
     engine = _find_engine(module)
     if engine is None:

@@ -90,7 +90,7 @@ class EngineIntrospectionMixin:
         return self._require_engine().session.known_passes
 
     def plan(self) -> Plan:
-        """Return when the compiled graphs all-gather and reduce; prints as a table."""
+        """Return the all-gathers and gradients of each compiled graph; ``print()`` shows them as tables."""
         return self._require_engine().session.plans.plan
 
     @property

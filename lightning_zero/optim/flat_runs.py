@@ -341,7 +341,10 @@ def chunk_itemsizes(run: FlatRun, state: Sequence[int]) -> list[int]:
 
 
 def split_into_chunks(run: FlatRun, max_numel: int, ends: Sequence[int] = ()) -> list[Chunk]:
-    """Split a run into chunks of at most ``max_numel`` elements, and at ``ends``, which include the run's end."""
+    """Split a run into chunks of at most ``max_numel`` elements, and at ``ends``.
+
+    ``ends`` is empty or includes the end of the run.
+    """
     parts = zip([0, *ends], ends or [run.param.numel()], strict=False)
     return [
         Chunk(run, begin, min(begin + max_numel, last))

@@ -1,4 +1,4 @@
-"""Exchange of matrix updates: each rank sends its shards' parts to the matrices' owners, and gets its parts back.
+"""Exchange updates of matrices between the ranks of their shards and their owners.
 
 Parameters are stepped in buckets of neighbors in a flat run, which bounds the memory of full updates. In a bucket each
 matrix has one owner, the rank with the least work so far. Matrices of one shape and owner are transformed as a batch.
@@ -104,7 +104,7 @@ class MatrixBucket:
 
 
 def make_buckets(run: FlatRun, rule: MatrixRule, max_bytes: int, loads: list[float]) -> list[MatrixBucket]:
-    """Divide a run into buckets of at most ``max_bytes`` of full updates for each rank, but at least one parameter.
+    """Divide a run into buckets of at most ``max_bytes`` for each rank, but at least one parameter.
 
     Args:
         run: A flat run of parameters with this rule.

@@ -399,23 +399,7 @@ def register_rule(optimizer: type[torch.optim.Optimizer], make: MakeRule) -> Non
     """Register the update rule of an elementwise optimizer, so that its step can be captured.
 
     The optimizer's ``step`` makes the first step, and with it the state. The rule computes later steps, and ``step`` is
-    then called without parameters. Call this before training, on every rank. Subclasses need rules of their own::
-
-        @functools.cache
-        def lion():
-            def scalars(setting, step):
-                return {**setting, "rise": 1 - setting["betas.0"], "rise2": 1 - setting["betas.1"]}
-
-            def apply(param, grad, state, s):
-                average = state["exp_avg"]
-                way = (average + (grad - average) * s["rise"]).sign()
-                new = {"exp_avg": average + (grad - average) * s["rise2"]}
-                return param * (1 - s["lr"] * s["weight_decay"]) - way * s["lr"], new
-
-            return Rule(("lr", "betas.0", "betas.1", "weight_decay"), ("exp_avg",), scalars, apply)
-
-
-        lightning_zero.register_rule(Lion, lambda group: lion())
+    then called without parameters. Call this before training, on every rank. Subclasses need rules of their own.
 
     Args:
         optimizer: The class itself.
@@ -425,6 +409,25 @@ def register_rule(optimizer: type[torch.optim.Optimizer], make: MakeRule) -> Non
 
     Raises:
         ValueError: ``optimizer`` is no optimizer class, or has another rule already.
+
+    Examples:
+        For an optimizer ``Lion``::
+
+            @functools.cache
+            def lion():
+                def scalars(setting, step):
+                    return {**setting, "rise": 1 - setting["betas.0"], "rise2": 1 - setting["betas.1"]}
+
+                def apply(param, grad, state, s):
+                    average = state["exp_avg"]
+                    way = (average + (grad - average) * s["rise"]).sign()
+                    new = {"exp_avg": average + (grad - average) * s["rise2"]}
+                    return param * (1 - s["lr"] * s["weight_decay"]) - way * s["lr"], new
+
+                return Rule(("lr", "betas.0", "betas.1", "weight_decay"), ("exp_avg",), scalars, apply)
+
+
+            lightning_zero.register_rule(Lion, lambda group: lion())
     """
     _register(optimizer, make)
 

@@ -51,10 +51,15 @@ class Training:
     """Properties of a training that :func:`plan` cannot read from a LightningModule.
 
     Attributes:
-        loss: returns the loss of a module and a batch; by default ``module.training_step(batch, 0)``.
-        optimizer: makes an optimizer of a list of parameters; by default ``module.configure_optimizers()``, or AdamW.
-        accumulate: micro-batches in one optimizer step.
+        loss: Returns the loss of a module and a batch; by default ``module.training_step(batch, 0)``.
+        optimizer: Makes an optimizer of a list of parameters; by default ``module.configure_optimizers()``, or AdamW.
+        accumulate: Micro-batches in one optimizer step.
         ranks_per_host: GPUs of one host.
+
+    Examples:
+        >>> from lightning_zero import Training
+        >>> Training(loss=lambda module, batch: module(batch).mean(), accumulate=4).ranks_per_host
+        8
     """
 
     loss: Callable[[nn.Module, Any], Any] | None = None
@@ -78,19 +83,31 @@ def plan(
     This needs one process without a GPU, a process group, or memory for the model. The module is unchanged afterwards.
 
     Args:
-        module: a LightningModule, or any module with ``training.loss``; on the CPU, or on the meta device
+        module: A LightningModule, or any module with ``training.loss``; on the CPU, or on the meta device
             (``with torch.device("meta"): module = Module()``).
-        batch: of one rank; tensors on any device, including the meta device.
-        world_size: number of GPUs.
-        device: name in ``lightning_zero.profiling.devices``, or a ``Device``.
-        precision: the Trainer's.
-        training: loss, optimizer, accumulation and hosts.
-        progress: called with a few words when a part of the work begins; the work takes seconds to minutes.
-        options: of ``ZeroStrategy``. With ``memory``, :attr:`TrainingPlan.memory` is the plan within that limit.
+        batch: A micro-batch of one rank; tensors on any device, including the meta device.
+        world_size: Number of GPUs.
+        device: Name in ``lightning_zero.profiling.devices``, such as ``"H200"``, or a :class:`Device`.
+        precision: ``precision`` of the Trainer.
+        training: Loss, optimizer, accumulation and hosts; by default those of the LightningModule.
+        progress: Called with a few words when a part of the work begins; the work takes seconds to minutes.
+        options: Options of ``ZeroStrategy``. With ``memory`` in GiB, the result has a plan within that limit.
+
+    Returns:
+        Estimated bytes and seconds of one rank; ``print()`` shows them as tables.
 
     Raises:
-        ValueError: an unknown device, precision or option.
-        UnsupportedError: options that cannot be combined.
+        ValueError: A device, precision or option is unknown.
+        UnsupportedError: Options cannot be combined.
+
+    Examples:
+        >>> import torch
+        >>> from torch import nn
+        >>> from lightning_zero import Training, plan
+        >>> with torch.device("meta"):
+        ...     module, batch = nn.Linear(1024, 1024), torch.empty(8, 1024)
+        >>> plan(module, batch, world_size=2, training=Training(loss=lambda m, x: m(x).sum())).parameters
+        1049600
     """
     how, card = training or Training(), find_device(device) if isinstance(device, str) else device
     kind = Precision.of(precision)

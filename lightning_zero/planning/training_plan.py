@@ -51,16 +51,16 @@ class TrainingPlan:
     """Estimated memory and time of one rank; prints as tables.
 
     Attributes:
-        device: of each rank.
-        ranks: number of ranks.
-        parameters: elements of all weights.
-        roles: bytes that persist between steps, by role.
-        passes: estimates of forward and backward.
-        temporary: bytes of the optimizer's own step, which is the first one.
-        graphs: forward and backward are CUDA graphs.
-        seconds: of a step; None if no pass could be traced.
-        memory: plan for the option ``memory``; None without it.
-        first_peak: peak bytes of the eager first step; None if unknown.
+        device: Device of each rank.
+        ranks: Number of ranks.
+        parameters: Number of elements of all weights.
+        roles: Bytes that persist between steps, by role.
+        passes: Estimates of forward and backward.
+        temporary: Bytes of the optimizer's own step, which is the first one.
+        graphs: True if forward and backward are CUDA graphs.
+        seconds: Seconds of a step by part; None if no pass could be traced.
+        memory: Plan for the option ``memory``; None without it.
+        first_peak: Peak bytes of the eager first step; None if unknown.
     """
 
     device: Device
@@ -122,6 +122,7 @@ class TrainingPlan:
 
     @property
     def fits(self) -> bool:
+        """Return True if the peak is at most the memory of the device."""
         return self.on_device <= self.device.memory
 
     def memory_rows(self) -> list[tuple[str, str, str]]:

@@ -24,14 +24,14 @@ class Device:
     """Data sheet of one GPU.
 
     Attributes:
-        name: for the argument ``device``.
-        memory: bytes that its driver reports.
+        name: Name for the argument ``device`` of :func:`plan`.
+        memory: Bytes that its driver reports.
         half: FLOP/s in dense products of bfloat16 or float16, without sparsity.
         single: FLOP/s in dense products of float32, without tf32.
-        bytes_per_s: bandwidth of its memory.
-        inside: bytes per second that it receives from GPUs of its host while it sends as many.
-        across: bytes per second that it receives from other hosts while it sends as many.
-        context: bytes of the driver, CUDA's context, cuBLAS and NCCL, which the allocator does not see.
+        bytes_per_s: Bandwidth of its memory.
+        inside: Bytes per second that it receives from GPUs of its host while it sends as many.
+        across: Bytes per second that it receives from other hosts while it sends as many.
+        context: Bytes of the driver, CUDA's context, cuBLAS and NCCL, which the allocator does not see.
     """
 
     name: str

@@ -52,18 +52,24 @@ class CommMonitor(Callback):
     Steps in which something was compiled do not count in times and rates. The numbers are rank 0's.
 
     Args:
-        every_n_steps: optimizer steps in a window; by default the Trainer's ``log_every_n_steps``.
-        batch_size_fn: returns the number of samples in a batch. By default that of a ``ThroughputMonitor`` among the
+        every_n_steps: Optimizer steps in a window; by default the Trainer's ``log_every_n_steps``.
+        batch_size_fn: Returns the number of samples in a batch. By default that of a ``ThroughputMonitor`` among the
             callbacks, or Lightning's guess.
-        length_fn: returns the number of tokens in a batch. By default that of a ``ThroughputMonitor``, or none.
-        peak_flops: of one device, in FLOP/s; by default looked up by its name.
+        length_fn: Returns the number of tokens in a batch. By default that of a ``ThroughputMonitor``, or none.
+        peak_flops: Peak of one device in FLOP/s; by default looked up by its name.
 
     Attributes:
-        values: metrics that were logged last.
+        values: Metrics that were logged last, by name.
 
     Raises:
         MisconfigurationException: ``every_n_steps`` is not positive, or (in ``setup``) the strategy is no
             ``ZeroStrategy``.
+
+    Examples:
+        >>> from lightning_zero import CommMonitor
+        >>> monitor = CommMonitor(every_n_steps=10, length_fn=lambda batch: batch[0].numel())
+        >>> monitor.values  # pass the monitor as Trainer(callbacks=[monitor]); later it has the latest metrics
+        {}
     """
 
     def __init__(

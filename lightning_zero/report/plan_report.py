@@ -1,7 +1,7 @@
-"""Write the plan and the texts of the compiled graphs into a folder.
+"""Write the time and memory of a training, its plan, and its graphs as text into a folder.
 
-Files are written at the end of the batch after which new graphs have been seen, and when fitting ends. A report that
-fails warns once and leaves the training alone.
+Files are written at the end of the batch after which new graphs have been seen, and when training ends. A later
+evaluation adds its graphs and changes no measured number. A report that fails warns once and leaves the training alone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from torch.fx import Graph
 from typing_extensions import override
 
 from lightning_zero.compile.fx_utils import format_graph, graph_kind
+from lightning_zero.compile.graph_plan import GraphPlan
 from lightning_zero.compile.passes.base import PassTrace
+from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.trainer.pass_schedule import zero_strategy
+from lightning_zero.report.html_page import Details, draw_page
+from lightning_zero.report.step_recorder import BACKWARD, OPTIMIZER, StepRecorder
+from lightning_zero.report.training_summary import TrainingNumbers, collect_numbers
 
 __all__ = ["PlanReport", "write_passes"]
 
@@ -39,23 +44,31 @@ class _GraphText:
 
 
 class PlanReport(Callback):
-    """Write a report on the compiled graphs of a ``ZeroStrategy`` into a folder, on rank 0.
+    """Write a report on a training with ``ZeroStrategy`` into a folder, on rank 0.
 
-    * ``plan.json`` and ``plan.txt``: which weights are gathered and which gradients are reduced, in which order, and
-      when;
-    * ``graph_00_forward_before.txt`` and ``_after.txt``: each graph before and after the passes, one line per node;
+    * ``report.html``: a page for browsers. It shows the time of a step by part (ms), memory by role and over the step
+      (GiB), a summary in words, and the all-gathers and gradients of each graph. Each number is marked as measured or
+      estimated. Graphs of an evaluation have their own section, and change no number of the training;
+    * ``plan.json`` and ``plan.txt``: the weights that are gathered and the gradients that are reduced, in their order;
+    * ``graph_00_forward_before.txt`` and ``_after.txt``: each graph before and after the passes, one line per node.
+      Graphs that are not compiled in a training batch are named ``graph_02_evaluation_before.txt`` and so on;
     * ``passes/``, on request: for each graph a table of the passes, with times and numbers of nodes, and for each pass
       that changed anything a diff of the graph, ``graph_00_forward_03_sink_gathers.diff``;
-    * ``memory.json`` and ``memory.txt``, if the strategy has ``memory``: how it is spent.
+    * ``memory.json`` and ``memory.txt``, if the strategy has ``memory``: the memory plan.
 
-    While a report is written, graphs do not come out of the compiler's cache.
+    The report measures the latest 50 steps in which nothing was compiled. A training batch does not wait for the
+    device. While a report is written, graphs are compiled anew instead of read from the compiler's cache.
 
     Args:
-        dirpath: the folder; made if it does not exist. Files of the same names are replaced.
-        passes: write what each pass did.
+        dirpath: Folder, made if it does not exist. Files of the same names are replaced.
+        passes: Write the effect of each pass.
 
     Raises:
-        MisconfigurationException: (in ``setup``) the strategy is no ``ZeroStrategy``.
+        MisconfigurationException: (in ``setup``) The strategy is no ``ZeroStrategy``.
+
+    Examples:
+        >>> from lightning_zero import PlanReport
+        >>> report = PlanReport("report")  # pass it as Trainer(callbacks=[report])
     """
 
     def __init__(self, dirpath: str | Path, passes: bool = False) -> None:
@@ -65,7 +78,12 @@ class PlanReport(Callback):
         self._strategy: Any = None  # the observed one; on rank 0 only
         self._before = ""  # text of the graph that is being compiled
         self._seen: list[_GraphText] = []  # not written yet
-        self._written = 0  # graphs
+        self._files: list[str] = []  # texts that were written
+        self._in_batch = False  # of the training
+        self._classified: list[bool] = []  # True for each graph of the plan that first ran in a training batch
+        self._engine: Engine | None = None  # during training
+        self._recorder: StepRecorder | None = None  # during training
+        self._numbers: TrainingNumbers | None = None
         self._warned = False
 
     def observe(self, what: str, graph: Graph) -> None:
@@ -75,7 +93,8 @@ class PlanReport(Callback):
                 self._before, self._traces = format_graph(graph), []
             elif what == "after":
                 before, self._before = self._before, ""
-                self._seen.append(_GraphText(graph_kind(graph), before, format_graph(graph), tuple(self._traces)))
+                kind = graph_kind(graph) if self._in_batch else "evaluation"
+                self._seen.append(_GraphText(kind, before, format_graph(graph), tuple(self._traces)))
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -86,12 +105,102 @@ class PlanReport(Callback):
         strategy.observe_graphs(self.observe)
         if self._passes:
             strategy.observe_passes(lambda trace: self._traces.append(trace))
-        self._strategy = strategy
+        self._strategy, self._classified = strategy, []
+
+    # -- a training
 
     @override
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._engine = engine_of(pl_module) if self._strategy is not None else None
+        if (engine := self._engine) is None:
+            return
+        progress, session = engine.session.progress, engine.session
+        self._recorder = StepRecorder(
+            engine.device,
+            lambda: (progress.compiled, session.is_discovering),
+            lambda: engine.executor.counters().get("gather_bytes", 0),
+            trainer.global_step,
+        )
+
+    @override
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        if self._strategy is None:
+            return
+        self._in_batch = True
+        self._classify(training=False)  # these ran before the batch
+        if self._recorder is not None:
+            with self._forgiving("measure a step"):
+                self._recorder.batch()
+
+    @override
+    def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
+        self._begin_part(BACKWARD)
+
+    @override
+    def on_after_backward(self, *args: Any, **kwargs: Any) -> None:
+        if self._recorder is not None:
+            with self._forgiving("measure a step"):
+                self._recorder.backward_ended()
+
+    @override
+    def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self._begin_part(OPTIMIZER)
+
+    def _begin_part(self, part: str) -> None:
+        if self._recorder is not None:
+            with self._forgiving("measure a step"):
+                self._recorder.part(part)
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        if self._strategy is None:
+            return
+        self._in_batch = False
+        self._classify(training=True)
+        if self._recorder is not None:
+            with self._forgiving("measure a step"):
+                self._recorder.batch_ended(trainer.global_step)
         if self._seen:
+            self._collect(trainer, pl_module)
             self._write()
+
+    @override
+    def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.pause()
+
+    @override
+    def on_validation_end(self, *args: Any, **kwargs: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.resume()
+
+    # Here and not later: other callbacks may use the model in their on_train_end.
+    @override
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._collect(trainer, pl_module)
+        if self._recorder is not None:
+            self._recorder.pause()
+
+    @override
+    def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.resume()
+
+    @override
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._engine = self._recorder = None
+
+    def _collect(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self._engine is None or self._recorder is None:
+            return
+        with self._forgiving("collect the measured numbers"):
+            name = type(module).__name__
+            self._numbers = collect_numbers(self._engine, trainer.optimizers, self._recorder, name, trainer.global_step)
+
+    def _classify(self, training: bool) -> None:
+        self._classified += [training] * (len(self._strategy.plan().graphs) - len(self._classified))
+
+    # -- files
 
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -99,6 +208,7 @@ class PlanReport(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._in_batch, self._engine, self._recorder = False, None, None
         if self._seen:
             self._write()
 
@@ -121,12 +231,25 @@ class PlanReport(Callback):
                 self._save("memory.json", json.dumps(memory.as_dict()))
                 self._save("memory.txt", f"{memory}\n")
             for graph in seen:
-                stem = f"graph_{self._written:02}_{graph.kind}"
-                self._written += 1
-                self._save(f"{stem}_before.txt", graph.before)
-                self._save(f"{stem}_after.txt", graph.after)
+                stem = f"graph_{len(self._files) // 2:02}_{graph.kind}"
+                for when, text in (("before", graph.before), ("after", graph.after)):
+                    self._files.append(f"{stem}_{when}.txt")
+                    self._save(self._files[-1], text)
                 if graph.passes:
                     write_passes(self._folder / "passes", stem, graph.passes)
+            if self._numbers is not None:
+                self._classify(training=False)
+                self._save("report.html", draw_page(self._numbers, self._details(plan.graphs, memory)))
+
+    def _details(self, graphs: Sequence[GraphPlan], memory: object) -> Details:
+        pairs = list(zip(graphs, self._classified, strict=True))
+        return Details(
+            [graph for graph, training in pairs if training],
+            [graph for graph, training in pairs if not training],
+            self._files,
+            "" if memory is None else str(memory),
+            fitted=self._recorder is None,
+        )
 
     def _save(self, name: str, text: str) -> None:
         (self._folder / name).write_text(text, encoding="utf-8")

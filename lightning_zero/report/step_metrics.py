@@ -18,7 +18,15 @@ from lightning_zero.profiling.device_gauges import DeviceTimer, MemoryGauge
 from lightning_zero.profiling.devices import PeakFlops
 from lightning_zero.report.engine_report import memory_by_role, replay_blockers
 
-__all__ = ["BatchTotals", "EngineCounters", "StepWindow", "exposed_seconds", "pass_plans", "window_metrics"]
+__all__ = [
+    "BatchTotals",
+    "EngineCounters",
+    "StepWindow",
+    "exposed_per_pass",
+    "exposed_seconds",
+    "pass_plans",
+    "window_metrics",
+]
 
 HALVINGS = 40  # of the interval in which the compute factor is searched
 REDUCE, START, WAIT = range(3)  # in this order if they are at the same place
@@ -138,7 +146,7 @@ def window_metrics(
     missing: list[str] = []
     if not during.compiled:
         values |= _rates(window, steps, engine.world_size, peak)
-        exposed = _exposed(engine, window)
+        exposed = exposed_per_pass(engine, window.pass_gathered, window.pass_seconds())
         if isinstance(exposed, float):
             values["comm/exposed_ms_estimated"] = exposed * window.tally.batches / steps * 1e3
         else:
@@ -233,18 +241,23 @@ def _rates(window: StepWindow, steps: int, world_size: int, peak: PeakFlops | No
     return found
 
 
-def _exposed(engine: Engine, window: StepWindow) -> float | str:
-    """Return the exposed seconds of one pass, or the reason why they are unknown."""
+def exposed_per_pass(engine: Engine, gathered_bytes: int, pass_s: float | None) -> float | str:
+    """Return the estimated exposed seconds of one pass, or the reason why they are unknown.
+
+    Args:
+        gathered_bytes: measured for the pass.
+        pass_s: measured seconds of the pass; None if unknown.
+    """
     if engine.world_size == 1:
         return 0.0
     if not engine.config.compiled.enabled:
         return "there are no plans, since nothing is compiled"
     if engine.session.costs is None:
         return f"it is estimated from the speed of links, which is not measured on {str(engine.device)!r}"
-    graphs = pass_plans(engine.session.plans.plan, window.pass_gathered)
+    graphs = pass_plans(engine.session.plans.plan, gathered_bytes)
     if graphs is None:
         return "a batch does not run each of its graphs once"
-    seconds = exposed_seconds(graphs, window.pass_seconds())
+    seconds = exposed_seconds(graphs, pass_s)
     return "the plan has no estimates" if seconds is None else seconds
 
 

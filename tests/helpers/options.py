@@ -58,6 +58,7 @@ OTHERS: dict[str, Any] = {
     "gather_group_mb": 1.0,
     "reduce_group_mb": 1.0,
     "reduce_bucket_mb": 1.0,
+    "matrix_bucket_mb": 128.0,
     "reduce_double_buffer": False,
     "gather_transport": "collective",
     "reduce_transport": "copy",

@@ -72,7 +72,7 @@ def test_a_gpt_from_scratch_with_a_picture_of_the_losses_and_the_plan(ranks: Ran
     assert record["processes"] == 2
     assert record["final"]["val_loss"] < 5.0
     assert len(list((out / "checkpoints").glob("*.ckpt"))) == 2
-    assert all((out / name).stat().st_size > 1000 for name in ("loss.png", "plan/plan.txt"))
+    assert all((out / name).stat().st_size > 1000 for name in ("loss.png", "plan/plan.txt", "plan/report.html"))
 
 
 @pytest.mark.exhaustive  # the first example trains as this one does

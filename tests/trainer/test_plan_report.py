@@ -1,12 +1,16 @@
 """Report on a real training on two ranks."""
 
+import re
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_zero.compile.graph_plan import Plan
 from lightning_zero.report import PlanReport
-from tests.helpers.trainer import fitted
+from tests.helpers.browser import find_browser, look_at
+from tests.helpers.trainer import INPUTS, fitted, make_loader
 from tests.ranks.pool import Ranks
 
 STEPS = 3  # one runs eagerly, one compiles, and one more
@@ -39,7 +43,7 @@ def test_training_is_the_same_and_rank_zero_leaves_a_report(
     expected = [
         f"{stem}_{name}" for stem in ("graph_00_forward", "graph_01_backward") for name in ("after.txt", "before.txt")
     ]
-    assert names == [*expected, "plan.json", "plan.txt"]
+    assert names == [*expected, "plan.json", "plan.txt", "report.html"]
     plan = Plan.load(folder / "plan.json")
     assert str(plan) == told[0][1]
     assert [graph.kind for graph in plan.graphs] == ["forward", "backward"]
@@ -52,6 +56,51 @@ def test_training_is_the_same_and_rank_zero_leaves_a_report(
             assert "wait_tensor" in numbered[gather.waited]
         for reduce in graph.reduces:
             assert "lightning_zero.reduce_" in numbered[reduce.at]
+
+
+def _train_and_evaluate(folder: str) -> tuple[str, str]:
+    """A training with validation, and the pages before and after an evaluation. Its callbacks use the model, too."""
+
+    class Sample(Callback):
+        def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            pl_module.eval()
+            with torch.no_grad():
+                pl_module(torch.zeros(4, INPUTS))  # compiles a graph
+            pl_module.train()
+
+    # The sample's callback is the first, so that it runs before the report's.
+    with fitted("compiled", steps=12, callbacks=[Sample(), PlanReport(folder)]) as (module, trainer):
+        page = Path(folder) / "report.html"
+        before = page.read_text() if trainer.is_global_zero else ""
+        trainer.validate(module, make_loader("compiled", 2), verbose=False)
+        return before, page.read_text() if trainer.is_global_zero else ""
+
+
+def _numbers(page: str) -> str:
+    return page[page.index("<body>") : page.index("Details</h2>")]
+
+
+def test_what_was_measured_stays_after_a_sample_and_an_evaluation(ranks: Ranks, tmp_path: Path) -> None:
+    (before, after), _ = ranks.run(2, _train_and_evaluate, str(tmp_path), deadline=120)
+    assert _numbers(before) == _numbers(after)
+    assert re.search(r"[\d.]+ ms <span class=\"measured\">", before)
+    assert "No step was measured" not in before
+    assert "12 optimizer steps" in before
+    assert "Graphs of training (2)" in after
+    assert re.search(r"Graphs of evaluation \(\d\)", after)
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert any(re.fullmatch(r"graph_\d+_evaluation_after.txt", name) for name in names)
+    assert not any("corrected" in name for name in names)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("width", "scale"), [(800, 1), (1440, 2)])
+def test_the_page_of_a_training_is_readable_in_a_browser(ranks: Ranks, tmp_path: Path, width: int, scale: int) -> None:
+    find_browser()
+    ranks.run(2, _train_and_evaluate, str(tmp_path), deadline=120)
+    looked = look_at(tmp_path / "report.html", tmp_path, width, scale)
+    assert looked.headings[:3] == ["Training report: Regression", "Time of one step", "Memory of one rank"]
+    assert (looked.errors, looked.faults) == ([], [])
 
 
 def _train_watching_passes(folder: str) -> list[float]:

@@ -21,16 +21,21 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PassSpec:
-    """A pass and its contract.
+    """A graph pass and its contract.
 
     Attributes:
-        name: unique name in schedules and reports.
-        apply: the pass.
-        requires: properties that earlier passes must provide.
-        provides: properties that hold afterwards.
-        conflicts: properties that must not hold before.
-        version: of a user's pass: change it whenever the pass changes, so that its graphs may come from the compiler's
-            cache; None disables the cache for them.
+        name: Unique name in schedules and reports.
+        apply: The pass: changes a ``torch.fx.Graph`` and returns it.
+        requires: Properties that earlier passes must provide.
+        provides: Properties that hold afterwards.
+        conflicts: Properties that must not hold before.
+        version: Version of a user's pass. Change it with the pass, so that the compiler's cache can serve its graphs.
+            None disables the cache for them.
+
+    Examples:
+        >>> from lightning_zero import PassSpec
+        >>> PassSpec("my_pass", lambda graph: graph, requires=frozenset({"ordered"})).name
+        'my_pass'
     """
 
     name: str

@@ -57,6 +57,11 @@ class FabricZeroStrategy(FabricCheckpointing):
 
     Each model that is set up has its own engine and one or several optimizers. Methods that return plans, passes and
     counts refer to the model that was set up last.
+
+    Examples:
+        >>> from lightning.fabric import Fabric
+        >>> from lightning_zero import FabricZeroStrategy
+        >>> fabric = Fabric(strategy=FabricZeroStrategy(stage=2), accelerator="cpu", devices=2)
     """
 
     api_name = "Fabric"

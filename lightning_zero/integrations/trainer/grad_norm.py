@@ -32,11 +32,21 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
 
     Args:
         module: The module whose gradients are measured.
-        norm_type: p, above 0, or ``"inf"``.
+        norm_type: Number p above 0, or ``"inf"``.
         group_separator: Separator between a key's prefix and the parameter's name.
+
+    Returns:
+        Tensors without dimensions on the module's device, by key: ``grad_2_norm/weight`` and so on, and
+        ``grad_2_norm_total``, which is float32.
 
     Raises:
         ValueError: ``norm_type`` is not positive.
+
+    Examples:
+        In a LightningModule::
+
+            def on_before_optimizer_step(self, optimizer):
+                self.log_dict(lightning_zero.grad_norm(self, norm_type=2))
     """
     engine = next(filter(None, map(engine_of, module.modules())), None)
     if engine is None:

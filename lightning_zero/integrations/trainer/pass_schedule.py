@@ -44,6 +44,10 @@ class PassSchedule(Callback):
 
     Raises:
         MisconfigurationException: (in ``setup``) The strategy is no ``ZeroStrategy``, or the schedule cannot run.
+
+    Examples:
+        >>> from lightning_zero import PassSchedule
+        >>> schedule = PassSchedule(disable=["merge_reduces"])  # pass it as Trainer(callbacks=[schedule])
     """
 
     def __init__(

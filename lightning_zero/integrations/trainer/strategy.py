@@ -73,6 +73,12 @@ class ZeroStrategy(TrainerCheckpointing):
     Use it by name after ``import lightning_zero``: ``Trainer(strategy="zero3_compile")``, ``"zero2_compile"``,
     ``"zero1_compile"``, or ``"zero3"`` without compilation. Lower stages shard less. Precision, clipping, accumulation
     and the rest are Trainer arguments.
+
+    Examples:
+        >>> from lightning.pytorch import Trainer
+        >>> from lightning_zero import ZeroStrategy
+        >>> strategy = ZeroStrategy(stage=3, reshard_after_forward=False)
+        >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
     """
 
     api_name = "Trainer"

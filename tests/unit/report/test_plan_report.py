@@ -5,6 +5,7 @@ import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from torch.fx import Graph
 from lightning_zero.compile.graph_plan import Gather, GraphPlan, Plan, Reduce
 from lightning_zero.compile.passes.base import PassTrace
 from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers
-from lightning_zero.report import PlanReport
+from lightning_zero.report import PlanReport, plan_report
 from lightning_zero.report.plan_report import write_passes
 from tests.unit.compile.graphs import Builder
+from tests.unit.report.test_html_page import ON_CPU
 
 aten = torch.ops.aten
 FORWARD = GraphPlan(
@@ -84,11 +86,14 @@ def started(folder: Path, strategy: Strategy | None = None, rank: int = 0) -> tu
     made = PlanReport(folder)
     given = trainer(strategy or Strategy(), rank)
     made.setup(given, MODULE, "fit")
+    made.on_train_batch_start(given, MODULE, None, 0)
     return made, given
 
 
 def batch_ends(made: PlanReport, given: Any) -> None:
+    """The batch ends, and the next one begins."""
     made.on_train_batch_end(given, MODULE, None, None, 0)
+    made.on_train_batch_start(given, MODULE, None, 1)
 
 
 def files(folder: Path) -> list[str]:
@@ -99,6 +104,7 @@ def test_what_each_pass_did_is_written_on_request(tmp_path: Path) -> None:
     made = PlanReport(tmp_path, passes=True)
     given = trainer(Strategy())
     made.setup(given, MODULE, "fit")
+    made.on_train_batch_start(given, MODULE, None, 0)
     ((observe,), (watch,)) = given.strategy.observers, given.strategy.pass_observers
     diffs = ("+forward <b>\n", "+backward\n")
     for number, (graph, diff) in enumerate(zip((forward(), backward()), diffs, strict=True)):
@@ -183,6 +189,56 @@ def test_graphs_seen_after_the_last_batch_are_written_at_the_end(tmp_path: Path,
     getattr(made, hook)(given, MODULE, *{"teardown": ["fit"], "on_exception": [ValueError()]}.get(hook, []))
     assert "plan.txt" in files(tmp_path)
     assert "graph_00_forward_after.txt" in files(tmp_path)
+
+
+def test_graphs_that_no_training_batch_compiled_are_named_evaluation(tmp_path: Path) -> None:
+    made, given = started(tmp_path)
+    compiled(given.strategy.observers[0])
+    made.on_train_batch_end(given, MODULE, None, None, 0)
+    compiled(given.strategy.observers[0])
+    made.on_fit_end(given, MODULE)
+    assert "graph_00_forward_after.txt" in files(tmp_path)
+    assert "graph_01_evaluation_after.txt" in files(tmp_path)
+
+
+def test_a_later_evaluation_adds_its_graphs_and_changes_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = Strategy(Plan())
+    made, given = started(tmp_path, strategy)
+    monkeypatch.setattr(plan_report, "collect_numbers", lambda *_: ON_CPU)
+    monkeypatch.setattr(plan_report, "engine_of", lambda _: MagicMock(device=torch.device("cpu")))
+    given.global_step, given.optimizers = 1, []
+    made.on_train_start(given, MODULE)
+    strategy._plan = Plan((FORWARD, BACKWARD))
+    compiled(strategy.observers[0])
+    made.on_train_batch_end(given, MODULE, None, None, 0)
+    made.on_train_epoch_end(given, MODULE)
+    made.on_train_end(given, MODULE)
+    made.on_fit_end(given, MODULE)
+    first = (tmp_path / "report.html").read_text()
+    assert "Graphs of training (2)" in first
+    assert "Graphs of evaluation (none)" in first
+
+    strategy._plan = Plan((FORWARD, BACKWARD, FORWARD))
+    compiled(strategy.observers[0])
+    made.teardown(given, MODULE, "validate")
+    second = (tmp_path / "report.html").read_text()
+    assert "Graphs of training (2)" in second
+    assert "Graphs of evaluation (1)" in second
+    end = "Details</h2>"
+    assert first[: first.index(end)] == second[: second.index(end)]
+    assert "199.9 ms" in second
+
+
+def test_an_evaluation_alone_writes_no_page(tmp_path: Path) -> None:
+    made = PlanReport(tmp_path)
+    (tmp_path / "report.html").write_text("of a training before")
+    given = trainer(Strategy())
+    made.setup(given, MODULE, "validate")
+    compiled(given.strategy.observers[0])
+    made.teardown(given, MODULE, "validate")
+    assert (tmp_path / "report.html").read_text() == "of a training before"
 
 
 def test_other_ranks_register_and_write_nothing(tmp_path: Path) -> None:
