@@ -56,8 +56,6 @@ def build_wheel(root: Path, library: Path, folder: Path) -> Path:
     setuptools builds it by ``setup.py`` in a process of its own. The checkout is not written.
 
     Args:
-        root: The checkout.
-        library: The executor, built for this torch.
         folder: Where the wheel is written; made if it does not exist.
 
     Raises:

@@ -14,12 +14,7 @@ PACKAGE, PROGRAM = "lightning_zero", "lightning-zero"
 
 
 def is_command_line(arguments: Sequence[str], original: Sequence[str]) -> bool:
-    """Return True if Python runs ``lightning-zero`` or ``python -m lightning_zero``.
-
-    Args:
-        arguments: ``sys.argv``.
-        original: ``sys.orig_argv``.
-    """
+    """Return True if Python runs ``lightning-zero`` or ``python -m lightning_zero``."""
     if not arguments:
         return False
     if PurePath(arguments[0]).name == PROGRAM:

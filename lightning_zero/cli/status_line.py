@@ -17,13 +17,7 @@ CLEAR = "\r\x1b[K"
 
 
 class StatusLine:
-    """One line on a terminal, which a thread updates; elsewhere a line every ten seconds at most.
-
-    Args:
-        title: Begins each line.
-        stream: Where to write; by default stderr.
-        terminal_s, plain_s: Seconds between updates.
-    """
+    """One line on a terminal, which a thread updates; elsewhere a line every ten seconds at most."""
 
     def __init__(
         self, title: str, stream: TextIO | None = None, terminal_s: float = TERMINAL_S, plain_s: float = PLAIN_S

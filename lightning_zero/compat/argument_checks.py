@@ -18,8 +18,6 @@ from lightning_zero.compat.patches import Patch
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compat.versions import minor
 
-__all__ = ["BROADCAST", "TENSOR", "check_tensor_arguments"]
-
 ArgumentCheck = Callable[[str, tuple[Any, ...]], tuple[Any, ...]]
 
 TENSOR, BROADCAST = "torch.tensor", "_broadcast_coalesced"

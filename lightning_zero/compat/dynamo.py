@@ -147,9 +147,6 @@ class CompileContexts:
     """Contexts for the compilations of a call, as a context for the call.
 
     Most calls compile nothing, so that they do not enter these contexts.
-
-    Args:
-        make: returns the contexts.
     """
 
     __slots__ = ("_before", "_entered", "_make")
@@ -241,10 +238,6 @@ def value_at(path: Any, names: dict[str, Any], known: MutableMapping[Any, Any]) 
     """Return the value at a path.
 
     Faster than ``path.get_value``, which compiles the text of each step every time.
-
-    Args:
-        names: the names that paths start with.
-        known: memoizes values by path.
     """
     if path not in known:
         # The code of the last step, with a placeholder for the base. (torch 2.11+)

@@ -36,8 +36,6 @@ pattern_matcher = module("torch._inductor.pattern_matcher")
 # Orders a node after others, such as the events of streams. (torch 2.11+)
 control_deps = private("torch._inductor.fx_passes.control_dependencies.control_deps")
 
-__all__ = ["TORCH_HAS_FAST_CUT", "fast_partitioner"]
-
 Partitioner = Callable[..., tuple[GraphModule, GraphModule]]
 Extract = Callable[..., Graph]
 

@@ -22,16 +22,6 @@ from lightning_zero.compat.lookup import ABSENT, find, missing
 from lightning_zero.compat.versions import install_command, is_newer, tested
 from lightning_zero.errors import UnsupportedError
 
-__all__ = [
-    "PATCHES",
-    "Patch",
-    "counted",
-    "failure_of_newer_torch",
-    "require_compiler",
-    "required_but_absent",
-    "swap_attribute",
-]
-
 log = logging.getLogger("lightning_zero.compat")
 
 P = ParamSpec("P")
@@ -67,7 +57,6 @@ class Patch:
     """A feature that replaces functions of torch.
 
     Args:
-        feature: what compilation loses without it, for users.
         names: dotted names of the replaced functions, each with its parameters as text, such as
             ``"self, tx, name"``. A tuple lists those of several versions; None accepts any.
         needs: dotted names of other private names that only this feature uses.

@@ -7,8 +7,6 @@ import re
 import warnings
 from importlib.metadata import version
 
-__all__ = ["SUPPORTED", "install_command", "is_newer", "minor", "tested", "warn_of_newer"]
-
 # Minor versions, oldest first, with which all test suites pass.
 SUPPORTED = {"torch": ("2.11", "2.13", "2.14", "2.15"), "lightning": ("2.6",)}
 

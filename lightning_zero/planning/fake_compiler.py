@@ -71,13 +71,6 @@ class GraphTotals:
 class FakeCompiler:
     """Compiles calls of modules on fake tensors.
 
-    Args:
-        mode: of the fake tensors.
-        counter: counts memory.
-        context: of the graphs.
-        speed: of the device.
-        surround: returns a context for traced code.
-
     Attributes:
         found: totals of all graphs so far.
     """

@@ -137,11 +137,7 @@ def run_step(
 
 @contextmanager
 def fake_parameters(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> Iterator[None]:
-    """Replace parameters and buffers by fake CPU tensors within the context, with the same ties.
-
-    Args:
-        dtype: of floating-point values; None for their own.
-    """
+    """Replace parameters and buffers by fake CPU tensors within the context, with the same ties."""
     fakes: dict[int, Tensor] = {}
     replaced: list[tuple[nn.Module, str, Tensor]] = []
     try:

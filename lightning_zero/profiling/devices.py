@@ -8,8 +8,6 @@ import torch
 
 from lightning_zero.profiling.node_costs import DeviceSpeed
 
-__all__ = ["DEVICES", "Device", "PeakFlops", "find_device", "find_peak_flops"]
-
 GIB = 2**30
 
 # Shares of the data sheet that trainings reach. Measured on H200s: products of bfloat16 at 640 to 790 of 989 TFLOP/s,
@@ -106,11 +104,7 @@ class PeakFlops:
 
 
 def find_peak_flops(name: str, dtype: torch.dtype, tf32: bool) -> PeakFlops | None:
-    """Return the peak of the device called ``name`` for products in ``dtype``; None if it is unknown.
-
-    Args:
-        tf32: products of float32 may run in tf32.
-    """
+    """Return the peak of the device called ``name`` for products in ``dtype``; None if it is unknown."""
     words = name.lower().replace("-", " ").split()
     for wanted, single, tensor, half in PEAKS:
         if all(any(word == part or (part != "l4" and part in word) for word in words) for part in wanted):

@@ -38,8 +38,6 @@ from lightning_zero.profiling.graph_tensors import (
     view_base,
 )
 
-__all__ = ["DeviceSpeed", "FlopCache", "NodeCost", "fusion_groups", "graph_costs", "node_flops", "op_flops"]
-
 _aten = torch.ops.aten
 _FUSED_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
 # Ops that fuse although torch does not tag them.

@@ -24,8 +24,6 @@ from lightning_zero.profiling.devices import PeakFlops, find_peak_flops
 from lightning_zero.report.flops import FlopCount
 from lightning_zero.report.step_metrics import BatchTotals, EngineCounters, StepWindow, window_metrics
 
-__all__ = ["CommMonitor"]
-
 SizeOf = Callable[[Any], int]
 
 

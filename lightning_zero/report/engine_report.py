@@ -13,8 +13,6 @@ from lightning_zero.profiling.device_gauges import MemoryGauge
 from lightning_zero.sharding.param_record import Role
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
 
-__all__ = ["memory_by_role", "replay_blockers", "startup_summary"]
-
 log = logging.getLogger(__name__)
 
 FORWARD_BACKWARD, OPTIMIZER = "forward_backward", "optimizer_step"

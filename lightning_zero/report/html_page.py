@@ -232,7 +232,6 @@ def _bars(
 
     Args:
         rows: name, size of the bar, number, further number, and its source. The largest bar has the full width.
-        first: number of the first colour.
         same: all bars have one colour, so that names need no swatch.
     """
     name, number, further, source = map(escape, heads)

@@ -28,8 +28,6 @@ from lightning_zero.report.html_page import Details, draw_page
 from lightning_zero.report.step_recorder import BACKWARD, OPTIMIZER, StepRecorder
 from lightning_zero.report.training_summary import TrainingNumbers, collect_numbers
 
-__all__ = ["PlanReport", "write_passes"]
-
 HEADING = ("pass", "ms", "nodes afterwards", "added", "removed", "changed", "moved")
 
 
@@ -61,7 +59,6 @@ class PlanReport(Callback):
 
     Args:
         dirpath: Folder, made if it does not exist. Files of the same names are replaced.
-        passes: Write the effect of each pass.
 
     Raises:
         MisconfigurationException: (in ``setup``) The strategy is no ``ZeroStrategy``.
@@ -268,13 +265,7 @@ class PlanReport(Callback):
 
 
 def write_passes(folder: Path, stem: str, traces: Sequence[PassTrace]) -> None:
-    """Write ``STEM.txt``, a table of the passes, and ``STEM_NUMBER_PASS.diff`` for each change.
-
-    Args:
-        folder: made if it does not exist.
-        stem: of the graph's files.
-        traces: of the passes, in their order.
-    """
+    """Write ``STEM.txt``, a table of the passes, and ``STEM_NUMBER_PASS.diff`` for each change."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [HEADING]
     for t in traces:

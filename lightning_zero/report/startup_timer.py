@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from lightning_zero.compat.compiler import compilation_times
 from lightning_zero.compat.lookup import Absent
 
-__all__ = ["StartupTimer"]
-
 log = logging.getLogger(__name__)
 
 BATCHES = 10  # least number before the report
@@ -54,8 +52,6 @@ class StartupTimer:
         spent: returns the seconds and counts of :class:`~lightning_zero.compile.events.CompileProgress`; empty without
             an engine.
         running: returns the line about what runs; "" for none.
-        clock: returns seconds.
-        of_torch: returns torch's compilation seconds by key.
     """
 
     def __init__(

@@ -57,10 +57,7 @@ class StepRecorder:
     """Record parts of steps on one device.
 
     Args:
-        device: of this rank.
         compiled: returns a value that changes if something is compiled.
-        gathered: returns the bytes that were gathered.
-        step_number: count of optimizer steps at the beginning.
 
     Attributes:
         memory: bytes by part, read when the part ended, of the latest step in which they were read.

@@ -48,9 +48,6 @@ from lightning_zero.sharding.module_patching import pop_functional_call_read
 from lightning_zero.sharding.shard_tensor import ShardParameter
 from lightning_zero.task_progress import TaskProgress
 
-__all__ = ["CallInfo", "CompiledModules", "explain_unsupported"]
-
-
 log = logging.getLogger(__name__)
 
 
@@ -80,14 +77,6 @@ class CallInfo:
 
 class CompiledModules:
     """The modules compiled for one engine.
-
-    Args:
-        root: only ``root`` and modules inside it are compiled.
-        arguments: keyword arguments of ``torch.compile``.
-        skip: module types that are never compiled.
-        report: logs a line for the user.
-        quota: limit of offloaded activations per pass.
-        tasks: shows the user how long compilations take.
 
     Attributes:
         modules: compiled modules by name.

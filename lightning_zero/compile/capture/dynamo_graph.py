@@ -25,19 +25,6 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.native.ops import NAMESPACE
 from lightning_zero.sharding.shard_tensor import ShardSpec
 
-__all__ = [
-    "check_foreach_on_shards",
-    "check_weight_edits",
-    "checkpoint_body",
-    "has_collectives",
-    "last_read",
-    "mutated_inputs",
-    "node_storage",
-    "tag_weight_names",
-    "walk_nodes",
-]
-
-
 _DISTRIBUTED = "torch.distributed"
 
 _IN_PLACE = {
@@ -66,7 +53,6 @@ def _gathers(module: GraphModule, outside: Mapping[Node, Node] | None = None) ->
     """Yield gathers in execution order, with the inputs of the outermost graph that they read.
 
     Args:
-        module: graph to search.
         outside: maps inputs of the graph to those of the outermost graph; None for that graph itself.
     """
     op = torch.ops.lightning_zero.gather
@@ -163,10 +149,6 @@ def check_foreach_on_shards(module: GraphModule, inputs: Sequence[Any]) -> None:
 
     Dynamo does not dispatch to shard subclasses in lists, such as ``torch._foreach_norm(list(module.parameters()))``.
     Such a graph would use this rank's shard, and edit it too late.
-
-    Args:
-        module: Dynamo's graph.
-        inputs: real tensors of the graph's inputs.
     """
     given = zip(module.graph.find_nodes(op="placeholder"), inputs, strict=False)
     for user, spec in _uses(module, {node: s for node, value in given if (s := _sight(value)) is not None}):

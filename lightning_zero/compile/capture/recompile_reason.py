@@ -56,12 +56,7 @@ def find_recompile_reason(arguments: Sequence[str] = ()) -> RecompileReason | No
 
 
 def explain_guard(reason: str, arguments: Sequence[str] = ()) -> RecompileReason:
-    """Translate Dynamo's reason.
-
-    Args:
-        reason: the failed guard, and perhaps the user's stack.
-        arguments: names of the positional arguments of the call.
-    """
+    """Translate Dynamo's reason."""
     lines = re.sub(r"^\d+/\d+(_\d+)?: ?", "", reason).splitlines()
     guard = lines[0].strip() if lines else ""
     condition, _, comment = (part.strip() for part in guard.partition("  # "))

@@ -30,9 +30,6 @@ from lightning_zero.compat.compiler import (
 from lightning_zero.compat.graphs import EXAMPLE_VALUE
 from lightning_zero.compat.tensors import tree_leaves
 
-__all__ = ["find_requires_grad_hooks", "ignore_grad_leaves", "ignore_hooks", "output_needs_hooks"]
-
-
 ARGUMENTS = 3  # module, its arguments, its output
 # Instructions of Python 3.11 to 3.14 that load a local variable and that call a method.
 LOADS = {"LOAD_FAST", "LOAD_FAST_BORROW"}

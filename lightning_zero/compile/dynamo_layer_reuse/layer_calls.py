@@ -23,8 +23,6 @@ from lightning_zero.compile.dynamo_layer_reuse.trace_inputs import (
 from lightning_zero.compile.dynamo_layer_reuse.traced_code import watch_foreign_values, watch_identity_checks
 from lightning_zero.compile.events import OPTIMIZATION_COUNTS
 
-__all__ = ["reuse_layer_traces"]
-
 log = logging.getLogger(__name__)
 
 # Traces kept of a class. T5's first layer has a bias of its own, and the first reader of a frozen embedding gets no
@@ -67,10 +65,7 @@ class _Trace:
         """Return True if the trace can be reused.
 
         Args:
-            tx: Dynamo's translator.
-            result: of the call, as Dynamo's variable.
             identity_checks: comparisons of objects by identity in the traced code.
-            foreign_values: values that another layer would read from elsewhere.
         """
         try:
             if identity_checks:

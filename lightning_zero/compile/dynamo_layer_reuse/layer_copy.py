@@ -45,8 +45,6 @@ from lightning_zero.compile.capture.dynamo_graph import mutated_inputs
 from lightning_zero.compile.dynamo_layer_reuse.trace_guards import MatchedGuards
 from lightning_zero.compile.dynamo_layer_reuse.trace_inputs import CallSignature, ReuseRejected, fake_layout
 
-__all__ = ["LayerNodes", "copy_layer"]
-
 # Calls that change more of a tensor than its values.
 CHANGE_METADATA = {
     "requires_grad_", "set_", "resize_", "resize_as_", "detach_", "t_", "transpose_", "swapaxes_", "squeeze_",
@@ -128,11 +126,7 @@ def copy_layer(
     """Add the nodes to the graph again for another module, and return the result as Dynamo's variable.
 
     Args:
-        tx: Dynamo's translator.
-        nodes: of the traced module.
-        matched: guards that the other module meets.
         paired: tensor arguments of the other call, as Dynamo's variables, by the nodes of the traced call.
-        modules: both, as Dynamo's variables.
 
     Raises:
         ReuseRejected: an input of the graph differs from the traced module's.
@@ -227,12 +221,7 @@ def _offset_bytes(value: Tensor) -> int:
 
 
 class _ModulePaths:
-    """Renames module stacks of nodes from a traced module to another one.
-
-    Args:
-        old: the traced module, as Dynamo's variable.
-        new: the other one.
-    """
+    """Renames module stacks of nodes from a traced module to another one."""
 
     def __init__(self, old: Any, new: Any) -> None:
         self._old, self._new = path_in_modules(old), path_in_modules(new)

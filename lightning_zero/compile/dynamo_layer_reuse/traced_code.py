@@ -33,8 +33,6 @@ from lightning_zero.compat.dynamo import (
 from lightning_zero.compat.patches import swap_attribute
 from lightning_zero.compile.dynamo_layer_reuse.trace_guards import begins_at
 
-__all__ = ["watch_foreign_values", "watch_identity_checks"]
-
 OPERATORS = {operator.is_, operator.is_not, operator.eq, operator.ne, operator.contains, id, hash}
 METHODS = {"index", "count", "remove", "__contains__", "__eq__", "__ne__"}
 OBJECTS = (ModuleVariable, ObjectVariable, TensorVariable, ListVariable, TupleVariable)
@@ -124,11 +122,7 @@ def _realized(variable: Any) -> Any:
 @LAYER_REUSE
 @contextmanager
 def watch_foreign_values(module: Source) -> Iterator[list[str]]:
-    """Collect values that traced code reaches in a way in which another layer would reach others.
-
-    Args:
-        module: path of the module whose code is traced.
-    """
+    """Collect values that traced code reaches in a way in which another layer would reach others."""
     found: list[str] = []
 
     def watch_build(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -157,9 +151,6 @@ def _maps_wrongly(known: Source, path: Source, module: Source, may_differ: bool)
     """Return True if a value known by one path is reached by another, and the two map to different values.
 
     Args:
-        known: the first path.
-        path: the second one.
-        module: path of the traced module.
         may_differ: the value may differ between layers without a guard; others are equal in layers built alike.
     """
     if not begins_at(path, module):  # the module, its part or its owner, reached from elsewhere

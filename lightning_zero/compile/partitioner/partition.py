@@ -42,16 +42,6 @@ from lightning_zero.compile.passes.saved_weights import NOTHING_SAVED, SavedLimi
 from lightning_zero.config import RecomputePolicy
 from lightning_zero.profiling.graph_tensors import is_view, nbytes
 
-__all__ = [
-    "partition_joint_graph",
-    "save_mutated_buffers",
-    "save_region_boundaries",
-    "tag_activations",
-    "tag_gathers",
-    "tag_random_ops",
-]
-
-
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
 
 
@@ -61,14 +51,6 @@ def partition_joint_graph(
     """Return forward and backward, and those of them that need new code after torch's partition.
 
     Call it within :func:`~lightning_zero.compile.partitioner.recompute_policy.partitioner_settings` of the same budget.
-
-    Args:
-        module: joint graph, not usable afterwards.
-        inputs: of the graph.
-        outputs: number of forward outputs.
-        budget: share of activations that may be saved.
-        by: torch partitioner.
-        settings: for the partitioner.
     """
     # Random ops become seeds in Inductor's joint-graph passes, so they are tagged here.
     save_random_ops(module.graph, budget)
@@ -180,7 +162,6 @@ def save_region_boundaries(graph: Graph, weights: AbstractSet[Node]) -> Graph:
     Call it before nodes outside of regions get an id.
 
     Args:
-        graph: joint graph.
         weights: gathers and their views and casts, which are not saved.
     """
     if not any(AC_GRAPH_ID in node.meta for node in graph.nodes):
@@ -243,10 +224,6 @@ def save_mutated_buffers(forward: Graph, outputs: int) -> int:
     torch's partitioner treats inputs as free to save. The mutation at the end of forward writes the same memory, so
     backward would use the new values (running means, queues of keys). Gradients would be wrong, as they are under plain
     ``torch.compile``.
-
-    Args:
-        forward: partitioned graph.
-        outputs: number of outputs; saved values follow them.
     """
     saved = [node for node in results(forward)[outputs:] if isinstance(node, Node)]
     read = {source for node in saved if (source := _source(node)).op == "placeholder"}
