@@ -446,6 +446,12 @@ def register_matrix_rule(optimizer: type[torch.optim.Optimizer], make: MakeMatri
 
     Raises:
         ValueError: ``optimizer`` is no optimizer class, or has another rule already.
+
+    Examples:
+        >>> import lightning_zero
+        >>> from lightning_zero.optim.matrix_rules import muon
+        >>> class MyMuon(torch.optim.Muon): ...
+        >>> lightning_zero.register_matrix_rule(MyMuon, muon)
     """
     _register(optimizer, make)
 

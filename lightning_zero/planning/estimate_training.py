@@ -86,7 +86,9 @@ def plan(
         module: A LightningModule, or any module with ``training.loss``; on the CPU, or on the meta device
             (``with torch.device("meta"): module = Module()``).
         batch: A micro-batch of one rank; tensors on any device, including the meta device.
+        world_size: Number of GPUs.
         device: Name in ``lightning_zero.profiling.devices``, such as ``"H200"``, or a :class:`Device`.
+        precision: ``precision`` of the Trainer.
         training: Loss, optimizer, accumulation and hosts; by default those of the LightningModule.
         progress: Called with a few words when a part of the work begins; the work takes seconds to minutes.
         options: Options of ``ZeroStrategy``. With ``memory`` in GiB, the result has a plan within that limit.

@@ -59,6 +59,7 @@ class PlanReport(Callback):
 
     Args:
         dirpath: Folder, made if it does not exist. Files of the same names are replaced.
+        passes: Write the effect of each pass.
 
     Raises:
         MisconfigurationException: (in ``setup``) The strategy is no ``ZeroStrategy``.
