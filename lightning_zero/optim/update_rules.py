@@ -449,6 +449,7 @@ def register_matrix_rule(optimizer: type[torch.optim.Optimizer], make: MakeMatri
 
     Examples:
         >>> import lightning_zero
+        >>> import torch
         >>> from lightning_zero.optim.matrix_rules import muon
         >>> class MyMuon(torch.optim.Muon): ...
         >>> lightning_zero.register_matrix_rule(MyMuon, muon)
