@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 1 examples/benchmarks/muon_step.py --size 1b --ways captured,eager,torch,dion
 
 All ways clip to norm 1.0 and step the same parameters, with gradients that are always there: hidden matrices with Muon,
-embeddings, the head and vectors with AdamW. `captured` and `eager` are lightning_zero with `cuda_graph_step` on and off;
+embeddings, head and vectors with AdamW. `captured` and `eager` are lightning_zero with `cuda_graph_step` on and off;
 `torch` is `torch.optim.Muon` and `torch.optim.AdamW(fused=True)`, with one rank; `dion` is the Muon of the package
 `dion`, if it is installed, and the same AdamW. `products` is the time of the Newton-Schulz products alone, in batches
 of one shape: a lower bound without a kernel for symmetric products.
