@@ -49,6 +49,11 @@ class PassContext:
         return small_weight_bytes(self.config)
 
     @property
+    def min_offload_bytes(self) -> int:
+        """Return the size in bytes below which activations stay on the device."""
+        return MIN_OFFLOAD_BYTES
+
+    @property
     def group_bytes(self) -> int:
         """Return the bound in bytes of unsharded weights per group."""
         return int(self.config.gather_group_mb * 2**20)

@@ -121,6 +121,11 @@ ACTIVATIONS_GONE = (
 )
 
 
+def _started(executor: Executor, number: int) -> None:
+    """Record the effects of a replay that was launched and may still be running."""
+    executor.graphs.after_replay(number)
+
+
 class _Graph:
     """One CUDA graph and its recording in the executor.
 
@@ -158,7 +163,7 @@ class _Graph:
     def replay(self) -> None:
         self._executor.graphs.before_replay(self.number)
         self._graph.replay()
-        self._executor.graphs.after_replay(self.number)
+        _started(self._executor, self.number)
 
     def close(self) -> None:
         self._graph.reset()
@@ -279,7 +284,7 @@ class EmulatedGraphPair:
         if known is None and backward:
             # The number exists only after the first run. State that precedes a replay was already correct then.
             self._executor.graphs.before_replay(number)
-        self._executor.graphs.after_replay(self._numbers.setdefault(backward, number))
+        _started(self._executor, self._numbers.setdefault(backward, number))
         if known is not None:
             self._executor.graphs.drop(number)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from lightning_zero.compile.context import GROUPS_PER_GRAPH, MAX_OFFLOAD_BYTES_IN_FLIGHT, MIN_OFFLOAD_BYTES, PassContext
+from lightning_zero.compile.context import GROUPS_PER_GRAPH, MAX_OFFLOAD_BYTES_IN_FLIGHT, PassContext
 from lightning_zero.compile.passes.activation_offload import HostCosts, OffloadLimits, place_offloads
 from lightning_zero.compile.passes.base import PassSpec
 from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers, use_resident
@@ -46,7 +46,7 @@ def offload_limits(context: PassContext) -> OffloadLimits | None:
     if not config.offload_activations:
         return None
     budget = None if config.offload_activations_mb is None else config.offload_activations_mb * 2**20
-    return OffloadLimits(_host_costs(context), MIN_OFFLOAD_BYTES, budget)
+    return OffloadLimits(_host_costs(context), context.min_offload_bytes, budget)
 
 
 def _host_costs(context: PassContext) -> HostCosts:

@@ -7,42 +7,12 @@ from pathlib import Path
 import pytest
 
 from lightning_zero.compile.graph_plan import Gather, GraphPlan, Reduce
-from lightning_zero.profiling.device_gauges import DeviceMemory
 from lightning_zero.report.html_page import COLOURS, PATTERNS, Details, draw_page
 from lightning_zero.report.step_recorder import StepTimes
 from lightning_zero.report.training_summary import ROLE_NAMES, TrainingNumbers, format_size, summary_sentences
 from tests.helpers.browser import look_at
+from tests.helpers.report_numbers import GIB, ON_CPU, ON_GPU, TIMES
 
-GIB = 2**30
-TIMES = StepTimes(
-    {"forward": 0.0612, "backward": 0.1284, "optimizer": 0.0091, "between": 0.0012}, 50, 0.19, 1234.5, batches=4
-)
-ON_GPU = TrainingNumbers(
-    "VisionTransformerWithAVeryLongNameForAModule",
-    12000,
-    "NVIDIA H200",
-    8,
-    3,
-    "bfloat16",
-    TIMES,
-    {role: (number + 1) * GIB for number, role in enumerate(ROLE_NAMES)},
-    {"between": 15 * GIB, "forward": 31 * GIB, "backward": 18 * GIB, "optimizer": 15 * GIB},
-    DeviceMemory(140 * GIB, 2 * GIB, 45 * GIB, 40 * GIB, 15 * GIB),
-    exposed_estimated_s=0.0213,
-    not_captured={"forward_backward": "", "optimizer_step": ""},
-)
-ON_CPU = TrainingNumbers(
-    "Tiny<1>",
-    4,
-    "CPU",
-    2,
-    3,
-    "float32",
-    replace(TIMES, batches=1),
-    {"master_shard": 3 * 2**20, "gradient": 2**20},
-    {"between": 700 * 2**20, "forward": 701 * 2**20},
-    exposed_unknown="links are not measured on 'cpu'",
-)
 LONG = tuple(f"model.language_model.layers.{n}.self_attention.query_key_value.weight" for n in range(4))
 FORWARD = GraphPlan(
     "forward", 412, (Gather(LONG, "bfloat16", 33554432, 3, "scaled_dot_product", 30, "mm_1", "backward"),), ()

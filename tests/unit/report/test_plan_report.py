@@ -18,8 +18,8 @@ from lightning_zero.compile.passes.base import PassTrace
 from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers
 from lightning_zero.report import PlanReport, plan_report
 from lightning_zero.report.plan_report import write_passes
+from tests.helpers.report_numbers import ON_CPU
 from tests.unit.compile.graphs import Builder
-from tests.unit.report.test_html_page import ON_CPU
 
 aten = torch.ops.aten
 FORWARD = GraphPlan(

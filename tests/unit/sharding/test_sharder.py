@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.errors import RankMismatchError, UnsupportedError
+from lightning_zero.mesh import Mesh
 from lightning_zero.sharding import sharder as materialise
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.module_patching import SHAPES
@@ -16,7 +17,7 @@ from lightning_zero.sharding.param_record import Records, Role, ShardedParameter
 from lightning_zero.sharding.sharder import Materializer, check_module, check_parameter, check_same_model
 
 
-class Mesh:
+class EmulatedMesh:
     """Emulate this rank and others, which hold these models; messages are sent in order."""
 
     def __init__(self, *others: nn.Module) -> None:
@@ -27,8 +28,10 @@ class Mesh:
         self.messages.append(mine)
         return [mine, *(_messages(other)[len(self.messages) - 1] for other in self._others)]
 
+    first_difference = Mesh.first_difference
 
-class _Differing(Mesh):
+
+class _Differing(EmulatedMesh):
     """Make every rank differ, so that all messages are sent."""
 
     def all_gather_values(self, mine: Any) -> list[Any]:
@@ -90,7 +93,7 @@ def test_a_forward_that_scales_its_weight_is_refused(make: Any) -> None:
 
 
 def test_equal_models_are_compared_by_one_small_message() -> None:
-    mesh: Any = Mesh(linear(), linear())
+    mesh: Any = EmulatedMesh(linear(), linear())
     check_same_model(linear(), mesh)
     assert [len(message) for message in mesh.messages] == [64]
 
@@ -108,7 +111,7 @@ def test_equal_models_are_compared_by_one_small_message() -> None:
 )
 def test_the_first_difference_is_named_with_the_rank_that_has_it(other: nn.Module, words: str) -> None:
     with pytest.raises(RankMismatchError, match=words):
-        check_same_model(linear(), Mesh(linear(), other))  # type: ignore[arg-type]
+        check_same_model(linear(), EmulatedMesh(linear(), other))  # type: ignore[arg-type]
 
 
 def test_ties_are_part_of_a_model() -> None:
@@ -118,9 +121,9 @@ def test_ties_are_part_of_a_model() -> None:
             model[1].weight = model[0].weight
         return model
 
-    check_same_model(two(True), Mesh(two(True)))  # type: ignore[arg-type]
+    check_same_model(two(True), EmulatedMesh(two(True)))  # type: ignore[arg-type]
     with pytest.raises(RankMismatchError, match=r"'\(nothing\)' against '1\.weight"):
-        check_same_model(two(True)[:1], Mesh(two(True)))  # type: ignore[index, arg-type]
+        check_same_model(two(True)[:1], EmulatedMesh(two(True)))  # type: ignore[index, arg-type]
 
 
 CPU = torch.device("cpu")

@@ -78,7 +78,7 @@ def large() -> Iterator[tuple[str, torch.Tensor]]:
     state = {"w": CheckpointShard(layout, value.flatten(), 0)}
     path = "counted://run/x.ckpt"
     with counting(".distcp"):
-        assert on_ranks(1, lambda together: save_sharded(path, {"state_dict": state}, {}, together)) == [path]
+        on_ranks(1, lambda together: save_sharded(path, {"state_dict": state}, {}, together))
         yield path, value
 
 
