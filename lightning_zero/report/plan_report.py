@@ -1,7 +1,8 @@
 """Write the time and memory of a training, its plan, and its graphs as text into a folder.
 
-Files are written at the end of the batch after which new graphs have been seen, and when training ends. A later
-evaluation adds its graphs and changes no measured number. A report that fails warns once and leaves the training alone.
+Files are written at the end of the batch after which new graphs have been seen, and when training ends, also by an
+exception. A later evaluation adds its graphs and changes no measured number. A report that fails warns once and leaves
+the training alone.
 """
 
 from __future__ import annotations
@@ -190,10 +191,12 @@ class PlanReport(Callback):
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._engine = self._recorder = None
 
-    def _collect(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _collect(self, trainer: pl.Trainer, module: pl.LightningModule, failed: bool = False) -> None:
         if self._engine is None or self._recorder is None:
             return
         with self._forgiving("collect the measured numbers"):
+            if failed:
+                self._recorder.drop_unfinished()
             name = type(module).__name__
             self._numbers = collect_numbers(self._engine, trainer.optimizers, self._recorder, name, trainer.global_step)
 
@@ -208,8 +211,10 @@ class PlanReport(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._in_batch, self._engine, self._recorder = False, None, None
-        if self._seen:
+        self._in_batch, measured = False, self._recorder is not None
+        self._collect(trainer, pl_module, failed=True)
+        self._engine = self._recorder = None
+        if self._seen or measured:
             self._write()
 
     @override

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -229,6 +230,22 @@ def test_a_later_evaluation_adds_its_graphs_and_changes_no_number(
     end = "Details</h2>"
     assert first[: first.index(end)] == second[: second.index(end)]
     assert "199.9 ms" in second
+
+
+def test_an_exception_ends_the_report_with_the_latest_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, given = started(tmp_path)
+    monkeypatch.setattr(plan_report, "collect_numbers", lambda *numbers: replace(ON_CPU, steps=numbers[-1]))
+    monkeypatch.setattr(plan_report, "engine_of", lambda _: MagicMock(device=torch.device("cpu")))
+    given.global_step, given.optimizers = 1, []
+    made.on_train_start(given, MODULE)
+    compiled(given.strategy.observers[0])
+    batch_ends(made, given)
+    assert "1 optimizer steps so far; the training still runs" in (tmp_path / "report.html").read_text()
+    given.global_step = 700
+    made.on_exception(given, MODULE, KeyboardInterrupt())
+    page = (tmp_path / "report.html").read_text()
+    assert "700 optimizer steps. " in page
+    assert "the training still runs" not in page
 
 
 def test_an_evaluation_alone_writes_no_page(tmp_path: Path) -> None:
