@@ -232,6 +232,30 @@ def test_a_later_evaluation_adds_its_graphs_and_changes_no_number(
     assert "199.9 ms" in second
 
 
+def test_a_manual_training_step_goes_on_after_a_step_of_an_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, given = started(tmp_path)
+    monkeypatch.setattr(plan_report, "engine_of", lambda _: MagicMock(device=torch.device("cpu")))
+    module, weight = LightningModule(), torch.nn.Parameter(torch.ones(2))
+    module.automatic_optimization = False
+    given.global_step, given.optimizers = 0, [torch.optim.SGD([weight], lr=0.1) for _ in range(2)]
+    made.on_train_start(given, module)
+    made.on_train_batch_start(given, module, None, 0)
+    recorder = made._recorder
+    assert recorder is not None
+    for optimizer in given.optimizers:
+        made.on_before_backward(given, module, weight)
+        made.on_after_backward(given, module)
+        made.on_before_optimizer_step(given, module, optimizer)
+        optimizer.step()
+    assert recorder._step is not None
+    parts = [name for name, _ in recorder._step.marks]
+    assert parts == [*("forward", "backward", "optimizer") * 2, "forward"]
+    made.on_train_end(given, module)
+    assert not any(optimizer._optimizer_step_post_hooks for optimizer in given.optimizers)
+
+
 def test_an_exception_ends_the_report_with_the_latest_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, given = started(tmp_path)
     monkeypatch.setattr(plan_report, "collect_numbers", lambda *numbers: replace(ON_CPU, steps=numbers[-1]))
