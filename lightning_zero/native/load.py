@@ -45,7 +45,7 @@ def _load_library() -> None:
                 torch.ops.load_library(str(library))
                 return
             except OSError as error:  # such as an older libstdc++ than that of the wheel's builder
-                log.warning("The wheel's C++ executor is not used: %s.", error)
+                log.warning("The wheel's C++ executor is not used: %s.", error.__cause__ or error)
                 library = build(default_cache())
         torch.ops.load_library(str(library))
     except OSError as error:

@@ -59,7 +59,15 @@ def test_a_damaged_key_fits_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "x" / KEY).write_text(text)
     found = find_prebuilt(lambda: HERE, tmp_path / "x")
     assert found is not None
-    assert "key.json is missing or damaged" in found.mismatch
+    assert "x is incomplete or damaged" in found.mismatch
+
+
+def test_a_library_that_is_cut_off_does_not_load(tmp_path: Path) -> None:
+    library = carried(tmp_path / "x", HERE)
+    library.write_text("car")
+    found = find_prebuilt(lambda: HERE, tmp_path / "x")
+    assert found is not None
+    assert found.mismatch == f"{tmp_path / 'x'} is incomplete or damaged"
 
 
 def test_without_an_executor_the_sources_are_not_read(tmp_path: Path) -> None:
