@@ -142,7 +142,10 @@ class StartupTimer:
         return _Mark(self._clock(), self._dynamo_seconds(), self._since("compiling"))
 
     def _dynamo_seconds(self) -> float:
-        """Return Dynamo's seconds without its backends. ``torch.compiler.reset()`` clears those that torch counts."""
+        """Return Dynamo's seconds without its backends.
+
+        Call it at each batch: ``torch.compiler.reset()`` clears the seconds that torch counts.
+        """
         of_torch = self._of_torch()
         now = of_torch.get(DYNAMO, 0.0), of_torch.get(IN_BACKENDS, 0.0)
         before = self._torch_before if now[0] >= self._torch_before[0] else (0.0, 0.0)

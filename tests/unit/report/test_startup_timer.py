@@ -12,7 +12,9 @@ class Training:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.spent: defaultdict[str, float] = defaultdict(float, graphs=3.0, compiling=50.0, joint=7.0)  # by another training
+        self.spent: defaultdict[str, float] = defaultdict(
+            float, graphs=3.0, compiling=50.0, joint=7.0
+        )  # by another training
         self.torch: defaultdict[str, float] = defaultdict(float, {"_compile.compile_inner": 7.0})
         self.clock = StartupTimer(lambda: self.spent, lambda: self.runs, lambda: self.now, lambda: self.torch)
         self.runs = ""
