@@ -312,8 +312,10 @@ class CompiledModules:
             traced = torch.compiler.is_compiling()
             noticing = nullcontext() if traced else watch_recompile_limits(on_limit)
             compiling = nullcontext() if traced else CompileContexts(self._compile_contexts)
+            # In a training step dynamo_settings() does so, too.
+            finishing = nullcontext() if traced else notes.pending_compiles.finish_on_failure()
             try:
-                with guarding, ignoring, noticing, compiling:
+                with finishing, guarding, ignoring, noticing, compiling:
                     if not first:
                         return run(*args, **kwargs)
                     first = False
