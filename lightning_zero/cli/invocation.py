@@ -18,10 +18,21 @@ def is_command_line(arguments: Sequence[str], original: Sequence[str]) -> bool:
     if not arguments:
         return False
     if PurePath(arguments[0]).name == PROGRAM:
-        return True
+        return not _is_other_program(arguments[0])
     # While runpy imports the package, argv[0] is "-m", and the module's name is the last argument of Python itself.
     is_module = arguments[0] == "-m" and len(original) > len(arguments)
     return is_module and original[-len(arguments)].removeprefix("-m") == PACKAGE
+
+
+def _is_other_program(path: str) -> bool:
+    """Return True for a program of the user's with the same name, such as a folder that Python runs."""
+    try:
+        with open(path, "rb") as file:
+            return f"{PACKAGE}.cli".encode() not in file.read(4096)  # installers write a short script
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def program_name() -> str:

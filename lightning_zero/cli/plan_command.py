@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 import lightning.pytorch as pl
@@ -22,10 +24,21 @@ from lightning_zero.planning.training_plan import MEMORY_HEADS, TIME_HEADS, Trai
 
 def run(arguments: Namespace, status: StatusLine) -> int:
     """Run the command, and return the exit status: 1 if the training does not fit."""
+    with redirect_stdout(sys.stderr):  # what the user's script prints is no result
+        found = _plan(arguments, status)
+    status.close()
+    if arguments.json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        _show(found)
+    return 0 if found.fits and (found.memory is None or found.memory.fits) else 1
+
+
+def _plan(arguments: Namespace, status: StatusLine) -> TrainingPlan:
     status.update("building the model")
     module = _module(arguments, status)
     options = _options(arguments.option) | ({} if arguments.memory is None else {"memory": arguments.memory})
-    found = plan(
+    return plan(
         module,
         _batch(module, arguments.model),
         world_size=arguments.ranks,
@@ -35,12 +48,6 @@ def run(arguments: Namespace, status: StatusLine) -> int:
         progress=status.update,
         **options,
     )
-    status.close()
-    if arguments.json:
-        print(json.dumps(found.as_dict(), indent=2))
-    else:
-        _show(found)
-    return 0 if found.fits and (found.memory is None or found.memory.fits) else 1
 
 
 def parsed_options(options: Sequence[str]) -> dict[str, Any]:

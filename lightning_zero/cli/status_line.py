@@ -5,6 +5,7 @@ The module imports neither torch nor Lightning, so that it can report their impo
 
 from __future__ import annotations
 
+import io
 import sys
 import threading
 import time
@@ -22,7 +23,8 @@ class StatusLine:
     def __init__(
         self, title: str, stream: TextIO | None = None, terminal_s: float = TERMINAL_S, plain_s: float = PLAIN_S
     ) -> None:
-        self._title, self._stream = title, stream or sys.stderr
+        # Python has no stderr if the caller has closed it.
+        self._title, self._stream = title, stream or sys.stderr or io.StringIO()
         self._is_terminal = self._stream.isatty()
         self._interval_s = terminal_s if self._is_terminal else plain_s
         self._text, self._begin = "", time.monotonic()

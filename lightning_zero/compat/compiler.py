@@ -111,6 +111,9 @@ dynamo_config = private("torch._dynamo.config")
 # Returns notes on the current compilation, such as the "recompile_reason". (torch 2.11+)
 metrics_context = private("torch._dynamo.utils.get_metrics_context")
 
+# The reasons why cached code did not fit a call, by code: one for each cached one, at each recompilation. (torch 2.11+)
+guard_failures = private("torch._dynamo.utils.guard_failures")
+
 # Raised to keep a graph out of AOTAutograd's cache silently. (torch 2.11+)
 BypassCache = private("torch._functorch._aot_autograd.autograd_cache.BypassAOTAutogradCache")
 

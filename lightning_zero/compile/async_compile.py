@@ -89,6 +89,15 @@ class PendingCompiles:
                     if end is not None:
                         end(seconds + monotonic() - begun)
 
+    @contextmanager
+    def finish_on_failure(self) -> Iterator[None]:
+        """Return a context that finishes compilations if it ends by an exception."""
+        try:
+            yield
+        except BaseException as error:
+            self.finish_after(error)
+            raise
+
     def finish_after(self, failure: BaseException | None) -> None:
         """Finish compilations that may never be called because Dynamo failed after the backend.
 

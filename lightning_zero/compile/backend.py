@@ -28,6 +28,7 @@ from lightning_zero.compat.compiler import (
     CustomGraphPass,
     CustomPartitionerFn,
     aot_autograd,
+    compilation_times,
     compile_fx_inner,
     inductor_config,
     lookup_backend,
@@ -35,6 +36,7 @@ from lightning_zero.compat.compiler import (
     stable_topological_sort,
 )
 from lightning_zero.compat.graphs import USER_VISIBLE_OUTPUTS
+from lightning_zero.compat.lookup import Absent
 from lightning_zero.compile.async_compile import PendingCompile, PendingCompiles
 from lightning_zero.compile.capture.causal_mask import drop_causal_masks
 from lightning_zero.compile.capture.discovery import CallInfo
@@ -171,12 +173,15 @@ class Compiler:
                 # that is kept for another backward must be compiled for that, which only a backward shows.
                 settings["force_non_lazy_backward_lowering"] = True
             rest = PendingCompile(timer.kernels, settings, self._listener.tasks.stage)
+            joint_s = _joint_seconds()
             try:
                 with functorch_config.patch(settings), speed_up_lowering(), rest:
                     compiled = self._compile_with_layer_dedup(partial(inner, last, timer), module, inputs, **kwargs)
             except BaseException:
                 timer.end(monotonic() - begun)
                 raise
+            finally:
+                self._listener.add_metric("joint", _joint_seconds() - joint_s)
             pending_compiles.add(rest, monotonic() - begun, timer.end)
             return _without_shard_dispatch(compiled if communicates else self._wrap(compiled), pending_compiles)
 
@@ -356,6 +361,11 @@ class Compiler:
             keep_inference_input_mutations=True,
         )
         return compile_fx(module, inputs, **kwargs)
+
+
+def _joint_seconds() -> float:
+    """Return the seconds in which this process has traced joint graphs, the user's own included."""
+    return 0.0 if isinstance(compilation_times, Absent) else sum(compilation_times.get("aot_trace_joint_graph", ()))
 
 
 def _without_shard_dispatch(compiled: Callable[..., Any], pending_compiles: PendingCompiles) -> Callable[..., Any]:

@@ -36,8 +36,8 @@ class CompileProgress:
     Attributes:
         tasks: the argument.
         compiled: number of beginnings and ends of compilations.
-        metrics: seconds of "compiling", and of the "passes" in it; numbers of "graphs", of
-            "subgraphs" and of "subgraphs compiled".
+        metrics: seconds of "compiling", and of the "passes" and of tracing "joint" graphs in it; numbers of "graphs",
+            of "subgraphs" and of "subgraphs compiled".
     """
 
     def __init__(

@@ -10,7 +10,6 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only
 from tqdm import tqdm
@@ -26,9 +25,14 @@ def show_info(line: str) -> None:
 @contextmanager
 def above_progress_bars() -> Iterator[None]:
     """Return a context in which Lightning's log writes above the bars of tqdm and Rich."""
-    handlers = _stream_handlers("lightning.pytorch")
+    found = _handlers("lightning.pytorch")
+    handlers = [handler for handler in found if type(handler) is logging.StreamHandler]
     with ExitStack() as stack:
-        # Handlers of other types may take tqdm's lock themselves, in the other order.
+        # In this order: a handler, or its stream, may take tqdm's lock while another thread logs.
+        for handler in found:
+            handler.acquire()
+            stack.callback(handler.release)
+        # Handlers of other types may clear the bars themselves.
         if handlers:
             stack.enter_context(tqdm.external_write_mode(file=sys.stderr))
         # Rich replaces sys.stderr by an object that knows the stream and writes above the bar.
@@ -40,11 +44,11 @@ def above_progress_bars() -> Iterator[None]:
         yield
 
 
-def _stream_handlers(name: str) -> list[logging.StreamHandler[Any]]:
-    """Return the plain stream handlers of a logger and its parents."""
+def _handlers(name: str) -> list[logging.Handler]:
+    """Return the handlers of a logger and its parents."""
     logger: logging.Logger | None = logging.getLogger(name)
-    found: list[logging.StreamHandler[Any]] = []
+    found: list[logging.Handler] = []
     while logger is not None:
-        found += [handler for handler in logger.handlers if type(handler) is logging.StreamHandler]
+        found += logger.handlers
         logger = logger.parent if logger.propagate else None
     return found

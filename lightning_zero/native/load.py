@@ -9,6 +9,7 @@ unused.
 from __future__ import annotations
 
 import functools
+import logging
 from typing import Any
 
 import torch
@@ -16,15 +17,36 @@ from torch import Tensor
 
 from lightning_zero.compat.tensors import FakeTensor, FunctionalTensor
 from lightning_zero.errors import NativeBuildError
+from lightning_zero.native import prebuilt
 from lightning_zero.native.build import build
+from lightning_zero.native.cache import default_cache
 from lightning_zero.native.ops import NAMESPACE, OPS
+
+log = logging.getLogger(__name__)
 
 
 @functools.cache
 def load() -> None:
     """Build if needed, load and register; once per process."""
+    _load_library()
+    for op in OPS.values():
+        torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake)
+        if op.has_effect:
+            torch.fx.node.has_side_effect(op.overload)
+    torch.library.register_autograd(f"{NAMESPACE}::gather", _backward_of_four, setup_context=_keep_shard)
+    torch.library.register_autograd(f"{NAMESPACE}::gather_eager", _gather_backward, setup_context=_keep_shard)
+
+
+def _load_library() -> None:
     library = build()
     try:
+        if library.parent == prebuilt.FOLDER:
+            try:
+                torch.ops.load_library(str(library))
+                return
+            except OSError as error:  # such as an older libstdc++ than that of the wheel's builder
+                log.warning("The wheel's C++ executor is not used: %s.", error.__cause__ or error)
+                library = build(default_cache())
         torch.ops.load_library(str(library))
     except OSError as error:
         raise NativeBuildError(
@@ -32,12 +54,6 @@ def load() -> None:
             "build it again, or set LIGHTNING_ZERO_CACHE to another directory, if machines of different kinds share "
             "this one (the file built-by next to it names the compiler)."
         ) from error
-    for op in OPS.values():
-        torch.library.register_fake(f"{NAMESPACE}::{op.name}", op.fake)
-        if op.has_effect:
-            torch.fx.node.has_side_effect(op.overload)
-    torch.library.register_autograd(f"{NAMESPACE}::gather", _backward_of_four, setup_context=_keep_shard)
-    torch.library.register_autograd(f"{NAMESPACE}::gather_eager", _gather_backward, setup_context=_keep_shard)
 
 
 def _keep_shard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

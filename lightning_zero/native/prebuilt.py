@@ -42,15 +42,24 @@ class ExecutorKey:
         return cls(torch, cxx11_abi, sources, platform.machine(), platform.libc_ver())
 
     def write(self, folder: Path) -> None:
-        (folder / KEY).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        """Write the key of the library in ``folder``, with the library's size."""
+        size = {"bytes": (folder / LIBRARY).stat().st_size}
+        (folder / KEY).write_text(json.dumps(asdict(self) | size, indent=1) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> ExecutorKey | None:
-        """Return the key in ``folder``; None if there is none that can be read."""
+        """Return the key in ``folder``; None if it cannot be read, or is not that of the library.
+
+        A library that is cut off must not load: reading beyond its end kills the process.
+        """
         try:
-            found = cls(**json.loads((folder / KEY).read_text()))
-            name, version = found.libc
-        except (OSError, ValueError, TypeError):
+            values = json.loads((folder / KEY).read_text())
+            size = values.pop("bytes")
+            found = cls(**values)
+            name, version = map(str, found.libc)
+            if size != (folder / LIBRARY).stat().st_size:
+                return None
+        except (AttributeError, KeyError, OSError, ValueError, TypeError):
             return None
         return cls(found.torch, found.cxx11_abi, found.sources, found.machine, (name, version))
 
@@ -95,7 +104,7 @@ def find_prebuilt(here: Callable[[], ExecutorKey], folder: Path | None = None) -
     library, key = folder / LIBRARY, ExecutorKey.read(folder)
     if not library.is_file():
         return None
-    return Prebuilt(library, f"{folder / KEY} is missing or damaged" if key is None else key.mismatch(here()))
+    return Prebuilt(library, f"{folder} is incomplete or damaged" if key is None else key.mismatch(here()))
 
 
 def _numbers(version: str) -> list[int]:

@@ -1,7 +1,8 @@
 """Write the time and memory of a training, its plan, and its graphs as text into a folder.
 
-Files are written at the end of the batch after which new graphs have been seen, and when training ends. A later
-evaluation adds its graphs and changes no measured number. A report that fails warns once and leaves the training alone.
+Files are written at the end of the batch after which new graphs have been seen, and when training ends, also by an
+exception. A later evaluation adds its graphs and changes no measured number. A report that fails warns once and leaves
+the training alone.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lightning_zero.compile.passes.base import PassTrace
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.trainer.pass_schedule import zero_strategy
 from lightning_zero.report.html_page import Details, draw_page
-from lightning_zero.report.step_recorder import BACKWARD, OPTIMIZER, StepRecorder
+from lightning_zero.report.step_recorder import BACKWARD, FORWARD, OPTIMIZER, StepRecorder
 from lightning_zero.report.training_summary import TrainingNumbers, collect_numbers
 
 HEADING = ("pass", "ms", "nodes afterwards", "added", "removed", "changed", "moved")
@@ -81,6 +82,7 @@ class PlanReport(Callback):
         self._classified: list[bool] = []  # True for each graph of the plan that first ran in a training batch
         self._engine: Engine | None = None  # during training
         self._recorder: StepRecorder | None = None  # during training
+        self._step_hooks: list[Any] = []  # of optimizers, during training
         self._numbers: TrainingNumbers | None = None
         self._warned = False
 
@@ -119,6 +121,11 @@ class PlanReport(Callback):
             lambda: engine.executor.counters().get("gather_bytes", 0),
             trainer.global_step,
         )
+        if not pl_module.automatic_optimization:  # the training step goes on after an optimizer's step
+            self._step_hooks = [one.register_step_post_hook(self._resume_forward) for one in trainer.optimizers]
+
+    def _resume_forward(self, *_: Any) -> None:
+        self._begin_part(FORWARD)
 
     @override
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
@@ -186,12 +193,19 @@ class PlanReport(Callback):
 
     @override
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self._engine = self._recorder = None
+        self._end_training()
 
-    def _collect(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _end_training(self) -> None:
+        self._engine = self._recorder = None
+        while self._step_hooks:
+            self._step_hooks.pop().remove()
+
+    def _collect(self, trainer: pl.Trainer, module: pl.LightningModule, failed: bool = False) -> None:
         if self._engine is None or self._recorder is None:
             return
         with self._forgiving("collect the measured numbers"):
+            if failed:
+                self._recorder.drop_unfinished()
             name = type(module).__name__
             self._numbers = collect_numbers(self._engine, trainer.optimizers, self._recorder, name, trainer.global_step)
 
@@ -206,8 +220,10 @@ class PlanReport(Callback):
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        self._in_batch, self._engine, self._recorder = False, None, None
-        if self._seen:
+        self._in_batch, measured = False, self._recorder is not None
+        self._collect(trainer, pl_module, failed=True)
+        self._end_training()
+        if self._seen or measured:
             self._write()
 
     @override

@@ -21,7 +21,7 @@ MOST_BATCHES = 100  # the report comes then even if batches of new lengths keep 
 SHORTEST_S = 0.05  # parts below it would be shown as 0.0 s
 
 # Keys of torch's compilation times.
-DYNAMO, IN_BACKENDS, JOINT = "_compile.compile_inner", "OutputGraph.call_user_compiler", "aot_trace_joint_graph"
+DYNAMO, IN_BACKENDS = "_compile.compile_inner", "OutputGraph.call_user_compiler"
 
 
 def _compilation_seconds() -> dict[str, float]:
@@ -80,7 +80,9 @@ class StartupTimer:
         self._forget_compilations()
 
     def _forget_compilations(self) -> None:
-        self._before, self._torch_before = dict(self._spent()), dict(self._of_torch())
+        self._before, self._dynamo_s, self._torch_before = dict(self._spent()), 0.0, (0.0, 0.0)
+        self._dynamo_seconds()
+        self._dynamo_s = 0.0
 
     def batch(self) -> list[str]:
         """Call when a batch begins. Return the lines once, when the start is over."""
@@ -89,10 +91,10 @@ class StartupTimer:
         graphs = self._since("graphs")
         self._quiet = self._quiet + 1 if graphs == self._graphs else 0
         self._graphs = graphs
-        done = self._batches
+        done, mark = self._batches, self._mark()
         self._batches += 1
         if done < 2:
-            self._marks.append(self._mark())
+            self._marks.append(mark)
         if done < BATCHES or (self._quiet < QUIET and done < MOST_BATCHES):
             return []
         return self._lines(done)
@@ -112,7 +114,7 @@ class StartupTimer:
     def _line(self, batches: int) -> str | None:
         if not self._since("graphs") and not self._built_s:
             return None  # everything was in caches
-        end, joint = self._mark(), self._of_torch_since(JOINT)
+        end, joint = self._mark(), self._since("joint")
         first, second = self._marks[0], [*self._marks, end][1]
         begun = _Mark(self._begun_s, 0.0, 0.0)
         parts = {
@@ -133,11 +135,19 @@ class StartupTimer:
         return f"Start: {end.at_s - self._begun_s:.1f} s until step {batches} = {shown}."
 
     def _mark(self) -> _Mark:
-        dynamo_s = self._of_torch_since(DYNAMO) - self._of_torch_since(IN_BACKENDS)
-        return _Mark(self._clock(), max(dynamo_s, 0.0), self._since("compiling"))
+        return _Mark(self._clock(), self._dynamo_seconds(), self._since("compiling"))
+
+    def _dynamo_seconds(self) -> float:
+        """Return Dynamo's seconds without its backends.
+
+        Call it at each batch: ``torch.compiler.reset()`` clears the seconds that torch counts.
+        """
+        of_torch = self._of_torch()
+        now = of_torch.get(DYNAMO, 0.0), of_torch.get(IN_BACKENDS, 0.0)
+        before = self._torch_before if now[0] >= self._torch_before[0] else (0.0, 0.0)
+        self._dynamo_s += max((now[0] - before[0]) - (now[1] - before[1]), 0.0)
+        self._torch_before = now
+        return self._dynamo_s
 
     def _since(self, what: str) -> float:
         return self._spent().get(what, 0.0) - self._before.get(what, 0.0)
-
-    def _of_torch_since(self, what: str) -> float:
-        return self._of_torch().get(what, 0.0) - self._torch_before.get(what, 0.0)

@@ -126,6 +126,13 @@ class StepRecorder:
         if self._step is not None and self._step.marks[-1][0] is None:
             self._step.marks.append((BETWEEN, self._timer.now()))
 
+    def drop_unfinished(self) -> None:
+        """Forget steps that the device has not ended: after a failure it may never end them."""
+        ended = [step for step in self._steps if self._timer.is_done(step.ended)]
+        self._steps = deque(ended, MOST_STEPS)
+        if self._step is not None and (self._step.ended is None or not self._timer.is_done(self._step.ended)):
+            self._step = None
+
     def times(self) -> StepTimes | None:
         """Return the times; None if no step was measured. Waits for the device to end the recorded steps."""
         found, last = [], self._step

@@ -38,7 +38,7 @@ from lightning_zero.compat.tensors import (
 from lightning_zero.compile.async_compile import PendingCompiles
 from lightning_zero.compile.capture import requires_grad as requires_grad_hooks
 from lightning_zero.compile.capture.module_hooks import ModuleHooks, guard_hooks, needs_hook_guards
-from lightning_zero.compile.capture.recompile_reason import argument_names, explain_guard
+from lightning_zero.compile.capture.recompile_reason import argument_names, explain_recompilation
 from lightning_zero.compile.capture.requires_grad import ignore_grad_leaves
 from lightning_zero.compile.dynamo_layer_reuse import reuse_layer_traces
 from lightning_zero.compile.fast_compile import collect_young_only
@@ -201,7 +201,7 @@ class CompiledModules:
     def _on_recompile_limit(self, name: str, module: nn.Module, code: CodeType, hit: LimitHit) -> None:
         if name in self.limit_reasons:
             return
-        guard = explain_guard(hit.guard, argument_names(module)).text
+        guard = explain_recompilation(hit.guard, argument_names(module)).text
         log.debug("Compile: the recompile limit is reached (guard=%s)", hit.guard)
         self.limit_reasons[name] = f"torch compiled it {hit.value} times, and no more ({guard})"
         part = "" if hit.code.startswith(f"{code.co_name!r} ") else f", as far as it is the code of {hit.code},"
@@ -301,8 +301,10 @@ class CompiledModules:
             traced = torch.compiler.is_compiling()
             noticing = nullcontext() if traced else watch_recompile_limits(on_limit)
             compiling = nullcontext() if traced else CompileContexts(self._compile_contexts)
+            # In a training step dynamo_settings() does so, too.
+            finishing = nullcontext() if traced else notes.pending_compiles.finish_on_failure()
             try:
-                with guarding, ignoring, noticing, compiling:
+                with finishing, guarding, ignoring, noticing, compiling:
                     if not first:
                         return run(*args, **kwargs)
                     first = False

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_zero.compat.compiler import metrics_context
+from lightning_zero.compat.compiler import guard_failures, metrics_context
+from lightning_zero.compat.lookup import Absent
 
 LONGEST_VALUE = 60  # characters of a value in a reason
 UNKNOWN = "a value that the code depends on has changed"
@@ -52,7 +53,30 @@ def find_recompile_reason(arguments: Sequence[str] = ()) -> RecompileReason | No
     reason = metrics_context()._metrics.get("recompile_reason")
     if not reason or "BACKEND_MATCH" in reason:
         return None
-    return explain_guard(reason, arguments)
+    return explain_recompilation(reason, arguments)
+
+
+def explain_recompilation(first: str, arguments: Sequence[str] = ()) -> RecompileReason:
+    """Translate Dynamo's reason, which is that against the code that ran last.
+
+    After a switch between training and evaluation, that code is the other mode's. Code of this mode has another reason.
+    """
+    found = [explain_guard(reason, arguments) for reason in _all_reasons(first) if "BACKEND_MATCH" not in reason]
+    return next((reason for reason in found if not reason.expected), explain_guard(first, arguments))
+
+
+def _all_reasons(first: str) -> list[str]:
+    """Return the reasons against all code that is cached for a function, from one of them."""
+    for noted in () if isinstance(guard_failures, Absent) else guard_failures.values():
+        latest: dict[str, str] = {}  # by the number of the code
+        for reason in reversed(noted):
+            number = reason.partition(":")[0]
+            if number in latest:
+                break
+            latest[number] = reason
+        if first in latest.values():
+            return [*reversed(latest.values())]
+    return [first]
 
 
 def explain_guard(reason: str, arguments: Sequence[str] = ()) -> RecompileReason:

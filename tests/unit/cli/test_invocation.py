@@ -76,6 +76,18 @@ def test_only_the_program_itself_imports_on_demand(arguments: list[str], origina
     assert is_command_line(arguments, original) is expected
 
 
+def test_a_program_of_the_user_may_have_the_same_name(tmp_path: Path) -> None:
+    folder, script = tmp_path / "lightning-zero", tmp_path / "bin" / "lightning-zero"
+    folder.mkdir()
+    script.parent.mkdir()
+    (folder / "__main__.py").write_text("import lightning_zero")
+    assert not is_command_line([str(folder)], ["python", str(folder)])
+    script.write_text("import lightning_zero\nlightning_zero.plan()\n")
+    assert not is_command_line([str(script)], ["python", str(script)])
+    script.write_text("#!python\nfrom lightning_zero.cli.main import main\nmain()\n")
+    assert is_command_line([str(script)], ["python", str(script)])
+
+
 def test_usage_names_the_program_as_it_was_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/x/lightning_zero/__main__.py", "plan"])
     assert program_name() == "python -m lightning_zero"

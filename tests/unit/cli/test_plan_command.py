@@ -31,20 +31,23 @@ DATA = """
 
 
 def test_of_an_own_module_bytes_are_those_of_its_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "own.py").write_text(SCRIPT.format(more="") + DATA)
+    (tmp_path / "own.py").write_text("print('Importing.')\n" + SCRIPT.format(more="print('Building.')") + DATA)
     command = ["plan", f"{tmp_path / 'own.py'}:Module", "--ranks", "2", "--device", "h100"]
     assert main([*command, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    shown = capsys.readouterr()
+    found = json.loads(shown.out)
+    assert "Importing.\n" in shown.err
+    assert "Building.\n" in shown.err
     assert (found["parameters"], found["ranks"], found["device"], found["fits"]) == (40 * 30 + 30, 2, "H100", True)
     assert found["bytes"]["master_shard"] >= (40 * 30 + 30) * 4 / 2
     assert found["bytes"]["optimizer_state"] >= 2 * found["bytes"]["master_shard"]
     assert found["not_traced"] == ""
     assert found["seconds"]["total"] > 0
     assert main([*command, "--option", "stage=2"]) == 0
-    shown = capsys.readouterr().out
-    assert "Estimate for 1,230 parameters on each of 2 H100" in shown
-    assert "The training fits" in shown
-    assert " MiB  " in shown
+    text = capsys.readouterr().out
+    assert "Estimate for 1,230 parameters on each of 2 H100" in text
+    assert "The training fits" in text
+    assert " MiB  " in text
 
 
 def test_what_cannot_be_planned_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

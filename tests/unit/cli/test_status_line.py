@@ -3,6 +3,8 @@
 import io
 import time
 
+import pytest
+
 from lightning_zero.cli.status_line import CLEAR, PLAIN_S, StatusLine
 
 
@@ -41,6 +43,13 @@ def test_elsewhere_there_is_a_line_for_each_interval() -> None:
         status.update("tracing")
         shown(stream, "plan: tracing (0 s)\nplan: tracing (0 s)\n")
     assert CLEAR not in stream.getvalue()
+
+
+def test_a_command_runs_without_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", None)  # as `lightning-zero doctor 2>&-` leaves it
+    with StatusLine("plan") as status:
+        status.update("tracing")
+        status.note("a note")
 
 
 def test_nothing_is_written_after_the_end() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 
@@ -13,6 +15,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 from rich.progress import Progress
 from tqdm import tqdm
+from tqdm.contrib import DummyTqdmFile
 
 from lightning_zero.integrations.console import show_info
 
@@ -60,6 +63,33 @@ def test_a_line_is_written_above_tqdms_bar_which_is_drawn_again() -> None:
     assert shown[0] == LINE
     assert shown[1].startswith("Epoch 0:  30%")
     assert len(shown) == 2
+
+
+def test_a_log_that_writes_through_tqdm_does_not_wait_for_a_line_for_ever() -> None:
+    """tqdm's own recipe replaces sys.stderr by a file that takes tqdm's lock; the log's handler has its own lock."""
+    log, handler_is_locked, line_begun = logging.getLogger("lightning.pytorch"), threading.Event(), threading.Event()
+
+    class Slow(DummyTqdmFile):
+        def write(self, text: str, nolock: bool = False) -> None:
+            handler_is_locked.set()
+            line_begun.wait(10)
+            time.sleep(0.2)  # the other thread takes its first lock
+            super().write(text, nolock)
+
+    with terminal() as stream:
+        log.handlers = [logging.StreamHandler(Slow(stream))]
+
+        def show() -> None:
+            handler_is_locked.wait(10)
+            line_begun.set()
+            show_info(LINE)
+
+        threads = [threading.Thread(target=run, daemon=True) for run in (lambda: log.info("another line"), show)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 def test_without_care_the_bar_would_be_broken() -> None:

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native import prebuilt
 from lightning_zero.native.build import build, executor_key, is_built, source_directory
+from lightning_zero.native.load import _load_library
 from lightning_zero.native.prebuilt import KEY, LIBRARY, ExecutorKey, find_prebuilt
 from tests.unit.native.stand_in import Compiler
 
@@ -57,7 +59,15 @@ def test_a_damaged_key_fits_nothing(tmp_path: Path, text: str) -> None:
     (tmp_path / "x" / KEY).write_text(text)
     found = find_prebuilt(lambda: HERE, tmp_path / "x")
     assert found is not None
-    assert "key.json is missing or damaged" in found.mismatch
+    assert "x is incomplete or damaged" in found.mismatch
+
+
+def test_a_library_that_is_cut_off_does_not_load(tmp_path: Path) -> None:
+    library = carried(tmp_path / "x", HERE)
+    library.write_text("car")
+    found = find_prebuilt(lambda: HERE, tmp_path / "x")
+    assert found is not None
+    assert found.mismatch == f"{tmp_path / 'x'} is incomplete or damaged"
 
 
 def test_without_an_executor_the_sources_are_not_read(tmp_path: Path) -> None:
@@ -79,6 +89,28 @@ def test_an_executor_that_fits_is_used_without_a_compiler_and_a_cache(
     assert not (tmp_path / "cache").exists()
     own = build(tmp_path / "own", Compiler(tmp_path).path)
     assert own.is_relative_to(tmp_path / "own"), "a folder that the caller names is filled"
+
+
+def test_an_executor_that_does_not_load_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The key knows the C library, but not the C++ library of conda, for example."""
+    loaded: list[Path] = []
+
+    def load_library(path: str) -> None:
+        if Path(path).parent == prebuilt.FOLDER:
+            raise OSError("version `GLIBCXX_3.4.99' not found")
+        loaded.append(Path(path))
+
+    monkeypatch.setenv("LIGHTNING_ZERO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", Compiler(tmp_path).path)
+    carried(tmp_path / "x", executor_key(source_directory()))
+    monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "x")
+    monkeypatch.setattr(torch.ops, "load_library", load_library)
+    _load_library()
+    [library] = loaded
+    assert library.is_relative_to(tmp_path / "cache")
+    assert "The wheel's C++ executor is not used: version `GLIBCXX_3.4.99' not found." in caplog.text
 
 
 def test_an_executor_that_does_not_fit_is_replaced_with_one_line(

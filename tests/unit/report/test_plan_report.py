@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -229,6 +230,46 @@ def test_a_later_evaluation_adds_its_graphs_and_changes_no_number(
     end = "Details</h2>"
     assert first[: first.index(end)] == second[: second.index(end)]
     assert "199.9 ms" in second
+
+
+def test_a_manual_training_step_goes_on_after_a_step_of_an_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, given = started(tmp_path)
+    monkeypatch.setattr(plan_report, "engine_of", lambda _: MagicMock(device=torch.device("cpu")))
+    module, weight = LightningModule(), torch.nn.Parameter(torch.ones(2))
+    module.automatic_optimization = False
+    given.global_step, given.optimizers = 0, [torch.optim.SGD([weight], lr=0.1) for _ in range(2)]
+    made.on_train_start(given, module)
+    made.on_train_batch_start(given, module, None, 0)
+    recorder = made._recorder
+    assert recorder is not None
+    for optimizer in given.optimizers:
+        made.on_before_backward(given, module, weight)
+        made.on_after_backward(given, module)
+        made.on_before_optimizer_step(given, module, optimizer)
+        optimizer.step()
+    assert recorder._step is not None
+    parts = [name for name, _ in recorder._step.marks]
+    assert parts == [*("forward", "backward", "optimizer") * 2, "forward"]
+    made.on_train_end(given, module)
+    assert not any(optimizer._optimizer_step_post_hooks for optimizer in given.optimizers)
+
+
+def test_an_exception_ends_the_report_with_the_latest_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, given = started(tmp_path)
+    monkeypatch.setattr(plan_report, "collect_numbers", lambda *numbers: replace(ON_CPU, steps=numbers[-1]))
+    monkeypatch.setattr(plan_report, "engine_of", lambda _: MagicMock(device=torch.device("cpu")))
+    given.global_step, given.optimizers = 1, []
+    made.on_train_start(given, MODULE)
+    compiled(given.strategy.observers[0])
+    batch_ends(made, given)
+    assert "1 optimizer steps so far; the training still runs" in (tmp_path / "report.html").read_text()
+    given.global_step = 700
+    made.on_exception(given, MODULE, KeyboardInterrupt())
+    page = (tmp_path / "report.html").read_text()
+    assert "700 optimizer steps. " in page
+    assert "the training still runs" not in page
 
 
 def test_an_evaluation_alone_writes_no_page(tmp_path: Path) -> None:

@@ -12,8 +12,10 @@ class Training:
 
     def __init__(self) -> None:
         self.now = 100.0
-        self.spent: defaultdict[str, float] = defaultdict(float, graphs=3.0, compiling=50.0)  # by another training
-        self.torch: defaultdict[str, float] = defaultdict(float, {"aot_trace_joint_graph": 7.0})
+        self.spent: defaultdict[str, float] = defaultdict(
+            float, graphs=3.0, compiling=50.0, joint=7.0
+        )  # by another training
+        self.torch: defaultdict[str, float] = defaultdict(float, {"_compile.compile_inner": 7.0})
         self.clock = StartupTimer(lambda: self.spent, lambda: self.runs, lambda: self.now, lambda: self.torch)
         self.runs = ""
 
@@ -30,7 +32,7 @@ class Training:
         self.spent["passes"] += passes
         self.spent["subgraphs"] += subgraphs
         self.spent["subgraphs compiled"] += new
-        self.torch["aot_trace_joint_graph"] += joint
+        self.spent["joint"] += joint
         self.torch["_compile.compile_inner"] += dynamo + inside
         self.torch["OutputGraph.call_user_compiler"] += inside
 
@@ -60,7 +62,8 @@ def test_the_line_says_where_each_second_went() -> None:
 def test_what_was_compiled_while_the_executor_was_built_is_no_part_of_the_model() -> None:
     training = Training()
     training.torch["_compile.compile_inner"] += 4.0
-    training.torch["aot_trace_joint_graph"] += 1.0
+    training.torch["OutputGraph.call_user_compiler"] += 1.0
+    training.spent["joint"] += 1.0
     training.passes(5.0)
     training.clock.built(1.0)
     training.compiles(2.0, 3.0, 0.0, 1.0)
@@ -160,3 +163,31 @@ def test_a_second_trainer_reports_only_its_own_times() -> None:
     adopted.update(graphs=6.0, compiling=71.0)
     [line] = timer.ends()
     assert line == "Start: 2.0 s until step 1 = first step 1.0 + compiling 1.0."
+
+
+def test_parts_add_up_although_the_user_compiles_a_function_too() -> None:
+    training = Training()
+    training.batches(1)
+    training.compiles(1.0, 2.0, 0.5, 1.0)
+    training.passes(16.0)
+    training.torch["_compile.compile_inner"] += 16.0
+    training.torch["OutputGraph.call_user_compiler"] += 15.0
+    training.torch["aot_trace_joint_graph"] += 9.0  # in the user's backend
+    [line] = training.batches(20)
+    total, parts = parts_of(line)
+    assert sum(parts) == pytest.approx(total, abs=0.2)
+    assert "tracing 4.0 + compiling 1.5 + " in line
+
+
+def test_parts_add_up_after_a_reset_of_the_compiler() -> None:
+    training = Training()
+    training.compiles(2.0, 1.0, 0.0, 1.0)
+    training.batches(1)
+    training.compiles(1.0, 1.0, 0.5, 2.0)
+    training.batches(1)
+    training.torch.clear()  # by torch.compiler.reset()
+    training.compiles(0.5, 0.5, 0.0, 1.0)
+    [line] = training.batches(20)
+    total, parts = parts_of(line)
+    assert sum(parts) == pytest.approx(total, abs=0.2)
+    assert "tracing 6.0 + compiling 4.5 + " in line

@@ -151,3 +151,25 @@ def test_memory_of_steps_that_compile_is_not_kept(clock: Clock) -> None:
     step(made, clock, 2)
     assert set(made.memory) == {BETWEEN, FORWARD, BACKWARD, OPTIMIZER}
     assert all(size > 2**20 for size in made.memory.values()), "bytes of this process"
+
+
+def test_after_a_failure_no_step_is_waited_for_that_the_device_may_never_end(clock: Clock) -> None:
+    made, waited = recorder(clock), []
+    for number in (1, 2, 3):
+        step(made, clock, number)
+    stuck_at = clock.now
+    step(made, clock, 4)
+
+    def is_done(timer: object, moment: float) -> bool:
+        return moment < stuck_at
+
+    def elapsed_s(timer: object, begun: float, ended: float) -> float:
+        waited.append(ended)
+        return ended - begun
+
+    with patch.multiple(step_recorder.DeviceTimer, is_done=is_done, elapsed_s=elapsed_s):
+        made.drop_unfinished()
+        times = made.times()
+    assert times is not None
+    assert times.steps == 2, "the third ends where the fourth begins"
+    assert max(waited) < stuck_at

@@ -357,3 +357,23 @@ def test_code_that_torch_compiles_no_more_is_named_once_with_the_reason(caplog: 
     assert list(calls.limit_reasons) == [""]
     calls.restore()
     assert not calls.limit_reasons
+
+
+def test_a_compilation_of_an_evaluation_that_fails_after_the_backend_is_finished() -> None:
+    """Otherwise its progress would be shown for ever, and other ranks would wait for it."""
+    finished: list[float] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        found.call_info.pending_compiles.add(lambda: None, 1.0, finished.append)
+
+        def run(*args: Any) -> Any:
+            raise ValueError("after the backend")
+
+        return run
+
+    module = nn.Linear(4, 4)
+    found = CompiledModules(module, {"backend": backend})
+    found.compile("", module)
+    with torch.no_grad(), pytest.raises(ValueError, match="after the backend"):
+        module(torch.ones(2, 4))
+    assert finished == [pytest.approx(1.0, abs=0.5)]

@@ -137,6 +137,23 @@ def test_an_evaluation_is_expected_and_autocast_is_not() -> None:
     assert autocast.text == "autocast was switched on or off"
 
 
+def test_the_reason_is_that_against_code_of_the_same_mode() -> None:
+    """The code that ran last is the evaluation's, against which Dynamo's own reason is the gradients."""
+    _, call, reasons = compiled()
+    call(x())
+    with torch.no_grad():
+        call(x())
+    call(x(3, 4))
+    with torch.no_grad():
+        call(x(5, 4))
+    evaluation, training, again = reasons
+    assert evaluation.expected
+    assert training.text == "argument 'x' changed in dimension 0 from 8 to 3"
+    assert again.text == "argument 'x' changed in dimension 0 from 8 to 5"
+    assert not training.expected
+    assert not again.expected
+
+
 @pytest.mark.parametrize(
     ("reason", "text"),
     [
