@@ -214,7 +214,8 @@ def make_flat_runs(
     runs: list[FlatRun] = []
     for number, records in enumerate(groups):
         members: list[ShardedParameter] = []
-        for record in sorted(records, key=lambda record: record.shard.data_ptr()):
+        # One order on all ranks, which exchange matrices in it: each dtype has memory of its own, at any address.
+        for record in sorted(records, key=lambda r: (str(r.shard.dtype), r.shard.data_ptr())):
             same_state = members and names.get(members[-1].index) == names.get(record.index)
             if members and (
                 one_per_parameter or not same_state or not _joins(members[-1], record, kinds, mix_dimensions)

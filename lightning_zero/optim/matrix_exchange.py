@@ -146,12 +146,22 @@ def _assign(layouts: Sequence[ShardLayout], rule: MatrixRule, loads: list[float]
     return tuple(owners)
 
 
+ExchangeMemory = dict[torch.dtype, list[Tensor]]
+
+
 def make_exchanges(
-    buckets: Sequence[MatrixBucket], rule_of: Callable[[FlatRun], MatrixRule], group: MatrixGroup, device: torch.device
+    buckets: Sequence[MatrixBucket],
+    rule_of: Callable[[FlatRun], MatrixRule],
+    group: MatrixGroup,
+    device: torch.device,
+    memory: ExchangeMemory,
 ) -> list[MatrixExchange]:
-    """Return an exchange for each bucket. All use the same memory, one after the other."""
+    """Return an exchange for each bucket. All use the same memory, one after the other.
+
+    Args:
+        memory: What earlier exchanges use, which is replaced where it is too small.
+    """
     copies = 3 if group.size > 1 else 1
-    memory: dict[torch.dtype, list[Tensor]] = {}
     for bucket in buckets:
         dtype = rule_of(bucket.run).dtype
         numel = max(bucket.numel, bucket.received_numel(group))
@@ -225,7 +235,7 @@ class MatrixExchange:
         for layout, parts in self._batches():
             full = self._gathered(layout, parts)
             number, rows, columns = as_matrices(layout.shape)
-            done = self._rule.transform(full.reshape(-1, rows, columns))
+            done = self._rule.transform(full.reshape(len(parts) * number, rows, columns))
             self._scatter(layout, parts, done.reshape(len(parts), *layout.shape))
 
     def _batches(self) -> Iterator[tuple[ShardLayout, list[Tensor]]]:

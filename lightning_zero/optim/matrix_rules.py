@@ -45,7 +45,8 @@ class MatrixRule:
     Attributes:
         settings: Floats of a parameter group that the rule reads, by name; ``"betas.0"`` is the first of a pair.
         state: Names of the parameter-shaped state, which is sharded.
-        scalars: (settings, 0-dim float64; step count) -> 0-dim float64 tensors.
+        scalars: (settings and ``counts``, all 0-dim float64; step count) -> 0-dim float64 tensors, including the new
+            ``counts`` other than ``step``. The step count is NaN unless ``counts`` has ``"step"``.
         prepare: (parameter, gradient, state, scalars; flat shards in float32) -> (update, new state). Elementwise.
         transform: (updates of shape (number, rows, columns) in ``dtype``) -> transformed updates of the same shape. The
             updates may be overwritten.
@@ -53,7 +54,7 @@ class MatrixRule:
         factor: (parameter's shape) -> number that ``finish`` receives.
         flops: (rows, columns) -> operations of ``transform`` for one matrix, by which matrices are assigned to ranks.
         dtype: In which updates are sent and transformed.
-        counts: Names of 0-dim state other than ``step``.
+        counts: Names of 0-dim state. ``"step"`` counts the steps, from 1.
     """
 
     settings: tuple[str, ...]

@@ -24,7 +24,13 @@ from lightning_zero.offload.staging_ring import StagingRing
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE, noise_keys, rounding_noise, stochastic_round
 from lightning_zero.optim.flat_runs import MAX_CHUNK_NUMEL, ChunkedState, FlatRun, LoadedChunk
 from lightning_zero.optim.grad_norms import clip_factor
-from lightning_zero.optim.matrix_exchange import MatrixExchange, MatrixGroup, make_buckets, make_exchanges
+from lightning_zero.optim.matrix_exchange import (
+    ExchangeMemory,
+    MatrixExchange,
+    MatrixGroup,
+    make_buckets,
+    make_exchanges,
+)
 from lightning_zero.optim.matrix_rules import MatrixRule
 from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.optim.update_rules import Rule, rule_for
@@ -43,6 +49,7 @@ class StepKernel:
         capture: Capture and replay if the device can; otherwise launch kernels at each step.
         matrix_group: The ranks that hold each matrix together; needed for a :class:`MatrixRule`.
         matrix_bucket_bytes: Limit for the full updates that exist at one time.
+        matrix_memory: Memory of these updates, shared with other kernels that step before or after this one.
     """
 
     def __init__(
@@ -56,13 +63,15 @@ class StepKernel:
         capture: bool = True,
         matrix_group: MatrixGroup | None = None,
         matrix_bucket_bytes: int = 1 << 28,
+        matrix_memory: ExchangeMemory | None = None,
     ) -> None:
         self._rules = [rule_for(optimizer, group) for group in groups]
         # Runs of matrices are last: elementwise ones are stepped before the first exchange.
         self._runs = runs = sorted(runs, key=lambda run: isinstance(self._rules[run.group], MatrixRule))
         self._device = device
         self._compile = compile and len(runs) <= MAX_COMPILED_RUNS
-        self._exchanges = _make_exchanges(self._rules, runs, matrix_group, matrix_bucket_bytes, device)
+        memory = {} if matrix_memory is None else matrix_memory
+        self._exchanges = _make_exchanges(self._rules, runs, matrix_group, matrix_bucket_bytes, device, memory)
         several = bool(self._exchanges) and matrix_group is not None and matrix_group.size > 1
         self._sends = several
         # The copies of a staging ring cannot continue from one captured graph to the next.
@@ -111,6 +120,7 @@ class StepKernel:
                 all(isinstance(run.state.get(name), Tensor) for name in known[run.group].state)
                 and all(name in run.counts for name in known[run.group].counts)
                 and not (run.bf16_state and _steps(run.counts) is None)
+                and ("step" not in run.state or "step" in run.counts)  # a Python number is the optimizer's to count
                 for run in runs
             )
         )
@@ -242,22 +252,23 @@ class StepKernel:
         return _rule_of(self._rules, run)
 
     def _numbers(self, rule: Rule | MatrixRule, run: FlatRun) -> dict[str, Tensor]:
-        """Return the scalars that the update of all elements shares, 0-dim float32, and count the step."""
+        """Return the scalars that the update of all elements shares, 0-dim and as wide as it, and count the step."""
         assert self._variant is not None
         clip, skip = self._variant
-        settings = self._settings[run.group]
+        settings, dtype = self._settings[run.group], run.param.dtype
 
         def compute(squared: Tensor, max_norm: Tensor, skipped: Tensor, *rest: Tensor) -> dict[str, Tensor]:
             setting = dict(zip(settings, rest, strict=False))
             counts = dict(zip(run.counts, rest[len(settings) :], strict=False))
             if (steps := _steps(counts)) is not None:
                 steps.add_(1 if not skip else (skipped == 0).to(steps.dtype))
-            step = steps[0] if steps is not None else squared
-            scalars = rule.scalars({**setting, **{name: counts[name][0].double() for name in rule.counts}}, step)
-            for name in rule.counts:
+            step = steps[0] if steps is not None else torch.full_like(squared, math.nan)
+            others = [name for name in rule.counts if name != "step"]
+            scalars = rule.scalars({**setting, **{name: counts[name][0].double() for name in others}}, step)
+            for name in others:
                 value, old = scalars.pop(name), counts[name]
                 old.copy_(value if not skip else torch.where(skipped == 0, value.to(old.dtype), old))
-            numbers = {name: value.float() for name, value in scalars.items()}
+            numbers = {k: v.double() if dtype is torch.float64 else v.float() for k, v in scalars.items()}
             if clip:
                 numbers["factor"] = clip_factor(squared, max_norm)
             if salts:
@@ -267,7 +278,7 @@ class StepKernel:
         salts = (self._state.positions[id(run)].salts,) if run.bf16_state else ()
         arguments = (self._squared, self._max_norm, self._skip, *settings.values(), *run.counts.values(), *salts)
         shapes = tuple((name, tuple(c.shape)) for name, c in run.counts.items())
-        key = (rule, self._variant, shapes, len(run.members) if salts else None)
+        key = (rule, self._variant, shapes, dtype, len(run.members) if salts else None)
         return self._run_compiled(key, compute, arguments) | ({"skip": self._skip} if skip else {})
 
     def _apply(self, loaded: LoadedChunk, update: Tensor | None = None) -> None:
@@ -344,6 +355,7 @@ def _make_exchanges(
     group: MatrixGroup | None,
     max_bytes: int,
     device: torch.device,
+    memory: ExchangeMemory,
 ) -> list[MatrixExchange]:
     """Return the exchanges of all runs with a :class:`MatrixRule`."""
 
@@ -358,7 +370,7 @@ def _make_exchanges(
     assert group is not None, "an optimizer of matrices needs to know its ranks"
     loads = [0.0] * group.size
     buckets = [bucket for run in matrices for bucket in make_buckets(run, rule_of(run), max_bytes, loads)]
-    return make_exchanges(buckets, rule_of, group, device)
+    return make_exchanges(buckets, rule_of, group, device, memory)
 
 
 def _rule_of(rules: Sequence[Rule | MatrixRule | None], run: FlatRun) -> Rule | MatrixRule:

@@ -7,6 +7,7 @@ can step a layout; the last one can step all.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE
 from lightning_zero.optim.flat_runs import State, StateOnHost
-from lightning_zero.optim.matrix_exchange import MatrixGroup
+from lightning_zero.optim.matrix_exchange import ExchangeMemory, MatrixGroup
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.optim.update_rules import MatrixRule, needs_matrices, rule_for
@@ -123,7 +124,7 @@ class CapturedRunner:
         host: Host memory of the state; None if state is on the device.
         captures: Replay steps. If False, only layouts that the optimizer cannot step itself are stepped: those with
             bfloat16 state or matrices.
-        matrix_group: The ranks that hold each matrix together.
+        make_matrix_group: Returns the ranks that hold each matrix together.
         matrix_bucket_bytes: See :class:`StepKernel`.
 
     Attributes:
@@ -140,7 +141,7 @@ class CapturedRunner:
         compile_kernels: bool,
         host: StateOnHost | None = None,
         captures: bool = True,
-        matrix_group: MatrixGroup | None = None,
+        make_matrix_group: Callable[[], MatrixGroup | None] = lambda: None,
         matrix_bucket_bytes: int = 1 << 28,
     ) -> None:
         self._optimizer = optimizer
@@ -149,7 +150,8 @@ class CapturedRunner:
         self._compile = compile_kernels
         self._host = host
         self._captures = captures
-        self._matrix_options = matrix_group, matrix_bucket_bytes
+        self._make_matrix_group, self._matrix_bucket_bytes = make_matrix_group, matrix_bucket_bytes
+        self._matrix_memory: ExchangeMemory = {}
         self._kernels: WeakKeyDictionary[StepLayout, StepKernel] = WeakKeyDictionary()
         self.replays = 0
 
@@ -160,6 +162,7 @@ class CapturedRunner:
     def forget(self) -> None:
         """Capture each layout again at its next step; state stays."""
         self._kernels.clear()
+        self._matrix_memory.clear()
 
     def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
         if layout in self._kernels:
@@ -192,7 +195,9 @@ class CapturedRunner:
             self._compile,
             None if self._host is None else self._host.ring,
             self._captures,
-            *self._matrix_options,
+            self._make_matrix_group() if matrices else None,
+            self._matrix_bucket_bytes,
+            self._matrix_memory,
         )
         for run in layout.runs:
             run.export_state(own.state)

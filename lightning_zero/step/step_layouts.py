@@ -23,7 +23,7 @@ from lightning_zero.optim.bf16_state import bf16_state_names, check_bf16_state
 from lightning_zero.optim.flat_runs import FlatRun, State, make_flat_runs
 from lightning_zero.optim.grad_norms import clip_factor, norm_dtype
 from lightning_zero.optim.step_kernel import StepKernel
-from lightning_zero.optim.support import check_members
+from lightning_zero.optim.support import check_matrices, check_members
 from lightning_zero.optim.update_rules import MatrixRule, rule_for
 from lightning_zero.sharding.layout import as_real
 from lightning_zero.sharding.param_record import ShardedParameter
@@ -194,6 +194,8 @@ class StepLayouts:
 
     def _rebuild(self, own: OwnParams, why: str) -> None:
         check_members(own.groups, type(self._optimizer).__name__, self._sharder.find)
+        masters_on_host = any(record.on_host is not None for record in self._sharder.live)
+        check_matrices(self._optimizer, self._sharder.find, masters_on_host)
         if self._bf16_state:
             check_bf16_state(self._optimizer, own.groups)
         if self._by_pattern:

@@ -23,7 +23,6 @@ from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.optim.flat_runs import StateOnHost
 from lightning_zero.optim.grad_norms import all_reduce_sum
 from lightning_zero.optim.matrix_exchange import MatrixGroup
-from lightning_zero.optim.update_rules import needs_matrices
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch, without_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.chunked_step import ChunkedRunner
@@ -159,16 +158,21 @@ class OptimizerStepper:
             log.debug(
                 "Optimizer step: not captured (optimizer=%s, reason=%s)", type(optimizer).__name__, self.eager_reason
             )
-        matrices = needs_matrices(optimizer)
-        group = MatrixGroup.from_mesh(sharder.mesh, sharder.executor.collective) if matrices else None
         self._captured = CapturedRunner(
-            optimizer, self._layouts, device, device.type == "cuda", host, self._graphs, group, matrix_bucket_bytes
+            optimizer,
+            self._layouts,
+            device,
+            device.type == "cuda",
+            host,
+            self._graphs,
+            lambda: MatrixGroup.from_mesh(sharder.mesh, sharder.executor.collective),
+            matrix_bucket_bytes,
         )
         # The first runner that can step a layout is used.
         in_chunks = host is not None or bf16_state
         own: StepRunner = ChunkedRunner(optimizer, self._layouts, host) if in_chunks else EagerRunner(self._layouts)
-        by_rule = self._graphs or bf16_state or matrices
-        self._runners: Sequence[StepRunner] = (self._captured, own) if by_rule else (own,)
+        # Also if nothing is captured: a group of matrices may be added later.
+        self._runners: Sequence[StepRunner] = (self._captured, own)
         self.runner: StepRunner | None = None
         self._clip: tuple[StepLayout, float] | None = None  # clipping left to the step
         self._step_pre_hook: Any = None  # runs after users' pre-hooks and begins the step

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_zero import Rule, register_matrix_rule
 from lightning_zero.engine import Engine
-from tests.helpers.muon import WideMuon
+from lightning_zero.optim.matrix_rules import _muon
+from tests.helpers.muon import WideMuon, orthogonalize
 from tests.helpers.sharded import engine_for, whole_params, whole_state
 from tests.ranks.pool import Ranks
 
@@ -251,6 +254,111 @@ def test_options_and_events_change_what_they_should(ranks: Ranks) -> None:
         for name, value in six.items():
             difference = (found["narrow"]["params"][name] - value).abs().max()
             assert 0 < difference < NOISE, (name, difference)
+
+
+# -- one class for matrices and other parameters
+
+
+class Both(torch.optim.Optimizer):
+    """Muon for groups with ``matrices``, SGD of a falling learning rate for others."""
+
+    def __init__(self, params: Any, lr: float = 0.02) -> None:
+        super().__init__(params, {"lr": lr, "momentum": 0.95, "weight_decay": 0.1, "matrices": False})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = self.state[param]
+                state["step"] = state.get("step", torch.zeros(())) + 1
+                if not group["matrices"]:
+                    param.sub_(param.grad * group["lr"] / state["step"])
+                    continue
+                average = state.setdefault("momentum_buffer", torch.zeros_like(param)).lerp_(param.grad, 0.05)
+                update = orthogonalize(param.grad.lerp(average, 0.95), *NEWTON_SCHULZ)
+                factor = max(1, param.shape[0] / param.shape[1]) ** 0.5 / state["step"]
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(update * factor, alpha=group["lr"])
+
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315), 5, 1e-7
+MUON = _muon(True, *NEWTON_SCHULZ, "original", torch.float32)
+FALLING = replace(
+    MUON,
+    scalars=lambda setting, step: MUON.scalars(setting, step) | {"step": step.double()},
+    finish=lambda param, update, s, factor: param * s["keep"] - update * (s["lr"] * factor / s["step"]),
+    counts=("step",),
+)
+OTHERS = Rule(
+    ("lr",),
+    (),
+    lambda setting, step: {"size": setting["lr"] / step},
+    lambda param, grad, state, s: (param - grad * s["size"], {}),
+)
+register_matrix_rule(Both, lambda group: FALLING if group["matrices"] else OTHERS)
+
+
+def _added(emulate: bool) -> dict[str, Tensor]:
+    model = Net()
+    with engine_for(model, "eager", emulate_cuda_graph_step=emulate) as engine:
+        params = dict(model.named_parameters())
+        optimizer = Both([params["first.bias"], params["last.bias"]])
+        engine.optimizers.check(optimizer)
+        engine.optimizers.arrange([optimizer])
+        take_steps(engine, model, [optimizer], range(3), None)
+        matrices = [param for name, param in params.items() if name.startswith(("first.w", "alike"))]
+        optimizer.add_param_group({"params": matrices, "matrices": True})
+        take_steps(engine, model, [optimizer], range(3, 6), None)
+        return whole_params(engine, model)
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_a_group_of_matrices_is_added_after_some_steps(ranks: Ranks, emulate: bool) -> None:
+    model = Net()
+    optimizer = Both([model.first.bias, model.last.bias])
+    for step in range(6):
+        if step == 3:
+            optimizer.add_param_group({"params": [model.first.weight, *model.alike.parameters()], "matrices": True})
+        x, y = batch(step)
+        ((model(x) - y) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in ranks.run(2, _added, emulate):
+        for name, value in model.named_parameters():
+            close(found[name], value.detach(), name)
+
+
+class Doubles(torch.optim.Muon):
+    """Muon of float64 throughout."""
+
+
+DOUBLES = _muon(True, *NEWTON_SCHULZ, "original", torch.float64)
+register_matrix_rule(Doubles, lambda group: DOUBLES)
+
+
+def _doubles() -> dict[str, Tensor]:
+    model = Flat().double()
+    with engine_for(model, "eager", **SMALL) as engine:
+        optimizer = Doubles(model.parameters(), lr=0.02)
+        for step in range(4):
+            with engine.train_step():
+                loss = model(flat_batch(step, engine.rank, engine.world_size).double()).square().mean()
+            loss.backward()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+        return whole_params(engine, model)
+
+
+def test_float64_is_float64_throughout(ranks: Ranks) -> None:
+    model = Flat().double()
+    optimizer = WideMuon(model.parameters(), lr=0.02)
+    for step in range(4):
+        model(flat_batch(step).double()).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in ranks.run(2, _doubles):
+        for name, value in model.named_parameters():
+            torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-11)
 
 
 # -- checkpoints

@@ -11,8 +11,10 @@ from torch import nn
 
 from lightning_zero import MatrixRule, register_matrix_rule
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.matrix_exchange import MatrixGroup, make_buckets, make_exchanges
+from lightning_zero.optim.flat_runs import make_flat_runs
+from lightning_zero.optim.matrix_exchange import MatrixExchange, MatrixGroup, make_buckets, make_exchanges
 from lightning_zero.optim.matrix_rules import as_matrices, muon, newton_schulz
+from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import check_optimizer
 from lightning_zero.optim.update_rules import needs_matrices, rule_for
 from lightning_zero.sharding.layout import ShardLayout
@@ -141,7 +143,7 @@ def test_an_exchange_transforms_each_whole_matrix_once(order: tuple[int, int]) -
         object.__setattr__(
             group, "all_to_all", lambda out, sent, out_sizes, sizes, rank=rank: mail.update({rank: [out, sent, sizes]})
         )
-        (exchange,) = make_exchanges([bucket], lambda run: rule, group, torch.device("cpu"))
+        (exchange,) = make_exchanges([bucket], lambda run: rule, group, torch.device("cpu"), {})
         for layout, (begin, end), value in zip(layouts, bucket.ranges, values, strict=True):
             layout.write(exchange.update[begin:end], value, order[rank])
         exchange.pack()
@@ -166,3 +168,48 @@ def test_an_exchange_transforms_each_whole_matrix_once(order: tuple[int, int]) -
             first, last = layout.shard_range(order[rank])
             assert torch.equal(found[: last - first], (2 * value + 1).reshape(-1)[first:last])
             assert not found[last - first :].any()  # padding stays zero
+
+
+def exchanges_of(shapes: list[tuple[int, ...]], memory: dict[torch.dtype, list[torch.Tensor]]) -> list[MatrixExchange]:
+    """On one rank."""
+    group = MatrixGroup(None, 0, (0,), lambda *args: None)
+    buckets = make_buckets(run_of(shapes, 1), RULE, 1 << 30, [0.0])
+    return make_exchanges(buckets, lambda run: RULE, group, torch.device("cpu"), memory)
+
+
+def test_a_matrix_without_elements_stays_so() -> None:
+    (exchange,) = exchanges_of([(0, 5), (4, 4), (0, 5)], {})
+    exchange.update.zero_()
+    exchange.transform()
+    assert not exchange.update.any()
+
+
+def test_layouts_of_alternating_gradients_share_the_memory_of_updates() -> None:
+    memory: dict[torch.dtype, list[torch.Tensor]] = {}
+    first, smaller = (exchanges_of([(40, 40)] * number, memory)[0] for number in (2, 1))
+    assert smaller.update.data_ptr() == first.update.data_ptr()
+
+
+@pytest.mark.parametrize("places", [(0, 1), (1, 0)])
+def test_runs_of_two_dtypes_have_one_order_wherever_their_memory_is(places: tuple[int, int]) -> None:
+    """Ranks exchange matrices in the order of runs, and each dtype has memory of its own, at any address."""
+    dtypes = [torch.float32, torch.float64]
+    memory = torch.zeros(2, 1024, dtype=torch.uint8)
+    records: list[Any] = []
+    for index, (dtype, place) in enumerate(zip(dtypes, places, strict=True)):
+        shard = memory[place].view(dtype)[:128]
+        param = nn.Parameter(shard.view(1, -1))
+        param.grad = torch.zeros_like(param)
+        records.append(SimpleNamespace(index=index, param=param, shard=shard, on_host=None))
+    runs = make_flat_runs([records], {}, mix_dimensions=True)
+    assert [run.param.dtype for run in runs] == dtypes
+
+
+@pytest.mark.parametrize(("step", "expected"), [(3, False), (torch.zeros(()), True)])
+def test_a_python_number_of_steps_is_left_to_the_optimizer(step: Any, expected: bool) -> None:
+    """The kernel counts in tensors, so a rule would get no step count."""
+    optimizer = torch.optim.Adam([nn.Parameter(torch.zeros(2, 2))])
+    state = {"exp_avg": torch.zeros(32), "exp_avg_sq": torch.zeros(32), "step": step}
+    counts = {"step": step.view(1)} if isinstance(step, torch.Tensor) else {}
+    run: Any = SimpleNamespace(group=0, state=state, counts=counts, bf16_state=())
+    assert StepKernel.supports(optimizer, optimizer.param_groups, [run]) == expected
