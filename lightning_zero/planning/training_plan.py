@@ -158,6 +158,11 @@ class TrainingPlan:
     def verdict(self) -> str:
         """Return a sentence that says if the training fits, and by how much."""
         room = (self.device.memory - self.on_device) / 2**30
+        if self.fits and self.memory is not None and not self.memory.fits:
+            return (
+                f"The training fits into a GPU, but not into the limit of {self.memory.limit / 2**30:.2f} GiB: "
+                f"{self.memory.missing / 2**30:.2f} GiB are missing. Raise the limit, or take fewer samples in a batch."
+            )
         if self.fits:
             return f"The training fits: {room:.1f} GiB of each GPU stay free."
         return (
