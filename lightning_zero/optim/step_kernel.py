@@ -252,7 +252,7 @@ class StepKernel:
         return _rule_of(self._rules, run)
 
     def _numbers(self, rule: Rule | MatrixRule, run: FlatRun) -> dict[str, Tensor]:
-        """Return the scalars that the update of all elements shares, 0-dim and as wide as it, and count the step."""
+        """Return the scalars that the update of all elements shares, 0-dim and as wide, and count the step."""
         assert self._variant is not None
         clip, skip = self._variant
         settings, dtype = self._settings[run.group], run.param.dtype

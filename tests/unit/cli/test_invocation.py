@@ -32,7 +32,7 @@ for line in sys.argv[1:]:
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(REPO)}
     return subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, *command], env=environment, capture_output=True, text=True, check=True, timeout=180
     )
 
 
