@@ -65,7 +65,7 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "async_save": engine.config.async_save,
         "free_reduce_buckets": free,
         "reduce_bucket_mb": bucket,
-        "matrix_bucket_mb": engine.optimizers.stepper(optimizer)._captured._matrix_options,
+        "matrix_bucket_mb": engine.optimizers.stepper(optimizer)._captured._matrix_bucket_bytes,
         "reduce_double_buffer": double,
         "report_stall_after_s": engine.watchdog.native.options,
         "consensus_timeout_s": engine.session._consensus.patience_s,
