@@ -72,10 +72,9 @@ class StepKernel:
         self._compile = compile and len(runs) <= MAX_COMPILED_RUNS
         memory = {} if matrix_memory is None else matrix_memory
         self._exchanges = _make_exchanges(self._rules, runs, matrix_group, matrix_bucket_bytes, device, memory)
-        several = bool(self._exchanges) and matrix_group is not None and matrix_group.size > 1
-        self._sends = several
+        self._sends = bool(self._exchanges) and matrix_group is not None and matrix_group.size > 1
         # The copies of a staging ring cannot continue from one captured graph to the next.
-        self._capture = capture and not (several and ring is not None)
+        self._capture = capture and not (self._sends and ring is not None)
         self._floats: list[dict[str, float]] = [{} for _ in groups]
         self._settings = [
             {name: torch.zeros((), dtype=torch.float64, device=device) for name in rule.settings} if rule else {}
@@ -175,16 +174,17 @@ class StepKernel:
         def graphed(*functions: Callable[[], None]) -> GraphedSequence:
             return GraphedSequence(lambda: _call_all(functions), self._device, warmups, watch=used)
 
-        begin = partial(StepKernel._begin_update, own)
+        begin, end = partial(StepKernel._begin_update, own), partial(StepKernel._end_update, own)
         if not self._sends:
-            return [graphed(begin, *(partial(StepKernel._step_bucket, own, n) for n in range(len(self._exchanges))))]
+            buckets = (partial(StepKernel._step_bucket, own, number) for number in range(len(self._exchanges)))
+            return [graphed(begin, *buckets, end)]
         parts: list[Callable[[], None]] = []
         before: list[Callable[[], None]] = [begin]
         for number, exchange in enumerate(self._exchanges):
             parts.append(graphed(*before, partial(StepKernel._prepare, own, number), exchange.pack))
             parts += [exchange.send, graphed(exchange.transform), exchange.send_back]
             before = [exchange.unpack, partial(StepKernel._finish, own, number)]
-        return [*parts, graphed(*before, partial(StepKernel._end_update, own))]
+        return [*parts, graphed(*before, end)]
 
     def prefetch_from_host(self) -> None:
         """Start to copy offloaded state to the device for the next step."""
@@ -197,8 +197,6 @@ class StepKernel:
         elementwise = sum(isinstance(self._rule(chunk.run), Rule) for chunk in self._state.chunks)
         for loaded in islice(self._chunks, elementwise):
             self._apply(loaded)
-        if not self._exchanges:
-            self._end_update()
 
     def _end_update(self) -> None:
         for _ in self._chunks:
@@ -209,8 +207,6 @@ class StepKernel:
         self._prepare(number)
         self._exchanges[number].transform()
         self._finish(number)
-        if number == len(self._exchanges) - 1:
-            self._end_update()
 
     def _prepare(self, number: int) -> None:
         """Update the elementwise state of a bucket, and compute its updates."""

@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.optim.matrix_rules import MatrixRule, muon
-
-Tensors = dict[str, Tensor]
+from lightning_zero.optim.matrix_rules import MatrixRule, Tensors, muon
 
 
 @dataclass(frozen=True)

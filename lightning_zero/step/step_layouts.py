@@ -209,7 +209,7 @@ class StepLayouts:
         """Return all settings that a layout depends on."""
         rules = [rule_for(self._optimizer, group) for group in groups]
         # Numbers such as the iterations of Newton-Schulz are constants of the rule.
-        return _settings(groups), [id(rule) if isinstance(rule, MatrixRule) else None for rule in rules]
+        return _settings(groups), [rule if isinstance(rule, MatrixRule) else None for rule in rules]
 
     def _has_gradient(self, param: Tensor) -> bool | int:
         """Return True if the parameter has a gradient; move it to the engine's gradient memory.
