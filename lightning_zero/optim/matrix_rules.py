@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.optim.symmetric_products import has_kernel, symmetric_product
 
 Tensors = dict[str, Tensor]
 
@@ -87,12 +88,17 @@ def newton_schulz(updates: Tensor, coefficients: tuple[float, float, float], ste
         eps: Lower bound of the Frobenius norm by which a matrix is divided first.
     """
     a, b, c = coefficients
-    x = updates.mT if updates.size(-2) > updates.size(-1) else updates
-    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    tall = updates.size(-2) > updates.size(-1)
+    x = updates / torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    # baddbmm first copies x to its result. The kernel adds ``a I`` to the polynomial instead, before it rounds.
+    shift = a if has_kernel(x.mT if tall else x) else 0.0
     for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if updates.size(-2) > updates.size(-1) else x
+        gram = symmetric_product(x.mT if tall else x)
+        polynomial = symmetric_product(gram, base=gram, alpha=c, beta=b, shift=shift)
+        # Tall matrices are multiplied from the right, so that nothing is transposed.
+        left, right = (x, polynomial) if tall else (polynomial, x)
+        x = torch.bmm(left, right) if shift else torch.baddbmm(x, left, right, beta=a)
+    return x
 
 
 _FACTORS: Mapping[str, Callable[[int, int], float]] = {

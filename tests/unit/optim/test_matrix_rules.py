@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_zero import MatrixRule, register_matrix_rule
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.optim import matrix_rules
 from lightning_zero.optim.flat_runs import make_flat_runs
 from lightning_zero.optim.matrix_exchange import MatrixExchange, MatrixGroup, make_buckets, make_exchanges
 from lightning_zero.optim.matrix_rules import as_matrices, muon, newton_schulz
@@ -23,8 +24,11 @@ from tests.helpers.muon import orthogonalize
 DEFAULTS = (3.4445, -4.7750, 2.0315), 5, 1e-7
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16), (1, 8)])
-def test_a_batch_equals_single_matrices(shape: tuple[int, int]) -> None:
+def test_a_batch_equals_single_matrices(shape: tuple[int, int], fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with the first term in the polynomial, as with the kernel for symmetric products."""
+    monkeypatch.setattr(matrix_rules, "has_kernel", lambda x: fused)
     torch.manual_seed(0)
     updates = torch.randn(3, *shape)
     expected = torch.stack([orthogonalize(update, *DEFAULTS) for update in updates])

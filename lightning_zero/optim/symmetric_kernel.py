@@ -1,0 +1,150 @@
+"""A Triton kernel for products of matrices by their own transpose.
+
+The kernel computes the blocks on or above the diagonal, and stores each in both places. Importing this module needs
+Triton; :mod:`~lightning_zero.optim.symmetric_products` decides when to use it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Blocks(NamedTuple):
+    """Sizes of one program's work.
+
+    Attributes:
+        rows: Rows of a block of the product.
+        ratio: Columns of a block, as a multiple of ``rows``.
+        inner: Elements of the inner dimension per iteration.
+        warps: Warps of a program.
+        stages: Iterations whose loads are in flight.
+    """
+
+    rows: int
+    ratio: int
+    inner: int
+    warps: int
+    stages: int
+
+
+# Both use WGMMA with 128 accumulators for each thread or fewer, and fit into the shared memory of Hopper.
+SQUARE = Blocks(rows=128, ratio=1, inner=64, warps=8, stages=4)
+WIDE = Blocks(rows=128, ratio=2, inner=64, warps=8, stages=3)
+
+
+def programs(size: int, blocks: Blocks) -> int:
+    """Return the number of programs for one product of ``size`` rows."""
+    wide = -(-size // (blocks.rows * blocks.ratio))
+    return wide * (wide + 1) // 2 * blocks.ratio
+
+
+@triton.jit
+def _upper_blocks(
+    x_ptr,
+    base_ptr,
+    out_ptr,
+    size,
+    inner,
+    x_batch,
+    x_row,
+    x_inner,
+    alpha,
+    beta,
+    shift,
+    HAS_BASE: tl.constexpr,
+    MASKED: tl.constexpr,
+    ROWS: tl.constexpr,
+    RATIO: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    COLUMNS: tl.constexpr = ROWS * RATIO
+    # A triangle of `wide` block columns is folded into a rectangle: line r holds the triangle's lines r and wide-1-r
+    # (or wide-r if `wide` is odd), which together have one length. So no program starts below the diagonal.
+    wide = (size + COLUMNS - 1) // COLUMNS
+    length = wide + 1 - wide % 2
+    program = tl.program_id(0)
+    cell = program // RATIO
+    line = cell // length
+    step = cell % length
+    first = step < wide - line
+    upper = tl.where(first, line, wide - line - (1 - wide % 2))
+    column = tl.where(first, line + step, upper + step - (wide - line))
+    rows = (upper * RATIO + program % RATIO) * ROWS + tl.arange(0, ROWS)
+    columns = column * COLUMNS + tl.arange(0, COLUMNS)
+    batch = tl.program_id(1).to(tl.int64)
+
+    depth = tl.arange(0, INNER)
+    x_ptr += batch * x_batch
+    left = x_ptr + rows[:, None] * x_row + depth[None, :] * x_inner
+    right = x_ptr + columns[None, :] * x_row + depth[:, None] * x_inner
+    total = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    for begin in range(0, inner, INNER):
+        if MASKED:
+            valid = depth < inner - begin
+            a = tl.load(left, mask=(rows[:, None] < size) & valid[None, :], other=0.0)
+            b = tl.load(right, mask=(columns[None, :] < size) & valid[:, None], other=0.0)
+        else:
+            a = tl.load(left)
+            b = tl.load(right)
+        total = tl.dot(a, b, total)
+        left += INNER * x_inner
+        right += INNER * x_inner
+
+    total *= alpha
+    line_of, column_of = rows[:, None], columns[None, :]
+    inside = (line_of < size) & (column_of < size)
+    matrix = batch * size * size
+    direct, mirrored = matrix + line_of * size + column_of, matrix + column_of * size + line_of
+    if HAS_BASE:
+        base = tl.load(base_ptr + direct, mask=inside, other=0.0) if MASKED else tl.load(base_ptr + direct)
+        total += beta * base.to(tl.float32)
+    if column * COLUMNS >= (upper * RATIO + program % RATIO + 1) * ROWS:
+        result = total.to(out_ptr.dtype.element_ty)
+        if MASKED:
+            tl.store(out_ptr + direct, result, mask=inside)
+            tl.store(out_ptr + mirrored, result, mask=inside)
+        else:
+            tl.store(out_ptr + direct, result)
+            tl.store(out_ptr + mirrored, result)
+    else:
+        # A block on the diagonal computes both halves. Each element is stored once, so both halves agree to the bit.
+        result = (total + tl.where(line_of == column_of, shift, 0.0)).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + direct, result, mask=inside & (line_of <= column_of))
+        tl.store(out_ptr + mirrored, result, mask=inside & (line_of < column_of))
+
+
+def symmetric_product(
+    x: Tensor, base: Tensor | None, alpha: float, beta: float, shift: float, blocks: Blocks
+) -> Tensor:
+    """Return ``alpha * x @ x.mT + beta * base + shift * I`` in the dtype of ``x``, accumulated in float32.
+
+    Args:
+        x: Matrices of shape (number, size, inner), with any strides.
+        base: Symmetric matrices of shape (number, size, size), contiguous; None: zeros.
+    """
+    number, size, inner = x.shape
+    out = torch.empty(number, size, size, dtype=x.dtype, device=x.device)
+    _upper_blocks[programs(size, blocks), number](
+        x,
+        out if base is None else base,
+        out,
+        size,
+        inner,
+        *x.stride(),
+        alpha,
+        beta,
+        shift,
+        HAS_BASE=base is not None,
+        MASKED=size % (blocks.rows * blocks.ratio) != 0 or inner % blocks.inner != 0,
+        ROWS=blocks.rows,
+        RATIO=blocks.ratio,
+        INNER=blocks.inner,
+        num_warps=blocks.warps,
+        num_stages=blocks.stages,
+    )
+    return out

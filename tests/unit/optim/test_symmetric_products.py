@@ -1,0 +1,57 @@
+"""Symmetric products: the formula on any device, and the kernel in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from lightning_zero.optim.symmetric_products import symmetric_product
+
+
+@pytest.mark.parametrize("tall", [False, True])
+def test_the_result_is_that_of_the_formula(tall: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 5).mT if tall else torch.randn(2, 5, 7)
+    base = torch.randn(2, 5, 5)
+    base = base + base.mT
+    torch.testing.assert_close(symmetric_product(x), x @ x.mT)
+    expected = 0.5 * x @ x.mT - 2 * base + 3 * torch.eye(5)
+    torch.testing.assert_close(symmetric_product(x, base, alpha=0.5, beta=-2.0, shift=3.0), expected)
+
+
+# The interpreter multiplies the bits of bfloat16 as integers, so it gets float16.
+INTERPRETED = """
+import torch
+from lightning_zero.optim.symmetric_kernel import Blocks, symmetric_product
+
+torch.manual_seed(0)
+# Even and odd numbers of block columns, sizes that no block divides, one block alone.
+for number, rows, columns in [(2, 33, 17), (1, 70, 40), (1, 64, 32), (1, 5, 3)]:
+    for ratio, tall in [(1, False), (2, True)]:
+        x = torch.randn(number, columns, rows).half().mT if tall else torch.randn(number, rows, columns).half()
+        base = torch.randn(number, rows, rows).half()
+        base = base + base.mT.clone()
+        blocks = Blocks(rows=16, ratio=ratio, inner=16, warps=4, stages=2)
+        product = x.float() @ x.float().mT
+        found = symmetric_product(x, None, 1.0, 0.0, 0.0, blocks)
+        assert torch.equal(found, found.mT)
+        torch.testing.assert_close(found, product.half())
+        found = symmetric_product(x, base, 0.5, -2.0, 3.0, blocks)
+        assert torch.equal(found, found.mT)
+        torch.testing.assert_close(found, (0.5 * product - 2 * base.float() + 3 * torch.eye(rows)).half())
+print("all equal")
+"""
+
+
+def test_the_kernel_computes_each_block_once_and_mirrors_it() -> None:
+    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    pytest.importorskip("triton")
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", INTERPRETED], env=env, capture_output=True, text=True, timeout=240)
+    if "can be converted to Python scalars" in done.stderr:
+        pytest.skip("this Triton's interpreter and this NumPy do not fit each other")
+    assert done.stdout == "all equal\n", done.stderr
