@@ -151,6 +151,7 @@ class EngineMemoryFacts:
         fixed: bytes that persist between steps without optimizer state, plus communication buffers.
         states: bytes of optimizer state that is sharded like parameters.
         unallocated_states: bytes of ``states`` that the optimizer has not made yet.
+        matrix_updates: bytes of full updates of matrices, which exist from the first step of their optimizer on.
         masters: bytes of master weights that can move to the host.
         full_weights: bytes of all unsharded weights in their compute dtype; 0 on one rank.
         ring: bytes of the staging buffers that the options give.
@@ -165,6 +166,7 @@ class EngineMemoryFacts:
     fixed: int = 0
     states: int = 0
     unallocated_states: int = 0
+    matrix_updates: int = 0
     masters: int = 0
     gradients: GradientBytes = field(default_factory=GradientBytes)
     full_weights: int = 0

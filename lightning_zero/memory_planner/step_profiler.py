@@ -189,14 +189,16 @@ def setup_inputs(
     total, others = (memory.total, memory.others) if memory is not None else (float("inf"), 0)
     states = 0 if "optimizer" in current.offload else facts.states
     source = "estimated before the first step, without activations"
-    return facts.inputs(source, memory_limit(config.memory, total), others + facts.fixed + states, current)
+    taken = others + facts.fixed + facts.matrix_updates + states
+    return facts.inputs(source, memory_limit(config.memory, total), taken, current)
 
 
 def first_step_inputs(
     facts: EngineMemoryFacts, limit: float, stats: FirstStepStats, current: MemoryConfig
 ) -> PlannerInputs:
     """Return inputs after one eager pass, with or without an optimizer step."""
-    to_come = 0 if stats.stepped or "optimizer" in current.offload else facts.unallocated_states
+    states = 0 if "optimizer" in current.offload else facts.unallocated_states
+    to_come = 0 if stats.stepped else states + facts.matrix_updates
     peak = stats.memory.here + to_come + stats.took
     inputs = facts.inputs("estimated after the first step", limit, peak, current)
     times = replace(inputs.times, pass_s=stats.seconds * LATER_PASS_SHARE, pass_known="guessed from the first step's")

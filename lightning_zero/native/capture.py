@@ -96,6 +96,7 @@ class GraphedSequence:
         fn: Launches the kernels; must not synchronize or allocate memory that outlives the call.
         warmups: Eager calls before the capture, to load libraries and compile kernels; inf: always eager.
         watch: Tensors whose addresses must not change; checked at each call.
+        pool: Memory pool of the graph, shared with sequences that never run concurrently; None: a pool of its own.
     """
 
     def __init__(
@@ -104,8 +105,10 @@ class GraphedSequence:
         device: torch.device,
         warmups: float = 1,
         watch: Sequence[Tensor] = (),
+        pool: Any = None,
     ) -> None:
         self._fn = fn
+        self._pool = pool
         self._device = device
         self._warmups_left = warmups
         self._watch = watch
@@ -133,7 +136,7 @@ class GraphedSequence:
         graph = torch.cuda.CUDAGraph()
         stream, current = torch.cuda.Stream(self._device), torch.cuda.current_stream(self._device)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream), capture_graph(graph, torch.cuda.graph_pool_handle()):
+        with torch.cuda.stream(stream), capture_graph(graph, self._pool or torch.cuda.graph_pool_handle()):
             self._fn()
         current.wait_stream(stream)
         return graph

@@ -6,6 +6,7 @@ matrix has one owner, the rank with the least work so far. Matrices of one shape
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
@@ -91,6 +92,11 @@ class MatrixBucket:
         """Number of elements of this rank's shards."""
         return self.end - self.begin
 
+    def workspace_bytes(self, rule: MatrixRule, group: MatrixGroup) -> int:
+        """Return the bytes that this rank's transforms allocate."""
+        owned = zip(self.layouts, self.owners, strict=True)
+        return _workspace_bytes([layout for layout, owner in owned if owner == group.rank], rule)
+
     def received_numel(self, group: MatrixGroup) -> int:
         """Return the number of elements that this rank receives."""
         owned = zip(self.layouts, self.owners, strict=True)
@@ -113,24 +119,25 @@ def make_buckets(run: FlatRun, rule: MatrixRule, max_bytes: int, loads: list[flo
         loads: Operations of each rank so far; updated.
     """
     buckets: list[MatrixBucket] = []
-    members: list[ShardLayout] = []
     begin = 0
-
-    def close() -> None:
-        nonlocal members, begin
-        if members:
-            end = begin + sum(layout.shard_numel for layout in members)
-            owners = _assign(members, rule, loads)
-            buckets.append(MatrixBucket(run, begin, end, tuple(members), owners))
-            members, begin = [], end
-
-    for record in run.members:
-        numel = sum(layout.numel for layout in members) + record.layout.numel
-        if members and numel * rule.dtype.itemsize > max_bytes * len(loads):
-            close()
-        members.append(record.layout)
-    close()
+    for layouts in _divide([record.layout for record in run.members], rule, max_bytes * len(loads)):
+        end = begin + sum(layout.shard_numel for layout in layouts)
+        buckets.append(MatrixBucket(run, begin, end, layouts, _assign(layouts, rule, loads)))
+        begin = end
     return buckets
+
+
+def _divide(layouts: Sequence[ShardLayout], rule: MatrixRule, max_bytes: float) -> Iterator[tuple[ShardLayout, ...]]:
+    """Yield neighbors whose full updates have at most ``max_bytes``, but at least one."""
+    members: list[ShardLayout] = []
+    for layout in layouts:
+        numel = sum(member.numel for member in members) + layout.numel
+        if members and numel * rule.dtype.itemsize > max_bytes:
+            yield tuple(members)
+            members = []
+        members.append(layout)
+    if members:
+        yield tuple(members)
 
 
 def _assign(layouts: Sequence[ShardLayout], rule: MatrixRule, loads: list[float]) -> tuple[int, ...]:
@@ -144,6 +151,58 @@ def _assign(layouts: Sequence[ShardLayout], rule: MatrixRule, loads: list[float]
         owner = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
         owners[index], loads[owner] = owner, loads[owner] + costs[index]
     return tuple(owners)
+
+
+@dataclass(frozen=True)
+class UpdateMemory:
+    """Bytes of the full updates of matrices that one rank has at one time.
+
+    Attributes:
+        buffers: Updates that are sent, received and applied, which exist from the first step on.
+        workspace: Temporary tensors of the transforms, which captured steps keep.
+    """
+
+    buffers: int = 0
+    workspace: int = 0
+
+
+def update_memory(
+    members: Sequence[tuple[MatrixRule, Sequence[ShardLayout]]], ranks: int, max_bytes: int
+) -> UpdateMemory:
+    """Return the memory of the rank that needs most.
+
+    Args:
+        members: Rules and the layouts of their parameters, in the order of memory.
+        ranks: Number of ranks that hold each matrix together.
+        max_bytes: See :func:`make_buckets`.
+    """
+    loads = [0.0] * ranks
+    numels: dict[torch.dtype, int] = {}
+    workspace = 0
+    for rule, layouts in members:
+        for bucket in _divide(layouts, rule, max_bytes * ranks):
+            owners = _assign(bucket, rule, loads)
+            numel = sum(layout.shard_numel for layout in bucket)
+            for rank in range(ranks):
+                owned = [layout for layout, owner in zip(bucket, owners, strict=True) if owner == rank]
+                numel = max(numel, ranks * sum(layout.shard_numel for layout in owned))
+                workspace = max(workspace, _workspace_bytes(owned, rule))
+            numels[rule.dtype] = max(numels.get(rule.dtype, 0), numel)
+    return UpdateMemory(_copies(ranks) * sum(numel * dtype.itemsize for dtype, numel in numels.items()), workspace)
+
+
+def _workspace_bytes(layouts: Sequence[ShardLayout], rule: MatrixRule) -> int:
+    """Return the bytes that the transforms of these layouts allocate, one batch after the other."""
+    most = 0.0
+    for shape, count in Counter(layout.shape for layout in layouts).items():
+        number, rows, columns = as_matrices(shape)
+        gathered = rows * columns  # of all shards, before they are transformed
+        most = max(most, count * number * (gathered + rule.workspace(rows, columns)))
+    return int(most * rule.dtype.itemsize)
+
+
+def _copies(ranks: int) -> int:
+    return 3 if ranks > 1 else 1
 
 
 ExchangeMemory = dict[torch.dtype, list[Tensor]]
@@ -161,7 +220,7 @@ def make_exchanges(
     Args:
         memory: What earlier exchanges use, which is replaced where it is too small.
     """
-    copies = 3 if group.size > 1 else 1
+    copies = _copies(group.size)
     for bucket in buckets:
         dtype = rule_of(bucket.run).dtype
         numel = max(bucket.numel, bucket.received_numel(group))
@@ -184,12 +243,14 @@ class MatrixExchange:
 
     Attributes:
         update: Updates of this rank's shards, in the order of memory.
+        workspace_bytes: Bytes that :meth:`transform` allocates at its peak.
     """
 
     def __init__(self, bucket: MatrixBucket, rule: MatrixRule, group: MatrixGroup, memory: Sequence[Tensor]) -> None:
         self.bucket = bucket
         self._rule = rule
         self._group = group
+        self.workspace_bytes = bucket.workspace_bytes(rule, group)
         ranges = bucket.ranges
         # Sent in the order of owners, and for each owner by shape, so that a batch is one range.
         self._order = sorted(
@@ -233,10 +294,14 @@ class MatrixExchange:
     def transform(self) -> None:
         """Transform the matrices of this rank in place, in batches of one shape."""
         for layout, parts in self._batches():
-            full = self._gathered(layout, parts)
-            number, rows, columns = as_matrices(layout.shape)
-            done = self._rule.transform(full.reshape(len(parts) * number, rows, columns))
-            self._scatter(layout, parts, done.reshape(len(parts), *layout.shape))
+            self._transform_batch(layout, parts)
+
+    def _transform_batch(self, layout: ShardLayout, parts: list[Tensor]) -> None:
+        # A call of its own frees the tensors of a batch before the next one.
+        full = self._gathered(layout, parts)
+        number, rows, columns = as_matrices(layout.shape)
+        done = self._rule.transform(full.reshape(len(parts) * number, rows, columns))
+        self._scatter(layout, parts, done.reshape(len(parts), *layout.shape))
 
     def _batches(self) -> Iterator[tuple[ShardLayout, list[Tensor]]]:
         """Yield a layout and, for each of its matrices, the shards' parts as (shards, elements)."""

@@ -54,6 +54,8 @@ class MatrixRule:
         finish: (parameter, update, scalars; flat shards in float32; factor) -> new parameter. Elementwise.
         factor: (parameter's shape) -> number that ``finish`` receives.
         flops: (rows, columns) -> operations of ``transform`` for one matrix, by which matrices are assigned to ranks.
+        workspace: (rows, columns) -> elements that ``transform`` allocates for one matrix at its peak, with its result.
+            Memory plans count them.
         dtype: In which updates are sent and transformed.
         counts: Names of 0-dim state. ``"step"`` counts the steps, from 1.
     """
@@ -66,6 +68,7 @@ class MatrixRule:
     finish: Callable[[Tensor, Tensor, Tensors, float], Tensor]
     factor: Callable[[torch.Size], float] = lambda shape: 1.0
     flops: Callable[[int, int], float] = lambda rows, columns: float(rows * columns)
+    workspace: Callable[[int, int], float] = lambda rows, columns: 2.0 * rows * columns
     dtype: torch.dtype = torch.bfloat16
     counts: tuple[str, ...] = ()
 
@@ -74,6 +77,11 @@ def newton_schulz_flops(rows: int, columns: int) -> float:
     """Return the operations of one Newton-Schulz iteration, up to a constant."""
     short, long = sorted((rows, columns))
     return float(short * short * (2 * long + short))
+
+
+def newton_schulz_workspace(rows: int, columns: int) -> float:
+    """Return the elements that :func:`newton_schulz` allocates for one matrix: two results and one product."""
+    return 2.0 * rows * columns + min(rows, columns) ** 2
 
 
 def newton_schulz(updates: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -92,12 +100,17 @@ def newton_schulz(updates: Tensor, coefficients: tuple[float, float, float], ste
     x = updates / torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True).clamp(min=eps)
     # baddbmm first copies x to its result. The kernel adds ``a I`` to the polynomial instead, before it rounds.
     shift = a if has_kernel(x.mT if tall else x) else 0.0
-    for _ in range(steps):
+
+    def iterate(x: Tensor) -> Tensor:
         gram = symmetric_product(x.mT if tall else x)
         polynomial = symmetric_product(gram, base=gram, alpha=c, beta=b, shift=shift)
+        del gram  # bounds the memory, see newton_schulz_workspace
         # Tall matrices are multiplied from the right, so that nothing is transposed.
         left, right = (x, polynomial) if tall else (polynomial, x)
-        x = torch.bmm(left, right) if shift else torch.baddbmm(x, left, right, beta=a)
+        return torch.bmm(left, right) if shift else torch.baddbmm(x, left, right, beta=a)
+
+    for _ in range(steps):
+        x = iterate(x)
     return x
 
 
@@ -152,5 +165,6 @@ def _muon(
         finish=finish,
         factor=lambda shape: _FACTORS[adjust](*as_matrices(shape)[1:]),
         flops=newton_schulz_flops,
+        workspace=newton_schulz_workspace,
         dtype=dtype,
     )

@@ -170,9 +170,11 @@ class StepKernel:
         used = [tensor for tensor in static_tensors if isinstance(tensor, Tensor)]
         warmups = 1 if self._capture else math.inf
         own = proxy(self)  # a reference cycle would keep moved state alive
+        # The parts replay one after the other. With pools of their own, each would keep its temporary updates.
+        pool = torch.cuda.graph_pool_handle() if self._capture and self._device.type == "cuda" else None
 
         def graphed(*functions: Callable[[], None]) -> GraphedSequence:
-            return GraphedSequence(lambda: _call_all(functions), self._device, warmups, watch=used)
+            return GraphedSequence(lambda: _call_all(functions), self._device, warmups, watch=used, pool=pool)
 
         begin, end = partial(StepKernel._begin_update, own), partial(StepKernel._end_update, own)
         if not self._sends:
@@ -185,6 +187,12 @@ class StepKernel:
             parts += [exchange.send, graphed(exchange.transform), exchange.send_back]
             before = [exchange.unpack, partial(StepKernel._finish, own, number)]
         return [*parts, graphed(*before, end)]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of temporary full updates that captured steps keep; 0 if steps are not captured."""
+        captured = self._capture and self._device.type == "cuda"
+        return max((exchange.workspace_bytes for exchange in self._exchanges), default=0) if captured else 0
 
     def prefetch_from_host(self) -> None:
         """Start to copy offloaded state to the device for the next step."""

@@ -120,7 +120,7 @@ def plan(
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
         shards = shard_parameters(module, shard_group, kind.own)
-        optimizers = code.optimizer_memory(kind.own, shard_group, config.tuning.state_dtype is not None)
+        optimizers = code.optimizer_memory(kind.own, shard_group, config.tuning)
         costs = replace(NOMINAL_COSTS, speed=card.speed)
         buffers = sum(b.nbytes for b in module.buffers())
         eager: list[tuple[StepEstimate | None, str]] = []
@@ -249,6 +249,7 @@ def _facts(
     possible = {"activations": config.compile, "parameters": masters_may_move}
     return EngineMemoryFacts(
         states=optimizers.states,
+        matrix_updates=_update_bytes(optimizers, config),
         gradients=GradientBytes(
             full=sum(s.elements * ranks * torch.promote_types(s.dtype, torch.float32).itemsize for s in trained),
             reduced=sum(s.elements * ranks * (config.wire_dtype or s.dtype).itemsize for s in trained),
@@ -261,6 +262,12 @@ def _facts(
         offloadable=tuple(name for name in OFFLOAD_CHOICES if possible.get(name, True)),
         gather_s=1 / (card.inside * LINKS) if ranks > 1 else 0.0,
     )
+
+
+def _update_bytes(optimizers: OptimizerMemory, config: EngineConfig) -> int:
+    """Return the bytes of full updates of matrices that exist between steps."""
+    captured = config.cuda_graph_step is not False
+    return optimizers.updates.buffers + optimizers.updates.workspace * captured
 
 
 def _assemble(
@@ -278,6 +285,7 @@ def _assemble(
     ring = min(config.offload_buffer_bytes, moved)
     roles["optimizer_state"] = 0 if offloads else optimizers.states
     roles["offload_buffers"] = int(ring)
+    roles["matrix_updates"] = _update_bytes(optimizers, config)
     roles["reduce_buckets"] = reduce_bucket_bytes(shards, config, inside, copied=ranks > 1 and inside > 1)
     roles["buffers"] = passes.buffers
     found = TrainingPlan(
@@ -287,7 +295,7 @@ def _assemble(
         roles=roles,
         passes=passes,
         # The optimizer's own step reads gradients in the weights' dtype, so aliased ones are copied.
-        temporary=optimizers.temporary + aliased_gradient_bytes(shards, config),
+        temporary=max(optimizers.temporary + aliased_gradient_bytes(shards, config), optimizers.updates.workspace),
         graphs=config.cuda_graphs is not False and config.compile,
     )
     step = passes.compiled or passes.eager

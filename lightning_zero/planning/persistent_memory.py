@@ -13,7 +13,8 @@ from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.config import EngineConfig
 from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
 from lightning_zero.optim.flat_runs import MAX_CHUNK_NUMEL
-from lightning_zero.optim.update_rules import rule_for
+from lightning_zero.optim.matrix_exchange import UpdateMemory, update_memory
+from lightning_zero.optim.update_rules import MatrixRule, needs_matrices, rule_for
 from lightning_zero.planning.memory_counter import MemoryCounter
 from lightning_zero.sharding.flat_memory import compute_dtype_of
 from lightning_zero.sharding.layout import ShardLayout
@@ -164,11 +165,13 @@ class OptimizerMemory:
         states: bytes that persist between steps.
         temporary: bytes that the optimizer's own step takes in addition.
         words: bytes per element by name, for instance "exp_avg 4, exp_avg_sq 4".
+        updates: full updates of matrices, of all optimizers.
     """
 
     states: int
     temporary: int
     words: str
+    updates: UpdateMemory = UpdateMemory()
 
 
 def measure_optimizer_memory(
@@ -176,8 +179,11 @@ def measure_optimizer_memory(
     params: Sequence[nn.Parameter],
     shards: Sequence[ParamShard],
     narrow: bool = False,
+    matrix_bucket_bytes: int = 1 << 28,
 ) -> OptimizerMemory:
     """Step the optimizers on small stand-ins, which replace their parameters, and scale their state.
+
+    Optimizers of matrices are not stepped: their rules name their state.
 
     Raises:
         Exception: any error of an optimizer's step.
@@ -185,7 +191,12 @@ def measure_optimizer_memory(
     of = {id(param): shard for param, shard in zip(params, shards, strict=True)}
     states = temporary = 0
     words: dict[str, int] = {}
+    updates: list[UpdateMemory] = []
     for optimizer in optimizers:
+        if needs_matrices(optimizer):
+            states += _matrix_states(optimizer, of, narrow, words)
+            updates.append(_update_memory(optimizer, of, matrix_bucket_bytes))
+            continue
         shard_of: dict[Tensor, ParamShard] = {}
         for group in optimizer.param_groups:
             chosen = [of[id(param)] for param in group["params"] if of[id(param)].trained]
@@ -208,7 +219,36 @@ def measure_optimizer_memory(
                     states += size * (shard_of[param].elements if alike else value.numel())
                     words |= {name: min(size, words.get(name, size))} if alike else {}
     text = ", ".join(f"{name} {size}" for name, size in words.items()) or "nothing"
-    return OptimizerMemory(states, temporary, text)
+    total = UpdateMemory(sum(one.buffers for one in updates), sum(one.workspace for one in updates))
+    return OptimizerMemory(states, temporary, text, total)
+
+
+def _matrix_states(
+    optimizer: torch.optim.Optimizer, of: dict[int, ParamShard], narrow: bool, words: dict[str, int]
+) -> int:
+    """Return the bytes of state of an optimizer of matrices, and add to the bytes per element by name."""
+    total = 0
+    for group in optimizer.param_groups:
+        rule = rule_for(optimizer, group)
+        for shard in (of[id(param)] for param in group["params"]):
+            if rule is None or not shard.trained:
+                continue
+            small = narrow and keeps_bf16_state(shard.layout.numel, shard.dtype)
+            size = (STATE_DTYPE if small else shard.dtype).itemsize
+            total += len(rule.state) * shard.elements * size
+            words.update({name: min(size, words.get(name, size)) for name in rule.state})
+    return total
+
+
+def _update_memory(optimizer: torch.optim.Optimizer, of: dict[int, ParamShard], max_bytes: int) -> UpdateMemory:
+    members = []
+    for group in optimizer.param_groups:
+        rule = rule_for(optimizer, group)
+        shards = [of[id(param)] for param in group["params"]]
+        if isinstance(rule, MatrixRule):
+            members.append((rule, [shard.layout for shard in shards if shard.trained]))
+    ranks = next(iter(of.values())).layout.world_size
+    return update_memory(members, ranks, max_bytes)
 
 
 def _narrow_names(

@@ -24,6 +24,7 @@ MEANINGS = {
     "resident_weight": "weights of all GPUs that stay unsharded between steps",
     "optimizer_state": "this GPU's part, such as the moments of AdamW",
     "offload_buffers": "staging buffers for copies to and from the host",
+    "matrix_updates": "full updates of matrices, for optimizers such as Muon",
     "reduce_buckets": "gradients during their reduction between GPUs",
     "buffers": "the module's buffers",
 }

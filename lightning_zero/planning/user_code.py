@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.config import Tuning
 from lightning_zero.planning.persistent_memory import OptimizerMemory, measure_optimizer_memory, shard_parameters
 
 
@@ -77,11 +78,12 @@ class UserCode:
             raise ValueError("The training step returns no loss (manual optimization cannot be planned).")
         return loss
 
-    def optimizer_memory(self, dtype: torch.dtype | None, world_size: int, narrow: bool) -> OptimizerMemory:
+    def optimizer_memory(self, dtype: torch.dtype | None, world_size: int, tuning: Tuning) -> OptimizerMemory:
         """Return the memory of the module's optimizers; ``dtype``: of parameters, see ``shard_parameters``."""
         params = list(self._module.parameters())
         shards = shard_parameters(self._module, world_size, dtype)
-        return measure_optimizer_memory(self._optimizers(params), params, shards, narrow)
+        narrow, bucket = tuning.state_dtype is not None, int(tuning.matrix_bucket_mb * 2**20)
+        return measure_optimizer_memory(self._optimizers(params), params, shards, narrow, bucket)
 
     def _optimizers(self, params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
         if self._optimizer is not None:

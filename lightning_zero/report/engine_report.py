@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 FORWARD_BACKWARD, OPTIMIZER = "forward_backward", "optimizer_step"
 MOST_NAMES = 3  # of compiled modules in a line
 SEPARATE_ROLES = {
+    "matrix_updates": "full updates of matrices",
     "reduce_buckets": "reduce buckets",
     "captures": "captured graphs",
     "optimizer_state_on_host": "optimizer state on the host",
@@ -49,6 +50,7 @@ def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] =
         host_states = [value for value in states if engine.optimizers.on_host and value.device.type == "cpu"]
         found["optimizer_state"] = _bytes(states) - _bytes(host_states)
         found["optimizer_state_on_host"] = _bytes(host_states)
+    found["matrix_updates"] = sum(engine.optimizers.stepper(optimizer).update_bytes for optimizer in optimizers)
     found["reduce_buckets"] = engine.executor.counters().get("bucket_bytes", 0)
     found["activations_on_host"] = engine.executor.activations.nbytes
     found["captures"] = engine.replays.nbytes

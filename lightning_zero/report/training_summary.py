@@ -27,6 +27,7 @@ ROLE_NAMES = {
     "gradient": "Gradients",
     "deferred_gradient": "Accumulated gradients",
     "optimizer_state": "Optimizer state",
+    "matrix_updates": "Full updates of matrices (Muon)",
     "reduce_buckets": "Buckets of reduce-scatters",
     "captures": "CUDA graphs",
     "other": "Activations, temporary tensors, allocator's cache",

@@ -22,6 +22,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.offload.pinned_memory import free_bytes, host_master_policy
 from lightning_zero.offload.staging_ring import measure_host_bandwidth
 from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
+from lightning_zero.optim.matrix_exchange import update_memory
 from lightning_zero.optim.update_rules import MatrixRule, rule_for
 from lightning_zero.sharding.flat_memory import can_be_on_host, compute_dtype_of, free_gradients
 from lightning_zero.sharding.param_record import Role, ShardedParameter
@@ -143,6 +144,7 @@ class MemoryController:
             fixed=self._fixed_bytes(config, bool(config.tuning.grad_aliasing)),
             states=sum(size for size, _ in sizes),
             unallocated_states=sum(size for size, allocated in sizes if not allocated),
+            matrix_updates=self._update_bytes(config, optimizers),
             masters=sum(record.shard.nbytes for record in masters),
             gradients=self._gradient_bytes(config),
             full_weights=full if self._mesh.shard_group.size > 1 else 0,
@@ -155,6 +157,21 @@ class MemoryController:
             gather_s=self._gather_s,
             host_bytes_per_s=self._link,
         )
+
+    def _update_bytes(self, config: EngineConfig, optimizers: Sequence[torch.optim.Optimizer]) -> int:
+        """Return the bytes of full updates of matrices that exist between steps."""
+        total = 0
+        for optimizer in optimizers:
+            rules = [rule_for(optimizer, group) for group in optimizer.param_groups]
+            found = [[self._sharder.find(p) for p in group["params"]] for group in optimizer.param_groups]
+            members = [
+                (rule, [r.layout for r in records if r is not None and r.param.requires_grad])
+                for rule, records in zip(rules, found, strict=True)
+                if isinstance(rule, MatrixRule)
+            ]
+            used = update_memory(members, self._mesh.shard_group.size, int(config.tuning.matrix_bucket_mb * MIB))
+            total += used.buffers + used.workspace * self._optimizers.captures(optimizer)
+        return total
 
     @property
     def _gather_s(self) -> float:

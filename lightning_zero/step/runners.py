@@ -159,6 +159,12 @@ class CapturedRunner:
         """Return the kernel of this layout; None before its first step here."""
         return self._kernels.get(layout)
 
+    @property
+    def update_bytes(self) -> int:
+        """Bytes of full updates of matrices that exist between steps."""
+        buffers = sum(tensor.nbytes for tensors in self._matrix_memory.values() for tensor in tensors)
+        return buffers + sum(kernel.workspace_bytes for kernel in self._kernels.values())
+
     def forget(self) -> None:
         """Capture each layout again at its next step; state stays."""
         self._kernels.clear()

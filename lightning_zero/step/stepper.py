@@ -188,6 +188,11 @@ class OptimizerStepper:
         return self._captured.replays
 
     @property
+    def update_bytes(self) -> int:
+        """Bytes of full updates of matrices that exist between steps."""
+        return self._captured.update_bytes
+
+    @property
     def in_progress(self) -> bool:
         """True from :meth:`begin` until the optimizer's own ``step`` has ended."""
         return self._swap.swapped or self._begins_in_step

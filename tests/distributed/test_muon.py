@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_zero import Rule, register_matrix_rule
 from lightning_zero.engine import Engine
 from lightning_zero.optim.matrix_rules import _muon
+from lightning_zero.report.engine_report import memory_by_role
 from tests.helpers.muon import WideMuon, orthogonalize
 from tests.helpers.sharded import engine_for, whole_params, whole_state
 from tests.ranks.pool import Ranks
@@ -197,7 +198,10 @@ def flat(make: Any = torch.optim.Muon, **options: Any) -> Iterator[tuple[Engine,
 
 def _torchs_own() -> dict[str, Tensor]:
     with flat() as (engine, model, optimizer):
+        assert memory_by_role(engine, [optimizer])["matrix_updates"] == 0
         flat_steps(engine, model, optimizer, range(STEPS))
+        # Three buffers of the largest matrix, each with one shard's part of the padding.
+        assert 1 <= memory_by_role(engine, [optimizer])["matrix_updates"] / (3 * 2 * 70 * 130) < 1.1
         return whole_params(engine, model)
 
 

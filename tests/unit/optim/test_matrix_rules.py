@@ -13,11 +13,18 @@ from lightning_zero import MatrixRule, register_matrix_rule
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim import matrix_rules
 from lightning_zero.optim.flat_runs import make_flat_runs
-from lightning_zero.optim.matrix_exchange import MatrixExchange, MatrixGroup, make_buckets, make_exchanges
+from lightning_zero.optim.matrix_exchange import (
+    MatrixExchange,
+    MatrixGroup,
+    make_buckets,
+    make_exchanges,
+    update_memory,
+)
 from lightning_zero.optim.matrix_rules import as_matrices, muon, newton_schulz
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import check_optimizer
 from lightning_zero.optim.update_rules import needs_matrices, rule_for
+from lightning_zero.planning.memory_counter import MemoryCounter
 from lightning_zero.sharding.layout import ShardLayout
 from tests.helpers.muon import orthogonalize
 
@@ -172,6 +179,32 @@ def test_an_exchange_transforms_each_whole_matrix_once(order: tuple[int, int]) -
             first, last = layout.shard_range(order[rank])
             assert torch.equal(found[: last - first], (2 * value + 1).reshape(-1)[first:last])
             assert not found[last - first :].any()  # padding stays zero
+
+
+@pytest.mark.parametrize("limit", [30_000, 1 << 30])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_memory_of_updates_is_known_before_a_step(ranks: int, limit: int) -> None:
+    """As allocated by the exchanges of all ranks, and by transforms with their gathered updates."""
+    shapes = [(70, 70)] * 3 + [(60, 130), (130, 60)] + [(3, 35, 70)]
+    layouts = [record.layout for record in run_of(shapes, ranks).members]
+    expected = update_memory([(RULE, layouts)], ranks, limit)
+    buffers, workspace = [], []
+    for rank in range(ranks):
+        group = MatrixGroup(None, rank, tuple(range(ranks)), lambda *args: None)
+        memory: dict[torch.dtype, list[torch.Tensor]] = {}
+        buckets = make_buckets(run_of(shapes, ranks), RULE, limit, [0.0] * ranks)
+        for exchange in make_exchanges(buckets, lambda run: RULE, group, torch.device("cpu"), memory):
+            for kept in memory.values():
+                for tensor in kept:
+                    tensor.fill_(1)
+            counter = MemoryCounter()
+            with counter:
+                exchange.transform()
+            workspace.append(counter.peak)
+            assert counter.peak <= 1.05 * exchange.workspace_bytes + 1024
+        buffers.append(sum(tensor.nbytes for kept in memory.values() for tensor in kept))
+    assert max(buffers) == expected.buffers
+    assert 0.8 * expected.workspace < max(workspace) < 1.05 * expected.workspace + 1024
 
 
 def exchanges_of(shapes: list[tuple[int, ...]], memory: dict[torch.dtype, list[torch.Tensor]]) -> list[MatrixExchange]:

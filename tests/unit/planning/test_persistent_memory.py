@@ -46,6 +46,19 @@ def test_a_plan_counts_it_by_the_option() -> None:
     assert [found.roles["optimizer_state"] for found in plans] == [16648, 8456]
 
 
+def test_a_plan_counts_full_updates_of_matrices() -> None:
+    module = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    training = Training(lambda m, x: m(x).sum(), lambda params: torch.optim.Muon(list(params)))
+    plans = [
+        plan(module, torch.zeros(2, 64), 2, training=training, tuning=Tuning(matrix_bucket_mb=size))
+        for size in (2 * 4096 / 2**20, 256)
+    ]
+    matrix = 64 * 64 * 2  # bytes in bfloat16
+    # Three buffers of a rank's updates; in the transform, those of one or two matrices five times.
+    assert [found.roles["matrix_updates"] for found in plans] == [3 * matrix + 4 * matrix, 3 * 2 * matrix + 8 * matrix]
+    assert [found.roles["optimizer_state"] for found in plans] == [4 * 4 * 4096 // 2] * 2
+
+
 def test_a_plan_counts_what_lies_on_the_host_by_the_option() -> None:
     module = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))  # of which the matrix leaves
     training = Training(lambda m, x: m(x).sum(), torch.optim.AdamW)

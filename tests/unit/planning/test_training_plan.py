@@ -43,7 +43,8 @@ def test_a_plan_prints_as_tables() -> None:
 
 def test_every_role_has_a_meaning() -> None:
     config = EngineConfig()
-    roles = {*persistent_bytes([], config), "optimizer_state", "offload_buffers", "reduce_buckets", "buffers"}
+    others = {"optimizer_state", "offload_buffers", "matrix_updates", "reduce_buckets", "buffers"}
+    roles = {*persistent_bytes([], config), *others}
     assert roles == set(MEANINGS)
 
 
