@@ -27,6 +27,7 @@ from lightning_zero.sharding.shard_tensor import no_shard_dispatch, without_shar
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.chunked_step import ChunkedRunner
 from lightning_zero.step.elementwise_check import CHECKED_STEPS, ElementwiseCheck, needs_elementwise_check
+from lightning_zero.step.matrix_agreement import MatrixAgreement
 from lightning_zero.step.runners import CapturedRunner, EagerRunner, StepRunner, reason_not_captured
 from lightning_zero.step.step_layouts import FlatParams, Groups, OwnParams, StepLayout, StepLayouts
 
@@ -153,6 +154,7 @@ class OptimizerStepper:
         self._reads_shapes = False
         self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, bf16_state)
         self.eager_reason = reason_not_captured(optimizer, device, capture, emulate)
+        self._agreement = MatrixAgreement(optimizer, sharder)
         self._graphs = bool(capture) and (emulate or device.type == "cuda")
         if self.eager_reason is not None:
             log.debug(
@@ -280,6 +282,7 @@ class OptimizerStepper:
         # Nothing changes between clip_norm(later=True) and the step.
         clip, self._clip = self._clip, None
         layout, max_norm = clip or (self._layouts.current(own), None)
+        self._agreement.check(layout, own)
         runner = self.runner = self._choose_runner(layout, own)
         self._mark_written(layout, False)
         flat_params = runner.begin(layout, own, max_norm, skip)

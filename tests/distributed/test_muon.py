@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_zero import Rule, register_matrix_rule
 from lightning_zero.engine import Engine
+from lightning_zero.errors import RankMismatchError
 from lightning_zero.optim.matrix_rules import _muon
 from lightning_zero.report.engine_report import memory_by_role
 from tests.helpers.muon import WideMuon, orthogonalize
@@ -228,8 +229,27 @@ def _narrow() -> dict[str, Any]:
         return {"params": whole_params(engine, model), "kinds": kinds}
 
 
+def _missing_gradients() -> dict[str, Any]:
+    """Clear a gradient on one rank, then on all ranks; return the error and the weights."""
+    with flat(WideMuon) as (engine, model, optimizer):
+        with engine.train_step():
+            loss = model(flat_batch(0, engine.rank, engine.world_size)).square().mean()
+        loss.backward()
+        wide = dict(model.named_parameters())["wide.weight"]
+        if engine.rank == 1:
+            wide.grad = None
+        with pytest.raises(RankMismatchError) as raised, engine.optimizers.stepping(optimizer, clip=1.0):
+            optimizer.step()
+        wide.grad = None
+        with engine.optimizers.stepping(optimizer):
+            optimizer.step()
+        optimizer.zero_grad()
+        flat_steps(engine, model, optimizer, range(1, 3))
+        return {"error": str(raised.value), "params": whole_params(engine, model)}
+
+
 def _everything() -> dict[str, Any]:
-    return {"torch": _torchs_own(), "states": _states(), "narrow": _narrow()}
+    return {"torch": _torchs_own(), "states": _states(), "narrow": _narrow(), "missing": _missing_gradients()}
 
 
 def test_options_and_events_change_what_they_should(ranks: Ranks) -> None:
@@ -247,7 +267,19 @@ def test_options_and_events_change_what_they_should(ranks: Ranks) -> None:
     model = Flat()
     plain_flat(range(6), model, WideMuon(model.parameters(), lr=0.02))
     six = {name: param.detach() for name, param in model.named_parameters()}
-    for found in ranks.run(2, _everything):
+    model = Flat()
+    optimizer = WideMuon(model.parameters(), lr=0.02)
+    model(flat_batch(0)).square().mean().backward()
+    model.wide.weight.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+    plain_flat(range(1, 3), model, optimizer)
+    missing = {name: param.detach() for name, param in model.named_parameters()}
+    for rank, found in enumerate(ranks.run(2, _everything)):
+        here = ["present", "None"][rank]
+        assert f"None on some ranks only: 'wide.weight' ({here} here)" in found["missing"]["error"]
+        for name, value in missing.items():
+            close(found["missing"]["params"][name], value, "missing", name)
         for name, value in own.items():
             # bfloat16 products round differently in batches
             torch.testing.assert_close(found["torch"][name], value, rtol=0, atol=NOISE)
