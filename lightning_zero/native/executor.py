@@ -180,6 +180,19 @@ class Executor:
             return
         self._watchdog.collective(what, sequence, start, sequence is SequenceId.CONTROL or self.device.type == "cpu")
 
+    def start_collective(
+        self, what: str, sequence: SequenceId, start: Callable[[bool], dist.Work | None]
+    ) -> Callable[[], None]:
+        """Start a collective; return a function that waits for it interruptibly.
+
+        On CUDA, the current stream waits and not the host. All ranks must wait in the same order.
+        """
+        if self._watchdog is None:
+            work = start(True)
+            assert work is not None
+            return lambda: None if work.wait() else None
+        return self._watchdog.start_collective(what, sequence, start, self.device.type == "cpu")
+
     def configure(self, config: EngineConfig) -> None:
         """Apply options. Must not be called in a backward pass."""
         tuning = config.tuning

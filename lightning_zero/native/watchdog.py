@@ -271,14 +271,35 @@ class Watchdog:
         """
         with self.waiting(what, sequence):
             work = start(waits)
-            if work is None:
-                return
-            for tries in count():
-                if work.is_completed():
-                    break
-                self.check()
-                time.sleep(0 if tries < SPINS else NAP_S)
-            work.wait()
+            if work is not None:
+                self._wait_for(work)
+
+    def start_collective(
+        self, what: str, sequence: SequenceId, start: Callable[[bool], dist.Work | None], waits: bool
+    ) -> Callable[[], None]:
+        """Start a collective; return a function that waits for it. All ranks must wait in the same order.
+
+        Args: see :meth:`collective`.
+        """
+        work = start(True)
+        assert work is not None
+
+        def wait() -> None:
+            with self.waiting(what, sequence):
+                if waits:
+                    self._wait_for(work)
+                else:
+                    work.wait()
+
+        return wait
+
+    def _wait_for(self, work: dist.Work) -> None:
+        for tries in count():
+            if work.is_completed():
+                break
+            self.check()
+            time.sleep(0 if tries < SPINS else NAP_S)
+        work.wait()
 
     def begin(self) -> None:
         """Begin a stage on all ranks: earlier failures are over."""

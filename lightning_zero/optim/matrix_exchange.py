@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,8 @@ from lightning_zero.optim.flat_runs import FlatRun
 from lightning_zero.optim.matrix_rules import MatrixRule, as_matrices
 from lightning_zero.sharding.layout import ShardLayout
 
-Start = Callable[[str, SequenceId, Callable[[bool], dist.Work | None]], None]
+Wait = Callable[[], None]
+Start = Callable[[str, SequenceId, Callable[[bool], dist.Work | None]], Wait]
 
 
 @dataclass(frozen=True)
@@ -32,26 +34,26 @@ class MatrixGroup:
         group: Process group of these ranks.
         rank: This rank in the group.
         shard_of_rank: Index of the shard that each rank of the group holds.
-        collective: Starts a collective and waits for it, see :meth:`Executor.collective`.
+        start: Starts a collective, and returns a function that waits for it; see :meth:`Executor.start_collective`.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     shard_of_rank: tuple[int, ...]
-    collective: Start
+    start: Start
 
     @classmethod
-    def from_mesh(cls, mesh: Mesh, collective: Start) -> MatrixGroup:
+    def from_mesh(cls, mesh: Mesh, start: Start) -> MatrixGroup:
         ranks = mesh.shard_group
-        return cls(ranks.gather_group, ranks.rank, _shards_of_ranks(mesh), collective)
+        return cls(ranks.gather_group, ranks.rank, _shards_of_ranks(mesh), start)
 
     @property
     def size(self) -> int:
         return len(self.shard_of_rank)
 
-    def all_to_all(self, out: Tensor, values: Tensor, out_sizes: list[int], sizes: list[int]) -> None:
-        """Send ``sizes[i]`` elements to rank i, and receive ``out_sizes[i]`` from it. Collective."""
-        self.collective(
+    def start_all_to_all(self, out: Tensor, values: Tensor, out_sizes: list[int], sizes: list[int]) -> Wait:
+        """Start to send ``sizes[i]`` elements to rank i, and to receive ``out_sizes[i]`` from it. Collective."""
+        return self.start(
             "updates of matrices",
             SequenceId.GATHER,
             lambda later: dist.all_to_all_single(out, values, out_sizes, sizes, group=self.group, async_op=later),
@@ -75,13 +77,13 @@ class MatrixBucket:
     """Neighboring members of a flat run whose full updates exist at one time.
 
     Attributes:
-        run: The flat run.
+        run: The flat run; None in an estimate.
         begin, end: Range of the run's elements.
         layouts: Layouts of the members, in the order of memory.
         owners: For each member, the rank of the group that transforms it.
     """
 
-    run: FlatRun
+    run: FlatRun | None
     begin: int
     end: int
     layouts: tuple[ShardLayout, ...]
@@ -92,15 +94,16 @@ class MatrixBucket:
         """Number of elements of this rank's shards."""
         return self.end - self.begin
 
+    def owned_by(self, rank: int) -> list[ShardLayout]:
+        return [layout for layout, owner in zip(self.layouts, self.owners, strict=True) if owner == rank]
+
     def workspace_bytes(self, rule: MatrixRule, group: MatrixGroup) -> int:
         """Return the bytes that this rank's transforms allocate."""
-        owned = zip(self.layouts, self.owners, strict=True)
-        return _workspace_bytes([layout for layout, owner in owned if owner == group.rank], rule)
+        return _workspace_bytes(self.owned_by(group.rank), rule)
 
     def received_numel(self, group: MatrixGroup) -> int:
         """Return the number of elements that this rank receives."""
-        owned = zip(self.layouts, self.owners, strict=True)
-        return group.size * sum(layout.shard_numel for layout, owner in owned if owner == group.rank)
+        return group.size * sum(layout.shard_numel for layout in self.owned_by(group.rank))
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -110,29 +113,39 @@ class MatrixBucket:
 
 
 def make_buckets(run: FlatRun, rule: MatrixRule, max_bytes: int, loads: list[float]) -> list[MatrixBucket]:
-    """Divide a run into buckets of at most ``max_bytes`` for each rank, but at least one parameter.
+    """Divide a run into buckets of full updates, with at least one parameter each.
 
     Args:
         run: A flat run of parameters with this rule.
         rule: Their rule.
-        max_bytes: Limit for the full updates of a bucket, divided by the number of ranks.
+        max_bytes: Limit for the full updates of each rank. With several ranks, a bucket has half of it: two are in
+            memory, because one is exchanged while the other one is transformed.
         loads: Operations of each rank so far; updated.
     """
+    return _make_buckets(run, [record.layout for record in run.members], rule, max_bytes, loads)
+
+
+def _make_buckets(
+    run: FlatRun | None, members: Sequence[ShardLayout], rule: MatrixRule, max_bytes: int, loads: list[float]
+) -> list[MatrixBucket]:
     buckets: list[MatrixBucket] = []
     begin = 0
-    for layouts in _divide([record.layout for record in run.members], rule, max_bytes * len(loads)):
+    for layouts in _divide(members, rule, max_bytes, len(loads)):
         end = begin + sum(layout.shard_numel for layout in layouts)
         buckets.append(MatrixBucket(run, begin, end, layouts, _assign(layouts, rule, loads)))
         begin = end
     return buckets
 
 
-def _divide(layouts: Sequence[ShardLayout], rule: MatrixRule, max_bytes: float) -> Iterator[tuple[ShardLayout, ...]]:
-    """Yield neighbors whose full updates have at most ``max_bytes``, but at least one."""
+def _divide(
+    layouts: Sequence[ShardLayout], rule: MatrixRule, max_bytes: int, ranks: int
+) -> Iterator[tuple[ShardLayout, ...]]:
+    """Yield the neighbors of each bucket, see :func:`make_buckets`."""
+    most = max_bytes if ranks == 1 else max_bytes / 2 * ranks
     members: list[ShardLayout] = []
     for layout in layouts:
         numel = sum(member.numel for member in members) + layout.numel
-        if members and numel * rule.dtype.itemsize > max_bytes:
+        if members and numel * rule.dtype.itemsize > most:
             yield tuple(members)
             members = []
         members.append(layout)
@@ -142,15 +155,60 @@ def _divide(layouts: Sequence[ShardLayout], rule: MatrixRule, max_bytes: float) 
 
 def _assign(layouts: Sequence[ShardLayout], rule: MatrixRule, loads: list[float]) -> tuple[int, ...]:
     """Assign the largest matrices first, each to the rank with the least work."""
-    costs = []
-    for layout in layouts:
-        number, rows, columns = as_matrices(layout.shape)
-        costs.append(number * rule.flops(rows, columns))
+    costs = [_cost(layout, rule) for layout in layouts]
     owners = [0] * len(layouts)
     for index in sorted(range(len(layouts)), key=lambda index: (-costs[index], index)):
         owner = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
         owners[index], loads[owner] = owner, loads[owner] + costs[index]
     return tuple(owners)
+
+
+def _cost(layout: ShardLayout, rule: MatrixRule) -> float:
+    number, rows, columns = as_matrices(layout.shape)
+    return number * rule.flops(rows, columns)
+
+
+# Difference of the ranks' work, as a share of its mean, below which owners stay, and the most changes. Chosen so that
+# eight ranks differ by less than 5 % with the 224 matrices of an 8B Llama.
+EVEN_SHARE, MAX_CHANGES = 0.02, 64
+
+
+def even_out(
+    buckets: Sequence[MatrixBucket], rules: Sequence[MatrixRule], loads: list[float]
+) -> Sequence[MatrixBucket]:
+    """Return buckets with other owners, so that ranks have about equal work.
+
+    The last bucket cannot level all differences. So a rank with the most work swaps matrices of one bucket with the
+    rank with the least work.
+
+    Args:
+        rules: The rule of each bucket.
+        loads: Operations of each rank; updated.
+    """
+    costs = [[_cost(layout, rule) for layout in b.layouts] for b, rule in zip(buckets, rules, strict=True)]
+    owners = [list(bucket.owners) for bucket in buckets]
+    for _ in range(MAX_CHANGES):
+        high, low = (choose(range(len(loads)), key=loads.__getitem__) for choose in (max, min))
+        gap = loads[high] - loads[low]
+        if gap <= EVEN_SHARE * sum(loads) / len(loads):
+            break
+        swaps = [
+            (abs(gap / 2 - more + less), number, i, j)
+            for number, (values, ranks) in enumerate(zip(costs, owners, strict=True))
+            for i, more in enumerate(values)
+            if ranks[i] == high
+            for j, less in [(-1, 0.0), *((j, cost) for j, cost in enumerate(values) if ranks[j] == low)]
+            if 0 < more - less < gap
+        ]
+        if not swaps:
+            break
+        _, number, i, j = min(swaps)
+        moved = costs[number][i] - (costs[number][j] if j >= 0 else 0.0)
+        owners[number][i] = low
+        if j >= 0:
+            owners[number][j] = high
+        loads[high], loads[low] = loads[high] - moved, loads[low] + moved
+    return [replace(bucket, owners=tuple(ranks)) for bucket, ranks in zip(buckets, owners, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -177,18 +235,22 @@ def update_memory(
         max_bytes: See :func:`make_buckets`.
     """
     loads = [0.0] * ranks
+    buckets: list[MatrixBucket] = []
+    rules: list[MatrixRule] = []
+    for rule, layouts in members:
+        buckets += _make_buckets(None, layouts, rule, max_bytes, loads)
+        rules += [rule] * (len(buckets) - len(rules))
     numels: dict[torch.dtype, int] = {}
     workspace = 0
-    for rule, layouts in members:
-        for bucket in _divide(layouts, rule, max_bytes * ranks):
-            owners = _assign(bucket, rule, loads)
-            numel = sum(layout.shard_numel for layout in bucket)
-            for rank in range(ranks):
-                owned = [layout for layout, owner in zip(bucket, owners, strict=True) if owner == rank]
-                numel = max(numel, ranks * sum(layout.shard_numel for layout in owned))
-                workspace = max(workspace, _workspace_bytes(owned, rule))
-            numels[rule.dtype] = max(numels.get(rule.dtype, 0), numel)
-    return UpdateMemory(_copies(ranks) * sum(numel * dtype.itemsize for dtype, numel in numels.items()), workspace)
+    for bucket, rule in zip(even_out(buckets, rules, loads), rules, strict=True):
+        numel = bucket.numel
+        for rank in range(ranks):
+            owned = bucket.owned_by(rank)
+            numel = max(numel, ranks * sum(layout.shard_numel for layout in owned))
+            workspace = max(workspace, _workspace_bytes(owned, rule))
+        numels[rule.dtype] = max(numels.get(rule.dtype, 0), numel)
+    copies = _copies(ranks, len(buckets))
+    return UpdateMemory(copies * sum(numel * dtype.itemsize for dtype, numel in numels.items()), workspace)
 
 
 def _workspace_bytes(layouts: Sequence[ShardLayout], rule: MatrixRule) -> int:
@@ -201,8 +263,12 @@ def _workspace_bytes(layouts: Sequence[ShardLayout], rule: MatrixRule) -> int:
     return int(most * rule.dtype.itemsize)
 
 
-def _copies(ranks: int) -> int:
-    return 3 if ranks > 1 else 1
+def _copies(ranks: int, buckets: int) -> int:
+    """Return the number of buffers: of updates, of parts sent and returned, and of parts received."""
+    if ranks == 1:
+        return 1
+    # Three buckets are received at once: the next one, the one that is transformed, and the one that is sent back.
+    return 6 if buckets > 1 else 3
 
 
 ExchangeMemory = dict[torch.dtype, list[Tensor]]
@@ -210,43 +276,68 @@ ExchangeMemory = dict[torch.dtype, list[Tensor]]
 
 def make_exchanges(
     buckets: Sequence[MatrixBucket],
-    rule_of: Callable[[FlatRun], MatrixRule],
+    rules: Sequence[MatrixRule],
     group: MatrixGroup,
     device: torch.device,
     memory: ExchangeMemory,
 ) -> list[MatrixExchange]:
-    """Return an exchange for each bucket. All use the same memory, one after the other.
+    """Return an exchange for each bucket. They share memory; :class:`MatrixExchange` says how.
 
     Args:
-        memory: What earlier exchanges use, which is replaced where it is too small.
+        rules: The rule of each bucket.
+        memory: Memory of earlier exchanges, which is replaced where it is too small.
     """
-    copies = _copies(group.size)
-    for bucket in buckets:
-        dtype = rule_of(bucket.run).dtype
+    copies = _copies(group.size, len(buckets))
+    for bucket, rule in zip(buckets, rules, strict=True):
+        dtype = rule.dtype
         numel = max(bucket.numel, bucket.received_numel(group))
-        if dtype not in memory or memory[dtype][0].numel() < numel:
-            memory[dtype] = [torch.empty(numel, dtype=dtype, device=device) for _ in range(copies)]
-    return [MatrixExchange(bucket, rule_of(bucket.run), group, memory[rule_of(bucket.run).dtype]) for bucket in buckets]
+        old = memory.get(dtype, [])
+        if len(old) < copies or old[0].numel() < numel:
+            most = max([numel, *(tensor.numel() for tensor in old)])
+            memory[dtype] = [torch.empty(most, dtype=dtype, device=device) for _ in range(max(copies, len(old)))]
+    return [
+        MatrixExchange(bucket, rule, group, _buffers(memory[rule.dtype], copies, number))
+        for number, (bucket, rule) in enumerate(zip(buckets, rules, strict=True))
+    ]
+
+
+class ExchangeBuffers(NamedTuple):
+    """Memory of one exchange: 1-D tensors in the rule's dtype, all the same one if there is one rank."""
+
+    update: Tensor
+    sent: Tensor
+    returned: Tensor
+    received: Tensor
+
+
+def _buffers(tensors: Sequence[Tensor], copies: int, number: int) -> ExchangeBuffers:
+    if copies == 6:
+        return ExchangeBuffers(*tensors[:3], tensors[3 + number % 3])
+    update, packed, received = tensors[:3] if copies == 3 else 3 * tensors[:1]
+    return ExchangeBuffers(update, packed, packed, received)
 
 
 class MatrixExchange:
     """Transforms the updates of one bucket.
 
-    ``pack``, ``send``, ``transform``, ``send_back`` and ``unpack`` follow each other. With one rank only ``transform``
-    is needed.
+    ``pack``, ``start_send``, ``finish_send``, ``transform``, ``start_return``, ``finish_return`` and ``unpack`` follow
+    each other. With one rank only ``transform`` is needed.
+
+    The exchanges of neighboring buckets overlap and share buffers. A bucket is packed after ``finish_send`` of the
+    bucket before it. It starts to return after ``unpack`` of that bucket.
 
     Args:
         bucket: The bucket.
         rule: The rule of its run.
         group: The ranks.
-        memory: 1-D tensors in the rule's dtype: one, or three if there are several ranks.
+        buffers: Memory of at least the bucket's size.
 
     Attributes:
         update: Updates of this rank's shards, in the order of memory.
         workspace_bytes: Bytes that :meth:`transform` allocates at its peak.
     """
 
-    def __init__(self, bucket: MatrixBucket, rule: MatrixRule, group: MatrixGroup, memory: Sequence[Tensor]) -> None:
+    def __init__(self, bucket: MatrixBucket, rule: MatrixRule, group: MatrixGroup, buffers: ExchangeBuffers) -> None:
         self.bucket = bucket
         self._rule = rule
         self._group = group
@@ -261,10 +352,11 @@ class MatrixExchange:
             for rank in range(group.size)
         ]
         self._owned = [i for i in self._order if bucket.owners[i] == group.rank]
-        self.update = memory[0][: bucket.numel]
-        self._packed = memory[-2][: bucket.numel] if group.size > 1 else self.update
-        received = memory[-1][: group.size * self._sent[group.rank]] if group.size > 1 else self.update
-        self._received = received.view(group.size, -1)
+        self.update = buffers.update[: bucket.numel]
+        self._packed = buffers.sent[: bucket.numel]
+        self._returned = buffers.returned[: bucket.numel]
+        self._received = buffers.received[: group.size * self._sent[group.rank]].view(group.size, -1)
+        self._wait: Wait = lambda: None
         # Row of each shard in what is received.
         self._rows = [group.shard_of_rank.index(shard) for shard in range(group.size)]
 
@@ -273,22 +365,30 @@ class MatrixExchange:
         ranges = self.bucket.ranges
         torch.cat([self.update[slice(*ranges[i])] for i in self._order], out=self._packed)
 
-    def send(self) -> None:
-        """Send parts to the owners. Collective."""
-        mine = self._sent[self._group.rank]
-        self._group.all_to_all(self._received.view(-1), self._packed, [mine] * self._group.size, self._sent)
+    def start_send(self) -> None:
+        """Start to send parts to the owners. Collective."""
+        received = [self._sent[self._group.rank]] * self._group.size
+        self._wait = self._group.start_all_to_all(self._received.view(-1), self._packed, received, self._sent)
 
-    def send_back(self) -> None:
-        """Send transformed parts to the ranks of their shards. Collective."""
-        mine = self._sent[self._group.rank]
-        self._group.all_to_all(self._packed, self._received.view(-1), self._sent, [mine] * self._group.size)
+    def start_return(self) -> None:
+        """Start to send transformed parts to the ranks of their shards. Collective."""
+        received = [self._sent[self._group.rank]] * self._group.size
+        self._wait = self._group.start_all_to_all(self._returned, self._received.view(-1), self._sent, received)
+
+    def finish_send(self) -> None:
+        """Wait for parts of other ranks. Collective."""
+        self._wait()
+
+    def finish_return(self) -> None:
+        """Wait for transformed parts of other ranks. Collective."""
+        self._wait()
 
     def unpack(self) -> None:
         """Put this rank's transformed parts into the order of memory."""
         ranges, begin = self.bucket.ranges, 0
         for i in self._order:
             numel = self.bucket.layouts[i].shard_numel
-            self.update[slice(*ranges[i])].copy_(self._packed[begin : begin + numel])
+            self.update[slice(*ranges[i])].copy_(self._returned[begin : begin + numel])
             begin += numel
 
     def transform(self) -> None:

@@ -28,6 +28,7 @@ from lightning_zero.optim.matrix_exchange import (
     ExchangeMemory,
     MatrixExchange,
     MatrixGroup,
+    even_out,
     make_buckets,
     make_exchanges,
 )
@@ -180,13 +181,26 @@ class StepKernel:
         if not self._sends:
             buckets = (partial(StepKernel._step_bucket, own, number) for number in range(len(self._exchanges)))
             return [graphed(begin, *buckets, end)]
-        parts: list[Callable[[], None]] = []
-        before: list[Callable[[], None]] = [begin]
-        for number, exchange in enumerate(self._exchanges):
-            parts.append(graphed(*before, partial(StepKernel._prepare, own, number), exchange.pack))
-            parts += [exchange.send, graphed(exchange.transform), exchange.send_back]
-            before = [exchange.unpack, partial(StepKernel._finish, own, number)]
-        return [*parts, graphed(*before, end)]
+
+        exchanges, last = self._exchanges, len(self._exchanges) - 1
+
+        def prepare(number: int) -> tuple[Callable[[], None], ...]:
+            return partial(StepKernel._prepare, own, number), exchanges[number].pack
+
+        def finish(number: int) -> tuple[Callable[[], None], ...]:
+            return exchanges[number].unpack, partial(StepKernel._finish, own, number)
+
+        # While a bucket is transformed, the next one is sent, and the one before it returns.
+        parts: list[Callable[[], None]] = [graphed(begin, *prepare(0)), exchanges[0].start_send]
+        for number, exchange in enumerate(exchanges):
+            parts.append(exchange.finish_send)
+            if number < last:
+                parts += [graphed(*prepare(number + 1)), exchanges[number + 1].start_send]
+            parts.append(graphed(exchange.transform))
+            if number > 0:
+                parts += [exchanges[number - 1].finish_return, graphed(*finish(number - 1))]
+            parts.append(exchange.start_return)
+        return [*parts, exchanges[last].finish_return, graphed(*finish(last), end)]
 
     @property
     def workspace_bytes(self) -> int:
@@ -373,8 +387,9 @@ def _make_exchanges(
         return []
     assert group is not None, "an optimizer of matrices needs to know its ranks"
     loads = [0.0] * group.size
-    buckets = [bucket for run in matrices for bucket in make_buckets(run, rule_of(run), max_bytes, loads)]
-    return make_exchanges(buckets, rule_of, group, device, memory)
+    found = [(bucket, rule_of(run)) for run in matrices for bucket in make_buckets(run, rule_of(run), max_bytes, loads)]
+    buckets, of_buckets = [bucket for bucket, _ in found], [rule for _, rule in found]
+    return make_exchanges(even_out(buckets, of_buckets, loads), of_buckets, group, device, memory)
 
 
 def _rule_of(rules: Sequence[Rule | MatrixRule | None], run: FlatRun) -> Rule | MatrixRule:

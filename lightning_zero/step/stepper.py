@@ -167,7 +167,7 @@ class OptimizerStepper:
             device.type == "cuda",
             host,
             self._graphs,
-            lambda: MatrixGroup.from_mesh(sharder.mesh, sharder.executor.collective),
+            lambda: MatrixGroup.from_mesh(sharder.mesh, sharder.executor.start_collective),
             matrix_bucket_bytes,
         )
         # The first runner that can step a layout is used.
