@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_zero.mesh import Mesh
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.optim.flat_runs import FlatRun
-from lightning_zero.optim.matrix_rules import MatrixRule, as_matrices
+from lightning_zero.optim.matrix_rules import MatrixRule
 from lightning_zero.sharding.layout import ShardLayout
 
 Wait = Callable[[], None]
@@ -164,7 +164,7 @@ def _assign(layouts: Sequence[ShardLayout], rule: MatrixRule, loads: list[float]
 
 
 def _cost(layout: ShardLayout, rule: MatrixRule) -> float:
-    number, rows, columns = as_matrices(layout.shape)
+    number, rows, columns = rule.matrices(layout.shape)
     return number * rule.flops(rows, columns)
 
 
@@ -257,7 +257,7 @@ def _workspace_bytes(layouts: Sequence[ShardLayout], rule: MatrixRule) -> int:
     """Return the bytes that the transforms of these layouts allocate, one batch after the other."""
     most = 0.0
     for shape, count in Counter(layout.shape for layout in layouts).items():
-        number, rows, columns = as_matrices(shape)
+        number, rows, columns = rule.matrices(shape)
         gathered = rows * columns  # of all shards, before they are transformed
         most = max(most, count * number * (gathered + rule.workspace(rows, columns)))
     return int(most * rule.dtype.itemsize)
@@ -399,7 +399,7 @@ class MatrixExchange:
     def _transform_batch(self, layout: ShardLayout, parts: list[Tensor]) -> None:
         # A call of its own frees the tensors of a batch before the next one.
         full = self._gathered(layout, parts)
-        number, rows, columns = as_matrices(layout.shape)
+        number, rows, columns = self._rule.matrices(layout.shape)
         done = self._rule.transform(full.reshape(len(parts) * number, rows, columns))
         self._scatter(layout, parts, done.reshape(len(parts), *layout.shape))
 

@@ -25,8 +25,16 @@ Tensors = dict[str, Tensor]
 def as_matrices(shape: torch.Size) -> tuple[int, int, int]:
     """Return (number, rows, columns) of the matrices in a parameter of this shape.
 
-    A 3-D parameter is a batch of matrices, such as one per expert. A convolution's weight is one matrix, with one row
-    per output channel.
+    A 3-D parameter is a batch of matrices, such as one per expert. Others are one matrix, see :func:`as_one_matrix`.
+
+    Raises:
+        UnsupportedError: The parameter has fewer than two dimensions.
+    """
+    return (shape[0], shape[1], shape[2]) if len(shape) == 3 else as_one_matrix(shape)
+
+
+def as_one_matrix(shape: torch.Size) -> tuple[int, int, int]:
+    """Return (1, rows, columns), with one row per output channel of a convolution.
 
     Raises:
         UnsupportedError: The parameter has fewer than two dimensions.
@@ -36,7 +44,7 @@ def as_matrices(shape: torch.Size) -> tuple[int, int, int]:
             f"An optimizer of matrices got a parameter of shape {tuple(shape)}. Give it the parameters with two or "
             "more dimensions: [p for p in self.parameters() if p.ndim >= 2], and the others to AdamW."
         )
-    return (shape[0], shape[1], shape[2]) if len(shape) == 3 else (1, shape[0], math.prod(shape[1:]))
+    return 1, shape[0], math.prod(shape[1:])
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,7 @@ class MatrixRule:
         flops: (rows, columns) -> operations of ``transform`` for one matrix, by which matrices are assigned to ranks.
         workspace: (rows, columns) -> elements that ``transform`` allocates for one matrix at its peak, with its result.
             Memory plans count them.
+        matrices: (parameter's shape) -> number, rows and columns of its matrices.
         dtype: In which updates are sent and transformed.
         counts: Names of 0-dim state. ``"step"`` counts the steps, from 1.
     """
@@ -69,6 +78,7 @@ class MatrixRule:
     factor: Callable[[torch.Size], float] = lambda shape: 1.0
     flops: Callable[[int, int], float] = lambda rows, columns: float(rows * columns)
     workspace: Callable[[int, int], float] = lambda rows, columns: 2.0 * rows * columns
+    matrices: Callable[[torch.Size], tuple[int, int, int]] = as_matrices
     dtype: torch.dtype = torch.bfloat16
     counts: tuple[str, ...] = ()
 
@@ -122,7 +132,10 @@ _FACTORS: Mapping[str, Callable[[int, int], float]] = {
 
 
 def muon(group: Mapping[str, Any]) -> MatrixRule:
-    """Return the rule of ``torch.optim.Muon`` for a parameter group."""
+    """Return the rule of ``torch.optim.Muon`` for a parameter group.
+
+    ``flatten=True`` in the group makes a 3-D parameter, such as the weight of ``nn.Conv1d``, one matrix.
+    """
     return _muon(
         bool(group["nesterov"]),
         tuple(group["ns_coefficients"]),
@@ -130,16 +143,25 @@ def muon(group: Mapping[str, Any]) -> MatrixRule:
         float(group["eps"]),
         group["adjust_lr_fn"] or "original",
         torch.bfloat16,
+        bool(group.get("flatten", False)),
     )
 
 
 @cache
 def _muon(
-    nesterov: bool, coefficients: tuple[float, float, float], steps: int, eps: float, adjust: str, dtype: torch.dtype
+    nesterov: bool,
+    coefficients: tuple[float, float, float],
+    steps: int,
+    eps: float,
+    adjust: str,
+    dtype: torch.dtype,
+    flatten: bool = False,
 ) -> MatrixRule:
     """Muon (Jordan et al., 2024), with the learning rate factors of ``torch.optim.Muon``."""
     if adjust not in _FACTORS:
         raise UnsupportedError(f"adjust_lr_fn={adjust!r} of Muon is not known here. Use one of {sorted(_FACTORS)}.")
+
+    matrices = as_one_matrix if flatten else as_matrices
 
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
         return {
@@ -163,8 +185,9 @@ def _muon(
         prepare=prepare,
         transform=lambda updates: newton_schulz(updates, coefficients, steps, eps),
         finish=finish,
-        factor=lambda shape: _FACTORS[adjust](*as_matrices(shape)[1:]),
+        factor=lambda shape: _FACTORS[adjust](*matrices(shape)[1:]),
         flops=newton_schulz_flops,
         workspace=newton_schulz_workspace,
+        matrices=matrices,
         dtype=dtype,
     )

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.matrix_rules import as_matrices
 from lightning_zero.optim.update_rules import MatrixRule, has_rules, needs_matrices, rule_for
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 
@@ -126,7 +125,8 @@ def check_matrices(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], An
     """Raise :class:`UnsupportedError` if an optimizer of matrices cannot step its parameters."""
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
-        if not isinstance(rule_for(optimizer, group), MatrixRule):
+        rule = rule_for(optimizer, group)
+        if not isinstance(rule, MatrixRule):
             continue
         if masters_on_host:
             raise UnsupportedError(
@@ -137,7 +137,7 @@ def check_matrices(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], An
             record = find(param)
             if record is None:
                 continue
-            as_matrices(record.layout.shape)
+            rule.matrices(record.layout.shape)  # raises for vectors
             if param.is_complex():
                 raise UnsupportedError(
                     f"{name} cannot step {record.name!r}, which is complex. Give it to another optimizer, such as Adam."

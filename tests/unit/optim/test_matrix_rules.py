@@ -21,7 +21,7 @@ from lightning_zero.optim.matrix_exchange import (
     make_exchanges,
     update_memory,
 )
-from lightning_zero.optim.matrix_rules import as_matrices, muon, newton_schulz
+from lightning_zero.optim.matrix_rules import as_matrices, as_one_matrix, muon, newton_schulz
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import check_optimizer
 from lightning_zero.optim.update_rules import needs_matrices, rule_for
@@ -80,9 +80,10 @@ def test_shapes_as_matrices(shape: tuple[int, ...], expected: tuple[int, int, in
     assert as_matrices(torch.Size(shape)) == expected
 
 
-def test_a_vector_is_refused_with_the_line_to_write() -> None:
+@pytest.mark.parametrize("matrices", [as_matrices, as_one_matrix])
+def test_a_vector_is_refused_with_the_line_to_write(matrices: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"shape \(7,\).*p\.ndim >= 2.*AdamW"):
-        as_matrices(torch.Size([7]))
+        matrices(torch.Size([7]))
 
 
 def test_groups_with_equal_settings_share_a_rule() -> None:
@@ -258,6 +259,21 @@ def exchanges_of(
     group = MatrixGroup(None, 0, (0,), lambda *args: None)
     buckets = make_buckets(run_of(shapes, 1), rule, 1 << 30, [0.0])
     return make_exchanges(buckets, [rule] * len(buckets), group, torch.device("cpu"), memory)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_a_3d_weight_is_a_batch_of_matrices_or_one_matrix_if_the_group_says_so(flatten: bool) -> None:
+    group = torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))]).param_groups[0] | {"flatten": flatten}
+    rule = muon(group)
+    (exchange,) = exchanges_of([(8, 4, 3)], {}, rule)
+    torch.manual_seed(0)
+    update = torch.randn(8, 4, 3)
+    exchange.update[:96].copy_(update.view(-1))
+    exchange.transform()
+    matrices = update.view(1, 8, 12) if flatten else update
+    expected = torch.stack([orthogonalize(matrix, *DEFAULTS) for matrix in matrices]).view(-1)
+    assert (exchange.update[:96].float() - expected).norm() < 0.1 * expected.norm()
+    assert rule.factor(torch.Size([8, 2, 2])) == (2**0.5 if flatten else 1.0)  # max(1, rows / columns) ** 0.5
 
 
 def test_a_matrix_without_elements_stays_so() -> None:
