@@ -44,7 +44,7 @@ def programs(size: int, blocks: Blocks) -> int:
 
 
 @triton.jit
-def _upper_blocks(
+def _upper_blocks(  # type: ignore[no-untyped-def]
     x_ptr,
     base_ptr,
     out_ptr,
