@@ -1,10 +1,10 @@
 """Make autocast cover products of groups of rows with one matrix each, as mixtures of experts use them.
 
 Autocast casts the operands of ``mm`` and ``bmm``. torch 2.11 to 2.15 has no such rule for ``_grouped_mm``, which is
-``torch.nn.functional.grouped_mm``. Float32 experts then compute in float32, and cannot be compiled at all: the op's fake
-implementation takes bfloat16 only. transformers avoids that error by a loop over experts, in an op of its own that
-copies the groups' sizes to the host. Both ops get the rule of ``bmm`` here. The loop becomes the grouped product, whose
-sizes stay on the device.
+``torch.nn.functional.grouped_mm``. Experts with float32 weights then compute in float32. They cannot be compiled either,
+because the op's fake implementation takes bfloat16 only. transformers avoids that error by a loop over experts, an op
+that copies the groups' sizes to the host. Here both ops get the rule of ``bmm``, and the loop becomes the grouped
+product, whose sizes stay on the device.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from lightning_zero.compat.lookup import private
 
 # True if an op has a kernel for a dispatch key; a torch that has a rule of its own keeps it. (torch 2.11+)
 has_kernel = private("torch._C._dispatch_has_kernel_for_dispatch_key")
+# The op of torch.nn.functional.grouped_mm. (torch 2.11+)
+grouped_mm = private("torch.ops.aten._grouped_mm.default")
 
 _DEVICES = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 _TRANSFORMERS = "transformers.integrations.moe"
@@ -59,7 +61,7 @@ def _grouped_mm(
         a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
         bias = None if bias is None else bias.to(torch.bfloat16)
     with torch.autocast(device, enabled=False):
-        return torch.ops.aten._grouped_mm(a, b, offs, bias, out_dtype)
+        return grouped_mm(a, b, offs, bias, out_dtype)
 
 
 def _grouped_mm_of_transformers(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:

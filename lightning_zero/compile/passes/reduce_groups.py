@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.grouped_products import grouped_mm
 from lightning_zero.compile.fx_utils import (
     cast_dtype,
     is_view_or_cast,
@@ -123,7 +124,7 @@ _PRODUCTS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
-    torch.ops.aten._grouped_mm.default,
+    grouped_mm,
 }
 
 
