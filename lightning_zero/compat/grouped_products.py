@@ -1,10 +1,10 @@
 """Make autocast cover products of groups of rows with one matrix each, as mixtures of experts use them.
 
 Autocast casts the operands of ``mm`` and ``bmm``. torch 2.11 to 2.15 has no such rule for ``_grouped_mm``, which is
-``torch.nn.functional.grouped_mm``. Experts with float32 weights then compute in float32. They cannot be compiled, because
-the op's fake implementation takes bfloat16 only. transformers avoids that error by a loop over experts, an op that copies
-the groups' sizes to the host. Here both ops get the rule of ``bmm``, and the loop becomes the grouped product, whose
-sizes stay on the device.
+``torch.nn.functional.grouped_mm``. Experts with float32 weights then compute in float32. They cannot be compiled: the
+op's fake implementation takes bfloat16 only. transformers avoids that error by a loop over experts, an op that copies
+the groups' sizes to the host. Here both ops get the rule of ``bmm``. The loop becomes the grouped product, whose sizes
+stay on the device.
 """
 
 from __future__ import annotations
