@@ -90,7 +90,7 @@ def newton_schulz_flops(rows: int, columns: int) -> float:
 
 
 def newton_schulz_workspace(rows: int, columns: int) -> float:
-    """Return the elements that :func:`newton_schulz` allocates for one matrix: two results and one product."""
+    """Return the elements that :func:`newton_schulz` allocates for a matrix: two results, one product."""
     return 2.0 * rows * columns + min(rows, columns) ** 2
 
 

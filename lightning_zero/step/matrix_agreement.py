@@ -28,7 +28,7 @@ class MatrixAgreement:
         self._names: WeakKeyDictionary[StepLayout, tuple[list[str], Tensor]] = WeakKeyDictionary()
 
     def check(self, layout: StepLayout, own: OwnParams) -> None:
-        """Raise on all ranks if they differ. Collective if a group has a matrix rule and there are several ranks.
+        """Raise on all ranks if they differ. Collective with several ranks if a group has a matrix rule.
 
         Raises:
             RankMismatchError: A parameter has a gradient on some ranks only.
