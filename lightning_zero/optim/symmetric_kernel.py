@@ -1,7 +1,7 @@
 """A Triton kernel for products of matrices by their own transpose.
 
-The kernel computes the blocks on or above the diagonal, and stores each in both places. Importing this module needs
-Triton; :mod:`~lightning_zero.optim.symmetric_products` decides when to use it.
+The kernel computes the blocks on or above the diagonal, and stores each in both places.
+:mod:`~lightning_zero.optim.symmetric_products` decides when to use it.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # builds of torch for CPUs come without Triton
+    triton = None
 
 
 class Blocks(NamedTuple):
@@ -43,7 +47,7 @@ def programs(size: int, blocks: Blocks) -> int:
     return wide * (wide + 1) // 2 * blocks.ratio
 
 
-@triton.jit
+@triton.jit if triton is not None else lambda kernel: kernel
 def _upper_blocks(  # type: ignore[no-untyped-def]
     x_ptr,
     base_ptr,

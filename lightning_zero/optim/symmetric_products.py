@@ -62,11 +62,9 @@ def has_kernel(x: Tensor) -> bool:
 def _can_launch(device: torch.device) -> bool:
     if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] not in CAPABILITIES:
         return False
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    from lightning_zero.optim import symmetric_kernel
+
+    return symmetric_kernel.triton is not None
 
 
 def _blocks(number: int, rows: int) -> Blocks:

@@ -54,8 +54,8 @@ def test_a_plan_counts_full_updates_of_matrices() -> None:
         for size in (2 * 4096 / 2**20, 256)
     ]
     matrix = 64 * 64 * 2  # bytes in bfloat16
-    # Three buffers of a rank's updates; in the transform, those of one or two matrices five times.
-    assert [found.roles["matrix_updates"] for found in plans] == [3 * matrix + 4 * matrix, 3 * 2 * matrix + 8 * matrix]
+    # Six buffers of one matrix if there are several buckets, or three of two; in the transform, each matrix four times.
+    assert [found.roles["matrix_updates"] for found in plans] == [6 * matrix + 4 * matrix, 3 * 2 * matrix + 8 * matrix]
     assert [found.roles["optimizer_state"] for found in plans] == [4 * 4 * 4096 // 2] * 2
 
 
