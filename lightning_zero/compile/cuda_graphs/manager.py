@@ -267,7 +267,9 @@ WARMUP_RUNS = 3  # runs with backward before a capture: compile kernels and sett
 MAX_CAPTURE_WAITS = 50  # runs without a possible capture before giving up
 MIN_REPLAYS = 20  # replays that make up for the cost of a capture
 MAX_FAILED_CAPTURES = 3  # captures in a row with too few replays before giving up
-MAX_PENDING_CALLS = 8  # calls before the backward of the first one
+# Calls before the backward of the first one. If graphs break in each layer, all layers call one graph; 128 is above the
+# layers of common models. A call needs the memory of its activations, captured or not.
+MAX_PENDING_CALLS = 128
 MAX_CAPTURED_SIZES = 16  # batch sizes captured at the same time
 
 
@@ -413,6 +415,7 @@ class GraphDispatcher:
         if key not in self._runs or warm < WARMUP_RUNS or not manager.ready():
             return None
         segment = self._segments.get(key.slot, -1)
+        manager.executor.weights.sync_user_writes()  # also forgets weights that eager code has released
         if reason := manager.executor.graphs.disabled_reason(segment):
             self._waits += 1
             if self._waits >= MAX_CAPTURE_WAITS:

@@ -383,6 +383,7 @@ def test_what_can_never_be_captured_is_said_after_a_while() -> None:
     for _ in range(WARMUP_RUNS + MAX_CAPTURE_WAITS + 1):
         training.step()
     assert len(training.said) == 1
+    assert training.books.synced == MAX_CAPTURE_WAITS, "weights that eager code has released count no more"
     assert "eager code holds weights" in training.said[0]
 
 
