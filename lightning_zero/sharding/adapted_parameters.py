@@ -1,7 +1,8 @@
-"""Let PEFT adapt parameters of sharded modules (``LoraConfig(target_parameters=...)``), such as stacked experts.
+"""Let PEFT adapt single parameters of sharded modules, such as stacked experts.
 
-PEFT registers a parametrization for the time of a forward, which moves the parameter out of its module. Sharded modules
-read parameters through properties instead, so :func:`_add_deltas` gives the property a tensor to add.
+``LoraConfig(target_parameters=...)`` selects them. PEFT registers a parametrization during each forward, which moves
+the parameter out of its module. A sharded module reads parameters through properties. :func:`_add_deltas` gives the
+property a tensor to add instead.
 """
 
 from __future__ import annotations
@@ -13,16 +14,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_zero.compat.peft_private import ACTIVATE_ADAPTERS
+
 # Module attribute: parameter name -> tensor that reads add to the weight; None outside of the adapter's forward.
 DELTAS = "_zero_deltas"
 
-_ACTIVATE = "_activate_lora"  # PEFT's context around the forward of an adapted module; takes names of adapters
-
 
 def mark_adapted_parameters(root: nn.Module) -> list[nn.Module]:
-    """Return the modules with parameters that PEFT adapts, after giving them :data:`DELTAS`."""
+    """Return the modules with parameters that PEFT adapts, and give them :data:`DELTAS`.
+
+    Adapters that are added later are not found.
+    """
     wrapper: Any = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", None)
-    if wrapper is None or not hasattr(wrapper, _ACTIVATE):
+    if wrapper is None or not hasattr(wrapper, ACTIVATE_ADAPTERS):
         return []
     found = {}
     for module in root.modules():
@@ -30,8 +34,8 @@ def mark_adapted_parameters(root: nn.Module) -> list[nn.Module]:
             base = module.get_base_layer()
             base.__dict__.setdefault(DELTAS, {})[module.parameter_name] = None
             found[id(base)] = base
-    if found and not hasattr(getattr(wrapper, _ACTIVATE), "_zero_original"):
-        setattr(wrapper, _ACTIVATE, _replace(getattr(wrapper, _ACTIVATE)))
+    if found and not hasattr(getattr(wrapper, ACTIVATE_ADAPTERS), "_zero_original"):
+        setattr(wrapper, ACTIVATE_ADAPTERS, _replace(getattr(wrapper, ACTIVATE_ADAPTERS)))
     return list(found.values())
 
 

@@ -23,10 +23,10 @@ from lightning_zero.errors import RankMismatchError, UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import SequenceId
+from lightning_zero.sharding.adapted_parameters import mark_adapted_parameters
 from lightning_zero.sharding.aliases import Aliases, check_shared_memory
 from lightning_zero.sharding.flat_memory import HostMasterPolicy, ShardMemory
 from lightning_zero.sharding.layout import ShardLayout, as_real, is_strided, memory_order
-from lightning_zero.sharding.adapted_parameters import mark_adapted_parameters
 from lightning_zero.sharding.module_patching import ORDERS, SHAPES, ClassCache, is_sharded
 from lightning_zero.sharding.param_record import Records, Role, ShardedParameter, gather_full
 from lightning_zero.sharding.shard_rules import rule_of

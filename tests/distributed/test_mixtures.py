@@ -186,7 +186,8 @@ def test_a_mixture_trains_as_under_ddp(ranks: Ranks, kind: str, accumulate: int)
             assert_close_relative(run.grads, expected.grads, 1e-5, atol=1e-8, what="gradients")
             assert_close_relative(run.buffers, expected.buffers, 1e-6, what="buffers")
             assert_close_relative(run.params, expected.params, 1e-6, atol=2e-8, what="weights")
-        assert runs["aot_eager"].replayed > 0
+        layers = LAYERS if kind == "hand-written" else 1  # of a graph of their own
+        assert runs["aot_eager"].replayed >= 2 * layers * (STEPS - 5)
     check_unused_experts(kind, of_ranks[0][EAGER].grads)
 
 
@@ -194,11 +195,13 @@ def check_unused_experts(kind: str, grads: list[dict[str, Tensor | None]]) -> No
     """Check that the data is what this test is about."""
     if kind == "hand-written":
         missing = [[name for name, grad in step.items() if grad is None] for step in grads]
-        assert all(missing[step] for step in ONE_TOKEN) and not missing[-1], missing
+        assert all(missing[step] for step in ONE_TOKEN)
+        assert not missing[0], missing
     else:
         name = next(name for name in grads[0] if name.endswith("experts.down_proj"))
         idle = [(step[name].flatten(1).count_nonzero(1) == 0).sum().item() for step in grads]  # type: ignore[union-attr]
-        assert all(idle[step] for step in ONE_TOKEN) and idle[0] == 0, idle
+        assert all(idle[step] for step in ONE_TOKEN)
+        assert idle[0] == 0, idle
 
 
 class StackedExperts(nn.Module):
@@ -231,7 +234,9 @@ def train_adapters() -> list[list[Tensor]]:
         with nullcontext() if backend is None else engine_for(model, backend) as engine:
             optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], 0.01)
             for step in range(4):
-                x = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(2 * step + torch.distributed.get_rank()))
+                x = torch.randn(
+                    3, WIDTH, generator=torch.Generator().manual_seed(2 * step + torch.distributed.get_rank())
+                )
                 with engine.train_step() if engine is not None else nullcontext():
                     loss = (ddp or model)(x).square().mean()
                 loss.backward()

@@ -305,7 +305,7 @@ class GraphDispatcher:
         self._replayed: dict[CaptureKey, int] = {}
         self._runs: dict[CaptureKey, int] = {}  # since the last invalidation
         self._segments: dict[int, int] = {}  # by slot: number of the gradients that its backward produces
-        # By slot: alive while the backward may still run, and an id of the weights. Layers whose graphs break share this
+        # By slot: alive while the backward may still run, and the id of a weight. Layers whose graphs break share this
         # graph, and a step may skip one.
         self._pending_backwards: list[weakref.ref[PendingBackward] | None] = []
         self._weights: list[int] = []
