@@ -98,8 +98,8 @@ def _compiled(engine: Engine) -> str:
     shown = f"compiled: {', '.join(names[:MOST_NAMES]) or 'nothing yet'}{more}"
     if names and compiled.call_info.called and not engine.session.progress.compiled:
         shown = (
-            f"nothing compiled, because torch found no graph in {', '.join(names[:MOST_NAMES])}{more} (it skips a method "
-            "whose loop breaks a graph; TORCH_LOGS=graph_breaks names the line)"
+            f"nothing compiled, because torch found no graph in {', '.join(names[:MOST_NAMES])}{more} (it skips a "
+            "method whose loop breaks a graph; TORCH_LOGS=graph_breaks names the line)"
         )
     return "; ".join([shown, *eager[:MOST_NAMES], *others])
 
