@@ -311,9 +311,10 @@ class ExchangeBuffers(NamedTuple):
 
 
 def _buffers(tensors: Sequence[Tensor], copies: int, number: int) -> ExchangeBuffers:
+    update = tensors[0]
     if copies == 6:
-        return ExchangeBuffers(*tensors[:3], tensors[3 + number % 3])
-    update, packed, received = tensors[:3] if copies == 3 else 3 * tensors[:1]
+        return ExchangeBuffers(update, tensors[1], tensors[2], tensors[3 + number % 3])
+    packed, received = (tensors[1], tensors[2]) if copies == 3 else (update, update)
     return ExchangeBuffers(update, packed, packed, received)
 
 

@@ -246,6 +246,7 @@ class StepKernel:
         """Apply the transformed updates of a bucket to the parameters."""
         exchange = self._exchanges[number]
         bucket = exchange.bucket
+        assert bucket.run is not None
         rule, numbers = self._rule(bucket.run), self._scalars[id(bucket.run)]
         assert isinstance(rule, MatrixRule)
         flat, keys = bucket.run.param.detach().view(-1)[bucket.begin : bucket.end], list(numbers)
