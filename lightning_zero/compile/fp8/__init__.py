@@ -1,0 +1,5 @@
+"""fp8 products: replace products of weights with activations in a traced graph by scaled fp8 ones."""
+
+from lightning_zero.compile.fp8.conversion import FP8_PRODUCTS, convert_products
+
+__all__ = ["FP8_PRODUCTS", "convert_products"]

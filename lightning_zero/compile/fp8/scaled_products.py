@@ -1,0 +1,193 @@
+"""Replace chosen products by fp8 ones: cast both operands, each with one scale, and multiply.
+
+A cast is a few elementwise ops and a maximum over the matrix, which Inductor fuses with the kernel that computes it.
+An operand that two products read is cast once. On CUDA the product is ``torch._scaled_mm``. On a CPU it is a float32
+product of the same fp8 numbers.
+
+Backward casts a weight from its gathered bytes again, so no fp8 copy of it stays in memory. Scales are saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node, map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
+from lightning_zero.compat.tensors import scaled_mm
+from lightning_zero.compile.fp8.linear_products import LinearProduct, ProductKind
+from lightning_zero.compile.fx_utils import weight_nodes
+from lightning_zero.compile.partitioner.partition import OUTSIDE
+from lightning_zero.compile.passes.saved_weights import backward_nodes
+
+_aten = torch.ops.aten
+_cast = torch.ops.prims.convert_element_type.default
+# Bounds a maximum from below, so that the scale of a matrix of zeros is finite.
+MIN_AMAX = 1e-12
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+@dataclass(frozen=True)
+class Fp8Recipe:
+    """Formats and accumulation of fp8 products.
+
+    Attributes:
+        forward_dtype: of weights and activations.
+        gradient_dtype: of gradients of results.
+        fast: kinds of products that accumulate in the tensor cores' registers only, which is faster and less exact.
+    """
+
+    forward_dtype: torch.dtype = torch.float8_e4m3fn
+    gradient_dtype: torch.dtype = torch.float8_e5m2
+    fast: frozenset[ProductKind] = frozenset({"forward"})
+
+
+def scale_products(
+    graph: Graph, chosen: Sequence[LinearProduct], products: Sequence[LinearProduct], recipe: Fp8Recipe
+) -> Graph:
+    """Replace ``chosen`` ones of all products of a graph, in place. Call it after ``tag_gathers``."""
+    if not chosen:
+        return graph
+    casts = _Casts(graph, products, recipe)
+    for product in chosen:
+        left, right = casts.rows(product, 0), casts.columns(product, 1)
+        with graph.inserting_before(product.node):
+            result = _multiply(graph, product, left, right, recipe)
+        result.meta = {**product.node.meta, "val": result.meta["val"]}
+        product.node.replace_all_uses_with(result)
+        graph.erase_node(product.node)
+    return graph
+
+
+@dataclass(frozen=True)
+class _Fp8Matrix:
+    """A matrix in fp8, and the number by which its elements are multiplied to get the original ones."""
+
+    node: Node
+    inverse_scale: Node
+
+
+class _Casts:
+    """Casts of one graph, each of which is inserted once, before its first reader."""
+
+    def __init__(self, graph: Graph, products: Sequence[LinearProduct], recipe: Fp8Recipe) -> None:
+        self._graph, self._recipe = graph, recipe
+        self._weights, self._backward = weight_nodes(graph), backward_nodes(graph)
+        self._policies: dict[Node, dict[str, Any]] = {}
+        for product in products:  # the first reader of an activation is in forward
+            for operand in product.operands:
+                self._policies.setdefault(operand.source, _recompute_policy(product.node))
+        self._inverse_scales: dict[tuple[Node, torch.dtype], Node] = {}
+        self._cast: dict[tuple[Node, torch.dtype], Node] = {}
+        self._transposed: dict[tuple[Node, torch.dtype], Node] = {}
+
+    def rows(self, product: LinearProduct, place: int) -> _Fp8Matrix:
+        """Return an operand with contiguous rows."""
+        operand = product.operands[place]
+        return self._in_layout(product, place, operand.transposed)
+
+    def columns(self, product: LinearProduct, place: int) -> _Fp8Matrix:
+        """Return an operand with contiguous columns."""
+        operand = product.operands[place]
+        matrix = self._in_layout(product, place, not operand.transposed)
+        with self._graph.inserting_before(product.node):
+            return _Fp8Matrix(self._turn(matrix.node), matrix.inverse_scale)
+
+    def _in_layout(self, product: LinearProduct, place: int, transposed: bool) -> _Fp8Matrix:
+        """Return the source of an operand, or its transpose, with contiguous rows."""
+        source, dtype = product.operands[place].source, self._dtype(product, place)
+        key = source, dtype
+        if key not in self._cast:
+            self._add(source, dtype, product.node)
+        if transposed and key not in self._transposed:
+            with self._graph.inserting_before(product.node):
+                turned = self._turn(self._cast[key])
+                packed = _call(self._graph, _aten.clone.default, turned, memory_format=torch.contiguous_format)
+            packed.meta |= _recompute_policy(turned)
+            self._transposed[key] = packed
+        return _Fp8Matrix((self._transposed if transposed else self._cast)[key], self._inverse_scales[key])
+
+    def _turn(self, node: Node) -> Node:
+        turned = _call(self._graph, _aten.permute.default, node, [1, 0])
+        turned.meta |= _recompute_policy(node)
+        return turned
+
+    def _dtype(self, product: LinearProduct, place: int) -> torch.dtype:
+        is_gradient = place == product.gradient_operand
+        return self._recipe.gradient_dtype if is_gradient else self._recipe.forward_dtype
+
+    def _add(self, source: Node, dtype: torch.dtype, before: Node) -> None:
+        graph, largest, policy = self._graph, torch.finfo(dtype).max, self._policy(source)
+        with graph.inserting_before(before):
+            amax = _call(graph, _aten.amax.default, _call(graph, _aten.abs.default, source), [0, 1])
+            bounded = _call(graph, _aten.clamp_min.default, _call(graph, _cast, amax, torch.float32), MIN_AMAX)
+            inverse = _call(graph, _aten.mul.Tensor, bounded, 1 / largest)
+            steps = [_call(graph, _aten.reciprocal.default, inverse), _call(graph, _cast, source, torch.float32)]
+            steps.append(_call(graph, _aten.mul.Tensor, steps[1], steps[0]))
+            # No clamp: rounding exceeds the largest number by less than half of its last place.
+            steps.append(_call(graph, _cast, steps[2], dtype))
+            if not _has_contiguous_rows(steps[-1].meta["val"]):
+                steps.append(_call(graph, _aten.clone.default, steps[-1], memory_format=torch.contiguous_format))
+        for node in steps:
+            node.meta |= policy
+        if source not in self._backward:
+            # Saving four bytes is cheaper than another maximum over the matrix.
+            inverse.meta |= {AC_GRAPH_ID: policy.get(AC_GRAPH_ID, OUTSIDE), RECOMPUTE: CheckpointPolicy.MUST_SAVE}
+        self._inverse_scales[source, dtype], self._cast[source, dtype] = inverse, steps[-1]
+
+    def _policy(self, source: Node) -> dict[str, Any]:
+        """Return the meta that decides whether backward recomputes a cast.
+
+        Casts of weights are recomputed with the weights. In a checkpointed region casts are recomputed.
+        """
+        if source in self._weights:
+            return _recompute_policy(source) | {RECOMPUTE: CheckpointPolicy.MUST_RECOMPUTE}
+        return self._policies[source]
+
+
+def _recompute_policy(node: Node) -> dict[str, Any]:
+    """Return a node's region, and its policy if that is to recompute it."""
+    policy = {key: node.meta[key] for key in (AC_GRAPH_ID, RECOMPUTE) if key in node.meta}
+    if policy.get(RECOMPUTE) not in _RECOMPUTED:
+        policy.pop(RECOMPUTE, None)
+    return policy
+
+
+def _has_contiguous_rows(value: Tensor) -> bool:
+    """Return False also if a symbolic size leaves it open."""
+    strides = value.stride()
+    return all(type(stride) is int for stride in strides) and tuple(strides) == (value.shape[1], 1)
+
+
+def _multiply(
+    graph: Graph, product: LinearProduct, left: _Fp8Matrix, right: _Fp8Matrix, recipe: Fp8Recipe
+) -> Node:
+    dtype, bias = product.dtype, product.bias
+    if product.node.meta["val"].device.type != "cpu":
+        fast = product.kind in recipe.fast
+        scales = left.inverse_scale, right.inverse_scale
+        return _call(graph, scaled_mm, left.node, right.node, *scales, bias, None, dtype, fast)
+    wide = [_call(graph, _cast, matrix.node, torch.float32) for matrix in (left, right)]
+    for node, matrix in zip(wide, (left, right), strict=True):
+        node.meta |= _recompute_policy(matrix.node)
+    scale = _call(graph, _aten.mul.Tensor, left.inverse_scale, right.inverse_scale)
+    steps = [scale, _call(graph, _aten.mm.default, *wide)]
+    steps.append(_call(graph, _aten.mul.Tensor, steps[1], scale))
+    if bias is not None:
+        steps.append(_call(graph, _aten.add.Tensor, steps[2], bias))
+    for node in steps:
+        node.meta |= _recompute_policy(product.node)
+    return _call(graph, _cast, steps[-1], dtype)
+
+
+def _call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
+    """Insert a call with the value of its result."""
+    node = graph.call_function(target, args, kwargs)
+    given, named = map_arg((args, kwargs), lambda read: read.meta["val"])  # type: ignore[return-value]
+    node.meta["val"] = target(*given, **named)
+    return node
