@@ -27,7 +27,6 @@ _aten = torch.ops.aten
 _MM, _ADDMM = _aten.mm.default, _aten.addmm.default
 _TRANSPOSES = (_aten.t.default, _aten.permute.default, _aten.transpose.int)
 _ADDITION = _aten.add.Tensor
-_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class LinearProduct:
 
 
 def find_products(graph: Graph) -> list[LinearProduct]:
-    """Return the products of linear layers in 16-bit dtypes, in order."""
+    """Return the products of linear layers, in order."""
     weights = _whole_weights(graph)
     backward = backward_nodes(graph)
     found = []
@@ -149,13 +148,14 @@ def _static_numel(value: Tensor) -> int | None:
 
 
 def _is_plain(node: Node) -> bool:
-    """Return True for two 16-bit matrices, and no factors in ``addmm``."""
+    """Return True for matrices of one floating-point dtype, and no factors in ``addmm``."""
     if node.kwargs:
         return False
     values = [arg.meta.get("val") for arg in node.args if isinstance(arg, Node)]
-    if not all(isinstance(value, Tensor) and value.dtype in _DTYPES for value in values):
+    tensors = [value for value in values if isinstance(value, Tensor) and value.dtype.is_floating_point]
+    if len(tensors) != len(node.args) or len({tensor.dtype for tensor in tensors}) > 1:
         return False
-    return len({value.dtype for value in values}) == 1 and (len(values) == 2 or values[0].dim() == 1)  # type: ignore[union-attr]
+    return len(tensors) == 2 or tensors[0].dim() == 1
 
 
 def _operand(node: Any) -> Operand:

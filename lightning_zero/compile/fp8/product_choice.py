@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch.fx import Graph
 
 from lightning_zero.compile.fp8.linear_products import (
@@ -24,6 +25,7 @@ from lightning_zero.profiling.graph_tensors import size_hint
 
 # Elements. torch._scaled_mm needs rows of whole 16-byte units in both operands and in the result.
 ALIGNMENT = 16
+_DTYPES = (torch.bfloat16, torch.float16)
 # Floating-point operations per second of products of 8192 x 8192 matrices, measured on one H200.
 BF16_FLOPS_PER_S, FP8_FLOPS_PER_S = 805e12, 1517e12
 # Bytes per second of a fused kernel that casts. Nominal for an H200.
@@ -73,6 +75,8 @@ def choose_products(graph: Graph, rules: ChoiceRules) -> list[Choice]:
         reason = ""
         if any(fnmatchcase(product.weight, pattern) for pattern in rules.exclude):
             reason = "excluded by fp8_exclude"
+        elif product.dtype not in _DTYPES:
+            reason = f"computed in {str(product.dtype).removeprefix('torch.')}"
         elif product.kind not in rules.products:
             reason = "left out of fp8_products"
         elif product.shard in tied:
@@ -92,10 +96,15 @@ def _is_output_head(product: LinearProduct) -> bool:
 
 
 def _misaligned_size(product: LinearProduct) -> str | None:
-    _, k, n = product.sizes
-    # The contracted dimension of a weight's gradient are the tokens.
-    contracted = "tokens" if product.kind == "weight_gradient" else "inputs"
-    for size, name in ((k, contracted), (n, "outputs")):
+    """Return the size that does not fit; one of the weight concerns all of its products."""
+    m, k, n = product.sizes
+    if product.kind == "forward":
+        named = {"inputs": k, "outputs": n}
+    elif product.kind == "input_gradient":
+        named = {"inputs": n, "outputs": k}
+    else:
+        named = {"inputs": n, "outputs": m, "tokens": k}
+    for name, size in named.items():
         if type(size) is not int:
             return f"a changing number of {name}"
         if size % ALIGNMENT or not size:

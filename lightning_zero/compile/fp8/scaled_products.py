@@ -60,6 +60,8 @@ def scale_products(
             result = _multiply(graph, product, left, right, recipe)
         result.meta = {**product.node.meta, "val": result.meta["val"]}
         product.node.replace_all_uses_with(result)
+        casts.results[product.node] = result
+    for product in chosen:
         graph.erase_node(product.node)
     return graph
 
@@ -73,10 +75,15 @@ class _Fp8Matrix:
 
 
 class _Casts:
-    """Casts of one graph, each of which is inserted once, before its first reader."""
+    """Casts of one graph, each of which is inserted once, before its first reader.
+
+    Attributes:
+        results: replaced products, which later ones may read, and the nodes that replace them.
+    """
 
     def __init__(self, graph: Graph, products: Sequence[LinearProduct], recipe: Fp8Recipe) -> None:
         self._graph, self._recipe = graph, recipe
+        self.results: dict[Node, Node] = {}
         self._weights, self._backward = weight_nodes(graph), backward_nodes(graph)
         self._policies: dict[Node, dict[str, Any]] = {}
         for product in products:  # the first reader of an activation is in forward
@@ -123,11 +130,12 @@ class _Casts:
 
     def _add(self, source: Node, dtype: torch.dtype, before: Node) -> None:
         graph, largest, policy = self._graph, torch.finfo(dtype).max, self._policy(source)
+        matrix = self.results.get(source, source)
         with graph.inserting_before(before):
-            amax = _call(graph, _aten.amax.default, _call(graph, _aten.abs.default, source), [0, 1])
+            amax = _call(graph, _aten.amax.default, _call(graph, _aten.abs.default, matrix), [0, 1])
             bounded = _call(graph, _aten.clamp_min.default, _call(graph, _cast, amax, torch.float32), MIN_AMAX)
             inverse = _call(graph, _aten.mul.Tensor, bounded, 1 / largest)
-            steps = [_call(graph, _aten.reciprocal.default, inverse), _call(graph, _cast, source, torch.float32)]
+            steps = [_call(graph, _aten.reciprocal.default, inverse), _call(graph, _cast, matrix, torch.float32)]
             steps.append(_call(graph, _aten.mul.Tensor, steps[1], steps[0]))
             # No clamp: rounding exceeds the largest number by less than half of its last place.
             steps.append(_call(graph, _cast, steps[2], dtype))
@@ -164,9 +172,7 @@ def _has_contiguous_rows(value: Tensor) -> bool:
     return all(type(stride) is int for stride in strides) and tuple(strides) == (value.shape[1], 1)
 
 
-def _multiply(
-    graph: Graph, product: LinearProduct, left: _Fp8Matrix, right: _Fp8Matrix, recipe: Fp8Recipe
-) -> Node:
+def _multiply(graph: Graph, product: LinearProduct, left: _Fp8Matrix, right: _Fp8Matrix, recipe: Fp8Recipe) -> Node:
     dtype, bias = product.dtype, product.bias
     if product.node.meta["val"].device.type != "cpu":
         fast = product.kind in recipe.fast

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.tensors import scaled_mm
 from lightning_zero.compile.fx_utils import (
     cast_dtype,
     is_view_or_cast,
@@ -119,7 +120,7 @@ def _release(graph: Graph, grads: list[Node], shards: list[Node]) -> None:
     graph.call_function(ops("reduce_release"), (grads, shards)).meta["val"] = None
 
 
-_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default, scaled_mm}
 
 
 def _is_product(node: Node) -> bool:
