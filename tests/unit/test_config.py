@@ -48,6 +48,12 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (Tuning, {"report_stall_after_s": math.inf}, r"report_stall_after_s=inf must be a positive number of seconds"),
     (Options, {"activation_memory_budget": 1.5}, r"activation_memory_budget=1\.5 must be between 0"),
     (Options, {"activation_memory_budget": -0.1}, r"activation_memory_budget=-0\.1 must be between 0"),
+    (Options, {"linear_dtype": "fp4"}, r"linear_dtype='fp4' must be 'fp8' or None"),
+    (Tuning, {"fp8_products": ("backward",)}, r"fp8_products=\('backward',\) must be a tuple of 'forward', .* Try"),
+    (Tuning, {"fp8_products": ()}, r"fp8_products=\(\) must be a tuple of"),
+    (Tuning, {"fp8_exclude": "head"}, r"fp8_exclude='head' must be a tuple of names, .* Try \('\*\.router"),
+    (Tuning, {"fp8_min_gain": -1}, r"fp8_min_gain=-1 must be a number, 0 or more. Try 1."),
+    (Tuning, {"fp8_gradient_format": "e5m3"}, r"fp8_gradient_format='e5m3' must be 'e5m2' or 'e4m3'"),
     (Options, {"reduce_dtype": "fp8"}, r"reduce_dtype='fp8' must be 'bf16', '16', '32' or None"),
     (Options, {"reduce_dtype": torch.bfloat16}, r"reduce_dtype=torch\.bfloat16 must be 'bf16'"),
     (Options, {"cuda_graphs": "yes"}, r"cuda_graphs='yes' must be True, False or 'auto'"),
@@ -172,7 +178,7 @@ def test_what_is_shown_of_options_is_what_was_chosen() -> None:
 
 
 def test_there_are_few_options_that_users_meet() -> None:
-    assert len(option_fields(Options)) <= 15
+    assert len(option_fields(Options)) <= 16
     assert {option.group for _, option in option_fields(Tuning).values()} == set(GROUPS)
 
 
