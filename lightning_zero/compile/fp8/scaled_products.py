@@ -9,7 +9,7 @@ Backward casts a weight from its gathered bytes again, so no fp8 copy of it stay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,13 +19,14 @@ from torch.fx import Graph, Node, map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
-from lightning_zero.compat.tensors import scaled_mm
+from lightning_zero.compat.tensors import FakeTensor, fake_like, no_dispatch_modes, no_python_dispatcher, scaled_mm
 from lightning_zero.compile.fp8.linear_products import LinearProduct, ProductKind
 from lightning_zero.compile.fx_utils import weight_nodes
 from lightning_zero.compile.partitioner.partition import OUTSIDE
 from lightning_zero.compile.passes.saved_weights import backward_nodes
 
 _aten = torch.ops.aten
+_permute = _aten.permute.default
 _cast = torch.ops.prims.convert_element_type.default
 # Bounds a maximum from below, so that the scale of a matrix of zeros is finite.
 MIN_AMAX = 1e-12
@@ -53,11 +54,12 @@ def scale_products(
     """Replace ``chosen`` ones of all products of a graph, in place. Call it after ``tag_gathers``."""
     if not chosen:
         return graph
-    casts = _Casts(graph, products, recipe)
+    insert = _Inserter(graph)
+    casts = _Casts(graph, insert, products, recipe)
     for product in chosen:
         left, right = casts.rows(product, 0), casts.columns(product, 1)
         with graph.inserting_before(product.node):
-            result = _multiply(graph, product, left, right, recipe)
+            result = _multiply(insert.call, product, left, right, recipe)
         result.meta = {**product.node.meta, "val": result.meta["val"]}
         product.node.replace_all_uses_with(result)
         casts.results[product.node] = result
@@ -81,8 +83,8 @@ class _Casts:
         results: replaced products, which later ones may read, and the nodes that replace them.
     """
 
-    def __init__(self, graph: Graph, products: Sequence[LinearProduct], recipe: Fp8Recipe) -> None:
-        self._graph, self._recipe = graph, recipe
+    def __init__(self, graph: Graph, insert: _Inserter, products: Sequence[LinearProduct], recipe: Fp8Recipe) -> None:
+        self._graph, self._insert, self._recipe = graph, insert, recipe
         self.results: dict[Node, Node] = {}
         self._weights, self._backward = weight_nodes(graph), backward_nodes(graph)
         self._policies: dict[Node, dict[str, Any]] = {}
@@ -114,13 +116,13 @@ class _Casts:
         if transposed and key not in self._transposed:
             with self._graph.inserting_before(product.node):
                 turned = self._turn(self._cast[key])
-                packed = _call(self._graph, _aten.clone.default, turned, memory_format=torch.contiguous_format)
+                packed = self._insert.call(_aten.clone.default, turned, memory_format=torch.contiguous_format)
             packed.meta |= _recompute_policy(turned)
             self._transposed[key] = packed
         return _Fp8Matrix((self._transposed if transposed else self._cast)[key], self._inverse_scales[key])
 
     def _turn(self, node: Node) -> Node:
-        turned = _call(self._graph, _aten.permute.default, node, [1, 0])
+        turned = self._insert.call(_permute, node, [1, 0])
         turned.meta |= _recompute_policy(node)
         return turned
 
@@ -129,18 +131,18 @@ class _Casts:
         return self._recipe.gradient_dtype if is_gradient else self._recipe.forward_dtype
 
     def _add(self, source: Node, dtype: torch.dtype, before: Node) -> None:
-        graph, largest, policy = self._graph, torch.finfo(dtype).max, self._policy(source)
+        call, largest, policy = self._insert.call, torch.finfo(dtype).max, self._policy(source)
         matrix = self.results.get(source, source)
-        with graph.inserting_before(before):
-            amax = _call(graph, _aten.amax.default, _call(graph, _aten.abs.default, matrix), [0, 1])
-            bounded = _call(graph, _aten.clamp_min.default, _call(graph, _cast, amax, torch.float32), MIN_AMAX)
-            inverse = _call(graph, _aten.mul.Tensor, bounded, 1 / largest)
-            steps = [_call(graph, _aten.reciprocal.default, inverse), _call(graph, _cast, matrix, torch.float32)]
-            steps.append(_call(graph, _aten.mul.Tensor, steps[1], steps[0]))
+        with self._graph.inserting_before(before):
+            amax = call(_aten.amax.default, call(_aten.abs.default, matrix), [0, 1])
+            bounded = call(_aten.clamp_min.default, call(_cast, amax, torch.float32), MIN_AMAX)
+            inverse = call(_aten.mul.Tensor, bounded, 1 / largest)
+            steps = [call(_aten.reciprocal.default, inverse), call(_cast, matrix, torch.float32)]
+            steps.append(call(_aten.mul.Tensor, steps[1], steps[0]))
             # No clamp: rounding exceeds the largest number by less than half of its last place.
-            steps.append(_call(graph, _cast, steps[2], dtype))
+            steps.append(call(_cast, steps[2], dtype))
             if not _has_contiguous_rows(steps[-1].meta["val"]):
-                steps.append(_call(graph, _aten.clone.default, steps[-1], memory_format=torch.contiguous_format))
+                steps.append(call(_aten.clone.default, steps[-1], memory_format=torch.contiguous_format))
         for node in steps:
             node.meta |= policy
         if source not in self._backward:
@@ -172,28 +174,57 @@ def _has_contiguous_rows(value: Tensor) -> bool:
     return all(type(stride) is int for stride in strides) and tuple(strides) == (value.shape[1], 1)
 
 
-def _multiply(graph: Graph, product: LinearProduct, left: _Fp8Matrix, right: _Fp8Matrix, recipe: Fp8Recipe) -> Node:
+def _multiply(
+    call: Callable[..., Node], product: LinearProduct, left: _Fp8Matrix, right: _Fp8Matrix, recipe: Fp8Recipe
+) -> Node:
     dtype, bias = product.dtype, product.bias
     if product.node.meta["val"].device.type != "cpu":
         fast = product.kind in recipe.fast
         scales = left.inverse_scale, right.inverse_scale
-        return _call(graph, scaled_mm, left.node, right.node, *scales, bias, None, dtype, fast)
-    wide = [_call(graph, _cast, matrix.node, torch.float32) for matrix in (left, right)]
+        return call(scaled_mm, left.node, right.node, *scales, bias, None, dtype, fast)
+    wide = [call(_cast, matrix.node, torch.float32) for matrix in (left, right)]
     for node, matrix in zip(wide, (left, right), strict=True):
         node.meta |= _recompute_policy(matrix.node)
-    scale = _call(graph, _aten.mul.Tensor, left.inverse_scale, right.inverse_scale)
-    steps = [scale, _call(graph, _aten.mm.default, *wide)]
-    steps.append(_call(graph, _aten.mul.Tensor, steps[1], scale))
+    scale = call(_aten.mul.Tensor, left.inverse_scale, right.inverse_scale)
+    steps = [scale, call(_aten.mm.default, *wide)]
+    steps.append(call(_aten.mul.Tensor, steps[1], scale))
     if bias is not None:
-        steps.append(_call(graph, _aten.add.Tensor, steps[2], bias))
+        steps.append(call(_aten.add.Tensor, steps[2], bias))
     for node in steps:
         node.meta |= _recompute_policy(product.node)
-    return _call(graph, _cast, steps[-1], dtype)
+    return call(_cast, steps[-1], dtype)
 
 
-def _call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """Insert a call with the value of its result."""
-    node = graph.call_function(target, args, kwargs)
-    given, named = map_arg((args, kwargs), lambda read: read.meta["val"])  # type: ignore[return-value]
-    node.meta["val"] = target(*given, **named)
-    return node
+class _Inserter:
+    """Inserts calls with the values of their results, which are computed once for equal calls as equal layers have."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._known: dict[Any, Tensor] = {}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        node = self._graph.call_function(target, args, kwargs)
+        given, named = map_arg((args, kwargs), lambda read: read.meta["val"])  # type: ignore[return-value]
+        node.meta["val"] = self._value(target, given, named)
+        return node
+
+    def _value(self, target: Any, given: Sequence[Any], named: dict[str, Any]) -> Tensor:
+        like = given[0]
+        described = [_description(value) for value in given]
+        if target is _permute or type(like) is not FakeTensor or None in described:
+            return target(*given, **named)
+        key = target, *described, *named.items()
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = target(*given, **named)
+            return known
+        with no_dispatch_modes(), no_python_dispatcher():
+            memory = torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device="meta")
+            return fake_like(like, memory)
+
+
+def _description(value: Any) -> object:
+    """Return a hashable description of an argument; None for a tensor with symbolic sizes."""
+    if not isinstance(value, Tensor):
+        return type(value), str(value)
+    sizes = (*value.shape, *value.stride())
+    return (value.dtype, *sizes) if all(type(size) is int for size in sizes) else None
