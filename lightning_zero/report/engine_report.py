@@ -109,8 +109,9 @@ def _fp8_layers(engine: Engine) -> list[str]:
     linears = {linear.weight: linear for plan in plans if plan.kind == "forward" for linear in plan.linears}
     reasons = Counter(reason for linear in linears.values() for reason in linear.reasons)
     converted = sum(not linear.reasons for linear in linears.values())
-    listed = [f"{count} are not: {reason}" for reason, count in reasons.most_common(MOST_NAMES)]
-    return ["; ".join([f"fp8: {converted} of {len(linears)} linear layers", *listed])]
+    listed = [f"{reason} ({count})" for reason, count in reasons.most_common(MOST_NAMES)]
+    others = f", in 16 bits: {', '.join(listed)}" if listed else ""
+    return [f"fp8: {converted} of {len(linears)} linear layers{others}"]
 
 
 def _transports(engine: Engine) -> list[str]:

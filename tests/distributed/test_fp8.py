@@ -141,8 +141,9 @@ def test_training_equals_an_eager_one_with_the_same_casts(ranks: Ranks) -> None:
     assert_close_relative(one["params"], expected["params"], 1e-6, atol=1e-8, what="weights")
     assert expected["losses"][1:] != oracle(fp8=False)["losses"][1:]
     assert reasons(one["plan"], "forward") == reasons(one["plan"], "backward") == REASONS
-    fp8 = f"fp8: {len(FP8_LAYERS)} of {len(FP8_LAYERS) + len(REASONS)} linear layers; 1 are not: "
+    fp8 = f"fp8: {len(FP8_LAYERS)} of {len(FP8_LAYERS) + len(REASONS)} linear layers, in 16 bits: "
     assert fp8 in one["summary"]
+    assert "excluded by fp8_exclude (1)" in one["summary"]
     # All ranks take equal batches, so two are one.
     for rank in ranks.run(2, train_by_stages, deadline=180.0):
         for found in rank:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_zero import FabricZeroStrategy, Tuning, ZeroStrategy
 from lightning_zero.config import CompileConfig, EngineConfig, Options
@@ -18,7 +19,9 @@ from lightning_zero.config.engine_config import changed_options
 from lightning_zero.config.migration_hints import MIGRATION_HINTS
 from lightning_zero.config.options import GROUPS
 from lightning_zero.config.schema import OnChange, option_fields
+from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.fabric.strategy import FabricArguments
+from lightning_zero.integrations.precision import with_precision
 from lightning_zero.integrations.trainer.strategy import Arguments
 from tests.helpers.options import OTHERS, arguments
 from tests.helpers.readme import written
@@ -172,6 +175,23 @@ def test_what_is_shown_of_options_is_what_was_chosen() -> None:
         repr(Options(compile=False, tuning=Tuning(prefetch=False)))
         == "Options(compile=False, tuning=Tuning(prefetch=False))"
     )
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_fp8_products_need_16_bit_numbers(precision: str) -> None:
+    with pytest.raises(MisconfigurationException, match=r"Pass precision='bf16-mixed'"):
+        with_precision(precision, EngineConfig(linear_dtype="fp8"))
+    assert with_precision("bf16-mixed", EngineConfig(linear_dtype="fp8")).linear_dtype == "fp8"
+
+
+def test_fp8_products_need_compiled_code() -> None:
+    with pytest.raises(UnsupportedError, match="only compiled code has fp8 products"):
+        EngineConfig(linear_dtype="fp8", compile=False)
+
+
+def test_lists_of_fp8_options_are_tuples() -> None:
+    tuning: Any = Tuning(fp8_exclude=["a"], fp8_products=["forward"])  # type: ignore[arg-type]
+    assert (tuning.fp8_exclude, tuning.fp8_products) == (("a",), ("forward",))
 
 
 # -- one definition

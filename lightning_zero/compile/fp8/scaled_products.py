@@ -196,7 +196,10 @@ def _multiply(
 
 
 class _Inserter:
-    """Inserts calls with the values of their results, which are computed once for equal calls as equal layers have."""
+    """Inserts calls with the values of their results.
+
+    Equal layers have equal calls, whose values are computed once: torch's dispatcher takes most of the time otherwise.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
