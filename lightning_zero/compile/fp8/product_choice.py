@@ -5,14 +5,12 @@ The choice depends on shapes and on constants only, so that every rank, every ru
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
-
 import torch
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from lightning_zero.compile.fp8.linear_products import (
     LinearProduct,
@@ -115,8 +113,8 @@ def _misaligned_size(product: LinearProduct) -> str | None:
 def _decline_by_cost(choices: Sequence[Choice], min_gain: float) -> list[Choice]:
     """Decline all products of a weight if their casts take longer than what fp8 saves."""
     layouts = Counter(key for choice in choices if choice.is_fp8 for key in _layouts(choice.product))
-    saved: Counter[Any] = Counter()
-    paid: Counter[Any] = Counter()
+    saved: defaultdict[Node, float] = defaultdict(float)
+    paid: defaultdict[Node, float] = defaultdict(float)
     for choice in choices:
         if choice.is_fp8:
             product = choice.product
