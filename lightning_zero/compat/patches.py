@@ -19,15 +19,18 @@ from typing import Any, ParamSpec
 import torch
 
 from lightning_zero.compat.lookup import ABSENT, find, missing
-from lightning_zero.compat.versions import install_command, is_newer, tested
+from lightning_zero.compat.versions import install_command, is_tested, tested
 from lightning_zero.errors import UnsupportedError
 
 log = logging.getLogger("lightning_zero.compat")
 
 P = ParamSpec("P")
-_NEWER = is_newer(str(torch.__version__))
+_UNTESTED = not is_tested(str(torch.__version__))
 _INHERITED = object()
-_COMPILING = re.compile(r"[/\\](lightning_zero|torch[/\\]_(dynamo|functorch|inductor|subclasses))[/\\]")
+# Source files that run only while something compiles, and ours. Not torch/_ops.py, in which users' code also fails.
+_COMPILING = re.compile(
+    r"[/\\](lightning_zero|torch[/\\](_(dynamo|functorch|guards|higher_order_ops|inductor|logging|subclasses)|fx))(\.py$|[/\\])"
+)
 
 
 class swap_attribute:
@@ -84,7 +87,7 @@ class Patch:
                 self.log_once()
                 return nullcontext()
             manager = function(*args, **kwargs)
-            if _NEWER:
+            if _UNTESTED:
                 manager = _DisableOnError(manager, self)
             return manager
 
@@ -210,14 +213,14 @@ def require_compiler() -> None:
         raise UnsupportedError(missing(absent[0]))
 
 
-def failure_of_newer_torch(error: Exception) -> UnsupportedError | None:
-    """Return the error to raise instead of one from compilation with an untested newer torch.
+def failure_of_untested_torch(error: Exception) -> UnsupportedError | None:
+    """Return the error to raise instead of one from compilation with an untested torch.
 
     Returns:
         None if torch was tested, or the error is raised by the user's code.
     """
     installed = str(torch.__version__)
-    if not is_newer(installed) or isinstance(error, UnsupportedError):
+    if is_tested(installed) or isinstance(error, UnsupportedError):
         return None
     last = error.__traceback__
     while last is not None and last.tb_next is not None:

@@ -25,7 +25,13 @@ from lightning_zero.checkpoint.integrity import FileChecksum
 from lightning_zero.checkpoint.rank_tasks import RankTasks
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.folder import MANIFEST, Manifest, SaveFolder, full_path, save_folder_at
-from lightning_zero.checkpoint.sharded.metadata import METADATA, OBJECTS_FILE, SAVE_ID_PREFIX, build_metadata, dump_metadata
+from lightning_zero.checkpoint.sharded.metadata import (
+    METADATA,
+    OBJECTS_FILE,
+    SAVE_ID_PREFIX,
+    build_metadata,
+    dump_metadata,
+)
 from lightning_zero.checkpoint.sharded.planner import Keys, StoredItem, flatten_state, paths_of, plan_items, serialize
 from lightning_zero.checkpoint.sharded.writer import RankFiles, write_items
 from lightning_zero.errors import CheckpointError

@@ -13,7 +13,7 @@ import torch
 
 from lightning_zero.compat import patches
 from lightning_zero.compat.lookup import ABSENT, Absent, find, private
-from lightning_zero.compat.patches import PATCHES, Patch, counted, failure_of_newer_torch, parameters, swap_attribute
+from lightning_zero.compat.patches import PATCHES, Patch, counted, failure_of_untested_torch, parameters, swap_attribute
 from lightning_zero.errors import UnsupportedError
 
 PACKAGE = Path(__file__).resolve().parents[3] / "lightning_zero"
@@ -76,7 +76,7 @@ def test_a_disabled_feature_is_logged_once(
 
 
 def test_an_attribute_missing_on_entry_disables_the_feature(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(patches, "_NEWER", True)
+    monkeypatch.setattr(patches, "_UNTESTED", True)
     patch = Patch("numbers grow faster", {f"{HERE}.double": "number"})
 
     @patch
@@ -144,14 +144,16 @@ def test_an_error_while_a_newer_torch_compiles_says_so(monkeypatch: pytest.Monke
         return caught.value
 
     raised = torch._dynamo.exc.InternalTorchDynamoError("something inside")
-    assert failure_of_newer_torch(raised) is None, "this torch was tested"
+    assert failure_of_untested_torch(raised) is None, "this torch was tested"
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    instead = failure_of_newer_torch(raised)
+    instead = failure_of_untested_torch(raised)
     assert instead is not None
     for words in ("torch 2.99.0", "something inside", "strategy='zero3'", "pip install"):
         assert words in str(instead)
-    assert failure_of_newer_torch(error_of(fail_here)) is None
-    assert failure_of_newer_torch(UnsupportedError("clear already")) is None
+    assert failure_of_untested_torch(error_of(lambda: torch.fx.Graph().erase_node(None))) is not None  # type: ignore[arg-type]
+    assert failure_of_untested_torch(error_of(lambda: torch.ones(2) @ torch.ones(3))) is None
+    assert failure_of_untested_torch(error_of(fail_here)) is None
+    assert failure_of_untested_torch(UnsupportedError("clear already")) is None
 
 
 def test_parameters_include_stars() -> None:
