@@ -148,7 +148,7 @@ class PlanReport(Callback):
         self._record(StepRecorder.part, OPTIMIZER)
 
     def _record(self, event: Callable[..., None], *args: Any) -> None:
-        """Tell the recorder of an event, if there is a recorder."""
+        """Report an event to the recorder, if there is one."""
         if self._recorder is not None:
             with self._forgiving("measure a step"):
                 event(self._recorder, *args)

@@ -69,9 +69,15 @@ def change(plain, how, state):
 
 
 def changed_names() -> list[str]:
-    """Return the functions among :func:`names`, in both ways in which they may change."""
+    """Return the functions that the package calls, in both ways in which they may change.
+
+    Replaced functions are left out: a Patch compares their parameters.
+    """
+    from lightning_zero.compat.patches import PATCHES
+
+    replaced = {name for patch in PATCHES for name in patch.names}
     functions = [name for name in names() if isinstance(_get(name), FunctionType | BuiltinFunctionType)]
-    return [how + name for how in (MORE_ARGUMENTS, OTHER_RESULT) for name in functions]
+    return [how + name for how in (MORE_ARGUMENTS, OTHER_RESULT) for name in functions if name not in replaced]
 
 
 def _get(name: str) -> Any:
