@@ -23,7 +23,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -58,12 +58,13 @@ class CannotFake(Exception):
 MORE_ARGUMENTS, OTHER_RESULT = "+", "?"
 # Errors about arguments have the caller's frame as their last one: here it is this file's name that says "ours".
 CHANGED = """
-def change(plain, how, state):
+def change(plain, how):
     def changed(*args, **kwargs):
-        if how == "+" and state:
+        ours = "/lightning_zero/" in sys._getframe(1).f_code.co_filename
+        if how == "+" and ours:
             raise TypeError(f"{plain.__name__}() missing 1 required keyword-only argument: 'more'")
         result = plain(*args, **kwargs)
-        return (result, None) if how == "?" and state else result
+        return (result, None) if how == "?" and ours else result
     return changed
 """
 
@@ -85,27 +86,21 @@ def _get(name: str) -> Any:
     return getattr(find(path), attribute, None)
 
 
-@contextmanager
-def changed(name: str, how: str) -> Iterator[None]:
-    """Inside, a function has other parameters or another result for those who look it up."""
+def change(name: str, how: str) -> None:
+    """Change the parameters or the result of a function for calls of the package, to the end of the process."""
     path, _, attribute = name.rpartition(".")
-    owner, plain, state = find(path), _get(name), []
+    owner, plain = find(path), _get(name)
     if not isinstance(plain, FunctionType | BuiltinFunctionType):
         raise CannotFake(name)
-    made: dict[str, Any] = {}
+    made: dict[str, Any] = {"sys": sys}
     exec(compile(CHANGED, "/lightning_zero/changed.py", "exec"), made)
-    new = made["change"](plain, how, state)
+    new = made["change"](plain, how)
     if how == MORE_ARGUMENTS:
         more = inspect.Parameter("more", inspect.Parameter.KEYWORD_ONLY)
         new.__signature__ = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL), more])
-    else:
-        new.__signature__ = inspect.signature(plain) if isinstance(plain, FunctionType) else inspect.Signature()
+    elif isinstance(plain, FunctionType):
+        new.__signature__ = inspect.signature(plain)
     setattr(owner, attribute, new)
-    try:
-        yield
-    finally:
-        setattr(owner, attribute, plain)
-        state.append(True)
 
 
 def find(path: str) -> Any:
@@ -198,7 +193,6 @@ def verdict(name: str) -> dict[str, str]:
     import torch
 
     how, name = (name[0], name[1:]) if name[0] in (MORE_ARGUMENTS, OTHER_RESULT) else ("", name)
-    fake = changed(name, how) if how else without(name)
     words = (name.rpartition(".")[2] if how else name, "was tested with torch")
 
     expected = losses_of(None)
@@ -208,8 +202,10 @@ def verdict(name: str) -> dict[str, str]:
     said = io.StringIO()
     logging.getLogger("lightning_zero").addHandler(logging.StreamHandler(said))
     try:
-        with warnings.catch_warnings(record=True) as warned, fake:
+        with warnings.catch_warnings(record=True) as warned, nullcontext() if how else without(name):
             warnings.simplefilter("always")
+            if how:
+                change(name, how)
             importlib.import_module("lightning_zero")
     except CannotFake:
         return dict.fromkeys(("import", *STRATEGIES), f"{NEEDED}, or cannot be taken away")
