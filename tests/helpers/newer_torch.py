@@ -5,8 +5,8 @@ own that calls its torch 2.99. Then a small model is trained by ``zero3`` and by
 fails unless each training gives the losses of a plain loop or an error that names the missing name or the tested
 versions.
 
-``+NAME`` is a function that needs one argument more. ``?NAME`` is one that returns ``(result, None)``. ``--changed``
-chooses both kinds of all functions.
+``+NAME`` is a function that needs one argument more. ``?NAME`` is one that returns ``(result, None)``: the training may
+fail with any error, and must not go on with other losses. ``--changed`` chooses both kinds of all functions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[2]
 STRATEGIES = ("zero3", "zero3_compile")
 LIMIT_S = 120
-RIGHT, CLEAR, NEEDED = "right", "clear error", "torch itself fails without it"
+RIGHT, CLEAR, FAILS, NEEDED = "right", "clear error", "an error", "torch itself fails without it"
 
 
 def names() -> list[str]:
@@ -221,7 +221,10 @@ def verdict(name: str) -> dict[str, str]:
             found[strategy] = RIGHT if _equal(losses_of(strategy), expected) else "WRONG"
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
-            found[strategy] = CLEAR if any(word in text for word in words) else f"UNCLEAR: {text[:300]}"
+            if any(word in text for word in words):
+                found[strategy] = CLEAR
+            else:
+                found[strategy] = f"{FAILS if how == OTHER_RESULT else 'UNCLEAR'}: {text[:300]}"
     found["left out"] = "; ".join(re.findall(r"Disabled with torch [\w.+]+: (.*?) \(", said.getvalue()))
     return found
 
@@ -262,7 +265,7 @@ def table(chosen: list[str]) -> tuple[str, int]:
     for name in chosen:
         found = attempt(name, modules)
         cells = [found.get(column, "") for column in ("import", *STRATEGIES, "left out")]
-        bad += any(not cell.startswith((RIGHT, CLEAR, NEEDED)) for cell in cells[:3])
+        bad += any(not cell.startswith((RIGHT, CLEAR, FAILS, NEEDED)) for cell in cells[:3])
         rows.append(f"| `{name}` | {' | '.join(cell.replace('|', '/') for cell in cells)} |")
         print(rows[-1], file=sys.stderr, flush=True)
     return "\n".join(rows), bad
