@@ -11,7 +11,7 @@ import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec
@@ -62,7 +62,7 @@ class Patch:
     Args:
         names: dotted names of the replaced functions, each with its parameters as text, such as
             ``"self, tx, name"``. A tuple lists those of several versions; None accepts any.
-        needs: dotted names of other private names that only this feature uses.
+        needs: other private names that only this feature uses, with the parameters of functions that it calls.
 
     Attributes:
         reason: why the feature is disabled with this torch; empty if it is enabled.
@@ -71,11 +71,14 @@ class Patch:
     counter: Counter[str] | None = None  # of calls of replaced functions, while they are counted
 
     def __init__(
-        self, feature: str, names: Mapping[str, str | tuple[str, ...] | None], needs: Sequence[str] = ()
+        self,
+        feature: str,
+        names: Mapping[str, str | tuple[str, ...] | None],
+        needs: Mapping[str, str | tuple[str, ...] | None] | None = None,
     ) -> None:
-        self.feature, self.names, self.needs = feature, dict(names), tuple(needs)
+        self.feature, self.names, self.needs = feature, dict(names), dict(needs or {})
         self._logged = False
-        self.reason = next(filter(None, map(self._find_problem, [*names, *needs])), "")
+        self.reason = next(filter(None, map(self._find_problem, self.names | self.needs)), "")
         PATCHES.append(self)
 
     def __call__(self, function: Callable[P, AbstractContextManager[Any]]) -> Callable[P, AbstractContextManager[Any]]:
@@ -135,7 +138,7 @@ class Patch:
             found = find(name)
         except LookupError:
             return f"it has no {name}"
-        known = self.names.get(name)
+        known = (self.names | self.needs)[name]
         if known is None:
             return ""
         now = parameters(found)

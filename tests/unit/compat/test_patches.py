@@ -57,14 +57,15 @@ def test_a_replacement_applies_inside_and_is_counted() -> None:
 @pytest.mark.parametrize(
     ("names", "needs", "why"),
     [
-        ({f"{HERE}.triple": "number"}, (), "has no"),
-        ({f"{HERE}.double": "number, twice"}, (), r"takes \(number\)"),
-        ({f"{HERE}.double": ("a", "b, c")}, (), r"takes \(number\)"),
-        ({f"{HERE}.double": "number"}, ("torch._gone.name",), "has no torch._gone.name"),
+        ({f"{HERE}.triple": "number"}, {}, "has no"),
+        ({f"{HERE}.double": "number, twice"}, {}, r"takes \(number\)"),
+        ({f"{HERE}.double": ("a", "b, c")}, {}, r"takes \(number\)"),
+        ({f"{HERE}.double": "number"}, {"torch._gone.name": None}, "has no torch._gone.name"),
+        ({f"{HERE}.double": "number"}, {"torch.fx.wrap": "fn_or_name, more"}, r"torch.fx.wrap takes \(fn_or_name\)"),
     ],
 )
 def test_a_disabled_feature_is_logged_once(
-    names: dict[str, Any], needs: tuple[str, ...], why: str, caplog: pytest.LogCaptureFixture
+    names: dict[str, Any], needs: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     quadruple = doubled_again(Patch("numbers grow faster", names, needs))
     with caplog.at_level(logging.WARNING, "lightning_zero.compat"):
