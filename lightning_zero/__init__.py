@@ -11,81 +11,24 @@ Importing registers the strategies ``zero3_compile``, ``zero2_compile``, ``zero1
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lightning_zero.cli.invocation import is_command_line
 from lightning_zero.version import __version__
 
 if TYPE_CHECKING or not is_command_line(sys.argv, sys.orig_argv):
-    from lightning_zero.api import (
-        CheckpointError,
-        CommMonitor,
-        Device,
-        Engine,
-        EngineConfig,
-        FabricZeroStrategy,
-        MatrixRule,
-        NativeBuildError,
-        PassSchedule,
-        PassSpec,
-        Plan,
-        PlanReport,
-        RankFailedError,
-        RankMismatchError,
-        Rule,
-        Training,
-        TrainingPlan,
-        Tuning,
-        UnsupportedError,
-        ZeroStrategy,
-        export_safetensors,
-        full_parameters,
-        grad_norm,
-        load_safetensors,
-        plan,
-        register_matrix_rule,
-        register_rule,
-        unshard,
-    )
+    from lightning_zero import api
+    from lightning_zero.api import *  # noqa: F403
+
+    __all__ = ["__version__"]
+    __all__ += api.__all__
 else:
 
     def __getattr__(name: str) -> Any:
         """Import the names on demand: help and wrong arguments need neither torch nor Lightning."""
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from lightning_zero import api
-
-        return getattr(api, name)
-
-
-__all__ = [
-    "CheckpointError",
-    "CommMonitor",
-    "Device",
-    "Engine",
-    "EngineConfig",
-    "FabricZeroStrategy",
-    "MatrixRule",
-    "NativeBuildError",
-    "PassSchedule",
-    "PassSpec",
-    "Plan",
-    "PlanReport",
-    "RankFailedError",
-    "RankMismatchError",
-    "Rule",
-    "Training",
-    "TrainingPlan",
-    "Tuning",
-    "UnsupportedError",
-    "ZeroStrategy",
-    "__version__",
-    "export_safetensors",
-    "full_parameters",
-    "grad_norm",
-    "load_safetensors",
-    "plan",
-    "register_matrix_rule",
-    "register_rule",
-    "unshard",
-]
+        if not name.startswith("_") or name == "__all__":
+            names = import_module("lightning_zero.api")
+            if name in ("__all__", *names.__all__):
+                return getattr(names, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,7 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY as FabricRegistry
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
-from lightning_zero.compat.versions import warn_of_newer
+from lightning_zero.compat.versions import warn_of_untested
 from lightning_zero.compile.graph_plan import Plan
 from lightning_zero.compile.passes import PassSpec
 from lightning_zero.config import EngineConfig, Tuning
@@ -134,4 +134,4 @@ for _name, _stage, _compile, _description in (
             _registry.register(_name, _strategy, description=_description, stage=_stage, compile=_compile)
 
 install_checkpoint_lookup()
-warn_of_newer()
+warn_of_untested()

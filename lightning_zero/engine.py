@@ -102,10 +102,10 @@ class Engine(PickledAsNone):
         ready, report = self.session.planner.is_settled, self.session.progress.report
         configure_nccl_for_capture(device)
         impossible = self.transports.no_capture_reason(self.executor)
-        self.replays = CUDAGraphManager(
+        self.cuda_graphs = CUDAGraphManager(
             self.executor, device, self.config, ready, self._static_tensors, report, impossible
         )
-        self.session.begin(self.replays)
+        self.session.begin(self.cuda_graphs)
         self.sharder = Sharder(
             self.executor, mesh, self.transports, host_policy, self.config.uses_grad_aliasing(mesh.host_count)
         )
@@ -115,7 +115,7 @@ class Engine(PickledAsNone):
         self.buffers = BufferBroadcast(self.executor, mesh, skip_modules)
         self.buffers.configure(self.config)
         self.checkpoints = CheckpointManager(self.sharder, self.watchdog, self._sharded_module, report)
-        compiled = CompiledStepHooks(self.session, self.replays, self.sharder, self.transports)
+        compiled = CompiledStepHooks(self.session, self.cuda_graphs, self.sharder, self.transports)
         self.cycle = cycle = StepCycle(self.executor, self.watchdog, self.sharder, self.buffers, compiled)
         self.optimizers = OptimizerSteps(self.sharder, self.cycle, self.config)
         self.memory = MemoryController(compiled, self.optimizers, lambda: cycle.accumulates)
@@ -152,14 +152,14 @@ class Engine(PickledAsNone):
         ):
             return
         check_changes(before, config)
-        for part in (self.transports, self.replays, self.session):
+        for part in (self.transports, self.cuda_graphs, self.session):
             part.check(config)
         self.transports.configure(config)
         self.cycle.end_accumulation()
         self.config = config
         self.watchdog.configure(config.tuning.report_stall_after_s)
         self.executor.configure(config)
-        self.replays.configure(config)
+        self.cuda_graphs.configure(config)
         self.buffers.configure(config)
         self.session.configure(config)
 
@@ -273,7 +273,7 @@ class Engine(PickledAsNone):
     def close(self) -> None:
         """Free the executor. The module's weights cannot be read afterwards, see :meth:`unshard`."""
         self.checkpoints.saver.close()
-        self.replays.close()
+        self.cuda_graphs.close()
         self.executor.close()
         self.watchdog.close()
 

@@ -28,7 +28,7 @@ from lightning_zero.cli.self_test import self_test
 from lightning_zero.cli.terminal import print_progress, show_section
 from lightning_zero.compat.lookup import missing
 from lightning_zero.compat.patches import PATCHES, required_but_absent
-from lightning_zero.compat.versions import tested
+from lightning_zero.compat.versions import is_tested, tested
 from lightning_zero.compile.events import left_out
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import build, is_built
@@ -108,6 +108,7 @@ def gather_facts() -> dict[str, Any]:
         "network": network(),
         "compilation": {
             "tested_with_torch": tested("torch"),
+            "tested": is_tested(str(torch.__version__)),
             "optimizations_in_use": len(PATCHES) - len(left),
             "left_out": left,
             "missing": required_but_absent(),
@@ -161,11 +162,11 @@ def to_fix(facts: Mapping[str, Any]) -> list[str]:
 def notes(facts: Mapping[str, Any]) -> list[str]:
     """Return causes of slower training, and how to avoid each."""
     compilation, network, variables, found = facts["compilation"], facts["network"], facts["variables"], []
+    torch_version = f"torch {facts['versions']['torch']}"
+    if not compilation["tested"]:
+        found.append(f"{torch_version} is not one of those tested ({compilation['tested_with_torch']}).")
     if compilation["left_out"]:
-        found.append(
-            f"torch {facts['versions']['torch']} is not one of those tested ({compilation['tested_with_torch']}), and "
-            f"left out with it: {'; '.join(compilation['left_out'])}."
-        )
+        found.append(f"Optimizations that do not fit {torch_version}: {'; '.join(compilation['left_out'])}.")
     shared = facts["system"]["shared_memory_gib"]
     if shared is not None and shared < MIN_SHM_GIB:
         found.append(

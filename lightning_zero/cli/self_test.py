@@ -85,7 +85,7 @@ def train_and_compare(device: torch.device) -> dict[str, Any]:
     losses, weights, optimizer = _train(device, engine)
     pairs = [(torch.tensor(losses), torch.tensor(plain_losses)), *zip(weights, plain_weights, strict=True)]
     difference = max(float((one - other).abs().max() / other.abs().max()) for one, other in pairs)
-    stepper, objection = engine.optimizers.stepper(optimizer), engine.replays.unsupported_reason(config)
+    stepper, objection = engine.optimizers.stepper(optimizer), engine.cuda_graphs.unsupported_reason(config)
     found = {
         "ranks": engine.world_size,
         "backend": dist.get_backend(),

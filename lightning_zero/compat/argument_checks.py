@@ -30,7 +30,7 @@ _COPIES = Patch(
     "torch.tensor, torch.as_tensor and torch.asarray copy the full parameter instead of the shard",
     # Copy a tensor. (torch 2.11+)
     {"torch.tensor": None, "torch.as_tensor": None, "torch.asarray": None},
-    needs=("torch.jit._builtins._register_builtin",),
+    needs={"torch.jit._builtins._register_builtin": "fn, op"},
 )
 _BROADCASTS = Patch(
     "broadcasts of shards by torch's own function raise an error",

@@ -166,10 +166,10 @@ UNUSED_GRADIENTS = Patch(
         # Ends a graph. (torch 2.11+)
         "torch._dynamo.output_graph.OutputGraph.compile_and_call_fx_graph": "self, tx, rv, root",
     },
-    needs=(
+    needs={
         # Restarts the trace of a function. (torch 2.11+)
-        "torch._dynamo.exc.SpeculationRestartAnalysis",
-    ),
+        "torch._dynamo.exc.SpeculationRestartAnalysis": None,
+    },
 )
 DEFERRED_KERNELS = Patch(
     "kernels are compiled while the next graphs are lowered",
@@ -195,11 +195,11 @@ _TEXT = Patch(
             "fw_module, bw_module, maybe_subclass_meta, fw_metadata, aot_config"
         ),
     },
-    needs=(
+    needs={
         # The logs of TORCH_LOGS="aot_graphs" and TORCH_TRACE. (torch 2.11+)
-        "torch._functorch._aot_autograd.graph_compile.aot_graphs_log",
-        "torch._logging._internal.trace_log",
-    ),
+        "torch._functorch._aot_autograd.graph_compile.aot_graphs_log": None,
+        "torch._logging._internal.trace_log": None,
+    },
 )
 
 

@@ -100,21 +100,21 @@ LAYER_REUSE = Patch(
         # The methods for instructions, by opcode. (torch 2.11+)
         "torch._dynamo.symbolic_convert.InstructionTranslatorBase.dispatch_table": None,
     },
-    needs=(
-        "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable",
-        "torch._dynamo.variables.TupleVariable",
-        "torch._dynamo.variables.ListVariable",
-        "torch._dynamo.variables.ConstDictVariable",
-        "torch._dynamo.variables.UserDefinedObjectVariable",
-        "torch._dynamo.variables.ConstantVariable",
-        "torch._dynamo.variables.torch_function.TensorWithTFOverrideVariable",
-        "torch._dynamo.variables.BuiltinVariable",
-        "torch._dynamo.variables.builder.VariableBuilder",
-        "torch._dynamo.variables.builder.wrap_fx_proxy",
-        "torch._dynamo.guards.make_dupe_guard",
-        "torch._guards.Guard",
-        "torch._C._dispatch_keys",
-    ),
+    needs={
+        "torch._dynamo.variables.nn_module.UnspecializedNNModuleVariable": None,
+        "torch._dynamo.variables.TupleVariable": None,
+        "torch._dynamo.variables.ListVariable": None,
+        "torch._dynamo.variables.ConstDictVariable": None,
+        "torch._dynamo.variables.UserDefinedObjectVariable": None,
+        "torch._dynamo.variables.ConstantVariable": None,
+        "torch._dynamo.variables.torch_function.TensorWithTFOverrideVariable": None,
+        "torch._dynamo.variables.BuiltinVariable": None,
+        "torch._dynamo.variables.builder.VariableBuilder": None,
+        "torch._dynamo.variables.builder.wrap_fx_proxy": "tx, proxy, example_value, subclass_type, **options",
+        "torch._dynamo.guards.make_dupe_guard": "obj_source, dupe_source",
+        "torch._guards.Guard": None,
+        "torch._C._dispatch_keys": None,
+    },
 )
 
 

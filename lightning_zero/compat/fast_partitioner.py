@@ -57,19 +57,19 @@ _COPIES = Patch(
         # Copies a graph without nodes that are equal to an earlier one. (torch 2.11+)
         f"{_PARTITION}.fx_graph_cse": ("fx_g", "fx_g, extra_node_key"),
     },
-    needs=(
+    needs={
         # Return True if a node is tagged for one side, or mutates the memory of such a node. (torch 2.11+)
-        f"{_PARTITION}._must_be_in_backward",
-        f"{_PARTITION}._must_be_in_forward",
+        f"{_PARTITION}._must_be_in_backward": "node",
+        f"{_PARTITION}._must_be_in_forward": "node",
         # Compare two nodes for mutations between them, and find nodes that mutate. (torch 2.11+)
-        "torch._inductor.pattern_matcher.same_mutation_regions",
-        "torch._inductor.pattern_matcher.is_mutation_op",
+        "torch._inductor.pattern_matcher.same_mutation_regions": "a, b",
+        "torch._inductor.pattern_matcher.is_mutation_op": "node",
         # An op without its overload, and those that draw random numbers. (torch 2.11+)
-        "torch._functorch.compile_utils.get_aten_target",
-        "torch._functorch.compile_utils.rand_ops",
+        "torch._functorch.compile_utils.get_aten_target": "node",
+        "torch._functorch.compile_utils.rand_ops": None,
         # The names of the arguments that an op mutates. (torch 2.11+)
-        "torch._higher_order_ops.auto_functionalize.get_mutable_args",
-    ),
+        "torch._higher_order_ops.auto_functionalize.get_mutable_args": "op",
+    },
 )
 _CUT = Patch(
     "the minimum cut of a joint graph is searched in its connected parts",

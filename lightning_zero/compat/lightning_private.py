@@ -61,6 +61,8 @@ ATTRIBUTES = {
     "lightning.pytorch.Trainer._checkpoint_connector",
     # Its method, wrapped to record if the user named a file. (lightning 2.6+)
     "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector._parse_ckpt_path",
+    # Reads the file for load_from_checkpoint(), wrapped to read folders. (lightning 2.6+)
+    "lightning.pytorch.core.saving.pl_load",
     # The checkpoint that a Trainer is loading. (lightning 2.6+)
     "lightning.pytorch.trainer.connectors.checkpoint_connector._CheckpointConnector._loaded_checkpoint",
     # The CheckpointIO of a strategy, by default ours. (lightning 2.6+)

@@ -11,7 +11,7 @@ import inspect
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import wraps
 from typing import Any, ParamSpec
@@ -19,15 +19,18 @@ from typing import Any, ParamSpec
 import torch
 
 from lightning_zero.compat.lookup import ABSENT, find, missing
-from lightning_zero.compat.versions import install_command, is_newer, tested
+from lightning_zero.compat.versions import install_command, is_tested, tested
 from lightning_zero.errors import UnsupportedError
 
 log = logging.getLogger("lightning_zero.compat")
 
 P = ParamSpec("P")
-_NEWER = is_newer(str(torch.__version__))
+_UNTESTED = not is_tested(str(torch.__version__))
 _INHERITED = object()
-_COMPILING = re.compile(r"[/\\](lightning_zero|torch[/\\]_(dynamo|functorch|inductor|subclasses))[/\\]")
+# Source files that run only while something compiles, and ours. Not torch/_ops.py, in which users' code also fails.
+_COMPILING = re.compile(
+    r"[/\\](lightning_zero|torch[/\\](_(dynamo|functorch|guards|higher_order_ops|inductor|logging|subclasses)|fx))(\.py$|[/\\])"
+)
 
 
 class swap_attribute:
@@ -59,7 +62,7 @@ class Patch:
     Args:
         names: dotted names of the replaced functions, each with its parameters as text, such as
             ``"self, tx, name"``. A tuple lists those of several versions; None accepts any.
-        needs: dotted names of other private names that only this feature uses.
+        needs: other private names that only this feature uses, with the parameters of functions that it calls.
 
     Attributes:
         reason: why the feature is disabled with this torch; empty if it is enabled.
@@ -68,11 +71,14 @@ class Patch:
     counter: Counter[str] | None = None  # of calls of replaced functions, while they are counted
 
     def __init__(
-        self, feature: str, names: Mapping[str, str | tuple[str, ...] | None], needs: Sequence[str] = ()
+        self,
+        feature: str,
+        names: Mapping[str, str | tuple[str, ...] | None],
+        needs: Mapping[str, str | tuple[str, ...] | None] | None = None,
     ) -> None:
-        self.feature, self.names, self.needs = feature, dict(names), tuple(needs)
+        self.feature, self.names, self.needs = feature, dict(names), dict(needs or {})
         self._logged = False
-        self.reason = next(filter(None, map(self._find_problem, [*names, *needs])), "")
+        self.reason = next(filter(None, map(self._find_problem, self.names | self.needs)), "")
         PATCHES.append(self)
 
     def __call__(self, function: Callable[P, AbstractContextManager[Any]]) -> Callable[P, AbstractContextManager[Any]]:
@@ -84,7 +90,7 @@ class Patch:
                 self.log_once()
                 return nullcontext()
             manager = function(*args, **kwargs)
-            if _NEWER:
+            if _UNTESTED:
                 manager = _DisableOnError(manager, self)
             return manager
 
@@ -132,7 +138,7 @@ class Patch:
             found = find(name)
         except LookupError:
             return f"it has no {name}"
-        known = self.names.get(name)
+        known = (self.names | self.needs)[name]
         if known is None:
             return ""
         now = parameters(found)
@@ -210,14 +216,14 @@ def require_compiler() -> None:
         raise UnsupportedError(missing(absent[0]))
 
 
-def failure_of_newer_torch(error: Exception) -> UnsupportedError | None:
-    """Return the error to raise instead of one from compilation with an untested newer torch.
+def failure_of_untested_torch(error: Exception) -> UnsupportedError | None:
+    """Return the error to raise instead of one from compilation with an untested torch.
 
     Returns:
         None if torch was tested, or the error is raised by the user's code.
     """
     installed = str(torch.__version__)
-    if not is_newer(installed) or isinstance(error, UnsupportedError):
+    if is_tested(installed) or isinstance(error, UnsupportedError):
         return None
     last = error.__traceback__
     while last is not None and last.tb_next is not None:

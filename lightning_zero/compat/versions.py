@@ -9,6 +9,8 @@ from importlib.metadata import version
 
 # Minor versions, oldest first, with which all test suites pass.
 SUPPORTED = {"torch": ("2.11", "2.13", "2.14", "2.15"), "lightning": ("2.6",)}
+# The rank of a process, as launchers give it and in Lightning's order: torchrun, Lightning, SLURM.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 
 
 def tested(library: str) -> str:
@@ -22,18 +24,18 @@ def install_command() -> str:
     return f"pip install 'torch=={SUPPORTED['torch'][-1]}.*'"
 
 
-def is_newer(installed: str, library: str = "torch") -> bool:
-    """Return True if a version of a library is newer than all tested ones."""
-    return minor(installed) > minor(SUPPORTED[library][-1])
+def is_tested(installed: str, library: str = "torch") -> bool:
+    """Return True if a version of a library has a tested minor version."""
+    return minor(installed) in map(minor, SUPPORTED[library])
 
 
-def warn_of_newer() -> None:
-    """Warn on rank 0 if torch or Lightning is newer than all tested versions."""
-    if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) != "0":
+def warn_of_untested() -> None:
+    """Warn on rank 0 if torch or Lightning has another version than the tested ones."""
+    if next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0") != "0":
         return
     for library in SUPPORTED:
         installed = _installed(library)
-        if is_newer(installed, library):
+        if not is_tested(installed, library):
             warnings.warn(
                 f"lightning_zero was tested with {library} {tested(library)}, and this is {library} {installed}. "
                 "Optimizations that do not fit it are disabled, each with a line in the log. If compilation fails, use "

@@ -144,7 +144,7 @@ class CompileSession:
 
     def _apply_changes(self, before: EngineConfig, config: EngineConfig) -> None:
         self._consensus.patience_s = config.tuning.consensus_timeout_s
-        if config.memory != before.memory or _resident_options(config) != _resident_options(before):
+        if config.memory != before.memory or _unsharded_cache_options(config) != _unsharded_cache_options(before):
             self.planner.reset(forget=True)
         planned = config.memory is not None and _memory_options(config) != _memory_options(before)
         if config.compiled != before.compiled or config.memory != before.memory or planned:
@@ -270,7 +270,7 @@ class CompileSession:
         update = self.planner.update(self.config)
         if update is not None:
             self.apply_update(update)
-        return self.planner.step_resident_bytes(self.config.compiled)
+        return self.planner.step_cache_bytes(self.config.compiled)
 
     def apply_update(self, update: PlanUpdate) -> None:
         """Apply the decision of a memory plan."""
@@ -314,7 +314,7 @@ class CompileSession:
         self.plans.add(plan)
 
 
-def _resident_options(config: EngineConfig) -> tuple[object, ...]:
+def _unsharded_cache_options(config: EngineConfig) -> tuple[object, ...]:
     return config.unsharded_cache_mb, config.unsharded_cache_until
 
 

@@ -130,5 +130,5 @@ class FirstStep:
         now = self._gauge.read()
         passed = self._passed or now
         self._gauge.start(anew=True)
-        took = max(passed.allocated - passed.resident, 0) + saves.nbytes
+        took = max(passed.allocated - passed.allocated_now, 0) + saves.nbytes
         return FirstStepStats(now, took, saves.nbytes, seconds, self._stepped)

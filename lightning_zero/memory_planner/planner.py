@@ -172,7 +172,7 @@ class MemoryPlanner:
         """Apply options, with ``chosen`` filled in, to everything that does not compile."""
         self._apply(config, chosen)
 
-    def step_resident_bytes(self, config: CompileConfig) -> float:
+    def step_cache_bytes(self, config: CompileConfig) -> float:
         """Return the bytes of weights that are kept until the optimizer steps, as far as they are known."""
         if self._current is not None and self._current.until == "step":
             return self._current.weights

@@ -67,7 +67,7 @@ class StepProfiler:
     def reset(self) -> None:
         """Forget everything."""
         self.stepped = False
-        self.steps = self._compiled = self._passes = self._gathered = self._resident = 0
+        self.steps = self._compiled = self._passes = self._gathered = self._allocated = 0
         self._began: Any = None
         self._ended: Any = None
         self.stats = SteadyStats()
@@ -92,13 +92,13 @@ class StepProfiler:
         else:
             self._passes += 1
         if self.stats.steps:
-            self._resident = self._gauge.read().resident
+            self._allocated = self._gauge.read().allocated_now
         return stepped
 
     def backward_begins(self) -> None:
         """Call between forward and backward."""
         if self.stats.steps:
-            self.stats.saved = max(self.stats.saved, self._gauge.read().resident - self._resident)
+            self.stats.saved = max(self.stats.saved, self._gauge.read().allocated_now - self._allocated)
 
     def pass_seconds(self) -> float:
         """Return the seconds of the fastest finished pass without the optimizer; 0 without one.
@@ -161,7 +161,7 @@ class StepStats:
         found = cls(stats.steps, 0.0, 0.0, forward_s, stats.traffic, stats.saved, 0.0, pass_s, stats.passes)
         if (memory := stats.memory) is None:
             return found
-        took = memory.allocated - memory.resident
+        took = memory.allocated - memory.allocated_now
         room = limit(memory.total) - memory.others
         return replace(
             found,

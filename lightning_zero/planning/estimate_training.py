@@ -189,7 +189,7 @@ def plan_within_limit(
         peak = _inputs(found, config, known, passes, current).peak
         extra = chosen.chosen.weights + known.gradients.full * chosen.chosen.reduce_once
         chosen = replace(chosen, peak=int(peak + extra))
-    roles = found.roles | {"resident_weight": found.roles.get("resident_weight", 0) + int(chosen.chosen.weights)}
+    roles = found.roles | {"unsharded_cache": found.roles.get("unsharded_cache", 0) + int(chosen.chosen.weights)}
     if chosen.chosen.reduce_once:
         roles["deferred_gradient"] = roles.get("deferred_gradient", 0) + int(known.gradients.full)
     return replace(found, roles=roles, memory=replace(chosen, source="estimated"))

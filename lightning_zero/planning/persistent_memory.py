@@ -75,17 +75,17 @@ def persistent_bytes(
         "gradient": sum(s.elements * s.dtype.itemsize for s in shards if s.trained)
         - aliased_gradient_bytes(shards, config),
         "deferred_gradient": 0,
-        "compute_copy": 0,
-        "full_precision_copy": 0,
-        "resident_weight": 0 if host_shards else _resident_bytes(shards, config),
+        "compute_shard": 0,
+        "full_precision_shard": 0,
+        "unsharded_cache": 0 if host_shards else _unsharded_cache_bytes(shards, config),
     }
     for s in shards:
         used = s.compute_dtype(dtype)
         elements = s.elements * (hosts if per_host else 1)
         if used != s.dtype:
-            found["compute_copy"] += elements * used.itemsize
+            found["compute_shard"] += elements * used.itemsize
         if per_host and (used == s.dtype or s.keeps_dtype):
-            found["full_precision_copy"] += elements * s.dtype.itemsize
+            found["full_precision_shard"] += elements * s.dtype.itemsize
         if s.trained and accumulate > 1:
             parts = _deferred_shards(s, config, hosts)
             found["deferred_gradient"] += s.elements * parts * torch.promote_types(s.dtype, torch.float32).itemsize
@@ -143,7 +143,7 @@ def _deferred_shards(shard: ParamShard, config: EngineConfig, hosts: int) -> int
     return hosts if config.tuning.replicate_over is None else 1
 
 
-def _resident_bytes(shards: Sequence[ParamShard], config: EngineConfig) -> int:
+def _unsharded_cache_bytes(shards: Sequence[ParamShard], config: EngineConfig) -> int:
     """Return the bytes of unsharded weights that are kept until the optimizer steps."""
     left = config.compiled.unsharded_cache_bytes if config.unsharded_cache_until == "step" else 0.0
     small_bytes = 0 if isinf(left) else small_weight_bytes(config.compiled)

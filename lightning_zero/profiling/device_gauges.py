@@ -22,7 +22,7 @@ class DeviceMemory:
         others: taken now outside of this process's allocator: by other processes, the driver, libraries.
         reserved: peak of the allocator since the gauge was started.
         allocated: peak in tensors since then.
-        resident: in tensors, now.
+        allocated_now: in tensors, now.
         cached: in the allocator and in no tensor, now.
     """
 
@@ -30,13 +30,13 @@ class DeviceMemory:
     others: int
     reserved: int
     allocated: int
-    resident: int
+    allocated_now: int
     cached: int = 0
 
     @property
     def here(self) -> int:
         """Return the bytes taken now, without the allocator's cache."""
-        return self.others + self.resident
+        return self.others + self.allocated_now
 
     @property
     def taken(self) -> int:
@@ -88,14 +88,14 @@ class MemoryGauge:
         """Return the memory now, without waiting for the device."""
         stats = torch.accelerator.memory_stats(self._device)
         free, total = torch.accelerator.get_memory_info(self._device)
-        reserved, resident = stats["reserved_bytes.all.current"], stats["allocated_bytes.all.current"]
+        reserved, allocated_now = stats["reserved_bytes.all.current"], stats["allocated_bytes.all.current"]
         return DeviceMemory(
             total,
             max(total - free - reserved, 0),
             stats["reserved_bytes.all.peak"],
             stats["allocated_bytes.all.peak"],
-            resident,
-            reserved - resident,
+            allocated_now,
+            reserved - allocated_now,
         )
 
 

@@ -41,7 +41,7 @@ class CommMonitor(Callback):
       CUDA graph, so it is estimated from the plan and the measured speeds of device and links, corrected by the
       measured time of a pass. It is missing on CPUs, and if a pass does not run each of its graphs once;
     * ``memory/peak_mib``, ``memory/reserved_mib``: of the device's allocator, since torch's own statistics were last
-      reset; and ``memory/master_shard_mib``, ``gradient``, ``compute_copy``, ``optimizer_state``,
+      reset; and ``memory/master_shard_mib``, ``gradient``, ``compute_shard``, ``optimizer_state``,
       ``optimizer_state_on_host``, ``activations_on_host``, ``captures``, ``peers`` (symmetric memory, outside of the
       allocator) and so on, by role;
     * ``replays/forward_backward``, ``replays/optimizer_step``: 1 if CUDA graphs were replayed in these steps, else 0,

@@ -41,8 +41,8 @@ def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] =
         copies = {
             t.data_ptr() for what in (Role.COMPUTE_SHARD, Role.FULL_PRECISION_SHARD) for t in memory.tensors(what)
         }
-        # Gradients may alias copies, and resident weights may be host shards.
-        for name, role in (("gradient", Role.GRADIENT), ("resident_weight", Role.UNSHARDED_CACHE)):
+        # Gradients may alias copies, and cached weights may be host shards.
+        for name, role in (("gradient", Role.GRADIENT), ("unsharded_cache", Role.UNSHARDED_CACHE)):
             found[name] = _bytes([tensor for tensor in memory.tensors(role) if tensor.data_ptr() not in copies])
         on_host = memory.on_host.nbytes if memory.on_host is not None else 0
         found["master_shard"] -= on_host
@@ -55,7 +55,7 @@ def memory_by_role(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] =
     found["matrix_updates"] = sum(engine.optimizers.stepper(optimizer).update_bytes for optimizer in optimizers)
     found["reduce_buckets"] = engine.executor.counters().get("bucket_bytes", 0)
     found["activations_on_host"] = engine.executor.activations.nbytes
-    found["captures"] = engine.replays.nbytes
+    found["captures"] = engine.cuda_graphs.nbytes
     found["peers"] = engine.transports.nbytes
     return found
 
@@ -65,7 +65,7 @@ def replay_blockers(engine: Engine, optimizers: Sequence[torch.optim.Optimizer] 
     compiled = engine.config.compiled.enabled
     steps = [engine.optimizers.stepper(optimizer).eager_reason for optimizer in optimizers]
     return {
-        FORWARD_BACKWARD: engine.replays.disabled_reason() if compiled else "nothing is compiled",
+        FORWARD_BACKWARD: engine.cuda_graphs.disabled_reason() if compiled else "nothing is compiled",
         OPTIMIZER: "; ".join(sorted({reason for reason in steps if reason})),
     }
 

@@ -8,7 +8,7 @@ the training alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +125,7 @@ class PlanReport(Callback):
             self._step_hooks = [one.register_step_post_hook(self._resume_forward) for one in trainer.optimizers]
 
     def _resume_forward(self, *_: Any) -> None:
-        self._begin_part(FORWARD)
+        self._record(StepRecorder.part, FORWARD)
 
     @override
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
@@ -133,28 +133,25 @@ class PlanReport(Callback):
             return
         self._in_batch = True
         self._classify(training=False)  # these ran before the batch
-        if self._recorder is not None:
-            with self._forgiving("measure a step"):
-                self._recorder.batch()
+        self._record(StepRecorder.batch)
 
     @override
     def on_before_backward(self, *args: Any, **kwargs: Any) -> None:
-        self._begin_part(BACKWARD)
+        self._record(StepRecorder.part, BACKWARD)
 
     @override
     def on_after_backward(self, *args: Any, **kwargs: Any) -> None:
-        if self._recorder is not None:
-            with self._forgiving("measure a step"):
-                self._recorder.backward_ended()
+        self._record(StepRecorder.backward_ended)
 
     @override
     def on_before_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self._begin_part(OPTIMIZER)
+        self._record(StepRecorder.part, OPTIMIZER)
 
-    def _begin_part(self, part: str) -> None:
+    def _record(self, event: Callable[..., None], *args: Any) -> None:
+        """Report an event to the recorder, if there is one."""
         if self._recorder is not None:
             with self._forgiving("measure a step"):
-                self._recorder.part(part)
+                event(self._recorder, *args)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
@@ -162,34 +159,28 @@ class PlanReport(Callback):
             return
         self._in_batch = False
         self._classify(training=True)
-        if self._recorder is not None:
-            with self._forgiving("measure a step"):
-                self._recorder.batch_ended(trainer.global_step)
+        self._record(StepRecorder.batch_ended, trainer.global_step)
         if self._seen:
             self._collect(trainer, pl_module)
             self._write()
 
     @override
     def on_validation_start(self, *args: Any, **kwargs: Any) -> None:
-        if self._recorder is not None:
-            self._recorder.pause()
+        self._record(StepRecorder.pause)
 
     @override
     def on_validation_end(self, *args: Any, **kwargs: Any) -> None:
-        if self._recorder is not None:
-            self._recorder.resume()
+        self._record(StepRecorder.resume)
 
     # Here and not later: other callbacks may use the model in their on_train_end.
     @override
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._collect(trainer, pl_module)
-        if self._recorder is not None:
-            self._recorder.pause()
+        self._record(StepRecorder.pause)
 
     @override
     def on_train_epoch_start(self, *args: Any, **kwargs: Any) -> None:
-        if self._recorder is not None:
-            self._recorder.resume()
+        self._record(StepRecorder.resume)
 
     @override
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:

@@ -21,9 +21,9 @@ PART_NAMES = {
 }
 ROLE_NAMES = {
     "master_shard": "Master weights (shards)",
-    "compute_copy": "Weights in the compute dtype (shards)",
-    "full_precision_copy": "Weights in full precision (shards)",
-    "resident_weight": "Unsharded weights that are kept",
+    "compute_shard": "Weights in the compute dtype (shards)",
+    "full_precision_shard": "Weights in full precision (shards)",
+    "unsharded_cache": "Unsharded weights that are kept",
     "gradient": "Gradients",
     "deferred_gradient": "Accumulated gradients",
     "optimizer_state": "Optimizer state",

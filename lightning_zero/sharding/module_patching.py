@@ -28,7 +28,7 @@ SHAPES = "_zero_shapes"
 # parameter name -> memory order of its dimensions, if it differs from their own order (channels_last);
 ORDERS = "_zero_orders"
 # parameter name -> memory in which compiled code keeps the unsharded parameter until the optimizer steps.
-UNSHARDED_CACHE = "_zero_resident"
+UNSHARDED_CACHE = "_zero_unsharded_cache"
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -62,12 +62,12 @@ def _weight_property(name: str) -> property:
         if torch.compiler.is_compiling():
             # Disable modes, too (torch.set_default_device): after them Dynamo would call the class's rule endlessly.
             with DisableTorchFunction():
-                if not (self._zero_resident or self._zero_orders):  # true for most modules
+                if not (self._zero_unsharded_cache or self._zero_orders):  # true for most modules
                     return torch.ops.lightning_zero.gather(param, shape, param.dtype)
-                resident: Tensor | None = (self._zero_resident or {}).get(name)
+                cache: Tensor | None = (self._zero_unsharded_cache or {}).get(name)
                 order: tuple[int, ...] | None = (self._zero_orders or {}).get(name)
                 stored = shape if order is None else [shape[dim] for dim in order]
-                weight = torch.ops.lightning_zero.gather(param, stored, param.dtype, resident)
+                weight = torch.ops.lightning_zero.gather(param, stored, param.dtype, cache)
                 return weight if order is None else weight.permute(inverse(order))
         return _read_eagerly(self, param, shape)
 
@@ -194,7 +194,7 @@ def _subclass(original: type, names: tuple[str, ...], adapted: tuple[str, ...], 
         _zero_original_class=original,
         _zero_cache=cache,
         # None instead of dicts: torch 2.11's Dynamo guards that the dicts of any two weights are one object.
-        _zero_resident=None,
+        _zero_unsharded_cache=None,
         _zero_orders=None,
         __module__=original.__module__,
         __qualname__=original.__qualname__,

@@ -22,9 +22,9 @@ class Role(Enum):
     MASTER_SHARD = "master shard"  # the parameter's dtype; after sharding, and again by group_shards()
     GRADIENT = "gradient"  # the parameter's dtype, in the first training step; or an alias of the compute shard
     DEFERRED_GRADIENT = "deferred gradient"  # float32 or wider; full or of a host shard, freed if that changes
-    COMPUTE_SHARD = "compute copy"  # the compute dtype, in the first step of mixed precision
-    FULL_PRECISION_SHARD = "full-precision copy"  # in symmetric memory, for parameters that autocast does not cast
-    UNSHARDED_CACHE = "resident weight"  # the compute dtype; freed if its budget changes
+    COMPUTE_SHARD = "compute shard"  # the compute dtype, in the first step of mixed precision
+    FULL_PRECISION_SHARD = "full-precision shard"  # in symmetric memory, for parameters that autocast does not cast
+    UNSHARDED_CACHE = "unsharded cache"  # the compute dtype; freed if its budget changes
 
 
 @dataclass

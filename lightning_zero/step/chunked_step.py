@@ -174,12 +174,12 @@ class _ChunkSequence:
                 memory = run.empty(run.stored_dtype(key, value), self._host.memory if self._host else None)
                 run.state[key] = memory.view(run.param.shape)
         if run.on_host is not None:
-            self._write_compute_copy(number)
+            self._write_compute_shard(number)
         self._pass.close(number - self._first, chunk.load(list(large)), large | self._round_state(chunk, large))
         if state:
             self._after[id(run)] = run, state
 
-    def _write_compute_copy(self, number: int) -> None:
+    def _write_compute_shard(self, number: int) -> None:
         """Write the compute shard from a master shard that was stepped in a buffer."""
         chunk, param = self._chunks[number], self.params[number]
         if chunk.run.copy is not None:

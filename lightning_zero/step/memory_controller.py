@@ -187,7 +187,7 @@ class MemoryController:
         shards = sum(record.shard.nbytes for record in live if not record.is_on_host)
         full, buffers = self._full_weight_bytes(config), (config.tuning.gather_group_mb, config.tuning.reduce_bucket_mb)
         in_flight = sum(int(min(2 * size * MIB, full)) for size in buffers)
-        taken = shards + self.gradients.bytes_taken(aliased, used) + self._compute_copy_bytes(live, used) + in_flight
+        taken = shards + self.gradients.bytes_taken(aliased, used) + self._compute_shard_bytes(live, used) + in_flight
         return max(taken - self._transports.nbytes, 0)  # symmetric memory is allocated already
 
     def _can_move_masters(self, config: EngineConfig) -> bool:
@@ -223,7 +223,7 @@ class MemoryController:
                 expected = len(rule.state) * record.shard.numel() * itemsize if rule is not None else 0
                 yield allocated or expected, allocated > 0
 
-    def _compute_copy_bytes(self, live: Sequence[ShardedParameter], used: torch.dtype | None) -> int:
+    def _compute_shard_bytes(self, live: Sequence[ShardedParameter], used: torch.dtype | None) -> int:
         if used is None:
             return 0
         numel = sum(record.shard.numel() for record in live if _has_copy(record, used))

@@ -101,7 +101,7 @@ def test_training_is_what_it_is_with_rounded_gradients(ranks: Ranks, way: str) -
         check(over, plain)
         assert dtypes == {BF16}
         assert (less["gradient"], more["gradient"] > 0) == (0, True)
-        assert all(less[role] == more[role] for role in ("master_shard", "compute_copy", "optimizer_state"))
+        assert all(less[role] == more[role] for role in ("master_shard", "compute_shard", "optimizer_state"))
 
 
 def test_clipped_gradients_are_rounded_once_more_by_a_step_that_is_not_replayed(ranks: Ranks) -> None:

@@ -64,13 +64,13 @@ def train(
             out = train_sharded(engine, model, batches, sgd(model), loss, accumulate=accumulate, before_batch=note)
             note()
             kept = {g.until for plan in engine.session.plans.plan.graphs for g in plan.gathers}
-            stay = [engine.session.planner.step_resident_bytes(engine.config.compiled)]
+            stay = [engine.session.planner.step_cache_bytes(engine.config.compiled)]
             for resharded in (False, True):
                 tuning = replace(engine.config.tuning, report_stall_after_s=20.0)
                 if resharded:
                     tuning = replace(tuning, unsharded_cache_until="backward")
                 engine.configure(replace(engine.config, tuning=tuning))
-                stay.append(engine.session.planner.step_resident_bytes(engine.config.compiled))
+                stay.append(engine.session.planner.step_cache_bytes(engine.config.compiled))
     changes = [(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, before[1:], strict=False)]
     return {
         "losses": out.losses,

@@ -71,12 +71,12 @@ def in_force(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]
         "consensus_timeout_s": engine.session._consensus.patience_s,
         "cross_host_reduce": engine.executor.reduces_across_once,
         "cuda_graph_step": engine.optimizers.stepper(optimizer).eager_reason,
-        "cuda_graph_model": engine.replays._option,
+        "cuda_graph_model": engine.cuda_graphs._option,
         "sync_collectives": sync,
         "nan_fill": nan_fill,
         "emulate_cross_host_gb_per_s": engine.executor.transport._limit,
         "emulate_cuda_graph_step": engine.optimizers.stepper(optimizer).eager_reason,
-        "emulate_cuda_graph_model": engine.replays.enabled,
+        "emulate_cuda_graph_model": engine.cuda_graphs.enabled,
     }
 
 
@@ -150,7 +150,7 @@ def refused_together() -> list[str]:
         engine.session.disable_passes(["split_gathers"])
         config, compiler, compiled_modules = engine.config, engine.session._compiler, engine.session.compiled_modules
         ways = engine.transports._weights, engine.transports._gradients
-        before = in_force(engine, optimizer), [way._choice for way in ways], engine.replays._required
+        before = in_force(engine, optimizer), [way._choice for way in ways], engine.cuda_graphs._required
         for chosen, words in IMPOSSIBLE:
             inside = BESIDES | {name: value for name, value in chosen.items() if name in option_fields(Tuning)}
             outside = {name: value for name, value in chosen.items() if name not in inside}
@@ -159,7 +159,7 @@ def refused_together() -> list[str]:
             )
             with pytest.raises((UnsupportedError, ValueError), match=words):
                 engine.configure(other)
-            after = in_force(engine, optimizer), [way._choice for way in ways], engine.replays._required
+            after = in_force(engine, optimizer), [way._choice for way in ways], engine.cuda_graphs._required
             same = engine.config is config and engine.optimizers.config is config and engine.session.config is config
             same = same and engine.session._compiler is compiler and engine.session.compiled_modules is compiled_modules
             found.append("" if same and before == after else f"{chosen}: {before} -> {after}")

@@ -159,7 +159,7 @@ def test_places_do_differ(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("gather_transport", [pytest.param("collective", marks=pytest.mark.slow), "copy"])
 @pytest.mark.exhaustive_variants("collective")
-def test_a_compute_copy_follows_its_master(ranks: Ranks, gather_transport: str) -> None:
+def test_a_compute_shard_follows_its_master(ranks: Ranks, gather_transport: str) -> None:
     """In-place changes that leave no trace in version counters, between steps, are seen by the next step."""
     for before, after, expected in ranks.run(2, change_masters_behind_the_back, gather_transport, deadline=120):
         assert before != after

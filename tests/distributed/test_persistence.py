@@ -154,9 +154,9 @@ def unshard_and_train() -> None:
     model = build("NeverUsed")
     with engine_for(model, "aot_eager", **STEP) as engine:
         train_sharded(engine, model, make_batches("NeverUsed", 3, 12), sgd(model))
-        assert any("_zero_resident" in module.__dict__ for module in model.modules())
+        assert any("_zero_unsharded_cache" in module.__dict__ for module in model.modules())
         engine.unshard()
-        assert not any("_zero_resident" in module.__dict__ for module in model.modules())
+        assert not any("_zero_unsharded_cache" in module.__dict__ for module in model.modules())
         model.loss(make_batches("NeverUsed", 1, 12)[0]).backward()
 
 

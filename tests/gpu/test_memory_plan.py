@@ -63,7 +63,7 @@ def train(free_gib: float | None) -> dict[str, Any]:
             seen = {"taken": now.taken, "others": now.others, "live": now.allocated, "cached": now.cached}
             said.append({name: round(size / GIB, 2) for name, size in seen.items()})
             said[-1]["given_back"] = engine.session.planner.cache.releases
-            said[-1]["captured"] = round(engine.replays.nbytes / GIB, 2)
+            said[-1]["captured"] = round(engine.cuda_graphs.nbytes / GIB, 2)
         plan = engine.memory.plan
         return {
             "losses": [value.item() for value in losses],

@@ -196,4 +196,4 @@ def check(here: Any, away: Any) -> None:
     moved = away["roles"]["master_shard_on_host"]
     assert moved > 0
     assert here["roles"]["master_shard"] == away["roles"]["master_shard"] + moved
-    assert here["roles"]["compute_copy"] == away["roles"]["compute_copy"]
+    assert here["roles"]["compute_shard"] == away["roles"]["compute_shard"]

@@ -4,11 +4,15 @@ Each private name that this package asks for is taken away in turn while the pac
 own that calls its torch 2.99. Then a small model is trained by ``zero3`` and by ``zero3_compile``. Prints a table, and
 fails unless each training gives the losses of a plain loop or an error that names the missing name or the tested
 versions.
+
+``+NAME`` is a function that needs one argument more. ``?NAME`` is one that returns ``(result, None)``: the training may
+fail with any error, and must not go on with other losses. ``--changed`` chooses both kinds of all functions.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import io
 import json
 import logging
@@ -19,14 +23,15 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 STRATEGIES = ("zero3", "zero3_compile")
 LIMIT_S = 120
-RIGHT, CLEAR, NEEDED = "right", "clear error", "torch itself fails without it"
+RIGHT, CLEAR, FAILS, NEEDED = "right", "clear error", "an error", "torch itself fails without it"
 
 
 def names() -> list[str]:
@@ -47,7 +52,55 @@ def loaded() -> list[str]:
 
 
 class CannotFake(Exception):
-    """A class of C++ loses no attribute."""
+    """A class of C++ loses no attribute, and only functions have parameters."""
+
+
+MORE_ARGUMENTS, OTHER_RESULT = "+", "?"
+# Errors about arguments have the caller's frame as their last one: here it is this file's name that says "ours".
+CHANGED = """
+def change(plain, how):
+    def changed(*args, **kwargs):
+        ours = "/lightning_zero/" in sys._getframe(1).f_code.co_filename
+        if how == "+" and ours:
+            raise TypeError(f"{plain.__name__}() missing 1 required keyword-only argument: 'more'")
+        result = plain(*args, **kwargs)
+        return (result, None) if how == "?" and ours else result
+    return changed
+"""
+
+
+def changed_names() -> list[str]:
+    """Return the functions that the package calls, in both ways in which they may change.
+
+    Replaced functions are left out: a Patch compares their parameters.
+    """
+    from lightning_zero.compat.patches import PATCHES
+
+    replaced = {name for patch in PATCHES for name in patch.names}
+    functions = [name for name in names() if isinstance(_get(name), FunctionType | BuiltinFunctionType)]
+    return [how + name for how in (MORE_ARGUMENTS, OTHER_RESULT) for name in functions if name not in replaced]
+
+
+def _get(name: str) -> Any:
+    path, _, attribute = name.rpartition(".")
+    return getattr(find(path), attribute, None)
+
+
+def change(name: str, how: str) -> None:
+    """Change the parameters or the result of a function for calls of the package, to the end of the process."""
+    path, _, attribute = name.rpartition(".")
+    owner, plain = find(path), _get(name)
+    if not isinstance(plain, FunctionType | BuiltinFunctionType):
+        raise CannotFake(name)
+    made: dict[str, Any] = {"sys": sys}
+    exec(compile(CHANGED, "/lightning_zero/changed.py", "exec"), made)
+    new = made["change"](plain, how)
+    if how == MORE_ARGUMENTS:
+        more = inspect.Parameter("more", inspect.Parameter.KEYWORD_ONLY)
+        new.__signature__ = inspect.Signature([inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL), more])
+    elif isinstance(plain, FunctionType):
+        new.__signature__ = inspect.signature(plain)
+    setattr(owner, attribute, new)
 
 
 def find(path: str) -> Any:
@@ -136,8 +189,11 @@ def losses_of(strategy: str | None) -> list[float]:
 
 
 def verdict(name: str) -> dict[str, str]:
-    """Train without a name, in this process, by each strategy."""
+    """Train without a name, or with a changed one, in this process, by each strategy."""
     import torch
+
+    how, name = (name[0], name[1:]) if name[0] in (MORE_ARGUMENTS, OTHER_RESULT) else ("", name)
+    words = (name.rpartition(".")[2] if how else name, "was tested with torch")
 
     expected = losses_of(None)
     # Of its own for each torch, as compiled libraries are kept by versions.
@@ -146,8 +202,10 @@ def verdict(name: str) -> dict[str, str]:
     said = io.StringIO()
     logging.getLogger("lightning_zero").addHandler(logging.StreamHandler(said))
     try:
-        with warnings.catch_warnings(record=True) as warned, without(name):
+        with warnings.catch_warnings(record=True) as warned, nullcontext() if how else without(name):
             warnings.simplefilter("always")
+            if how:
+                change(name, how)
             importlib.import_module("lightning_zero")
     except CannotFake:
         return dict.fromkeys(("import", *STRATEGIES), f"{NEEDED}, or cannot be taken away")
@@ -163,7 +221,10 @@ def verdict(name: str) -> dict[str, str]:
             found[strategy] = RIGHT if _equal(losses_of(strategy), expected) else "WRONG"
         except BaseException as error:
             text = f"{type(error).__name__}: {error}"
-            found[strategy] = CLEAR if name in text or "was tested with torch" in text else f"UNCLEAR: {text[:300]}"
+            if any(word in text for word in words):
+                found[strategy] = CLEAR
+            else:
+                found[strategy] = f"{FAILS if how == OTHER_RESULT else 'UNCLEAR'}: {text[:300]}"
     found["left out"] = "; ".join(re.findall(r"Disabled with torch [\w.+]+: (.*?) \(", said.getvalue()))
     return found
 
@@ -204,16 +265,21 @@ def table(chosen: list[str]) -> tuple[str, int]:
     for name in chosen:
         found = attempt(name, modules)
         cells = [found.get(column, "") for column in ("import", *STRATEGIES, "left out")]
-        bad += any(not cell.startswith((RIGHT, CLEAR, NEEDED)) for cell in cells[:3])
+        bad += any(not cell.startswith((RIGHT, CLEAR, FAILS, NEEDED)) for cell in cells[:3])
         rows.append(f"| `{name}` | {' | '.join(cell.replace('|', '/') for cell in cells)} |")
         print(rows[-1], file=sys.stderr, flush=True)
     return "\n".join(rows), bad
 
 
+def listed(function: str) -> list[str]:
+    """Return the result of a function of this module, which imports the package, from a process of its own."""
+    code = f"import json; from tests.helpers.newer_torch import {function}; print(json.dumps({function}()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPO)
+    return list(json.loads(done.stdout))
+
+
 if __name__ == "__main__":
-    text, bad = table(sys.argv[1:] or json.loads(subprocess.run(
-        [sys.executable, "-c", "import json; from tests.helpers.newer_torch import names; print(json.dumps(names()))"],
-        capture_output=True, text=True, check=True, cwd=REPO,
-    ).stdout))  # fmt: skip
+    chosen = listed("changed_names") if sys.argv[1:] == ["--changed"] else sys.argv[1:] or listed("names")
+    text, bad = table(chosen)
     print(text)
     sys.exit(1 if bad else 0)

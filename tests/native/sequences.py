@@ -102,7 +102,7 @@ class Twin:
     full: Tensor
     grad: Tensor | None = None  # the full one, in float64
     slack: float = 0.0  # tolerance of the gradient's norm
-    compute_copy: torch.dtype | None = None
+    compute_shard: torch.dtype | None = None
     held: list[Tensor] = field(default_factory=list)
 
     def part(self, full: Tensor, rank: int) -> Tensor:
@@ -153,9 +153,9 @@ class Sequence:
             self._lay_out()
         for twin in self.twins:
             if twin.full.dtype in (torch.float32, torch.float64) and self.rng.random() < 0.5:
-                twin.compute_copy = self.rng.choice(FLOATS[1:3])
+                twin.compute_shard = self.rng.choice(FLOATS[1:3])
                 self.executor.parameters.set_compute_shard(
-                    twin.index, torch.full((twin.layout.shard_numel,), math.nan, dtype=twin.compute_copy)
+                    twin.index, torch.full((twin.layout.shard_numel,), math.nan, dtype=twin.compute_shard)
                 )
 
     # -- drawing
@@ -278,7 +278,7 @@ class Sequence:
 
     def gather(self) -> None:
         twin, other = self.rng.choice(self.twins), self.rng.choice(self.twins)
-        dtype = twin.compute_copy or self.rng.choice(FLOATS) if self.rng.random() < 0.5 else twin.full.dtype
+        dtype = twin.compute_shard or self.rng.choice(FLOATS) if self.rng.random() < 0.5 else twin.full.dtype
         shape = list(twin.full.shape)
         kind = self.rng.choice(("gather", "gather_eager", "gather_start"))
         self.trace[-1] += f" {kind} p{twin.index} {dtype}"
@@ -314,7 +314,7 @@ class Sequence:
         dtypes = [
             dtype
             for twin in group
-            for dtype in (twin.compute_copy, twin.full.dtype)
+            for dtype in (twin.compute_shard, twin.full.dtype)
             if dtype and dtype.is_floating_point
         ]
         dtype = self.rng.choice(dtypes or FLOATS)
@@ -347,12 +347,12 @@ class Sequence:
             twin.held += weights
 
     def _read_compute_copies(self) -> None:
-        for twin in (twin for twin in self.twins if twin.compute_copy):
+        for twin in (twin for twin in self.twins if twin.compute_shard):
             with torch.no_grad():
-                weight = ops.gather(twin.param, list(twin.full.shape), twin.compute_copy)
-            self._count_gather(twin, twin.compute_copy)
+                weight = ops.gather(twin.param, list(twin.full.shape), twin.compute_shard)
+            self._count_gather(twin, twin.compute_shard)
             self.edited = False
-            self.expect_equal(weight, twin.full.to(twin.compute_copy), f"compute copy of p{twin.index}")
+            self.expect_equal(weight, twin.full.to(twin.compute_shard), f"compute shard of p{twin.index}")
 
     def rewrite(self) -> None:
         """Change weights without autograd's knowledge, as a swap of two sets of weights does."""

@@ -27,7 +27,8 @@ LONGEST_SUMMARY = 100  # characters of a docstring's first line
 OLD_TERMS = re.compile(
     r"\b(?:Outline|NotOutlined|Unlike|Around|Given|Texts|Inlined|NotOutlined|Sight|SavedEvenly|Piece|PieceCache|WaitJudge"
     r"|RankBoard|RankEnd|Arrivals|HeldFolder|Halfway|PaperCompiler|StepOnPaper|plainly|takes_turns|lie_over|lie_apart"
-    r"|over_copies|is_away|masters_away|bring_ahead|hand_over_gradients|why_not)\b"
+    r"|over_copies|is_away|masters_away|bring_ahead|hand_over_gradients|why_not|compute_copy|full_precision_copy"
+    r"|resident_weight|use_resident)\b"
 )
 
 

@@ -81,7 +81,7 @@ def test_checker_catches(tmp_path: Path, source: str, words: str) -> None:
         "class A(B):\n    def f(self):\n        self._elsewhere()\n        super()._elsewhere()\n        cls._elsewhere",
         "class A:\n    def __init__(self):\n        self._mine = 1\n    def f(self, other):\n        return other._mine",
         "def _here(): ...\nclass A:\n    _field: int\n    def f(self, x):\n        x._here, x._field",
-        "type(module)._zero_cache\nmodule.__dict__['_zero_spec']\nf(_zero_resident={})",
+        "type(module)._zero_cache\nmodule.__dict__['_zero_spec']\nf(_zero_unsharded_cache={})",
         "node.meta['val']\n'the partitioner_tag'\nf'partitioner_tag{a}'",
         "f'{a}_norm_{b}'\n_, *_ = x\nname.endswith('_')\n'_'",
         "'''_text'''\n'a _text'\n'__deepcopy__'\n'_with space'",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import pickle
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +25,13 @@ from lightning_zero.checkpoint.integrity import FileChecksum
 from lightning_zero.checkpoint.rank_tasks import RankTasks
 from lightning_zero.checkpoint.sharded.boxes import Box
 from lightning_zero.checkpoint.sharded.folder import MANIFEST, Manifest, SaveFolder, full_path, save_folder_at
-from lightning_zero.checkpoint.sharded.metadata import METADATA, OBJECTS_FILE, SAVE_ID_PREFIX, build_metadata
+from lightning_zero.checkpoint.sharded.metadata import (
+    METADATA,
+    OBJECTS_FILE,
+    SAVE_ID_PREFIX,
+    build_metadata,
+    dump_metadata,
+)
 from lightning_zero.checkpoint.sharded.planner import Keys, StoredItem, flatten_state, paths_of, plan_items, serialize
 from lightning_zero.checkpoint.sharded.writer import RankFiles, write_items
 from lightning_zero.errors import CheckpointError
@@ -141,7 +146,7 @@ def finish_save(
     for summary in summaries:
         checksums.update(summary.checksums)
     items = chain.from_iterable(decode_plan(summary.plan) for summary in summaries)
-    metadata = pickle.dumps(build_metadata(items, paths, save.save_id))
+    metadata = dump_metadata(build_metadata(items, paths, save.save_id))
     for name, data in ((OBJECTS_FILE, rest), (METADATA, metadata)):
         checksums[name] = write_file(save.folder, name, data)
     write_file(save.folder, MANIFEST, Manifest(save.save_id, len(summaries), checksums).to_bytes())

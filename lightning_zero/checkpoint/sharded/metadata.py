@@ -9,6 +9,7 @@ Kept although torch has ``weights_only`` unpickling: it does not read pickle pro
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 from collections import OrderedDict
@@ -39,6 +40,7 @@ METADATA = ".metadata"
 OBJECTS_FILE = "meta.pt"  # the values without shards, as Lightning's sharded strategies name it
 SAVE_ID_PREFIX = "lightning_zero-"  # a checkpoint with such a save id must have a manifest
 VERSION = "1.0.0"  # of DCP's format
+PROPERTIES = 5  # values that describe a tensor; torch 2.15 adds its strides, which no reader needs
 MAX_DIMS = 64  # of a tensor: torch's kernels support no more
 MAX_BYTES = 1 << 63  # of a tensor or a file: sizes and positions have 64 bits
 
@@ -62,6 +64,20 @@ def build_metadata(items: Iterable[StoredItem], paths: Mapping[str, Keys], save_
             tensor.chunks.append(chunk)
     in_order = {key: described[key] for key in paths}  # in the order of the state dict
     return Metadata(in_order, dict(paths), places, StorageMeta(save_id=save_id), VERSION)
+
+
+def dump_metadata(metadata: Metadata) -> bytes:
+    """Pickle metadata in the form of the oldest supported torch, which every later one reads."""
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file)
+    pickler.dispatch_table = {**copyreg.dispatch_table, TensorProperties: _reduce_properties}
+    pickler.dump(metadata)
+    return file.getvalue()
+
+
+def _reduce_properties(properties: Any) -> tuple[Any, ...]:
+    new: Any = copyreg.__newobj__  # type: ignore[attr-defined]  # pickle writes its own instruction for it
+    return new, (TensorProperties,), properties.__getstate__()[:PROPERTIES]
 
 
 # -- unpickling
@@ -104,7 +120,7 @@ def _properties(state: Any) -> Mapping[str, Any]:
     made = TensorProperties()
     if type(state) is not tuple or not isinstance(state[0], torch.dtype):
         raise pickle.UnpicklingError(f"the properties of a tensor are {short(state)}")
-    made.__setstate__(state)
+    made.__setstate__(state[:PROPERTIES])  # torch before 2.15 takes no more
     return vars(made)
 
 

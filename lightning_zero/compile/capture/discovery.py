@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from lightning_zero.compat.compiler import Unsupported, dynamo_config
 from lightning_zero.compat.dynamo import ChangingInts, CompileContexts, LimitHit, watch_recompile_limits
-from lightning_zero.compat.patches import failure_of_newer_torch
+from lightning_zero.compat.patches import failure_of_untested_torch
 from lightning_zero.compat.tensors import (
     fake_weights_from_sizes,
     graph_task_id,
@@ -229,7 +229,7 @@ class CompiledModules:
         try:
             yield
         except Exception as error:
-            if (instead := failure_of_newer_torch(error)) is not None:
+            if (instead := failure_of_untested_torch(error)) is not None:
                 raise instead from error
             if not isinstance(error, RuntimeError):
                 raise
@@ -313,7 +313,7 @@ class CompiledModules:
                         tasks.stage("tracing")
                         return run(*args, **kwargs)
             except Exception as error:
-                if (instead := failure_of_newer_torch(error)) is None:
+                if (instead := failure_of_untested_torch(error)) is None:
                     raise
                 raise instead from error
 

@@ -1,4 +1,4 @@
-"""Group gathers into one launch each, start groups before their use, and use resident weights.
+"""Group gathers into one launch each, start groups before their use, and use cached weights.
 
 A large transfer reaches bandwidth that small ones do not. The first groups are small, since nothing hides them. Weights
 of a group arrive in one tensor and are views of it. By default at most two full groups are in flight or in use, in
@@ -64,13 +64,13 @@ def group_gathers(
     small = [node for node in nodes if size_of(node) <= limits.small_bytes]
     large = [node for node in nodes if size_of(node) > limits.small_bytes]
     limit = limits.max_group_bytes(map(size_of, large))
-    groups = groups_of_plan(graph, nodes, agreed_plans, resident=False)
+    groups = groups_of_plan(graph, nodes, agreed_plans, cached=False)
     if groups is None:
         groups = [*_by_dtype(small), *split_into_groups(large, limit, size_of, _kind, limits.first)]
     at_once = [all(size_of(node) <= limits.small_bytes for node in group) for group in groups]
     budget = None
-    # Resident launches are interleaved. Launch order must be equal on all ranks and cannot depend on estimates, so both
-    # kinds start one group ahead.
+    # Launches that fill the unsharded cache are interleaved. Launch order must be equal on all ranks and cannot depend
+    # on estimates, so both kinds start one group ahead.
     if costs is not None and not graph.find_nodes(op="call_function", target=ops("resident_start")):
         sizes = [sum(_padded(node, world_size) * dtype_of(node).itemsize for node in group) for group in groups]
         budget = PrefetchBudget(costs, sizes, 2 * limit if window_bytes is None else window_bytes)
@@ -191,12 +191,12 @@ def max_group_bytes(sizes: Iterable[int], group_bytes: int, parts: int) -> int:
 
 
 def groups_of_plan(
-    graph: Graph, nodes: Sequence[Node], agreed_plans: Sequence[GraphPlan], resident: bool
+    graph: Graph, nodes: Sequence[Node], agreed_plans: Sequence[GraphPlan], cached: bool
 ) -> list[Group] | None:
     """Return the groups of exactly these weights in an agreed plan; None without such a plan."""
     mine = Counter((weight_name(node), dtype_name(dtype_of(node))) for node in nodes)
     for plan in agreed_plans:
-        gathers = [gather for gather in plan.gathers if (gather.until == "step") is resident]
+        gathers = [gather for gather in plan.gathers if (gather.until == "step") is cached]
         if plan.kind != graph_kind(graph) or mine != Counter((name, g.dtype) for g in gathers for name in g.weights):
             continue
         waiting: dict[tuple[str, str], deque[Node]] = {}
@@ -225,10 +225,12 @@ register_op(Op("resident_start", shards=1, fake=no_result, role=Role.START, has_
 register_op(Op("resident_wait", shards=1, fake=no_result, has_effect=True))
 
 
-def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed_plans: Sequence[GraphPlan] = ()) -> Graph:
-    """Replace ``gather(shard, shape, dtype, resident)`` by ``resident``, in place, after ops that fill it.
+def use_unsharded_cache(
+    graph: Graph, limits: GroupLimits, ahead: int = 1, agreed_plans: Sequence[GraphPlan] = ()
+) -> Graph:
+    """Replace ``gather(shard, shape, dtype, cache)`` by ``cache``, in place, after ops that fill it.
 
-    The resident memory is a graph input. The first forward after a step fills it, one group ahead; later the ops do
+    The cache is a graph input. The first forward after a step fills it, one group ahead; later the ops do
     nothing. A gather in a narrower dtype becomes a cast of it (an embedding tied to the head); one in a wider dtype
     stays.
 
@@ -240,15 +242,15 @@ def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed_plans
     firsts: dict[Node, Node] = {}  # maps memory to its first reader
     for node in gathers(graph):
         node = _in_memory_dtype(graph, node)
-        resident = _resident_memory(node)
-        if resident is not None and resident.meta["val"].dtype == dtype_of(node):
-            firsts.setdefault(resident, node)
+        cache = _cache_memory(node)
+        if cache is not None and cache.meta["val"].dtype == dtype_of(node):
+            firsts.setdefault(cache, node)
         else:
             node.args = node.args[:3]
     if not firsts:
         return graph
     nodes = list(firsts.values())
-    groups = groups_of_plan(graph, nodes, agreed_plans, resident=True)
+    groups = groups_of_plan(graph, nodes, agreed_plans, cached=True)
     if groups is None:
         groups = split_into_groups(nodes, limits.max_group_bytes(map(size_of, nodes)), size_of, dtype_of)
     begin, waits = prefetch_schedule(graph, groups, [False] * len(groups), ahead)
@@ -256,13 +258,13 @@ def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed_plans
         for group, anchor in zip(groups, anchors, strict=True):
             with graph.inserting_before(anchor):
                 call = graph.call_function(
-                    ops(op), ([_resident_memory(node) for node in group], [shard_of(node) for node in group])
+                    ops(op), ([_cache_memory(node) for node in group], [shard_of(node) for node in group])
                 )
             call.meta["val"] = None
             call.meta["weights"] = tuple(weight_name(node) for node in group)
     held = NodeReplacer(graph)
     for node in gathers(graph):
-        memory = _resident_memory(node)
+        memory = _cache_memory(node)
         if memory is not None:
             held.replace(node, memory)
     held.done()
@@ -270,17 +272,17 @@ def use_resident(graph: Graph, limits: GroupLimits, ahead: int = 1, agreed_plans
 
 
 def _in_memory_dtype(graph: Graph, node: Node) -> Node:
-    """Return a gather in the dtype of the resident memory, followed by a cast if that is wider."""
-    memory = _resident_memory(node)
+    """Return a gather in the dtype of the cache, followed by a cast if that is wider."""
+    memory = _cache_memory(node)
     own = dtype_of(node)
     if memory is None:
         return node
     held = memory.meta["val"].dtype
     if not (held.is_floating_point and own.is_floating_point and held.itemsize > own.itemsize):
         return node
-    shard, shape, _, resident = node.args
+    shard, shape, _, cache = node.args
     with graph.inserting_before(node):
-        wide = graph.call_function(ops("gather"), (shard, shape, held, resident))
+        wide = graph.call_function(ops("gather"), (shard, shape, held, cache))
         # After decompositions Inductor accepts no other cast.
         cast = graph.call_function(torch.ops.prims.convert_element_type.default, (wide, own))
     wide.meta, cast.meta = dict(node.meta), {"val": node.meta["val"]}
@@ -290,7 +292,7 @@ def _in_memory_dtype(graph: Graph, node: Node) -> Node:
     return wide
 
 
-def _resident_memory(node: Node) -> Node | None:
-    resident = node.args[3] if len(node.args) > 3 else None
-    assert resident is None or isinstance(resident, Node)
-    return resident
+def _cache_memory(node: Node) -> Node | None:
+    cache = node.args[3] if len(node.args) > 3 else None
+    assert cache is None or isinstance(cache, Node)
+    return cache

@@ -8,7 +8,7 @@ from functools import partial
 from lightning_zero.compile.context import GROUPS_PER_GRAPH, MAX_OFFLOAD_BYTES_IN_FLIGHT, PassContext
 from lightning_zero.compile.passes.activation_offload import HostCosts, OffloadLimits, place_offloads
 from lightning_zero.compile.passes.base import PassSpec
-from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers, use_resident
+from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers, use_unsharded_cache
 from lightning_zero.compile.passes.prepare import fuse_casts, merge_reduces, share_gathers, sink_gathers, split_gathers
 from lightning_zero.compile.passes.publish_plan import publish_plan
 from lightning_zero.compile.passes.reduce_groups import enqueue_gradients, group_reduces, zero_copy_gradients
@@ -80,8 +80,8 @@ def default_passes(context: PassContext) -> tuple[PassSpec, ...]:
             conflicts=unstarted,
         ),
         PassSpec(
-            "use_resident",
-            partial(use_resident, limits=limits, agreed_plans=context.agreed_plans),
+            "use_unsharded_cache",
+            partial(use_unsharded_cache, limits=limits, agreed_plans=context.agreed_plans),
             requires=frozenset({"ordered"}),
             conflicts=unstarted,
         ),

@@ -136,7 +136,7 @@ def fuse_casts(graph: Graph) -> Graph:
     """
     casts, wide = NodeReplacer(graph), gathers(cast_before_views(graph))
     for node in wide:
-        shard, shape, own, *resident = node.args
+        shard, shape, own, *cache = node.args
         assert isinstance(own, torch.dtype)
         narrow: dict[torch.dtype, Node] = {}
         for user in list(node.users):
@@ -145,7 +145,7 @@ def fuse_casts(graph: Graph) -> Graph:
                 continue
             if dtype not in narrow:
                 with graph.inserting_before(node):
-                    narrow[dtype] = graph.call_function(ops("gather"), (shard, shape, dtype, *resident))
+                    narrow[dtype] = graph.call_function(ops("gather"), (shard, shape, dtype, *cache))
                 narrow[dtype].meta.update({key: value for key, value in user.meta.items() if key != RECOMPUTE})
                 narrow[dtype].meta[CUSTOM] = node.meta.get(CUSTOM, {})  # the weight's name
             casts.replace(user, narrow[dtype])

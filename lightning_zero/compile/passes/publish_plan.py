@@ -60,7 +60,7 @@ def read_plan(graph: Graph) -> GraphPlan:
     position = {node: number for number, node in enumerate(nodes)}
     starts = nodes_in_role(graph, Role.START)
     ours = {*starts, *_parts(graph)}
-    before, waits = _next_user_nodes(nodes, ours), _resident_waits(graph)
+    before, waits = _next_user_nodes(nodes, ours), _cache_waits(graph)
     gathers = tuple(_gather(node, position, before, waits, ours) for node in starts)
     reduces = tuple(_reduce(node, position) for node in nodes_in_role(graph, Role.REDUCE))
     return GraphPlan(graph_kind(graph), len(nodes), gathers, reduces, linears=_linears(graph))
@@ -95,7 +95,7 @@ def _next_user_nodes(nodes: list[Node], ours: AbstractSet[Node]) -> list[str]:
     return names
 
 
-def _resident_waits(graph: Graph) -> dict[tuple[Any, ...], Node]:
+def _cache_waits(graph: Graph) -> dict[tuple[Any, ...], Node]:
     waits: dict[tuple[Any, ...], Node] = {}
     for node in _calls(graph, ops("resident_wait")):
         waits.setdefault(_group(node), node)
@@ -128,7 +128,7 @@ def _estimate_seconds(plan: GraphPlan, graph: Graph, costs: CostModel) -> GraphP
             gather,
             started_s=clock[gather.started],
             waited_s=clock[gather.waited],
-            # Resident weights are transferred only in the first pass after an optimizer step.
+            # The unsharded cache is transferred only in the first pass after an optimizer step.
             transfer_s=0.0 if gather.until == "step" else costs.gather_seconds(gather.bytes),
         )
         for gather in plan.gathers
@@ -143,18 +143,18 @@ def _gather(
     start: Node,
     position: dict[Node, int],
     before: list[str],
-    resident_waits: dict[tuple[Any, ...], Node],
+    cache_waits: dict[tuple[Any, ...], Node],
     ours: AbstractSet[Node],
 ) -> Gather:
-    resident = start.target is ops("resident_start")
-    if resident:
-        waits = [wait] if (wait := resident_waits.get(_group(start))) is not None else []
+    cached = start.target is ops("resident_start")
+    if cached:
+        waits = [wait] if (wait := cache_waits.get(_group(start))) is not None else []
         values = [memory.meta["val"] for memory in start.args[0]]  # type: ignore[union-attr]
     else:
         waits = [user for user in start.users if user.target is wait_tensor]
         values = [start.meta["val"]]
     waited = position[waits[0]] if waits else position[start]
-    read = waits if not resident else start.all_input_nodes if waits else []
+    read = waits if not cached else start.all_input_nodes if waits else []
     readers = [user for memory in read for user in _uses(memory, ours)]
     uses = sorted((user for user in readers if position[user] > waited), key=position.__getitem__)
     return Gather(
@@ -165,7 +165,7 @@ def _gather(
         before=before[position[start]],
         waited=waited,
         used=uses[0].name if uses else "nothing",
-        until="step" if resident else start.meta.get("until", "last use"),
+        until="step" if cached else start.meta.get("until", "last use"),
     )
 
 

@@ -12,7 +12,7 @@ from lightning_zero.errors import NativeBuildError
 
 FINE: dict[str, Any] = {
     "versions": {"torch": "2.99"},
-    "compilation": {"tested_with_torch": "2.13", "left_out": [], "missing": []},
+    "compilation": {"tested_with_torch": "2.13", "tested": True, "left_out": [], "missing": []},
     "system": {"open_files": 20000, "open_files_at_most": 20000, "shared_memory_gib": 8.0},
     "network": {
         "interfaces": ["lo", "eth0"],
@@ -68,9 +68,14 @@ def test_the_reason_comes_before_what_follows_from_it() -> None:
     assert "self-test" in found[1]
 
 
-def test_optimizations_that_this_torch_does_not_fit_are_noted() -> None:
-    [note] = notes(with_(compilation__left_out=["layers once (it has no torch._x)"]))
-    assert "torch 2.99 is not one of those tested (2.13), and left out with it: layers once" in note
+def test_an_untested_torch_is_noted_also_if_all_optimizations_fit_it() -> None:
+    [note] = notes(with_(compilation__tested=False))
+    assert note == "torch 2.99 is not one of those tested (2.13)."
+    left_out = ["layers once (it has no torch._x)"]
+    assert [notes(with_(compilation__left_out=left_out)), notes(with_(compilation__tested=False))] == [
+        ["Optimizations that do not fit torch 2.99: layers once (it has no torch._x)."],
+        [note],
+    ]
 
 
 def test_small_shared_memory_is_noted() -> None:

@@ -3,7 +3,6 @@
 import importlib
 import importlib.util
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_zero.compat.versions import SUPPORTED
 from tests.helpers.private_names import FORM, META, Entry, entries
 
 REPO = Path(__file__).resolve().parents[3]
@@ -149,22 +147,3 @@ def test_every_entry_is_used() -> None:
     words = Counter(re.findall(r"\w+", "\n".join(path.read_text() for path in (REPO / "lightning_zero").rglob("*.py"))))
     unused = [entry.name for entry in ENTRIES if words[entry.alias or entry.name.rpartition(".")[2]] < 2]
     assert not unused, f"nobody needs {unused} any more"
-
-
-@pytest.mark.parametrize("library", ["torch", "lightning"])
-def test_the_versions_checked_are_those_that_the_package_allows(library: str) -> None:
-    needed = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["dependencies"]
-    [line] = [line for line in needed if re.match(rf"{library}\b", line)]
-    matched = re.search(r">=(\d+\.\d+)", line)
-    assert matched, line
-    assert matched[1] == SUPPORTED[library][0]
-
-
-def test_the_table_of_the_readme_names_the_versions_checked() -> None:
-    [row] = [line for line in (REPO / "README.md").read_text().splitlines() if line.startswith("| Python, torch")]
-    assert all(version in row for versions in SUPPORTED.values() for version in versions)
-
-
-def test_the_torch_that_is_tested_is_one_of_those_checked() -> None:
-    minor = ".".join(str(torch.__version__).split(".")[:2])
-    assert minor in SUPPORTED["torch"], "run all tests with it, and say so in compat/versions.py"

@@ -15,6 +15,7 @@ from lightning.fabric import Fabric, wrappers  # noqa: E402
 from lightning.fabric.plugins import Precision as FabricPrecision  # noqa: E402
 from lightning.fabric.strategies import DDPStrategy  # noqa: E402
 from lightning.fabric.wrappers import _FabricModule  # noqa: E402
+from lightning.pytorch.core import saving  # noqa: E402
 from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop  # noqa: E402
 from lightning.pytorch.plugins.precision import HalfPrecision, Precision  # noqa: E402
@@ -22,6 +23,7 @@ from lightning.pytorch.utilities.compile import from_compiled, to_uncompiled  # 
 from torch.optim.swa_utils import AveragedModel  # noqa: E402
 
 from lightning_zero.compat import lightning_private as private  # noqa: E402
+from lightning_zero.compat.patches import parameters  # noqa: E402
 
 
 class Network(pl.LightningModule):
@@ -262,3 +264,16 @@ def test_public_names_that_took_the_place_of_private_ones() -> None:
     assert LightningOptimizer(optimizer).optimizer is optimizer
     assert HalfPrecision("bf16-true").precision == "bf16-true"
     assert HalfPrecision("16-true").precision == "16-true"
+
+
+@pytest.mark.parametrize(
+    ("replaced", "expected"),
+    [
+        (private.checkpoint_connector._CheckpointConnector._parse_ckpt_path,
+         "self, state_fn, ckpt_path, model_provided, model_connected"),
+        (saving.pl_load, "path_or_url, map_location, weights_only"),
+    ],
+    ids=["_parse_ckpt_path", "pl_load"],
+)  # fmt: skip
+def test_replaced_functions_have_the_expected_parameters(replaced: Any, expected: str) -> None:
+    assert parameters(inspect.unwrap(replaced)) == expected

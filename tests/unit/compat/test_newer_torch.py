@@ -17,21 +17,24 @@ def table(*names: str, timeout: float) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_missing_name_costs_an_optimization_or_is_named() -> None:
-    optional, compiler, eager = (
+def test_a_missing_or_changed_name_costs_an_optimization_or_is_named() -> None:
+    optional, compiler, eager, changed = (
         "torch._functorch.partitioners.fx_graph_cse",
         "torch._dynamo.backends.common.aot_autograd",
         "torch.distributed.distributed_c10d._get_default_store",
+        "+torch._functorch.partitioners._must_be_in_backward",  # takes one argument more
     )
-    done = table(optional, compiler, eager, timeout=480)
+    done = table(optional, compiler, eager, changed, timeout=480)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     rows = {row.split("`")[1]: [cell.strip() for cell in row.split("|")[2:-1]] for row in done.stdout.splitlines()[2:]}
     assert rows[optional] == ["right", "right", "right", "the partitioner copies fewer joint graphs"]
     assert rows[compiler][:3] == ["right", "right", "clear error"]
     assert rows[eager][:3] == ["right", "clear error", "clear error"]
+    assert rows[changed] == rows[optional]
 
 
 @pytest.mark.exhaustive
-def test_each_name_may_be_missing() -> None:
-    done = table(timeout=3600)
+@pytest.mark.parametrize("names", [(), ("--changed",)], ids=["missing", "changed"])
+def test_each_name_may_be_missing_or_changed(names: tuple[str, ...]) -> None:
+    done = table(*names, timeout=3600)
     assert done.returncode == 0, done.stdout

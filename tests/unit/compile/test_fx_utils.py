@@ -23,7 +23,7 @@ from lightning_zero.compile.fx_utils import (
     output_node,
     weight_nodes,
 )
-from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers, use_resident
+from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers, use_unsharded_cache
 from lightning_zero.compile.passes.prepare import fuse_casts, split_gathers
 from lightning_zero.native.ops import OPS, Role, graph_overloads
 from lightning_zero.planning.fake_compiler import fake_op
@@ -129,7 +129,7 @@ def returned_weights(resident: bool = False, cast: bool = False) -> Graph:
         (returned_weights(cast=True), fuse_casts),
         (returned_weights(), split_gathers),
         (returned_weights(), lambda graph: group_gathers(graph, 2, GroupLimits(1 << 10))),
-        (returned_weights(resident=True), lambda graph: use_resident(graph, GroupLimits(1 << 10))),
+        (returned_weights(resident=True), lambda graph: use_unsharded_cache(graph, GroupLimits(1 << 10))),
     ],
     ids=["casts", "waits", "views of groups", "weights that stay"],
 )

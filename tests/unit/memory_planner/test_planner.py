@@ -138,12 +138,12 @@ def test_until_the_step_the_budget_is_one_of_bytes() -> None:
     budget, config = Alone(), options(reshard_after_forward="auto", unsharded_cache_until="step")
     budget.plans = PlanStore()
     budget.plans.add(plan("forward", (1, 10**6)))
-    assert budget.step_resident_bytes(config.compiled) == 0.0
+    assert budget.step_cache_bytes(config.compiled) == 0.0
     for number in range(9):
         assert budget.batch(number == 1, config=config) is None
-    assert budget.step_resident_bytes(config.compiled) == 0.0
-    assert budget.step_resident_bytes(CompileConfig(unsharded_cache_mb=3, unsharded_cache_until="step")) == 3 * 2**20
-    assert budget.step_resident_bytes(CompileConfig(unsharded_cache_mb=3)) == 0.0
+    assert budget.step_cache_bytes(config.compiled) == 0.0
+    assert budget.step_cache_bytes(CompileConfig(unsharded_cache_mb=3, unsharded_cache_until="step")) == 3 * 2**20
+    assert budget.step_cache_bytes(CompileConfig(unsharded_cache_mb=3)) == 0.0
 
 
 def test_a_device_is_not_read_in_backward_once_all_is_decided() -> None:

@@ -111,7 +111,7 @@ def test_a_plan_knows_of_replays_where_there_will_be_some(captured: bool) -> Non
 
 
 def test_one_rank_tells_what_its_device_had_left() -> None:
-    memory = DeviceMemory(total=1000, others=100, reserved=700, allocated=500, resident=300)
+    memory = DeviceMemory(total=1000, others=100, reserved=700, allocated=500, allocated_now=300)
     own = StepStats.of_rank(SteadyStats(steps=3, memory=memory), 0.1, 0.5, lambda total: 0.9 * total)
     assert (own.room, own.took, own.forward_s) == (100, 200, 0.1)
     # Before a capture the cache is emptied, and the graph's memory has few gaps.

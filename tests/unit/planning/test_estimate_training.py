@@ -57,7 +57,7 @@ def test_what_fits_is_estimated_once_and_the_rest_goes_to_weights() -> None:
     assert len(estimates.asked) == 1
     assert found.memory is not None
     assert found.memory.chosen.weights == GIB
-    assert found.roles["resident_weight"] == GIB
+    assert found.roles["unsharded_cache"] == GIB
     assert found.peak == found.memory.peak == 33 * GIB
 
 
@@ -218,7 +218,7 @@ def test_gradients_lie_over_copies_where_a_step_has_one_micro_batch_and_does_not
     assert found.memory.chosen.activation_memory_budget == 1.0
     assert found.roles["gradient"] == 0 < whole.roles["gradient"]
     assert "over copies of weights, in bfloat16" in str(found.memory)
-    assert found.peak == whole.peak - gradients + found.roles["resident_weight"]
+    assert found.peak == whole.peak - gradients + found.roles["unsharded_cache"]
     # In the first step, which shows that it is needed, they have memory of their own.
     assert found.passes.eager is not None
     assert found.memory.first_step is not None

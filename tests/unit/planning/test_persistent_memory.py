@@ -71,7 +71,7 @@ def test_a_plan_counts_what_lies_on_the_host_by_the_option() -> None:
     assert [found.roles["optimizer_state"] for found in (here, state, both)] == [2 * shards + 4 * 4, 0, 0]
     assert here.roles["offload_buffers"] == 0
     assert both.roles["offload_buffers"] - state.roles["offload_buffers"] == shards - vectors
-    assert both.roles["compute_copy"] == here.roles["compute_copy"] > 0
+    assert both.roles["compute_shard"] == here.roles["compute_shard"] > 0
     with pytest.raises(UnsupportedError, match="with this precision"):
         plan(module, torch.zeros(2, 64), 2, precision="32-true", offload=("optimizer", "parameters"))
     with pytest.raises(UnsupportedError, match=r"over several hosts \(2 here\)"):

@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 def test_a_plan_prints_as_tables() -> None:
-    roles = {"master_shard": GIB, "gradient": GIB // 2, "resident_weight": 0}
+    roles = {"master_shard": GIB, "gradient": GIB // 2, "unsharded_cache": 0}
     passes = PassEstimates(None, None, "ValueError: no", 0)
     plan = TrainingPlan(find_device("H100"), 2, 1234567, roles, passes, 0, graphs=False)
     shown = str(plan)

@@ -7,7 +7,7 @@ from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge, me
 
 
 def test_what_is_here_is_all_but_what_the_allocator_can_give_back() -> None:
-    memory = DeviceMemory(100, others=10, reserved=60, allocated=50, resident=20, cached=30)
+    memory = DeviceMemory(100, others=10, reserved=60, allocated=50, allocated_now=20, cached=30)
     assert (memory.here, memory.taken) == (30, 70)
 
 

@@ -80,7 +80,7 @@ def compiled_backward(observe: Any) -> None:
 
 
 def trainer(strategy: Any, rank: int = 0) -> Any:
-    return SimpleNamespace(strategy=strategy, is_global_zero=rank == 0)
+    return SimpleNamespace(strategy=strategy, is_global_zero=rank == 0, global_step=1)
 
 
 def started(folder: Path, strategy: Strategy | None = None, rank: int = 0) -> tuple[PlanReport, Any]:

@@ -5,7 +5,7 @@ from torch.fx import Graph
 
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.passes import default_passes, run_passes
-from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers, use_resident
+from lightning_zero.compile.passes.gather_groups import GroupLimits, group_gathers, use_unsharded_cache
 from lightning_zero.compile.passes.publish_plan import read_plan
 from lightning_zero.config import CompileConfig
 from tests.unit.compile.graphs import WEIGHT, Builder, order, products
@@ -115,7 +115,7 @@ def chain(uses: str, resident: str, memory: torch.dtype = torch.float32) -> Grap
 
 
 def rewritten(graph: Graph, group_bytes: int = WEIGHT_BYTES, ahead: int = 1) -> str:
-    graph = use_resident(graph, GroupLimits(group_bytes), ahead)
+    graph = use_unsharded_cache(graph, GroupLimits(group_bytes), ahead)
     graph.lint()
     return order(graph)
 
@@ -141,7 +141,7 @@ def test_a_weight_that_is_used_twice_is_waited_for_once_before_the_first_use() -
 
 
 def test_products_read_the_memory_itself() -> None:
-    graph = use_resident(chain("a", "a"), GroupLimits(WEIGHT_BYTES))
+    graph = use_unsharded_cache(chain("a", "a"), GroupLimits(WEIGHT_BYTES))
     (product,) = (node for node in graph.nodes if node.target is aten.mm.default)
     assert product.args[1].name == "memory_a"
 
@@ -170,7 +170,7 @@ def test_what_is_used_in_a_narrower_dtype_is_cast_where_it_is() -> None:
 
 
 def test_the_calls_survive_dead_code_elimination() -> None:
-    graph = use_resident(chain("a", "a"), GroupLimits(WEIGHT_BYTES))
+    graph = use_unsharded_cache(chain("a", "a"), GroupLimits(WEIGHT_BYTES))
     before = order(graph)
     graph.eliminate_dead_code()
     assert order(graph) == before
