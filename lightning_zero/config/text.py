@@ -13,9 +13,12 @@ C = TypeVar("C", bound=type)
 WIDTH = 116
 
 
-def format_gib(nbytes: float) -> str:
-    """Return GiB with two decimals, without the unit."""
-    return f"{nbytes / 2**30:.2f}"
+def format_bytes(nbytes: float) -> str:
+    """Return a size with the largest of the units GiB, MiB and KiB of which it has at least one."""
+    for unit, size, decimals in (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.{decimals}f} {unit}"
+    return f"{nbytes:.0f} bytes"
 
 
 def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

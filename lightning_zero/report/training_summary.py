@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_zero.config.text import format_bytes
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge
 from lightning_zero.report.engine_report import FORWARD_BACKWARD, memory_by_role, replay_blockers
@@ -181,8 +182,8 @@ def _advice(numbers: TrainingNumbers, times: StepTimes) -> str:
     if numbers.not_captured.get(FORWARD_BACKWARD):
         return "Try to remove the reason against CUDA graphs: they save the launch time of each kernel."
     if memory is not None and memory.taken < LITTLE_MEMORY * memory.total:
-        free = (memory.total - memory.taken) / 2**30
-        return f"Try a larger batch: {free:.1f} GiB of the device's memory stay free."
+        free = format_bytes(memory.total - memory.taken)
+        return f"Try a larger batch: {free} of the device's memory stay free."
     if numbers.dtype == "float32":
         return 'Compute takes most of the time: try precision="bf16-mixed" if the device has fast bfloat16 products.'
     return "Compute takes most of the time, so that a smaller model or faster products are what can shorten the step."

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.options import Tuning
+from lightning_zero.config.text import format_bytes
 from lightning_zero.memory_planner.choices import (
     BUDGETS,
     Variant,
@@ -85,7 +86,7 @@ def test_buffers_are_as_large_as_the_limit_allows_and_a_pass_makes_use_of(limit:
     assert line.seconds == pytest.approx((10 - hidden) * GIB / 50e9)
     if ring is not None:
         assert plan.peak == (50 + ring) * GIB
-        assert line.choice == f"optimizer state, {ring:.2f} GiB of buffers"
+        assert line.choice == f"optimizer state, {format_bytes(ring * GIB)} of buffers"
         assert plan.options() == {"offload": ("optimizer",), "tuning": Tuning(offload_buffer_mb=ring * 1024)}
 
 

@@ -90,7 +90,7 @@ def test_a_training_without_a_measured_step_says_so() -> None:
     ("numbers", "expected"),
     [
         (ON_GPU, "a larger batch, longer sequences"),
-        (replace(ON_GPU, exposed_estimated_s=0.0), "Try a larger batch: 93.0 GiB"),
+        (replace(ON_GPU, exposed_estimated_s=0.0), "Try a larger batch: 93.00 GiB"),
         (replace(ON_GPU, exposed_estimated_s=0.0, not_captured={"forward_backward": "hooks"}), "against CUDA graphs"),
         (replace(ON_CPU, times=StepTimes({**TIMES.parts, "between": 0.2}, 5, 0.1, 0.2, 1)), "num_workers"),
         (
