@@ -64,8 +64,8 @@ def replace_atomically(work: Path, path: Path) -> None:
             raise
         raise CheckpointError(
             f"{path.parent} cannot rename {work.name} to {path.name} ({error.strerror}): one of them is on another "
-            "file system, or in another layer of a union file system (overlayfs, mergerfs). Save to a folder on one file "
-            "system, such as a local disk or a volume that is mounted into the container."
+            "file system, or in another layer of a union file system (overlayfs, mergerfs). Save to a folder on one "
+            "file system, such as a local disk or a volume that is mounted into the container."
         ) from error
 
 
