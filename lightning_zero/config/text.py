@@ -11,14 +11,23 @@ from lightning_zero.config.schema import option_fields
 
 C = TypeVar("C", bound=type)
 WIDTH = 116
+BYTE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
-def format_bytes(nbytes: float) -> str:
-    """Return a size with the largest of the units GiB, MiB and KiB of which it has at least one."""
-    for unit, size, decimals in (("GiB", 2**30, 2), ("MiB", 2**20, 1), ("KiB", 2**10, 1)):
-        if abs(nbytes) >= size:
-            return f"{nbytes / size:.{decimals}f} {unit}"
-    return f"{nbytes:.0f} bytes"
+def byte_unit(nbytes: float) -> tuple[str, int]:
+    """Return the name and the bytes of the largest unit of which a size has at least one."""
+    return next(((unit, size) for unit, size in BYTE_UNITS if abs(nbytes) >= size), ("bytes", 1))
+
+
+def format_bytes(nbytes: float, largest: float | None = None) -> str:
+    """Return a size with its unit: GiB, MiB, KiB or bytes.
+
+    Args:
+        largest: The largest size of a table, whose unit all sizes of the table get.
+    """
+    unit, size = byte_unit(nbytes if largest is None else largest)
+    decimals = {"GiB": 2, "bytes": 0}.get(unit, 1)
+    return f"{nbytes / size:.{decimals}f} {unit}"
 
 
 def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -300,3 +300,4 @@ def test_on_hosts_of_one_rank_weights_stay_where_they_lie() -> None:
 )  # fmt: skip
 def test_sizes_have_the_largest_unit_that_they_fill(nbytes: float, text: str) -> None:
     assert format_bytes(nbytes) == text
+    assert format_bytes(2**19, largest=2**30) == "0.00 GiB"
