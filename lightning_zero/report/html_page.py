@@ -212,16 +212,10 @@ def _over_step(numbers: TrainingNumbers) -> str:
     if not found:
         return ""
     largest, first = max(size for _, size in found), found[0][1]
-    rows = [
-        (
-            name,
-            size / largest,
-            _number(size, largest),
-            f"{'+' * (size >= first)}{_number(size - first, largest)}",
-            MEASURED,
-        )
-        for name, size in found
-    ]
+    rows = []
+    for name, size in found:
+        change = f"{'+' * (size >= first)}{_number(size - first, largest)}"
+        rows.append((name, size / largest, _number(size, largest), change, MEASURED))
     whose = "Tensors on the device" if numbers.device_memory is not None else "The whole process (RSS)"
     heads = ("Moment", byte_unit(largest)[0], "Change", "Source")
     table = _bars(f"{whose}; changes are from the first row", heads, rows, len(COLOURS) - 1, same=True)

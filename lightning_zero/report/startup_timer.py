@@ -32,7 +32,7 @@ def _compilation_seconds() -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Mark:
-    """A moment, and the seconds of compilation until then; those of joint graphs are a part of the backend's."""
+    """A moment, and the seconds of compilation until then. ``joint_s`` is a part of ``backend_s``."""
 
     at_s: float
     dynamo_s: float = 0.0
@@ -104,7 +104,7 @@ class StartupTimer:
         return self._lines(done)
 
     def pause(self) -> None:
-        """Call when a batch has ended: time until the next batch or :meth:`ends` may not belong to the training."""
+        """Call when a batch has ended. Time until :meth:`ends` does not count if no batch follows."""
         if not self._over and self._batches:
             self._paused = self._mark()
 

@@ -323,7 +323,7 @@ def test_what_is_decided_later_stays_and_is_not_spoken_of() -> None:
 def test_it_prints_and_says_what_to_do_where_nothing_fits() -> None:
     plan = choose_plan(replace(FACTS, limit=5 * GIB), Constraints(offload=("optimizer",)))
     assert plan.missing > 0
-    assert f"{plan.missing / GIB:.2f} more than the 5.00 allowed" in str(plan)
+    assert f"and the limit is 5.00 GiB. The limit is exceeded by {format_bytes(plan.missing)}." in str(plan)
     assert "at their smallest" in plan.advice()
     assert plan.options() == {"activation_memory_budget": 0.2, "offload": ("optimizer",)}
     by_hand = choose_plan(replace(FACTS, limit=5 * GIB), Constraints(False, False, None))
