@@ -1,5 +1,6 @@
 """Decisions about memory, from the first step to the last check, on a simulated device."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
