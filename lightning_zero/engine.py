@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.manager import CheckpointManager
+from lightning_zero.compat.grouped_products import cast_grouped_products
 from lightning_zero.compile.cuda_graphs import CUDAGraphManager
 from lightning_zero.compile.events import GraphObserver
 from lightning_zero.compile.session import CompiledStepHooks, CompileSession
@@ -188,6 +189,8 @@ class Engine(PickledAsNone):
             )
         self.sharder.finish(module)
         self.module = module
+        if self.config.compute_dtype is torch.bfloat16:
+            cast_grouped_products()
         self.buffers.watch(module)
         module.__dict__[_ATTRIBUTE] = self
         self.checkpoints.hooks.install(module)

@@ -38,6 +38,7 @@ from lightning_zero.compile.fx_utils import (
     weight_nodes,
 )
 from lightning_zero.compile.partitioner.residual_sums import save_residual_sums
+from lightning_zero.compile.passes.prepare import cast_before_views
 from lightning_zero.compile.passes.saved_weights import NOTHING_SAVED, SavedLimits, backward_nodes, choose_saved
 from lightning_zero.config import RecomputePolicy
 from lightning_zero.profiling.graph_tensors import is_view, nbytes
@@ -127,7 +128,7 @@ def _module_path(node: Node) -> str:
 
 def tag_gathers(graph: Graph, keep: SavedLimits = NOTHING_SAVED) -> Graph:
     """Tag weights in a joint graph as recomputed in place, except those within the limits ``keep``."""
-    tagged = weight_nodes(graph)
+    tagged = weight_nodes(cast_before_views(graph))
     if not tagged:
         return graph
     kept = set(choose_saved(graph, keep))

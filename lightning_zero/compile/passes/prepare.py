@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -133,9 +134,8 @@ def fuse_casts(graph: Graph) -> Graph:
     Under autocast this halves the transfer. The executor has low-precision shards ready, written once per step. A
     weight used in both dtypes (an embedding tied to the head) is gathered in both.
     """
-    casts, wide = NodeReplacer(graph), gathers(graph)
+    casts, wide = NodeReplacer(graph), gathers(cast_before_views(graph))
     for node in wide:
-        _cast_before_permuting(graph, node)
         shard, shape, own, *resident = node.args
         assert isinstance(own, torch.dtype)
         narrow: dict[torch.dtype, Node] = {}
@@ -156,17 +156,41 @@ def fuse_casts(graph: Graph) -> Graph:
     return graph
 
 
-def _cast_before_permuting(graph: Graph, gather: Node) -> None:
-    """Replace ``cast(permute(gather))`` of a ``channels_last`` weight by ``permute(cast(gather))``."""
-    for permute in [user for user in gather.users if user.target is torch.ops.aten.permute.default]:
-        for cast in [user for user in permute.users if cast_dtype(user) is not None]:
+def cast_before_views(graph: Graph) -> Graph:
+    """Replace narrowing ``cast(view(gather))`` by ``view(cast(gather))``, in place.
+
+    Weights in ``channels_last`` and transposed weights of experts are viewed before autocast casts them. Views of views
+    count, too.
+    """
+    for gather in gathers(graph):
+        for cast, views in list(_casts_of_views(gather)):
             with graph.inserting_before(cast):
-                stored = graph.call_function(cast.target, (gather, *cast.args[1:]), cast.kwargs)  # type: ignore[arg-type]
-                whole = graph.call_function(permute.target, (stored, *permute.args[1:]))  # type: ignore[arg-type]
-            stored.meta.update(cast.meta)
-            stored.meta["val"] = gather.meta["val"].new_empty(gather.meta["val"].shape, dtype=cast_dtype(cast))
-            whole.meta.update(cast.meta)
-            cast.replace_all_uses_with(whole)
+                narrow = graph.call_function(cast.target, (gather, *cast.args[1:]), cast.kwargs)  # type: ignore[arg-type]
+                narrow.meta.update(cast.meta)
+                narrow.meta["val"] = gather.meta["val"].to(cast_dtype(cast))
+                for view in views:
+                    source = narrow
+                    narrow = graph.call_function(view.target, (source, *view.args[1:]), view.kwargs)  # type: ignore[arg-type]
+                    narrow.meta.update(view.meta)
+                    narrow.meta["val"] = view.target(source.meta["val"], *view.args[1:], **view.kwargs)  # type: ignore[operator]
+            cast.replace_all_uses_with(narrow)
             graph.erase_node(cast)
-        if not permute.users:
-            graph.erase_node(permute)
+            for view in reversed(views):
+                if not view.users:
+                    graph.erase_node(view)
+    return graph
+
+
+def _casts_of_views(gather: Node) -> Iterator[tuple[Node, tuple[Node, ...]]]:
+    """Yield narrowing casts of views of a gather, with the views in order."""
+    own: torch.dtype = gather.meta["val"].dtype
+    pending: list[tuple[Node, tuple[Node, ...]]] = [(gather, ())]
+    while pending:
+        source, views = pending.pop()
+        for user in source.users:
+            dtype = cast_dtype(user)
+            if dtype is not None:
+                if views and dtype.is_floating_point and dtype.itemsize < own.itemsize:
+                    yield user, views
+            elif is_view_or_cast(user) and user.target is not operator.getitem and user.all_input_nodes == [source]:
+                pending.append((user, (*views, user)))

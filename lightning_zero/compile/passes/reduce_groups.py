@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from lightning_zero.compat.grouped_products import grouped_mm
 from lightning_zero.compile.fx_utils import (
     cast_dtype,
     is_view_or_cast,
@@ -119,7 +120,15 @@ def _release(graph: Graph, grads: list[Node], shards: list[Node]) -> None:
     graph.call_function(ops("reduce_release"), (grads, shards)).meta["val"] = None
 
 
-_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    grouped_mm,
+}
+
+
+_PERMUTATIONS = {torch.ops.aten.permute.default, torch.ops.aten.transpose.int, torch.ops.aten.t.default}
 
 
 def _is_product(node: Node) -> bool:
@@ -135,22 +144,25 @@ def _bytes(node: Node) -> int:
 
 
 def _skip_widening(node: Node) -> None:
-    grad = node.args[0]
-    assert isinstance(grad, Node)
-    # A channels_last gradient is permuted after the cast.
-    permute = grad if grad.target is torch.ops.aten.permute.default else None
-    cast = grad if permute is None else permute.args[0]
+    """Reduce ``view(grad)`` instead of ``view(cast(grad))``, if the cast only widens."""
+    cast, views = node.args[0], list[Node]()
     assert isinstance(cast, Node)
+    # Gradients of channels_last weights and of transposed weights are viewed after the cast.
+    while cast.target in _PERMUTATIONS:
+        views.insert(0, cast)
+        [cast] = cast.all_input_nodes
     dtype = cast_dtype(cast)
     source = cast.args[0] if dtype is not None else None
     if not isinstance(source, Node) or source.meta["val"].dtype.itemsize >= dtype.itemsize:  # type: ignore[union-attr]
         return
-    if permute is not None:
+    grad = source
+    for view in views:
         with node.graph.inserting_before(node):
-            grad = node.graph.call_function(permute.target, (source, *permute.args[1:]))  # type: ignore[arg-type]
-        grad.meta.update(permute.meta)
-        grad.meta["val"] = permute.meta["val"].new_empty(permute.meta["val"].shape, dtype=source.meta["val"].dtype)
-    node.args = (source if permute is None else grad, *node.args[1:])
-    for left in (permute, cast):
-        if left is not None and not left.users:
+            moved = node.graph.call_function(view.target, (grad, *view.args[1:]))  # type: ignore[arg-type]
+        moved.meta.update(view.meta)
+        moved.meta["val"] = view.target(grad.meta["val"], *view.args[1:])  # type: ignore[operator]
+        grad = moved
+    node.args = (grad, *node.args[1:])
+    for left in (*reversed(views), cast):
+        if not left.users:
             node.graph.erase_node(left)

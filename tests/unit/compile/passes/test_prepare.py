@@ -4,7 +4,13 @@ import torch
 from torch.fx import Graph
 
 from lightning_zero.compile.fx_utils import REDUCE, gathers, ops
-from lightning_zero.compile.passes.prepare import fuse_casts, merge_reduces, share_gathers, sink_gathers
+from lightning_zero.compile.passes.prepare import (
+    cast_before_views,
+    fuse_casts,
+    merge_reduces,
+    share_gathers,
+    sink_gathers,
+)
 from lightning_zero.compile.passes.reduce_groups import enqueue_gradients, group_reduces
 from tests.unit.compile.graphs import Builder, order
 
@@ -215,14 +221,33 @@ def test_a_permuted_weight_is_gathered_in_the_dtype_it_is_used_in() -> None:
     assert low.meta["val"].stride() == cast.meta["val"].stride() == weight.meta["val"].stride()
 
 
+def test_a_transposed_weight_is_kept_for_backward_in_the_dtype_it_is_used_in() -> None:
+    b = Builder()
+    turned = b.call(aten.transpose.int, b.gather(b.shard("w"), 3, 8, 4), -2, -1)
+    part = b.call(aten.select.int, turned, 0, 1)
+    used = b.call(aten.sin.default, b.call(aten._to_copy.default, part, dtype=BF16))
+    graph = cast_before_views(b.done(used))
+    graph.lint()
+    assert order(graph) == "gather(w) _to_copy transpose select sin"
+    assert used.args[0].meta["val"].stride() == (1, 4)
+    assert used.args[0].meta["val"].dtype is BF16
+
+
+def test_a_view_that_is_widened_stays() -> None:
+    b = Builder()
+    turned = b.call(aten.transpose.int, b.gather(b.shard("w"), 8, 4), -2, -1)
+    graph = cast_before_views(b.done(b.call(aten._to_copy.default, turned, dtype=torch.float64)))
+    assert order(graph) == "gather(w) transpose _to_copy"
+
+
 def test_its_gradient_is_handed_over_in_the_dtype_it_was_computed_in() -> None:
     b = Builder()
     grad = b.input("grad", 8, 4, 3, 3, dtype=BF16)
     wide = b.call(aten._to_copy.default, grad, dtype=torch.float32)
-    stored = b.call(aten.permute.default, wide, [0, 2, 3, 1])
+    stored = b.call(aten.transpose.int, b.call(aten.permute.default, wide, [0, 2, 3, 1]), 1, 2)
     graph = enqueue_gradients(b.done(b.reduce(stored, b.shard("w"))))
     graph.lint()
-    assert order(graph) == "permute reduce_add(w)"
+    assert order(graph) == "permute transpose reduce_add(w)"
     (node,) = graph.find_nodes(op="call_function", target=torch.ops.lightning_zero.reduce_add.default)
-    assert node.args[0].args[0] is grad
+    assert node.args[0].args[0].args[0] is grad
     assert node.args[0].meta["val"].dtype is BF16
