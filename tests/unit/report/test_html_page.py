@@ -11,7 +11,7 @@ from lightning_zero.report.html_page import COLOURS, PATTERNS, Details, draw_pag
 from lightning_zero.report.step_recorder import StepTimes
 from lightning_zero.report.training_summary import ROLE_NAMES, TrainingNumbers, summary_sentences
 from tests.helpers.browser import look_at
-from tests.helpers.report_numbers import GIB, ON_CPU, ON_GPU, TIMES
+from tests.helpers.report_numbers import ON_CPU, ON_GPU, TIMES
 
 LONG = tuple(f"model.language_model.layers.{n}.self_attention.query_key_value.weight" for n in range(4))
 FORWARD = GraphPlan(
@@ -117,12 +117,11 @@ def test_waits_are_estimated_unknown_or_none() -> None:
 
 
 def test_small_sizes_are_in_mib_in_the_whole_table() -> None:
-    small = replace(ON_CPU, on_device={"master_shard": 40 * GIB // 1024, "gradient": 20 * GIB // 1024, "buffer": 512})
-    page = draw_page(small, DETAILS)
+    page = draw_page(ON_CPU, DETAILS)
     table = page[page.index("Memory by role") :]
-    assert re.findall('class="number">([^<]*)<', table[: table.index("</table>")])[:5:2] == ["MiB", "40.0", "20.0"]
-    assert "60.0 MiB <small>" in page
-    assert "<span>0 MiB</span><span>60.0 MiB</span>" in page
+    assert re.findall('class="number">([^<]*)<', table[: table.index("</table>")])[:5:2] == ["MiB", "3.0", "1.0"]
+    assert "4.0 MiB <small>" in page
+    assert "<span>0 MiB</span><span>4.0 MiB</span>" in page
 
 
 @pytest.mark.exhaustive
