@@ -13,7 +13,10 @@ namespace lightning_zero {
 std::string WeightCapture::disabled_reason() const {
   if (weights_.resident().has_pending())
     return "gathers of resident weights have not completed";
-  if (weights_.user_writes().watched() > 0)
+  // Edits of held weights reach the shards before each replay. Ranks that copy without an epoch lock must
+  // have published alike, and they may hold weights for different times.
+  const auto& access = weights_.access();
+  if (weights_.watched() > 0 && access.is_shared() && !access.uses_epoch_lock())
     return "eager code holds weights";
   return {};
 }

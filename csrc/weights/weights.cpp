@@ -18,7 +18,8 @@ Weights::Weights(Context& context, Transports& transports, Communicators& comms)
       user_writes_(context, access_, gatherer_, resident_) {}
 
 void Weights::sync_edits_if_any() {
-  if (user_writes_.watched() > 0)
+  // A capture would repeat the copies; before_replay() makes them.
+  if (user_writes_.watched() > 0 && !compute_shards_.recording)
     user_writes_.sync(/*forget=*/false);
 }
 
@@ -27,11 +28,14 @@ void Weights::sync_edits_if_any() {
 at::Tensor Weights::gather(int64_t index, at::IntArrayRef shape, at::ScalarType dtype, bool tracked) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
-  user_writes_.sync(/*forget=*/false);
+  const bool recording = compute_shards_.recording;
+  if (!recording)
+    user_writes_.sync(/*forget=*/false);
   // A weight that is read while eager code still holds it has the same memory, as in a plain module. With two
   // copies, the unmodified one would undo writes to the other. It is gathered anyway, because ranks may hold
   // weights for different times.
-  auto* tracked_weight = tracked ? user_writes_.find_tracked(index, dtype) : nullptr;
+  // A replay would write into memory that is freed by then.
+  auto* tracked_weight = tracked && !recording ? user_writes_.find_tracked(index, dtype) : nullptr;
   auto flat = tracked_weight != nullptr ? tracked_weight->flat : at::Tensor();
   {
     // The values are the same, so autograd must not count this as a write to the tensor.
@@ -151,8 +155,13 @@ void Weights::refresh_compute_shards() {
 
 bool Weights::sync_compute_shards(bool ahead) {
   Lock lock(context_.mutex);
-  if (ahead && !(access_.is_shared() && (access_.uses_epoch_lock() || context_.exchanges_weights())))
+  if (ahead && !(access_.is_shared() && (access_.uses_epoch_lock() || context_.exchanges_weights()))) {
+    if (!access_.is_shared() && !context_.exchanges_weights()) {
+      sync_edits_if_any();
+      access_.publish(/*all=*/false);  // a capture must find no stale compute shards
+    }
     return false;
+  }
   sync_edits_if_any();
   prefetcher_.drop();
   if (ahead)

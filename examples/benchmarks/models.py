@@ -117,6 +117,7 @@ def mixtral() -> nn.Module:
         num_local_experts=8,
         vocab_size=32000,
         use_cache=False,
+        **({"experts_implementation": ARGS.experts} if ARGS.experts else {}),
     )
     return MixtralForCausalLM(config)
 
@@ -327,6 +328,7 @@ if __name__ == "__main__":
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("--cache", action="store_true", help="gpt2: keys and values are kept, transformers' default")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
+    parser.add_argument("--experts", help="mixtral: eager, batched_mm or grouped_mm; transformers' default without it")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--length", type=int)
     parser.add_argument("--lengths", help="tokens of batches, in turn, with commas")

@@ -1,4 +1,4 @@
-"""Make autocast cover products of groups of rows with one matrix each, as mixtures of experts use them.
+"""Make autocast cover grouped products: groups of rows times one matrix each, as for experts.
 
 Autocast casts the operands of ``mm`` and ``bmm``. torch 2.11 to 2.15 has no such rule for ``_grouped_mm``, which is
 ``torch.nn.functional.grouped_mm``. Experts with float32 weights then compute in float32. They cannot be compiled: the
@@ -28,9 +28,9 @@ _TRANSFORMERS = "transformers.integrations.moe"
 
 
 def cast_grouped_products() -> None:
-    """Register the rules in this process, once; they hold under ``torch.autocast(dtype=torch.bfloat16)`` alone.
+    """Register the rules in this process, once.
 
-    Code of other libraries that was imported since the last call gets them, too.
+    They hold under ``torch.autocast(dtype=torch.bfloat16)``. Code of other libraries that was imported since the last call gets them, too.
     """
     _cast_in("aten", "_grouped_mm", _grouped_mm)
     if _TRANSFORMERS in sys.modules and hasattr(torch.ops.transformers, "grouped_mm_fallback"):

@@ -97,6 +97,11 @@ def _compiled(engine: Engine) -> str:
     eager = [f"{name or 'the whole module'!r} runs eagerly: {why}" for name, why in reasons.items()]
     others = [f"{len(eager) - MOST_NAMES} more run eagerly"] if len(eager) > MOST_NAMES else []
     shown = f"compiled: {', '.join(names[:MOST_NAMES]) or 'nothing yet'}{more}"
+    if names and compiled.call_info.called and not engine.session.progress.compiled:
+        shown = (
+            f"nothing compiled, because torch found no graph in {', '.join(names[:MOST_NAMES])}{more} (it skips a "
+            "method whose loop breaks a graph; TORCH_LOGS=graph_breaks names the line)"
+        )
     return "; ".join([shown, *eager[:MOST_NAMES], *others])
 
 

@@ -19,6 +19,7 @@ from torch import DisableTorchFunction, DisableTorchFunctionSubclass, Tensor, nn
 from lightning_zero.compat.lookup import Absent
 from lightning_zero.compat.modules import skip_code
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.adapted_parameters import DELTAS, adapted_property
 from lightning_zero.sharding.layout import inverse
 from lightning_zero.sharding.weight_reader import WeightReader
 
@@ -76,7 +77,8 @@ def _weight_property(name: str) -> property:
 # From code that Dynamo cannot trace (recurrent modules, loops with a graph break) it would compile each read as a graph
 # that saves the full weight for backward. All properties share one code object, which is skipped here.
 if not isinstance(skip_code, Absent):  # without Dynamo's skip_code, nothing is compiled
-    skip_code(cast(types.FunctionType, _weight_property("").fget).__code__)
+    for _property in (_weight_property(""), adapted_property(_weight_property(""), "")):
+        skip_code(cast(types.FunctionType, _property.fget).__code__)
 
 
 @torch.compiler.disable
@@ -125,7 +127,7 @@ class ClassCache:
     """Create and cache the subclasses of one engine."""
 
     def __init__(self) -> None:
-        self._classes: dict[tuple[type, tuple[str, ...]], type] = {}
+        self._classes: dict[tuple[type, tuple[str, ...], tuple[str, ...]], type] = {}
         self.reader = WeightReader()
         self._deepcopy: Callable[..., Any] = raise_copy_unsupported
         self._reduce: Callable[..., Any] = raise_copy_unsupported
@@ -158,9 +160,9 @@ class ClassCache:
         """Give ``module`` the subclass whose properties read ``names``."""
         self.check(module)
         original = getattr(type(module), "_zero_original_class", type(module))
-        key = (original, names)
+        key = (original, names, tuple(sorted(module.__dict__.get(DELTAS, ()))))
         if key not in self._classes:
-            self._classes[key] = _subclass(original, names, self)
+            self._classes[key] = _subclass(*key, self)
         try:
             module.__class__ = self._classes[key]
         except TypeError as error:
@@ -178,13 +180,14 @@ class ClassCache:
     @staticmethod
     def restore(module: nn.Module) -> None:
         """Restore the module's own class, and delete the attributes of the subclass."""
-        for attribute in (SHAPES, ORDERS, UNSHARDED_CACHE):
+        for attribute in (SHAPES, ORDERS, UNSHARDED_CACHE, DELTAS):
             module.__dict__.pop(attribute, None)
         module.__class__ = getattr(type(module), "_zero_original_class", type(module))
 
 
-def _subclass(original: type, names: tuple[str, ...], cache: ClassCache) -> type:
+def _subclass(original: type, names: tuple[str, ...], adapted: tuple[str, ...], cache: ClassCache) -> type:
     members: dict[str, Any] = {name: _weight_property(name) for name in names}
+    members.update({name: adapted_property(members[name], name) for name in adapted if name in members})
     if issubclass(original, nn.RNNBase):
         members["_flat_weights"] = property(_flat_weights, _ignore_flat_weights)
     members.update(

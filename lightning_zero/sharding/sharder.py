@@ -23,6 +23,7 @@ from lightning_zero.errors import RankMismatchError, UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import SequenceId
+from lightning_zero.sharding.adapted_parameters import mark_adapted_parameters
 from lightning_zero.sharding.aliases import Aliases, check_shared_memory
 from lightning_zero.sharding.flat_memory import HostMasterPolicy, ShardMemory
 from lightning_zero.sharding.layout import ShardLayout, as_real, is_strided, memory_order
@@ -234,6 +235,9 @@ class Sharder:
         module.__dict__.setdefault(SHAPES, {})[key] = tuple(record.layout.shape)
         if record.layout.order is not None:
             module.__dict__.setdefault(ORDERS, {})[key] = record.layout.order
+        self._install_class(module)
+
+    def _install_class(self, module: nn.Module) -> None:
         self.classes.install_class(module, tuple(sorted(module.__dict__[SHAPES])))
 
     def _shard_parameter(self, name: str, param: nn.Parameter) -> ShardedParameter:
@@ -305,6 +309,9 @@ class Sharder:
             self.shard_module(module, name)
             self._move_buffers(module, name)
         self._materializer.forget()
+        for module in mark_adapted_parameters(root):
+            if is_sharded(module):
+                self._install_class(module)
         inside = set(map(id, root.modules()))
         for record in self.records:
             if record.copied:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.helpers.models import Case
 
-__all__ = ["BrokenInTwo", "FrozenEncoder", "OtherHeads", "Parts", "TiedParts", "WithTeacher"]
+__all__ = ["BrokenInTwo", "FrozenEncoder", "HoldsWeight", "OtherHeads", "Parts", "TiedParts", "WithTeacher"]
 
 WIDTH = 32
 
@@ -76,6 +76,18 @@ class WithTeacher(Parts):
             wanted = self.teacher(x)
         found = super().encode(x)
         return found + 0.1 * (found - wanted).square()
+
+
+class HoldsWeight(Parts):
+    """Eager code has a weight while the encoder is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def encode(self, x: Tensor) -> Tensor:
+        gain = self.gain
+        return gain * super().encode(x)
 
 
 class OtherHeads(Parts):

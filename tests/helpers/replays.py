@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.native.watchdog import SequenceId
 from tests.helpers.checkpointed import NonReentrant, Reentrant
-from tests.helpers.in_parts import BrokenInTwo, FrozenEncoder, OtherHeads, Parts, TiedParts, WithTeacher
+from tests.helpers.in_parts import BrokenInTwo, FrozenEncoder, HoldsWeight, OtherHeads, Parts, TiedParts, WithTeacher
 from tests.helpers.models import Case, OneBlock, TinyTransformer, build, made_one_mlp, make_batches
 from tests.helpers.oracle import Reference
 from tests.helpers.sharded import adamw, engine_for, train_sharded
@@ -189,6 +189,7 @@ WAYS = {
     "a frozen encoder": Way(FrozenEncoder, replays=36),
     "a teacher": Way(WithTeacher, replays=70),
     "heads in turn": Way(OtherHeads, replays=30),
+    "a weight held by eager code": Way(HoldsWeight, engine=BY_COLLECTIVE["weights and gradients"], replays=60),
     "a graph that is broken in two": Way(BrokenInTwo, replays=30),
     "sizes in turn": Way(samples=lambda index: 6 * (1 + index % 3), replays=16),
     "the device is waited for": Way(ReadsTheDevice, replays=0, emulated=False),

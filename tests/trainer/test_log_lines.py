@@ -162,3 +162,26 @@ class Alone(Parts):
 def test_it_says_what_runs_eagerly_and_why(ranks: Ranks) -> None:
     [line] = ranks.run(2, _lines, Alone, "Runs")[0]
     assert "compiled: nothing yet; 'net' runs eagerly: it is called inside torch.func" in line
+
+
+class _Loop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(INPUTS, INPUTS), nn.Linear(INPUTS, OUTPUTS)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            if x.sum() < 1e9:
+                x = layer(x)
+        return x
+
+
+class Loop(Parts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = _Loop()
+
+
+def test_it_says_that_nothing_could_be_compiled(ranks: Ranks) -> None:
+    [line] = ranks.run(2, _lines, Loop, "Runs")[0]
+    assert "; nothing compiled, because torch found no graph in 'net' (it skips a method whose loop" in line

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.compat.tensors import graph_task_id, retains_graph
 from lightning_zero.compile.cuda_graphs.captured_call import (
@@ -267,7 +267,9 @@ WARMUP_RUNS = 3  # runs with backward before a capture: compile kernels and sett
 MAX_CAPTURE_WAITS = 50  # runs without a possible capture before giving up
 MIN_REPLAYS = 20  # replays that make up for the cost of a capture
 MAX_FAILED_CAPTURES = 3  # captures in a row with too few replays before giving up
-MAX_PENDING_CALLS = 8  # calls before the backward of the first one
+# Calls before the backward of the first one. If graphs break in each layer, all layers call one graph; 128 is above the
+# layers of common models. A call needs the memory of its activations, captured or not.
+MAX_PENDING_CALLS = 128
 MAX_CAPTURED_SIZES = 16  # batch sizes captured at the same time
 
 
@@ -276,7 +278,7 @@ class CaptureKey:
     """Conditions of a capture.
 
     Attributes:
-        slot: index among calls with a pending backward; each has its own memory.
+        slot: index among calls with a pending backward, or with other weights; each has its own memory.
         first: True for the graph's first call since the optimizer stepped.
         accumulates: True if a backward has added gradients since then.
         deferred: whether its gradients are reduced later, and whether some wait for that.
@@ -303,9 +305,10 @@ class GraphDispatcher:
         self._replayed: dict[CaptureKey, int] = {}
         self._runs: dict[CaptureKey, int] = {}  # since the last invalidation
         self._segments: dict[int, int] = {}  # by slot: number of the gradients that its backward produces
-        self._pending_backwards: list[
-            weakref.ref[PendingBackward] | None
-        ] = []  # by slot; alive while the backward may still run
+        # By slot: alive while the backward may still run, and the id of a weight. Layers whose graphs break share this
+        # graph, and a step may skip one.
+        self._pending_backwards: list[weakref.ref[PendingBackward] | None] = []
+        self._weights: list[int] = []
         self._failures = self._waits = 0
         self._epoch = self._backwards = self._backwards_before = -1
         self._disabled = False
@@ -323,7 +326,7 @@ class GraphDispatcher:
         first, self._epoch = epoch != self._epoch, epoch
         self._backwards_before, self._backwards = self._backwards, backwards
         key = CaptureKey(
-            self._find_free_slot(),
+            self._find_free_slot(_first_weight(args)),
             first,
             manager.accumulates(epoch, backwards),
             (manager.executor.gradients.defers(), manager.executor.gradients.has_deferred()),
@@ -338,12 +341,18 @@ class GraphDispatcher:
         self._pending_backwards[key.slot] = captured.pending_backward
         return outputs
 
-    def _find_free_slot(self) -> int:
-        for slot, token in enumerate(self._pending_backwards):
-            if not _is_pending(token):
+    def _find_free_slot(self, weight: int) -> int:
+        """Return a slot without a pending backward: one of the same weight, a new one, or any."""
+        free = [slot for slot, token in enumerate(self._pending_backwards) if not _is_pending(token)]
+        for slot in free:
+            if self._weights[slot] == weight:
                 return slot
         if len(self._pending_backwards) < MAX_PENDING_CALLS:
             self._pending_backwards.append(None)
+            self._weights.append(weight)
+        elif free:
+            self._weights[free[0]] = weight
+            return free[0]
         return len(self._pending_backwards) - 1
 
     def _run(self, args: Sequence[Any], key: CaptureKey) -> Any:
@@ -413,6 +422,7 @@ class GraphDispatcher:
         if key not in self._runs or warm < WARMUP_RUNS or not manager.ready():
             return None
         segment = self._segments.get(key.slot, -1)
+        manager.executor.weights.sync_user_writes()  # also forgets weights that eager code has released
         if reason := manager.executor.graphs.disabled_reason(segment):
             self._waits += 1
             if self._waits >= MAX_CAPTURE_WAITS:
@@ -508,6 +518,11 @@ class GraphDispatcher:
         manager = self._cuda_graphs()
         if manager is not None:
             manager.report_unsupported(reason)
+
+
+def _first_weight(args: Iterable[object]) -> int:
+    """Return the id of the first parameter; 0 without one."""
+    return next((id(arg) for arg in args if type(arg) is not Tensor and isinstance(arg, nn.Parameter)), 0)
 
 
 def _is_pending(token: weakref.ref[PendingBackward] | None) -> bool:

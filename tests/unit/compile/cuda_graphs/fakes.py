@@ -22,6 +22,7 @@ class Books:
         self.steps = self.passes = 0
         self.reason = ""
         self.partial = False
+        self.synced = 0
         self.marks: list[int] = []  # number of gradients at each mark
 
     def shard_version(self) -> int:
@@ -42,6 +43,9 @@ class Books:
     def disabled_reason(self, segment: int = -1) -> str:
         self.asked = segment
         return self.reason
+
+    def sync_user_writes(self) -> None:
+        self.synced += 1
 
     def mark(self) -> bool:
         self.marks.append(self.passes)

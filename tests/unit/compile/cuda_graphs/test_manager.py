@@ -92,6 +92,27 @@ def test_two_calls_before_a_backward_have_captures_of_their_own() -> None:
     assert not training.said
 
 
+class LayersOfOneGraph(Training):
+    layers = [torch.nn.Parameter(torch.tensor(float(number))) for number in range(3)]
+
+    def static_tensors(self) -> list[torch.Tensor]:
+        return [*self.layers]
+
+
+def test_layers_that_share_a_graph_keep_their_captures_if_a_step_skips_one() -> None:
+    training = LayersOfOneGraph()
+    layers = training.layers
+    for step in range(WARMUP_RUNS + 6):
+        called = [layer for number, layer in enumerate(layers) if step < WARMUP_RUNS + 2 or number != step % 3]
+        losses = [training.call(layer, torch.ones(2))[0] for layer in called]
+        assert [loss.item() for loss in losses] == [2 * layer.item() ** 2 for layer in called]
+        training.backward(torch.stack(losses).sum())
+        training.books.steps += 1
+    assert {pair.job.inputs[0].item() for pair in training.made} == {0.0, 1.0, 2.0}
+    assert not any(pair.closed for pair in training.made)
+    assert not training.said
+
+
 def hold(training: Training, calls: int) -> list[torch.Tensor]:
     return [training.call(training.weight, torch.ones(2))[0] for _ in range(calls)]
 
@@ -383,6 +404,7 @@ def test_what_can_never_be_captured_is_said_after_a_while() -> None:
     for _ in range(WARMUP_RUNS + MAX_CAPTURE_WAITS + 1):
         training.step()
     assert len(training.said) == 1
+    assert training.books.synced == MAX_CAPTURE_WAITS, "weights that eager code has released count no more"
     assert "eager code holds weights" in training.said[0]
 
 
