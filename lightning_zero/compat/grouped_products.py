@@ -30,8 +30,7 @@ _TRANSFORMERS = "transformers.integrations.moe"
 def cast_grouped_products() -> None:
     """Register the rules in this process, once.
 
-    They hold under ``torch.autocast(dtype=torch.bfloat16)``. Code of other libraries that was imported since the last
-    call gets them, too.
+    They hold under ``torch.autocast(dtype=torch.bfloat16)``. A further call adds them to what was imported meanwhile.
     """
     _cast_in("aten", "_grouped_mm", _grouped_mm)
     if _TRANSFORMERS in sys.modules and hasattr(torch.ops.transformers, "grouped_mm_fallback"):

@@ -96,6 +96,9 @@ to_copy = private("torch.ops.aten._to_copy.default")
 # Tensor.view() in graphs, next to matrix products of more than two dimensions. (torch 2.11+)
 unsafe_view = private("torch.ops.aten._unsafe_view.default")
 
+# A product of fp8 matrices, each with a scale. (torch 2.11+)
+scaled_mm = private("torch.ops.aten._scaled_mm.default")
+
 # Ends a functional collective in a user's graph. (torch 2.11+)
 wait_tensor = private("torch.ops._c10d_functional.wait_tensor.default")
 

@@ -51,6 +51,7 @@ from lightning_zero.compile.capture.recompile_reason import find_recompile_reaso
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.events import OPTIMIZATION_COUNTS, CompileProgress, CompileTimer
 from lightning_zero.compile.fast_compile import speed_up_lowering
+from lightning_zero.compile.fp8 import convert_products
 from lightning_zero.compile.fx_utils import draws_random, graph_kind, output_node
 from lightning_zero.compile.graph_plan import PlanStore
 from lightning_zero.compile.layer_dedup import DedupFailed, LayerDedup, dedup_layers, joint_tracer
@@ -214,7 +215,9 @@ class Compiler:
             layers.expand(graph)
         self._listener.graph("joint", graph)
         graph, recompute = tag_gathers(graph, saved_limits(self.context(last))), self._config.recompute
-        return graph if recompute is None else tag_activations(graph, recompute)
+        if recompute is not None:
+            graph = tag_activations(graph, recompute)
+        return convert_products(graph, self._config)
 
     def _offload_limits(self) -> OffloadLimits | None:
         limits = offload_limits(self._context)
@@ -351,10 +354,14 @@ class Compiler:
                 self._rewrite(module.graph)
                 return _boxed(module)
 
+        def inference_compiler(module: GraphModule, inputs: Any) -> Any:
+            convert_products(module.graph, self._config)  # Inductor runs joint passes here, too
+            return compiler(module, inputs)
+
         compile_fx = aot_autograd(
             fw_compiler=compiler,
             bw_compiler=compiler,
-            inference_compiler=compiler,
+            inference_compiler=inference_compiler,
             partition_fn=partition,
             # Mutate buffers inside the graph, as Inductor does. Mutations after the graph would change buffers that a
             # checkpointed region saved, and torch would refuse the backward.

@@ -16,6 +16,9 @@ from lightning_zero.native.ops import OPS, Op, Role, find_op, graph_overloads
 
 GATHER = "gather"
 REDUCE = "reduce"
+# Key in the meta of a shard's graph input: kind of product -> "fp8", or why it stays in 16 bits. Inputs keep their meta
+# from the joint graph to forward and backward, and through Inductor's passes.
+LINEAR_PRODUCTS = "lightning_zero.linear_products"
 WEIGHT = "lightning_zero.weight"  # key in node.meta[CUSTOM], which tracing copies from graph to graph
 
 _aten = torch.ops.aten

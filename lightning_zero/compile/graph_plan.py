@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +68,28 @@ class Reduce:
     transfer_s: float = 0.0
 
 
+FP8 = "fp8"
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Dtypes of the products of one weight in a graph, with ``linear_dtype="fp8"``.
+
+    Attributes:
+        weight: parameter name.
+        products: pairs of a product, such as ``"forward"`` or ``"weight_gradient"``, and ``"fp8"`` or the reason why it
+            stays in 16 bits.
+    """
+
+    weight: str
+    products: tuple[tuple[str, str], ...]
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Return the reasons of products that are not in fp8, each once."""
+        return tuple(dict.fromkeys(reason for _, reason in self.products if reason != FP8))
+
+
 @dataclass(frozen=True)
 class GraphPlan:
     """The plan of one graph.
@@ -81,6 +103,7 @@ class GraphPlan:
         gathers: launches of all-gathers, in order.
         reduces: gradients, in order.
         compute_s: estimated seconds of compute.
+        linears: weights whose products may be in fp8.
     """
 
     kind: str
@@ -88,6 +111,7 @@ class GraphPlan:
     gathers: tuple[Gather, ...]
     reduces: tuple[Reduce, ...]
     compute_s: float = 0.0
+    linears: tuple[Linear, ...] = ()
 
     def collectives(self) -> tuple[str, ...]:
         """Return a line per collective in order, equal on all ranks."""
@@ -117,7 +141,11 @@ class GraphPlan:
             return tuple(kind(**{**entry, "weights": tuple(entry["weights"])}) for entry in entries)
 
         gathers, reduces = parse(Gather, data["gathers"]), parse(Reduce, data["reduces"])
-        return cls(data["kind"], data["nodes"], gathers, reduces, data.get("compute_s", 0.0))
+        linears = tuple(
+            Linear(entry["weight"], tuple((kind, dtype) for kind, dtype in entry["products"]))
+            for entry in data.get("linears", ())
+        )
+        return cls(data["kind"], data["nodes"], gathers, reduces, data.get("compute_s", 0.0), linears)
 
     def __str__(self) -> str:
         gathered, reduced = (sum(entry.bytes for entry in entries) for entries in (self.gathers, self.reduces))
@@ -134,7 +162,20 @@ class GraphPlan:
             )
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join([title, *lines])
+        return "\n".join([title, *lines, *_linear_lines(self.linears)])
+
+
+def _linear_lines(linears: Sequence[Linear]) -> list[str]:
+    """Return a line with the number of fp8 products, and a line for each reason of the others."""
+    if not linears:
+        return []
+    products = [dtype for linear in linears for _, dtype in linear.products]
+    by_reason: dict[str, list[str]] = {}
+    for linear in linears:
+        for reason in linear.reasons:
+            by_reason.setdefault(reason, []).append(linear.weight)
+    reasons = [f"  in 16 bits, {reason}: {_shorten(tuple(names))}" for reason, names in by_reason.items()]
+    return [f"fp8 products: {products.count(FP8)} of {len(products)}", *reasons]
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from lightning_zero.compile.consensus import RankConsensus
 from lightning_zero.compile.context import PassContext, small_weight_bytes
 from lightning_zero.compile.cuda_graphs import CUDAGraphManager
 from lightning_zero.compile.events import CompileProgress
+from lightning_zero.compile.fp8 import check_fp8_device
 from lightning_zero.compile.graph_plan import GraphPlan, PlanStore
 from lightning_zero.compile.passes import PassSpec, default_passes
 from lightning_zero.compile.passes.selection import PassSelection
@@ -116,11 +117,17 @@ class CompileSession:
     def begin(self, cuda_graphs: CUDAGraphManager) -> None:
         """Create the compiler, whose graphs are wrapped. Collective if the options need measured bandwidths."""
         self._cuda_graphs = cuda_graphs
+        self._check_device(self.config)
         self._new_compiler(self.config.compiled)
 
     def check(self, config: EngineConfig) -> None:
-        """Raise ``ValueError`` if a disabled pass is required with these options."""
+        """Raise ``ValueError`` if a disabled pass is required with these options, or another device."""
+        self._check_device(config)
         self._selection.check(default_passes(self._context(config.compiled)))
+
+    def _check_device(self, config: EngineConfig) -> None:
+        if config.linear_dtype == "fp8":
+            check_fp8_device(self._mesh.device)
 
     def configure(self, config: EngineConfig) -> None:
         """Set new options between steps; call :meth:`check` before.

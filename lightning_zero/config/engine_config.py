@@ -43,6 +43,11 @@ class CompileConfig:
     whole_graphs: bool = False
     offload_activations: bool = False
     offload_activations_mb: float | None = None
+    linear_dtype: str | None = None
+    fp8_products: tuple[str, ...] = Tuning.fp8_products
+    fp8_exclude: tuple[str, ...] = ()
+    fp8_min_gain: float = Tuning.fp8_min_gain
+    fp8_gradient_format: str = Tuning.fp8_gradient_format
 
     @classmethod
     def from_options(cls, chosen: Options) -> CompileConfig:
@@ -62,6 +67,11 @@ class CompileConfig:
             whole_graphs=tuning.compile_whole_graphs,
             offload_activations="activations" in chosen.offload,
             offload_activations_mb=tuning.offload_activations_mb,
+            linear_dtype=chosen.linear_dtype,
+            fp8_products=tuning.fp8_products,
+            fp8_exclude=tuning.fp8_exclude,
+            fp8_min_gain=tuning.fp8_min_gain,
+            fp8_gradient_format=tuning.fp8_gradient_format,
         )
 
     @property
@@ -109,6 +119,11 @@ class EngineConfig(Options):
                 f"offload={self.offload!r}: only compiled code offloads activations, and compile=False leaves none. "
                 "Leave compile at True, or 'activations' out; for eager code use "
                 "torch.autograd.graph.save_on_cpu(pin_memory=True)."
+            )
+        if self.linear_dtype == "fp8" and not self.compile:
+            raise UnsupportedError(
+                "linear_dtype='fp8' and compile=False: only compiled code has fp8 products. Leave compile at True, or "
+                "linear_dtype out."
             )
         if self.tuning.grad_aliasing:
             self._check_grad_aliasing()

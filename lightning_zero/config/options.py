@@ -14,14 +14,18 @@ from typing import ClassVar, Literal
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero.config.schema import (
+    FP8_PRODUCT_CHOICES,
     OnChange,
     check_count,
+    check_fp8_products,
     check_fraction,
     check_memory,
     check_mib,
     check_offload,
     check_options,
+    check_patterns,
     check_positive,
+    check_ratio,
     option,
     option_fields,
     options,
@@ -218,6 +222,34 @@ class Tuning:
         on_change=OnChange.RECOMPILE,
     )
 
+    fp8_products: tuple[Literal["forward", "input_gradient", "weight_gradient"], ...] = _compile(
+        "With ``linear_dtype='fp8'``, the products of each layer that may be in fp8. Default all three.",
+        default=FP8_PRODUCT_CHOICES,
+        check=check_fp8_products,
+        on_change=OnChange.RECOMPILE,
+        default_text="all three",
+    )
+    fp8_exclude: tuple[str, ...] = _compile(
+        "With ``linear_dtype='fp8'``, names of weights that stay in 16 bits, with ``*`` for any text, such as "
+        "``('*.router.weight',)``. Default ``()``.",
+        default=(),
+        check=check_patterns,
+        on_change=OnChange.RECOMPILE,
+    )
+    fp8_min_gain: float = _compile(
+        "With ``linear_dtype='fp8'``, a layer is in fp8 if that saves at least this many times the estimated time of "
+        "its casts. Default 1; 0 converts every product whose sizes fit.",
+        default=1.0,
+        check=check_ratio,
+        on_change=OnChange.RECOMPILE,
+    )
+    fp8_gradient_format: Literal["e5m2", "e4m3"] = _compile(
+        "With ``linear_dtype='fp8'``, the format of gradients of activations. ``'e5m2'`` has more range, ``'e4m3'`` "
+        "more precision. Default ``'e5m2'``.",
+        default="e5m2",
+        on_change=OnChange.RECOMPILE,
+    )
+
     report_stall_after_s: float = _debugging(
         "Seconds of waiting after which every rank prints which rank is missing, and where. The job ends after "
         "``timeout``. Default 30.",
@@ -247,6 +279,11 @@ class Tuning:
     )
 
     def __post_init__(self) -> None:
+        # Command lines and YAML give a list, Hydra a sequence of its own.
+        for name in ("fp8_products", "fp8_exclude"):
+            value = getattr(self, name)
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                object.__setattr__(self, name, tuple(value))
         check_options(self)
         if self.replicate_over == "hosts" and self.compute_shard_group == "all":
             raise ValueError(
@@ -334,6 +371,13 @@ class Options:
         "Save checkpoints concurrently with training. Ranks copy them to host memory during the next forward and "
         "backward, and other processes write them. Default False.",
         default=False,
+    )
+    linear_dtype: Literal["fp8"] | None = option(
+        "``'fp8'`` computes the products of weights and activations in 8-bit floating point, forward and backward, in "
+        "compiled code. Needs ``precision='bf16-mixed'`` or ``'bf16-true'``. Default None: as ``precision``.",
+        default=None,
+        on_change=OnChange.RECOMPILE,
+        default_text="as `precision`",
     )
     timeout: timedelta | None = option(
         "Time that a rank waits for the other ranks before the job ends. Default 30 minutes.",

@@ -167,6 +167,27 @@ def check_offload(value: Any) -> str | None:
     return f"a tuple of {join_with_or([repr(name) for name in OFFLOAD_CHOICES])}. Try ('optimizer',)."
 
 
+FP8_PRODUCT_CHOICES = ("forward", "input_gradient", "weight_gradient")
+
+
+def check_fp8_products(value: Any) -> str | None:
+    if isinstance(value, tuple) and value and all(name in FP8_PRODUCT_CHOICES for name in value):
+        return None
+    return f"a tuple of {join_with_or([repr(name) for name in FP8_PRODUCT_CHOICES])}. Try ('forward',)."
+
+
+def check_patterns(value: Any) -> str | None:
+    if isinstance(value, tuple) and all(isinstance(pattern, str) and pattern for pattern in value):
+        return None
+    return "a tuple of names, in which * stands for any text. Try ('*.router.weight',)."
+
+
+def check_ratio(value: Any) -> str | None:
+    if _is_number(value) and 0 <= value < math.inf:
+        return None
+    return "a number, 0 or more. Try 1."
+
+
 def _choices(hint: Any) -> tuple[Any, ...]:
     """Return all values of a type of bools, literals and None; an empty tuple for other types."""
     if hint is bool:

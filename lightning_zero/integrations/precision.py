@@ -34,6 +34,16 @@ def true_dtype(precision: str) -> torch.dtype | None:
 
 
 def with_precision(precision: str, config: EngineConfig) -> EngineConfig:
+    """Return the configuration with the dtypes of a precision.
+
+    Raises:
+        MisconfigurationException: ``linear_dtype="fp8"``, and the precision computes in 32 or 64 bits.
+    """
+    if config.linear_dtype == "fp8" and precision in ("32-true", "64-true"):
+        raise MisconfigurationException(
+            f"linear_dtype='fp8' and precision={precision!r} contradict each other: fp8 products take and return "
+            "16-bit numbers. Pass precision='bf16-mixed', or leave linear_dtype out."
+        )
     if precision == "16-mixed":
         return replace(config, compute_dtype=torch.float16)
     if precision == "bf16-mixed":

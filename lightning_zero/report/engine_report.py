@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from lightning_zero.compat.tensors import tree_leaves
+from lightning_zero.compile.graph_plan import FP8
 from lightning_zero.config.text import format_bytes
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.device_gauges import MemoryGauge
@@ -71,7 +73,7 @@ def startup_summary(engine: Engine, optimizers: Sequence[torch.optim.Optimizer])
     """Return a line like ``Runs: ZeRO-3 on 2 CPU ranks; compiled: 'net'; ... 1.6 MiB on each rank.``."""
     blockers = replay_blockers(engine, optimizers)
     log.debug("Runs: details (transports=%s, blockers=%s)", engine.transports.describe(), blockers)
-    parts = [_stage(engine), _compiled(engine), *_transports(engine), _replays(engine, blockers)]
+    parts = [_stage(engine), _compiled(engine), *_fp8_layers(engine), *_transports(engine), _replays(engine, blockers)]
     return f"Runs: {'; '.join(parts)}. {_memory(engine, optimizers)}"
 
 
@@ -103,6 +105,19 @@ def _compiled(engine: Engine) -> str:
             "method whose loop breaks a graph; TORCH_LOGS=graph_breaks names the line)"
         )
     return "; ".join([shown, *eager[:MOST_NAMES], *others])
+
+
+def _fp8_layers(engine: Engine) -> list[str]:
+    """Return how many weights have products in fp8, and why others have none, with ``linear_dtype="fp8"``."""
+    if engine.config.linear_dtype != FP8:
+        return []
+    plans = engine.session.plans.plan.graphs
+    linears = {linear.weight: linear for plan in plans if plan.kind == "forward" for linear in plan.linears}
+    reasons = Counter(reason for linear in linears.values() for reason in linear.reasons)
+    converted = sum(not linear.reasons for linear in linears.values())
+    listed = [f"{reason} ({count})" for reason, count in reasons.most_common(MOST_NAMES)]
+    others = f", in 16 bits: {', '.join(listed)}" if listed else ""
+    return [f"fp8: {converted} of {len(linears)} linear layers{others}"]
 
 
 def _transports(engine: Engine) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_zero import FabricZeroStrategy, Tuning, ZeroStrategy
 from lightning_zero.config import CompileConfig, EngineConfig, Options
@@ -19,7 +20,9 @@ from lightning_zero.config.migration_hints import MIGRATION_HINTS
 from lightning_zero.config.options import GROUPS
 from lightning_zero.config.schema import OnChange, option_fields
 from lightning_zero.config.text import format_bytes
+from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.fabric.strategy import FabricArguments
+from lightning_zero.integrations.precision import with_precision
 from lightning_zero.integrations.trainer.strategy import Arguments
 from tests.helpers.options import OTHERS, arguments
 from tests.helpers.readme import written
@@ -49,6 +52,12 @@ WRONG: list[tuple[Any, dict[str, Any], str]] = [
     (Tuning, {"report_stall_after_s": math.inf}, r"report_stall_after_s=inf must be a positive number of seconds"),
     (Options, {"activation_memory_budget": 1.5}, r"activation_memory_budget=1\.5 must be between 0"),
     (Options, {"activation_memory_budget": -0.1}, r"activation_memory_budget=-0\.1 must be between 0"),
+    (Options, {"linear_dtype": "fp4"}, r"linear_dtype='fp4' must be 'fp8' or None"),
+    (Tuning, {"fp8_products": ("backward",)}, r"fp8_products=\('backward',\) must be a tuple of 'forward', .* Try"),
+    (Tuning, {"fp8_products": ()}, r"fp8_products=\(\) must be a tuple of"),
+    (Tuning, {"fp8_exclude": "head"}, r"fp8_exclude='head' must be a tuple of names, .* Try \('\*\.router"),
+    (Tuning, {"fp8_min_gain": -1}, r"fp8_min_gain=-1 must be a number, 0 or more. Try 1."),
+    (Tuning, {"fp8_gradient_format": "e5m3"}, r"fp8_gradient_format='e5m3' must be 'e5m2' or 'e4m3'"),
     (Options, {"reduce_dtype": "fp8"}, r"reduce_dtype='fp8' must be 'bf16', '16', '32' or None"),
     (Options, {"reduce_dtype": torch.bfloat16}, r"reduce_dtype=torch\.bfloat16 must be 'bf16'"),
     (Options, {"cuda_graphs": "yes"}, r"cuda_graphs='yes' must be True, False or 'auto'"),
@@ -169,11 +178,28 @@ def test_what_is_shown_of_options_is_what_was_chosen() -> None:
     )
 
 
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_fp8_products_need_16_bit_numbers(precision: str) -> None:
+    with pytest.raises(MisconfigurationException, match=r"Pass precision='bf16-mixed'"):
+        with_precision(precision, EngineConfig(linear_dtype="fp8"))
+    assert with_precision("bf16-mixed", EngineConfig(linear_dtype="fp8")).linear_dtype == "fp8"
+
+
+def test_fp8_products_need_compiled_code() -> None:
+    with pytest.raises(UnsupportedError, match="only compiled code has fp8 products"):
+        EngineConfig(linear_dtype="fp8", compile=False)
+
+
+def test_lists_of_fp8_options_are_tuples() -> None:
+    tuning: Any = Tuning(fp8_exclude=["a"], fp8_products=["forward"])  # type: ignore[arg-type]
+    assert (tuning.fp8_exclude, tuning.fp8_products) == (("a",), ("forward",))
+
+
 # -- one definition
 
 
 def test_there_are_few_options_that_users_meet() -> None:
-    assert len(option_fields(Options)) <= 15
+    assert len(option_fields(Options)) <= 16
     assert {option.group for _, option in option_fields(Tuning).values()} == set(GROUPS)
 
 

@@ -16,8 +16,8 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.tensors import wait_tensor
-from lightning_zero.compile.fx_utils import first_call, graph_kind, nodes_in_role, ops, weight_name
-from lightning_zero.compile.graph_plan import Gather, GraphPlan, Reduce
+from lightning_zero.compile.fx_utils import LINEAR_PRODUCTS, first_call, graph_kind, nodes_in_role, ops, weight_name
+from lightning_zero.compile.graph_plan import Gather, GraphPlan, Linear, Reduce
 from lightning_zero.compile.passes.gather_groups import dtype_name
 from lightning_zero.native.ops import Op, Role, find_op, no_result, register_op
 from lightning_zero.profiling.cost_model import CostModel
@@ -63,7 +63,18 @@ def read_plan(graph: Graph) -> GraphPlan:
     before, waits = _next_user_nodes(nodes, ours), _resident_waits(graph)
     gathers = tuple(_gather(node, position, before, waits, ours) for node in starts)
     reduces = tuple(_reduce(node, position) for node in nodes_in_role(graph, Role.REDUCE))
-    return GraphPlan(graph_kind(graph), len(nodes), gathers, reduces)
+    return GraphPlan(graph_kind(graph), len(nodes), gathers, reduces, linears=_linears(graph))
+
+
+def _linears(graph: Graph) -> tuple[Linear, ...]:
+    """Return the products of this graph by weight, which the joint graph's conversion noted."""
+    backward = graph_kind(graph) == "backward"
+    noted = [node.meta[LINEAR_PRODUCTS] for node in graph.find_nodes(op="placeholder") if LINEAR_PRODUCTS in node.meta]
+    found = [
+        Linear(name, tuple((kind, dtype) for kind, dtype in products.items() if (kind != "forward") is backward))
+        for name, products in noted
+    ]
+    return tuple(linear for linear in found if linear.products)
 
 
 def _parts(graph: Graph) -> list[Node]:

@@ -8,6 +8,7 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.grouped_products import grouped_mm
+from lightning_zero.compat.tensors import scaled_mm
 from lightning_zero.compile.fx_utils import (
     cast_dtype,
     is_view_or_cast,
@@ -125,6 +126,7 @@ _PRODUCTS = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     grouped_mm,
+    scaled_mm,
 }
 
 

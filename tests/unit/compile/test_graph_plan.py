@@ -7,7 +7,8 @@ import torch
 from torch.fx import Graph
 
 from lightning_zero.compile.context import PassContext
-from lightning_zero.compile.graph_plan import Gather, GraphPlan, Plan, PlanStore, Reduce, first_difference
+from lightning_zero.compile.fx_utils import LINEAR_PRODUCTS
+from lightning_zero.compile.graph_plan import Gather, GraphPlan, Linear, Plan, PlanStore, Reduce, first_difference
 from lightning_zero.compile.passes import default_passes, run_passes
 from lightning_zero.compile.passes.publish_plan import publish_plan, read_plan
 from lightning_zero.config import CompileConfig
@@ -115,6 +116,22 @@ def test_a_plan_prints_as_a_table() -> None:
     assert " ".join(lines[1].split()) == "bucket weights dtype MiB started before waited for by kept until"
     assert lines[2].split()[:4] == ["0", "layer.a", "float32", "0.02"]
     assert len(lines) == 5
+
+
+def test_fp8_products_and_reasons_of_others_are_in_the_plan() -> None:
+    graph = named_products("abc")
+    a, b, _ = (node for node in graph.nodes if node.op == "placeholder" and node.name != "x")
+    a.meta[LINEAR_PRODUCTS] = "layer.a", {"forward": "fp8", "weight_gradient": "fp8"}
+    b.meta[LINEAR_PRODUCTS] = "layer.b", {"forward": "the output head"}
+    plan = planned(graph)
+    # Products of backward are in backward's plan.
+    assert plan.linears == (
+        Linear("layer.a", (("forward", "fp8"),)),
+        Linear("layer.b", (("forward", "the output head"),)),
+    )
+    assert GraphPlan.from_json(plan.to_json()) == plan
+    assert "fp8 products: 1 of 2\n  in 16 bits, the output head: layer.b" in str(plan)
+    assert plan.collectives() == planned(named_products("abc")).collectives()
 
 
 def test_a_plan_survives_a_file(tmp_path: Path) -> None:

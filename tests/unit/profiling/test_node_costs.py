@@ -196,3 +196,8 @@ def test_the_probe_is_quick_and_draws_no_random_numbers() -> None:
     assert min(speed.flops_per_s.values()) > 1e6
     assert speed.bytes_per_s > 1e7
     assert 0 < speed.launch_s < 1e-2
+
+
+def test_fp8_products_are_faster_than_those_of_bfloat16() -> None:
+    speed = DeviceSpeed({torch.bfloat16: 10.0, torch.float32: 1.0}, 1.0, 0.0)
+    assert 10.0 < speed.flops(torch.float8_e4m3fn) == speed.flops(torch.float8_e5m2) < 20.0

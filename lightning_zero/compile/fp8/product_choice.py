@@ -1,0 +1,146 @@
+"""Choose the products that gain from fp8; the others stay in 16 bits, each with a reason.
+
+The choice depends on shapes and on constants only, so that every rank, every run and a CPU make the same one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+from torch.fx import Graph, Node
+
+from lightning_zero.compile.fp8.linear_products import (
+    LinearProduct,
+    Operand,
+    find_products,
+    last_products,
+    reads_embedding,
+)
+from lightning_zero.profiling.graph_tensors import size_hint
+
+# Elements. torch._scaled_mm needs rows of whole 16-byte units in both operands and in the result.
+ALIGNMENT = 16
+_DTYPES = (torch.bfloat16, torch.float16)
+# Floating-point operations per second of products of 8192 x 8192 matrices, measured on one H200.
+BF16_FLOPS_PER_S, FP8_FLOPS_PER_S = 805e12, 1517e12
+# Bytes per second of a fused kernel that casts. Nominal for an H200.
+CAST_BYTES_PER_S = 4e12
+# Bytes that a cast moves for each element in each layout: read for the maximum and for the cast, write, and half of it
+# fused with the kernel that computes the matrix.
+CAST_BYTES = 4
+# Seconds of a kernel launch in a replayed CUDA graph; a cast adds one for each layout.
+LAUNCH_S = 1e-6
+
+
+@dataclass(frozen=True)
+class ChoiceRules:
+    """Options of the choice; see ``linear_dtype`` and the options ``fp8_*`` of ``Tuning``.
+
+    Attributes:
+        products: kinds of products that may be in fp8.
+        exclude: patterns of names of weights that stay in 16 bits.
+        min_gain: a weight's products are in fp8 if they save at least this many times the seconds of their casts.
+    """
+
+    products: tuple[str, ...]
+    exclude: tuple[str, ...] = ()
+    min_gain: float = 1.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Decision about one product; ``reason`` says why it stays in 16 bits, and is empty if it does not."""
+
+    product: LinearProduct
+    reason: str
+
+    @property
+    def is_fp8(self) -> bool:
+        """Return True if the product is computed in fp8."""
+        return not self.reason
+
+
+def choose_products(graph: Graph, rules: ChoiceRules) -> list[Choice]:
+    """Return a choice for each product of a linear layer in a joint graph, in order."""
+    products = find_products(graph)
+    tied, last = reads_embedding(graph), last_products(products, graph)
+    heads = {product.shard for product in last if _is_output_head(product)}
+    choices = []
+    for product in products:
+        reason = ""
+        if any(fnmatchcase(product.weight, pattern) for pattern in rules.exclude):
+            reason = "excluded by fp8_exclude"
+        elif product.dtype not in _DTYPES:
+            reason = f"computed in {str(product.dtype).removeprefix('torch.')}"
+        elif product.kind not in rules.products:
+            reason = "left out of fp8_products"
+        elif product.shard in tied:
+            reason = "an embedding reads the weight"
+        elif product.shard in heads:
+            reason = "the output head"
+        elif (size := _misaligned_size(product)) is not None:
+            reason = f"{size}, not a multiple of {ALIGNMENT}"
+        choices.append(Choice(product, reason))
+    return _decline_by_cost(choices, rules.min_gain)
+
+
+def _is_output_head(product: LinearProduct) -> bool:
+    """Return True for a last product that widens, as one to logits of a vocabulary does."""
+    _, k, n = product.sizes
+    return size_hint(n) > size_hint(k)
+
+
+def _misaligned_size(product: LinearProduct) -> str | None:
+    """Return the size that does not fit; one of the weight concerns all of its products."""
+    m, k, n = product.sizes
+    if product.kind == "forward":
+        named = {"inputs": k, "outputs": n}
+    elif product.kind == "input_gradient":
+        named = {"inputs": n, "outputs": k}
+    else:
+        named = {"inputs": n, "outputs": m, "tokens": k}
+    for name, size in named.items():
+        if type(size) is not int:
+            return f"a changing number of {name}"
+        if size % ALIGNMENT or not size:
+            return f"{size} {name}"
+    return None
+
+
+def _decline_by_cost(choices: Sequence[Choice], min_gain: float) -> list[Choice]:
+    """Decline all products of a weight if their casts take longer than what fp8 saves."""
+    layouts = Counter(key for choice in choices if choice.is_fp8 for key in _layouts(choice.product))
+    saved: defaultdict[Node, float] = defaultdict(float)
+    paid: defaultdict[Node, float] = defaultdict(float)
+    for choice in choices:
+        if choice.is_fp8:
+            product = choice.product
+            saved[product.shard] += saved_seconds(*map(size_hint, product.sizes))
+            paid[product.shard] += sum(_cast_seconds(operand) / layouts[operand] for operand in _layouts(product))
+    return [
+        Choice(choice.product, "its casts would take longer than fp8 saves")
+        if choice.is_fp8 and saved[choice.product.shard] < min_gain * paid[choice.product.shard]
+        else choice
+        for choice in choices
+    ]
+
+
+def _layouts(product: LinearProduct) -> tuple[Operand, Operand]:
+    """Return both operands in the layouts that the product reads: rows on the left, columns on the right."""
+    return product.left, Operand(product.right.source, not product.right.transposed)
+
+
+def saved_seconds(m: int, k: int, n: int) -> float:
+    """Return the seconds by which a product is faster in fp8, without casts."""
+    return 2.0 * m * k * n * (1 / BF16_FLOPS_PER_S - 1 / FP8_FLOPS_PER_S)
+
+
+def _cast_seconds(operand: Operand) -> float:
+    elements = 1
+    for size in operand.source.meta["val"].shape:
+        elements *= size_hint(size)
+    return elements * CAST_BYTES / CAST_BYTES_PER_S + LAUNCH_S

@@ -1,0 +1,233 @@
+"""Replace chosen products by fp8 ones: cast both operands, each with one scale, and multiply.
+
+A cast is a few elementwise ops and a maximum over the matrix, which Inductor fuses with the kernel that computes it.
+An operand that two products read is cast once. On CUDA the product is ``torch._scaled_mm``. On a CPU it is a float32
+product of the same fp8 numbers.
+
+Backward casts a weight from its gathered bytes again, so no fp8 copy of it stays in memory. Scales are saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node, map_arg
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
+from lightning_zero.compat.tensors import FakeTensor, fake_like, no_dispatch_modes, no_python_dispatcher, scaled_mm
+from lightning_zero.compile.fp8.linear_products import LinearProduct, ProductKind
+from lightning_zero.compile.fx_utils import weight_nodes
+from lightning_zero.compile.partitioner.partition import OUTSIDE
+from lightning_zero.compile.passes.saved_weights import backward_nodes
+
+_aten = torch.ops.aten
+_permute = _aten.permute.default
+_cast = torch.ops.prims.convert_element_type.default
+# Bounds a maximum from below, so that the scale of a matrix of zeros is finite.
+MIN_AMAX = 1e-12
+_RECOMPUTED = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+@dataclass(frozen=True)
+class Fp8Recipe:
+    """Formats and accumulation of fp8 products.
+
+    Attributes:
+        forward_dtype: of weights and activations.
+        gradient_dtype: of gradients of results.
+        fast: kinds of products that accumulate in the tensor cores' registers only, which is faster and less exact.
+    """
+
+    forward_dtype: torch.dtype = torch.float8_e4m3fn
+    gradient_dtype: torch.dtype = torch.float8_e5m2
+    fast: frozenset[ProductKind] = frozenset({"forward"})
+
+
+def scale_products(
+    graph: Graph, chosen: Sequence[LinearProduct], products: Sequence[LinearProduct], recipe: Fp8Recipe
+) -> Graph:
+    """Replace ``chosen`` ones of all products of a graph, in place. Call it after ``tag_gathers``."""
+    if not chosen:
+        return graph
+    insert = _Inserter(graph)
+    casts = _Casts(graph, insert, products, recipe)
+    for product in chosen:
+        left, right = casts.rows(product, 0), casts.columns(product, 1)
+        with graph.inserting_before(product.node):
+            result = _multiply(insert.call, product, left, right, recipe)
+        result.meta = {**product.node.meta, "val": result.meta["val"]}
+        product.node.replace_all_uses_with(result)
+        casts.results[product.node] = result
+    for product in chosen:
+        graph.erase_node(product.node)
+    return graph
+
+
+@dataclass(frozen=True)
+class _Fp8Matrix:
+    """A matrix in fp8, and the number by which its elements are multiplied to get the original ones."""
+
+    node: Node
+    inverse_scale: Node
+
+
+class _Casts:
+    """Casts of one graph, each of which is inserted once, before its first reader.
+
+    Attributes:
+        results: replaced products, which later ones may read, and the nodes that replace them.
+    """
+
+    def __init__(self, graph: Graph, insert: _Inserter, products: Sequence[LinearProduct], recipe: Fp8Recipe) -> None:
+        self._graph, self._insert, self._recipe = graph, insert, recipe
+        self.results: dict[Node, Node] = {}
+        self._weights, self._backward = weight_nodes(graph), backward_nodes(graph)
+        self._policies: dict[Node, dict[str, Any]] = {}
+        for product in products:  # the first reader of an activation is in forward
+            for operand in product.operands:
+                self._policies.setdefault(operand.source, _recompute_policy(product.node))
+        self._inverse_scales: dict[tuple[Node, torch.dtype], Node] = {}
+        self._cast: dict[tuple[Node, torch.dtype], Node] = {}
+        self._transposed: dict[tuple[Node, torch.dtype], Node] = {}
+
+    def rows(self, product: LinearProduct, place: int) -> _Fp8Matrix:
+        """Return an operand with contiguous rows."""
+        operand = product.operands[place]
+        return self._in_layout(product, place, operand.transposed)
+
+    def columns(self, product: LinearProduct, place: int) -> _Fp8Matrix:
+        """Return an operand with contiguous columns."""
+        operand = product.operands[place]
+        matrix = self._in_layout(product, place, not operand.transposed)
+        with self._graph.inserting_before(product.node):
+            return _Fp8Matrix(self._turn(matrix.node), matrix.inverse_scale)
+
+    def _in_layout(self, product: LinearProduct, place: int, transposed: bool) -> _Fp8Matrix:
+        """Return the source of an operand, or its transpose, with contiguous rows."""
+        source, dtype = product.operands[place].source, self._dtype(product, place)
+        key = source, dtype
+        if key not in self._cast:
+            self._add(source, dtype, product.node)
+        if transposed and key not in self._transposed:
+            with self._graph.inserting_before(product.node):
+                turned = self._turn(self._cast[key])
+                packed = self._insert.call(_aten.clone.default, turned, memory_format=torch.contiguous_format)
+            packed.meta |= _recompute_policy(turned)
+            self._transposed[key] = packed
+        return _Fp8Matrix((self._transposed if transposed else self._cast)[key], self._inverse_scales[key])
+
+    def _turn(self, node: Node) -> Node:
+        turned = self._insert.call(_permute, node, [1, 0])
+        turned.meta |= _recompute_policy(node)
+        return turned
+
+    def _dtype(self, product: LinearProduct, place: int) -> torch.dtype:
+        is_gradient = place == product.gradient_operand
+        return self._recipe.gradient_dtype if is_gradient else self._recipe.forward_dtype
+
+    def _add(self, source: Node, dtype: torch.dtype, before: Node) -> None:
+        call, largest, policy = self._insert.call, torch.finfo(dtype).max, self._policy(source)
+        matrix = self.results.get(source, source)
+        with self._graph.inserting_before(before):
+            amax = call(_aten.amax.default, call(_aten.abs.default, matrix), [0, 1])
+            bounded = call(_aten.clamp_min.default, call(_cast, amax, torch.float32), MIN_AMAX)
+            inverse = call(_aten.mul.Tensor, bounded, 1 / largest)
+            steps = [call(_aten.reciprocal.default, inverse), call(_cast, matrix, torch.float32)]
+            steps.append(call(_aten.mul.Tensor, steps[1], steps[0]))
+            # No clamp: rounding exceeds the largest number by less than half of its last place.
+            steps.append(call(_cast, steps[2], dtype))
+            if not _has_contiguous_rows(steps[-1].meta["val"]):
+                steps.append(call(_aten.clone.default, steps[-1], memory_format=torch.contiguous_format))
+        for node in steps:
+            node.meta |= policy
+        if source not in self._backward:
+            # Saving four bytes is cheaper than another maximum over the matrix.
+            inverse.meta |= {AC_GRAPH_ID: policy.get(AC_GRAPH_ID, OUTSIDE), RECOMPUTE: CheckpointPolicy.MUST_SAVE}
+        self._inverse_scales[source, dtype], self._cast[source, dtype] = inverse, steps[-1]
+
+    def _policy(self, source: Node) -> dict[str, Any]:
+        """Return the meta that decides whether backward recomputes a cast.
+
+        Casts of weights are recomputed with the weights. In a checkpointed region casts are recomputed.
+        """
+        if source in self._weights:
+            return _recompute_policy(source) | {RECOMPUTE: CheckpointPolicy.MUST_RECOMPUTE}
+        return self._policies[source]
+
+
+def _recompute_policy(node: Node) -> dict[str, Any]:
+    """Return a node's region, and its policy if that is to recompute it."""
+    policy = {key: node.meta[key] for key in (AC_GRAPH_ID, RECOMPUTE) if key in node.meta}
+    if policy.get(RECOMPUTE) not in _RECOMPUTED:
+        policy.pop(RECOMPUTE, None)
+    return policy
+
+
+def _has_contiguous_rows(value: Tensor) -> bool:
+    """Return False also if a symbolic size leaves it open."""
+    strides = value.stride()
+    return all(type(stride) is int for stride in strides) and tuple(strides) == (value.shape[1], 1)
+
+
+def _multiply(
+    call: Callable[..., Node], product: LinearProduct, left: _Fp8Matrix, right: _Fp8Matrix, recipe: Fp8Recipe
+) -> Node:
+    dtype, bias = product.dtype, product.bias
+    if product.node.meta["val"].device.type != "cpu":
+        fast = product.kind in recipe.fast
+        scales = left.inverse_scale, right.inverse_scale
+        return call(scaled_mm, left.node, right.node, *scales, bias, None, dtype, fast)
+    wide = [call(_cast, matrix.node, torch.float32) for matrix in (left, right)]
+    for node, matrix in zip(wide, (left, right), strict=True):
+        node.meta |= _recompute_policy(matrix.node)
+    scale = call(_aten.mul.Tensor, left.inverse_scale, right.inverse_scale)
+    steps = [scale, call(_aten.mm.default, *wide)]
+    steps.append(call(_aten.mul.Tensor, steps[1], scale))
+    if bias is not None:
+        steps.append(call(_aten.add.Tensor, steps[2], bias))
+    for node in steps:
+        node.meta |= _recompute_policy(product.node)
+    return call(_cast, steps[-1], dtype)
+
+
+class _Inserter:
+    """Inserts calls with the values of their results.
+
+    Equal layers have equal calls, whose values are computed once: torch's dispatcher takes most of the time otherwise.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._known: dict[Any, Tensor] = {}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        node = self._graph.call_function(target, args, kwargs)
+        given, named = map_arg((args, kwargs), lambda read: read.meta["val"])  # type: ignore[return-value]
+        node.meta["val"] = self._value(target, given, named)
+        return node
+
+    def _value(self, target: Any, given: Sequence[Any], named: dict[str, Any]) -> Tensor:
+        like = given[0]
+        described = [_description(value) for value in given]
+        if target is _permute or type(like) is not FakeTensor or None in described:
+            return target(*given, **named)
+        key = target, *described, *named.items()
+        if (known := self._known.get(key)) is None:
+            known = self._known[key] = target(*given, **named)
+            return known
+        with no_dispatch_modes(), no_python_dispatcher():
+            memory = torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device="meta")
+            return fake_like(like, memory)
+
+
+def _description(value: Any) -> object:
+    """Return a hashable description of an argument; None for a tensor with symbolic sizes."""
+    if not isinstance(value, Tensor):
+        return type(value), str(value)
+    sizes = (*value.shape, *value.stride())
+    return (value.dtype, *sizes) if all(type(size) is int for size in sizes) else None

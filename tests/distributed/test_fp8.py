@@ -1,0 +1,168 @@
+"""Products in fp8: training on shards equals eager training with the same casts, on one rank and on two."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_zero.compile.graph_plan import Plan
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.report.engine_report import startup_summary
+from tests.helpers.fp8_oracle import Fp8Linear, with_fp8_layers
+from tests.helpers.oracle import assert_close_relative
+from tests.helpers.sharded import engine_for, sgd, whole_params
+from tests.ranks.pool import Ranks
+
+STEPS, ACCUMULATE, CLIP = 3, 2, 0.5
+FP8_LAYERS = ("blocks.0.up", "blocks.0.down", "blocks.1.up", "blocks.1.down", "frozen", "shared")
+REASONS = {
+    "tokens.weight": "an embedding reads the weight",
+    "router.weight": "24 outputs, not a multiple of 16",
+    "kept.weight": "excluded by fp8_exclude",
+}
+OPTIONS: dict[str, Any] = {
+    "linear_dtype": "fp8",
+    "fp8_min_gain": 0,
+    "fp8_exclude": ("kept.*",),
+    "compute_dtype": torch.bfloat16,
+    "reduce_dtype": torch.float32,
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Has a checkpointed layer, a frozen one, one that is called twice, a tied head and layers that stay in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.frozen, self.shared = nn.Linear(32, 32).requires_grad_(False), nn.Linear(32, 32)
+        self.router, self.kept = nn.Linear(32, 24, bias=False), nn.Linear(32, 32)
+        self.head = nn.Linear(32, 64, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        x = checkpoint(self.blocks[0], x, use_reentrant=False)
+        x = self.blocks[1](x)
+        x = x + self.shared(self.frozen(F.silu(self.shared(x))))
+        x = self.kept(x) * self.router(x).mean(-1, keepdim=True)
+        return self.head(x)
+
+
+def batch(index: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(64, (4, 9), generator=torch.Generator().manual_seed(index))
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def loss_of(model: nn.Module, index: int) -> Tensor:
+    ids, targets = batch(index)
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):  # it would add gradients up in bfloat16
+        return F.cross_entropy(model(ids).flatten(0, 1).float(), targets.flatten())
+
+
+def train(backend: str = "aot_eager", **options: Any) -> dict[str, Any]:
+    """Train on this rank's shards. All ranks take equal batches, so that their scales are those of one rank."""
+    model = Model()
+    losses = []
+    with engine_for(model, backend, **OPTIONS | options) as engine:
+        optimizer = sgd(model)
+        for index in range(STEPS * ACCUMULATE):
+            with engine.train_step():
+                loss = loss_of(model, index)
+            (loss / ACCUMULATE).backward()
+            losses.append(loss.item())
+            if index % ACCUMULATE:
+                with engine.optimizers.stepping(optimizer, clip=CLIP):
+                    optimizer.step()
+                optimizer.zero_grad()
+        engine.eval_step()
+        with torch.no_grad():
+            losses.append(loss_of(model, 100).item())
+        return {
+            "losses": losses,
+            "params": whole_params(engine, model),
+            "plan": engine.session.plans.plan,
+            "summary": startup_summary(engine, [optimizer]),
+        }
+
+
+def train_by_stages() -> list[dict[str, Any]]:
+    return [train(), train(stage=1)]
+
+
+def oracle(fp8: bool = True) -> dict[str, Any]:
+    """Train the plain model with the same casts. The first forward of an engine is not compiled."""
+    model = with_fp8_layers(Model(), FP8_LAYERS)
+    optimizer = sgd(model)
+    losses = []
+    try:
+        for index in range(STEPS * ACCUMULATE):
+            Fp8Linear.on = fp8 and index > 0
+            loss = loss_of(model, index)
+            (loss / ACCUMULATE).backward()
+            losses.append(loss.item())
+            if index % ACCUMULATE:
+                nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            losses.append(loss_of(model, 100).item())
+    finally:
+        Fp8Linear.on = False
+    return {"losses": losses, "params": {name: p.detach().clone() for name, p in model.named_parameters()}}
+
+
+def reasons(plan: Plan, kind: str) -> dict[str, str]:
+    graphs = [graph for graph in plan.graphs if graph.kind == kind]
+    return {linear.weight: reason for graph in graphs for linear in graph.linears for reason in linear.reasons}
+
+
+def test_training_equals_an_eager_one_with_the_same_casts(ranks: Ranks) -> None:
+    expected = oracle()
+    [one] = ranks.run(1, train, deadline=120.0)
+    assert_close_relative(one["losses"], expected["losses"], 1e-6, what="losses")
+    assert_close_relative(one["params"], expected["params"], 1e-6, atol=1e-8, what="weights")
+    assert expected["losses"][1:] != oracle(fp8=False)["losses"][1:]
+    assert reasons(one["plan"], "forward") == reasons(one["plan"], "backward") == REASONS
+    fp8 = f"fp8: {len(FP8_LAYERS)} of {len(FP8_LAYERS) + len(REASONS)} linear layers, in 16 bits: "
+    assert fp8 in one["summary"]
+    assert "excluded by fp8_exclude (1)" in one["summary"]
+    # All ranks take equal batches, so two are one.
+    for rank in ranks.run(2, train_by_stages, deadline=180.0):
+        for found in rank:
+            assert_close_relative(found["losses"], one["losses"], 1e-6, what="losses")
+            assert_close_relative(found["params"], one["params"], 1e-6, atol=1e-8, what="weights")
+
+
+def wrong_device() -> str:
+    """Return the error of an engine on a GPU without fp8 products."""
+    with engine_for(None, **OPTIONS) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.session, "_mesh", SimpleNamespace(device=torch.device("cuda")))
+        patch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+        with pytest.raises(UnsupportedError) as error:
+            engine.session.check(engine.config)
+    return str(error.value)
+
+
+def test_a_device_without_fp8_is_refused_with_those_that_have_it(ranks: Ranks) -> None:
+    [message] = ranks.run(1, wrong_device)
+    assert "NVIDIA A100 has compute capability 8.0" in message
+    assert "H100" in message

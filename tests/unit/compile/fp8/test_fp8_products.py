@@ -1,0 +1,207 @@
+"""Products of linear layers: found in graphs, chosen by shape and cost, and replaced by fp8 ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
+from lightning_zero.compat.tensors import scaled_mm
+from lightning_zero.compile.fp8 import convert_products
+from lightning_zero.compile.fp8.linear_products import find_products
+from lightning_zero.compile.fp8.product_choice import ChoiceRules, choose_products
+from lightning_zero.compile.fx_utils import WEIGHT
+from lightning_zero.config import CompileConfig
+from tests.unit.compile.graphs import Builder, aten
+
+BF16 = torch.bfloat16
+ALL = ("forward", "input_gradient", "weight_gradient")
+cast = torch.ops.prims.convert_element_type.default
+
+
+class Layers:
+    """A joint graph of linear layers, one after the other."""
+
+    def __init__(self, tokens: int, width: int, dtype: torch.dtype = BF16) -> None:
+        self.builder, self.tokens = Builder(), tokens
+        self.x: Node = self.builder.input("x", tokens, width, dtype=dtype)
+        self.dtype = dtype
+        self._back: list[tuple[Node, Node, Node]] = []
+        self._gathered: dict[str, tuple[Node, Node]] = {}
+
+    def weight(self, name: str, rows: int, columns: int) -> tuple[Node, Node]:
+        if name not in self._gathered:
+            b = self.builder
+            shard = b.shard(name, rows * columns)
+            whole = b.gather(shard, rows, columns)
+            whole.meta["custom"] = {WEIGHT: f"net.{name}"}
+            self._gathered[name] = shard, whole if self.dtype is torch.float32 else b.call(cast, whole, self.dtype)
+        return self._gathered[name]
+
+    def linear(self, name: str, outputs: int) -> Layers:
+        b, x = self.builder, self.x
+        shard, weight = self.weight(name, outputs, x.meta["val"].shape[1])
+        self._back.append((shard, weight, x))
+        self.x = b.call(aten.relu.default, b.call(aten.mm.default, x, b.call(aten.t.default, weight)))
+        return self
+
+    def done(self) -> Graph:
+        b, y = self.builder, self.x
+        dy, reduced = b.input("tangents_1", *y.meta["val"].shape, dtype=self.dtype), []
+        for shard, weight, x in reversed(self._back):
+            gradient = b.call(cast, b.call(aten.mm.default, b.call(aten.t.default, dy), x), torch.float32)
+            reduced.append(b.reduce(gradient, shard))
+            reduced[-1].meta["custom"] = {WEIGHT: f"net.{shard.name}"}
+            dy = b.call(aten.mm.default, dy, b.call(aten.t.default, b.call(aten.t.default, weight)))
+        return b.done(y, dy, *reduced)
+
+
+def choices(graph: Graph, **rules: object) -> dict[tuple[str, str], str]:
+    given = ChoiceRules(**{"products": ALL, "min_gain": 0.0} | rules)  # type: ignore[arg-type]
+    return {(choice.product.weight, choice.product.kind): choice.reason for choice in choose_products(graph, given)}
+
+
+def reasons(graph: Graph, **rules: object) -> dict[str, str]:
+    return {f"{weight} {kind}": reason for (weight, kind), reason in choices(graph, **rules).items() if reason}
+
+
+def converted(graph: Graph, **options: object) -> Graph:
+    config = CompileConfig(**{"linear_dtype": "fp8", "fp8_min_gain": 0.0} | options)  # type: ignore[arg-type]
+    graph = convert_products(graph, config)
+    graph.lint()
+    return graph
+
+
+def called(graph: Graph, target: object) -> list[Node]:
+    return list(graph.find_nodes(op="call_function", target=target))  # type: ignore[arg-type]
+
+
+def test_each_layer_has_three_products() -> None:
+    found = find_products(Layers(48, 32).linear("a", 64).linear("b", 16).done())
+    assert [(product.weight, product.kind, product.sizes) for product in found] == [
+        ("net.a", "forward", (48, 32, 64)),
+        ("net.b", "forward", (48, 64, 16)),
+        ("net.b", "weight_gradient", (16, 48, 64)),
+        ("net.b", "input_gradient", (48, 16, 64)),
+        ("net.a", "weight_gradient", (64, 48, 32)),
+        ("net.a", "input_gradient", (48, 64, 32)),
+    ]
+
+
+def test_products_without_a_weight_are_not_found() -> None:
+    b = Builder()
+    x, part = b.input("x", 32, 32, dtype=BF16), b.gather(b.shard("a", 2048), 64, 32, dtype=BF16)
+    y = b.call(aten.mm.default, x, x)
+    z = b.call(aten.mm.default, x, b.call(aten.slice.Tensor, part, 0, 0, 32))
+    assert not find_products(b.done(y, z))
+
+
+def test_sizes_that_do_not_fit_are_named() -> None:
+    assert not reasons(Layers(48, 32).linear("a", 64).linear("b", 32).done())
+    unfit = "24 outputs, not a multiple of 16"
+    found = reasons(Layers(48, 32).linear("a", 24).done())
+    assert found == {f"net.a {kind}": unfit for kind in ALL}
+    # The tokens are contracted in the weight's gradient only.
+    found = reasons(Layers(40, 32).linear("a", 32).done())
+    assert found == {"net.a weight_gradient": "40 tokens, not a multiple of 16"}
+
+
+def test_layers_stay_in_16_bits_by_name_and_by_product() -> None:
+    graph = Layers(48, 32).linear("a", 64).linear("b", 32).done()
+    assert {
+        weight for weight, kind in choices(graph, exclude=("*.a",)) if choices(graph, exclude=("*.a",))[weight, kind]
+    } == {"net.a"}
+    found = reasons(graph, products=("forward", "weight_gradient"))
+    assert found == {f"net.{name} input_gradient": "left out of fp8_products" for name in "ab"}
+
+
+def test_the_output_head_stays_in_16_bits() -> None:
+    graph = Layers(48, 32).linear("a", 64).linear("b", 32).linear("head", 128).done()
+    assert set(reasons(graph).values()) == {"the output head"}
+    assert {key.split()[0] for key in reasons(graph)} == {"net.head"}
+
+
+def test_a_weight_that_an_embedding_reads_stays_in_16_bits() -> None:
+    layers = Layers(48, 32)
+    b = layers.builder
+    _, weight = layers.weight("a", 64, 32)
+    layers.x = b.call(aten.embedding.default, weight, b.input("ids", 48, dtype=torch.int64))
+    assert set(reasons(layers.linear("a", 64).linear("b", 32).done()).values()) == {"an embedding reads the weight"}
+
+
+def test_float32_layers_stay() -> None:
+    graph = Layers(48, 32, torch.float32).linear("a", 32).done()
+    assert set(reasons(graph).values()) == {"computed in float32"}
+
+
+@pytest.mark.parametrize(("tokens", "width", "gains"), [(4096, 4096, True), (4096, 512, False), (64, 4096, False)])
+def test_layers_whose_casts_cost_more_are_declined(tokens: int, width: int, gains: bool) -> None:
+    graph = Layers(tokens, width).linear("a", width).linear("b", width).done()
+    found = reasons(graph, min_gain=1.0)
+    assert set(found.values()) == (set() if gains else {"its casts would take longer than fp8 saves"})
+
+
+def test_an_operand_of_several_products_is_cast_once() -> None:
+    graph = converted(Layers(48, 32).linear("a", 64).linear("b", 32).done())
+    # Two weights, two activations and two gradients.
+    assert len(called(graph, aten.amax.default)) == 6
+    fp8 = [
+        node for node in graph.nodes if node.target is cast and node.args[1] in (torch.float8_e4m3fn, torch.float8_e5m2)
+    ]
+    assert [node.args[1] for node in fp8].count(torch.float8_e5m2) == 2
+    assert len(fp8) == 6
+    # Transposed copies: of both activations, both gradients and both weights.
+    assert len(called(graph, aten.clone.default)) == 6
+
+
+def test_on_a_gpu_operands_have_the_layout_of_scaled_products() -> None:
+    graph = converted(Layers(48, 64).linear("a", 32).done())
+    products = called(graph, scaled_mm)  # meta tensors are not on a CPU
+    assert len(products) == 3
+    for node in products:
+        left, right, *_, dtype, _ = (arg.meta["val"] if isinstance(arg, Node) else arg for arg in node.args)
+        assert left.stride() == (left.shape[1], 1)
+        assert right.stride() == (1, right.shape[0])
+        assert dtype is BF16 is node.meta["val"].dtype
+    assert [node.args[-1] for node in products] == [True, False, False]  # fast accumulation in forward only
+    assert [node.args[0].meta["val"].dtype for node in products] == [  # type: ignore[union-attr]
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.float8_e5m2,
+    ]
+
+
+def test_gradients_may_be_e4m3() -> None:
+    graph = converted(Layers(48, 64).linear("a", 32).done(), fp8_gradient_format="e4m3")
+    assert {node.args[0].meta["val"].dtype for node in called(graph, scaled_mm)} == {torch.float8_e4m3fn}  # type: ignore[union-attr]
+
+
+def test_casts_of_weights_are_recomputed_and_their_scales_saved() -> None:
+    graph = Layers(48, 64).linear("a", 32).done()
+    [weight] = [node for node in graph.nodes if node.target is cast and node.args[1] is BF16]
+    weight.meta |= {AC_GRAPH_ID: 7, RECOMPUTE: CheckpointPolicy.MUST_RECOMPUTE}
+    graph = converted(graph)
+    forward = called(graph, scaled_mm)[0]
+    copy, scale = forward.args[1], forward.args[3]
+    assert isinstance(copy, Node)
+    assert isinstance(scale, Node)
+    assert (copy.meta[AC_GRAPH_ID], copy.meta[RECOMPUTE]) == (7, CheckpointPolicy.MUST_RECOMPUTE)
+    assert scale.meta[RECOMPUTE] is CheckpointPolicy.MUST_SAVE
+
+
+def test_casts_in_checkpointed_regions_are_recomputed() -> None:
+    graph = Layers(48, 32).linear("a", 64).linear("b", 32).done()
+    policy = {AC_GRAPH_ID: 3, RECOMPUTE: CheckpointPolicy.PREFER_RECOMPUTE}
+    called(graph, aten.mm.default)[0].meta |= policy
+    graph = converted(graph)
+    inside, outside = called(graph, scaled_mm)[:2]
+    assert {key: inside.args[0].meta[key] for key in policy} == policy  # type: ignore[union-attr]
+    assert RECOMPUTE not in outside.args[0].meta  # type: ignore[union-attr]
+
+
+def test_without_the_option_nothing_changes() -> None:
+    graph = converted(Layers(48, 64).linear("a", 32).done(), linear_dtype=None)
+    assert len(called(graph, aten.mm.default)) == 3
+    assert not called(graph, aten.amax.default)
