@@ -40,19 +40,35 @@ with_progress() {
   return "$status"
 }
 
+# Builds the C++ executor, and compiles the modules that all tests import, before many processes would do it at once.
+warm_up() {
+  python -c 'import lightning.pytorch, torch._inductor.compile_fx; from lightning_zero.native.build import build; build()'
+}
+
+activate() {
+  PATH=$(cd "${LZ_VENV:-.venv}/bin" && pwd):$PATH
+  export PATH
+}
+
+# pip compiles no bytecode: most modules are never imported. The first import compiles the others, and stores them unless
+# this variable is set.
+unset PYTHONDONTWRITEBYTECODE
+pip_install() {
+  python -m pip install --no-compile --progress-bar off "$@"
+}
+
 use_environment() {
   local extras=$1 venv=${LZ_VENV:-.venv} python
   if [[ ! -x $venv/bin/python ]]; then
     python=$(find_python)
     with_progress "Creating the virtual environment $venv" "$python" -m venv "$venv"
   fi
-  PATH=$(cd "$venv/bin" && pwd):$PATH
-  export PATH
+  activate
   # torch comes first and by exact version: some indexes offer a CPU build of one. A torch that is there already (on a GPU
   # machine) stays.
   python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None)' ||
     install_torch "${LZ_TORCH:-torch==2.13.0}"
-  with_progress "Installing lightning_zero and what it imports" python -m pip install --progress-bar off -e ".${extras:+[$extras]}"
+  with_progress "Installing lightning_zero and what it imports" pip_install -e ".${extras:+[$extras]}"
 }
 
 install_torch() {
@@ -66,7 +82,7 @@ install_torch() {
       echo "uv found no CPU build of $torch: trying pip."
     fi
   fi
-  with_progress "Installing $torch (0.2 GB if pip's index has a CPU build, else 3 GB)" python -m pip install --progress-bar off "$torch"
+  with_progress "Installing $torch (0.2 GB if pip's index has a CPU build, else 3 GB)" pip_install "$torch"
 }
 
 get_uv() {

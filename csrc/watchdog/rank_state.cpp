@@ -32,6 +32,8 @@ const char* name(Phase phase) {
       return "the optimizer's step";
     case Phase::EVALUATION:
       return "evaluation";
+    case Phase::USER_CODE:
+      return "the user's code outside of forward, backward and optimizer steps";
   }
   return "?";
 }
@@ -301,7 +303,7 @@ bool is_deadlock(const std::vector<RankStatus>& all) {
 bool is_idle(const std::vector<RankStatus>& all) {
   return std::all_of(all.begin(), all.end(), [](const RankStatus& status) {
     return status.known && !status.left && status.busy.empty() && !status.has_task() &&
-           status.phase != Phase::OUTSIDE && !status.is_waiting();
+           status.phase != Phase::OUTSIDE && status.phase != Phase::USER_CODE && !status.is_waiting();
   });
 }
 

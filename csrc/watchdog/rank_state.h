@@ -26,7 +26,8 @@ enum class SequenceId : int {
 };
 constexpr int SEQUENCE_COUNT = 9;
 
-enum class Phase : int { OUTSIDE, SETUP, BETWEEN, FORWARD, BACKWARD, STEP, EVALUATION };
+// USER_CODE: a loop that calls the engine is between its calls, or has ended; the engine cannot know which.
+enum class Phase : int { OUTSIDE, SETUP, BETWEEN, FORWARD, BACKWARD, STEP, EVALUATION, USER_CODE };
 
 // A wait of a rank; none if `what` is empty.
 struct RankWait {

@@ -53,7 +53,23 @@ def replace_atomically(work: Path, path: Path) -> None:
 
     The content of ``work`` must be on the disk; its name is on the disk when this returns. On an error nothing has
     changed.
+
+    Raises:
+        CheckpointError: The file system cannot rename within this folder.
     """
+    try:
+        _replace(work, path)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        raise CheckpointError(
+            f"{path.parent} cannot rename {work.name} to {path.name} ({error.strerror}): one of them is on another "
+            "file system, or in another layer of a union file system (overlayfs, mergerfs). Save to a folder on one "
+            "file system, such as a local disk or a volume that is mounted into the container."
+        ) from error
+
+
+def _replace(work: Path, path: Path) -> None:
     if not os.path.lexists(path):
         os.rename(work, path)
         _sync_or(lambda: os.rename(path, work), path.parent)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from lightning_zero.config.text import format_bytes
 from lightning_zero.task_progress import FIRST_LINE_S, LINE_INTERVAL_S
 
 RANKS_INTERVAL_S = 0.5  # watchdogs poll no more often
@@ -62,12 +63,12 @@ class ProgressReporter:
             if due:
                 self._due = now + LINE_INTERVAL_S
         if due and self._print_line is not None:
-            done = f"{self._bytes / 2**30:.1f}{f' of {self._total / 2**30:.1f}' if self._total else ''} GiB"
+            done = format_bytes(self._bytes) + (f" of {format_bytes(self._total)}" if self._total else "")
             self._print_line(f"{self._task}: {now - self._begun:.0f} s (this rank has {self._verb} {done})")
 
     def _status(self) -> str:
-        done, total = (f"{count / 2**30:.2f}" for count in (self._bytes, self._total))
-        return f"{self._task[:1].lower()}{self._task[1:]} ({done} of {total} GiB {self._verb})"
+        done, total = map(format_bytes, (self._bytes, self._total))
+        return f"{self._task[:1].lower()}{self._task[1:]} ({done} of {total} {self._verb})"
 
     def __enter__(self) -> ProgressReporter:
         if self._report_to_ranks is not None:

@@ -28,6 +28,7 @@ from fsspec.spec import AbstractFileSystem
 
 from lightning_zero.checkpoint.atomic import COPY_BYTES, REPLACED
 from lightning_zero.checkpoint.rank_tasks import RankTasks
+from lightning_zero.config.text import format_bytes
 from lightning_zero.errors import CheckpointError
 
 HTTP = ("http://", "https://")
@@ -106,8 +107,8 @@ class ScratchFolder:
         free = shutil.disk_usage(self.path).free
         if free < count:
             raise CheckpointError(
-                f"{url} must be downloaded, and has {count / 2**30:.2f} GiB. {self.path.parent} has "
-                f"{free / 2**30:.2f} GiB free. Set TMPDIR to a folder with more space, or download the checkpoint."
+                f"{url} must be downloaded, and has {format_bytes(count)}. {self.path.parent} has "
+                f"{format_bytes(free)} free. Set TMPDIR to a folder with more space, or download the checkpoint."
             )
 
     def download(self, fs: Any, place: str, name: str, on_read: OnBytes = lambda count: None) -> Path:

@@ -53,7 +53,8 @@ def _run_doctor(arguments: Namespace) -> int:
     with StatusLine("doctor") as status:
         status.update(IMPORTING)
         from lightning_zero.cli.doctor import run
-    return run(arguments)
+
+        return run(arguments, status)
 
 
 DOCTOR = Command(

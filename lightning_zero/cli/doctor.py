@@ -25,11 +25,13 @@ import torch
 
 from lightning_zero.cli.hosts import Job, compare_hosts, network, summarize
 from lightning_zero.cli.self_test import self_test
-from lightning_zero.cli.terminal import print_progress, show_section
+from lightning_zero.cli.status_line import StatusLine
+from lightning_zero.cli.terminal import show_section
 from lightning_zero.compat.lookup import missing
 from lightning_zero.compat.patches import PATCHES, required_but_absent
 from lightning_zero.compat.versions import is_tested, tested
 from lightning_zero.compile.events import left_out
+from lightning_zero.config.text import format_bytes
 from lightning_zero.errors import NativeBuildError
 from lightning_zero.native.build import build, is_built
 from lightning_zero.native.gpu_atomics import gpu_uuid, no_atomics_reason
@@ -43,11 +45,12 @@ MIN_OPEN_FILES = 1024  # for the sockets of many ranks, and data loaders
 MIN_SHM_GIB = 0.25  # Docker's 64 MiB are too few for NCCL and the workers of data loaders
 
 
-def run(arguments: Namespace) -> int:
+def run(arguments: Namespace, status: StatusLine) -> int:
     """Run the command, and return the exit status.
 
     Rank 0 of several hosts reports on all; the first rank of each other host only on its own self-test.
     """
+    status.update("looking at this machine")
     facts, job, host = gather_facts(), Job.from_environment(os.environ), socket.gethostname()
     if job is not None:
         summaries = job.gather(summarize(facts, host, to_fix(facts)), GATHER_S)
@@ -57,11 +60,13 @@ def run(arguments: Namespace) -> int:
             return 0
     if not arguments.no_self_test and not to_fix(facts):
         try:
-            build(report=print_progress)  # before the time limit begins
-            print_progress("Training a tiny model on all devices.")
+            status.update("building the C++ executor")
+            build(report=status.log)  # before the time limit begins
+            status.update("training a tiny model on all devices")
             facts |= {"self_test": self_test(arguments.timeout), "executor": {"built": is_built()}}
         except NativeBuildError as error:
             facts["build_error"] = str(error)
+    status.close()
     facts |= {"to_fix": to_fix(facts), "notes": notes(facts)}
     facts["ok"] = not facts["to_fix"]
     diagnosis = "ok" if facts["ok"] else f"to fix: {facts['to_fix'][0]}"
@@ -85,7 +90,7 @@ def gather_facts() -> dict[str, Any]:
     for number in range(count):
         gpu = torch.cuda.get_device_properties(number)
         capability = f"compute capability {gpu.major}.{gpu.minor}"
-        devices.append(f"cuda:{number} {gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, {capability}")
+        devices.append(f"cuda:{number} {gpu.name}, {format_bytes(gpu.total_memory)}, {capability}")
     apart, no_atomics = [], []
     for one, other in combinations(range(count), 2):
         pair = f"cuda:{one} and cuda:{other}"

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import json
 import os
 import sys
@@ -57,6 +59,7 @@ def self_test(limit_s: float, rank: Sequence[str] = RANK_COMMAND) -> dict[str, A
 
 def main() -> None:
     """Run one rank; rank 0 writes its results as JSON to the file that the last argument names."""
+    atexit.register(gc.freeze)  # as in cli/main.py
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)

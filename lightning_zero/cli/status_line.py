@@ -47,6 +47,10 @@ class StatusLine:
             if self._is_terminal:
                 self._show()
 
+    def log(self, line: str, *values: object) -> None:
+        """Print a line that stays. Arguments are those of a logger's methods."""
+        self.note(line % values if values else line)
+
     def note(self, text: str) -> None:
         """Print a line that stays."""
         with self._lock:

@@ -26,8 +26,8 @@ def show_section(title: str, facts: Mapping[str, Any]) -> None:
 
 
 def _title(name: str) -> str:
-    unit = " (GiB)" if name.endswith("_gib") else ""
-    return name.removesuffix("_gib").replace("_", " ") + unit
+    quantity, _, unit = name.rpartition("_")
+    return f"{quantity.replace('_', ' ')} (GiB)" if unit == "gib" else name.replace("_", " ")
 
 
 def show_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -29,7 +29,7 @@ from lightning_zero.compile.graph_plan import GraphPlan, PlanStore
 from lightning_zero.compile.passes import PassSpec, default_passes
 from lightning_zero.compile.passes.selection import PassSelection
 from lightning_zero.config import CompileConfig, EngineConfig
-from lightning_zero.config.text import format_gib
+from lightning_zero.config.text import format_bytes
 from lightning_zero.memory_planner.inputs import apply_memory_config, memory_config
 from lightning_zero.memory_planner.planner import CompilerAccess, MemoryPlanner, PlanUpdate
 from lightning_zero.mesh import Mesh
@@ -421,7 +421,7 @@ class CompiledStepHooks:
         """Report what an eager forward offloaded; the planner reports its own measurement."""
         if saves is not None and saves.nbytes and not self._first_pass:
             self.session.progress.report(
-                f"Offloaded {format_gib(saves.nbytes)} GiB of activations of this eager step, because the device had "
+                f"Offloaded {format_bytes(saves.nbytes)} of activations of this eager step, because the device had "
                 "too little memory. Compiled steps save less."
             )
 

@@ -11,11 +11,23 @@ from lightning_zero.config.schema import option_fields
 
 C = TypeVar("C", bound=type)
 WIDTH = 116
+BYTE_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
-def format_gib(nbytes: float) -> str:
-    """Return GiB with two decimals, without the unit."""
-    return f"{nbytes / 2**30:.2f}"
+def byte_unit(nbytes: float) -> tuple[str, int]:
+    """Return the name and the bytes of the largest unit of which a size has at least one."""
+    return next(((unit, size) for unit, size in BYTE_UNITS if abs(nbytes) >= size), ("bytes", 1))
+
+
+def format_bytes(nbytes: float, largest: float | None = None) -> str:
+    """Return a size with its unit: GiB, MiB, KiB or bytes.
+
+    Args:
+        largest: The largest size of a table, whose unit all sizes of the table get.
+    """
+    unit, size = byte_unit(nbytes if largest is None else largest)
+    decimals = {"GiB": 2, "bytes": 0}.get(unit, 1)
+    return f"{nbytes / size:.{decimals}f} {unit}"
 
 
 def format_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

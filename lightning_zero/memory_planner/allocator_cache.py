@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lightning_zero.config.text import format_gib
+from lightning_zero.config.text import format_bytes
 from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge, memory_limit
 
 # Share of the limit that must be cached before the cache is emptied, which synchronizes the device.
@@ -96,6 +96,6 @@ class AllocatorCacheLimit:
             self._reported = True
             self._report(
                 f"memory={memory!r} is held by emptying the cache of torch's allocator, most recently "
-                f"{format_gib(now.cached - self._stuck)} GiB, before passes and steps that would exceed it. Each time "
+                f"{format_bytes(now.cached - self._stuck)}, before passes and steps that would exceed it. Each time "
                 "waits for the device: a larger limit is faster, and so are passes that are replayed as CUDA graphs."
             )

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from lightning_zero.config.options import Tuning
-from lightning_zero.config.text import format_gib, format_table
+from lightning_zero.config.text import format_bytes, format_table
 from lightning_zero.memory_planner.choices import (
     ACTIVATIONS,
     GRADIENTS,
@@ -33,6 +33,7 @@ OPTIONS = {
     HOST: "offload",
     GRADIENTS: "stage",
 }
+LABELS = {WEIGHTS: "unsharded weights", HOST: "offloaded to the host"}  # where a row's name is not enough
 ALIASED = "over copies of weights, in bfloat16"
 
 
@@ -133,21 +134,24 @@ class MemoryPlan:
         return asdict(self) | {"missing": self.missing, "fits": self.fits}
 
     def summary(self) -> str:
-        """Return the peaks and the limit in words."""
+        """Return sentences about the peaks and the limit."""
         word = "expected" if self.measured is None else "measured"
-        first = (
-            "" if self.first_step is None else f", of the first step, which runs eagerly, {format_gib(self.first_step)}"
-        )
-        more = "" if self.fits else f", {format_gib(self.missing)} more than the {format_gib(self.limit)} allowed"
-        limit = f" of {format_gib(self.limit)} GiB" if self.fits and not first else " GiB"
-        return f"{word} peak {format_gib(self.steady)}{limit}{first}{more}"
+        peak, limit = format_bytes(self.steady), format_bytes(self.limit)
+        lines = [f"The {word} peak of a step is {peak}, and the limit is {limit}."]
+        if self.first_step is not None:
+            lines.append(f"The first step, which runs eagerly, has a peak of {format_bytes(self.first_step)}.")
+        if not self.fits:
+            lines.append(f"The limit is exceeded by {format_bytes(self.missing)}.")
+        return " ".join(lines)
 
     def __str__(self) -> str:
-        heads = "", "choice", "GiB", "GiB saved", "ms lost"
-        rows = [
-            (o.what, o.choice, format_gib(o.nbytes), format_gib(o.saved), f"{o.seconds * 1e3:.1f}") for o in self.lines
-        ]
-        table = [f"Memory plan, {self.source}: {self.summary()}.", *format_table(heads, rows)]
+        heads = "", "choice", "memory", "saved", "time lost"
+        rows = []
+        for line in self.lines:
+            lost = f"{line.seconds * 1e3:.1f} ms"
+            sizes = format_bytes(line.nbytes), format_bytes(line.saved)
+            rows.append((LABELS.get(line.what, line.what), line.choice, *sizes, lost))
+        table = [f"Memory plan, {self.source}. {self.summary()}", *format_table(heads, rows)]
         return "\n".join([*table, *([f"  seconds: {self.seconds_known}"] if self.seconds_known else [])])
 
 
@@ -277,11 +281,11 @@ def _words(name: str, chosen: Variant, by_hand: bool) -> str:
         kept = "all saved" if budget == 1.0 else f"activation_memory_budget={budget:g}"
         words = f"{kept}, on the host" if offloaded else kept
     elif name == WEIGHTS:
-        words = f"{format_gib(chosen.nbytes)} GiB stay" if chosen.nbytes else "gathered again"
+        words = f"{format_bytes(chosen.nbytes)} stay" if chosen.nbytes else "gathered again"
     elif name == GRADIENTS:
         words = "stay whole, reduced once a step" if chosen.value else "reduced in each pass"
     else:
         titles, (names, ring) = {"optimizer": "optimizer state", "parameters": "master weights"}, chosen.value
         words = " and ".join(titles[one] for one in names) or "nothing"
-        buffers = f", {format_gib(ring)} GiB of buffers" if ring else ""  # always the plan's choice
+        buffers = f", {format_bytes(ring)} of buffers" if ring else ""  # always the plan's choice
     return words + mark + buffers

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.config import CompileConfig, EngineConfig
-from lightning_zero.config.text import format_gib
+from lightning_zero.config.text import format_bytes
 from lightning_zero.memory_planner.allocator_cache import AllocatorCacheLimit
 from lightning_zero.memory_planner.choices import ACTIVATIONS, WEIGHTS, with_measured_peak
 from lightning_zero.memory_planner.first_step_memory import FirstStep
@@ -294,7 +294,7 @@ class MemoryPlanner:
         self._state.first_peak = int(limit - room)
         if stats.offloaded:
             self._reporter.report(
-                f"{option(config)}: {format_gib(stats.offloaded)} GiB of the activations of the first step, which ran "
+                f"{option(config)}: {format_bytes(stats.offloaded)} of the activations of the first step, which ran "
                 "eagerly, were on the host until its backward."
             )
         room, saved, pass_s = self._least(inputs.limit - inputs.peak, -inputs.activations, -inputs.times.pass_s)
@@ -386,8 +386,8 @@ class MemoryPlanner:
             return None
         self.plan = plan = replace(self.plan, measured=int(limit - stats.room))
         self._reporter.report(
-            f"{option(config)}: the peak is {format_gib(plan.steady)} GiB, of {format_gib(limit)}; "
-            f"{format_gib(plan.peak)} were expected."
+            f"{option(config)}: the peak is {format_bytes(plan.steady)}, of {format_bytes(limit)}; "
+            f"{format_bytes(plan.peak)} were expected."
         )
         if stats.room >= 0:
             return None
@@ -399,12 +399,12 @@ class MemoryPlanner:
                 if choose_plan(inputs, free).chosen != plan.chosen:
                     return self._decide_within_limit(inputs, config, state.traffic)
             self.plan = plan = with_offload_advice(plan, inputs, free, self.known.before_sharding)
-        reason = f"they take {format_gib(-stats.room)} GiB more than {option(config)} allows"
+        reason = f"they take {format_bytes(-stats.room)} more than {option(config)} allows"
         if self._compiler.disable_captures(reason):
             state.checking = True
             self._profiler.restart()
             return None
-        self._reporter.warn(f"{option(config)} is exceeded by {format_gib(-stats.room)} GiB. {plan.advice()}")
+        self._reporter.warn(f"{option(config)} is exceeded by {format_bytes(-stats.room)}. {plan.advice()}")
         return None
 
     def _show(self, config: EngineConfig) -> None:
@@ -432,9 +432,9 @@ class MemoryReporter:
         how_long = "until the optimizer steps" if until == "step" else "from forward to backward"
         done = f"keeping weights {how_long} within that; compiling once more" if fits else "no further weight fits in"
         self.report(
-            f"reshard_after_forward='auto': {format_gib(memory.reserved)} GiB reserved at the peak of the measured "
-            f"steps and {format_gib(memory.others)} GiB taken by others, of {format_gib(memory.total)}; "
-            f"{format_gib(max(room, 0.0))} left on every rank; {done}."
+            f"reshard_after_forward='auto': {format_bytes(memory.reserved)} reserved at the peak of the measured "
+            f"steps and {format_bytes(memory.others)} taken by others, of {format_bytes(memory.total)}; "
+            f"{format_bytes(max(room, 0.0))} left on every rank; {done}."
         )
 
     def no_device(self, config: EngineConfig, auto: bool) -> None:
@@ -459,8 +459,8 @@ class MemoryReporter:
         first = not warned_first_step and (plan.first_step or 0) > plan.limit
         if first or plan.steady > plan.limit:
             self.warn(
-                f"{option(config)} cannot be held: {format_gib(plan.missing)} GiB more are needed "
-                f"({plan.summary()}). {plan.advice()}"
+                f"{option(config)} cannot be held: {format_bytes(plan.missing)} more are needed. "
+                f"{plan.summary()} {plan.advice()}"
             )
         return first
 

@@ -181,7 +181,7 @@ VERDICT_WAIT_S = 6.0  # until it is known which rank broke a connection
 class Phase(enum.IntEnum):
     """Phase of a rank, in the order of the C++ enum."""
 
-    OUTSIDE, SETUP, BETWEEN, FORWARD, BACKWARD, STEP, EVALUATION = range(7)
+    OUTSIDE, SETUP, BETWEEN, FORWARD, BACKWARD, STEP, EVALUATION, USER_CODE = range(8)
 
 
 class SequenceId(enum.IntEnum):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.config import EngineConfig
-from lightning_zero.config.text import format_gib
+from lightning_zero.config.text import format_bytes
 from lightning_zero.errors import HostMemoryError, UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.sharding.flat_memory import HostMasterPolicy
@@ -164,7 +164,7 @@ def free_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
 
 
 def _gib_and_bytes(nbytes: int) -> str:
-    return f"{format_gib(nbytes)} GiB ({nbytes:,} bytes)"
+    return f"{format_bytes(nbytes)} ({nbytes:,} bytes)"
 
 
 SYS = Path("/sys")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_zero.config.engine_config import HOST_BYTES_PER_S
-from lightning_zero.config.text import format_table
+from lightning_zero.config.text import format_bytes, format_table
 from lightning_zero.memory_planner.inputs import CAPTURE_GAP_SHARE
 from lightning_zero.memory_planner.memory_plan import MemoryPlan
 from lightning_zero.planning.fake_step import StepEstimate
@@ -110,7 +110,7 @@ class TrainingPlan:
 
     def known(self) -> dict[str, str]:
         """Return how sure each number is."""
-        context = f"{self.device.context / 2**30:g} GiB for contexts and libraries, nominal"
+        context = f"{_size(self.device.context)} for contexts and libraries, nominal"
         return {
             "parameters, bytes": "counted",
             "transient": "estimated, from traced operations, as torch partitions them and as fused code would run. "
@@ -128,15 +128,19 @@ class TrainingPlan:
 
     def memory_rows(self) -> list[tuple[str, str, str]]:
         """Return names, sizes with units and meanings of one GPU's memory, in the order of their sum."""
-        rows = [(_spoken(name), _gib(size), MEANINGS.get(name, "")) for name, size in self.roles.items() if size]
-        context = f"{self.device.context / 2**30:g} GiB"
+        rows = [(_spoken(name), _size(size), MEANINGS.get(name, "")) for name, size in self.roles.items() if size]
+        context = _size(self.device.context)
         return [
             *rows,
-            ("activations", _gib(self.transient), "activations, unsharded weights and temporary tensors at the peak"),
-            ("peak", _gib(self.peak), "sum of the rows above: the largest memory of a step"),
-            ("peak of first step", _gib(self.first_peak), "this step is not compiled, and makes the optimizer's state"),
-            ("needed", _gib(self.on_device), f"the higher of the two peaks, and {context} for CUDA and its libraries"),
-            ("available", _gib(self.device.memory), f"memory of one {self.device.name}"),
+            ("activations", _size(self.transient), "activations, unsharded weights and temporary tensors at the peak"),
+            ("peak", _size(self.peak), "sum of the rows above: the largest memory of a step"),
+            (
+                "peak of first step",
+                _size(self.first_peak),
+                "this step runs eagerly, and makes the optimizer's state",
+            ),
+            ("needed", _size(self.on_device), f"the higher of the two peaks, and {context} for CUDA and its libraries"),
+            ("available", _size(self.device.memory), f"memory of one {self.device.name}"),
         ]
 
     def time_rows(self) -> list[tuple[str, str, str]]:
@@ -158,16 +162,16 @@ class TrainingPlan:
 
     def verdict(self) -> str:
         """Return a sentence that says if the training fits, and by how much."""
-        room = (self.device.memory - self.on_device) / 2**30
+        room = self.device.memory - self.on_device
         if self.fits and self.memory is not None and not self.memory.fits:
             return (
-                f"The training fits into a GPU, but not into the limit of {self.memory.limit / 2**30:.2f} GiB: "
-                f"{self.memory.missing / 2**30:.2f} GiB are missing. Raise the limit, or take fewer samples in a batch."
+                f"The training fits into a GPU, but not into the limit of {_size(self.memory.limit)}: "
+                f"{_size(self.memory.missing)} are missing. Raise the limit, or take fewer samples in a batch."
             )
         if self.fits:
-            return f"The training fits: {room:.1f} GiB of each GPU stay free."
+            return f"The training fits: {_size(room)} of each GPU stay free."
         return (
-            f"The training does not fit: each GPU lacks {-room:.1f} GiB. Use more GPUs or a smaller batch, or set "
+            f"The training does not fit: each GPU lacks {_size(-room)}. Use more GPUs or a smaller batch, or set "
             "memory='auto' (--memory auto), which plans recomputation and offload."
         )
 
@@ -222,11 +226,8 @@ def _spoken(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _gib(nbytes: float | None) -> str:
-    if nbytes is None:
-        return "unknown"
-    small = nbytes < 2**30 / 100
-    return f"{nbytes / 2**20:.1f} MiB" if small else f"{nbytes / 2**30:.2f} GiB"
+def _size(nbytes: float | None) -> str:
+    return "unknown" if nbytes is None else format_bytes(nbytes)
 
 
 def _ms(seconds: float) -> str:

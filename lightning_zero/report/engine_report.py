@@ -10,6 +10,7 @@ import torch
 
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.compile.graph_plan import FP8
+from lightning_zero.config.text import format_bytes
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.device_gauges import MemoryGauge
 from lightning_zero.sharding.param_record import Role
@@ -147,20 +148,16 @@ def _memory(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> str:
     roles = memory_by_role(engine, optimizers)
     shards = sum(nbytes for what, nbytes in roles.items() if what not in ("peers", *SEPARATE_ROLES))
     separate = {name: roles[what] for what, name in SEPARATE_ROLES.items() if roles[what]}
-    log.debug("Runs: memory of this rank (shards=%s, others=%s)", _size(shards), separate)
+    log.debug("Runs: memory of this rank (shards=%s, others=%s)", format_bytes(shards), separate)
     host = sum(nbytes for what, nbytes in roles.items() if what.endswith("_on_host"))
-    parts = [f"{_size(shards)} of model state"]
-    parts += [f"{_size(host)} on the host"] if host else []
+    parts = [f"{format_bytes(shards)} of model state"]
+    parts += [f"{format_bytes(host)} on the host"] if host else []
     gauge = MemoryGauge(engine.device)
     if gauge.reports_memory:
         read = gauge.read()
-        parts.append(f"a peak of {_size(read.allocated)}")
+        parts.append(f"a peak of {format_bytes(read.allocated)}")
     return f"Each rank has {', '.join(parts)}."
 
 
 def _bytes(tensors: Sequence[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"

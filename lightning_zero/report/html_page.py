@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from html import escape
 
 from lightning_zero.compile.graph_plan import GraphPlan
+from lightning_zero.config.text import byte_unit, format_bytes
 from lightning_zero.report.step_recorder import BACKWARD, BETWEEN, FORWARD, OPTIMIZER, PARTS
 from lightning_zero.report.training_summary import (
     PART_NAMES,
     ROLE_NAMES,
     TrainingNumbers,
-    format_size,
     summary_sentences,
 )
 
@@ -185,24 +185,25 @@ def _memory(numbers: TrainingNumbers) -> str:
     if not device:
         return "<section><h2>Memory of one rank</h2><p>Memory was not measured.</p></section>"
     total = max(sum(device.values()), 1)
-    of = f"of {format_size(peak.total)} at the peak" if peak is not None else "between steps"
+    of = f"of {format_bytes(peak.total)} at the peak" if peak is not None else "between steps"
     rows = [
-        (ROLE_NAMES.get(role, role), size / total, _gib(size, total), f"{size / total:.0%}", MEASURED)
+        (ROLE_NAMES.get(role, role), size / total, _number(size, total), f"{size / total:.0%}", MEASURED)
         for role, size in device.items()
     ]
     parts = [
-        f'<section><h2>Memory of one rank</h2><p class="total">{format_size(total)} <small>{of}</small> {MEASURED}</p>',
+        "<section><h2>Memory of one rank</h2>",
+        f'<p class="total">{format_bytes(total)} <small>{of}</small> {MEASURED}</p>',
         _strip([size / total for size in device.values()]),
-        f'<div class="axis"><span>0 GiB</span><span>{format_size(total)}</span></div>',
-        _bars("Memory by role", ("Role", "GiB", "Share", "Source"), rows),
+        f'<div class="axis"><span>0 {byte_unit(total)[0]}</span><span>{format_bytes(total)}</span></div>',
+        _bars("Memory by role", ("Role", byte_unit(total)[0], "Share", "Source"), rows),
     ]
     if numbers.on_host:
         largest = max(numbers.on_host.values())
         rows = [
-            (ROLE_NAMES.get(role, role), size / largest, _gib(size, largest), "", MEASURED)
+            (ROLE_NAMES.get(role, role), size / largest, _number(size, largest), "", MEASURED)
             for role, size in numbers.on_host.items()
         ]
-        parts.append(_bars("Offloaded to the host", ("Role", "GiB", "", "Source"), rows, len(device)))
+        parts.append(_bars("Offloaded to the host", ("Role", byte_unit(largest)[0], "", "Source"), rows, len(device)))
     return "".join(parts) + "</section>"
 
 
@@ -211,12 +212,12 @@ def _over_step(numbers: TrainingNumbers) -> str:
     if not found:
         return ""
     largest, first = max(size for _, size in found), found[0][1]
-    rows = [
-        (name, size / largest, _gib(size, largest), f"{'+' * (size >= first)}{_gib(size - first, largest)}", MEASURED)
-        for name, size in found
-    ]
+    rows = []
+    for name, size in found:
+        change = f"{'+' * (size >= first)}{_number(size - first, largest)}"
+        rows.append((name, size / largest, _number(size, largest), change, MEASURED))
     whose = "Tensors on the device" if numbers.device_memory is not None else "The whole process (RSS)"
-    heads = ("Moment", "GiB", "Change", "Source")
+    heads = ("Moment", byte_unit(largest)[0], "Change", "Source")
     table = _bars(f"{whose}; changes are from the first row", heads, rows, len(COLOURS) - 1, same=True)
     return f"<section><h2>Memory over the step</h2>{table}</section>"
 
@@ -264,9 +265,9 @@ def _fills() -> str:
     return "".join(f".fill{number} {{ background: {fill} }}\n" for number, fill in enumerate(fills))
 
 
-def _gib(size: float, largest: float | None = None) -> str:
-    """Return GiB with the decimals of the largest size of a table."""
-    return format_size(size, largest).removesuffix(" GiB")
+def _number(size: float, largest: float) -> str:
+    """Return a size in the unit of the largest size of a table, without the unit."""
+    return format_bytes(size, largest).partition(" ")[0]
 
 
 # -- details

@@ -45,8 +45,8 @@ class _GraphText:
 class PlanReport(Callback):
     """Write a report on a training with ``ZeroStrategy`` into a folder, on rank 0.
 
-    * ``report.html``: a page for browsers. It shows the time of a step by part (ms), memory by role and over the step
-      (GiB), a summary in words, and the all-gathers and gradients of each graph. Each number is marked as measured or
+    * ``report.html``: a page for browsers. It shows the time of a step by part (ms), memory by role and over the step,
+      a summary in words, and the all-gathers and gradients of each graph. Each number is marked as measured or
       estimated. Graphs of an evaluation have their own section, and change no number of the training;
     * ``plan.json`` and ``plan.txt``: the weights that are gathered and the gradients that are reduced, in their order;
     * ``graph_00_forward_before.txt`` and ``_after.txt``: each graph before and after the passes, one line per node.

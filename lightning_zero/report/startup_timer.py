@@ -32,11 +32,12 @@ def _compilation_seconds() -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Mark:
-    """A moment, and the seconds of compilation until then."""
+    """A moment, and the seconds of compilation until then. ``joint_s`` is a part of ``backend_s``."""
 
     at_s: float
-    dynamo_s: float
-    backend_s: float
+    dynamo_s: float = 0.0
+    backend_s: float = 0.0
+    joint_s: float = 0.0
 
     def without_compiling(self, end: _Mark) -> float:
         """Return the seconds from here to ``end`` in which nothing was compiled."""
@@ -46,7 +47,8 @@ class _Mark:
 class StartupTimer:
     """Times the start of a training, from its construction at the beginning of a stage.
 
-    Call :meth:`batch` before each training batch until it returns lines, and :meth:`ends` after the training.
+    Call :meth:`batch` before each training batch until it returns lines, and :meth:`ends` after the training. If
+    :meth:`ends` may be called long after the training, call :meth:`pause` after each batch.
 
     Args:
         spent: returns the seconds and counts of :class:`~lightning_zero.compile.events.CompileProgress`; empty without
@@ -69,6 +71,7 @@ class StartupTimer:
         self._marks: list[_Mark] = []  # the beginnings of the first and the second batch
         self._graphs = self._quiet = 0.0
         self._over = False
+        self._paused: _Mark | None = None  # the end of the last batch, if the caller announces it
 
     def built(self, seconds: float) -> None:
         """Add the seconds of the executor's build. Compilation until then did not belong to the model."""
@@ -92,6 +95,7 @@ class StartupTimer:
         self._quiet = self._quiet + 1 if graphs == self._graphs else 0
         self._graphs = graphs
         done, mark = self._batches, self._mark()
+        self._paused = None
         self._batches += 1
         if done < 2:
             self._marks.append(mark)
@@ -99,43 +103,49 @@ class StartupTimer:
             return []
         return self._lines(done)
 
+    def pause(self) -> None:
+        """Call when a batch has ended. Time until :meth:`ends` does not count if no batch follows."""
+        if not self._over and self._batches:
+            self._paused = self._mark()
+
     def ends(self) -> list[str]:
-        """Call when the training ends. Return the lines unless they were returned before."""
+        """Call after the training. Return the lines unless they were returned before."""
         return [] if self._over or not self._batches else self._lines(self._batches)
 
     def _lines(self, batches: int) -> list[str]:
         self._over = True
+        line = self._line(batches)
         try:
             running = self._running()
         except Exception as error:  # a report must not fail a training
             running = f"The startup summary failed: {type(error).__name__}: {error}."
-        return [line for line in (self._line(batches), running) if line]
+        return [found for found in (line, running) if found]
 
     def _line(self, batches: int) -> str | None:
         if not self._since("graphs") and not self._built_s:
             return None  # everything was in caches
-        end, joint = self._mark(), self._since("joint")
+        end = self._paused or self._mark()
         first, second = self._marks[0], [*self._marks, end][1]
-        begun = _Mark(self._begun_s, 0.0, 0.0)
+        begun = _Mark(self._begun_s)
         parts = {
             "build": self._built_s,
             "setup": begun.without_compiling(first) - self._built_s,
-            "first step": first.without_compiling(second),
-            "tracing": end.dynamo_s + joint,
-            "compiling": end.backend_s - joint,
-            "other steps": second.without_compiling(end),
+            "first batch": first.without_compiling(second),
+            "tracing": end.dynamo_s + end.joint_s,
+            "compiling": end.backend_s - end.joint_s,
+            "other batches": second.without_compiling(end),
         }
         subgraphs, compiled = self._since("subgraphs"), self._since("subgraphs compiled")
         log.debug(
             "Start: compilation (dynamo_s=%.1f, joint_graph_s=%.1f, passes_s=%.1f, backend_s=%.1f, "
             "subgraphs_compiled=%d, subgraphs_reused=%d)",
-            end.dynamo_s, joint, self._since("passes"), end.backend_s, compiled, subgraphs - compiled,
+            end.dynamo_s, end.joint_s, self._since("passes"), end.backend_s, compiled, subgraphs - compiled,
         )  # fmt: skip
         shown = " + ".join(f"{what} {seconds:.1f}" for what, seconds in parts.items() if seconds >= SHORTEST_S)
-        return f"Start: {end.at_s - self._begun_s:.1f} s until step {batches} = {shown}."
+        return f"Start: {end.at_s - self._begun_s:.1f} s until batch {batches} = {shown}."
 
     def _mark(self) -> _Mark:
-        return _Mark(self._clock(), self._dynamo_seconds(), self._since("compiling"))
+        return _Mark(self._clock(), self._dynamo_seconds(), self._since("compiling"), self._since("joint"))
 
     def _dynamo_seconds(self) -> float:
         """Return Dynamo's seconds without its backends.

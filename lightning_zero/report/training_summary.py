@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_zero.config.text import format_bytes
 from lightning_zero.engine import Engine
 from lightning_zero.profiling.device_gauges import DeviceMemory, MemoryGauge
 from lightning_zero.report.engine_report import FORWARD_BACKWARD, memory_by_role, replay_blockers
@@ -157,9 +158,9 @@ def _memory(numbers: TrainingNumbers) -> str:
     role, size = max(numbers.on_device.items(), key=lambda one: one[1])
     total = sum(numbers.on_device.values())
     if numbers.device_memory is None:
-        stores = f"Each rank stores {format_size(total)} of weights, gradients and optimizer state"
+        stores = f"Each rank stores {format_bytes(total)} of weights, gradients and optimizer state"
     else:
-        stores = f"Each rank takes {format_size(total)} of the device's memory at the peak"
+        stores = f"Each rank takes {format_bytes(total)} of the device's memory at the peak"
     share = size / max(total, 1)
     return f"{stores}; the largest part is “{ROLE_NAMES.get(role, role)}” with {share:.0%} of it (measured)."
 
@@ -182,15 +183,8 @@ def _advice(numbers: TrainingNumbers, times: StepTimes) -> str:
     if numbers.not_captured.get(FORWARD_BACKWARD):
         return "Try to remove the reason against CUDA graphs: they save the launch time of each kernel."
     if memory is not None and memory.taken < LITTLE_MEMORY * memory.total:
-        free = (memory.total - memory.taken) / 2**30
-        return f"Try a larger batch: {free:.1f} GiB of the device's memory stay free."
+        free = format_bytes(memory.total - memory.taken)
+        return f"Try a larger batch: {free} of the device's memory stay free."
     if numbers.dtype == "float32":
         return 'Compute takes most of the time: try precision="bf16-mixed" if the device has fast bfloat16 products.'
     return "Compute takes most of the time, so that a smaller model or faster products are what can shorten the step."
-
-
-def format_size(nbytes: float, largest: float | None = None) -> str:
-    """Return GiB with the decimals that three digits of ``largest``, by default ``nbytes``, need."""
-    gib, most = nbytes / 2**30, (nbytes if largest is None else largest) / 2**30
-    decimals = next((n for n, least in enumerate((100, 10, 1, 0.1, 0.01)) if most >= least), 5)
-    return f"{gib:.{decimals}f} GiB"

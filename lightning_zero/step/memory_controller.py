@@ -15,7 +15,7 @@ import torch
 from lightning_zero.compile.session import CompiledStepHooks
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.engine_config import OFFLOADABLE
-from lightning_zero.config.text import format_gib
+from lightning_zero.config.text import format_bytes
 from lightning_zero.memory_planner.inputs import MASTERS, EngineMemoryFacts, GradientBytes, MemoryConfig, memory_config
 from lightning_zero.memory_planner.memory_plan import MemoryPlan
 from lightning_zero.mesh import Mesh
@@ -306,7 +306,7 @@ class GradientPlacement:
         self._session.apply_update(update)
         self._session.progress.report(
             f"memory={config.memory!r}: several micro-batches share a step, so gradients have memory of their own "
-            f"again, {format_gib(saved)} GiB. Pass tuning=Tuning(grad_aliasing=False), so that this is planned for "
+            f"again, {format_bytes(saved)}. Pass tuning=Tuning(grad_aliasing=False), so that this is planned for "
             "from the beginning."
         )
 

@@ -87,6 +87,7 @@ def check(over: Reference, plain: Reference, rtol: float = 1e-6) -> None:
 )
 @pytest.mark.exhaustive_variants(
     "one rank",
+    "gradients by copies",
     "by copies, poisoned",
     "modules one after another",
     "heads in turn, state on the host",

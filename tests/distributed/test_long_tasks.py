@@ -83,7 +83,7 @@ def test_one_that_stops_is_reported_with_how_far_it_is_and_ends_at_the_timeout(f
     assert "No progress. This is rank 1: " in waiting
     for text in (writer, waiting, error):
         assert "tries to save x.ckpt for" in text
-        assert "saving x.ckpt (0.25 of 1.00 GiB written)" in text
+        assert "saving x.ckpt (256.0 MiB of 1.00 GiB written)" in text
     assert "without progress for" in error
     assert "A wait took longer than the timeout of 5 s. This is rank 1" in error
     assert "Missing: rank 0" in error

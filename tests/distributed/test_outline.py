@@ -124,11 +124,11 @@ def checkpointed(case: type[Case], backend: str, layers: int, same_order: bool) 
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # see unit/compile/layer_dedup/test_checkpointed_layers.py
 @pytest.mark.parametrize(
     ("case", "layers", "same_order"),
     # T5's first layer makes what all read, and the last returns more; sums of its gradient stand behind layers.
-    [(DeepGPT2, 3, True), pytest.param(T5Encoder, 3, False, marks=pytest.mark.exhaustive)],
+    [(DeepGPT2, 3, True), (T5Encoder, 3, False)],
     ids=["GPT-2 with dropout", "T5's encoder"],
 )
 def test_layers_that_users_checkpoint_train_to_the_last_bit_and_save_as_much(

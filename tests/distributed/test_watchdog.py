@@ -47,6 +47,9 @@ def late() -> str:
 def late_to_nothing_watched() -> str:
     with watched() as (engine, model), stderr() as said:
         step(engine, model)
+        engine.watchdog.enter(Phase.USER_CODE)  # a loop that has ended
+        time.sleep(4)  # report_stall_after_s is 1, and all states must be still for 2 s
+        assert said.read_text() == ""
         engine.watchdog.enter(Phase.BETWEEN)
         if dist.get_rank() == 1:
             time.sleep(5)

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_zero.engine import engine_of
+from lightning_zero.native.watchdog import Phase
 from tests.helpers.fabric import adamw, closing, loss_of, make_fabric, network, set_up, whole_state
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.trainer import INPUTS, OUTPUTS, RTOL, WIDTH, make_loader, mlp, seeded
@@ -207,3 +209,34 @@ def copied() -> None:
 
 def test_a_copy_is_a_plain_model(ranks: Ranks) -> None:
     ranks.run(2, copied)
+
+
+def end_early() -> tuple[dict[str, Phase], list[str], list[str]]:
+    """Return the watchdog's phase after each part of a short loop, and the lines shown during it and at the end."""
+    shown: list[str] = []
+    with patch("lightning_zero.integrations.fabric.strategy.show_info", shown.append):
+        fabric = make_fabric("compiled")
+        model, optimizer = set_up(fabric, network())
+    engine, phases, after = engine_of(model.module), [Phase.OUTSIDE], {}
+    assert engine is not None
+    with closing(model), patch.object(engine.watchdog, "enter", phases.append):
+        for batch in make_loader("ddp", 3):
+            fabric.backward(loss_of(model, batch))
+            after["backward"] = phases[-1]
+            optimizer.step()
+            after["step"] = phases[-1]
+            optimizer.zero_grad()
+        with torch.no_grad():
+            loss_of(model.eval(), batch)
+        after["evaluation"] = phases[-1]
+        during = [*shown]
+        model._forward_module.loop._finalizer()  # as at the end of the process
+    return after, during, shown
+
+
+def test_after_a_short_loop_the_watchdog_expects_no_step_and_the_start_is_shown(ranks: Ranks) -> None:
+    [(after, during, shown)] = ranks.run(1, end_early)
+    assert after == dict.fromkeys(("backward", "step", "evaluation"), Phase.USER_CODE)
+    assert during == []
+    assert [line.partition(":")[0] for line in shown] == ["Start", "Runs"]
+    assert " s until batch 3 = " in shown[0]

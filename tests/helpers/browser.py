@@ -81,9 +81,14 @@ class Looked:
     texts: int
 
 
+def installed_browser() -> str | None:
+    """Return the path of a Chromium, or None if there is none."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
 def find_browser() -> str:
     """The path of a Chromium; skips the test where there is none."""
-    found = next(filter(None, map(shutil.which, NAMES)), None)
+    found = installed_browser()
     if found is None:
         pytest.skip(f"no browser: none of {', '.join(NAMES)} is installed")
     return found

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -38,6 +39,9 @@ class Write(pl.Callback):
         self.home = Path(home)
 
     def on_fit_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.write(trainer, module)
+
+    def write(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         assert isinstance(module, Model)
         found = {
             "world_size": trainer.world_size,
@@ -50,6 +54,25 @@ class Write(pl.Callback):
             "held": sum(param.data.numel() for param in module.parameters()),
         }
         (self.home / f"{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+def results(home: Path) -> list[dict[str, Any]]:
+    """Return the observations of all ranks."""
+    return [json.loads(file.read_text()) for file in sorted(home.glob("*.json"))]
+
+
+def check(ranks: list[dict[str, Any]], environment: str) -> None:
+    """Check that two ranks trained one model on different data."""
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert rank["world_size"] == 2
+        assert rank["strategy"] == "ZeroStrategy"
+        assert rank["launcher"] == "TrainerLauncher"
+        assert rank["environment"] == environment
+        assert rank["weight"] == ranks[0]["weight"]
+    seen = [set(rank["seen"]) for rank in ranks]
+    assert seen[0]
+    assert not seen[0] & seen[1], "without a distributed sampler every rank trains on the same data"
 
 
 if __name__ == "__main__":

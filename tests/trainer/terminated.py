@@ -8,17 +8,22 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero import ZeroStrategy
-from tests.trainer.launched import Model
+from tests.trainer.launched import Model, Write
 
 
 class Ended(pl.Callback):
+    def __init__(self, results: str) -> None:
+        self.results = Write(results)
+
     def on_train_batch_start(self, trainer: pl.Trainer, module: pl.LightningModule, batch: object, idx: int) -> None:
+        if trainer.global_step == 2:  # after one epoch
+            self.results.write(trainer, module)
         if trainer.global_step == 5 and trainer.is_global_zero:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":
-    home, state_dict_type = sys.argv[1:]
+    home, results, state_dict_type = sys.argv[1:]
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=2,
@@ -28,7 +33,7 @@ if __name__ == "__main__":
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[
-            Ended(),
+            Ended(results),
             ModelCheckpoint(home, "{step}", save_on_exception=True, save_last=True, every_n_epochs=999),
         ],
     )

@@ -23,7 +23,7 @@ def _peers(names: tuple[str, ...]) -> list[Any]:
         return [train(replace(job, peer=name)) for name in names]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # of the benchmarks alone; test_ours_is_compared_with_others trains one of them
 def test_peers_train_the_same_model_on_the_same_data(ranks: Ranks) -> None:
     (ours, ddp), others = ranks.run(2, _peers, ("zero3_compile", "ddp"))
     assert others == [None, None]

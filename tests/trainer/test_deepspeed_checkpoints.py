@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import runpy
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -94,17 +94,16 @@ def test_training_resumes_from_what_was_converted(ranks: Ranks, tmp_path: Path) 
             assert_close_relative(losses, wanted[STEPS:], 5 * RTOL, what=f"stage {stage}: ")
 
 
-def test_the_command_prints_the_new_file_or_the_error(tmp_path: Path) -> None:
+def test_the_command_prints_the_new_file_or_the_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _write(tmp_path / "x", 3, 2)
-
-    def run() -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, str(SCRIPT), str(tmp_path / "x"), str(tmp_path / "full.ckpt")]
-        return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-    assert run().stdout.strip() == str(tmp_path / "full.ckpt")
-    again = run()
-    assert again.returncode == 1
-    assert again.stderr.strip() == f"{tmp_path / 'full.ckpt'} exists. Give the new file another name."
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(tmp_path / "x"), str(tmp_path / "full.ckpt")])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert capsys.readouterr().out.strip() == str(tmp_path / "full.ckpt")
+    with pytest.raises(SystemExit) as ended:  # Python prints a text to stderr, and returns 1
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    assert ended.value.code == f"{tmp_path / 'full.ckpt'} exists. Give the new file another name."
 
 
 def _converted(folder: Path) -> dict[str, Any]:

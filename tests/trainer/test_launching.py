@@ -1,6 +1,5 @@
 """Run the strategy in processes started by the Trainer, by torchrun, and by the command line."""
 
-import json
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,9 @@ from lightning.pytorch.cli import LightningCLI
 from tests.helpers.command import run
 from tests.helpers.trainer import Regression, make_loader, make_trainer
 from tests.ranks.pool import Ranks
-from tests.trainer.launched import Model, Write
+from tests.trainer.launched import Model, Write, check, results
 
 SCRIPT = Path(__file__).with_name("launched.py")
-
-
-def _results(home: Path) -> list[dict[str, Any]]:
-    return [json.loads(file.read_text()) for file in sorted(home.glob("*.json"))]
 
 
 @pytest.fixture(scope="module")
@@ -26,24 +21,12 @@ def by_the_trainer(native_library: None, tmp_path_factory: pytest.TempPathFactor
     home = tmp_path_factory.mktemp("trainer")
     done = run(str(SCRIPT), str(home), "zero3_compile", "2", cwd=home)
     assert done.returncode == 0, done.stdout
-    return _results(home)
+    return results(home)
 
 
-def _check(ranks: list[dict[str, Any]], environment: str) -> None:
-    assert len(ranks) == 2
-    for rank in ranks:
-        assert rank["world_size"] == 2
-        assert rank["strategy"] == "ZeroStrategy"
-        assert rank["launcher"] == "TrainerLauncher"
-        assert rank["environment"] == environment
-        assert rank["weight"] == ranks[0]["weight"]
-    seen = [set(rank["seen"]) for rank in ranks]
-    assert seen[0]
-    assert not seen[0] & seen[1], "without a distributed sampler every rank trains on the same data"
-
-
+@pytest.mark.exhaustive  # test_sigterm.py does the same with an eager strategy
 def test_started_by_the_trainer(by_the_trainer: list[dict[str, Any]]) -> None:
-    _check(by_the_trainer, "LightningEnvironment")
+    check(by_the_trainer, "LightningEnvironment")
 
 
 @pytest.mark.exhaustive  # the pool's ranks are started as torchrun starts them
@@ -51,10 +34,10 @@ def test_started_by_torchrun(native_library: None, by_the_trainer: list[dict[str
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = run(*torchrun, str(SCRIPT), str(tmp_path), "zero3_compile", "2", cwd=tmp_path)
     assert done.returncode == 0, done.stdout
-    results = _results(tmp_path)
-    _check(results, "TorchElasticEnvironment")
+    found = results(tmp_path)
+    check(found, "TorchElasticEnvironment")
     # shuffled alike, from the same seed of the sampler
-    assert [rank["weight"] for rank in results] == [rank["weight"] for rank in by_the_trainer]
+    assert [rank["weight"] for rank in found] == [rank["weight"] for rank in by_the_trainer]
 
 
 def _contradict(kind: str) -> str:
@@ -98,7 +81,7 @@ def test_command_line_by_class_path(ranks: Ranks, tmp_path: Path) -> None:
     config.write_text(textwrap.dedent(CONFIG))
     nested = "--trainer.strategy.init_args.tuning.prefetch_mb=3"
     ranks.run(1, _by_command_line, ["fit", "--config", str(config), "--model.width=7", nested], str(tmp_path))
-    (result,) = _results(tmp_path)
+    (result,) = results(tmp_path)
     assert result["strategy"] == "ZeroStrategy"
     assert len(result["weight"]) == 7
     assert result["options"] == (

@@ -19,9 +19,7 @@ from tests.ranks.pool import Ranks
 
 WIDTH = 64
 MOST_LINES = 6  # of a run with two Trainers, one of which may build the executor
-START = (
-    r"Start: [0-9.]+ s until step \d+ = ((build|setup|first step|tracing|compiling|other steps) [0-9.]+( \+ |\.$)){2,6}"
-)
+START = r"Start: [0-9.]+ s until batch \d+ = ((build|setup|first batch|tracing|compiling|other batches) [0-9.]+( \+ |\.$)){2,6}"
 RUNS = (
     r"Runs: ZeRO-3 on {} CPU rank(s)?; compiled: 'net'; no CUDA graphs, because the device is a CPU\. "
     r"Each rank has [0-9.]+ MiB of model state\."
@@ -100,7 +98,7 @@ def test_a_default_run_shows_few_lines_on_rank_0(ranks: Ranks, tmp_path: Any, wo
 
 
 def _times(line: str) -> tuple[float, dict[str, float]]:
-    total, _, parts = line.removeprefix("Start: ").rstrip(".").partition(" s until step ")
+    total, _, parts = line.removeprefix("Start: ").rstrip(".").partition(" s until batch ")
     named = [part.rsplit(" ", 1) for part in parts.partition(" = ")[2].split(" + ")]
     return float(total), {name: float(seconds) for name, seconds in named}
 

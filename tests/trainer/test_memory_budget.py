@@ -108,7 +108,7 @@ def planned(home: str) -> list[Any]:
 def test_the_plan_is_an_object_and_stands_in_the_report(ranks: Ranks, tmp_path: Path) -> None:
     ((text, found, memory),) = ranks.run(1, planned, str(tmp_path))
     assert memory == 1.0
-    assert text.startswith("Memory plan, estimated before the first step, without activations: expected peak")
+    assert text.startswith("Memory plan, estimated before the first step, without activations. The expected peak")
     assert found["limit"] == 2**30
     assert json.loads((tmp_path / "memory.json").read_text()) == json.loads(json.dumps(found))
     assert (tmp_path / "memory.txt").read_text().strip() == text

@@ -18,6 +18,7 @@ from lightning_zero.integrations.trainer.signals import check_stop_on_cpu
 from tests.helpers.command import run
 from tests.helpers.trainer import Regression, close, make_loader, make_trainer
 from tests.ranks.pool import Ranks
+from tests.trainer.launched import check, results
 
 METHOD = "_broadcast_sigterm_tensor"
 
@@ -138,9 +139,12 @@ def test_a_lightning_that_asks_in_another_way_is_left_alone(ranks: Ranks) -> Non
 @pytest.mark.slow
 def test_the_processes_of_a_script_save_and_end(native_library: None, tmp_path: Path) -> None:
     """The signal reaches the others a moment later, passed on by the one that started them."""
-    done = run(str(Path(__file__).with_name("terminated.py")), str(tmp_path), "sharded", cwd=tmp_path)
-    found = sorted(entry.name for entry in tmp_path.iterdir())
+    home, seen = tmp_path / "saved", tmp_path / "seen"
+    seen.mkdir()
+    done = run(str(Path(__file__).with_name("terminated.py")), str(home), str(seen), "sharded", cwd=tmp_path)
+    check(results(seen), "LightningEnvironment")
+    found = sorted(entry.name for entry in home.iterdir())
     assert found == ["last.ckpt", "step=6.ckpt"], done.stdout
     for name in found:
-        assert read_folder(tmp_path / name, None)["global_step"] == 6
+        assert read_folder(home / name, None)["global_step"] == 6
     assert "RankFailedError" not in done.stdout

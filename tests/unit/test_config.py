@@ -19,6 +19,7 @@ from lightning_zero.config.engine_config import changed_options
 from lightning_zero.config.migration_hints import MIGRATION_HINTS
 from lightning_zero.config.options import GROUPS
 from lightning_zero.config.schema import OnChange, option_fields
+from lightning_zero.config.text import format_bytes
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.fabric.strategy import FabricArguments
 from lightning_zero.integrations.precision import with_precision
@@ -314,3 +315,15 @@ def test_on_hosts_of_one_rank_weights_stay_where_they_lie() -> None:
     assert whole.for_hosts(2, 1) == whole
     for other in ({"compile": False}, {"stage": 2}, {"tuning": {"compute_shard_group": "all"}}):
         assert EngineConfig(**other).for_hosts(2, 1) == EngineConfig(**other)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 bytes"), (1023, "1023 bytes"), (1024, "1.0 KiB"), (1.5 * 2**20, "1.5 MiB"), (2**30, "1.00 GiB"),
+        (79.2 * 2**30, "79.20 GiB"), (-3 * 2**20, "-3.0 MiB"),
+    ],
+)  # fmt: skip
+def test_sizes_have_the_largest_unit_that_they_fill(nbytes: float, text: str) -> None:
+    assert format_bytes(nbytes) == text
+    assert format_bytes(2**19, largest=2**30) == "0.00 GiB"

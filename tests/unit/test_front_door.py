@@ -107,7 +107,7 @@ def run_quickstart(folder: Path, **variables: str) -> tuple[subprocess.Completed
     return ran, noted.read_text().splitlines()
 
 
-INSTALL = "-m pip install --progress-bar off"
+INSTALL = "-m pip install --no-compile --progress-bar off"
 
 
 def test_the_quickstart_installs_builds_and_trains_by_arguments_that_there_are(tmp_path: Path) -> None:

@@ -1,6 +1,10 @@
 """Check the language of docstrings and comments of the package and of csrc: the rules in CONTRIBUTING.md, "Language".
 
 Words are counted for each package, so that one unusual sentence is possible and a habit is not.
+
+Rule 2 ("No sentence begins with What") is about sentences. Headings and questions of the pages under examples/docs/ may
+begin with What, as in "What you see" and "What can go wrong": there the word names a reader's question. Headings have
+no check here.
 """
 
 import ast

@@ -29,6 +29,7 @@ from lightning_zero.checkpoint.rank_tasks import RankTasks, error_text
 from lightning_zero.checkpoint.sharded.commit import PendingSave, RankSummary, begin_save, discard, finish_save
 from lightning_zero.checkpoint.sharded.planner import PickledItem, flatten_state, paths_of, plan_items, serialize
 from lightning_zero.checkpoint.sharded.writer import RankFiles
+from lightning_zero.config.text import format_bytes
 from lightning_zero.errors import CheckpointError
 from lightning_zero.mesh import Mesh
 
@@ -322,7 +323,7 @@ class SaveOutcome:
             why = "; ".join(f"rank {rank}: {self._timeout_text(rank)}" for rank in ranks)
             return f"Could not {self._save.what}: {why or 'rank 0 has all files, and makes no checkpoint of them'}"
         text = f"it has not ended, and no rank wrote anything more within the timeout of {self._mesh.timeout_s:.0f} s"
-        return f"{text}; its writer was at {self._store.add(self._key(f'bytes {key}'), 0) / 2**30:.2f} GiB"
+        return f"{text}; its writer was at {format_bytes(self._store.add(self._key(f'bytes {key}'), 0))}"
 
     def _key(self, key: object) -> str:
         return f"{self._save.save_id}/{key}"

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.strategy_base import add_error_notes
+from lightning_zero.native.watchdog import Phase
 from lightning_zero.report.engine_report import startup_summary
 from lightning_zero.report.startup_timer import StartupTimer
 
@@ -38,17 +39,18 @@ class LoopTracker:
         optimizers = self._optimizers  # not self: the timer would keep the model alive
         self._start = StartupTimer(
             lambda: engine.session.progress.metrics,
-            lambda: startup_summary(engine, _live_optimizers(optimizers)),
+            lambda: "" if _is_unsharded(engine) else startup_summary(engine, _live_optimizers(optimizers)),
         )
         self._show = show
         self._in_forward = False
         self._backward_pending = False
+        # A short loop ends before the timer's lines, and its end is not announced.
+        self._finalizer = weakref.finalize(self, _show_all, show, self._start)
 
     @property
     def is_unsharded(self) -> bool:
         """Return True after the model is plain again."""
-        module = self.engine.module
-        return module is None or engine_of(module) is not self.engine
+        return _is_unsharded(self.engine)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -95,6 +97,7 @@ class LoopTracker:
         self.engine.cycle.eval_step()
         yield
         self.engine.cycle.after_eval()
+        self.leave()
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -112,16 +115,37 @@ class LoopTracker:
             raise
         self._backward_pending = False
         self.engine.cycle.after_backward()
+        self.leave()
 
     def after_step(self) -> None:
         """Forget a pending backward after an optimizer step: its forward used older weights."""
         self._backward_pending = False
+        self.leave()
+
+    def leave(self) -> None:
+        """Return to the user's code. The watchdog does not expect another call, since the loop may have ended."""
+        self._start.pause()
+        self.engine.watchdog.enter(Phase.USER_CODE)
+
+    def fail(self, error: BaseException) -> None:
+        """Report an exception that ends this process to the other ranks."""
+        self._finalizer.detach()
+        self.engine.watchdog.fail(error)
 
     def reset(self, error: BaseException) -> None:
         """Drop the unfinished step after an exception."""
         add_error_notes(error, self.engine)
         self._backward_pending = False
         self.engine.cycle.reset()
+
+
+def _is_unsharded(engine: Engine) -> bool:
+    return engine.module is None or engine_of(engine.module) is not engine
+
+
+def _show_all(show: Callable[[str], None], start: StartupTimer) -> None:
+    for line in start.ends():
+        show(line)
 
 
 def _live_optimizers(references: list[weakref.ref[Optimizer]]) -> list[Optimizer]:

@@ -133,7 +133,7 @@ class FabricZeroStrategy(FabricCheckpointing):
         if self._startup is not None:
             self._startup.fail(error)
         for loop in self._loops:
-            loop.engine.watchdog.fail(error)
+            loop.fail(error)
 
     # -- engines
 
@@ -225,6 +225,7 @@ class FabricZeroStrategy(FabricCheckpointing):
         self._move_metrics(module)
         loop = LoopTracker(engine, show_info)
         self._loop_refs = [*(weakref.ref(known) for known in self._loops), weakref.ref(loop)]
+        loop.leave()
         return ShardedModule(module, loop)
 
     @override

@@ -15,8 +15,8 @@ def test_only_what_takes_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] += 1.0
         wrote(2**29)
     assert said == [
-        "Saving x.ckpt: 5 s (this rank has written 2.5 of 20.0 GiB)",
-        "Saving x.ckpt: 15 s (this rank has written 7.5 of 20.0 GiB)",
-        "Saving x.ckpt: 25 s (this rank has written 12.5 of 20.0 GiB)",
+        "Saving x.ckpt: 5 s (this rank has written 2.50 GiB of 20.00 GiB)",
+        "Saving x.ckpt: 15 s (this rank has written 7.50 GiB of 20.00 GiB)",
+        "Saving x.ckpt: 25 s (this rank has written 12.50 GiB of 20.00 GiB)",
     ]
     ProgressReporter("Saving x.ckpt", "written", None)(5)

@@ -1,13 +1,17 @@
 """Test the problems that the doctor finds: the worst is first, and each names its fix."""
 
+import io
 import json
+from argparse import Namespace
 from copy import deepcopy
 from typing import Any
 
 import pytest
 
+from lightning_zero.cli import doctor
 from lightning_zero.cli.doctor import gather_facts, notes, to_fix
 from lightning_zero.cli.main import main
+from lightning_zero.cli.status_line import StatusLine
 from lightning_zero.errors import NativeBuildError
 
 FINE: dict[str, Any] = {
@@ -124,3 +128,27 @@ def test_an_executor_that_cannot_be_built_is_what_is_to_be_fixed(
     facts = json.loads(capsys.readouterr().out)
     assert facts["ok"]
     assert facts["devices"]
+
+
+def test_slow_parts_are_named_while_they_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, named = StatusLine("doctor", io.StringIO()), {}
+
+    def part(name: str, result: Any) -> Any:
+        def call(*_: Any, **__: Any) -> Any:
+            named[name] = status._text
+            return result
+
+        monkeypatch.setattr(doctor, name, call)
+
+    part("gather_facts", with_())
+    part("build", None)
+    part("self_test", {"failed": ""})
+    assert doctor.run(Namespace(no_self_test=False, timeout=1.0, json=True), status) == 0
+    assert named == {
+        "gather_facts": "looking at this machine",
+        "build": "building the C++ executor",
+        "self_test": "training a tiny model on all devices",
+    }
+    assert json.loads(capsys.readouterr().out)["ok"]

@@ -9,6 +9,7 @@ import pytest
 
 from lightning_zero.config import EngineConfig
 from lightning_zero.config.options import Tuning
+from lightning_zero.config.text import format_bytes
 from lightning_zero.memory_planner.choices import (
     BUDGETS,
     Variant,
@@ -85,7 +86,7 @@ def test_buffers_are_as_large_as_the_limit_allows_and_a_pass_makes_use_of(limit:
     assert line.seconds == pytest.approx((10 - hidden) * GIB / 50e9)
     if ring is not None:
         assert plan.peak == (50 + ring) * GIB
-        assert line.choice == f"optimizer state, {ring:.2f} GiB of buffers"
+        assert line.choice == f"optimizer state, {format_bytes(ring * GIB)} of buffers"
         assert plan.options() == {"offload": ("optimizer",), "tuning": Tuning(offload_buffer_mb=ring * 1024)}
 
 
@@ -322,7 +323,7 @@ def test_what_is_decided_later_stays_and_is_not_spoken_of() -> None:
 def test_it_prints_and_says_what_to_do_where_nothing_fits() -> None:
     plan = choose_plan(replace(FACTS, limit=5 * GIB), Constraints(offload=("optimizer",)))
     assert plan.missing > 0
-    assert f"{plan.missing / GIB:.2f} more than the 5.00 allowed" in str(plan)
+    assert f"and the limit is 5.00 GiB. The limit is exceeded by {format_bytes(plan.missing)}." in str(plan)
     assert "at their smallest" in plan.advice()
     assert plan.options() == {"activation_memory_budget": 0.2, "offload": ("optimizer",)}
     by_hand = choose_plan(replace(FACTS, limit=5 * GIB), Constraints(False, False, None))

@@ -124,7 +124,7 @@ def test_memory_that_cannot_be_pinned_is_an_error_with_bytes_and_what_to_do() ->
     driver = Driver(refuses=True)
     with driver.instead(), pytest.raises(HostMemoryError) as caught:
         pinned(driver, 1 << 18)
-    assert "0.00 GiB (1,048,576 bytes)" in str(caught.value)
+    assert "1.0 MiB (1,048,576 bytes)" in str(caught.value)
     assert "could not be pinned" in str(caught.value)
     assert "ulimit -l" in str(caught.value)
     assert driver.released == []

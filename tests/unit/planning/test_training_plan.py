@@ -18,7 +18,7 @@ def test_a_plan_prints_as_tables() -> None:
     sizes = {row[0]: row[1] for row in plan.memory_rows()}
     assert sizes == {
         "master shard": "1.00 GiB",
-        "gradient": "0.50 GiB",
+        "gradient": "512.0 MiB",
         "activations": "unknown",
         "peak": "1.50 GiB",
         "peak of first step": "unknown",
@@ -27,7 +27,7 @@ def test_a_plan_prints_as_tables() -> None:
     }
     assert all(name in shown and size in shown and meaning in shown for name, size, meaning in plan.memory_rows())
     assert all(meaning for _, _, meaning in plan.memory_rows()), "each row is explained"
-    assert "The training fits: 75.7 GiB of each GPU stay free." in shown
+    assert "The training fits: 75.70 GiB of each GPU stay free." in shown
     assert "ValueError: no" in shown
     assert plan.time_rows() == []
     timed = TrainingPlan(
@@ -52,4 +52,4 @@ def test_a_plan_that_does_not_fit_says_by_how_much() -> None:
     plan = TrainingPlan(
         find_device("L4"), 1, 1, {"master_shard": 30 * GIB}, PassEstimates(None, None, "", 0), 0, graphs=False
     )
-    assert "does not fit: each GPU lacks 10.0 GiB" in plan.verdict()
+    assert "does not fit: each GPU lacks 10.00 GiB" in plan.verdict()

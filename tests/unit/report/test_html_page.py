@@ -9,9 +9,9 @@ import pytest
 from lightning_zero.compile.graph_plan import Gather, GraphPlan, Reduce
 from lightning_zero.report.html_page import COLOURS, PATTERNS, Details, draw_page
 from lightning_zero.report.step_recorder import StepTimes
-from lightning_zero.report.training_summary import TrainingNumbers, format_size, summary_sentences
+from lightning_zero.report.training_summary import ROLE_NAMES, TrainingNumbers, summary_sentences
 from tests.helpers.browser import look_at
-from tests.helpers.report_numbers import GIB, ON_CPU, ON_GPU, TIMES
+from tests.helpers.report_numbers import ON_CPU, ON_GPU, TIMES
 
 LONG = tuple(f"model.language_model.layers.{n}.self_attention.query_key_value.weight" for n in range(4))
 FORWARD = GraphPlan(
@@ -45,7 +45,7 @@ def test_the_page_opens_with_time_and_memory_then_words_then_folded_details() ->
 def test_each_row_has_its_unit_and_its_source(numbers: TrainingNumbers) -> None:
     page = draw_page(numbers, DETAILS)
     for table in re.findall(r'<table class="bars">.*?</table>', page):
-        assert re.search(r'<th class="number">(ms|GiB)</th>', table), table
+        assert re.search(r'<th class="number">(ms|GiB|MiB)</th>', table), table
         rows = re.findall(r"<tr><td.*?</tr>", table)
         assert rows
         assert all('class="measured"' in row or 'class="estimated"' in row for row in rows)
@@ -90,7 +90,7 @@ def test_a_training_without_a_measured_step_says_so() -> None:
     ("numbers", "expected"),
     [
         (ON_GPU, "a larger batch, longer sequences"),
-        (replace(ON_GPU, exposed_estimated_s=0.0), "Try a larger batch: 93.0 GiB"),
+        (replace(ON_GPU, exposed_estimated_s=0.0), "Try a larger batch: 93.00 GiB"),
         (replace(ON_GPU, exposed_estimated_s=0.0, not_captured={"forward_backward": "hooks"}), "against CUDA graphs"),
         (replace(ON_CPU, times=StepTimes({**TIMES.parts, "between": 0.2}, 5, 0.1, 0.2, 1)), "num_workers"),
         (
@@ -116,10 +116,12 @@ def test_waits_are_estimated_unknown_or_none() -> None:
     assert "one rank" in summary_sentences(replace(ON_CPU, ranks=1))[1]
 
 
-def test_sizes_have_three_digits() -> None:
-    sizes = {140 * GIB: "140 GiB", 45.25 * GIB: "45.2 GiB", 3 * GIB: "3.00 GiB", 0.0339 * GIB: "0.0339 GiB"}
-    assert {size: format_size(size) for size in sizes} == sizes
-    assert format_size(0.5 * GIB, largest=45 * GIB) == "0.5 GiB"
+def test_small_sizes_are_in_mib_in_the_whole_table() -> None:
+    page = draw_page(ON_CPU, DETAILS)
+    table = page[page.index("Memory by role") :]
+    assert re.findall('class="number">([^<]*)<', table[: table.index("</table>")])[:5:2] == ["MiB", "3.0", "1.0"]
+    assert "4.0 MiB <small>" in page
+    assert "<span>0 MiB</span><span>4.0 MiB</span>" in page
 
 
 @pytest.mark.exhaustive

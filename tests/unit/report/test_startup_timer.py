@@ -53,8 +53,8 @@ def test_the_line_says_where_each_second_went() -> None:
     training.compiles(5.0, 8.0, 1.0, 18.0, subgraphs=152, new=12)
     training.passes(0.5)
     assert training.batches(20) == [
-        "Start: 41.5 s until step 10 = build 1.5 + setup 1.5 + first step 2.0 + tracing 13.0 + compiling 19.0 + "
-        "other steps 4.5."
+        "Start: 41.5 s until batch 10 = build 1.5 + setup 1.5 + first batch 2.0 + tracing 13.0 + compiling 19.0 + "
+        "other batches 4.5."
     ]
     assert training.clock.ends() == [], "once is enough"
 
@@ -68,7 +68,7 @@ def test_what_was_compiled_while_the_executor_was_built_is_no_part_of_the_model(
     training.clock.built(1.0)
     training.compiles(2.0, 3.0, 0.0, 1.0)
     [line] = training.batches(15)
-    assert "= build 1.0 + setup 4.0 + first step 0.5 + tracing 5.0 + compiling 1.0 + " in line
+    assert "= build 1.0 + setup 4.0 + first batch 0.5 + tracing 5.0 + compiling 1.0 + " in line
 
 
 def test_it_waits_until_nothing_is_compiled_any_more() -> None:
@@ -77,7 +77,7 @@ def test_it_waits_until_nothing_is_compiled_any_more() -> None:
         assert not training.batches(1)
         training.compiles(0.1, 0.1, 0.1, 0.1)
     [line] = training.batches(5)
-    assert f"until step {BATCHES + 5 + 3} =" in line
+    assert f"until batch {BATCHES + 5 + 3} =" in line
 
 
 def test_it_does_not_wait_for_ever() -> None:
@@ -86,7 +86,7 @@ def test_it_does_not_wait_for_ever() -> None:
     for _ in range(MOST_BATCHES + 10):
         lines += training.batches(1)
         training.compiles(0.1, 0.1, 0.1, 0.1)
-    assert [f"until step {MOST_BATCHES} =" in line for line in lines] == [True]
+    assert [f"until batch {MOST_BATCHES} =" in line for line in lines] == [True]
 
 
 def test_a_short_training_says_it_at_its_end() -> None:
@@ -95,7 +95,7 @@ def test_a_short_training_says_it_at_its_end() -> None:
     training.batches(2)
     training.compiles(1.0, 1.0, 1.0, 1.0)
     [line] = training.clock.ends()
-    assert "until step 2 =" in line
+    assert "until batch 2 =" in line
     assert training.clock.ends() == []
 
 
@@ -129,7 +129,7 @@ def test_a_line_that_fails_ends_no_training() -> None:
 
 
 def parts_of(line: str) -> tuple[float, list[float]]:
-    total, _, parts = line.removeprefix("Start: ").rstrip(".").partition(" s until step ")
+    total, _, parts = line.removeprefix("Start: ").rstrip(".").partition(" s until batch ")
     return float(total), [float(part.rsplit(" ", 1)[1]) for part in parts.partition(" = ")[2].split(" + ")]
 
 
@@ -162,7 +162,7 @@ def test_a_second_trainer_reports_only_its_own_times() -> None:
     first.passes(2.0)
     adopted.update(graphs=6.0, compiling=71.0)
     [line] = timer.ends()
-    assert line == "Start: 2.0 s until step 1 = first step 1.0 + compiling 1.0."
+    assert line == "Start: 2.0 s until batch 1 = first batch 1.0 + compiling 1.0."
 
 
 def test_parts_add_up_although_the_user_compiles_a_function_too() -> None:
@@ -191,3 +191,30 @@ def test_parts_add_up_after_a_reset_of_the_compiler() -> None:
     total, parts = parts_of(line)
     assert sum(parts) == pytest.approx(total, abs=0.2)
     assert "tracing 6.0 + compiling 4.5 + " in line
+
+
+def test_time_and_compilations_after_the_last_batch_do_not_count_if_its_end_is_announced() -> None:
+    training = Training()
+    training.runs = "Runs: x."
+    training.batches(1, seconds=1.0)
+    training.compiles(2.0, 3.0, 0.0, 1.0)
+    training.clock.pause()
+    training.passes(100.0)
+    training.compiles(1.0, 1.0, 1.0, 1.0)  # of an evaluation
+    assert training.clock.ends() == [
+        "Start: 7.0 s until batch 1 = first batch 1.0 + tracing 5.0 + compiling 1.0.",
+        "Runs: x.",
+    ]
+
+
+def test_a_pause_before_the_first_batch_means_nothing_and_the_next_batch_ends_it() -> None:
+    training = Training()
+    training.clock.pause()
+    assert training.clock.ends() == []
+    training.compiles(1.0, 0.0, 0.0, 1.0)
+    training.batches(1, seconds=1.0)
+    training.clock.pause()
+    training.passes(5.0)
+    training.batches(1, seconds=1.0)
+    [line] = training.clock.ends()
+    assert line.startswith("Start: 9.0 s until batch 2 =")

@@ -6,7 +6,7 @@ import copy
 import random
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -23,7 +23,8 @@ from tests.unit.compile.dynamo_layer_reuse.layers import WIDTH, Attention, Compi
 X = torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH)
 GLOBALS = {"common": 1.5, "special": 0.75}
 MODES = {"plain": 1.0, "half": 0.5}
-COUNT, AT = 5, 3  # layers, and the one that differs
+COUNT = 7  # layers
+DIFFERENT = (2, 3, 5)  # layers that differ, each in a way of its own; the others are equal
 COMBINATIONS = 24
 
 
@@ -283,7 +284,7 @@ def _tied(model: Any, layer: Any) -> None:
 
 
 def _repeated(model: Any, layer: Any) -> None:
-    model.layers[AT] = model.layers[1]
+    model.layers[list(model.layers).index(layer)] = model.layers[1]
 
 
 def _called_on_instance(layer: Any) -> None:
@@ -386,11 +387,13 @@ if torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
     del CHANGES["class of a text"]  # Dynamo fails there, also without this package
 
 
-def check(names: list[str]) -> Compiled:
+def check(*changes: Sequence[str]) -> Compiled:
+    """Compare a model with an eager one; each entry of ``changes`` has the changes of one layer."""
     torch.manual_seed(0)
     model = Model()
-    for name in names:
-        CHANGES[name](model, model.layers[AT])
+    for at, names in zip(DIFFERENT, changes, strict=False):
+        for name in names:
+            CHANGES[name](model, model.layers[at])
     compiled, state = Compiled(model), copy.deepcopy(model.state_dict())
     found = gradients(model, compiled)
     model.load_state_dict(state)
@@ -401,15 +404,28 @@ def check(names: list[str]) -> Compiled:
 
 
 def test_equal_layers_are_traced_once() -> None:
-    assert check([]).traced["Block"] == 1
+    assert check().traced["Block"] == 1
 
 
+def in_groups(names: Sequence[str]) -> list[tuple[str, ...]]:
+    """Return the names in groups, each for one model whose layers differ in these ways."""
+    size = len(DIFFERENT)
+    return [tuple(names[at : at + size]) for at in range(0, len(names), size)]
+
+
+@pytest.mark.parametrize("names", in_groups([*CHANGES]), ids=", ".join)
+def test_layers_that_differ_in_one_way_each_compute_their_own_results(names: tuple[str, ...]) -> None:
+    assert check(*([name] for name in names)).traced["Block"] <= 1 + len(names)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_layer_that_differs_in_one_way_computes_its_own_result(name: str) -> None:
     assert check([name]).traced["Block"] < COUNT
 
 
 @pytest.mark.parametrize("seed", range(COMBINATIONS))
+@pytest.mark.exhaustive_variants(*map(str, range(4, COMBINATIONS)))
 def test_a_layer_that_differs_in_several_ways_computes_its_own_result(seed: int) -> None:
     names = [name for name in CHANGES if name != "the same layer twice"]
     check(random.Random(seed).sample(names, 3))
