@@ -9,7 +9,7 @@ import pytest
 from lightning_zero.compile.graph_plan import Gather, GraphPlan, Reduce
 from lightning_zero.report.html_page import COLOURS, PATTERNS, Details, draw_page
 from lightning_zero.report.step_recorder import StepTimes
-from lightning_zero.report.training_summary import ROLE_NAMES, TrainingNumbers, summary_sentences
+from lightning_zero.report.training_summary import TrainingNumbers, summary_sentences
 from tests.helpers.browser import look_at
 from tests.helpers.report_numbers import ON_CPU, ON_GPU, TIMES
 
