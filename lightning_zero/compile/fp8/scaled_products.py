@@ -1,17 +1,16 @@
 """Replace chosen products by fp8 ones: cast both operands, each with one scale, and multiply.
 
 A cast is a few elementwise ops and a maximum over the matrix, which Inductor fuses with the kernel that computes it.
-An operand that two products read is cast once. On CUDA the product is ``torch._scaled_mm``. On a CPU it is a float32
-product of the same fp8 numbers.
+An operand that two products read is cast once.
 
 Backward casts a weight from its gathered bytes again, so no fp8 copy of it stays in memory. Scales are saved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +18,12 @@ from torch.fx import Graph, Node, map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_zero.compat.graphs import AC_GRAPH_ID, RECOMPUTE
-from lightning_zero.compat.tensors import FakeTensor, fake_like, no_dispatch_modes, no_python_dispatcher, scaled_mm
+from lightning_zero.compat.tensors import FakeTensor, fake_like, no_dispatch_modes, no_python_dispatcher
 from lightning_zero.compile.fp8.linear_products import LinearProduct, ProductKind
 from lightning_zero.compile.fx_utils import weight_nodes
 from lightning_zero.compile.partitioner.partition import OUTSIDE
 from lightning_zero.compile.passes.saved_weights import backward_nodes
+from lightning_zero.compile.scaled_mm_op import SCALED_MM
 
 _aten = torch.ops.aten
 _permute = _aten.permute.default
@@ -57,9 +57,18 @@ def scale_products(
     insert = _Inserter(graph)
     casts = _Casts(graph, insert, products, recipe)
     for product in chosen:
-        left, right = casts.rows(product, 0), casts.columns(product, 1)
+        (left, left_scale), (right, right_scale) = casts.rows(product, 0), casts.columns(product, 1)
         with graph.inserting_before(product.node):
-            result = _multiply(insert.call, product, left, right, recipe)
+            result = insert.call(
+                SCALED_MM,
+                left,
+                right,
+                left_scale,
+                right_scale,
+                product.bias,
+                product.dtype,
+                product.kind in recipe.fast,
+            )
         result.meta = {**product.node.meta, "val": result.meta["val"]}
         product.node.replace_all_uses_with(result)
         casts.results[product.node] = result
@@ -68,8 +77,7 @@ def scale_products(
     return graph
 
 
-@dataclass(frozen=True)
-class _Fp8Matrix:
+class _Fp8Matrix(NamedTuple):
     """A matrix in fp8, and the number by which its elements are multiplied to get the original ones."""
 
     node: Node
@@ -96,16 +104,14 @@ class _Casts:
         self._transposed: dict[tuple[Node, torch.dtype], Node] = {}
 
     def rows(self, product: LinearProduct, place: int) -> _Fp8Matrix:
-        """Return an operand with contiguous rows."""
+        """Return an operand, with contiguous rows."""
         operand = product.operands[place]
         return self._in_layout(product, place, operand.transposed)
 
     def columns(self, product: LinearProduct, place: int) -> _Fp8Matrix:
-        """Return an operand with contiguous columns."""
+        """Return the transpose of an operand, with contiguous rows."""
         operand = product.operands[place]
-        matrix = self._in_layout(product, place, not operand.transposed)
-        with self._graph.inserting_before(product.node):
-            return _Fp8Matrix(self._turn(matrix.node), matrix.inverse_scale)
+        return self._in_layout(product, place, not operand.transposed)
 
     def _in_layout(self, product: LinearProduct, place: int, transposed: bool) -> _Fp8Matrix:
         """Return the source of an operand, or its transpose, with contiguous rows."""
@@ -172,27 +178,6 @@ def _has_contiguous_rows(value: Tensor) -> bool:
     """Return False also if a symbolic size leaves it open."""
     strides = value.stride()
     return all(type(stride) is int for stride in strides) and tuple(strides) == (value.shape[1], 1)
-
-
-def _multiply(
-    call: Callable[..., Node], product: LinearProduct, left: _Fp8Matrix, right: _Fp8Matrix, recipe: Fp8Recipe
-) -> Node:
-    dtype, bias = product.dtype, product.bias
-    if product.node.meta["val"].device.type != "cpu":
-        fast = product.kind in recipe.fast
-        scales = left.inverse_scale, right.inverse_scale
-        return call(scaled_mm, left.node, right.node, *scales, bias, None, dtype, fast)
-    wide = [call(_cast, matrix.node, torch.float32) for matrix in (left, right)]
-    for node, matrix in zip(wide, (left, right), strict=True):
-        node.meta |= _recompute_policy(matrix.node)
-    scale = call(_aten.mul.Tensor, left.inverse_scale, right.inverse_scale)
-    steps = [scale, call(_aten.mm.default, *wide)]
-    steps.append(call(_aten.mul.Tensor, steps[1], scale))
-    if bias is not None:
-        steps.append(call(_aten.add.Tensor, steps[2], bias))
-    for node in steps:
-        node.meta |= _recompute_policy(product.node)
-    return call(_cast, steps[-1], dtype)
 
 
 class _Inserter:

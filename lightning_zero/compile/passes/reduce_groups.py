@@ -8,7 +8,6 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.grouped_products import grouped_mm
-from lightning_zero.compat.tensors import scaled_mm
 from lightning_zero.compile.fx_utils import (
     cast_dtype,
     is_view_or_cast,
@@ -19,6 +18,7 @@ from lightning_zero.compile.fx_utils import (
     weight_name,
 )
 from lightning_zero.compile.passes.gather_groups import split_into_groups
+from lightning_zero.compile.scaled_mm_op import SCALED_MM
 from lightning_zero.native.ops import Role, reduce_op, register_op
 from lightning_zero.profiling.graph_tensors import nbytes
 
@@ -126,7 +126,7 @@ _PRODUCTS = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     grouped_mm,
-    scaled_mm,
+    SCALED_MM,
 }
 
 
