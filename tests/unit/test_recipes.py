@@ -12,7 +12,7 @@ from tests.helpers.sentences import ADVISED_WORDS, sentences
 
 RECIPES = sorted((DOCS / "recipes").glob("*.md"))
 IN_ANOTHER_FORM = {"coming_from.md"}  # a table
-LONGEST_PAGE = 110  # lines, code included
+LONGEST_PAGE = 130  # lines, code included
 
 
 @pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.name)
