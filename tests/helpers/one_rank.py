@@ -22,7 +22,7 @@ class OneRank:
 
     def __init__(self, shapes: Sequence[Sequence[int]], seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
         self.rank = rank
-        self.mesh = SimpleNamespace(replicated=False, shard_group=SimpleNamespace(gather_group=None))
+        self.mesh = SimpleNamespace(world_size=1, replicated=False, shard_group=SimpleNamespace(gather_group=None))
         pieces = [
             (ShardLayout.from_shape(torch.Size(shape), torch.float32, world_size), torch.float32) for shape in shapes
         ]

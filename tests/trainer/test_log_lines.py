@@ -22,7 +22,7 @@ MOST_LINES = 6  # of a run with two Trainers, one of which may build the executo
 START = r"Start: [0-9.]+ s until batch \d+ = ((build|setup|first batch|tracing|compiling|other batches) [0-9.]+( \+ |\.$)){2,6}"
 RUNS = (
     r"Runs: ZeRO-3 on {} CPU rank(s)?; compiled: 'net'; no CUDA graphs, because the device is a CPU\. "
-    r"Each rank has [0-9.]+ MiB of model state\."
+    r"Each rank has [0-9.]+ [MK]iB of model state\."
 )
 
 

@@ -196,7 +196,7 @@ def test_where_nothing_moves_the_writer_is_named_with_what_it_writes(found: Foun
     (writer, _), (waiting, _) = found(stalled)
     for text in (writer, waiting):
         assert text.count("No progress") == 1, text
-        assert re.search(r"stalled\.ckpt \(0 bytes of [\d.]+ (bytes|KiB) written\)", text), text
+        assert re.search(r"stalled\.ckpt \(\d+ bytes of [\d.]+ (bytes|KiB) written\)", text), text
     assert "No progress. This is rank 0: " in writer
     assert "Missing: rank 0. The others: rank 0: " in waiting
     assert "tries to save the checkpoint " in waiting.partition("The others")[2]

@@ -257,7 +257,7 @@ def test_the_command_prints_a_plan_and_its_status_says_whether_it_fits(tmp_path:
     assert main(command) == 0
     shown = capsys.readouterr().out
     assert "Memory plan, estimated" in shown
-    assert "on the host" in shown
+    assert "offloaded to the host" in shown
     assert "Copies to and from the host are estimated at 50 GB/s in each direction." in shown
     assert "Times are estimated from operations and bytes" in shown
     assert main([*command[:-1], "0.5", "--json"]) == 1

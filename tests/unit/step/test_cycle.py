@@ -320,4 +320,5 @@ def test_nobody_else_says_when_edits_are_synchronised() -> None:
         for path in package.rglob("*.py")
         if any(f"executor.weights.{name}(" in path.read_text() for name in names)
     }
-    assert callers == {"sharding/weight_reader.py"}
+    # A capture forgets weights that eager code has released, and writes nothing.
+    assert callers == {"sharding/weight_reader.py", "compile/cuda_graphs/manager.py"}
