@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Graph
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_zero.compile.fx_utils import gathers
 from tests.helpers.oracle import assert_close_relative
 from tests.helpers.sharded import EAGER, adamw, engine_for, whole_grads, whole_params
 from tests.ranks.pool import Ranks
@@ -257,3 +260,39 @@ def test_adapters_of_stacked_experts_train_as_under_ddp(ranks: Ranks) -> None:
             assert_close_relative(other, params, 1e-6, what="parameters")
         for other in others[1::2]:
             assert_close_relative(other, result, 1e-5, what="results of the plain module")
+
+
+def train_in_bfloat16() -> tuple[list[str], list[str], list[float]]:
+    """Return the dtypes of gathered experts, the products of all graphs, and the losses, of a compiled Mixtral."""
+    torch.manual_seed(5)
+    torch._dynamo.reset()
+    model, losses = make_mixtral(), []
+    gathered, products = list[str](), list[str]()
+
+    def observe(what: str, graph: Graph) -> None:
+        if what == "before":
+            experts = [node for node in gathers(graph) if node.meta["val"].dim() == 3]
+            gathered.extend(str(user.meta["val"].dtype) for node in experts for user in node.users)
+            called = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+            products.extend(name for name in called if "grouped_mm" in name)
+
+    with engine_for(model, "aot_eager", observe=observe, compute_dtype=torch.bfloat16) as engine:
+        optimizer = adamw(model)
+        for step in range(3):
+            ids = batch(step, engine.rank)
+            with engine.train_step(), torch.autocast("cpu", torch.bfloat16):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            with engine.optimizers.stepping(optimizer):
+                optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return gathered, products, losses
+
+
+def test_under_autocast_experts_are_gathered_and_multiplied_in_bfloat16(ranks: Ranks) -> None:
+    pytest.importorskip("transformers")
+    for gathered, products, losses in ranks.run(2, train_in_bfloat16, deadline=120):
+        assert set(gathered) == {"torch.bfloat16"}  # of casts, which the passes fuse into the gathers
+        assert products == ["aten._grouped_mm.default"] * 6  # in forward, and two in backward for each
+        assert losses[0] == pytest.approx(math.log(VOCABULARY), abs=0.6)
