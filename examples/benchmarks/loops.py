@@ -17,7 +17,7 @@ from lightning.fabric import Fabric
 from torch.utils.data import DataLoader
 
 from compare.fast_init import quick_draws
-from compare.timing import Clock, exit_without_cleanup
+from compare.timing import Clock, exit_without_cleanup, outer_deciles
 from lightning_zero import FabricZeroStrategy
 from lightning_zero.cli.models import SIZES, Decoder, Tokens
 from step_time import Module, make_trainer
@@ -82,14 +82,13 @@ def main() -> None:
     arguments = parser.parse_args()
     L.seed_everything(0, verbose=False)
     steady, loss, rank = (under_trainer if arguments.loop == "trainer" else under_fabric)(arguments)
-    deciles = statistics.quantiles(steady, n=10)
     told = {
         "loop": arguments.loop,
         "size": arguments.size,
         "tokens": f"{arguments.batch}x{arguments.length}",
         "devices": arguments.devices,
         "ms": round(statistics.median(steady), 2),
-        "ms_10_90": [round(deciles[0], 2), round(deciles[-1], 2)],
+        "ms_10_90": outer_deciles(steady, 2),
         "last_loss": round(loss, 4),
         "torch": torch.__version__,
     }

@@ -36,7 +36,7 @@ from compare import idle_gaps
 from compare.baselines import clip_by_hand, zero_strategy
 from compare.fast_init import quick_draws
 from compare.step_graph import StepGraph
-from compare.timing import Clock, Start, exit_without_cleanup
+from compare.timing import Clock, Start, exit_without_cleanup, outer_deciles
 
 PROFILED = 6  # steps
 
@@ -306,7 +306,7 @@ def main() -> None:
         "strategy": ARGS.strategy + "_no_reshard" * ARGS.no_reshard,
         "options": ARGS.option + [f"precision={ARGS.precision}"] * (ARGS.precision != "bf16-mixed"),
         "ms": round(statistics.median(steady), 2),
-        "ms_10_90": [round(statistics.quantiles(steady, n=10)[i], 2) for i in (0, -1)],
+        "ms_10_90": outer_deciles(steady, 2),
         "host_ahead_ms": round(statistics.median(leads), 2),
         "start_s": round(start.seconds, 1),
         "peak_gib": clock.peak,

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from compare.timing import outer_deciles
 from lightning_zero.cli.models import SIZES, Decoder
 from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.engine import Engine
@@ -140,7 +141,7 @@ def main() -> None:
             "size": arguments.size,
             "ranks": dist.get_world_size(),
             "ms": round(statistics.median(times), 3),
-            "ms_10_90": [round(q, 3) for q in (statistics.quantiles(times, n=10)[i] for i in (0, -1))],
+            "ms_10_90": outer_deciles(times, 3),
             "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
             "torch": torch.__version__,
         }

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from compare.timing import outer_deciles
 from lightning_zero.cli.models import SIZES, Decoder
 
 BYTES = 38
@@ -222,7 +223,7 @@ def main() -> None:
             "ranks": dist.get_world_size(),
             "elements": elements,
             "ms": round(ms, 3),
-            "ms_10_90": [round(q, 3) for q in (statistics.quantiles(times, n=10)[i] for i in (0, -1))],
+            "ms_10_90": outer_deciles(times, 3),
             "host_ms": round(statistics.median(host), 3),
             "asleep_ms": arguments.asleep,
             "bytes_ms": round(floor, 3),

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 from compare import idle_gaps
 from compare.baselines import clip_by_hand, zero_strategy
 from compare.fast_init import quick_draws
-from compare.timing import Clock, exit_without_cleanup
+from compare.timing import Clock, exit_without_cleanup, outer_deciles
 from crossing import Crossing
 from lightning_zero.cli.models import SIZES, Decoder, Tokens
 
@@ -186,9 +186,7 @@ def main() -> None:
         "tokens": f"{arguments.accumulate}x{arguments.batch}x{arguments.length}",
         "devices": arguments.devices,
         "ms": round(statistics.median(steady), 2),
-        "ms_10_90": [
-            round(q, 2) for q in (statistics.quantiles(steady, n=10)[0], statistics.quantiles(steady, n=10)[-1])
-        ],
+        "ms_10_90": outer_deciles(steady, 2),
         "peak_gib": clock.peak,
         "reserved_gib": clock.reserved,
         "device_gib": clock.device,

@@ -19,7 +19,7 @@ import torch
 
 from compare.baselines import PEERS
 from compare.job import Job, built_in
-from compare.timing import Clock, Start, exit_without_cleanup
+from compare.timing import Clock, Start, exit_without_cleanup, outer_deciles
 from lightning_zero.cli.models import SIZES, model_class
 
 __all__ = ["main", "train"]
@@ -52,10 +52,9 @@ def train(job: Job) -> dict[str, Any] | None:
         return None
     if len(steady) < 2:
         raise ValueError(f"Only {len(steady)} steps were measured: the model's data end before {job.steps} steps.")
-    deciles = statistics.quantiles(steady, n=10)
     return {
         "ms": round(statistics.median(steady), 3),
-        "ms_10_90": [round(deciles[0], 3), round(deciles[-1], 3)],
+        "ms_10_90": outer_deciles(steady, 3),
         "start_s": round(start.seconds, 1),
         "peak_gib": clock.peak,
         "reserved_gib": clock.reserved,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
@@ -13,7 +15,13 @@ import torch
 from lightning_zero.integrations.trainer.signals import check_stop_on_cpu
 from lightning_zero.report.engine_report import memory_by_role
 
-__all__ = ["Clock", "Start", "bytes_of_graphs", "exit_without_cleanup"]
+__all__ = ["Clock", "Start", "bytes_of_graphs", "exit_without_cleanup", "outer_deciles"]
+
+
+def outer_deciles(times: Sequence[float], digits: int) -> list[float]:
+    """Return the 10th and the 90th percentile of times."""
+    deciles = statistics.quantiles(times, n=10)
+    return [round(deciles[0], digits), round(deciles[-1], digits)]
 
 
 class Clock(pl.Callback):
