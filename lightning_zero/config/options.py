@@ -15,17 +15,17 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_zero.config.schema import (
     FP8_PRODUCT_CHOICES,
+    OFFLOAD_CHOICES,
     OnChange,
     check_count,
-    check_fp8_products,
     check_fraction,
     check_memory,
     check_mib,
-    check_offload,
     check_options,
     check_patterns,
     check_positive,
     check_ratio,
+    check_subset,
     option,
     option_fields,
     options,
@@ -45,6 +45,14 @@ GROUPS = {
 }
 _memory, _communication, _cuda_graphs, _compile, _debugging = (partial(option, group=group) for group in GROUPS)
 _mib = partial(check_positive, "MiB")
+
+
+def _make_tuples(options: object, *names: str) -> None:
+    """Accept lists: command lines and YAML give a list, Hydra a sequence of its own."""
+    for name in names:
+        value = getattr(options, name)
+        if isinstance(value, Sequence) and not isinstance(value, str):
+            object.__setattr__(options, name, tuple(value))
 
 
 @document_options
@@ -226,7 +234,7 @@ class Tuning:
     fp8_products: tuple[Literal["forward", "input_gradient", "weight_gradient"], ...] = _compile(
         "With ``linear_dtype='fp8'``, the products of each layer that may be in fp8. Default all three.",
         default=FP8_PRODUCT_CHOICES,
-        check=check_fp8_products,
+        check=check_subset(FP8_PRODUCT_CHOICES, "forward", empty=False),
         on_change=OnChange.RECOMPILE,
         default_text="all three",
     )
@@ -280,11 +288,7 @@ class Tuning:
     )
 
     def __post_init__(self) -> None:
-        # Command lines and YAML give a list, Hydra a sequence of its own.
-        for name in ("fp8_products", "fp8_exclude"):
-            value = getattr(self, name)
-            if isinstance(value, Sequence) and not isinstance(value, str):
-                object.__setattr__(self, name, tuple(value))
+        _make_tuples(self, "fp8_products", "fp8_exclude")
         check_options(self)
         if self.replicate_over == "hosts" and self.compute_shard_group == "all":
             raise ValueError(
@@ -351,7 +355,7 @@ class Options:
         "State in pinned host memory: ``'optimizer'`` (Adam's moments), ``'activations'`` (saved by compiled forward),"
         " ``'parameters'`` (float32 master weights; needs ``'optimizer'``). Default ``()``.",
         default=(),
-        check=check_offload,
+        check=check_subset(OFFLOAD_CHOICES, "optimizer"),
     )
     reduce_dtype: Literal["bf16", "16", "32"] | None = option(
         "Dtype of gradients in collectives. Default ``'bf16'`` for ``precision='bf16-mixed'``, otherwise each "
@@ -400,9 +404,7 @@ class Options:
     def __post_init__(self) -> None:
         if isinstance(self.tuning, Mapping):
             object.__setattr__(self, "tuning", Tuning(**self.tuning))
-        # Command lines and YAML give a list, Hydra a sequence of its own.
-        if isinstance(self.offload, Sequence) and not isinstance(self.offload, str):
-            object.__setattr__(self, "offload", tuple(self.offload))
+        _make_tuples(self, "offload")
         check_options(self)
         tuning = self.tuning
         if not isinstance(tuning, Tuning):

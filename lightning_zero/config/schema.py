@@ -159,21 +159,18 @@ def check_fraction(value: Any) -> str | None:
 
 
 OFFLOAD_CHOICES = ("optimizer", "activations", "parameters")
-
-
-def check_offload(value: Any) -> str | None:
-    if isinstance(value, tuple) and all(name in OFFLOAD_CHOICES for name in value):
-        return None
-    return f"a tuple of {join_with_or([repr(name) for name in OFFLOAD_CHOICES])}. Try ('optimizer',)."
-
-
 FP8_PRODUCT_CHOICES = ("forward", "input_gradient", "weight_gradient")
 
 
-def check_fp8_products(value: Any) -> str | None:
-    if isinstance(value, tuple) and value and all(name in FP8_PRODUCT_CHOICES for name in value):
-        return None
-    return f"a tuple of {join_with_or([repr(name) for name in FP8_PRODUCT_CHOICES])}. Try ('forward',)."
+def check_subset(choices: tuple[str, ...], example: str, empty: bool = True) -> Check:
+    """Return a check for tuples of ``choices``; ``empty`` also allows none of them."""
+
+    def check(value: Any) -> str | None:
+        if isinstance(value, tuple) and (value or empty) and all(name in choices for name in value):
+            return None
+        return f"a tuple of {join_with_or([repr(name) for name in choices])}. Try ({example!r},)."
+
+    return check
 
 
 def check_patterns(value: Any) -> str | None:
