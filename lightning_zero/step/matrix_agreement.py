@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -34,8 +36,7 @@ class MatrixAgreement:
             RankMismatchError: A parameter has a gradient on some ranks only.
         """
         mesh = self._sharder.mesh
-        rules = [rule_for(self._optimizer, group) for group in own.groups]
-        if mesh.world_size == 1 or not any(isinstance(rule, MatrixRule) for rule in rules):
+        if mesh.world_size == 1 or not any(map(self._is_of_matrices, own.groups)):
             return
         if layout not in self._names:
             self._names[layout] = self._find(layout, own)
@@ -56,13 +57,16 @@ class MatrixAgreement:
                 "or param.grad.zero_() on one."
             )
 
+    def _is_of_matrices(self, group: Mapping[str, Any]) -> bool:
+        return isinstance(rule_for(self._optimizer, group), MatrixRule)
+
     def _find(self, layout: StepLayout, own: OwnParams) -> tuple[list[str], Tensor]:
         """Return names of the parameters, and flags that say if they have gradients, or none, on this rank."""
         stepped = {record.index for run in layout.runs for record in run.members}
         names: list[str] = []
         flags: list[bool] = []
         for group in own.groups:
-            if not isinstance(rule_for(self._optimizer, group), MatrixRule):
+            if not self._is_of_matrices(group):
                 continue
             for param in group["params"]:
                 record = self._sharder.find(param)
