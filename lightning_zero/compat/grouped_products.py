@@ -23,7 +23,7 @@ has_kernel = private("torch._C._dispatch_has_kernel_for_dispatch_key")
 # The op of torch.nn.functional.grouped_mm. (torch 2.11+)
 grouped_mm = private("torch.ops.aten._grouped_mm.default")
 
-_DEVICES = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+_KEYS = ("AutocastCPU", "AutocastCUDA")
 _TRANSFORMERS = "transformers.integrations.moe"
 
 
@@ -41,7 +41,7 @@ def cast_grouped_products() -> None:
 def _cast_in(namespace: str, op: str, function: object) -> list[Library]:
     """Return what keeps the rules alive."""
     libraries = []
-    for key in _DEVICES.values():
+    for key in _KEYS:
         if not has_kernel(f"{namespace}::{op}", key):
             library = Library(namespace, "IMPL")
             library.impl(op, function, key)

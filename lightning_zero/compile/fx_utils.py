@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ LINEAR_PRODUCTS = "lightning_zero.linear_products"
 WEIGHT = "lightning_zero.weight"  # key in node.meta[CUSTOM], which tracing copies from graph to graph
 
 _aten = torch.ops.aten
+TRANSPOSES = (_aten.t.default, _aten.permute.default, _aten.transpose.int)
 _CASTS = {
     to_copy,
     _aten.clone.default,  # weight.t().contiguous() is as large as the weight
@@ -167,6 +168,16 @@ def is_view_or_cast(node: Node) -> bool:
         return True
     arguments = target._schema.arguments
     return bool(arguments) and arguments[0].alias_info is not None and not arguments[0].alias_info.is_write
+
+
+def repeat_views(graph: Graph, source: Node, views: Sequence[Node]) -> Node:
+    """Insert the same views of ``source``, which may have another dtype, and return the last one."""
+    for view in views:
+        made = graph.call_function(view.target, (source, *view.args[1:]), view.kwargs)  # type: ignore[arg-type]
+        made.meta.update(view.meta)
+        made.meta["val"] = view.target(source.meta["val"], *view.args[1:], **view.kwargs)  # type: ignore[operator]
+        source = made
+    return source
 
 
 class NodeReplacer:

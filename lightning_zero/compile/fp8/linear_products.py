@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from lightning_zero.compile.fx_utils import REDUCE, calls, gathers, is_view_or_cast, shard_of, weight_name
+from lightning_zero.compile.fx_utils import REDUCE, TRANSPOSES, calls, gathers, is_view_or_cast, shard_of, weight_name
 from lightning_zero.compile.passes.saved_weights import backward_nodes
 from lightning_zero.compile.subgraphs.node_kinds import is_kernel
 
@@ -25,7 +25,6 @@ KINDS: tuple[ProductKind, ...] = ("forward", "input_gradient", "weight_gradient"
 
 _aten = torch.ops.aten
 _MM, _ADDMM = _aten.mm.default, _aten.addmm.default
-_TRANSPOSES = (_aten.t.default, _aten.permute.default, _aten.transpose.int)
 _ADDITION = _aten.add.Tensor
 
 
@@ -162,7 +161,7 @@ def _operand(node: Any) -> Operand:
     """Remove transposes of a matrix."""
     assert isinstance(node, Node)
     transposed = False
-    while node.target in _TRANSPOSES and node.meta["val"].dim() == 2:
+    while node.target in TRANSPOSES and node.meta["val"].dim() == 2:
         source = node.args[0]
         assert isinstance(source, Node)
         transposed ^= list(node.args[1:]) not in ([[0, 1]], [0, 0], [1, 1])

@@ -10,7 +10,16 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import CUSTOM, RECOMPUTE
 from lightning_zero.compat.tensors import wait_tensor
-from lightning_zero.compile.fx_utils import NodeReplacer, cast_dtype, gathers, is_view_or_cast, ops, reduces, shard_of
+from lightning_zero.compile.fx_utils import (
+    NodeReplacer,
+    cast_dtype,
+    gathers,
+    is_view_or_cast,
+    ops,
+    reduces,
+    repeat_views,
+    shard_of,
+)
 from lightning_zero.compile.passes.gather_groups import size_of
 
 
@@ -168,12 +177,7 @@ def cast_before_views(graph: Graph) -> Graph:
                 narrow = graph.call_function(cast.target, (gather, *cast.args[1:]), cast.kwargs)  # type: ignore[arg-type]
                 narrow.meta.update(cast.meta)
                 narrow.meta["val"] = gather.meta["val"].to(cast_dtype(cast))
-                for view in views:
-                    source = narrow
-                    narrow = graph.call_function(view.target, (source, *view.args[1:]), view.kwargs)  # type: ignore[arg-type]
-                    narrow.meta.update(view.meta)
-                    narrow.meta["val"] = view.target(source.meta["val"], *view.args[1:], **view.kwargs)  # type: ignore[operator]
-            cast.replace_all_uses_with(narrow)
+                cast.replace_all_uses_with(repeat_views(graph, narrow, views))
             graph.erase_node(cast)
             for view in reversed(views):
                 if not view.users:

@@ -9,12 +9,14 @@ from torch.fx import Graph, Node
 
 from lightning_zero.compat.grouped_products import grouped_mm
 from lightning_zero.compile.fx_utils import (
+    TRANSPOSES,
     cast_dtype,
     is_view_or_cast,
     nodes_in_role,
     ops,
     output_node,
     reduces,
+    repeat_views,
     weight_name,
 )
 from lightning_zero.compile.passes.gather_groups import split_into_groups
@@ -130,9 +132,6 @@ _PRODUCTS = {
 }
 
 
-_PERMUTATIONS = {torch.ops.aten.permute.default, torch.ops.aten.transpose.int, torch.ops.aten.t.default}
-
-
 def _is_product(node: Node) -> bool:
     while is_view_or_cast(node) and cast_dtype(node) is None and isinstance(node.args[0], Node):
         node = node.args[0]
@@ -150,21 +149,15 @@ def _skip_widening(node: Node) -> None:
     cast, views = node.args[0], list[Node]()
     assert isinstance(cast, Node)
     # Gradients of channels_last weights and of transposed weights are viewed after the cast.
-    while cast.target in _PERMUTATIONS:
+    while cast.target in TRANSPOSES:
         views.insert(0, cast)
         [cast] = cast.all_input_nodes
     dtype = cast_dtype(cast)
     source = cast.args[0] if dtype is not None else None
     if not isinstance(source, Node) or source.meta["val"].dtype.itemsize >= dtype.itemsize:  # type: ignore[union-attr]
         return
-    grad = source
-    for view in views:
-        with node.graph.inserting_before(node):
-            moved = node.graph.call_function(view.target, (grad, *view.args[1:]))  # type: ignore[arg-type]
-        moved.meta.update(view.meta)
-        moved.meta["val"] = view.target(grad.meta["val"], *view.args[1:])  # type: ignore[operator]
-        grad = moved
-    node.args = (grad, *node.args[1:])
+    with node.graph.inserting_before(node):
+        node.args = (repeat_views(node.graph, source, views), *node.args[1:])
     for left in (*reversed(views), cast):
         if not left.users:
             node.graph.erase_node(left)
