@@ -48,12 +48,12 @@ def with_and_without(case: str | type[Case], mixed: bool, backend: str) -> list[
 def test_accumulation_is_bitwise_the_same_and_gathers_once(
     ranks: Ranks, case: str | type[Case], backend: str, mixed: bool
 ) -> None:
-    for (expected, usual), (out, resident) in ranks.run(2, with_and_without, case, mixed, backend, deadline=240):
+    for (expected, usual), (out, cached) in ranks.run(2, with_and_without, case, mixed, backend, deadline=240):
         assert_same_bits(out, expected)
         # Kept weights: once in each of the windows; without, twice in each micro-batch.
-        assert resident["resident_gathers"] % (WINDOWS - 1) == 0
-        weights = resident["resident_gathers"] // (WINDOWS - 1)
-        saved = usual["gathers"] - resident["gathers"]
+        assert cached["cached_gathers"] % (WINDOWS - 1) == 0
+        weights = cached["cached_gathers"] // (WINDOWS - 1)
+        saved = usual["gathers"] - cached["gathers"]
         forwards = (WINDOWS - 1) * (ACCUMULATE - 1) * weights
         assert saved >= forwards > 0
 
@@ -65,7 +65,7 @@ def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
     with engine_for(model, "aot_eager", small_bytes=0, **STEP | {"unsharded_cache_mb": megabytes}) as engine:
         batches, optimizer = make_batches("CalledTwice", 6, 12), sgd(model)
         out = train_sharded(engine, model, batches, optimizer, accumulate=2)
-        resident = {
+        cached = {
             view.untyped_storage().data_ptr(): view.untyped_storage().nbytes()
             for view in engine.sharder.memory.tensors(Role.UNSHARDED_CACHE)
         }
@@ -75,7 +75,7 @@ def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
             for owner, key in r.owners
             if key in owner.__dict__.get(UNSHARDED_CACHE, {})
         ]
-        return names, sum(resident.values()), engine.executor.counters().get("resident_gathers", 0), out
+        return names, sum(cached.values()), engine.executor.counters().get("cached_gathers", 0), out
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
@@ -139,7 +139,7 @@ def change_between() -> list[bool]:
             mine.data.mul_(0.9)  # a step that leaves no trace, but is announced
             theirs.data.mul_(0.9)
         compare()
-        assert engine.executor.counters()["resident_gathers"] > 0
+        assert engine.executor.counters()["cached_gathers"] > 0
         whole_params(engine, model)
     return same
 

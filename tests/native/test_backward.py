@@ -318,9 +318,9 @@ def wrong_calls() -> None:
     grad = torch.ones(4, 3)
     lists: dict[str, Callable[[], Any]] = {
         "gather_group got no shards": lambda: ops.gather_group([], torch.float32, 12),
-        "resident_start got no shards": lambda: ops.resident_start([], []),
-        "resident_wait got no shards": lambda: ops.resident_wait([], []),
-        "resident_start got 1 shards, but 0": lambda: ops.resident_start([], [twin.param]),
+        "cached_gather_start got no shards": lambda: ops.cached_gather_start([], []),
+        "cached_gather_wait got no shards": lambda: ops.cached_gather_wait([], []),
+        "cached_gather_start got 1 shards, but 0": lambda: ops.cached_gather_start([], [twin.param]),
         "reduce_group got no shards": lambda: ops.reduce_group([], []),
         "reduce_group got 1 shards, but 2": lambda: ops.reduce_group([grad, grad], [twin.param]),
         "reduce_zero_copy got 1 shards, but 0": lambda: ops.reduce_zero_copy([grad], [twin.param], []),

@@ -32,7 +32,7 @@ OLD_TERMS = re.compile(
     r"\b(?:Outline|NotOutlined|Unlike|Around|Given|Texts|Inlined|NotOutlined|Sight|SavedEvenly|Piece|PieceCache|WaitJudge"
     r"|RankBoard|RankEnd|Arrivals|HeldFolder|Halfway|PaperCompiler|StepOnPaper|plainly|takes_turns|lie_over|lie_apart"
     r"|over_copies|is_away|masters_away|bring_ahead|hand_over_gradients|why_not|compute_copy|full_precision_copy"
-    r"|resident_weight|use_resident)\b"
+    r"|\w*resident_(?:weight|start|wait|gathers|host_shard)s?|\w+_resident|Resident\w+|borrow(?:ed|s)?)\b"
 )
 
 
@@ -139,4 +139,5 @@ def test_the_checks_find_faults() -> None:
     }
     assert not problems_of_docstrings('"""Return the shard. The sum is exact."""')
     assert OLD_TERMS.search("x = Outline()")
+    assert OLD_TERMS.search("class ResidentWeights {")
     assert not OLD_TERMS.search("outline = 1")
