@@ -1,4 +1,7 @@
-"""``reshard_after_forward="auto"``: what the fullest rank has left decides, once, at the same step on every rank."""
+"""``reshard_after_forward="auto"``.
+
+The memory left on the fullest rank decides, once, at the same step on every rank.
+"""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the passes do to a graph changes when and in which dtype weights travel, never a bit of what is computed."""
+"""The passes change the time and dtype of transfers of weights, and no bit of the results."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -66,7 +66,7 @@ def test_losses_gradients_and_parameters_are_bitwise_equal(ranks: Ranks, case: s
 
 
 def copies_are_equal(results: Sequence[tuple[Reference, dict[str, int]]]) -> None:
-    """Of the weights gathered by collectives, copied, and copied and cached."""
+    """Train with weights that are gathered by collectives, copied, and copied and cached."""
     (on, gathered), *others = results
     assert gathered.get("copied_weights", 0) == 0
     assert others[0][1]["prefetched_groups"] > 0  # on their way before the graph began
@@ -77,8 +77,9 @@ def copies_are_equal(results: Sequence[tuple[Reference, dict[str, int]]]) -> Non
 
 @pytest.fixture(scope="module")
 def tied(ranks: Ranks) -> list[list[tuple[Reference, dict[str, int]]]]:
-    """Trainings of a model with a tied weight in mixed precision: by rank; without prefetch, with it, with weights
-    that stay, collected, and copied and cached."""
+    """Trainings of a model with a tied weight in mixed precision, by rank; without prefetch, with it, with weights that
+    stay, collected, and copied and cached.
+    """
     return ranks.run(2, all_ways, TiedLayer, True, (OFF, ON, PERSISTENT, COLLECTED, CACHED), deadline=240)
 
 
@@ -105,8 +106,9 @@ def test_copies_from_two_peers_bring_the_same_bits(ranks: Ranks) -> None:
 
 
 def test_weights_used_in_low_precision_travel_in_it(tied: Any) -> None:
-    """Bytes on the wire, counted: half of what float32 takes, for every weight of a linear layer but the head, which is
-    the embedding's."""
+    """Count bytes on the wire: half of float32 for the weight of every linear layer but the head, which is tied to the
+    embedding.
+    """
     (_, off), (_, on), (_, cached) = tied[0][:3]
     # All gather in float32 in their first, eager step; later small weights are kept for backward, or all are.
     assert off["gathers"] > on["gathers"] > cached["gathers"]
@@ -141,7 +143,7 @@ def test_gradients_pushed_to_peers_are_the_same(ranks: Ranks, world_size: int, m
 
 
 def starts(options: dict[str, Any]) -> list[list[int]]:
-    """Where each graph starts its gathers."""
+    """Return the positions at which each graph starts its gathers."""
     torch._dynamo.reset()
     model = build(OneMLP)
     with engine_for(model, "aot_eager", **options) as engine:

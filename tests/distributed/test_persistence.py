@@ -1,4 +1,7 @@
-"""Weights that stay until the optimizer steps: the same results, fewer gathers, and never an old value."""
+"""Weights that stay until the optimizer steps.
+
+The same results, fewer gathers, and never an old value.
+"""
 
 from functools import partial
 from typing import Any
@@ -59,7 +62,7 @@ def test_accumulation_is_bitwise_the_same_and_gathers_once(
 
 
 def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
-    """Names of the weights that there is memory for, their bytes, what a step gathers of them, and the training."""
+    """Return the cached weights' names and bytes, the gathered bytes of a step, and the training."""
     torch._dynamo.reset()
     model = build("CalledTwice")
     with engine_for(model, "aot_eager", small_bytes=0, **STEP | {"unsharded_cache_mb": megabytes}) as engine:
@@ -80,7 +83,7 @@ def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
 def test_no_more_is_kept_than_the_budget_allows(ranks: Ranks, share: float) -> None:
-    """In the order of registration; what does not fit is passed over."""
+    """In the order of registration; weights that do not fit are skipped."""
     model = build("CalledTwice")
     sizes = {
         name: ShardLayout.from_shape(p.shape, p.dtype, 2).shard_numel * 2 * 4 for name, p in model.named_parameters()
@@ -100,7 +103,7 @@ def test_no_more_is_kept_than_the_budget_allows(ranks: Ranks, share: float) -> N
 
 
 def change_between() -> list[bool]:
-    """What is read after each kind of change, against what a plain model computes."""
+    """Compare reads after each kind of change with the values of a plain model."""
     model, plain = build(OneLayer), build(OneLayer)
     batch = make_batches(OneLayer, 1, 12)[0]
     other = build(OneLayer, seed=3).state_dict()

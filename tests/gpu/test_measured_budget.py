@@ -1,4 +1,4 @@
-"""What a device has left is read off it, and decides what is kept."""
+"""The memory left on a device is read from it, and decides which weights are cached."""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""What holds on gloo holds on NCCL: shards train like the plain model, compiled or not, and give their memory back."""
+"""Results of gloo hold on NCCL.
+
+Shards train like the plain model, compiled or not, and release their memory.
+"""
 
 from contextlib import nullcontext
 from functools import partial
@@ -104,7 +107,7 @@ def test_kept_weights_train_like_the_plain_model(ranks: Ranks, backend: str, unt
 
 
 def gathered_memory():
-    """Bytes allocated after training steps, with few and with many layers, beyond what shards and gradients need."""
+    """Return bytes allocated after training steps, with few and with many layers, beyond those of shards and gradients."""
     device = torch.device("cuda", torch.cuda.current_device())
     left = []
     for layers in (4, 12):

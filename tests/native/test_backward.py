@@ -42,7 +42,10 @@ def assert_grad(twin: Twin, contributions: list[Tensor | None], held: Tensor | f
 
 
 def some_ranks_only(bucket_mb: float) -> dict[str, int]:
-    """p0: all ranks. p1: only rank 0. p2: only the last rank, twice. p3: none. Each rank has its own order."""
+    """p0: all ranks. p1: only rank 0. p2: only the last rank, twice. p3: none.
+
+    Each rank has its own order.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     executor, (p0, p1, p2, p3) = make(Mesh.from_world(CPU), [(7, 3), (5,), (40,), (2, 2)], reduce_bucket_mb=bucket_mb)
     last = world - 1

@@ -1,4 +1,6 @@
-"""Check the language of docstrings and comments of the package and of csrc: the rules in CONTRIBUTING.md, "Language".
+"""Check the language of docstrings and comments by the rules in CONTRIBUTING.md, "Language".
+
+The package and csrc have all checks, and the tests have those of words.
 
 Words are counted for each package, so that one unusual sentence is possible and a habit is not.
 
@@ -89,7 +91,7 @@ PACKAGES = sorted(path for path in (REPO / "lightning_zero").iterdir() if path.i
 PACKAGES += [REPO / "csrc"]
 
 
-@pytest.mark.parametrize("directory", [*PACKAGES, REPO / "lightning_zero"], ids=lambda path: path.name)
+@pytest.mark.parametrize("directory", [*PACKAGES, REPO / "lightning_zero", REPO / "tests"], ids=lambda path: path.name)
 def test_words_are_the_fields(directory: Path) -> None:
     words, counted = rates([text for path in files(directory, PYTHON + CPP) for text in prose(path)])
     if words >= FEW_WORDS:

@@ -1,4 +1,7 @@
-"""A process that a launcher has started fails: the one that started it says which, and ends with a status."""
+"""A process that a launcher has started fails.
+
+The one that started it says which, and ends with a status.
+"""
 
 from __future__ import annotations
 

@@ -134,7 +134,10 @@ def test_groups_share_a_launch() -> None:
 
 
 def test_a_weight_that_is_used_twice_is_waited_for_once_before_the_first_use() -> None:
-    assert rewritten(chain("aba", "a")) == "cached_gather_start(memory_a, a) cached_gather_wait(memory_a, a) mm gather(b) mm mm"
+    assert (
+        rewritten(chain("aba", "a"))
+        == "cached_gather_start(memory_a, a) cached_gather_wait(memory_a, a) mm gather(b) mm mm"
+    )
     assert rewritten(chain("abab", "ab")) == (
         "cached_gather_start(memory_a, a) cached_gather_start(memory_b, b) cached_gather_wait(memory_a, a) mm cached_gather_wait(memory_b, b) mm mm mm"
     )
@@ -147,7 +150,10 @@ def test_products_read_the_memory_itself() -> None:
 
 
 def test_others_are_gathered_as_usual() -> None:
-    assert rewritten(chain("ab", "b")) == "cached_gather_start(memory_b, b) gather(a) mm cached_gather_wait(memory_b, b) mm"
+    assert (
+        rewritten(chain("ab", "b"))
+        == "cached_gather_start(memory_b, b) gather(a) mm cached_gather_wait(memory_b, b) mm"
+    )
     assert rewritten(chain("ab", "")) == "gather(a) mm gather(b) mm"
 
 
@@ -164,7 +170,10 @@ def test_what_is_used_in_a_narrower_dtype_is_cast_where_it_is() -> None:
     narrow.args = (*narrow.args[:2], BF16, memory)
     narrow.meta["val"] = narrow.meta["val"].to(BF16)
     graph = b.done(b.call(aten.mm.default, x, wide), b.call(aten.mm.default, y, narrow))
-    assert rewritten(graph) == "cached_gather_start(memory_a, a) cached_gather_wait(memory_a, a) convert_element_type mm mm"
+    assert (
+        rewritten(graph)
+        == "cached_gather_start(memory_a, a) cached_gather_wait(memory_a, a) convert_element_type mm mm"
+    )
     (cast,) = (node for node in graph.nodes if node.target is torch.ops.prims.convert_element_type.default)
     assert (cast.args[0].name, cast.args[1], cast.meta["val"].dtype) == ("memory_a", BF16, BF16)
 
