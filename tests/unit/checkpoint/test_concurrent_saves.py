@@ -18,7 +18,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_zero.checkpoint.atomic import INCOMPLETE, PinnedDirectory, remove, sibling_path
+from lightning_zero.checkpoint.atomic import INCOMPLETE, PinnedDirectory, locked_for_removal, remove, sibling_path
 from lightning_zero.checkpoint.rank_tasks import SingleProcess
 from lightning_zero.checkpoint.safetensors import ExportWeight, export_weights
 from lightning_zero.checkpoint.sharded.commit import save_sharded
@@ -223,3 +223,13 @@ def test_in_an_object_store(store: None) -> None:
     assert second.sees("other")
     second.discard()
     assert read_folder(path, None)["seed"] == 1.0
+
+
+def test_a_folder_that_another_save_makes_during_the_removal_is_named(tmp_path: Path) -> None:
+    work = tmp_path / "x.ckpt.incomplete"
+    with (
+        pytest.raises(CheckpointError, match="another save to x.ckpt is running"),
+        locked_for_removal(work, "x.ckpt"),
+    ):
+        work.mkdir()  # after the look of remove()
+        work.unlink()

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.integrations.child_processes import ChildWatch, terminate_after_grace
+from lightning_zero.integrations.processes import ChildWatch, terminate_after_grace
 
 
 def _started(script: str) -> subprocess.Popen[bytes]:
