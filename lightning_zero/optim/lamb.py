@@ -17,16 +17,18 @@ def lamb(
     fixed_decay: bool = False,
     averaging: bool = True,
     scaled: bool = True,
+    debias: bool = True,
     maximize: bool = False,
     max_weight_norm: float = 10.0,
 ) -> ReductionRule:
-    """Return the rule of LAMB without bias correction, as in version 3 of the paper.
+    """Return the rule of LAMB, as in ``pytorch_optimizer.Lamb`` from version 4 on.
 
     Args:
         decay: Shrink the weights by ``lr * weight_decay`` before their norm is taken.
         fixed_decay: Shrink by ``weight_decay`` instead.
         averaging: Scale gradients by ``1 - beta1`` in the first moment.
         scaled: Scale the update by the ratio of norms.
+        debias: Divide the learning rate by ``1 - beta1 ** step``. The second moment has no bias correction.
         maximize: Ascend.
         max_weight_norm: Upper limit of the weights' norm in the ratio.
     """
@@ -34,7 +36,7 @@ def lamb(
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
         shrink = setting["weight_decay"] * (1.0 if fixed_decay else setting["lr"])
         return {
-            "lr": setting["lr"],
+            "lr": setting["lr"] / (1 - setting["betas.0"] ** step.double()) if debias else setting["lr"],
             "beta1": setting["betas.0"],
             "rise1": 1 - setting["betas.0"] if averaging else torch.ones_like(setting["lr"]),
             "beta2": setting["betas.1"],
@@ -68,4 +70,5 @@ def lamb(
         scalars,
         (Reduction(("weight", "update"), terms, ratio),),
         apply,
+        counts=("step",),
     )

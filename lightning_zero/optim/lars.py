@@ -16,23 +16,19 @@ from lightning_zero.optim.reduction_rules import Reduction, ReductionRule
 def lars(momentum: bool = True, nesterov: bool = False, maximize: bool = False) -> ReductionRule:
     """Return the rule of LARS. Parameters of one dimension are stepped by SGD, without weight decay.
 
-    Momentum begins as the first gradient, as in ``pytorch_optimizer.LARS``.
+    Weight decay is part of the divisor, as in the paper and in ``pytorch_optimizer.LARS`` from version 4 on.
     """
 
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
         return {**setting, "rise": 1 - setting["dampening"]}
 
     def terms(param: Tensor, grad: Tensor, state: Tensors, s: Tensors, values: Tensors) -> Tensors:
-        # The momentum is zero before the first step only. A step count would not be in checkpoints of the library.
-        past = {"momentum": state["momentum_buffer"].square()} if momentum else {}
-        return {"weight": param.square(), "gradient": grad.square(), **past}
+        return {"weight": param.square(), "gradient": grad.square()}
 
     def ratio(sums: Tensors, shared: Tensors, s: Tensors, shape: torch.Size) -> tuple[Tensors, Tensors]:
-        weight, grad = sums["weight"].sqrt(), sums["gradient"].sqrt()
-        values = {"ratio": torch.where((weight > 0) & (grad > 0), s["trust_coefficient"] * weight / grad, 1.0)}
-        return (values | {"begins": (sums["momentum"] == 0).to(grad.dtype)} if momentum else values), {}
-
-    names = ("weight", "gradient", *(("momentum",) if momentum else ()))
+        weight = sums["weight"].sqrt()
+        divisor = sums["gradient"].sqrt() + s["weight_decay"] * weight
+        return {"ratio": torch.where((weight > 0) & (divisor > 0), s["trust_coefficient"] * weight / divisor, 1.0)}, {}
 
     def make(is_scaled: bool) -> ReductionRule:
         def apply(param: Tensor, grad: Tensor, state: Tensors, s: Tensors, values: Tensors) -> tuple[Tensor, Tensors]:
@@ -40,8 +36,7 @@ def lars(momentum: bool = True, nesterov: bool = False, maximize: bool = False) 
             if is_scaled:
                 way = (way + param * s["weight_decay"]) * values["ratio"]
             if momentum:
-                before = torch.where(values["begins"] > 0, grad, state["momentum_buffer"])
-                average = new["momentum_buffer"] = before * s["momentum"] + way * s["rise"]
+                average = new["momentum_buffer"] = state["momentum_buffer"] * s["momentum"] + way * s["rise"]
                 way = way + average * s["momentum"] if nesterov else average
             return param - way * s["lr"], new
 
@@ -49,7 +44,7 @@ def lars(momentum: bool = True, nesterov: bool = False, maximize: bool = False) 
             ("lr", "momentum", "dampening", "weight_decay", "trust_coefficient"),
             ("momentum_buffer",) if momentum else (),
             scalars,
-            (Reduction(names, terms, ratio),),
+            (Reduction(("weight", "gradient"), terms, ratio),) if is_scaled else (),
             apply,
         )
 

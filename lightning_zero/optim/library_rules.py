@@ -17,14 +17,20 @@ MakeLibraryRule = Callable[[torch.optim.Optimizer, Group], ReductionRule]
 
 
 def _lamb(optimizer: torch.optim.Optimizer, group: Group) -> ReductionRule:
-    for name in ("rectify", "adanorm", "adam_debias"):
+    for name in ("rectify", "adanorm"):
         _refuse(bool(group.get(name)), optimizer, f"{name}=True")
     _refuse(bool(getattr(optimizer, "pre_norm", False)), optimizer, "pre_norm=True")
     decays = group["weight_decay"] != 0
     _refuse(decays and not group["weight_decouple"], optimizer, "weight_decouple=False")
     most = float(getattr(optimizer, "clamp", 10.0))
     return lamb(
-        decays, bool(group["fixed_decay"]), bool(group["grad_averaging"]), not group["adam"], _ascends(optimizer), most
+        decays,
+        bool(group["fixed_decay"]),
+        averaging=bool(group["grad_averaging"]),
+        scaled=not group["adam"],
+        debias=not group.get("adam_debias", False),
+        maximize=_ascends(optimizer),
+        max_weight_norm=most,
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_zero.optim.flat_runs import Chunk, FlatRun
 from lightning_zero.optim.matrix_rules import Tensors
-from lightning_zero.optim.reduction_rules import COLUMNS, ROWS, ReductionRule, column_shape, of_parameter, row_shape
+from lightning_zero.optim.reduction_rules import COLUMNS, ROWS, ReductionRule, column_shape, row_shape
 from lightning_zero.sharding.layout import ShardLayout
 
 
@@ -98,7 +98,7 @@ class ParameterPart:
 
 def of_run(rule: Any, run: FlatRun) -> Any:
     """Return the rule of a run's parameters, which are alike."""
-    return of_parameter(rule, run.members[0].layout.shape, run.param.dtype) if run.members else rule
+    return rule.of(run.members[0].layout.shape, run.param.dtype) if isinstance(rule, ReductionRule) else rule
 
 
 def sum_shape(shape: torch.Size, over: str | None) -> torch.Size:

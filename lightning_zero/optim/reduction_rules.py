@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.matrix_rules import Tensors
+from lightning_zero.optim.matrix_rules import MatrixRule, Tensors
 from lightning_zero.sharding.layout import ShardLayout
 
 ROWS, COLUMNS = "rows", "columns"
@@ -68,8 +68,8 @@ class ReductionRule:
             parameter, new state). Elementwise.
         shared: Shape of the state that every rank stores in full, by name, from the parameter's shape.
         counts: Names of 0-dim state. ``"step"`` counts the steps, from 1.
-        by_parameter: (parameter's shape, dtype) -> the rule of this parameter, if parameters of one group differ. Return
-            one object for parameters that are alike. Its settings, scalars and counts are those of this rule.
+        by_parameter: (parameter's shape, dtype) -> the rule of this parameter, if parameters of one group differ.
+            Return one object for parameters that are alike. Its settings, scalars and counts are those of this rule.
     """
 
     settings: tuple[str, ...]
@@ -97,8 +97,8 @@ def check_rows(layout: ShardLayout, over: Mapping[str, str], name: str) -> None:
         return
     if len(layout.shape) < 2:
         raise UnsupportedError(
-            f"The rule of {name!r} adds up rows or columns, but its shape is {tuple(layout.shape)}. Return another rule "
-            "from ReductionRule.by_parameter for parameters of fewer than two dimensions."
+            f"The rule of {name!r} adds up rows or columns, but its shape is {tuple(layout.shape)}. Return another "
+            "rule from ReductionRule.by_parameter for parameters of fewer than two dimensions."
         )
     if layout.order is not None:
         raise UnsupportedError(
@@ -107,7 +107,20 @@ def check_rows(layout: ShardLayout, over: Mapping[str, str], name: str) -> None:
         )
 
 
+def shared_shapes(rule: Any, shape: torch.Size) -> dict[str, torch.Size]:
+    """Return the shapes of the state that every rank stores in full for a parameter, by name."""
+    if isinstance(rule, ReductionRule):
+        return {name: shape_of(shape) for name, shape_of in rule.shared.items()}
+    return rule.shared_shapes(shape) if isinstance(rule, MatrixRule) else {}
+
+
+def shared_names(rule: Any) -> frozenset[str]:
+    """Return the names of the state that every rank stores in full."""
+    if isinstance(rule, ReductionRule):
+        return frozenset(rule.shared)
+    return frozenset(rule.shared(1, 1)) if isinstance(rule, MatrixRule) and rule.shared is not None else frozenset()
+
+
 def shared_bytes(rule: Any, shape: torch.Size, dtype: torch.dtype) -> int:
     """Return the bytes of a parameter's state that every rank stores in full."""
-    shapes = rule.shared.values() if isinstance(rule, ReductionRule) else ()
-    return sum(shape_of(shape).numel() for shape_of in shapes) * dtype.itemsize
+    return sum(own.numel() for own in shared_shapes(rule, shape).values()) * dtype.itemsize

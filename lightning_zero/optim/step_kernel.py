@@ -84,6 +84,11 @@ class StepKernel:
         # The copies of a staging ring cannot continue from one captured graph to the next.
         self._capture = capture and not (self._sends and ring is not None)
         self._sum_over_ranks = sum_over_ranks
+        # Shared state of all matrices, which their owners send to all ranks after a step.
+        shared = sum(map(_shared_numel, self._exchanges)) if self._sends else 0
+        wide = any(run.param.dtype is torch.float64 for run in runs)
+        dtype = torch.float64 if wide else torch.float32
+        self._shared_state = torch.zeros(shared, dtype=dtype, device=device) if shared else None
         self._floats: list[dict[str, float]] = [{} for _ in groups]
         self._settings = [
             {name: torch.zeros((), dtype=torch.float64, device=device) for name in rule.settings} if rule else {}
@@ -219,11 +224,18 @@ class StepKernel:
             parts.append(exchange.finish_send)
             if number < last:
                 parts += [graphed(*prepare(number + 1)), exchanges[number + 1].start_send]
-            parts.append(graphed(exchange.transform))
+            parts.append(graphed(partial(StepKernel._transform, own, number)))
             if number > 0:
                 parts += [exchanges[number - 1].finish_return, graphed(*finish(number - 1))]
             parts.append(exchange.start_return)
-        return [*parts, exchanges[last].finish_return, graphed(*finish(last), end)]
+        parts.append(exchanges[last].finish_return)
+        if self._shared_state is None:
+            return [*parts, graphed(*finish(last), end)]
+        assert self._sum_over_ranks is not None
+        parts.append(graphed(*finish(last), partial(StepKernel._publish_state, own)))
+        # Each value is not zero on its owner only.
+        parts.append(partial(self._sum_over_ranks, self._shared_state))
+        return [*parts, graphed(partial(StepKernel._receive_state, own), end)]
 
     @property
     def workspace_bytes(self) -> int:
@@ -292,8 +304,29 @@ class StepKernel:
     def _step_bucket(self, number: int) -> None:
         """Step one bucket of matrices, all of which this rank holds."""
         self._prepare(number)
-        self._exchanges[number].transform()
+        self._transform(number)
         self._finish(number)
+
+    def _transform(self, number: int) -> None:
+        exchange = self._exchanges[number]
+        assert exchange.bucket.run is not None
+        exchange.transform(self._scalars[id(exchange.bucket.run)])
+
+    def _shared_parts(self) -> Iterator[tuple[MatrixExchange, Tensor]]:
+        """Yield the exchanges of matrices with shared state, and their parts of the memory that is sent."""
+        assert self._shared_state is not None
+        sizes = [_shared_numel(exchange) for exchange in self._exchanges]
+        for exchange, size, part in zip(self._exchanges, sizes, self._shared_state.split(sizes), strict=True):
+            if size:
+                yield exchange, part
+
+    def _publish_state(self) -> None:
+        for exchange, part in self._shared_parts():
+            exchange.publish_state(part)
+
+    def _receive_state(self) -> None:
+        for exchange, part in self._shared_parts():
+            exchange.receive_state(part)
 
     def _prepare(self, number: int) -> None:
         """Update the elementwise state of a bucket, and compute its updates."""
@@ -443,6 +476,10 @@ def _wide(value: Tensor) -> Tensor:
 def _call_all(functions: Sequence[Callable[[], None]]) -> None:
     for function in functions:
         function()
+
+
+def _shared_numel(exchange: MatrixExchange) -> int:
+    return sum(value.numel() for state in exchange.bucket.shared for value in state.values())
 
 
 def _make_exchanges(

@@ -131,8 +131,8 @@ def check_matrices(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], An
             continue
         if masters_on_host:
             raise UnsupportedError(
-                f"offload=('optimizer', 'parameters') steps parameters in chunks, but {name} needs full parameters. Pass "
-                "offload=('optimizer',)."
+                f"offload=('optimizer', 'parameters') steps parameters in chunks, but {name} needs full parameters. "
+                "Pass offload=('optimizer',)."
             )
         for param in group["params"]:
             record = find(param)

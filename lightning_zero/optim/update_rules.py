@@ -22,7 +22,7 @@ from torch import Tensor
 from lightning_zero.optim.adafactor import adafactor
 from lightning_zero.optim.library_rules import library_rule
 from lightning_zero.optim.matrix_rules import MatrixRule, Tensors, muon
-from lightning_zero.optim.reduction_rules import ReductionRule, of_parameter
+from lightning_zero.optim.reduction_rules import ReductionRule, shared_names
 
 
 @dataclass(frozen=True)
@@ -408,8 +408,7 @@ def state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> S
 
 
 def _names_of(rule: AnyRule, complete: bool) -> StateNames:
-    shared = tuple(rule.shared) if isinstance(rule, ReductionRule) else ()
-    return StateNames(frozenset(rule.state), frozenset((*rule.counts, *shared)), complete)
+    return StateNames(frozenset(rule.state), frozenset(rule.counts) | shared_names(rule), complete)
 
 
 def register_rule(optimizer: type[torch.optim.Optimizer], make: MakeRule) -> None:

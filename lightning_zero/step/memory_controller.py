@@ -134,7 +134,8 @@ class MemoryController:
         may_move = bool(masters) and all(rules) and config.compile and self._can_move_masters(config)
         may_move = may_move and not any(map(needs_ranks, rules))
         can_move_now = may_move and self._sharder.memory.can_move_to_host
-        possible = {"optimizer": all(rules) and not any(isinstance(rule, ReductionRule) for rule in rules), MASTERS: can_move_now, "activations": config.compile}
+        streams_state = all(rules) and not any(isinstance(rule, ReductionRule) for rule in rules)
+        possible = {"optimizer": streams_state, MASTERS: can_move_now, "activations": config.compile}
         offloadable = tuple(name for name in OFFLOADABLE if possible[name])
         if config.memory is not None and offloadable and self._link is None:
             self._link = measure_host_bandwidth(self._mesh)

@@ -19,10 +19,10 @@ from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE
 from lightning_zero.optim.flat_runs import State, StateOnHost
 from lightning_zero.optim.matrix_exchange import ExchangeMemory, MatrixGroup
 from lightning_zero.optim.parameter_sums import of_run
-from lightning_zero.optim.reduction_rules import ReductionRule
+from lightning_zero.optim.reduction_rules import shared_shapes
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import is_torch_optimizer
-from lightning_zero.optim.update_rules import Rule, needs_matrices, rule_for
+from lightning_zero.optim.update_rules import AnyRule, Rule, needs_matrices, needs_ranks, rule_for
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
 
@@ -236,14 +236,15 @@ class CapturedRunner:
                 if name not in run.counts:
                     run.state[name] = torch.zeros((), device=self._device)
             run.export_state(own.state)
-            if isinstance(rule, ReductionRule):
-                run.shared = [self._shared_state(rule, record, own.state) for record in run.members]
+            if needs_ranks(rule):
+                run.shared = [self._make_shared_state(rule, record, own.state) for record in run.members]
 
-    def _shared_state(self, rule: ReductionRule, record: ShardedParameter, state: State) -> dict[str, Tensor]:
+    def _make_shared_state(self, rule: AnyRule, record: ShardedParameter, state: State) -> dict[str, Tensor]:
         """Return the state of a parameter that every rank stores in full; make it as far as it is missing."""
         entries = state[record.param]
-        for name, shape_of in rule.shared.items():
-            shape, old = shape_of(record.layout.shape), entries.get(name)
+        shapes = shared_shapes(rule, record.layout.shape)
+        for name, shape in shapes.items():
+            old = entries.get(name)
             if old is None:
                 entries[name] = torch.zeros(shape, dtype=record.param.dtype, device=self._device)
             elif old.shape != shape:
@@ -253,7 +254,7 @@ class CapturedRunner:
                 )
             else:
                 entries[name] = old.to(device=self._device)
-        return {name: entries[name] for name in rule.shared}
+        return {name: entries[name] for name in shapes}
 
     def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
         with torch.no_grad():

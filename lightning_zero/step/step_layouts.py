@@ -22,7 +22,7 @@ from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.optim.bf16_state import bf16_state_names, check_bf16_state
 from lightning_zero.optim.flat_runs import FlatRun, State, make_flat_runs
 from lightning_zero.optim.grad_norms import clip_factor, norm_dtype
-from lightning_zero.optim.reduction_rules import ReductionRule
+from lightning_zero.optim.reduction_rules import ReductionRule, shared_names
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import check_matrices, check_members
 from lightning_zero.optim.update_rules import needs_ranks, rule_for
@@ -237,12 +237,13 @@ class StepLayouts:
         self._split_kinds({r.index for group in present for r in group}, own.state)
         bf16_state = bf16_state_names(self._optimizer, own.groups, self._sharder.find) if self._bf16_state else {}
         mix = StepKernel.supports(self._optimizer, own.groups)
+        kinds = self._kinds_by_rule(own.groups)
         runs = make_flat_runs(
-            present, self._kinds_by_rule(own.groups), mix_dimensions=mix, bf16_state=bf16_state, one_per_parameter=self._one_per_parameter
+            present, kinds, mix_dimensions=mix, bf16_state=bf16_state, one_per_parameter=self._one_per_parameter
         )
         for run in runs:
             rule = rule_for(self._optimizer, own.groups[run.group])
-            run.shared_names = frozenset(rule.shared) if isinstance(rule, ReductionRule) else frozenset()
+            run.shared_names = shared_names(rule)
         if self._host is not None:
             self._host.settle()
         moved = [run.join_state(own.state, self._host) for run in runs]

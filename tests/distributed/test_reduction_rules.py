@@ -1,4 +1,4 @@
-"""LAMB, LARS and Adafactor on shards: the weights and state of a single process, and checkpoints at any world size."""
+"""LAMB, LARS, Adafactor and NorMuon on shards: the weights and state of a single process, and checkpoints at any world size."""
 
 from __future__ import annotations
 
@@ -16,12 +16,20 @@ from lightning_zero.engine import Engine
 from lightning_zero.errors import RankMismatchError
 from lightning_zero.report.engine_report import memory_by_role
 from tests.distributed.test_muon import Net, batch
-from tests.helpers.reference_optimizers import LARS, Lamb
+from tests.helpers.reference_optimizers import LARS, Lamb, NorMuon
 from tests.helpers.sharded import engine_for, whole_params
 from tests.ranks.pool import Ranks
 
 STEPS = 6
 Make = Callable[[Any], torch.optim.Optimizer]
+
+
+def normuon(params: Any) -> torch.optim.Optimizer:
+    """Return NorMuon for the matrices, one of which is fused from three parts."""
+    matrices = [param for param in params if param.ndim > 1]
+    groups = [{"params": matrices[1:2], "split_sizes": (40, 20, 10)}, {"params": [matrices[0], *matrices[2:]]}]
+    return NorMuon(groups, lr=0.02, weight_decay=0.1)
+
 
 ADAFACTOR: Make = partial(torch.optim.Adafactor, lr=0.02, weight_decay=0.1, d=1.1)
 # name: (optimizer, options of the strategy, clip)
@@ -29,6 +37,7 @@ WAYS: dict[str, tuple[Make, dict[str, Any], float | None]] = {
     "Adafactor": (ADAFACTOR, {}, None),
     "Adafactor, captured and clipped": (ADAFACTOR, {"emulate_cuda_graph_step": True}, 0.5),
     "Adafactor, hosts": (ADAFACTOR, {"ranks_per_host": 1, "replicate_over": "hosts"}, None),
+    "NorMuon": (normuon, {"matrix_bucket_mb": 0.01, "emulate_cuda_graph_step": True}, 0.5),
     "LAMB": (partial(Lamb, weight_decay=0.1), {"stage": 2}, None),
     "LAMB without ratio": (partial(Lamb, adam=True), {}, 0.5),
     "LARS": (LARS, {"stage": 1}, None),
@@ -70,7 +79,9 @@ def sharded(make: Make, backend: str = "eager", **options: Any) -> Iterator[tupl
         yield engine, model, optimizer
 
 
-def take_steps(engine: Engine, model: Any, optimizer: Any, steps: range, clip: float | None = None, **begin: Any) -> None:
+def take_steps(
+    engine: Engine, model: Any, optimizer: Any, steps: range, clip: float | None = None, **begin: Any
+) -> None:
     for step in steps:
         x, y = batch(step, engine.rank, engine.world_size)
         with engine.train_step():
@@ -100,7 +111,9 @@ def expected_of(name: str) -> Any:
 
 
 def close(found: Tensor, expected: Tensor, *what: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{what}: {text}")
+    # NorMuon divides rows by their size, and so makes more of the rounding of small ones. Weights change by about 0.1.
+    atol = 2e-4 if "NorMuon" in what else 1e-5
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=atol, msg=lambda text: f"{what}: {text}")
 
 
 def check_params(found: Mapping[str, Tensor], model: nn.Module, *what: Any) -> None:
@@ -108,7 +121,12 @@ def check_params(found: Mapping[str, Tensor], model: nn.Module, *what: Any) -> N
         close(found[key], value.detach(), *what, key)
 
 
-THREE = ("Adafactor, captured and clipped", "Adafactor, hosts", "LARS")  # ways that depend on the number of ranks
+THREE = (
+    "Adafactor, captured and clipped",
+    "Adafactor, hosts",
+    "LARS",
+    "NorMuon",
+)  # ways that depend on the number of ranks
 
 
 @pytest.mark.parametrize(
@@ -136,9 +154,12 @@ def test_weights_and_state_are_those_of_one_process(ranks: Ranks, world_size: in
 # -- events
 
 
+SKIPPED: dict[str, Make] = {"Adafactor": ADAFACTOR, "LAMB": Lamb, "NorMuon": normuon}
+
+
 def _skips() -> dict[str, Any]:
     found = {}
-    for name, make in {"Adafactor": ADAFACTOR, "LAMB": Lamb}.items():
+    for name, make in SKIPPED.items():
         with sharded(make, emulate_cuda_graph_step=True) as (engine, model, optimizer):
             take_steps(engine, model, optimizer, range(2), skip=torch.zeros(()))
             take_steps(engine, model, optimizer, range(2, 4), skip=torch.ones(()))  # as a loss scaler skips
@@ -190,7 +211,7 @@ def _events(path: str) -> dict[str, Any]:
     return found
 
 
-SAVED: dict[str, Make] = {"Adafactor": ADAFACTOR, "LARS": LARS}
+SAVED: dict[str, Make] = {"Adafactor": ADAFACTOR, "LARS": LARS, "NorMuon": normuon}
 
 
 def _resumes(path: str) -> dict[str, dict[str, Tensor]]:
@@ -209,7 +230,7 @@ def _resumes(path: str) -> dict[str, dict[str, Tensor]]:
 def test_skips_checkpoints_and_missing_gradients(ranks: Ranks, tmp_path: Any) -> None:
     path = str(tmp_path / "state ")
     expected = {}
-    for name, make in {"Adafactor": ADAFACTOR, "LAMB": Lamb}.items():
+    for name, make in SKIPPED.items():
         model = small_net()
         optimizer = make(model.parameters())
         for step in (0, 1, 4, 5, 6, 7):
