@@ -1,4 +1,4 @@
-"""The update rule of Adafactor (Shazeer & Stern, 2018), as in ``torch.optim``: means of rows and columns."""
+"""The update rule of Adafactor (Shazeer & Stern, 2018), as in ``torch.optim``."""
 
 from __future__ import annotations
 

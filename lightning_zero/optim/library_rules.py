@@ -1,4 +1,4 @@
-"""Rules of optimizers in other libraries, which are found by the names of their classes and not imported."""
+"""Rules of other libraries' optimizers, found by the names of their classes without an import."""
 
 from __future__ import annotations
 

@@ -458,7 +458,7 @@ class MatrixExchange:
             value.copy_(new.view(value.shape))
 
     def _batches(self) -> Iterator[tuple[ShardLayout, list[Tensor], list[Tensors]]]:
-        """Yield a layout and, for each of its matrices, the shards' parts as (shards, elements), and its state."""
+        """Yield a layout, and for each matrix the shards' parts as (shards, elements), and its state."""
         layouts, several = self.bucket.layouts, self._group.size > 1
         begins = dict(zip(self._owned, accumulate([0, *(layouts[i].shard_numel for i in self._owned)]), strict=False))
         ranges = self.bucket.ranges

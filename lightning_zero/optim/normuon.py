@@ -16,7 +16,7 @@ _EPS = 1e-8  # keeps divisors from zero, as in the authors' code
 
 
 def normuon(group: Mapping[str, Any]) -> MatrixRule:
-    """Return the rule of NorMuon for a group with the settings of ``torch.optim.Muon``, and ``muon_beta2``.
+    """Return NorMuon's rule for a group with the settings of ``torch.optim.Muon`` and ``muon_beta2``.
 
     Muon's orthogonalized update is divided by the root of the running mean of each row's squares, and scaled back to
     its Frobenius norm. ``variance_neuron`` has one value per row, which every rank stores.
@@ -71,5 +71,5 @@ def _norms(matrices: Tensor) -> Tensor:
 
 
 def _wider(workspace: Callable[[int, int], float]) -> Callable[[int, int], float]:
-    # Beside the orthogonal factor: it, its square and its quotient in float32, each as two elements of bfloat16.
+    # The factor, its square and its quotient are float32, which counts as two elements of bfloat16.
     return lambda rows, columns: max(workspace(rows, columns), 8.0 * rows * columns)

@@ -1,4 +1,4 @@
-"""Add up terms of sharded parameters over elements, rows or columns, and expand the results to elements."""
+"""Add up terms of sharded parameters over elements, rows or columns, and expand the results."""
 
 from __future__ import annotations
 

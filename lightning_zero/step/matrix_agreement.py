@@ -30,7 +30,7 @@ class MatrixAgreement:
         self._names: WeakKeyDictionary[StepLayout, tuple[list[str], Tensor]] = WeakKeyDictionary()
 
     def check(self, layout: StepLayout, own: OwnParams) -> None:
-        """Raise on all ranks if they differ. Collective with several ranks if a group's rule needs values of all ranks.
+        """Raise on all ranks if they differ. Collective if a group's rule needs values of other ranks.
 
         Raises:
             RankMismatchError: A parameter has a gradient on some ranks only.
