@@ -107,7 +107,12 @@ class Engine(PickledAsNone):
         )
         self.session.begin(self.cuda_graphs)
         self.sharder = Sharder(
-            self.executor, mesh, self.transports, host_policy, self.config.uses_grad_aliasing(mesh.host_count)
+            self.executor,
+            mesh,
+            self.transports,
+            host_policy,
+            self.config.uses_grad_aliasing(mesh.host_count),
+            self.config.quantizes_state,
         )
         self.sharder.reader.bind_engine(self)
         self._copies = ModuleCopier(self.sharder)

@@ -33,9 +33,17 @@ from lightning_zero.optim.matrix_exchange import (
     make_exchanges,
 )
 from lightning_zero.optim.matrix_rules import MatrixRule
+from lightning_zero.optim.quantized_state import (
+    block_noise,
+    codes_key,
+    dequantize,
+    noise_of,
+    quantize,
+    scales_key,
+)
 from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.optim.update_rules import Rule, rule_for
-from lightning_zero.sharding.layout import as_real
+from lightning_zero.sharding.layout import STATE_BLOCK, as_real
 
 MAX_COMPILED_RUNS = 16  # limits compilation, which makes one kernel per run
 
@@ -86,7 +94,7 @@ class StepKernel:
         ends: dict[int, list[int]] = {}
         for exchange in self._exchanges:
             ends.setdefault(id(exchange.bucket.run), []).append(exchange.bucket.end)
-        self._state = ChunkedState(runs, lambda run: _rule_of(rules, run).state, ring, max_numel, ends)
+        self._state = ChunkedState(runs, lambda run: run.keys_of(_rule_of(rules, run).state), ring, max_numel, ends)
         self._squared = torch.zeros((), device=device)
         self._max_norm = torch.ones((), device=device)
         self._skip = torch.zeros((), device=device)
@@ -117,9 +125,9 @@ class StepKernel:
             and not wide
             and as_pairs
             and all(
-                all(isinstance(run.state.get(name), Tensor) for name in known[run.group].state)
+                all(isinstance(run.state.get(key), Tensor) for key in run.keys_of(known[run.group].state))
                 and all(name in run.counts for name in known[run.group].counts)
-                and not (run.bf16_state and _steps(run.counts) is None)
+                and not (run.rounds_state and _steps(run.counts) is None)
                 and ("step" not in run.state or "step" in run.counts)  # a Python number is the optimizer's to count
                 for run in runs
             )
@@ -294,7 +302,7 @@ class StepKernel:
                 numbers["keys"] = noise_keys(rest[-1], step)
             return numbers
 
-        salts = (self._state.positions[id(run)].salts,) if run.bf16_state else ()
+        salts = (self._state.positions[id(run)].salts,) if run.rounds_state else ()
         arguments = (self._squared, self._max_norm, self._skip, *settings.values(), *run.counts.values(), *salts)
         shapes = tuple((name, tuple(c.shape)) for name, c in run.counts.items())
         key = (rule, self._variant, shapes, dtype, len(run.members) if salts else None)
@@ -302,45 +310,54 @@ class StepKernel:
 
     def _apply(self, loaded: LoadedChunk, update: Tensor | None = None) -> None:
         """Step a chunk. With a :class:`MatrixRule`, write its update into ``update`` and leave the parameter."""
-        rule, numbers = self._rule(loaded.chunk.run), self._scalars[id(loaded.chunk.run)]
-        param, grad = map(_reals, (loaded.param, loaded.chunk.view_of(loaded.chunk.run.grad)))
-        positions, state = loaded.positions, map(_reals, loaded.state.values())
-        names, keys = list(loaded.state), list(numbers)
+        run = loaded.chunk.run
+        rule, numbers = self._rule(run), self._scalars[id(run)]
+        # Blocks of 8-bit state are rows: their scale is a reduction in the same kernel.
+        width = STATE_BLOCK if run.code_dtypes else None
+
+        def shaped(flat: Tensor) -> Tensor:
+            reals = _reals(flat)
+            return reals if width is None else reals.view(-1, width if flat.numel() == loaded.param.numel() else 1)
+
+        param, grad = map(shaped, (loaded.param, loaded.chunk.view_of(run.grad)))
+        positions, state = loaded.positions, list(map(shaped, loaded.state.values()))
+        names, stored, keys = rule.state, list(loaded.state), list(numbers)
+        rounded = list(run.stored_dtypes)
         where: tuple[Tensor, ...] = () if positions is None else (positions.owners, positions.shifts, positions.begin)
         copies = () if loaded.copy is None else (loaded.copy,)
-        out = copies if update is None else (update,)
+        out = tuple(map(shaped, copies if update is None else (update,)))
 
         def change(param: Tensor, grad: Tensor, *rest: Tensor) -> dict[str, Tensor]:
-            old = dict(zip(names, rest, strict=False))
-            scalar = dict(zip(keys, rest[len(names) :], strict=False))
+            old = dict(zip(stored, rest, strict=False))
+            scalar = dict(zip(keys, rest[len(stored) :], strict=False))
             wide = _wide(grad)
             if "factor" in scalar:
                 wide = wide * scalar["factor"]
                 grad.copy_(wide)
-            before = _wide(param), {k: _wide(v) for k, v in old.items()}
+            before = _wide(param), {name: _wide_state(name, old) for name in names}
             step = rule.apply if isinstance(rule, Rule) else rule.prepare
             after, new = step(before[0], wide, before[1], scalar)
-            if "skip" in scalar:
-                keep = scalar["skip"] == 0
+            keep = scalar["skip"] == 0 if "skip" in scalar else None
+            if keep is not None:
                 after = torch.where(keep, after, before[0]) if isinstance(rule, Rule) else after
-                new = {k: torch.where(keep, v, before[1][k]) for k, v in new.items()}
             if isinstance(rule, Rule):
                 param.copy_(after)
             if out:
                 rest[-1].copy_(after)
+            noise = None
             if positions is not None:
-                owners, shifts, begin = rest[len(names) + len(keys) :][: len(where)]
-                noise = rounding_noise(owners, shifts, begin, scalar["keys"])
-                new = {
-                    k: stochastic_round(v, noise, names.index(k)) if old[k].dtype is STATE_DTYPE else v
-                    for k, v in new.items()
-                }
-            for k, v in new.items():
-                old[k].copy_(v)
+                owners, shifts, begin = rest[len(stored) + len(keys) :][: len(where)]
+                make_noise = rounding_noise if width is None else block_noise
+                noise = make_noise(owners, shifts, begin, scalar["keys"])
+            for name in names:
+                number = rounded.index(name) if name in rounded else 0
+                for key, value in _stored_state(name, new[name], old, noise, number).items():
+                    old[key].copy_(value if keep is None else torch.where(keep, value, old[key]))
             return {}
 
         members = 0 if positions is None else len(positions.shifts)
-        key = (rule, param.numel(), param.dtype, grad.dtype, tuple(keys), members, *(tensor.dtype for tensor in out))
+        dtypes = tuple(tensor.dtype for tensor in (param, grad, *state, *out))
+        key = (rule, param.numel(), dtypes, tuple(keys), members)
         self._run_compiled(key, change, (param, grad, *state, *numbers.values(), *where, *out))
 
     def _run_compiled(
@@ -357,6 +374,27 @@ class StepKernel:
 
 def _reals(flat: Tensor) -> Tensor:
     return as_real(flat).view(-1)
+
+
+def _wide_state(name: str, stored: Mapping[str, Tensor]) -> Tensor:
+    """Return a chunk's state of this name as the rule reads it."""
+    if codes_key(name) in stored:
+        return dequantize(stored[codes_key(name)], stored[scales_key(name)])
+    return _wide(stored[name])
+
+
+def _stored_state(
+    name: str, value: Tensor, stored: Mapping[str, Tensor], noise: Tensor | None, number: int
+) -> dict[str, Tensor]:
+    """Return new values of the tensors that store the state of this name, rounded by the noise."""
+    codes = stored.get(codes_key(name))
+    if codes is not None:
+        assert noise is not None
+        new_codes, scales = quantize(value, codes.dtype, noise_of(noise, number))
+        return {codes_key(name): new_codes, scales_key(name): scales}
+    if stored[name].dtype is STATE_DTYPE and noise is not None:
+        return {name: stochastic_round(value, noise, number)}
+    return {name: value}
 
 
 def _wide(value: Tensor) -> Tensor:
