@@ -27,6 +27,7 @@ MAX_NUMEL = 1 << 22  # elements that are float32 at a time while state is conver
 _SHIFT = 20  # bits of a float32's mantissa below the 3 that codes keep
 _LEVELS = {SIGNED: 127, NONNEGATIVE: 255}  # the largest magnitude of a code, which stands for the scale itself
 _OCTAVES = {SIGNED: 16, NONNEGATIVE: 32}
+_SMALLEST = torch.finfo(torch.float32).tiny
 _LANE = 0x9E37  # golden ratio of 16 bits: neighbors in a block get evenly spread noise
 
 
@@ -79,7 +80,8 @@ def quantize(values: Tensor, dtype: torch.dtype, noise: Tensor | None = None) ->
     size = values.abs()
     largest = size.amax(1, keepdim=True)
     scale = torch.where(largest.isfinite(), largest, torch.nan)
-    share = torch.where(scale > 0, size / scale, 0.0)
+    # A division for each block, not for each element. The inverse of a subnormal scale would be infinite.
+    share = size * torch.where(scale >= _SMALLEST, 1 / scale, 0.0)
     bits = (share * _SPAN[dtype] + _OFFSET[dtype]).view(torch.int32)
     if noise is None:
         bits = bits + (1 << (_SHIFT - 1))
