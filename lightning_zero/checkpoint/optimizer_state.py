@@ -6,8 +6,8 @@ has at least 32 elements, so a local tensor of the shard's shape is sharded. Ful
 sharded, unless the same name holds single numbers for parameters with dimensions: then it is a counter.
 Optimizers that train only scalars without a rule need :func:`~lightning_zero.register_rule`.
 
-State of 8 bits is one entry under its own name. Full checkpoints hold its float32 values. Sharded ones hold its codes and
-scales, which any number of ranks reads again bit by bit.
+State of 8 bits is one entry under its own name. Full checkpoints hold its float32 values. Sharded ones hold its codes
+and scales, which any number of ranks reads again bit by bit.
 
 Dicts within an entry are searched. A tensor that is neither sharded nor a single number is an error.
 """
@@ -28,7 +28,6 @@ from lightning_zero.compat.tensors import tree_leaves, tree_map_only
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
 from lightning_zero.optim.quantized_state import (
-    CODES,
     SCALES,
     codes_key,
     is_quantized,
@@ -305,6 +304,10 @@ def _parts(entry: StateEntry, stored: Mapping[int, StoredDtypes]) -> list[StateE
     """Return the entries in which the optimizer stores this one: itself, or its codes and scales."""
     if _code_dtype(entry, stored) is None:
         return [entry]
+    return _code_entries(entry)
+
+
+def _code_entries(entry: StateEntry) -> list[StateEntry]:
     return [replace(entry, key=codes_key(entry.key)), replace(entry, key=scales_key(entry.key))]
 
 
@@ -409,11 +412,8 @@ def state_by_name(optimizer: torch.optim.Optimizer, module: nn.Module, sharder: 
             return [(entry, shard_of(record.layout, value))]
         if record.layout.order is not None:  # the reader may have its blocks in another order
             return [(entry, shard_of(record.layout, value.values()))]
-        codes, scales = replace(entry, key=entry.key + CODES), replace(entry, key=entry.key + SCALES)
-        return [
-            (codes, shard_of(record.layout, value.codes)),
-            (scales, shard_of(record.layout.block_layout, value.scales)),
-        ]
+        codes = shard_of(record.layout, value.codes), shard_of(record.layout.block_layout, value.scales)
+        return list(zip(_code_entries(entry), codes, strict=True))
 
     def nested(entries: Sequence[StateEntry]) -> dict[str, Any]:
         pairs = list(chain.from_iterable(map(saved, entries)))
