@@ -22,16 +22,15 @@ def check_library_8bit(optimizer: torch.optim.Optimizer) -> None:
     cls = next((c for c in type(optimizer).__mro__ if c.__module__.partition(".")[0] in _LIBRARIES), None)
     if cls is None:
         return
-    names = " ".join(c.__name__ for c in type(optimizer).__mro__)
+    # bitsandbytes' base class of all optimizers, 8-bit or not, is Optimizer8bit.
+    names = " ".join(c.__name__ for c in type(optimizer).__mro__ if c.__name__ != "Optimizer8bit")
     bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)  # of bitsandbytes' AdamW(..., optim_bits=8)
     if bits == 32 and re.search(r"8bit|4bit|Fp8", names) is None:
         return
     name, library = type(optimizer).__name__, cls.__module__.partition(".")[0]
     base = next((base for base in _BASES if base in name), None)
     instead = (
-        "an optimizer of torch.optim, or your own by lightning_zero.register_rule,"
-        if base is None
-        else _line(base, optimizer.defaults)
+        "your own optimizer, by lightning_zero.register_rule," if base is None else _line(base, optimizer.defaults)
     )
     raise UnsupportedError(
         f"{name} of {library} scales blocks of a rank's flat shard, so results would depend on the number of ranks. "
@@ -41,6 +40,8 @@ def check_library_8bit(optimizer: torch.optim.Optimizer) -> None:
 
 def _line(base: str, defaults: dict[str, Any]) -> str:
     """Return the line that makes torch's optimizer with the same settings."""
+    if "Adam" not in base:  # bitsandbytes keeps momentum under another name
+        return f"torch.optim.{base} with the same settings,"
     known = inspect.signature(getattr(torch.optim, base).__init__).parameters
     settings = {key: value for key, value in defaults.items() if key in known and _is_plain(value)}
     texts = [f"{key}={value!r}" for key, value in settings.items() if value != known[key].default or key == "lr"]

@@ -30,8 +30,8 @@ def test_the_message_has_the_line_to_write_with_the_same_settings(module: str) -
     ("name", "base", "expected"),
     [
         ("PagedAdam8bit", torch.optim.Adam, r"torch.optim.Adam\(params, lr=0.001\)"),
-        ("SGD8bit", torch.optim.SGD, r"torch.optim.SGD\(params, lr=0.001\)"),
-        ("Lion8bit", torch.optim.SGD, "your own by lightning_zero.register_rule"),
+        ("SGD8bit", torch.optim.SGD, "torch.optim.SGD with the same settings"),
+        ("Lion8bit", torch.optim.SGD, "your own optimizer, by lightning_zero.register_rule"),
         ("AdamW4bit", torch.optim.AdamW, r"torch.optim.AdamW\(params"),
     ],
 )
@@ -41,7 +41,8 @@ def test_each_optimizer_gets_its_own_line(name: str, base: Any, expected: str) -
 
 
 def test_bits_may_be_an_argument_and_wide_optimizers_of_the_libraries_pass() -> None:
-    optimizer = made("AdamW", "bitsandbytes.optim.adamw")
+    base = type("Optimizer8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.optimizer"})
+    optimizer = made("AdamW", "bitsandbytes.optim.adamw", base)
     optimizer.args = SimpleNamespace(optim_bits=32)
     check_optimizer(optimizer)
     optimizer.args.optim_bits = 8
