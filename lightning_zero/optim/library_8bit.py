@@ -29,9 +29,9 @@ def check_library_8bit(optimizer: torch.optim.Optimizer) -> None:
         return
     name, library = type(optimizer).__name__, cls.__module__.partition(".")[0]
     base = next((base for base in _BASES if base in name), None)
-    instead = (
-        "your own optimizer, by lightning_zero.register_rule," if base is None else _line(base, optimizer.defaults)
-    )
+    instead = "your own optimizer, by lightning_zero.register_rule,"
+    if base is not None:
+        instead = _line(base, optimizer.defaults)
     raise UnsupportedError(
         f"{name} of {library} scales blocks of a rank's flat shard, so results would depend on the number of ranks. "
         f"Write {instead} with ZeroStrategy(tuning=Tuning(state_dtype='8bit')). That stores blocks of whole parameters."

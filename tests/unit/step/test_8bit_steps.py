@@ -79,3 +79,25 @@ def test_a_skipped_step_changes_nothing() -> None:
 def test_an_optimizer_whose_steps_need_exact_state_is_refused(make: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"Write Tuning\(state_dtype='bf16'\), or leave state_dtype out"):
         Training(make, "8bit").go(1)
+
+
+def descend(state_dtype: str | None, steps: int = 200) -> float:
+    """Return the loss of a regression with 72 x 61 weights after steps of AdamW."""
+    training = Training(lambda p: torch.optim.AdamW(p, lr=0.01), state_dtype)
+    [record, *_] = training.sharder.live
+    rng = torch.Generator().manual_seed(1)
+    x, true = torch.randn(200, 72, generator=rng), torch.randn(72, 61, generator=rng)
+    for step in range(steps):
+        rows = torch.randint(0, 200, (32,), generator=rng)
+        weight = record.shard[: 72 * 61].view(72, 61)
+        error = x[rows] @ (weight - true) + torch.randn(32, 61, generator=rng)
+        training.sharder.bring(step, (1, 2, 3, 4))
+        record.gradient[: 72 * 61] = (x[rows].T @ error / 32).flatten()
+        training.stepper.begin()
+        training.optimizer.step()
+        training.stepper.end()
+    return (x @ (record.shard[: 72 * 61].view(72, 61) - true)).square().mean().item()
+
+
+def test_200_steps_reach_the_loss_of_float32_state() -> None:
+    assert descend("8bit") == pytest.approx(descend(None), rel=0.02)
