@@ -24,6 +24,7 @@ class Sums(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.large, self.small, self.other = nn.Linear(61, 70), nn.Linear(9, 9), nn.Linear(65, 64, bias=False)
+        self.conv = nn.Conv2d(16, 32, 3, bias=False).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.frozen = nn.Linear(70, 70)
         self.frozen.requires_grad_(False)
 
@@ -31,12 +32,15 @@ class Sums(nn.Module):
         rng = torch.Generator().manual_seed(step)
         layers: tuple[nn.Linear, ...] = (self.large, self.small, self.other)
         batches = [torch.randint(-4, 5, (2, layer.in_features), generator=rng).float() for layer in layers]
-        return 6 * sum((layer(x).sum() for layer, x in zip(layers, batches, strict=True)), torch.zeros(()))
+        image = torch.randint(-4, 5, (1, 16, 4, 4), generator=rng).float()
+        return 6 * self.conv(image).sum() + 6 * sum(
+            (layer(x).sum() for layer, x in zip(layers, batches, strict=True)), torch.zeros(())
+        )
 
 
 def make_optimizer(model: Any) -> torch.optim.Optimizer:
     groups = [{"params": [model.large.weight, model.small.weight]}, {"params": [model.large.bias, model.small.bias]}]
-    return torch.optim.AdamW([*groups, {"params": [model.other.weight], "lr": 0.01}], lr=0.02)
+    return torch.optim.AdamW([*groups, {"params": [model.other.weight, model.conv.weight], "lr": 0.01}], lr=0.02)
 
 
 def train(
@@ -104,8 +108,8 @@ def test_ranks_stages_forms_and_resumes_give_the_same_bits(ranks: Ranks, tmp_pat
     assert alone["codes"]["exp_avg_8bit_codes"] is torch.int8
     assert alone["codes"]["exp_avg_sq_8bit_codes"] is torch.uint8
     assert {value.dtype for value in alone["state"][0].values()} == {torch.float32}
-    padded = sum(-(-numel // 256) * 256 for numel in (61 * 70, 65 * 64))
-    exact = sum(-(-numel // 32) * 32 for numel in (61 * 70, 65 * 64))
+    padded = sum(-(-numel // 256) * 256 for numel in (61 * 70, 65 * 64, 4608))
+    exact = sum(-(-numel // 32) * 32 for numel in (61 * 70, 65 * 64, 4608))
     saved = wide["roles"]["optimizer_state"] - alone["roles"]["optimizer_state"]
     assert saved == 2 * (4 * exact - padded - 4 * padded // 256)
     resumed = [{"name": "from1"}, {"name": "from1.pt", "sharded": False}, {"name": "from1", "state_dtype": None}]
