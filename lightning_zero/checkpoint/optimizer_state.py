@@ -53,7 +53,7 @@ MakeProgress = Callable[[int], ProgressReporter]  # from the total bytes
 
 @dataclass(frozen=True)
 class QuantizedValue:
-    """Codes and scales of one entry: of a shard, or of the full parameter in memory order if that is contiguous."""
+    """Codes and scales of one entry: those of a shard, or of a full contiguous parameter."""
 
     codes: Tensor
     scales: Tensor
@@ -381,7 +381,7 @@ def _read_full(value: Any) -> Any:
 
 
 def with_float_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's full state dict with float32 values for codes and scales, which are plain tensors."""
+    """Return an optimizer's full state dict of plain tensors, with values for codes and scales."""
     entries = {key: dict(values) if isinstance(values, dict) else values for key, values in state["state"].items()}
     for values in entries.values():
         if isinstance(values, dict):

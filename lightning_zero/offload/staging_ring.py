@@ -187,9 +187,9 @@ class StagingRing:
         return self.slots < min(self._max_slots, self.longest_pass)
 
     def elements(self, itemsizes: Sequence[float], multiple: int = 32) -> int:
-        """Return how many elements of several tensors fit into one buffer: a multiple of ``multiple``, at least that.
+        """Return how many elements of several tensors fit into one buffer, a multiple of ``multiple``.
 
-        ``itemsizes`` are bytes per element, less than 1 for a tensor that has one element for several.
+        It is at least ``multiple``. ``itemsizes`` are bytes per element, less than 1 for a tensor that has one element for several.
         """
         room = self.slot_bytes - len(itemsizes) * ALIGNMENT
         return max(int(room / max(sum(itemsizes), 1)) // multiple, 1) * multiple

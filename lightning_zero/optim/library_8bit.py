@@ -1,4 +1,4 @@
-"""Refuse optimizers of torchao and bitsandbytes that quantize their state, with the line to write instead.
+"""Refuse optimizers of torchao and bitsandbytes that quantize, with the line to write instead.
 
 They scale blocks of what a rank steps. So results would depend on the number of ranks, and checkpoints would, too.
 """

@@ -1,6 +1,6 @@
-"""Optimizer state in 8 bits (``state_dtype="8bit"``): one code for each element, one float32 scale for 256 elements.
+"""Optimizer state in 8 bits (``state_dtype="8bit"``): codes of elements and scales of blocks.
 
-A code is a floating-point number with 3 mantissa bits. Its value is a share of the block's largest magnitude, which is
+An element has a code of one byte. A block of 256 elements has a float32 scale. A code is a floating-point number with 3 mantissa bits. Its value is a share of the block's largest magnitude, which is
 the scale. Signed state has codes in int8 and 16 octaves, nonnegative state has codes in uint8 and 32 octaves. The
 octaves are shifted by an offset, so that code 0 is exactly zero and small shares have one spacing.
 
@@ -108,14 +108,14 @@ def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def block_noise(owners: Tensor, shifts: Tensor, begin: Tensor, keys: Tensor) -> Tensor:
-    """Return a hash word for each block, from its ``ElementPositions`` and keys; :func:`noise_of` reads it."""
+    """Return a hash word for each block, from its ``ElementPositions`` and keys."""
     owner = owners.view(-1, STATE_BLOCK // BLOCK)[:, 0].long()
     numbers = (torch.arange(len(owner), device=owners.device) * STATE_BLOCK + begin + shifts[owner]) & WORD
     return hash_words(numbers ^ keys[owner]).view(-1, 1)
 
 
 def noise_of(words: Tensor, number: int) -> Tensor:
-    """Return 16 bits of each block's word as int32 for state ``number`` of a parameter, for :func:`quantize`."""
+    """Return noise for :func:`quantize` from 16 bits of each block's word, other ones for each state."""
     if number >= 2:
         words = hash_words((words + number // 2 * 0x3C6EF372) & WORD)
     return (torch.bitwise_right_shift(words, 16 * (number % 2)) & HALF).to(torch.int32)
@@ -142,7 +142,10 @@ def pack(values: Tensor, dtype: torch.dtype, codes: Tensor | None = None, scales
 
 
 def unpack(codes: Tensor, scales: Tensor, into: Tensor | None = None) -> Tensor:
-    """Return the float32 values of ``codes``, in their shape. ``into`` is memory for them, 1-D and of any dtype."""
+    """Return the float32 values of ``codes``, in their shape.
+
+    ``into`` is memory for them, 1-D and of any dtype.
+    """
     flat, numel = codes.detach().reshape(-1), codes.numel()
     into = flat.new_empty(numel, dtype=torch.float32) if into is None else into
     for begin in range(0, numel, MAX_NUMEL):

@@ -49,7 +49,7 @@ def stored_dtypes(
 
 
 def stored_bytes(dtype: torch.dtype) -> float:
-    """Return the bytes per element of state that is stored in ``dtype``; with its scales, if that is of codes."""
+    """Return the bytes per element of state that is stored in ``dtype``, with scales of codes."""
     return dtype.itemsize + (SCALE_BYTES if is_quantized(dtype) else 0.0)
 
 

@@ -57,7 +57,10 @@ def is_torch_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise :class:`UnsupportedError` if the optimizer needs full parameters, quantizes, or has an inner one."""
+    """Raise :class:`UnsupportedError` for an optimizer that cannot step shards.
+
+    It needs full parameters, quantizes its state, or has an inner optimizer.
+    """
     check_library_8bit(optimizer)
     for cls in () if needs_matrices(optimizer) else type(optimizer).__mro__:
         name = cls.__name__

@@ -155,7 +155,7 @@ class OptimizerSteps:
     def stored_dtypes_of(
         self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
     ) -> dict[int, StoredDtypes]:
-        """Return the dtypes of state that is stored in fewer bytes, by parameter index, with these groups' settings."""
+        """Return the dtypes of state that is stored in fewer bytes, for these groups, by parameter index."""
         return stored_dtypes_by_index(optimizer, groups, self._sharder.find, self.state_dtype)
 
     def empty_state(self, numel: int, dtype: torch.dtype) -> Tensor:
