@@ -189,7 +189,8 @@ class StagingRing:
     def elements(self, itemsizes: Sequence[float], multiple: int = 32) -> int:
         """Return how many elements of several tensors fit into one buffer, a multiple of ``multiple``.
 
-        It is at least ``multiple``. ``itemsizes`` are bytes per element, less than 1 for a tensor that has one element for several.
+        It is at least ``multiple``. ``itemsizes`` are bytes per element. A tensor that has one element for several
+        counts less than 1.
         """
         room = self.slot_bytes - len(itemsizes) * ALIGNMENT
         return max(int(room / max(sum(itemsizes), 1)) // multiple, 1) * multiple

@@ -1,8 +1,8 @@
 """Optimizer state in 8 bits (``state_dtype="8bit"``): codes of elements and scales of blocks.
 
-An element has a code of one byte. A block of 256 elements has a float32 scale. A code is a floating-point number with 3 mantissa bits. Its value is a share of the block's largest magnitude, which is
-the scale. Signed state has codes in int8 and 16 octaves, nonnegative state has codes in uint8 and 32 octaves. The
-octaves are shifted by an offset, so that code 0 is exactly zero and small shares have one spacing.
+A code of one byte is a floating-point number with 3 mantissa bits. It is relative to the largest magnitude of 256
+elements, which is the block's scale. Signed state has codes in int8 and 16 octaves. Nonnegative state has codes in uint8
+and 32 octaves. The octaves have an offset, so that code 0 is zero and small values are evenly spaced.
 
 Blocks begin at multiples of 256 elements of the full parameter in memory order, and no rank's shard ends inside one.
 So neither values nor checkpoints depend on the number of ranks. Codes of values that were read from codes are equal.

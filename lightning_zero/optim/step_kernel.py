@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from lightning_zero.compat.compiler import lookup_backend
+from lightning_zero.compat.compiler import limit_row_elements, lookup_backend
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.native.capture import GraphedSequence
 from lightning_zero.offload.staging_ring import StagingRing
@@ -37,6 +37,7 @@ from lightning_zero.optim.quantized_state import (
     block_noise,
     codes_key,
     dequantize,
+    is_quantized,
     noise_of,
     quantize,
     scales_key,
@@ -45,6 +46,7 @@ from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.optim.update_rules import Rule, rule_for
 from lightning_zero.sharding.layout import STATE_BLOCK, as_real
 
+ROW_ELEMENTS = 8  # per thread: 95 registers for AdamW by ptxas, where 32 elements need 255 and spill
 MAX_COMPILED_RUNS = 16  # limits compilation, which makes one kernel per run
 
 
@@ -453,12 +455,15 @@ def _compile(fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
     # autotune_pointwise would benchmark on clones of all weights and state of this rank; without free memory these
     # clones pass through the host, which takes minutes. emulate_precision_casts prevents fused multiply-adds: which
     # ones are fused depends on the kernel, so chunks of other sizes would round differently from the full run.
-    options = {"triton.autotune_pointwise": False, "emulate_precision_casts": True}
+    options: dict[str, Any] = {"triton.autotune_pointwise": False, "emulate_precision_casts": True}
     # Inductor's caches need a ShapeEnv to find a graph again, although all sizes are static here.
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    compiled: Any = lookup_backend("inductor")(
-        graph, [mode.from_tensor(a, static_shapes=True) for a in arguments], config_patches=options
-    )
+    inputs = [mode.from_tensor(a, static_shapes=True) for a in arguments]
+    if any(is_quantized(a.dtype) for a in arguments):
+        with limit_row_elements(ROW_ELEMENTS):
+            compiled: Any = lookup_backend("inductor")(graph, inputs, config_patches=options | {"compile_threads": 1})
+    else:
+        compiled = lookup_backend("inductor")(graph, inputs, config_patches=options)
     return lambda *inputs: dict(zip(names, compiled(*inputs), strict=True))
 
 

@@ -23,6 +23,7 @@ from lightning_zero.compat.compiler import (
     aot_autograd,
     compiled_from,
     keep_python_scalars,
+    limit_row_elements,
     lookup_backend,
     skip_debug_text,
     stable_topological_sort,
@@ -215,3 +216,21 @@ def test_torch_has_its_own_function_back() -> None:
         assert graph_compile._log_fw_bw_graphs is not before
         raise ZeroDivisionError
     assert graph_compile._log_fw_bw_graphs is before
+
+
+def test_kernels_that_reduce_rows_get_warps_by_their_elements() -> None:
+    heuristics = pytest.importorskip("torch._inductor.runtime.triton_heuristics")
+    from torch._inductor.runtime.hints import ReductionHint
+
+    hints, meta = {"x": 1 << 20, "r0_": 256}, {"num_load": 9, "num_store": 7}
+
+    def warps() -> list[tuple[int, int]]:
+        found = heuristics._persistent_reduction_configs(hints, ReductionHint.INNER, meta, {})
+        return [(config.kwargs["XBLOCK"], config.num_warps) for config in found]
+
+    with limit_row_elements(8):
+        assert all(count >= rows * 256 // (32 * 8) for rows, count in warps())
+    before = warps()
+    with limit_row_elements(1):
+        assert [count for _, count in warps()] == [min(8, max(c, rows * 8)) for rows, c in before]
+    assert warps() == before
