@@ -1,8 +1,8 @@
 """Optimizer state in 8 bits (``state_dtype="8bit"``): codes of elements and scales of blocks.
 
 A code of one byte is a floating-point number with 3 mantissa bits. It is relative to the largest magnitude of 256
-elements, which is the block's scale. Signed state has codes in int8 and 16 octaves. Nonnegative state has codes in uint8
-and 32 octaves. The octaves have an offset, so that code 0 is zero and small values are evenly spaced.
+elements, which is the block's scale. Signed state has codes in int8 and 16 octaves. Nonnegative state has codes in
+uint8 and 32 octaves. The octaves have an offset, so that code 0 is zero and small values are evenly spaced.
 
 Blocks begin at multiples of 256 elements of the full parameter in memory order, and no rank's shard ends inside one.
 So neither values nor checkpoints depend on the number of ranks. Codes of values that were read from codes are equal.
