@@ -260,9 +260,10 @@ def keep_python_scalars() -> Iterator[None]:
 @_ROW_WARPS
 @contextmanager
 def limit_row_elements(elements_per_thread: int) -> Iterator[None]:
-    """Give kernels that reduce rows more warps: Inductor's one warp spilled registers on an H200 (torch 2.11).
+    """Give kernels that reduce rows more warps, so that registers do not spill.
 
-    Compile in this process: worker processes do not see the change.
+    Inductor's one warp for four rows spilled on an H200 with torch 2.11. Compile in this process: worker processes do
+    not see the change.
     """
 
     def widen(plain: Callable[..., Any]) -> Callable[..., Any]:
