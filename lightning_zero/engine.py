@@ -107,7 +107,12 @@ class Engine(PickledAsNone):
         )
         self.session.begin(self.cuda_graphs)
         self.sharder = Sharder(
-            self.executor, mesh, self.transports, host_policy, self.config.uses_grad_aliasing(mesh.host_count)
+            self.executor,
+            mesh,
+            self.transports,
+            host_policy,
+            self.config.uses_grad_aliasing(mesh.host_count),
+            self.config.quantizes_state,
         )
         self.sharder.reader.bind_engine(self)
         self._copies = ModuleCopier(self.sharder)
@@ -266,8 +271,10 @@ class Engine(PickledAsNone):
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         """Load this rank's part of a full state dict."""
-        self.optimizers.load(
-            optimizer, self.checkpoints.local_optimizer_state(optimizer, state, self.optimizers.empty_state)
+        steps = self.optimizers
+        steps.load(
+            optimizer,
+            self.checkpoints.local_optimizer_state(optimizer, state, steps.empty_state, steps.stored_dtypes_of),
         )
 
     def close(self) -> None:

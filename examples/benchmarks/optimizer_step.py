@@ -11,7 +11,8 @@ of it when
 the step begins, as it is in a training whose forward and backward take longer than their launches; a way that waits for
 the device within the step pays for that all the same. `--asleep 0` leaves the sleep out. The bytes a step needs:
 gradients read for the norm (4), gradients read and scaled (8), weights and both moments read and written (24), the
-bfloat16 copy written (2): 38 per element.
+bfloat16 copy written (2): 38 per element. `--state-dtype` is the option of our ways: `bf16` needs 30 bytes per element,
+and `8bit` needs 26.06.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from compare.timing import outer_deciles
 from lightning_zero.cli.models import SIZES, Decoder
 
-BYTES = 38
+BYTES = {None: 38, "bf16": 30, "8bit": 22 + 4 * (1 + 4 / 256)}
 MAX_NORM = 1.0
 CYCLES = 1.9e9  # of a multiprocessor, per second
 
@@ -49,12 +50,13 @@ def adamw(params: list[Tensor], **options: object) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, lr=1e-5, weight_decay=0.1, **options)
 
 
-def ours(size: str, capture: bool | str) -> tuple[Callable[[], None], int]:
+def ours(size: str, capture: bool | str, state_dtype: str | None) -> tuple[Callable[[], None], int]:
     from lightning_zero.config import EngineConfig, Tuning
     from lightning_zero.engine import Engine
 
     device = torch.device("cuda", torch.cuda.current_device())
-    engine = Engine(device, EngineConfig(tuning=Tuning(cuda_graph_step=capture), compute_dtype=torch.bfloat16))
+    tuning = Tuning(cuda_graph_step=capture, state_dtype=state_dtype)
+    engine = Engine(device, EngineConfig(tuning=tuning, compute_dtype=torch.bfloat16))
     model = build(size)
     engine.shard(model)
     optimizer = adamw(list(model.parameters()), fused=True)
@@ -177,11 +179,11 @@ class Start:
 
 
 WAYS = {
-    "captured": lambda size: ours(size, True),
-    "eager": lambda size: ours(size, False),
-    "fused": fused,
-    "fsdp2": fsdp2,
-    "deepspeed": deepspeed,
+    "captured": lambda size, state_dtype: ours(size, True, state_dtype),
+    "eager": lambda size, state_dtype: ours(size, False, state_dtype),
+    "fused": lambda size, state_dtype: fused(size),
+    "fsdp2": lambda size, state_dtype: fsdp2(size),
+    "deepspeed": lambda size, state_dtype: deepspeed(size),
 }
 
 
@@ -192,12 +194,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warm", type=int, default=10)
     parser.add_argument("--asleep", type=float, default=2.0, help="milliseconds for which the device sleeps first")
+    parser.add_argument("--state-dtype", choices=["bf16", "8bit"], help="of the ways captured and eager")
     arguments = parser.parse_args()
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     bandwidth = copy_bandwidth()
     for way in arguments.ways.split(","):
-        step, elements = WAYS[way](arguments.size)
+        state_dtype = arguments.state_dtype if way in ("captured", "eager") else None
+        torch.cuda.reset_peak_memory_stats()
+        step, elements = WAYS[way](arguments.size, state_dtype)
         times: list[float] = []
         host: list[float] = []
         for number in range(arguments.warm + arguments.steps):
@@ -216,10 +221,12 @@ def main() -> None:
             if number >= arguments.warm:
                 times.append(start.event.elapsed_time(end))
                 host.append(1e3 * (host_end - start.clock))
-        ms, floor = statistics.median(times), 1e3 * BYTES * elements / bandwidth
+        ms, floor = statistics.median(times), 1e3 * BYTES[state_dtype] * elements / bandwidth
         result = {
             "way": way,
             "size": arguments.size,
+            "state_dtype": state_dtype,
+            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
             "ranks": dist.get_world_size(),
             "elements": elements,
             "ms": round(ms, 3),

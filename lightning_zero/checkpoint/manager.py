@@ -20,6 +20,7 @@ from lightning_zero.checkpoint.atomic import becomes_visible
 from lightning_zero.checkpoint.full_checkpoint import model_state
 from lightning_zero.checkpoint.optimizer_state import (
     AllocateFlat,
+    FindStored,
     has_parameter_names,
     optimizer_state,
     shard_optimizer_state,
@@ -114,14 +115,18 @@ class CheckpointManager:
         return self.progress(f"Gathering {what}", "gathered", total)
 
     def local_optimizer_state(
-        self, optimizer: torch.optim.Optimizer, state: Mapping[str, Any], allocate: AllocateFlat
+        self,
+        optimizer: torch.optim.Optimizer,
+        state: Mapping[str, Any],
+        allocate: AllocateFlat,
+        find_stored: FindStored,
     ) -> dict[str, Any]:
         """Return this rank's shards of a loaded state dict. Not collective."""
         if has_parameter_names(state):
             state = state_by_number(state, optimizer, self._module())
         what = f"Loading the state of {type(optimizer).__name__}"
         make_progress = partial(self.progress, what, "read")
-        return shard_optimizer_state(dict(state), optimizer, self._sharder, allocate, make_progress)
+        return shard_optimizer_state(dict(state), optimizer, self._sharder, allocate, make_progress, find_stored)
 
     @contextmanager
     def loading_weights(self, path: object) -> Iterator[None]:

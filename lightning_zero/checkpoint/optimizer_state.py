@@ -6,13 +6,16 @@ has at least 32 elements, so a local tensor of the shard's shape is sharded. Ful
 sharded, unless the same name holds single numbers for parameters with dimensions: then it is a counter.
 Optimizers that train only scalars without a rule need :func:`~lightning_zero.register_rule`.
 
+State of 8 bits is one entry under its own name. Full checkpoints hold its float32 values. Sharded ones hold its codes
+and scales, which any number of ranks reads again bit by bit.
+
 Dicts within an entry are searched. A tensor that is neither sharded nor a single number is an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -24,15 +27,42 @@ from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.compat.tensors import tree_leaves, tree_map_only
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.mesh import Mesh
+from lightning_zero.optim.quantized_state import (
+    SCALES,
+    codes_key,
+    is_quantized,
+    pack,
+    quantized_names,
+    scales_key,
+    unpack,
+    unpack_entries,
+)
+from lightning_zero.optim.state_dtypes import StoredDtypes
 from lightning_zero.optim.support import check_state_dict, large_tensors
 from lightning_zero.optim.update_rules import StateNames, state_names
 from lightning_zero.sharding.host_memory import as_mapped, copy_to_host
+from lightning_zero.sharding.layout import STATE_BLOCK, ShardLayout
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 from lightning_zero.sharding.sharder import Sharder
 
 AllocateFlat = Callable[[int, torch.dtype], Tensor]  # returns a 1-D tensor of so many elements
+FindStored = Callable[[torch.optim.Optimizer, Sequence[Mapping[str, Any]]], Mapping[int, StoredDtypes]]
 MakeProgress = Callable[[int], ProgressReporter]  # from the total bytes
+
+
+@dataclass(frozen=True)
+class QuantizedValue:
+    """Codes and scales of one entry: those of a shard, or of a full contiguous parameter."""
+
+    codes: Tensor
+    scales: Tensor
+
+    dtype = torch.float32  # of the values
+    itemsize = 4
+
+    def values(self) -> Tensor:
+        return unpack(_read_full(self.codes), _read_full(self.scales))
 
 
 @dataclass(frozen=True)
@@ -73,6 +103,9 @@ class OptimizerStateEntries:
         for number, param, record, names in self._parameters(packed):
             found[number] = []
             for inside, key, value in _leaves(packed["state"][number]):
+                if isinstance(value, QuantizedValue):
+                    found[number].append(StateEntry(key, value, record, inside))
+                    continue
                 is_shard = record is not None and names.elementwise(key) is not False and record.has_shard_shape(value)
                 if record is not None and not is_shard:
                     self._check_replicated(key, value, param, record, names)
@@ -146,8 +179,14 @@ def nest_entries(entries: Iterable[StateEntry], values: Iterable[Any]) -> dict[s
 
 def _leaves(entries: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str, Any]]:
     """Yield outer keys, key and value of each entry; search only dicts that hold tensors."""
+    quantized = {codes_key(name): name for name in quantized_names(entries)}
     for key, value in entries.items():
-        if isinstance(value, dict) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
+        if key in quantized:
+            name = quantized[key]
+            yield inside, name, QuantizedValue(value, entries[scales_key(name)])
+        elif key.endswith(SCALES) and key.removesuffix(SCALES) in quantized.values():
+            continue
+        elif isinstance(value, dict) and any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
             yield from _leaves(value, (*inside, key))
         else:
             yield inside, key, value
@@ -155,6 +194,8 @@ def _leaves(entries: Mapping[str, Any], inside: tuple[str, ...] = ()) -> Iterato
 
 def _is_sharded(key: str, value: Any, record: ShardedParameter, names: StateNames, counters: set[str]) -> bool:
     named = names.elementwise(key)
+    if isinstance(value, QuantizedValue):
+        value = value.codes
     if named is False or not isinstance(value, Tensor) or (named is None and not value.dim() and key in counters):
         return False
     if value.shape == record.layout.shape:
@@ -174,6 +215,7 @@ def gather_value(value: Any, record: ShardedParameter | None, mesh: Mesh) -> Any
     """All-gather a value in the parameter's shape. Its storage has padding. Collective."""
     if record is None:
         return value
+    value = value.values() if isinstance(value, QuantizedValue) else value
     return record.layout.full_view(mesh.all_gather_shard(value.reshape(-1)))
 
 
@@ -212,11 +254,13 @@ def shard_optimizer_state(
     sharder: Sharder,
     allocate: AllocateFlat | None = None,
     make_progress: MakeProgress | None = None,
+    find_stored: FindStored = lambda optimizer, groups: {},
 ) -> dict[str, Any]:
     """Return this rank's shards of a full state dict, for ``optimizer.load_state_dict``. Not collective.
 
     Args:
         allocate: returns memory for the shards; None: on the host.
+        find_stored: returns the dtypes of state that the optimizer stores in fewer bytes, by parameter index.
 
     Raises:
         ValueError: the state was saved for other parameters, or without an optimizer.
@@ -239,37 +283,89 @@ def shard_optimizer_state(
     sharded: dict[Any, Any] = dict(state["state"])
     found = OptimizerStateEntries(optimizer, sharder).full(state)
     allocate = allocate or (lambda numel, dtype: torch.empty(numel, dtype=dtype))
-    shards = _shards(found, allocate, make_progress or silent_progress)
+    # Loading the state loads the groups' settings, too.
+    pairs = zip(optimizer.param_groups, state["param_groups"], strict=True)
+    stored = find_stored(optimizer, [own | {k: v for k, v in saved.items() if k != "params"} for own, saved in pairs])
+    shards = _shards(found, allocate, make_progress or silent_progress, stored)
     for number, entries in found.items():
-        values = [_read_full(e.value) if e.record is None else shards[number, e.path] for e in entries]
-        sharded[number] = nest_entries(entries, values)
+        parts = list(chain.from_iterable(_parts(entry, stored) for entry in entries))
+        values = [_read_full(e.value) if e.record is None else shards[number, e.path] for e in parts]
+        sharded[number] = nest_entries(parts, values)
     return tree_map_only(CheckpointTensor, _read_full, {**state, "state": sharded})
 
 
+def _code_dtype(entry: StateEntry, stored: Mapping[int, StoredDtypes]) -> torch.dtype | None:
+    """Return the dtype of the codes in which the optimizer stores this entry; None if in floats."""
+    dtype = None if entry.record is None else stored.get(entry.record.index, {}).get(entry.key)
+    return dtype if is_quantized(dtype) else None
+
+
+def _parts(entry: StateEntry, stored: Mapping[int, StoredDtypes]) -> list[StateEntry]:
+    """Return the entries in which the optimizer stores this one: itself, or its codes and scales."""
+    if _code_dtype(entry, stored) is None:
+        return [entry]
+    return _code_entries(entry)
+
+
+def _code_entries(entry: StateEntry) -> list[StateEntry]:
+    return [replace(entry, key=codes_key(entry.key)), replace(entry, key=scales_key(entry.key))]
+
+
 def _shards(
-    found: Mapping[int, Sequence[StateEntry]], allocate: AllocateFlat, make_progress: MakeProgress
+    found: Mapping[int, Sequence[StateEntry]],
+    allocate: AllocateFlat,
+    make_progress: MakeProgress,
+    stored: Mapping[int, StoredDtypes],
 ) -> dict[tuple[int, tuple[str, ...]], Tensor]:
     """Return this rank's shards by parameter and path.
 
     Those of one path share one flat tensor, in the order of the parameters' shards, as the optimizer steps them: moving
     them later would need the memory twice.
     """
-    by_path: dict[tuple[tuple[str, ...], torch.dtype], list[tuple[int, ShardedParameter, Tensor]]] = {}
+    by_path: dict[tuple[tuple[str, ...], torch.dtype], list[tuple[int, StateEntry, ShardedParameter]]] = {}
     for number, entries in found.items():
         for e in entries:
             if e.record is not None:
-                by_path.setdefault((e.path, e.value.dtype), []).append((number, e.record, e.value))
+                dtype = _code_dtype(e, stored) or e.value.dtype
+                by_path.setdefault((e.path, dtype), []).append((number, e, e.record))
     shards: dict[tuple[int, tuple[str, ...]], Tensor] = {}
-    total = sum(r.layout.shard_numel * v.itemsize for values in by_path.values() for _, r, v in values)
+    total = sum(r.layout.shard_numel * e.value.itemsize for values in by_path.values() for _, e, r in values)
     with make_progress(total) as on_read:
-        for (path, dtype), values in by_path.items():
-            values.sort(key=lambda one: one[1].shard.data_ptr())
-            sizes = [record.layout.shard_numel for _, record, _ in values]
-            for shard, (number, record, value) in zip(allocate(sum(sizes), dtype).split(sizes), values, strict=True):
-                record.write_local_part(as_mapped(value), shard)
-                shards[number, path] = shard.view(record.layout.visible_shape)
-                on_read(shard.nbytes)
+        for (_, dtype), values in by_path.items():
+            values.sort(key=lambda one: one[2].shard.data_ptr())
+            sizes = [record.layout.shard_numel for _, _, record in values]
+            pieces: Iterable[Any] = allocate(sum(sizes), dtype).split(sizes)
+            if is_quantized(dtype):
+                blocks = [size // STATE_BLOCK for size in sizes]
+                pieces = zip(pieces, allocate(sum(blocks), torch.float32).split(blocks), strict=True)
+            for piece, (number, entry, record) in zip(pieces, values, strict=True):
+                if is_quantized(dtype):
+                    codes, scales = piece
+                    _write_codes(entry.value, record, codes, scales)
+                    where = [part.path for part in _parts(entry, stored)]
+                    shards |= {(number, where[0]): codes.view(record.layout.visible_shape), (number, where[1]): scales}
+                else:
+                    _write_values(entry.value, record, piece)
+                    shards[number, entry.path] = piece.view(record.layout.visible_shape)
+                on_read(record.layout.shard_numel * entry.value.itemsize)
     return shards
+
+
+def _write_codes(value: Any, record: ShardedParameter, codes: Tensor, scales: Tensor) -> None:
+    """Write this rank's codes and scales of a full value."""
+    number, layout = record.spec.shard_index, record.layout
+    if isinstance(value, QuantizedValue) and value.codes.dtype is codes.dtype and layout.order is None:
+        record.write_local_part(as_mapped(value.codes), codes)
+        layout.block_layout.write(scales, as_mapped(value.scales), number)
+        return
+    shard = torch.empty(layout.shard_numel, dtype=torch.float32, device=codes.device)
+    _write_values(value, record, shard)
+    pack(shard, codes.dtype, codes, scales)
+
+
+def _write_values(value: Any, record: ShardedParameter, shard: Tensor) -> None:
+    """Write this rank's part of a full value."""
+    record.write_local_part(value.values() if isinstance(value, QuantizedValue) else as_mapped(value), shard)
 
 
 def _full_bytes(entry: StateEntry) -> int:
@@ -284,6 +380,15 @@ def _read_full(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, CheckpointTensor) else value
 
 
+def with_float_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's full state dict of plain tensors, with values for codes and scales."""
+    entries = {key: dict(values) if isinstance(values, dict) else values for key, values in state["state"].items()}
+    for values in entries.values():
+        if isinstance(values, dict):
+            unpack_entries(values)
+    return {**state, "state": entries}
+
+
 # -- names and numbers
 
 
@@ -296,13 +401,26 @@ def state_by_name(optimizer: torch.optim.Optimizer, module: nn.Module, sharder: 
     names, mesh = _names(optimizer, module), sharder.mesh
     local = OptimizerStateEntries(optimizer, sharder).local(packed)
 
-    def value_of(entry: StateEntry) -> Any:
-        if entry.record is None:
-            return entry.value
-        return CheckpointShard(entry.record.layout, entry.value, mesh.shard_index, mesh.replica)
+    def shard_of(layout: ShardLayout, value: Tensor) -> CheckpointShard:
+        return CheckpointShard(layout, value, mesh.shard_index, mesh.replica)
+
+    def saved(entry: StateEntry) -> list[tuple[StateEntry, Any]]:
+        record, value = entry.record, entry.value
+        if record is None:
+            return [(entry, value)]
+        if not isinstance(value, QuantizedValue):
+            return [(entry, shard_of(record.layout, value))]
+        if record.layout.order is not None:  # the reader may have its blocks in another order
+            return [(entry, shard_of(record.layout, value.values()))]
+        codes = shard_of(record.layout, value.codes), shard_of(record.layout.block_layout, value.scales)
+        return list(zip(_code_entries(entry), codes, strict=True))
+
+    def nested(entries: Sequence[StateEntry]) -> dict[str, Any]:
+        pairs = list(chain.from_iterable(map(saved, entries)))
+        return nest_entries((entry for entry, _ in pairs), (value for _, value in pairs))
 
     state = {key: entries for key, entries in packed["state"].items() if key not in local}  # of no parameter
-    state |= {names[number]: nest_entries(entries, map(value_of, entries)) for number, entries in local.items()}
+    state |= {names[number]: nested(entries) for number, entries in local.items()}
     groups = [group | {"params": [names[number] for number in group["params"]]} for group in packed["param_groups"]]
     return {**packed, "state": state, "param_groups": groups}
 

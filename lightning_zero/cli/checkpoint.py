@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.full_checkpoint import write_local_file
 from lightning_zero.checkpoint.integrity import verify_archive, verify_storages
-from lightning_zero.checkpoint.optimizer_state import has_parameter_names, renumber
+from lightning_zero.checkpoint.optimizer_state import has_parameter_names, renumber, with_float_state
 from lightning_zero.checkpoint.rank_tasks import SingleProcess
 from lightning_zero.checkpoint.safetensors import ExportWeight, export_weights, parse_size, to_cpu
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointTensor
@@ -233,6 +233,8 @@ def _consolidate(arguments: Namespace) -> int:
         del content["optimizer_states"]  # it was saved with weights only
     total = sum(checkpoint.sizes().values())
     full = _read_full(content, total)
+    if states := full.get("optimizer_states"):
+        full["optimizer_states"] = [with_float_state(state) if "state" in state else state for state in states]
     with progress_bar("writes", total) as on_write:
         write_local_file(full, output, on_write)
     size = output.stat().st_size

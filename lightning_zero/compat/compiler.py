@@ -188,6 +188,15 @@ _PYTHON_SCALARS = Patch(
         "torch._functorch._aot_autograd.graph_compile._apply_tensorify_python_scalars": "module",
     },
 )
+_ROW_WARPS = Patch(
+    "the update of 8-bit optimizer state has as many warps as its rows need",
+    {
+        # Chooses rows and warps of a kernel that reduces short rows. (torch 2.11+)
+        "torch._inductor.runtime.triton_heuristics._persistent_reduction_configs": (
+            "size_hints, reduction_hint, inductor_meta, triton_meta"
+        ),
+    },
+)
 _TEXT = Patch(
     "graphs are not printed for logs that are off",
     {
@@ -246,6 +255,29 @@ def keep_python_scalars() -> Iterator[None]:
     once per process.
     """
     with _PYTHON_SCALARS.replace({"_apply_tensorify_python_scalars": lambda plain: lambda module: None}):
+        yield
+
+
+@_ROW_WARPS
+@contextmanager
+def limit_row_elements(elements_per_thread: int) -> Iterator[None]:
+    """Give kernels that reduce rows more warps, so that registers do not spill.
+
+    Inductor's one warp for four rows spilled on an H200 with torch 2.11. Compile in this process: worker processes do
+    not see the change.
+    """
+
+    def widen(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def configs_of(size_hints: Any, *args: Any, **kwargs: Any) -> Any:
+            configs = plain(size_hints, *args, **kwargs)
+            for config in configs:
+                elements = config.kwargs.get("XBLOCK", 1) * size_hints["r0_"]
+                config.num_warps = max(config.num_warps, min(8, elements // (32 * elements_per_thread)))
+            return configs
+
+        return configs_of
+
+    with _ROW_WARPS.replace({"_persistent_reduction_configs": widen}):
         yield
 
 

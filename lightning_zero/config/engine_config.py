@@ -162,6 +162,11 @@ class EngineConfig(Options):
         return replace(self, reshard_after_forward=False, tuning=tuning)
 
     @property
+    def quantizes_state(self) -> bool:
+        """Return True if optimizer state is stored in 8 bits."""
+        return self.tuning.state_dtype == "8bit"
+
+    @property
     def offload_buffer_bytes(self) -> int:
         return int(self.tuning.offload_buffer_mb * 2**20)
 
@@ -204,7 +209,9 @@ def check_changes(before: Options, now: Options) -> None:
     for name, on_change, old, new in changed_options(before, now):
         if name == "grad_aliasing" and bool(old) == bool(new):
             continue  # None and False shard alike; only plans distinguish them
-        if on_change is OnChange.REFUSE or (name == "offload" and ("parameters" in old) != ("parameters" in new)):
+        moves_masters = name == "offload" and ("parameters" in old) != ("parameters" in new)
+        needs_blocks = name == "state_dtype" and new == "8bit"  # shards may end inside a block
+        if on_change is OnChange.REFUSE or moves_masters or needs_blocks:
             raise cannot_change_error(name, old, new)
 
 

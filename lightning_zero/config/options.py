@@ -94,9 +94,10 @@ class Tuning:
         default=256.0,
         check=_mib(256),
     )
-    state_dtype: Literal["bf16"] | None = _memory(
-        "``'bf16'`` stores optimizer state of parameters with at least 4096 elements in bfloat16, rounded "
-        "stochastically. The optimizer needs a known rule. Default None: as the optimizer makes it.",
+    state_dtype: Literal["bf16", "8bit"] | None = _memory(
+        "``'bf16'`` or ``'8bit'`` stores optimizer state of parameters with at least 4096 elements in bfloat16, or in "
+        "8 bits with a scale for 256 elements, rounded stochastically. The optimizer needs a known rule. Default None: "
+        "as the optimizer makes it.",
         default=None,
         default_text="as the optimizer makes it",
     )

@@ -186,13 +186,14 @@ class StagingRing:
         """Return True if :meth:`resize` would add buffers, because a later pass was longer than the first."""
         return self.slots < min(self._max_slots, self.longest_pass)
 
-    def elements(self, itemsizes: Sequence[int]) -> int:
-        """Return how many elements of several tensors fit into one buffer: a multiple of 32.
+    def elements(self, itemsizes: Sequence[float], multiple: int = 32) -> int:
+        """Return how many elements of several tensors fit into one buffer, a multiple of ``multiple``.
 
-        It is at least 32.
+        It is at least ``multiple``. ``itemsizes`` are bytes per element. A tensor that has one element for several
+        counts less than 1.
         """
         room = self.slot_bytes - len(itemsizes) * ALIGNMENT
-        return max(room // max(sum(itemsizes), 1) // 32, 1) * 32
+        return max(int(room / max(sum(itemsizes), 1)) // multiple, 1) * multiple
 
     def allocated(self) -> Tensor:
         """Return the memory of all buffers, and allocate it if needed."""

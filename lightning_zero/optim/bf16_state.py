@@ -11,16 +11,12 @@ and products stay below 2**63, because not every device has unsigned arithmetic 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.reduction_rules import of_parameter
-from lightning_zero.optim.update_rules import has_rules, rule_for
 from lightning_zero.sharding.layout import ALIGNMENT_BYTES
 from lightning_zero.sharding.param_record import ShardedParameter
 
@@ -32,50 +28,6 @@ ROUNDING_COUNT = "roundings"  # state key that counts steps for optimizers witho
 def keeps_bf16_state(numel: int, dtype: torch.dtype) -> bool:
     """Return True if a parameter of this dtype and full size has bfloat16 state, on any number of ranks."""
     return numel >= MIN_NUMEL and dtype in (torch.float32, torch.float16, torch.bfloat16)
-
-
-def bf16_state_names(
-    optimizer: torch.optim.Optimizer,
-    groups: Sequence[Mapping[str, Any]],
-    find: Callable[[Tensor], ShardedParameter | None],
-) -> dict[int, tuple[str, ...]]:
-    """Return the names of each parameter's bfloat16 state, by parameter index."""
-    names_by_index = {}
-    for group in groups:
-        rule = rule_for(optimizer, group)
-        for param in group["params"]:
-            record = find(param)
-            shaped = None if record is None else of_parameter(rule, record.layout.shape, param.dtype)
-            names = shaped.state if shaped is not None else ()
-            if names and record is not None and keeps_bf16_state(record.layout.numel, param.dtype):
-                names_by_index[record.index] = names
-    return names_by_index
-
-
-def restore_state_dtype(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], ShardedParameter | None]) -> None:
-    """Convert bfloat16 state back to its parameter's dtype."""
-    names = bf16_state_names(optimizer, optimizer.param_groups, find)
-    for param, entries in optimizer.state.items():
-        record = find(param)
-        for key in names.get(record.index, ()) if record is not None else ():
-            if isinstance(entries.get(key), Tensor):
-                entries[key] = entries[key].to(param.dtype)
-
-
-def check_bf16_state(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise :class:`UnsupportedError` if the optimizer's state cannot be kept in bfloat16."""
-    name = type(optimizer).__name__
-    if not has_rules(optimizer, groups):
-        raise UnsupportedError(
-            f"state_dtype='bf16' rounds the state of {name} after each step, which needs its update rule. The rule is "
-            "not known (only elementwise ones of torch.optim, no subclasses). "
-            "Register it with lightning_zero.register_rule, or leave state_dtype out."
-        )
-    if any(param.dtype is torch.float64 for group in groups for param in group["params"]):
-        raise UnsupportedError(
-            f"state_dtype='bf16' keeps the state of {name} in bfloat16, but its parameters are float64. Leave it out, "
-            "or train in float32."
-        )
 
 
 BLOCK = ALIGNMENT_BYTES // 4  # elements; no shard that is stepped in float32 or less ends inside a block
@@ -124,7 +76,7 @@ class ElementPositions:
 
 def noise_keys(salts: Tensor, step: Tensor) -> Tensor:
     """Return a hash word for each parameter at this step count (0-dim)."""
-    return _hash_words(salts ^ _hash_words(step.long() & WORD))
+    return hash_words(salts ^ hash_words(step.long() & WORD))
 
 
 def rounding_noise(owners: Tensor, shifts: Tensor, begin: Tensor, keys: Tensor) -> Tensor:
@@ -132,7 +84,7 @@ def rounding_noise(owners: Tensor, shifts: Tensor, begin: Tensor, keys: Tensor) 
     # 1-D from here on: Inductor must see one shape to fuse this with the update.
     owner = owners.long().view(-1, 1).expand(-1, BLOCK).reshape(-1)
     numbers = (torch.arange(len(owner), device=owners.device) + begin + shifts[owner]) & WORD
-    return _hash_words(numbers ^ keys[owner])
+    return hash_words(numbers ^ keys[owner])
 
 
 def stochastic_round(value: Tensor, noise: Tensor, number: int) -> Tensor:
@@ -141,7 +93,7 @@ def stochastic_round(value: Tensor, noise: Tensor, number: int) -> Tensor:
     ``number`` is the index of the value among those that share the noise. Each index uses other bits of it.
     """
     if number >= 2:
-        noise = _hash_words((noise + number // 2 * 0x3C6EF372) & WORD)
+        noise = hash_words((noise + number // 2 * 0x3C6EF372) & WORD)
     low = torch.bitwise_right_shift(noise, 16 * (number % 2)) & HALF
     finite = value.isfinite()
     bits = torch.where(finite, value, 0.0).view(torch.int32)
@@ -149,7 +101,7 @@ def stochastic_round(value: Tensor, noise: Tensor, number: int) -> Tensor:
     return torch.where(finite, up.view(torch.float32), value).to(torch.bfloat16)
 
 
-def _hash_words(word: Tensor) -> Tensor:
+def hash_words(word: Tensor) -> Tensor:
     """Hash words by C. Wellons' lowbias32 (public domain), a permutation."""
     word = word ^ torch.bitwise_right_shift(word, 16)
     word = (word * 0x7FEB352D) & WORD

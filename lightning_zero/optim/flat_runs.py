@@ -8,7 +8,7 @@ are stepped in chunks if their state is on the host, or if temporary memory must
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,8 +19,11 @@ from torch import Tensor, nn
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import RingPass, StagedChunk, StagedChunks, StagingRing
-from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE, ElementPositions
+from lightning_zero.optim.bf16_state import ROUNDING_COUNT, ElementPositions
+from lightning_zero.optim.quantized_state import SCALES, codes_key, is_quantized, scales_key
+from lightning_zero.optim.state_dtypes import StoredDtypes
 from lightning_zero.optim.support import INSTEAD, large_tensors
+from lightning_zero.sharding.layout import STATE_BLOCK
 from lightning_zero.sharding.param_record import Role, ShardedParameter
 
 State = defaultdict[Any, dict[str, Any]]
@@ -34,7 +37,7 @@ class FlatRun:
         param: All members, flat, with the number of dimensions that all have, or 1-D. ``.grad`` is set unless it has
             another dtype.
         counts: The members' 0-dim state (such as step counts) by name, as one 1-D tensor.
-        bf16_state: Names of the bfloat16 state, in the rule's order.
+        stored_dtypes: Dtypes of the state that is stored in fewer bytes, by name in the rule's order.
         on_host: Host view of ``param`` if it is offloaded.
         copy: Compute shards of offloaded members, written by the step; None if there are none.
         shared: For each member, state of its own shape that every rank stores in full, by name.
@@ -48,9 +51,9 @@ class FlatRun:
     grad: Tensor
     counts: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
-    bf16_state: tuple[str, ...] = ()
     shared: list[dict[str, Tensor]] = field(default_factory=list)
     shared_names: frozenset[str] = frozenset()
+    stored_dtypes: StoredDtypes = field(default_factory=dict)
     on_host: Tensor | None = None
     copy: Tensor | None = None
     copied: bool = False
@@ -73,9 +76,24 @@ class FlatRun:
                 record.param.grad = None
 
     @property
+    def rounds_state(self) -> bool:
+        """True if some state is rounded after each step."""
+        return bool(self.stored_dtypes)
+
+    @property
+    def code_dtypes(self) -> StoredDtypes:
+        """Dtypes of the codes of 8-bit state, by name."""
+        return {name: dtype for name, dtype in self.stored_dtypes.items() if is_quantized(dtype)}
+
+    def keys_of(self, names: Iterable[str]) -> list[str]:
+        """Return the keys under which state of these names is stored: of 8-bit state, codes and scales."""
+        codes = self.code_dtypes
+        return [k for name in names for k in ((codes_key(name), scales_key(name)) if name in codes else (name,))]
+
+    @property
     def elementwise(self) -> list[str]:
-        """Names of the state with one element per element of the members."""
-        return [name for name, value in self.state.items() if isinstance(value, Tensor) and not self._is_count(value)]
+        """Keys of the state that is divided like the members."""
+        return [k for k, value in self.state.items() if isinstance(value, Tensor) and not _is_count(k, value)]
 
     def join_state(self, state: State, host: HostMemory | None = None) -> bool:
         """Join the members' state into this run's, and make the members' state views of it.
@@ -90,7 +108,9 @@ class FlatRun:
         for key in own[0]:
             if key in self.shared_names:
                 continue
-            values = [_rank_part(record, entries[key]) for record, entries in zip(self.members, own, strict=True)]
+            values = [entries[key] for entries in own]
+            if not key.endswith(SCALES):
+                values = [_rank_part(record, value) for record, value in zip(self.members, values, strict=True)]
             first = values[0]
             if not isinstance(first, Tensor):
                 self.state[key] = first
@@ -98,16 +118,17 @@ class FlatRun:
             if key == ROUNDING_COUNT:  # torch loads state in the parameter's dtype, and bfloat16 counts only to 256
                 values = [value.float() for value in values]
             joined = _contiguous_view(values)
-            if self._is_count(first):
+            if _is_count(key, first):
                 counts = torch.stack([value.reshape(()) for value in values]) if joined is None else joined
                 self.counts[key], self.state[key] = counts, counts[0]
             else:
-                self.check(key, first, self.members[0].layout.visible_shape)
+                if not key.endswith(SCALES):
+                    self.check(key, first, self.members[0].layout.visible_shape)
                 dtype = self.stored_dtype(key, first)
                 if joined is not None and not (self._is_in_place(joined, host) and joined.dtype is dtype):
                     joined = None
                 flat = self._concatenate(values, dtype, host) if joined is None else joined
-                self.state[key] = flat.view(self.param.shape)
+                self.state[key] = flat if key.endswith(SCALES) else flat.view(self.param.shape)
             moved = moved or joined is None
             del values
             self._export(key, state)  # one at a time, so that at most one of them exists twice
@@ -131,7 +152,7 @@ class FlatRun:
         for key, value in self.state.items():
             if key in self._exported and self._exported[key] is value:
                 continue
-            if isinstance(value, Tensor) and self._is_count(value):
+            if isinstance(value, Tensor) and _is_count(key, value):
                 counts = self.counts.get(key)
                 if counts is None or counts.data_ptr() != value.data_ptr():
                     self.counts[key] = counts = value.detach().reshape(1).repeat(len(self.members))
@@ -145,10 +166,13 @@ class FlatRun:
             end = begin + record.layout.shard_numel
             if key in self.counts:
                 state[record.param][key] = self.counts[key][position]
+            elif isinstance(value, Tensor) and key.endswith(SCALES):
+                state[record.param][key] = value[begin // STATE_BLOCK : end // STATE_BLOCK]
             elif isinstance(value, Tensor):
                 self.check(key, value, self.param.shape)
                 chunk = value.view(-1)[begin:end].view(record.layout.visible_shape)
-                state[record.param][key] = record.spec.wrap(chunk)  # reductions by users then return the full value's
+                # Reductions by users then return the full value's. Codes have no such meaning.
+                state[record.param][key] = chunk if is_quantized(value.dtype) else record.spec.wrap(chunk)
             else:
                 self._check_number(key, value)
                 state[record.param][key] = value
@@ -173,21 +197,19 @@ class FlatRun:
 
     def stored_dtype(self, key: str, value: Tensor) -> torch.dtype:
         """Return the dtype in which this elementwise state is stored."""
-        return STATE_DTYPE if key in self.bf16_state and value.is_floating_point() else value.dtype
+        return self.stored_dtypes.get(key, value.dtype) if value.is_floating_point() else value.dtype
 
-    def empty(self, dtype: torch.dtype, host: HostMemory | None) -> Tensor:
-        """Return new 1-D memory for elementwise state."""
-        numel = self.param.numel()
+    def empty(self, dtype: torch.dtype, host: HostMemory | None, per_block: bool = False) -> Tensor:
+        """Return new 1-D memory for elementwise state, or for one element per block of 8-bit state."""
+        numel = self.param.numel() // (STATE_BLOCK if per_block else 1)
         return torch.empty(numel, dtype=dtype, device=self.param.device) if host is None else host.empty(numel, dtype)
 
     def _concatenate(self, values: Sequence[Tensor], dtype: torch.dtype, host: HostMemory | None) -> Tensor:
-        flat = self.empty(dtype, host)
+        numel = sum(value.numel() for value in values)
+        flat = self.empty(dtype, host, per_block=numel < self.param.numel())
         for piece, value in zip(flat.split([value.numel() for value in values]), values, strict=True):
             piece.copy_(value.detach().reshape(-1))
         return flat
-
-    def _is_count(self, value: Tensor) -> bool:
-        return value.numel() == 1  # a shard has more elements: see ShardLayout
 
     def check(self, key: str, value: Tensor, shape: torch.Size) -> None:
         """Raise :class:`UnsupportedError` if state is no plain tensor, or not of ``shape``."""
@@ -204,11 +226,15 @@ class FlatRun:
             )
 
 
+def _is_count(key: str, value: Tensor) -> bool:
+    return value.numel() == 1 and not key.endswith(SCALES)  # a shard has more elements: see ShardLayout
+
+
 def make_flat_runs(
     groups: Sequence[Sequence[ShardedParameter]],
     kinds: Mapping[int, Any],
     mix_dimensions: bool,
-    bf16_state: Mapping[int, tuple[str, ...]] | None = None,
+    stored_dtypes: Mapping[int, StoredDtypes] | None = None,
     one_per_parameter: bool = False,
 ) -> list[FlatRun]:
     """Return the flat runs of the parameters in ``groups``, all of which have a gradient.
@@ -216,21 +242,21 @@ def make_flat_runs(
     Args:
         kinds: A value for parameters with the same history and rule, by index; only those are joined.
     """
-    names = bf16_state or {}
+    dtypes = stored_dtypes or {}
     runs: list[FlatRun] = []
     for number, records in enumerate(groups):
         members: list[ShardedParameter] = []
         # One order on all ranks, which exchange matrices in it: each dtype has memory of its own, at any address.
         for record in sorted(records, key=lambda r: (str(r.shard.dtype), r.shard.data_ptr())):
-            same_state = members and names.get(members[-1].index) == names.get(record.index)
+            same_state = members and dtypes.get(members[-1].index) == dtypes.get(record.index)
             if members and (
                 one_per_parameter or not same_state or not _joins(members[-1], record, kinds, mix_dimensions)
             ):
-                runs.append(_make_run(number, members, names))
+                runs.append(_make_run(number, members, dtypes))
                 members = []
             members.append(record)
         if members:
-            runs.append(_make_run(number, members, names))
+            runs.append(_make_run(number, members, dtypes))
     return runs
 
 
@@ -269,7 +295,7 @@ def _contiguous_view(tensors: Sequence[Tensor]) -> Tensor | None:
     return first.detach().as_strided((sum(p.numel() for p in tensors),), (1,), first.storage_offset())
 
 
-def _make_run(group: int, members: list[ShardedParameter], bf16_state: Mapping[int, tuple[str, ...]]) -> FlatRun:
+def _make_run(group: int, members: list[ShardedParameter], stored_dtypes: Mapping[int, StoredDtypes]) -> FlatRun:
     flat = _contiguous_view([record.shard for record in members])
     grad = _contiguous_view([record.param.grad for record in members if record.param.grad is not None])
     assert flat is not None
@@ -277,7 +303,7 @@ def _make_run(group: int, members: list[ShardedParameter], bf16_state: Mapping[i
     dims = {record.param.dim() for record in members}
     shape = (1,) * (dims.pop() - 1) + (flat.numel(),) if len(dims) == 1 else (flat.numel(),)
     param = nn.Parameter(flat.view(shape))
-    run = FlatRun(group, members, param, grad.view(shape), bf16_state=bf16_state.get(members[0].index, ()))
+    run = FlatRun(group, members, param, grad.view(shape), stored_dtypes=stored_dtypes.get(members[0].index, {}))
     if not run.aliases_compute_shard:
         run.set_param_grad()
     on_host = [record.on_host for record in members if record.on_host is not None]
@@ -310,16 +336,17 @@ class Chunk:
     end: int
 
     def view_of(self, flat: Tensor) -> Tensor:
-        """Return this chunk's part of a tensor with the run's elements, as a 1-D view."""
-        return flat.detach().view(-1)[self.begin : self.end]
+        """Return this chunk's part of a tensor with the run's elements or blocks, as a 1-D view."""
+        share = self.run.param.numel() // flat.numel()
+        return flat.detach().view(-1)[self.begin // share : self.end // share]
 
-    def load(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return this chunk's part of the run's state by name, and of offloaded master shards.
+    def load(self, keys: Sequence[str]) -> dict[str, Tensor]:
+        """Return this chunk's part of the run's state by key, and of offloaded master shards.
 
         Master shards are first: their place in the staging buffer then does not depend on the state.
         """
         master = {} if self.run.on_host is None else {MASTER_SHARD: self.view_of(self.run.on_host)}
-        return master | {name: self.view_of(self.run.state[name]) for name in names}
+        return master | {key: self.view_of(self.run.state[key]) for key in keys}
 
     def positions(self, whole: Mapping[int, ElementPositions]) -> ElementPositions | None:
         """Return the positions of this chunk's elements; None if its run has none."""
@@ -332,7 +359,7 @@ class LoadedChunk(NamedTuple):
 
     Attributes:
         copy: Its compute shard, if the step writes it; otherwise None.
-        positions: Positions of its elements if some state is bfloat16.
+        positions: Positions of its elements if some state is rounded.
     """
 
     chunk: Chunk
@@ -342,9 +369,16 @@ class LoadedChunk(NamedTuple):
     positions: ElementPositions | None
 
 
-def chunk_itemsizes(run: FlatRun, state: Sequence[int]) -> list[int]:
-    """Return the bytes per element of each tensor that is copied from the host, given those of the state."""
-    return [*state, *([] if run.on_host is None else [run.on_host.itemsize])]
+def chunk_numel(run: FlatRun, keys: Sequence[str], ring: StagingRing | None, itemsizes: Sequence[int] = ()) -> int:
+    """Return the elements of a chunk whose state and master shards fit into a slot of the ring.
+
+    Args:
+        keys: Of the state that is copied from the host.
+        itemsizes: Bytes per element of state that is not made yet.
+    """
+    state = [run.state[key].nbytes / run.param.numel() for key in keys] or list(itemsizes)
+    sizes = [*state, *([] if run.on_host is None else [run.on_host.itemsize])]
+    return ring.elements(sizes, STATE_BLOCK if run.code_dtypes else 32) if ring and sizes else run.param.numel()
 
 
 def split_into_chunks(run: FlatRun, max_numel: int, ends: Sequence[int] = ()) -> list[Chunk]:
@@ -390,18 +424,19 @@ class ChunkedState:
 
     Args:
         ring: Staging ring; None if state is on the device, and runs are not split.
-        max_numel: Maximum number of elements of a chunk with bfloat16 state; None: no limit.
+        keys: Returns the keys of a run's state that is transferred.
+        max_numel: Maximum number of elements of a chunk whose state is rounded; None: no limit.
         ends: Where chunks of a run must end, by run id.
 
     Attributes:
         chunks: All chunks, in the order in which they are stepped.
-        positions: Element positions of the runs with bfloat16 state, by run id.
+        positions: Element positions of the runs whose state is rounded, by run id.
     """
 
     def __init__(
         self,
         runs: Sequence[FlatRun],
-        names: Callable[[FlatRun], Sequence[str]],
+        keys: Callable[[FlatRun], Sequence[str]],
         ring: StagingRing | None,
         max_numel: int | None = None,
         ends: Mapping[int, Sequence[int]] | None = None,
@@ -410,13 +445,13 @@ class ChunkedState:
         self._masters = any(run.on_host is not None for run in runs)
         self.chunks: list[Chunk] = []
         for run in runs:
-            itemsizes = chunk_itemsizes(run, [run.state[name].itemsize for name in names(run)])
-            numel = ring.elements(itemsizes) if ring and itemsizes else run.param.numel()
-            numel = min(numel, max_numel) if run.bf16_state and max_numel else numel
+            numel = chunk_numel(run, keys(run), ring)
+            numel = min(numel, max_numel) if run.rounds_state and max_numel else numel
             self.chunks += split_into_chunks(run, numel, (ends or {}).get(id(run), ()))
-        self.positions = {id(s): ElementPositions.from_members(s.members, s.param.device) for s in runs if s.bf16_state}
+        rounded = [run for run in runs if run.rounds_state]
+        self.positions = {id(run): ElementPositions.from_members(run.members, run.param.device) for run in rounded}
         self._positions = [chunk.positions(self.positions) for chunk in self.chunks]
-        self._loads = StagedChunks(chunk.load(names(chunk.run)) for chunk in self.chunks)
+        self._loads = StagedChunks(chunk.load(keys(chunk.run)) for chunk in self.chunks)
         self._prefetched: RingPass | None = None
 
     def prefetch_from_host(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT
+from lightning_zero.optim.quantized_state import is_stored_key
 from lightning_zero.sharding.param_record import ShardedParameter
 
 StatePlacer = Callable[[Tensor, str, Tensor], Tensor]  # (parameter, name, loaded value) -> stored value
@@ -69,9 +70,9 @@ def _wrap_tensors(optimizer: torch.optim.Optimizer, packed: dict[str, Any]) -> d
 def _needs_placement(key: str, value: Tensor) -> bool:
     """Return True if torch would change the value.
 
-    It loads counts in the parameters' dtype, and bfloat16 counts only to 256.
+    It loads counts in the parameters' dtype, and bfloat16 counts only to 256. A scale of 8-bit state may be alone.
     """
-    return value.numel() > 1 or key == ROUNDING_COUNT
+    return value.numel() > 1 or key == ROUNDING_COUNT or is_stored_key(key)
 
 
 def move_state_to_host(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], ShardedParameter | None]) -> None:
@@ -83,4 +84,5 @@ def move_state_to_host(optimizer: torch.optim.Optimizer, find: Callable[[Tensor]
     for param, entries in optimizer.state.items():
         record = find(param)
         if record is not None:
-            entries.update({key: value.to("cpu") for key, value in entries.items() if record.has_shard_shape(value)})
+            placed = {k: v for k, v in entries.items() if record.has_shard_shape(v) or is_stored_key(k)}
+            entries.update({key: value.to("cpu") for key, value in placed.items()})

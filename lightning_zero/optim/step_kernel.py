@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from lightning_zero.compat.compiler import lookup_backend
+from lightning_zero.compat.compiler import limit_row_elements, lookup_backend
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.native.capture import GraphedSequence
 from lightning_zero.offload.staging_ring import StagingRing
@@ -34,11 +34,21 @@ from lightning_zero.optim.matrix_exchange import (
 )
 from lightning_zero.optim.matrix_rules import MatrixRule, Tensors
 from lightning_zero.optim.parameter_sums import ParameterPart, ParameterSums, of_run
+from lightning_zero.optim.quantized_state import (
+    block_noise,
+    codes_key,
+    dequantize,
+    is_quantized,
+    noise_of,
+    quantize,
+    scales_key,
+)
 from lightning_zero.optim.reduction_rules import Reduction, ReductionRule
 from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.optim.update_rules import AnyRule, Rule, needs_ranks, rule_for
-from lightning_zero.sharding.layout import as_real
+from lightning_zero.sharding.layout import STATE_BLOCK, as_real
 
+ROW_ELEMENTS = 8  # per thread: 95 registers for AdamW by ptxas, where 32 elements need 255 and spill
 MAX_COMPILED_RUNS = 16  # limits compilation, which makes one kernel per run
 
 
@@ -101,7 +111,7 @@ class StepKernel:
             ends[id(run)] = list(accumulate(record.layout.shard_numel for record in run.members))
         for exchange in self._exchanges:
             ends.setdefault(id(exchange.bucket.run), []).append(exchange.bucket.end)
-        self._state = ChunkedState(runs, lambda run: _rule_of(rules, run).state, ring, max_numel, ends)
+        self._state = ChunkedState(runs, lambda run: run.keys_of(_rule_of(rules, run).state), ring, max_numel, ends)
         own = {id(run) for run in of_sums}
         chunks = [chunk for chunk in self._state.chunks if id(chunk.run) in own]
         self._sums = ParameterSums(chunks, lambda run: _reduction_rule_of(rules, run), device)
@@ -136,9 +146,9 @@ class StepKernel:
             and not wide
             and as_pairs
             and all(
-                all(isinstance(run.state.get(name), Tensor) for name in _rule_of(known, run).state)
+                all(isinstance(run.state.get(key), Tensor) for key in run.keys_of(_rule_of(known, run).state))
                 and all(name in run.counts for name in known[run.group].counts)
-                and not (run.bf16_state and _steps(run.counts) is None)
+                and not (run.rounds_state and _steps(run.counts) is None)
                 and ("step" not in run.state or "step" in run.counts)  # a Python number is the optimizer's to count
                 for run in runs
             )
@@ -392,7 +402,7 @@ class StepKernel:
                 numbers["keys"] = noise_keys(rest[-1], step)
             return numbers
 
-        salts = (self._state.positions[id(run)].salts,) if run.bf16_state else ()
+        salts = (self._state.positions[id(run)].salts,) if run.rounds_state else ()
         arguments = (self._squared, self._max_norm, self._skip, *settings.values(), *run.counts.values(), *salts)
         shapes = tuple((name, tuple(c.shape)) for name, c in run.counts.items())
         key = (rule, self._variant, shapes, dtype, len(run.members) if salts else None)
@@ -400,13 +410,22 @@ class StepKernel:
 
     def _apply(self, loaded: LoadedChunk, update: Tensor | None = None) -> None:
         """Step a chunk. With a :class:`MatrixRule`, write its update into ``update`` and leave the parameter."""
-        rule, numbers = self._rule(loaded.chunk.run), self._scalars[id(loaded.chunk.run)]
-        param, grad = map(_reals, (loaded.param, loaded.chunk.view_of(loaded.chunk.run.grad)))
-        positions, state = loaded.positions, map(_reals, loaded.state.values())
-        names, keys = list(loaded.state), list(numbers)
+        run = loaded.chunk.run
+        rule, numbers = self._rule(run), self._scalars[id(run)]
+        # Blocks of 8-bit state are rows: their scale is a reduction in the same kernel.
+        width = STATE_BLOCK if run.code_dtypes else None
+
+        def shaped(flat: Tensor) -> Tensor:
+            reals = _reals(flat)
+            return reals if width is None else reals.view(-1, width if flat.numel() == loaded.param.numel() else 1)
+
+        param, grad = map(shaped, (loaded.param, loaded.chunk.view_of(run.grad)))
+        positions, state = loaded.positions, list(map(shaped, loaded.state.values()))
+        names, stored, keys = rule.state, list(loaded.state), list(numbers)
+        rounded = list(run.stored_dtypes)
         where: tuple[Tensor, ...] = () if positions is None else (positions.owners, positions.shifts, positions.begin)
         copies = () if loaded.copy is None else (loaded.copy,)
-        out = copies if update is None else (update,)
+        out = tuple(map(shaped, copies if update is None else (update,)))
         sums = isinstance(rule, ReductionRule)
         values = self._sums.values(loaded.chunk) if sums else {}
         part = self._sums.part(loaded.chunk) if sums else None
@@ -419,39 +438,37 @@ class StepKernel:
             return function(before[0], grad, before[1], scalar)
 
         def change(param: Tensor, grad: Tensor, *rest: Tensor) -> dict[str, Tensor]:
-            old = dict(zip(names, rest, strict=False))
-            scalar = dict(zip(keys, rest[len(names) :], strict=False))
+            old = dict(zip(stored, rest, strict=False))
+            scalar = dict(zip(keys, rest[len(stored) :], strict=False))
             wide = _wide(grad)
             if "factor" in scalar:
                 wide = wide * scalar["factor"]
                 grad.copy_(wide)
-            before = _wide(param), {k: _wide(v) for k, v in old.items()}
-            known = dict(zip(values, rest[len(names) + len(keys) :], strict=False))
+            before = _wide(param), {name: _wide_state(name, old) for name in names}
+            known = dict(zip(values, rest[len(stored) + len(keys) :], strict=False))
             after, new = step(before, wide, scalar, known)
             changes_param = not isinstance(rule, MatrixRule)
-            if "skip" in scalar:
-                keep = scalar["skip"] == 0
-                after = torch.where(keep, after, before[0]) if changes_param else after
-                new = {k: torch.where(keep, v, before[1][k]) for k, v in new.items()}
+            keep = scalar["skip"] == 0 if "skip" in scalar else None
             if changes_param:
+                after = after if keep is None else torch.where(keep, after, before[0])
                 param.copy_(after)
             if out:
                 rest[-1].copy_(after)
+            noise = None
             if positions is not None:
-                owners, shifts, begin = rest[len(names) + len(keys) + len(values) :][: len(where)]
-                noise = rounding_noise(owners, shifts, begin, scalar["keys"])
-                new = {
-                    k: stochastic_round(v, noise, names.index(k)) if old[k].dtype is STATE_DTYPE else v
-                    for k, v in new.items()
-                }
-            for k, v in new.items():
-                old[k].copy_(v)
+                owners, shifts, begin = rest[len(stored) + len(keys) + len(values) :][: len(where)]
+                make_noise = rounding_noise if width is None else block_noise
+                noise = make_noise(owners, shifts, begin, scalar["keys"])
+            for name in names:
+                number = rounded.index(name) if name in rounded else 0
+                for key, value in _stored_state(name, new[name], old, noise, number).items():
+                    old[key].copy_(value if keep is None else torch.where(keep, value, old[key]))
             return {}
 
         members = 0 if positions is None else len(positions.shifts)
-        key = (rule, param.numel(), param.dtype, grad.dtype, tuple(keys), members, *(tensor.dtype for tensor in out))
-        arguments = (param, grad, *state, *numbers.values(), *values.values(), *where, *out)
-        self._run_compiled((*key, part, tuple(values)), change, arguments)
+        dtypes = tuple(tensor.dtype for tensor in (param, grad, *state, *out))
+        key = (rule, param.numel(), dtypes, tuple(keys), members, part, tuple(values))
+        self._run_compiled(key, change, (param, grad, *state, *numbers.values(), *values.values(), *where, *out))
 
     def _run_compiled(
         self, key: Any, fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
@@ -467,6 +484,27 @@ class StepKernel:
 
 def _reals(flat: Tensor) -> Tensor:
     return as_real(flat).view(-1)
+
+
+def _wide_state(name: str, stored: Mapping[str, Tensor]) -> Tensor:
+    """Return a chunk's state of this name as the rule reads it."""
+    if codes_key(name) in stored:
+        return dequantize(stored[codes_key(name)], stored[scales_key(name)])
+    return _wide(stored[name])
+
+
+def _stored_state(
+    name: str, value: Tensor, stored: Mapping[str, Tensor], noise: Tensor | None, number: int
+) -> dict[str, Tensor]:
+    """Return new values of the tensors that store the state of this name, rounded by the noise."""
+    codes = stored.get(codes_key(name))
+    if codes is not None:
+        assert noise is not None
+        new_codes, scales = quantize(value, codes.dtype, noise_of(noise, number))
+        return {codes_key(name): new_codes, scales_key(name): scales}
+    if stored[name].dtype is STATE_DTYPE and noise is not None:
+        return {name: stochastic_round(value, noise, number)}
+    return {name: value}
 
 
 def _wide(value: Tensor) -> Tensor:
@@ -535,12 +573,15 @@ def _compile(fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
     # autotune_pointwise would benchmark on clones of all weights and state of this rank; without free memory these
     # clones pass through the host, which takes minutes. emulate_precision_casts prevents fused multiply-adds: which
     # ones are fused depends on the kernel, so chunks of other sizes would round differently from the full run.
-    options = {"triton.autotune_pointwise": False, "emulate_precision_casts": True}
+    options: dict[str, Any] = {"triton.autotune_pointwise": False, "emulate_precision_casts": True}
     # Inductor's caches need a ShapeEnv to find a graph again, although all sizes are static here.
     mode = FakeTensorMode(shape_env=ShapeEnv())
-    compiled: Any = lookup_backend("inductor")(
-        graph, [mode.from_tensor(a, static_shapes=True) for a in arguments], config_patches=options
-    )
+    inputs = [mode.from_tensor(a, static_shapes=True) for a in arguments]
+    if any(is_quantized(a.dtype) for a in arguments):
+        with limit_row_elements(ROW_ELEMENTS):
+            compiled: Any = lookup_backend("inductor")(graph, inputs, config_patches=options | {"compile_threads": 1})
+    else:
+        compiled = lookup_backend("inductor")(graph, inputs, config_patches=options)
     return lambda *inputs: dict(zip(names, compiled(*inputs), strict=True))
 
 

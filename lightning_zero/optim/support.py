@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.optim.library_8bit import check_library_8bit
 from lightning_zero.optim.reduction_rules import ReductionRule, check_rows
 from lightning_zero.optim.update_rules import MatrixRule, has_rules, needs_matrices, rule_for
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch
@@ -57,7 +58,11 @@ def is_torch_optimizer(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise :class:`UnsupportedError` if the optimizer needs full parameters or has an inner one."""
+    """Raise :class:`UnsupportedError` for an optimizer that cannot step shards.
+
+    It needs full parameters, quantizes its state, or has an inner optimizer.
+    """
+    check_library_8bit(optimizer)
     for cls in () if needs_matrices(optimizer) else type(optimizer).__mro__:
         name = cls.__name__
         reason = _NEEDS_FULL_PARAMETERS.get(next((family for family in _FAMILIES if family in name), name))

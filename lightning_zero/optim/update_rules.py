@@ -37,6 +37,8 @@ class Rule:
             tensors, including the new ``counts``.
         apply: (parameter, gradient, state, scalars; all float32) -> (new parameter, new state).
         counts: Names of the 0-dim state other than ``step``.
+        nonnegative: Names of the state that is never negative. ``state_dtype="8bit"`` needs no sign for it.
+        exact: Names of the state that ``state_dtype="8bit"`` leaves as it is, because ``apply`` needs more precision.
     """
 
     settings: tuple[str, ...]
@@ -44,6 +46,8 @@ class Rule:
     scalars: Callable[[Tensors, Tensor], Tensors]
     apply: Callable[[Tensor, Tensor, Tensors, Tensors], tuple[Tensor, Tensors]]
     counts: tuple[str, ...] = ()
+    nonnegative: tuple[str, ...] = ()
+    exact: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,8 @@ def _adam(descent: Descent, amsgrad: bool) -> Rule:
             second = new["max_exp_avg_sq"] = torch.maximum(state["max_exp_avg_sq"], second)
         return param - s["size"] * new["exp_avg"] / (second.sqrt() / s["root"] + s["eps"]), new
 
-    return Rule(_SETTINGS, _STATE + (("max_exp_avg_sq",) if amsgrad else ()), scalars, apply)
+    names = _STATE + (("max_exp_avg_sq",) if amsgrad else ())
+    return Rule(_SETTINGS, names, scalars, apply, nonnegative=names[1:])
 
 
 @cache
@@ -157,7 +162,7 @@ def _adamax(descent: Descent) -> Rule:
         new = {"exp_avg": _first(grad, state, s), "exp_inf": largest}
         return param - s["size"] * new["exp_avg"] / largest, new
 
-    return Rule(_SETTINGS, ("exp_avg", "exp_inf"), scalars, apply)
+    return Rule(_SETTINGS, ("exp_avg", "exp_inf"), scalars, apply, nonnegative=("exp_inf",))
 
 
 @cache
@@ -186,7 +191,8 @@ def _nadam(descent: Descent) -> Rule:
         ahead = grad * s["size_of_gradient"] + new["exp_avg"] * s["size_of_average"]
         return param - ahead / (new["exp_avg_sq"].sqrt() / s["root"] + s["eps"]), new
 
-    return Rule((*_SETTINGS, "momentum_decay"), _STATE, scalars, apply, counts=("mu_product",))
+    settings, counts = (*_SETTINGS, "momentum_decay"), ("mu_product",)
+    return Rule(settings, _STATE, scalars, apply, counts, nonnegative=_STATE[1:])
 
 
 @cache
@@ -212,7 +218,7 @@ def _radam(descent: Descent) -> Rule:
         divisor = torch.where(s["enough"] > 0, new["exp_avg_sq"].sqrt() + s["eps"], 1.0)
         return param - s["size"] * new["exp_avg"] / divisor, new
 
-    return Rule(_SETTINGS, _STATE, scalars, apply)
+    return Rule(_SETTINGS, _STATE, scalars, apply, nonnegative=_STATE[1:])
 
 
 @cache
@@ -259,7 +265,8 @@ def _asgd(descent: Descent) -> Rule:
         average = state["ax"] + (param - state["ax"]) * s["share"]
         return param, {"ax": torch.where(s["share"] == 1, param, average)}
 
-    return Rule(("lr", "lambd", "alpha", "t0", "weight_decay"), ("ax",), scalars, apply, counts=("eta", "mu"))
+    settings, counts = ("lr", "lambd", "alpha", "t0", "weight_decay"), ("eta", "mu")
+    return Rule(settings, ("ax",), scalars, apply, counts, exact=("ax",))  # averaged weights are results
 
 
 @cache
@@ -283,7 +290,8 @@ def _rprop(descent: Descent) -> Rule:
         return param - grad.sign() * size, {"prev": grad, "step_size": size}
 
     settings = ("etas.0", "etas.1", "step_sizes.0", "step_sizes.1")
-    return Rule(settings, ("prev", "step_size"), scalars, apply)
+    names = ("prev", "step_size")
+    return Rule(settings, names, scalars, apply, exact=names)  # a sign that rounds to zero changes the step
 
 
 @cache
@@ -300,7 +308,8 @@ def _adadelta(descent: Descent) -> Rule:
         moved = state["acc_delta"] * s["rho"] + delta * delta * s["rise"]
         return param - delta * s["lr"], {"square_avg": square, "acc_delta": moved}
 
-    return Rule(("lr", "rho", "eps", "weight_decay"), ("square_avg", "acc_delta"), scalars, apply)
+    names = ("square_avg", "acc_delta")
+    return Rule(("lr", "rho", "eps", "weight_decay"), names, scalars, apply, nonnegative=names)
 
 
 @cache
@@ -315,7 +324,7 @@ def _adagrad(descent: Descent) -> Rule:
         total = state["sum"] + grad * grad
         return param - s["size"] * grad / (total.sqrt() + s["eps"]), {"sum": total}
 
-    return Rule(("lr", "lr_decay", "eps", "weight_decay"), ("sum",), scalars, apply)
+    return Rule(("lr", "lr_decay", "eps", "weight_decay"), ("sum",), scalars, apply, nonnegative=("sum",))
 
 
 @cache
@@ -338,7 +347,10 @@ def _rmsprop(descent: Descent, momentum: bool, centered: bool) -> Rule:
         return param - move * s["lr"], new
 
     names = ("square_avg",) + (("momentum_buffer",) if momentum else ()) + (("grad_avg",) if centered else ())
-    return Rule(("lr", "alpha", "eps", "momentum", "weight_decay"), names, scalars, apply)
+    # A deviation is the difference of two rounded numbers, and must not become negative.
+    exact = ("square_avg", "grad_avg") if centered else ()
+    settings = ("lr", "alpha", "eps", "momentum", "weight_decay")
+    return Rule(settings, names, scalars, apply, nonnegative=("square_avg",), exact=exact)
 
 
 MakeRule = Callable[[Mapping[str, Any]], Rule]

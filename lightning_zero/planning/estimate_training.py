@@ -119,7 +119,7 @@ def plan(
     config.uses_grad_aliasing(hosts)  # raises
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
-        shards = shard_parameters(module, shard_group, kind.own)
+        shards = shard_parameters(module, shard_group, kind.own, config.quantizes_state)
         optimizers = code.optimizer_memory(kind.own, shard_group, config.tuning)
         costs = replace(NOMINAL_COSTS, speed=card.speed)
         buffers = sum(b.nbytes for b in module.buffers())

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from lightning_zero.compile.context import small_weight_bytes
 from lightning_zero.config import EngineConfig
-from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
 from lightning_zero.optim.flat_runs import MAX_CHUNK_NUMEL
 from lightning_zero.optim.matrix_exchange import UpdateMemory, update_memory
 from lightning_zero.optim.reduction_rules import of_parameter, shared_bytes
+from lightning_zero.optim.state_dtypes import StoredDtypes, stored_bytes, stored_dtypes
 from lightning_zero.optim.update_rules import MatrixRule, needs_matrices, rule_for
 from lightning_zero.planning.memory_counter import MemoryCounter
 from lightning_zero.sharding.flat_memory import compute_dtype_of
@@ -50,16 +50,22 @@ class ParamShard:
         return compute_dtype_of(self.dtype, dtype)
 
 
-def shard_parameters(module: nn.Module, world_size: int, dtype: torch.dtype | None = None) -> list[ParamShard]:
-    """Return the layouts of a module's parameters, each once. ``dtype``: None for their own."""
+def shard_parameters(
+    module: nn.Module, world_size: int, dtype: torch.dtype | None = None, state_blocks: bool = False
+) -> list[ParamShard]:
+    """Return the layouts of a module's parameters, each once.
+
+    Args:
+        dtype: None for their own.
+        state_blocks: see :meth:`ShardLayout.from_shape`.
+    """
     embedded = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     found = []
     for param in module.parameters():
         kind = dtype if dtype is not None and param.is_floating_point() else param.dtype
         keeps_dtype = param.dim() < 2 or id(param) in embedded
-        found.append(
-            ParamShard(ShardLayout.from_shape(param.shape, kind, world_size), kind, param.requires_grad, keeps_dtype)
-        )
+        layout = ShardLayout.from_shape(param.shape, kind, world_size, state_blocks=state_blocks)
+        found.append(ParamShard(layout, kind, param.requires_grad, keeps_dtype))
     return found
 
 
@@ -179,7 +185,7 @@ def measure_optimizer_memory(
     optimizers: Sequence[torch.optim.Optimizer],
     params: Sequence[nn.Parameter],
     shards: Sequence[ParamShard],
-    narrow: bool = False,
+    state_dtype: str | None = None,
     matrix_bucket_bytes: int = 1 << 28,
 ) -> OptimizerMemory:
     """Step the optimizers on small stand-ins, which replace their parameters, and scale their state.
@@ -191,11 +197,11 @@ def measure_optimizer_memory(
     """
     of = {id(param): shard for param, shard in zip(params, shards, strict=True)}
     states = temporary = 0
-    words: dict[str, int] = {}
+    words: dict[str, float] = {}
     updates: list[UpdateMemory] = []
     for optimizer in optimizers:
         if needs_matrices(optimizer):
-            states += _matrix_states(optimizer, of, narrow, words)
+            states += _matrix_states(optimizer, of, state_dtype, words)
             updates.append(_update_memory(optimizer, of, matrix_bucket_bytes))
             continue
         shard_of: dict[Tensor, ParamShard] = {}
@@ -208,24 +214,25 @@ def measure_optimizer_memory(
             optimizer.step()
         per_byte = (counter.peak - counter.alive) / max(sum(param.nbytes for param in shard_of), 1)
         stepped = sum(shard.elements * shard.dtype.itemsize for shard in of.values())
-        if narrow:  # the step then runs in chunks
+        if state_dtype is not None:  # the step then runs in chunks
             stepped = min(stepped, MAX_CHUNK_NUMEL * torch.float32.itemsize)
         temporary = max(temporary, int(per_byte * stepped))
-        names = _narrow_names(optimizer, shard_of) if narrow else {}
+        stored = _stored_dtypes(optimizer, shard_of, state_dtype)
         for param, state in optimizer.state.items():
             for name, value in state.items():
                 if isinstance(value, Tensor):
                     alike = value.shape == param.shape
-                    size = STATE_DTYPE.itemsize if alike and name in names.get(param, ()) else value.itemsize
-                    states += size * (shard_of[param].elements if alike else value.numel())
+                    dtype = stored.get(param, {}).get(name, value.dtype) if alike else value.dtype
+                    size = stored_bytes(dtype)
+                    states += int(size * (shard_of[param].elements if alike else value.numel()))
                     words |= {name: min(size, words.get(name, size))} if alike else {}
-    text = ", ".join(f"{name} {size}" for name, size in words.items()) or "nothing"
+    text = ", ".join(f"{name} {size:.3g}" for name, size in words.items()) or "nothing"
     total = UpdateMemory(sum(one.buffers for one in updates), sum(one.workspace for one in updates))
     return OptimizerMemory(states, temporary, text, total)
 
 
 def _matrix_states(
-    optimizer: torch.optim.Optimizer, of: dict[int, ParamShard], narrow: bool, words: dict[str, int]
+    optimizer: torch.optim.Optimizer, of: dict[int, ParamShard], state_dtype: str | None, words: dict[str, float]
 ) -> int:
     """Return the bytes of state of an optimizer of matrices, and add to the bytes per element by name."""
     total = 0
@@ -235,10 +242,10 @@ def _matrix_states(
             if any_rule is None or not shard.trained:
                 continue
             rule = of_parameter(any_rule, shard.layout.shape, shard.dtype)
-            small = narrow and keeps_bf16_state(shard.layout.numel, shard.dtype)
-            size = (STATE_DTYPE if small else shard.dtype).itemsize
-            total += len(rule.state) * shard.elements * size + shared_bytes(rule, shard.layout.shape, shard.dtype)
-            words.update({name: min(size, words.get(name, size)) for name in rule.state})
+            stored = stored_dtypes(rule, shard.layout, shard.dtype, state_dtype)
+            sizes = {name: stored_bytes(stored.get(name, shard.dtype)) for name in rule.state}
+            total += int(sum(sizes.values()) * shard.elements) + shared_bytes(rule, shard.layout.shape, shard.dtype)
+            words.update({name: min(size, words.get(name, size)) for name, size in sizes.items()})
     return total
 
 
@@ -253,17 +260,14 @@ def _update_memory(optimizer: torch.optim.Optimizer, of: dict[int, ParamShard], 
     return update_memory(members, ranks, max_bytes)
 
 
-def _narrow_names(
-    optimizer: torch.optim.Optimizer, shard_of: dict[Tensor, ParamShard]
-) -> dict[Tensor, tuple[str, ...]]:
-    found = {}
-    for group in optimizer.param_groups:
-        rule = rule_for(optimizer, group)
-        for param in group["params"]:
-            shard = shard_of[param]
-            if rule is not None and keeps_bf16_state(shard.layout.numel, shard.dtype):
-                found[param] = rule.state
-    return found
+def _stored_dtypes(
+    optimizer: torch.optim.Optimizer, shard_of: dict[Tensor, ParamShard], state_dtype: str | None
+) -> dict[Tensor, StoredDtypes]:
+    return {
+        param: stored_dtypes(rule_for(optimizer, group), shard_of[param].layout, shard_of[param].dtype, state_dtype)
+        for group in optimizer.param_groups
+        for param in group["params"]
+    }
 
 
 def _small_parameter(shard: ParamShard) -> nn.Parameter:

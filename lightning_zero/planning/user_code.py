@@ -81,9 +81,9 @@ class UserCode:
     def optimizer_memory(self, dtype: torch.dtype | None, world_size: int, tuning: Tuning) -> OptimizerMemory:
         """Return the memory of the module's optimizers; ``dtype``: of parameters, see ``shard_parameters``."""
         params = list(self._module.parameters())
-        shards = shard_parameters(self._module, world_size, dtype)
-        narrow, bucket = tuning.state_dtype is not None, int(tuning.matrix_bucket_mb * 2**20)
-        return measure_optimizer_memory(self._optimizers(params), params, shards, narrow, bucket)
+        shards = shard_parameters(self._module, world_size, dtype, tuning.state_dtype == "8bit")
+        bucket = int(tuning.matrix_bucket_mb * 2**20)
+        return measure_optimizer_memory(self._optimizers(params), params, shards, tuning.state_dtype, bucket)
 
     def _optimizers(self, params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
         if self._optimizer is not None:

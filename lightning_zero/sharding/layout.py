@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 ALIGNMENT_BYTES = 128
+STATE_BLOCK = 256  # elements with one scale of 8-bit optimizer state; torchao and bitsandbytes use as many
+MIN_STATE_BLOCKS_NUMEL = 4096  # elements of a parameter with 8-bit state; smaller ones would save almost no memory
 
 
 def is_strided(tensor: Tensor) -> bool:
@@ -63,9 +65,21 @@ class ShardLayout:
 
     @classmethod
     def from_shape(
-        cls, shape: torch.Size, dtype: torch.dtype, world_size: int, order: tuple[int, ...] | None = None
+        cls,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        world_size: int,
+        order: tuple[int, ...] | None = None,
+        state_blocks: bool = False,
     ) -> ShardLayout:
+        """Return the layout of a parameter.
+
+        Args:
+            state_blocks: no shard of a large parameter ends inside a block of 8-bit optimizer state.
+        """
         unit = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+        if state_blocks and shape.numel() >= MIN_STATE_BLOCKS_NUMEL:
+            unit = max(unit, STATE_BLOCK)  # both are powers of two
         piece = -(-shape.numel() // world_size)
         return cls(torch.Size(shape), max(unit, -(-piece // unit) * unit), world_size, order)
 
@@ -89,6 +103,17 @@ class ShardLayout:
     @property
     def numel(self) -> int:
         return self.shape.numel()
+
+    @property
+    def has_state_blocks(self) -> bool:
+        """Return True if the parameter is large and no shard ends inside a block of 8-bit optimizer state."""
+        return self.numel >= MIN_STATE_BLOCKS_NUMEL and self.shard_numel % STATE_BLOCK == 0
+
+    @property
+    def block_layout(self) -> ShardLayout:
+        """Return the layout of a tensor with one element for each block of the parameter in memory order."""
+        blocks = torch.Size([-(-self.numel // STATE_BLOCK)])
+        return ShardLayout(blocks, self.shard_numel // STATE_BLOCK, self.world_size)
 
     @property
     def strides(self) -> tuple[int, ...]:

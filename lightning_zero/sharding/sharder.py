@@ -173,6 +173,7 @@ class Sharder:
         mesh: of the ranks that hold a shard each; initial values come from rank 0.
         transports: allocate the shards in memory that other ranks can read, if possible.
         policy: which shards are stored on the host; None: none.
+        state_blocks: see :meth:`ShardLayout.from_shape`.
 
     Attributes:
         records: of all parameters that were ever sharded.
@@ -187,6 +188,7 @@ class Sharder:
         transports: PeerTransports | None = None,
         policy: HostMasterPolicy | None = None,
         alias_gradients: bool = False,
+        state_blocks: bool = False,
     ) -> None:
         check_tensor_arguments(full_arguments)
         set_rules(rule_of)
@@ -197,6 +199,7 @@ class Sharder:
         self.memory = ShardMemory(executor, mesh, self.records, transports, policy, alias_gradients)
         self.classes = ClassCache()
         self.reader = self.classes.reader
+        self._state_blocks = state_blocks
         self._aliases = Aliases()
         self._materializer = Materializer(self.records, mesh.device)
         self._read: dict[tuple[int, str], ShardedParameter] = {}  # by a module's id and a parameter's name
@@ -243,7 +246,9 @@ class Sharder:
     def _shard_parameter(self, name: str, param: nn.Parameter) -> ShardedParameter:
         check_parameter(name, param)
         noted = self._aliases.snapshot_memory(param)
-        layout = ShardLayout.from_shape(param.shape, param.dtype, self.mesh.shard_group.size, memory_order(param))
+        layout = ShardLayout.from_shape(
+            param.shape, param.dtype, self.mesh.shard_group.size, memory_order(param), self._state_blocks
+        )
         if self.mesh.rank > 0 and layout.numel:
             # The broadcast overwrites this rank's values, so copying them to the device would be wasted time.
             full = torch.empty(layout.memory_shape, dtype=param.dtype, device=self.mesh.device)

@@ -1,4 +1,4 @@
-"""Step flat parameters in chunks if their state is on the host or in bfloat16.
+"""Step flat parameters in chunks if their state is on the host or in fewer bytes.
 
 The optimizer steps one chunk after the other. The state of the present chunk is on the device, in the dtype that the
 optimizer uses. The optimizer sees a parameter group for each chunk, with the settings of its own group. It reads a
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.offload.staging_ring import RingPass, StagedChunk
+from lightning_zero.offload.staging_ring import RingPass
 from lightning_zero.optim.bf16_state import (
     ROUNDING_COUNT,
     ElementPositions,
@@ -29,10 +29,21 @@ from lightning_zero.optim.flat_runs import (
     FlatRun,
     InPlacePass,
     StateOnHost,
-    chunk_itemsizes,
+    chunk_numel,
     split_into_chunks,
 )
+from lightning_zero.optim.quantized_state import (
+    block_noise,
+    codes_key,
+    is_quantized,
+    noise_of,
+    quantize,
+    quantized_names,
+    scales_key,
+    unpack_entries,
+)
 from lightning_zero.optim.update_rules import rule_for
+from lightning_zero.sharding.layout import STATE_BLOCK
 from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
 
 
@@ -65,13 +76,11 @@ class ChunkedRunner:
         return FlatParams(groups, _LazyState(self._sequence), origins)
 
     def _cut(self, run: FlatRun, own: OwnParams) -> list[Chunk]:
-        itemsizes = [run.state[name].itemsize for name in run.elementwise]
-        rule = rule_for(self._optimizer, own.groups[run.group])
-        if not itemsizes and rule is not None:  # the optimizer has not made them yet
+        rule, itemsizes = rule_for(self._optimizer, own.groups[run.group]), []
+        if not run.elementwise and rule is not None:  # the optimizer has not made them yet
             itemsizes = [max(run.param.itemsize, torch.float32.itemsize)] * len(rule.state)
-        itemsizes = chunk_itemsizes(run, itemsizes)
-        numel = self._host.ring.elements(itemsizes) if self._host and itemsizes else run.param.numel()
-        return split_into_chunks(run, min(numel, MAX_CHUNK_NUMEL) if run.bf16_state else numel)
+        numel = chunk_numel(run, run.elementwise, self._host.ring if self._host else None, itemsizes)
+        return split_into_chunks(run, min(numel, MAX_CHUNK_NUMEL) if run.rounds_state else numel)
 
     def end(self, layout: StepLayout, own: OwnParams) -> None:
         self._sequence.end()
@@ -91,10 +100,10 @@ class _ChunkSequence:
         self._chunks = chunks
         self._host = host
         self._numbers = {id(param): number for number, param in enumerate(self.params)}
-        self._names = {id(chunk.run): chunk.run.elementwise for chunk in chunks}  # names of the state before the step
+        self._names = {id(chunk.run): chunk.run.elementwise for chunk in chunks}  # keys of the state before the step
         self._after: dict[int, tuple[FlatRun, dict[str, Any]]] = {}  # state of the last chunk of each run
         self._copied: set[int] = set()  # numbers of the chunks whose compute shards were written
-        self._positions: dict[int, ElementPositions] = {}  # of the runs with bfloat16 state, by id
+        self._positions: dict[int, ElementPositions] = {}  # of the runs whose state is rounded, by id
         self._pass: RingPass | InPlacePass | None = None
         self._first = 0  # first chunk of that pass
         self._current: int | None = None
@@ -128,10 +137,11 @@ class _ChunkSequence:
             chunk.run.copied = chunk.run.copied and number in self._copied
         for run, state in self._after.values():
             final = {}
-            for key, value in state.items():
-                final[key] = run.state[key] if key in run.elementwise else value
-                if key in run.counts:
-                    final[key] = run.state[key].copy_(value)
+            for name, value in state.items():
+                for key in run.keys_of([name]):
+                    final[key] = run.state[key] if key in run.elementwise else value
+                if name in run.counts:
+                    final[name] = run.state[name].copy_(value)
             run.state = final
 
     def _begin_at(self, number: int) -> None:
@@ -152,10 +162,13 @@ class _ChunkSequence:
         run, result = self._chunks[number].run, {}
         if MASTER_SHARD in loaded:
             self.params[number].data = loaded.pop(MASTER_SHARD).view(self.params[number].shape)
+        names = {codes_key(name): name for name in quantized_names(loaded)}
+        unpack_entries(loaded)
         for key, value in run.state.items():
-            if key in loaded:
-                wide = loaded[key].to(run.param.dtype) if key in run.bf16_state else loaded[key]
-                result[key] = wide.view(self.params[number].shape)
+            name = names.get(key, key)
+            if name in loaded:
+                wide = loaded[name].to(run.param.dtype) if name in run.stored_dtypes else loaded[name]
+                result[name] = wide.view(self.params[number].shape)
             elif key not in run.elementwise:  # made by the chunk before
                 # Each chunk counts the step for itself.
                 result[key] = value.clone() if isinstance(value, Tensor) else value
@@ -168,14 +181,19 @@ class _ChunkSequence:
         chunk, state, shape = self._chunks[number], self._state, self.params[number].shape
         run = chunk.run
         large = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.numel() > 1}
-        for key, value in large.items():
-            run.check(key, value, shape)
+        memory = self._host.memory if self._host else None
+        for name, value in large.items():
+            run.check(name, value, shape)
+            dtype = run.stored_dtype(name, value)
+            key = codes_key(name) if is_quantized(dtype) else name
             if key not in run.state:
-                memory = run.empty(run.stored_dtype(key, value), self._host.memory if self._host else None)
-                run.state[key] = memory.view(run.param.shape)
+                run.state[key] = run.empty(dtype, memory).view(run.param.shape)
+                if is_quantized(dtype):
+                    run.state[scales_key(name)] = run.empty(torch.float32, memory, per_block=True)
+        stored = self._round_state(chunk, large)
         if run.on_host is not None:
             self._write_compute_shard(number)
-        self._pass.close(number - self._first, chunk.load(list(large)), large | self._round_state(chunk, large))
+        self._pass.close(number - self._first, chunk.load(list(stored)), stored)
         if state:
             self._after[id(run)] = run, state
 
@@ -187,23 +205,30 @@ class _ChunkSequence:
             self._copied.add(number)
         param.data = chunk.view_of(chunk.run.param).view(param.shape)
 
-    def _round_state(self, chunk: Chunk, large: StagedChunk) -> dict[str, Tensor]:
-        """Return the chunk's bfloat16 state, stochastically rounded."""
-        run, device = chunk.run, chunk.run.param.device
-        bf16_state = [key for key in run.bf16_state if key in large and large[key].is_floating_point()]
-        if not bf16_state:
-            return {}
+    def _round_state(self, chunk: Chunk, large: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the chunk's state by the keys under which it is stored, stochastically rounded."""
+        run, device, stored = chunk.run, chunk.run.param.device, dict(large)
+        rounded = [name for name in run.stored_dtypes if name in large and large[name].is_floating_point()]
+        if not rounded:
+            return stored
         step = self._state.get("step")
         if not isinstance(step, Tensor):
             step = self._state[ROUNDING_COUNT] = self._state.get(ROUNDING_COUNT, torch.zeros(())) + 1
         if id(run) not in self._positions:
             self._positions[id(run)] = ElementPositions.from_members(run.members, device)
         at = self._positions[id(run)].part(chunk.begin, chunk.end)
-        noise = rounding_noise(at.owners, at.shifts, at.begin, noise_keys(at.salts, step.to(device)))
-        return {
-            key: stochastic_round(large[key].float().view(-1), noise, run.bf16_state.index(key)).view(large[key].shape)
-            for key in bf16_state
-        }
+        make_noise = block_noise if run.code_dtypes else rounding_noise
+        noise = make_noise(at.owners, at.shifts, at.begin, noise_keys(at.salts, step.to(device)))
+        for number, (name, dtype) in enumerate(run.stored_dtypes.items()):
+            if name not in rounded:
+                continue
+            value = stored.pop(name).float()
+            if is_quantized(dtype):
+                codes, scales = quantize(value.view(-1, STATE_BLOCK), dtype, noise_of(noise, number))
+                stored |= {codes_key(name): codes.view(-1), scales_key(name): scales.view(-1)}
+            else:
+                stored[name] = stochastic_round(value.view(-1), noise, number).view(value.shape)
+        return stored
 
 
 class _LazyState(defaultdict[Any, dict[str, Any]]):

@@ -21,9 +21,10 @@ from lightning_zero.memory_planner.memory_plan import MemoryPlan
 from lightning_zero.mesh import Mesh
 from lightning_zero.offload.pinned_memory import free_bytes, host_master_policy
 from lightning_zero.offload.staging_ring import measure_host_bandwidth
-from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
 from lightning_zero.optim.matrix_exchange import update_memory
+from lightning_zero.optim.quantized_state import is_stored_key
 from lightning_zero.optim.reduction_rules import ReductionRule, of_parameter, shared_bytes
+from lightning_zero.optim.state_dtypes import stored_bytes, stored_dtypes
 from lightning_zero.optim.update_rules import MatrixRule, needs_ranks, rule_for
 from lightning_zero.sharding.flat_memory import can_be_on_host, compute_dtype_of, free_gradients
 from lightning_zero.sharding.param_record import Role, ShardedParameter
@@ -218,14 +219,14 @@ class MemoryController:
                 record = self._sharder.find(param)
                 if record is None or not param.requires_grad:
                     continue
-                states = [value for value in optimizer.state.get(param, {}).values() if record.has_shard_shape(value)]
-                allocated = sum(value.nbytes for value in states)
-                small = self._optimizers.bf16_state and keeps_bf16_state(record.layout.numel, param.dtype)
-                itemsize = STATE_DTYPE.itemsize if small else param.dtype.itemsize
+                entries = optimizer.state.get(param, {}).items()
+                allocated = sum(v.nbytes for k, v in entries if record.has_shard_shape(v) or is_stored_key(k))
                 shaped = of_parameter(rule, record.layout.shape, param.dtype)
-                expected = len(shaped.state) * record.shard.numel() * itemsize if shaped is not None else 0
+                names = shaped.state if shaped is not None else ()
+                stored = stored_dtypes(shaped, record.layout, param.dtype, self._optimizers.state_dtype)
+                expected = sum(stored_bytes(stored.get(name, param.dtype)) for name in names) * record.shard.numel()
                 shared = shared_bytes(shaped, record.layout.shape, param.dtype)
-                yield (allocated or expected) + shared, allocated > 0
+                yield (allocated or int(expected)) + shared, allocated > 0
 
     def _compute_shard_bytes(self, live: Sequence[ShardedParameter], used: torch.dtype | None) -> int:
         if used is None:

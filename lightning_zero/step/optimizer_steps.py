@@ -14,7 +14,7 @@ clips, and calls ``begin`` last.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -25,15 +25,16 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.offload.staging_ring import StagingRing
-from lightning_zero.optim.bf16_state import (
-    STATE_DTYPE,
-    bf16_state_names,
-    check_bf16_state,
-    keeps_bf16_state,
-    restore_state_dtype,
-)
 from lightning_zero.optim.flat_runs import StateOnHost
 from lightning_zero.optim.grad_norms import parameter_norms
+from lightning_zero.optim.quantized_state import is_quantized, is_stored_key
+from lightning_zero.optim.state_dtypes import (
+    StoredDtypes,
+    check_state_dtype,
+    restore_state_dtypes,
+    stored_dtypes,
+    stored_dtypes_by_index,
+)
 from lightning_zero.optim.state_placement import MakePlacer, StatePlacer, move_state_to_host, place_loaded_state
 from lightning_zero.optim.support import (
     check_capture,
@@ -75,15 +76,14 @@ class OptimizerSteps:
     def stepper(self, optimizer: torch.optim.Optimizer) -> OptimizerStepper:
         stepper = self._steppers.get(optimizer)
         if stepper is None:
-            if self.bf16_state:
-                check_bf16_state(optimizer, optimizer.param_groups)
+            check_state_dtype(optimizer, optimizer.param_groups, self.state_dtype)
             if self.on_host:
                 check_offload(optimizer)
                 optimizer.register_state_dict_pre_hook(lambda _: self.settle())
             bucket = int(self.config.tuning.matrix_bucket_mb * 2**20)
             capture, emulate = _capture_options(self.config)
             stepper = OptimizerStepper(
-                optimizer, self._sharder, capture, emulate, self._host(), self.bf16_state, bucket
+                optimizer, self._sharder, capture, emulate, self._host(), self.state_dtype, bucket
             )
             self._steppers[optimizer] = stepper
         return stepper
@@ -99,9 +99,9 @@ class OptimizerSteps:
             _memory_options(self.config),
         ):
             self.settle()
-            if self.bf16_state and config.tuning.state_dtype is None:
+            if config.tuning.state_dtype != self.state_dtype:
                 for optimizer in self._steppers:
-                    restore_state_dtype(optimizer, self._sharder.find)
+                    restore_state_dtypes(optimizer, self._sharder.find, self.state_dtype)
             if "optimizer" in config.offload and not self.on_host:
                 for optimizer in self._steppers:
                     move_state_to_host(optimizer, self._sharder.find)
@@ -132,26 +132,35 @@ class OptimizerSteps:
         return "optimizer" in self.config.offload
 
     @property
-    def bf16_state(self) -> bool:
-        """True if state of large parameters is kept in bfloat16."""
-        return self.config.tuning.state_dtype is not None
+    def state_dtype(self) -> str | None:
+        """The option of this name."""
+        return self.config.tuning.state_dtype
 
     @property
     def make_placer(self) -> MakePlacer | None:
         """Return a factory of functions that place loaded state; None if torch places it right."""
-        return self._make_placer if self.on_host or self.bf16_state else None
+        return self._make_placer if self.on_host or self.state_dtype is not None else None
 
     def _make_placer(self, optimizer: torch.optim.Optimizer) -> StatePlacer:
-        names = bf16_state_names(optimizer, optimizer.param_groups, self._sharder.find) if self.bf16_state else {}
+        dtypes = self.stored_dtypes_of(optimizer, optimizer.param_groups)
 
         def place_state(param: Tensor, key: str, value: Tensor) -> Tensor:
             record = self._sharder.find(param)
             dtype = param.dtype if param.is_floating_point() else value.dtype  # as torch does
-            if record is not None and value.is_floating_point() and key in names.get(record.index, ()):
-                dtype = STATE_DTYPE
+            stored = None if record is None else dtypes.get(record.index, {}).get(key)
+            if is_stored_key(key) or is_quantized(stored):
+                dtype = value.dtype  # the next step quantizes what is not quantized
+            elif stored is not None and value.is_floating_point():
+                dtype = stored
             return value.to(value.device if self.on_host else param.device, dtype)
 
         return place_state
+
+    def stored_dtypes_of(
+        self, optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]]
+    ) -> dict[int, StoredDtypes]:
+        """Return the dtypes of state that is stored in fewer bytes, for these groups, by parameter index."""
+        return stored_dtypes_by_index(optimizer, groups, self._sharder.find, self.state_dtype)
 
     def empty_state(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return new 1-D memory for state with one element per element of a shard.
@@ -276,8 +285,7 @@ class OptimizerSteps:
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise :class:`UnsupportedError` if the optimizer cannot step this engine's shards."""
         check_optimizer(optimizer)
-        if self.bf16_state:
-            check_bf16_state(optimizer, optimizer.param_groups)
+        check_state_dtype(optimizer, optimizer.param_groups, self.state_dtype)
         if self.on_host:
             check_offload(optimizer)
         if self.config.cuda_graph_step is True:
@@ -301,11 +309,13 @@ class OptimizerSteps:
             if previous not in optimizers and not stepper.in_progress:
                 del self._steppers[previous]
         groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+        rules = {id(param): rule_for(optimizer, group) for optimizer, group in groups for param in group["params"]}
         simple = all(rule_for(optimizer, group) is not None for optimizer, group in groups)
 
         def kind(record: ShardedParameter) -> tuple[int, bool]:
-            bf16_state = self.bf16_state and keeps_bf16_state(record.layout.numel, record.param.dtype)
-            return 0 if simple else record.param.dim(), bf16_state
+            rule = rules.get(id(record.param))
+            stored = stored_dtypes(rule, record.layout, record.param.dtype, self.state_dtype)
+            return 0 if simple else record.param.dim(), bool(stored)
 
         self._sharder.memory.group_shards([group["params"] for _, group in groups], kind)
 

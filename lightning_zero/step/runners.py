@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE
+from lightning_zero.optim.bf16_state import ROUNDING_COUNT
 from lightning_zero.optim.flat_runs import State, StateOnHost
 from lightning_zero.optim.matrix_exchange import ExchangeMemory, MatrixGroup
 from lightning_zero.optim.parameter_sums import of_run
+from lightning_zero.optim.quantized_state import codes_key, is_quantized, scales_key
 from lightning_zero.optim.reduction_rules import shared_shapes
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import is_torch_optimizer
@@ -126,7 +127,7 @@ class CapturedRunner:
         compile_kernels: Compile the update with Inductor; otherwise run it op by op.
         host: Host memory of the state; None if state is on the device.
         captures: Replay steps. If False, only layouts that the optimizer cannot step itself are stepped: those with
-            bfloat16 state or matrices.
+            rounded state or matrices.
         make_matrix_group: Returns the ranks that hold each matrix together.
         matrix_bucket_bytes: See :class:`StepKernel`.
         sum_over_ranks: See :class:`StepKernel`.
@@ -179,10 +180,10 @@ class CapturedRunner:
     def can_step(self, layout: StepLayout, own: OwnParams) -> bool:
         if layout in self._kernels:
             return True
-        bf16_state = any(run.bf16_state for run in layout.runs)
+        rounds_state = any(run.rounds_state for run in layout.runs)
         matrices = needs_matrices(self._optimizer)
-        # The rounding of bfloat16 state must not depend on steps made by the optimizer itself.
-        if not bf16_state and not matrices and (layout.eager_steps == 0 or not self._captures):
+        # The rounding of state must not depend on steps made by the optimizer itself.
+        if not rounds_state and not matrices and (layout.eager_steps == 0 or not self._captures):
             return False
         if not layout.runs:
             return False
@@ -226,11 +227,14 @@ class CapturedRunner:
                 continue
             rule = of_run(rule, run)
             for name in rule.state:
-                if name not in run.state:
-                    dtype = STATE_DTYPE if name in run.bf16_state else run.param.dtype
-                    run.state[name] = run.empty(dtype, memory).zero_().view(run.param.shape)
+                dtype = run.stored_dtypes.get(name, run.param.dtype)
+                key = codes_key(name) if is_quantized(dtype) else name
+                if key not in run.state:
+                    run.state[key] = run.empty(dtype, memory).zero_().view(run.param.shape)
+                    if is_quantized(dtype):
+                        run.state[scales_key(name)] = run.empty(torch.float32, memory, per_block=True).zero_()
             counts = (*rule.counts, *(("step",) if isinstance(rule, Rule) else ()))
-            if run.bf16_state and "step" not in (*counts, *run.counts):
+            if run.rounds_state and "step" not in (*counts, *run.counts):
                 counts = (*counts, ROUNDING_COUNT)
             for name in counts:
                 if name not in run.counts:

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from lightning_zero.native.capture import GraphedSequence
 from lightning_zero.offload.pinned_memory import HostMemory
-from lightning_zero.optim.bf16_state import bf16_state_names, check_bf16_state
 from lightning_zero.optim.flat_runs import FlatRun, State, make_flat_runs
 from lightning_zero.optim.grad_norms import clip_factor, norm_dtype
+from lightning_zero.optim.quantized_state import SCALES
 from lightning_zero.optim.reduction_rules import ReductionRule, shared_names
+from lightning_zero.optim.state_dtypes import check_state_dtype, pack_own_state, stored_dtypes_by_index
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import check_matrices, check_members
 from lightning_zero.optim.update_rules import needs_ranks, rule_for
@@ -126,6 +127,7 @@ class StepLayouts:
 
     Args:
         host: Host memory for shard-sized optimizer state; None keeps it on the shards' device.
+        state_dtype: The option of this name.
     """
 
     def __init__(
@@ -133,10 +135,10 @@ class StepLayouts:
         optimizer: torch.optim.Optimizer,
         sharder: Sharder,
         host: HostMemory | None = None,
-        bf16_state: bool = False,
+        state_dtype: str | None = None,
     ) -> None:
         self._host = host
-        self._bf16_state = bf16_state
+        self._state_dtype = state_dtype
         self._optimizer = optimizer
         self._sharder, self._gradients = sharder, sharder.executor.gradients
         self.last: StepLayout | None = None
@@ -197,8 +199,7 @@ class StepLayouts:
         check_members(own.groups, type(self._optimizer).__name__, self._sharder.find)
         masters_on_host = any(record.on_host is not None for record in self._sharder.live)
         check_matrices(self._optimizer, self._sharder.find, masters_on_host)
-        if self._bf16_state:
-            check_bf16_state(self._optimizer, own.groups)
+        check_state_dtype(self._optimizer, own.groups, self._state_dtype)
         if self._by_pattern:
             self._report(why)
         self._by_pattern.clear()
@@ -235,11 +236,12 @@ class StepLayouts:
         records = [[self._sharder.find(p) for p in group["params"] if p.grad is not None] for group in own.groups]
         present = [[r for r in group if r is not None] for group in records]
         self._split_kinds({r.index for group in present for r in group}, own.state)
-        bf16_state = bf16_state_names(self._optimizer, own.groups, self._sharder.find) if self._bf16_state else {}
+        dtypes = stored_dtypes_by_index(self._optimizer, own.groups, self._sharder.find, self._state_dtype)
+        pack_own_state(own.state, self._sharder.find, dtypes)
         mix = StepKernel.supports(self._optimizer, own.groups)
         kinds = self._kinds_by_rule(own.groups)
         runs = make_flat_runs(
-            present, kinds, mix_dimensions=mix, bf16_state=bf16_state, one_per_parameter=self._one_per_parameter
+            present, kinds, mix_dimensions=mix, stored_dtypes=dtypes, one_per_parameter=self._one_per_parameter
         )
         for run in runs:
             rule = rule_for(self._optimizer, own.groups[run.group])
@@ -273,7 +275,7 @@ class StepLayouts:
             return [
                 (k, float(v) if not isinstance(v, Tensor) or (is_new and v.numel() == 1) else None)
                 for k, v in values
-                if isinstance(v, int | float | Tensor)
+                if isinstance(v, int | float | Tensor) and not k.endswith(SCALES)
             ]
 
         classes: dict[str, list[int]] = {}

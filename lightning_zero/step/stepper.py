@@ -127,7 +127,7 @@ class OptimizerStepper:
         capture: ``"auto"`` or True: capture if possible; False: never.
         emulate: Debugging: compute on any device as a captured step does, without a graph.
         host: Host memory of shard-sized state; None keeps it on the shards' device.
-        bf16_state: Keep shard-sized state of large parameters in bfloat16, stochastically rounded.
+        state_dtype: The option of this name.
         matrix_bucket_bytes: See :class:`~lightning_zero.optim.step_kernel.StepKernel`.
 
     Attributes:
@@ -141,7 +141,7 @@ class OptimizerStepper:
         capture: bool | str = "auto",
         emulate: bool = False,
         host: StateOnHost | None = None,
-        bf16_state: bool = False,
+        state_dtype: str | None = None,
         matrix_bucket_bytes: int = 1 << 28,
     ) -> None:
         device = sharder.executor.device
@@ -152,7 +152,7 @@ class OptimizerStepper:
         self._checked_steps = 0
         self._check: ElementwiseCheck | None = None
         self._reads_shapes = False
-        self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, bf16_state)
+        self._layouts = StepLayouts(optimizer, sharder, host.memory if host else None, state_dtype)
         self.eager_reason = reason_not_captured(optimizer, device, capture, emulate)
         self._agreement = MatrixAgreement(optimizer, sharder)
         self._graphs = bool(capture) and (emulate or device.type == "cuda")
@@ -172,7 +172,7 @@ class OptimizerStepper:
             self._sum_over_ranks if sharder.mesh.shard_group.size > 1 else None,
         )
         # The first runner that can step a layout is used.
-        in_chunks = host is not None or bf16_state
+        in_chunks = host is not None or state_dtype is not None
         own: StepRunner = ChunkedRunner(optimizer, self._layouts, host) if in_chunks else EagerRunner(self._layouts)
         # Also if nothing is captured: a group of matrices may be added later.
         self._runners: Sequence[StepRunner] = (self._captured, own)

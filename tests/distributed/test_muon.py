@@ -239,8 +239,8 @@ def _states() -> dict[str, Any]:
     return found
 
 
-def _narrow() -> dict[str, Any]:
-    with flat(WideMuon, state_dtype="bf16") as (engine, model, optimizer):
+def _narrow(state_dtype: str) -> dict[str, Any]:
+    with flat(WideMuon, state_dtype=state_dtype) as (engine, model, optimizer):
         flat_steps(engine, model, optimizer, range(6))
         kinds = {value.dtype for entries in optimizer.state.values() for value in entries.values() if value.dim()}
         return {"params": whole_params(engine, model), "kinds": kinds}
@@ -266,7 +266,8 @@ def _missing_gradients() -> dict[str, Any]:
 
 
 def _everything() -> dict[str, Any]:
-    return {"torch": _torchs_own(), "states": _states(), "narrow": _narrow(), "missing": _missing_gradients()}
+    narrow = {state_dtype: _narrow(state_dtype) for state_dtype in ("bf16", "8bit")}
+    return {"torch": _torchs_own(), "states": _states(), "narrow": narrow, "missing": _missing_gradients()}
 
 
 def test_options_and_events_change_what_they_should(ranks: Ranks) -> None:
@@ -303,10 +304,13 @@ def test_options_and_events_change_what_they_should(ranks: Ranks) -> None:
         for way, params in found["states"].items():
             for name, value in events.items():
                 close(params[name], value, way, name)
-        assert found["narrow"]["kinds"] == {torch.bfloat16}
-        for name, value in six.items():
-            difference = (found["narrow"]["params"][name] - value).abs().max()
-            assert 0 < difference < NOISE, (name, difference)
+        kinds = {"bf16": {torch.bfloat16}, "8bit": {torch.int8, torch.float32}}
+        for state_dtype, noise in (("bf16", NOISE), ("8bit", 8 * NOISE)):
+            narrow = found["narrow"][state_dtype]
+            assert narrow["kinds"] == kinds[state_dtype]
+            for name, value in six.items():
+                difference = (narrow["params"][name] - value).abs().max()
+                assert 0 < difference < noise, (name, state_dtype, difference)
 
 
 # -- one class for matrices and other parameters

@@ -124,7 +124,7 @@ def test_what_cannot_be_narrow_is_refused_by_name(ranks: Ranks) -> None:
     assert "rounds the state of Lion" in unknown
     assert "Register it with lightning_zero.register_rule" in unknown
     assert "but its parameters are float64" in double
-    with pytest.raises(ValueError, match="state_dtype='fp8' must be 'bf16' or None"):
+    with pytest.raises(ValueError, match="state_dtype='fp8' must be 'bf16', '8bit' or None"):
         Tuning(state_dtype="fp8")  # type: ignore[arg-type]
 
 

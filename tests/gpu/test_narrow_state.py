@@ -49,16 +49,16 @@ def train(device: str, capture: bool, **options: Any) -> dict[str, Any]:
         return {"moments": moments, "weights": weights, "replays": stepper.replays}
 
 
-def train_all_ways() -> list[dict[str, Any]]:
+def train_all_ways(state_dtype: str) -> list[dict[str, Any]]:
     device = f"cuda:{torch.cuda.current_device()}"
-    narrow: dict[str, Any] = {"state_dtype": "bf16"}
+    narrow: dict[str, Any] = {"state_dtype": state_dtype}
     away = narrow | {"offload": ("optimizer",)}
     ways = [(device, c, o) for o in (narrow, away) for c in (True, False)]
     return [train(*way[:2], **way[2]) for way in ways] + [train("cpu", False, **narrow), train(device, True)]
 
 
 def test_where_state_lies_changes_no_bit_and_captures_are_about_the_same(ranks: Ranks) -> None:
-    (found,) = ranks.run(1, train_all_ways, backend="cpu:gloo,cuda:nccl", deadline=400)
+    (found,) = ranks.run(1, train_all_ways, "bf16", backend="cpu:gloo,cuda:nccl", deadline=400)
     captured, launched, captured_away, launched_away, cpu, wide = found
     ways = (captured, launched, captured_away, launched_away)
     assert [way["replays"] for way in ways] == [STEPS - 2, 0, STEPS - 2, 0]
@@ -77,3 +77,21 @@ def test_where_state_lies_changes_no_bit_and_captures_are_about_the_same(ranks: 
         torch.testing.assert_close(value.float(), wide["moments"][name].float(), rtol=0, atol=atol)
     for name, value in captured["weights"].items():
         torch.testing.assert_close(value, wide["weights"][name], rtol=0, atol=STEPS * 1e-3 * 0.1)
+
+
+def test_8_bit_state_is_the_same_where_it_lies_and_about_the_same_as_on_a_cpu(ranks: Ranks) -> None:
+    (found,) = ranks.run(1, train_all_ways, "8bit", backend="cpu:gloo,cuda:nccl", deadline=400)
+    captured, launched, captured_away, launched_away, cpu, wide = found
+    assert [way["replays"] for way in (captured, launched, captured_away, launched_away)] == [STEPS - 2, 0] * 2
+    for away, here in ((captured_away, captured), (launched_away, launched)):
+        for what in ("moments", "weights"):
+            torch.testing.assert_close(away[what], here[what], rtol=0, atol=0)
+    codes = [name for name in captured["moments"] if name.endswith("_8bit_codes")]
+    assert len(codes) == 4  # two moments of two matrices
+    for name in codes:
+        value = captured["moments"][name]
+        for other in (launched, cpu):
+            same = (value == other["moments"][name]).float().mean().item()
+            assert same > 0.9, f"{name}: of the codes {same:.3f} are the same"
+    for name, value in captured["weights"].items():
+        torch.testing.assert_close(value, wide["weights"][name], rtol=0, atol=STEPS * 1e-3 * 0.3)

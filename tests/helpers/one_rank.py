@@ -20,12 +20,21 @@ CPU = torch.device("cpu")
 class OneRank:
     """Stand for a Sharder. ``params``, and the gradients of :meth:`bring`, are views of flat buffers."""
 
-    def __init__(self, shapes: Sequence[Sequence[int]], seed: int = 0, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[Sequence[int]],
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        state_blocks: bool = False,
+    ) -> None:
         self.rank = rank
-        self.mesh = SimpleNamespace(world_size=1, replicated=False, shard_group=SimpleNamespace(gather_group=None))
-        pieces = [
-            (ShardLayout.from_shape(torch.Size(shape), torch.float32, world_size), torch.float32) for shape in shapes
+        self.mesh = SimpleNamespace(world_size=1, replicated=False, shard_group=SimpleNamespace(gather_group=None, size=1))
+        layouts = [
+            ShardLayout.from_shape(torch.Size(shape), torch.float32, world_size, state_blocks=state_blocks)
+            for shape in shapes
         ]
+        pieces = [(layout, torch.float32) for layout in layouts]
         shards, grads = FlatBuffer(pieces, CPU), FlatBuffer(pieces, CPU)
         rng = torch.Generator().manual_seed(seed)
         self.live = []

@@ -79,7 +79,8 @@ def prepare_optimizer(optimizer: Optimizer, loop: LoopTracker) -> None:
                 "fabric.load(), which give every rank its part."
             )
         own = loop.engine  # this closure also keeps the loop alive
-        return own.checkpoints.local_optimizer_state(optimizer, state, own.optimizers.empty_state)
+        steps = own.optimizers
+        return own.checkpoints.local_optimizer_state(optimizer, state, steps.empty_state, steps.stored_dtypes_of)
 
     optimizer.register_load_state_dict_pre_hook(to_shards)
     if (placer := engine.optimizers.make_placer) is not None:

@@ -6,6 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from lightning_zero.compat.compiler import (
     aot_autograd,
     compiled_from,
     keep_python_scalars,
+    limit_row_elements,
     lookup_backend,
     skip_debug_text,
     stable_topological_sort,
@@ -215,3 +217,22 @@ def test_torch_has_its_own_function_back() -> None:
         assert graph_compile._log_fw_bw_graphs is not before
         raise ZeroDivisionError
     assert graph_compile._log_fw_bw_graphs is before
+
+
+def test_kernels_that_reduce_rows_get_warps_by_their_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(size_hints: Any, reduction_hint: Any = False, inductor_meta: Any = None, triton_meta: Any = None) -> Any:
+        return [SimpleNamespace(kwargs={"XBLOCK": rows}, num_warps=1) for rows in (1, 4, 16)]
+
+    from torch._inductor.runtime import triton_heuristics
+
+    parameters = inspect.signature(triton_heuristics._persistent_reduction_configs).parameters
+    assert list(parameters) == list(inspect.signature(choose).parameters)
+    monkeypatch.setattr(triton_heuristics, "_persistent_reduction_configs", choose)
+
+    def warps() -> list[int]:
+        found = triton_heuristics._persistent_reduction_configs({"x": 1 << 20, "r0_": 256})
+        return [config.num_warps for config in found]
+
+    with limit_row_elements(8):
+        assert warps() == [1, 4, 8]
+    assert warps() == [1, 1, 1]

@@ -125,7 +125,12 @@ def test_a_count_that_torch_has_rounded_to_a_parameters_dtype_goes_on_counting(b
 
 def test_narrow_state_is_rounded_as_it_is_taken_in_and_is_no_neighbour_of_other_state(bench: OneRank) -> None:
     records: Any = bench.live
-    wide, narrow = make_flat_runs([records], {}, mix_dimensions=True, bf16_state={2: ("average",), 3: ("average",)})
+    wide, narrow = make_flat_runs(
+        [records],
+        {},
+        mix_dimensions=True,
+        stored_dtypes={2: {"average": torch.bfloat16}, 3: {"average": torch.bfloat16}},
+    )
     assert members([wide, narrow]) == [[0, 1], [2, 3]]
     state = loaded(bench)
     for entries in state.values():

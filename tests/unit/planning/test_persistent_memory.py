@@ -14,10 +14,11 @@ from tests.helpers.optimizer_steps import Lion
 from tests.helpers.options import config
 
 
-def kept(make: Any, narrow: bool) -> Any:
+def kept(make: Any, state_dtype: str | None) -> Any:
     module = nn.Linear(64, 64)
     params = list(module.parameters())
-    return measure_optimizer_memory([make(params)], params, shard_parameters(module, 2), narrow)
+    shards = shard_parameters(module, 2, state_blocks=state_dtype == "8bit")
+    return measure_optimizer_memory([make(params)], params, shards, state_dtype)
 
 
 @pytest.mark.parametrize(
@@ -31,9 +32,15 @@ def kept(make: Any, narrow: bool) -> Any:
 def test_narrow_state_is_counted_where_a_parameter_is_large_enough(
     make: Any, wide: int, narrow: int, words: str
 ) -> None:
-    assert kept(make, False).states == wide
-    assert kept(make, True).states == narrow
-    assert kept(make, True).words == words
+    assert kept(make, None).states == wide
+    assert kept(make, "bf16").states == narrow
+    assert kept(make, "bf16").words == words
+
+
+def test_8_bit_state_is_counted_with_its_scales() -> None:
+    found = kept(torch.optim.AdamW, "8bit")
+    assert found.states == 2 * (2048 + 2048 // 256 * 4 + 4 * 32) + 2 * 4
+    assert found.words == "exp_avg 1.02, exp_avg_sq 1.02"
 
 
 def test_a_plan_counts_it_by_the_option() -> None:
@@ -41,9 +48,9 @@ def test_a_plan_counts_it_by_the_option() -> None:
     training = Training(lambda m, x: m(x).sum(), torch.optim.AdamW)
     plans = [
         plan(module, torch.zeros(2, 64), 2, training=training, tuning=Tuning(state_dtype=dtype))
-        for dtype in (None, "bf16")
+        for dtype in (None, "bf16", "8bit")
     ]
-    assert [found.roles["optimizer_state"] for found in plans] == [16648, 8456]
+    assert [found.roles["optimizer_state"] for found in plans] == [16648, 8456, 4424]
 
 
 def test_a_plan_counts_full_updates_of_matrices() -> None:

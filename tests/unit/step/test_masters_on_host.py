@@ -39,7 +39,8 @@ class Training:
                 at = (record.shard.data_ptr() - begin.data_ptr()) // 4
                 record.on_host = record.shard.detach()
                 record.memory = {Role.COMPUTE_SHARD: copies[at : at + record.shard.numel()]}
-        self.stepper = OptimizerStepper(self.optimizer, self.sharder, capture, True, host, narrow)
+        state_dtype = "bf16" if narrow else None
+        self.stepper = OptimizerStepper(self.optimizer, self.sharder, capture, True, host, state_dtype)
 
     def mark(self, indices: list[int], written: bool) -> None:
         self.marked = self.marked | {*indices} if written else self.marked - {*indices}

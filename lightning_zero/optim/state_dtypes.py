@@ -1,0 +1,126 @@
+"""Decide in which dtype each optimizer's state is stored (``state_dtype="bf16"`` or ``"8bit"``).
+
+State of a parameter with few elements, and state that the next step needs exactly, stays as the optimizer makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
+from lightning_zero.optim.quantized_state import (
+    NONNEGATIVE,
+    SCALE_BYTES,
+    SIGNED,
+    is_quantized,
+    keeps_quantized_state,
+    pack_entries,
+    unpack_entries,
+)
+from lightning_zero.optim.reduction_rules import ReductionRule, of_parameter
+from lightning_zero.optim.update_rules import AnyRule, MatrixRule, has_rules, rule_for
+from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.param_record import ShardedParameter
+
+StoredDtypes = Mapping[str, torch.dtype]  # by name of the state; an integer dtype is that of 8-bit codes
+Find = Callable[[Tensor], ShardedParameter | None]
+
+
+def stored_dtypes(
+    rule: AnyRule | None, layout: ShardLayout, dtype: torch.dtype, state_dtype: str | None
+) -> StoredDtypes:
+    """Return the dtypes of a parameter's state that is stored in fewer bytes, by name.
+
+    Args:
+        dtype: Of the parameter.
+        state_dtype: The option.
+    """
+    if rule is None:
+        return {}
+    rule = of_parameter(rule, layout.shape, dtype)
+    if state_dtype == "bf16" and keeps_bf16_state(layout.numel, dtype):
+        return dict.fromkeys(rule.state, STATE_DTYPE)
+    if state_dtype == "8bit" and keeps_quantized_state(layout, dtype):
+        return _code_dtypes(rule)
+    return {}
+
+
+def stored_bytes(dtype: torch.dtype) -> float:
+    """Return the bytes per element of state that is stored in ``dtype``, with scales of codes."""
+    return dtype.itemsize + (SCALE_BYTES if is_quantized(dtype) else 0.0)
+
+
+def stored_dtypes_by_index(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], find: Find, state_dtype: str | None
+) -> dict[int, StoredDtypes]:
+    """Return :func:`stored_dtypes` of each parameter that has any, by parameter index."""
+    found: dict[int, StoredDtypes] = {}
+    for group in groups if state_dtype else ():
+        rule = rule_for(optimizer, group)
+        for param in group["params"]:
+            record = find(param)
+            dtypes = {} if record is None else stored_dtypes(rule, record.layout, param.dtype, state_dtype)
+            if record is not None and dtypes:
+                found[record.index] = dtypes
+    return found
+
+
+def _code_dtypes(rule: AnyRule) -> StoredDtypes:
+    if isinstance(rule, ReductionRule):
+        return {}
+    if isinstance(rule, MatrixRule):
+        return dict.fromkeys(rule.state, SIGNED)
+    return {name: NONNEGATIVE if name in rule.nonnegative else SIGNED for name in rule.state if name not in rule.exact}
+
+
+def restore_state_dtypes(optimizer: torch.optim.Optimizer, find: Find, state_dtype: str | None) -> None:
+    """Convert state that this option has stored in fewer bytes back to its parameter's dtype."""
+    dtypes = stored_dtypes_by_index(optimizer, optimizer.param_groups, find, state_dtype)
+    for param, entries in optimizer.state.items():
+        record = find(param)
+        if record is None:
+            continue
+        unpack_entries(entries, param.dtype)
+        for key in dtypes.get(record.index, ()):
+            if isinstance(entries.get(key), Tensor):
+                entries[key] = entries[key].to(param.dtype)
+
+
+def pack_own_state(state: Mapping[Any, Any], find: Find, dtypes: Mapping[int, StoredDtypes]) -> None:
+    """Quantize float state that should be in 8 bits, such as state that a user has put there."""
+    for param, entries in state.items():
+        record = find(param) if isinstance(param, Tensor) else None
+        codes = {} if record is None else dtypes.get(record.index, {})
+        pack_entries(entries, {name: dtype for name, dtype in codes.items() if is_quantized(dtype)})
+
+
+def check_state_dtype(
+    optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, Any]], state_dtype: str | None
+) -> None:
+    """Raise :class:`UnsupportedError` if the optimizer's state cannot be stored as the option demands."""
+    if state_dtype is None:
+        return
+    name, option = type(optimizer).__name__, f"state_dtype={state_dtype!r}"
+    if not has_rules(optimizer, groups):
+        raise UnsupportedError(
+            f"{option} rounds the state of {name} after each step, which needs its update rule. The rule is "
+            "not known (only elementwise ones of torch.optim, no subclasses). "
+            "Register it with lightning_zero.register_rule, or leave state_dtype out."
+        )
+    if any(param.dtype is torch.float64 for group in groups for param in group["params"]):
+        form = "bfloat16" if state_dtype == "bf16" else "8 bits"
+        raise UnsupportedError(
+            f"{option} keeps the state of {name} in {form}, but its parameters are float64. Leave it out, "
+            "or train in float32."
+        )
+    rules = [rule for rule in (rule_for(optimizer, group) for group in groups) if rule is not None and rule.state]
+    if state_dtype == "8bit" and rules and not any(map(_code_dtypes, rules)):
+        raise UnsupportedError(
+            f"{option} would store nothing of {name} in 8 bits: its steps need exact state. Write "
+            "Tuning(state_dtype='bf16'), or leave state_dtype out."
+        )
