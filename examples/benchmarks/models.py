@@ -22,6 +22,7 @@ import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import lightning as L
@@ -62,7 +63,7 @@ class Module(L.LightningModule):
         self.sharded = True
         if ARGS.strategy == "ddp":
             for part in self.children():
-                part.compile(backend=ARGS.backend)
+                compile_calls(part)
         if ARGS.strategy.startswith("fsdp2"):
             self.shard_by_blocks()
 
@@ -71,9 +72,13 @@ class Module(L.LightningModule):
 
         mixed = torch.bfloat16 if ARGS.precision == "bf16-mixed" else None
         policy = MixedPrecisionPolicy(param_dtype=mixed, reduce_dtype=mixed)
+        for part in list(self.modules()):
+            for name, param in list(part.named_parameters(recurse=False)):
+                if param.dim() == 0:  # fully_shard takes none
+                    setattr(part, name, nn.Parameter(param.detach()[None]))
         mesh, reshard = self.device_mesh["data_parallel"], not ARGS.no_reshard
         for block in [module for module in self.modules() if type(module).__name__ in self.architecture.blocks]:
-            block.compile(backend=ARGS.backend)
+            compile_calls(block)
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         for part in self.children():
             fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -99,6 +104,18 @@ class Module(L.LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [param for param in self.parameters() if param.requires_grad]
         return torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.1, fused=torch.cuda.is_available())
+
+
+def compile_calls(module: nn.Module) -> None:
+    """Compile a module, also of one of torch's own classes, whose outermost frames Dynamo leaves out."""
+    if not type(module).__module__.startswith("torch.nn"):
+        module.compile(backend=ARGS.backend)
+        return
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return type(self).forward(self, *args, **kwargs)
+
+    module.forward = MethodType(torch.compile(forward, backend=ARGS.backend), module)
 
 
 def remove_dropout(module: nn.Module) -> None:
