@@ -16,7 +16,9 @@ from torch import Generator, Tensor, nn
 
 from plain_models import DiffusionTransformer, GraphNet, UNet
 
-__all__ = ["ARCHITECTURES", "Architecture", "Sizes"]
+__all__ = ["ARCHITECTURES", "WARMED_UP", "Architecture", "Sizes"]
+
+WARMED_UP = "Warmed up; waits for a line of the input."  # `models.py` prints it, and `model_table.py` waits for it
 
 Batch = dict[str, Any]
 Modules = dict[str, nn.Module]  # attributes of the LightningModule
@@ -519,7 +521,7 @@ def predicted_noise(module: Any, batch: Batch) -> Tensor:
     share = torch.cos(batch["step"] / 1000 * (torch.pi / 2))[:, None, None, None]
     noised = share * batch["images"] + (1 - share.square()).sqrt() * batch["noise"]
     more = (batch["label"],) if "label" in batch else ()
-    return F.mse_loss(module.net(noised, batch["step"].float(), *more).float(), batch["noise"])
+    return F.mse_loss(module.net(noised, batch["step"], *more).float(), batch["noise"])
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

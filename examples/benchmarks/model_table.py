@@ -3,8 +3,9 @@
     python examples/benchmarks/model_table.py --out FOLDER --models mixtral,t5 --jobs 2 --warm-start
 
 Compile caches begin empty for each row. With `--jobs 2`, two processes start at the same time, which makes their starts
-longer. Their steps are timed one after another. Options after `--` are those of `models.py`. FOLDER has the log of each
-row, and `results.jsonl`. A later run with the same options does not repeat the rows of that file.
+longer and needs the memory of both. Their steps are timed one after another. Options after `--` are those of
+`models.py`. FOLDER has the log of each row, and `results.jsonl`. A later run with the same options does not repeat the
+rows of that file.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, WARMED_UP
 
 FURTHER = ("small_gpt", "llama_checkpointed", "wrapped_parts", "qwen3_moe", "deepseek", "gpt_oss")
 MODELS = [model for model in ARCHITECTURES if model not in FURTHER]  # one of each architecture
@@ -35,68 +35,113 @@ HEAD = (
 Result = dict[str, Any]
 
 
+class Row:
+    """One process that trains a model under a strategy.
+
+    Args:
+        log: file of what it prints.
+        command: of the process, which waits for a line before it times steps.
+        cache: folder of what it compiles.
+    """
+
+    def __init__(self, model: str, strategy: str, log: Path, command: list[str], cache: Path) -> None:
+        self.model, self.strategy, self._log = model, strategy, log
+        self._begun, self.ended = time.monotonic(), ""
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+        with log.open("w") as file:
+            self._process = subprocess.Popen(
+                [*command, model, "--strategy", strategy],
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=os.environ | caches,
+                start_new_session=True,
+            )
+
+    @property
+    def starting(self) -> bool:
+        return self._process.poll() is None and WARMED_UP not in self._log.read_text(errors="replace")
+
+    def end(self, reason: str) -> None:
+        """End the process with its data workers and compilers, which are in its session."""
+        self.ended = self.ended or reason
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def time_steps(self, limit_s: float) -> Result:
+        """Let the process time its steps, and return its result."""
+        try:
+            self._process.communicate(b"\n", limit_s)
+        except subprocess.TimeoutExpired:
+            self.ended = f"its steps took more than {limit_s:.0f} s"
+        status = self._process.poll()
+        self.end(f"exit status {status}" if status else "")
+        text = self._log.read_text(errors="replace").splitlines()
+        total = {"total_s": round(time.monotonic() - self._begun, 1)}
+        found = [line for line in text if line.startswith('{"model"')]
+        if found:
+            return json.loads(found[-1]) | total
+        last = next((line for line in reversed(text) if line.strip()), "")
+        return {"model": self.model, "strategy": self.strategy, "failed": f"{self.ended}: {last[:200]}"} | total
+
+
 class Table:
-    """Run rows, and keep their results in a file.
+    """Run rows in rounds, and keep their results in a file.
+
+    The processes of a round start at the same time. As soon as all have warmed up or ended, they time their steps one
+    after another.
 
     Args:
         out: folder of the logs and results.
         more: options of `models.py`.
-        limit_s: seconds after which a process is ended.
+        limit_s: seconds after which a start is ended.
+        warm_start: start each row a second time, with a full compile cache.
+        keep: do not repeat rows that the folder has.
     """
 
     def __init__(self, out: Path, more: list[str], limit_s: float, warm_start: bool, keep: bool) -> None:
         self._out, self._more, self._limit_s, self._warm_start = out, more, limit_s, warm_start
         self._results = out / "results.jsonl"
-        self._lock = Lock()
-        self._known: dict[tuple[str, str], Result] = {}
+        self.known: dict[tuple[str, str], Result] = {}
         if keep and self._results.exists():
             lines = map(json.loads, self._results.read_text().splitlines())
-            self._known = {(line["model"], line["strategy"]): line for line in lines if line["arguments"] == more}
+            self.known = {(line["model"], line["strategy"]): line for line in lines if line["arguments"] == more}
 
-    def row(self, model: str, strategy: str) -> Result:
-        """Return the results of one model and strategy, from a cold start and then from a warm one."""
-        if (model, strategy) in self._known:
-            return self._known[model, strategy]
-        cache = self._out / "caches" / f"{model}-{strategy}"
-        shutil.rmtree(cache, ignore_errors=True)
-        result = self._run(model, strategy, cache, "cold")
-        if self._warm_start and "failed" not in result:
-            warm = self._run(model, strategy, cache, "warm")
-            result["warm_start_s"] = warm.get("start_s")
-        shutil.rmtree(cache, ignore_errors=True)
-        result |= {"arguments": self._more}
-        with self._lock, self._results.open("a") as file:
-            file.write(json.dumps(result) + "\n")
+    def round(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Train models under strategies, from cold starts and then from warm ones."""
+        for row in rows:
+            shutil.rmtree(self._cache(*row), ignore_errors=True)
+        results = {(result["model"], result["strategy"]): result for result in self._run(rows, "cold")}
+        if self._warm_start:
+            for warm in self._run([row for row in rows if "failed" not in results[row]], "warm"):
+                results[warm["model"], warm["strategy"]]["warm_start_s"] = warm.get("start_s")
+        for row, result in results.items():
+            shutil.rmtree(self._cache(*row), ignore_errors=True)
+            self.known[row] = result | {"arguments": self._more}
+            with self._results.open("a") as file:
+                file.write(json.dumps(self.known[row]) + "\n")
             print(line(result), flush=True)
-        return result
 
-    def _run(self, model: str, strategy: str, cache: Path, what: str) -> Result:
-        log = self._out / f"{model}-{strategy}-{what}.log"
-        command = [sys.executable, str(Path(__file__).with_name("models.py")), model, "--strategy", strategy]
-        command += ["--devices", "1", "--turns", str(self._out / "turns"), *self._more]
-        caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
-        begun, ended = time.monotonic(), ""
-        with log.open("w") as file:
-            process = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, env=os.environ | caches, start_new_session=True
-            )
-            try:
-                status = process.wait(self._limit_s)
-                ended = f"exit status {status}" if status else ""
-            except subprocess.TimeoutExpired:
-                ended = f"no result within {self._limit_s:.0f} s"
-            finally:
-                # its data workers and compilers are in its session
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        text = log.read_text(errors="replace")
-        found = [text for text in text.splitlines() if text.startswith('{"model"')]
-        total = {"total_s": round(time.monotonic() - begun, 1)}
-        if found:
-            return json.loads(found[-1]) | total
-        last = next((text for text in reversed(text.splitlines()) if text.strip()), "")
-        return {"model": model, "strategy": strategy, "failed": f"{ended}: {last[:200]}"} | total
+    def _cache(self, model: str, strategy: str) -> Path:
+        return self._out / "caches" / f"{model}-{strategy}"
+
+    def _run(self, rows: Sequence[tuple[str, str]], start: str) -> list[Result]:
+        script = Path(__file__).with_name("models.py")
+        command = [sys.executable, str(script), "--turns", "--devices", "1", *self._more]
+        begun = time.monotonic()
+        running = [Row(*row, self._out / f"{'-'.join(row)}-{start}.log", command, self._cache(*row)) for row in rows]
+        try:
+            while any(row.starting for row in running):
+                if time.monotonic() - begun > self._limit_s:
+                    for row in running:
+                        if row.starting:
+                            row.end(f"not warmed up within {self._limit_s:.0f} s")
+                time.sleep(0.2)
+            return [row.time_steps(self._limit_s) for row in running]
+        finally:
+            for row in running:
+                row.end("")
 
 
 def line(result: Result) -> str:
@@ -119,7 +164,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of logs and results")
     parser.add_argument("--models", default=",".join(MODELS), help="with commas, or all")
     parser.add_argument("--strategies", default=",".join(STRATEGIES), help="with commas")
-    parser.add_argument("--limit", type=float, default=150, metavar="SECONDS", help="of each process")
+    parser.add_argument("--limit", type=float, default=150, metavar="SECONDS", help="of each start")
     parser.add_argument("--total", type=float, default=3600, metavar="SECONDS", help="begin no row after them")
     parser.add_argument("--jobs", type=int, default=1, help="processes that start at the same time")
     parser.add_argument("--warm-start", action="store_true", help="start a second time, with a full compile cache")
@@ -133,15 +178,15 @@ def main() -> None:
     table = Table(args.out, sys.argv[split + 1 :], args.limit, args.warm_start, not args.again)
     begun = time.monotonic()
 
-    def run(row: tuple[str, str]) -> Result | None:
-        return table.row(*row) if time.monotonic() - begun < args.total else None
-
     rows = [(model, strategy) for model in models for strategy in args.strategies.split(",")]
-    with ThreadPoolExecutor(args.jobs) as pool:
-        results = [result for result in pool.map(run, rows) if result is not None]
+    todo = [row for row in rows if row not in table.known]
+    while todo and time.monotonic() - begun < args.total:
+        now, todo = todo[: args.jobs], todo[args.jobs :]
+        table.round(now)
+    results = [table.known[row] for row in rows if row in table.known]
     print("\n".join(["", HEAD, "|" + "---|" * (HEAD.count("|") - 1), *map(line, results)]))
-    if len(results) < len(rows):
-        print(f"Not begun within {args.total:.0f} s: {len(rows) - len(results)} of {len(rows)} rows.")
+    if todo:
+        print(f"Not begun within {args.total:.0f} s: {len(todo)} of {len(rows)} rows.")
 
 
 if __name__ == "__main__":

@@ -13,11 +13,11 @@ averaged in bfloat16. Weights are drawn by `quick_draws`: what torch draws on on
 """
 
 import argparse
-import fcntl
 import json
 import logging
 import os
 import statistics
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.utils.data import DataLoader, Dataset
 
-from architectures import ARCHITECTURES, Architecture, Sizes
+from architectures import ARCHITECTURES, WARMED_UP, Architecture, Sizes
 from compare import idle_gaps
 from compare.baselines import clip_by_hand, zero_strategy
 from compare.fast_init import quick_draws
@@ -161,20 +161,17 @@ class Record(L.Callback):
 
 
 class DeviceTurn(L.Callback):
-    """Let several processes compile at the same time, but time their steps one after another.
+    """Wait after warm-up for a line of the input, so that other processes may compile while no steps are timed."""
 
-    Each process shares a lock of a file until it has warmed up, and then waits until it has the file for itself.
-    """
-
-    def __init__(self, path: str, warm: int) -> None:
-        self.file, self.warm = open(path, "w"), warm  # noqa: SIM115
-        fcntl.flock(self.file, fcntl.LOCK_SH)
+    def __init__(self, warm: int) -> None:
+        self.warm = warm
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
         if trainer.global_step == self.warm:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            fcntl.flock(self.file, fcntl.LOCK_EX)
+            print(WARMED_UP, flush=True)
+            sys.stdin.readline()
 
 
 def keep_masks_as_compiled() -> None:
@@ -231,7 +228,7 @@ def main() -> None:
     # torchrun gives each process one thread, by which making GPT-2 XL's weights takes as long as the start.
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // ARGS.devices, 1))
     start, clock, record = Start(), Clock(ARGS.warm), Record()
-    turns = [DeviceTurn(ARGS.turns, ARGS.warm)] if ARGS.turns else []
+    turns = [DeviceTurn(ARGS.warm)] if ARGS.turns else []
     module = Module(architecture, sizes)
     trainer = L.Trainer(
         strategy=strategy_of(ARGS.strategy),
@@ -288,7 +285,7 @@ if __name__ == "__main__":
     parser.add_argument("--backend", default="inductor", help="of torch.compile; aot_eager is quick")
     parser.add_argument("--no-dropout", action="store_true", help="so that strategies have the same losses")
     parser.add_argument("--losses", action="store_true", help="print the loss of each step, too")
-    parser.add_argument("--turns", metavar="FILE", help="of processes that compile at once and time steps in turn")
+    parser.add_argument("--turns", action="store_true", help="wait for a line of the input before steps are timed")
     parser.add_argument("--cache", action="store_true", help="keys and values are kept, transformers' default")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
     parser.add_argument("--experts", help="of mixtures: eager, batched_mm or grouped_mm")

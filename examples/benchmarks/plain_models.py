@@ -12,17 +12,17 @@ __all__ = ["DiffusionTransformer", "GraphNet", "UNet"]
 
 
 class StepEmbedding(nn.Module):
-    """Embed a diffusion step of shape [N] as [N, width]."""
+    """Embed a diffusion step of shape [N] as [N, width], in the dtype of the images."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.frequencies = width // 2
         self.mlp = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, width))
 
-    def forward(self, step: Tensor) -> Tensor:
+    def forward(self, step: Tensor, dtype: torch.dtype) -> Tensor:
         exponents = torch.arange(self.frequencies, device=step.device) / self.frequencies
-        angles = step[:, None] * torch.exp(-math.log(10000.0) * exponents)
-        return self.mlp(torch.cat([angles.sin(), angles.cos()], dim=-1))
+        angles = step[:, None].float() * torch.exp(-math.log(10000.0) * exponents)
+        return self.mlp(torch.cat([angles.sin(), angles.cos()], dim=-1).to(dtype))
 
 
 class ResidualBlock(nn.Module):
@@ -78,7 +78,7 @@ class UNet(nn.Module):
         self.last = nn.Sequential(nn.GroupNorm(8, current), nn.SiLU(), nn.Conv2d(current, channels, 3, padding=1))
 
     def forward(self, x: Tensor, step: Tensor) -> Tensor:
-        embedded = self.step(step)
+        embedded = self.step(step, x.dtype)
         x = self.first(x)
         skipped = [x]
         for number, block in enumerate(self.down):
@@ -131,7 +131,7 @@ class DiffusionTransformer(nn.Module):
 
     def forward(self, x: Tensor, step: Tensor, label: Tensor) -> Tensor:
         n, _, height, width = x.shape
-        condition = self.step(step) + self.label(label)
+        condition = self.step(step, x.dtype) + self.label(label)
         tokens = self.patches(x).flatten(2).transpose(1, 2) + self.positions
         for block in self.blocks:
             tokens = block(tokens, condition)
