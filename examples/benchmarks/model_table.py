@@ -28,9 +28,7 @@ from architectures import ARCHITECTURES, WARMED_UP
 FURTHER = ("small_gpt", "llama_checkpointed", "wrapped_parts", "qwen3_moe", "deepseek", "gpt_oss")
 MODELS = [model for model in ARCHITECTURES if model not in FURTHER]  # one of each architecture
 STRATEGIES = ("zero3_compile", "fsdp2", "ddp")
-HEAD = (
-    "| model | strategy | graphs | replayed | ms | 10 to 90 % | peak GiB | GiB of the device | cold s | warm s | loss |"
-)
+HEAD = "| model | strategy | graphs | replayed | ms | 10 to 90 % | peak GiB | reserved GiB | cold s | warm s | loss |"
 
 Result = dict[str, Any]
 
@@ -155,7 +153,7 @@ def line(result: Result) -> str:
     replayed = result.get("not_replayed", "-") or (f"yes, {count}" if count else "no")
     deciles = " to ".join(map(str, result["ms_10_90"]))
     start = f"{result['start_s']} | {result.get('warm_start_s', '')}"
-    memory = f"{result['peak_gib']} | {result['device_gib']}"
+    memory = f"{result['peak_gib']} | {result['reserved_gib']}"
     return f"{name} {graphs} | {replayed} | {result['ms']} | {deciles} | {memory} | {start} | {result['last_loss']} |"
 
 
