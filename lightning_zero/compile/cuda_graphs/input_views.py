@@ -89,7 +89,7 @@ def _input_view(
         index,
         size,
         stride,
-        output.storage_offset() - owner.storage_offset(),
+        int(output.storage_offset() - owner.storage_offset()),
         (size, stride, output.storage_offset()) == (tuple(owner.size()), owner.stride(), owner.storage_offset()),
         owner.requires_grad and not output.requires_grad,
     )
