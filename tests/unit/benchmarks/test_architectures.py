@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
+BENCHMARKS = Path(__file__).parents[3] / "examples" / "benchmarks"
 NEEDS = {"vit": "timm", "convnext": "timm", "lora": "peft"}
 
 
