@@ -87,7 +87,7 @@ class CapturedCall:
             self.pair.close()
 
     def forward(self, args: Sequence[Any]) -> tuple[list[Tensor], PendingBackward]:
-        """Return copies of the computed outputs, and a token that must live until the backward."""
+        """Return copies of the outputs, and a token that must live until the backward."""
         self._copy_in(args)
         outputs = [output.detach().clone() for output in self.pair.forward()]
         token = PendingBackward()
@@ -124,14 +124,8 @@ def _alias(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def replay(captured: CapturedCall, args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Return all outputs of a captured call, as eager code would."""
-    computed = GraphReplay.apply(captured, *args)
-    return captured.pair.plan.restore(computed, args)
-
-
 class GraphReplay(torch.autograd.Function):
-    """Run a captured call: ``GraphReplay.apply(captured, *args)`` returns the computed outputs."""
+    """Run a captured call: ``GraphReplay.apply(captured, *args)``."""
 
     @staticmethod
     def forward(ctx: Any, captured: CapturedCall, *args: Any) -> tuple[Tensor, ...]:

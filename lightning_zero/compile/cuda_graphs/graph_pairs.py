@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lightning_zero.compat import cuda
-from lightning_zero.compile.cuda_graphs.input_views import OutputPlan, find_input_views
 from lightning_zero.native import Executor
 from lightning_zero.native.capture import capture_graph
 from lightning_zero.offload.activations import ReservedBlocks
@@ -30,7 +29,6 @@ class CaptureSpec:
         accumulates: True if gradients are usually added to existing ones.
         shared: another pair that never runs at the same time, whose memory is shared.
         segment: the executor's number of the gradients that this backward produces; -1 if unknown.
-        parameters: numbers of the inputs that are parameters.
     """
 
     compiled: Callable[..., Any]
@@ -40,7 +38,6 @@ class CaptureSpec:
     accumulates: bool
     shared: GraphPair | None
     segment: int = -1
-    parameters: frozenset[int] = frozenset()
 
     def reserve_blocks(self) -> ReservedBlocks:
         """Return host memory for offloaded activations, shared with the pair that never runs at the same time."""
@@ -61,8 +58,8 @@ class CaptureSpec:
         if self.executor.activations is not None:
             self.executor.activations.wait_all()
 
-    def run(self) -> tuple[list[Tensor], OutputPlan]:
-        """Run the compiled code, and return the outputs that it computes and the plan of all outputs.
+    def run(self) -> list[Tensor]:
+        """Run the compiled code and return its outputs.
 
         Raises:
             NotImplementedError: a replay would behave differently; the message gives the reason.
@@ -73,8 +70,10 @@ class CaptureSpec:
             raise NotImplementedError("an input is changed in place")
         if not all(isinstance(output, Tensor) for output in outputs):
             raise NotImplementedError("an output is not a tensor")
-        plan = find_input_views(outputs, self.inputs, self.parameters)
-        return plan.computed(outputs), plan
+        owned = {value.untyped_storage().data_ptr() for value in self.inputs if isinstance(value, Tensor)}
+        if any(output.untyped_storage().data_ptr() in owned for output in outputs):
+            raise NotImplementedError("an output is an input, or a view of one")
+        return outputs
 
     def run_backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         """Leave the gradients of ``copied`` in ``.grad``; the executor takes those of parameters."""
@@ -93,19 +92,17 @@ class GraphPair(Protocol):
 
     Attributes:
         nbytes: size of the memory that it allocated, without memory of ``shared``.
-        plan: of the outputs, of which some may be views of inputs; known after a forward.
     """
 
     nbytes: int
-    plan: OutputPlan
 
-    differentiable: Sequence[bool]  # one per computed output; known after a forward
+    differentiable: Sequence[bool]  # one per output; known after a forward
 
     def fits(self) -> bool:
         """Return True if a replay gives the same results as a run."""
 
     def forward(self) -> Sequence[Tensor]:
-        """Return the computed outputs, in memory that the next forward overwrites."""
+        """Return the outputs, in memory that the next forward overwrites."""
 
     def backward(self, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Take gradients of the outputs (None means zero) and return those of the copied inputs.
@@ -178,7 +175,6 @@ class CUDAGraphPair:
 
     _pool: Any
     _stream: torch.cuda.Stream
-    plan: OutputPlan
 
     def __init__(self, spec: CaptureSpec) -> None:
         executor, device = spec.executor, spec.executor.device
@@ -201,10 +197,6 @@ class CUDAGraphPair:
         ):
             outputs: list[Tensor] = []
 
-            def run() -> None:
-                computed, self.plan = spec.run()
-                outputs.extend(computed)
-
             def prepare() -> None:
                 nonlocal reserved
                 # Captures cannot use memory cached outside of them, such as the buckets that the recording just
@@ -213,7 +205,7 @@ class CUDAGraphPair:
                 reserved = torch.cuda.memory_reserved(device)
 
             with spec.record_offloads(self._sent):
-                self._forward = _Graph(spec, self._pool, run, False, prepare)
+                self._forward = _Graph(spec, self._pool, lambda: outputs.extend(spec.run()), False, prepare)
             self._outputs = [output.detach() for output in outputs]
             self.differentiable: Sequence[bool] = [output.requires_grad for output in outputs]
             wanted = [output for output in outputs if output.requires_grad]
@@ -273,7 +265,6 @@ class EmulatedGraphPair:
         self._adding: bool | None = None  # True if the first backward found gradients
         self._outputs: list[Tensor] = []
         self.differentiable: Sequence[bool] = ()
-        self.plan = OutputPlan()
 
     @contextmanager
     def _recorded(self, backward: bool, accumulates: bool) -> Iterator[None]:
@@ -304,7 +295,7 @@ class EmulatedGraphPair:
     def forward(self) -> Sequence[Tensor]:
         holding = self._spec.use_blocks(self.blocks)
         with torch.enable_grad(), holding, self._recorded(backward=False, accumulates=False):
-            self._outputs, self.plan = self._spec.run()
+            self._outputs = self._spec.run()
         self.differentiable = [output.requires_grad for output in self._outputs]
         return self._outputs
 

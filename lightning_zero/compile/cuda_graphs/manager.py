@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from lightning_zero.compat.tensors import graph_task_id, retains_graph
 from lightning_zero.compile.cuda_graphs.captured_call import (
     CapturedCall,
+    GraphReplay,
     PendingBackward,
-    replay,
     unsupported_input,
 )
 from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec, CUDAGraphPair, EmulatedGraphPair, GraphPair
@@ -338,7 +337,7 @@ class GraphDispatcher:
             manager.release_memory(self)
             return self._run(args, key)
         self._replayed[key] += 1
-        outputs = replay(captured, args)
+        outputs = GraphReplay.apply(captured, *args)
         self._pending_backwards[key.slot] = captured.pending_backward
         return outputs
 
@@ -358,7 +357,7 @@ class GraphDispatcher:
 
     def _run(self, args: Sequence[Any], key: CaptureKey) -> Any:
         outputs = self._compiled(*args)
-        nodes = _own_nodes(outputs, args)
+        nodes = {o.grad_fn for o in outputs if isinstance(o, Tensor) and o.grad_fn is not None}
         if self._disabled:
             return outputs
         if not nodes:
@@ -449,12 +448,8 @@ class GraphDispatcher:
         # Calls in one slot never have pending backwards at the same time, so they share memory.
         shared: GraphPair | None = next((v.pair for other, v in self._captures.items() if other.slot == key.slot), None)
 
-        parameters = frozenset(number for number, arg in enumerate(args) if isinstance(arg, nn.Parameter))
-
         def capture(inputs: Sequence[Any], copied: Sequence[Tensor]) -> GraphPair:
-            spec = CaptureSpec(
-                self._compiled, inputs, copied, manager.executor, key.accumulates, shared, segment, parameters
-            )
+            spec = CaptureSpec(self._compiled, inputs, copied, manager.executor, key.accumulates, shared, segment)
             return manager.capture(spec)
 
         try:
@@ -528,13 +523,6 @@ class GraphDispatcher:
 def _first_weight(args: Iterable[object]) -> int:
     """Return the id of the first parameter; 0 without one."""
     return next((id(arg) for arg in args if type(arg) is not Tensor and isinstance(arg, nn.Parameter)), 0)
-
-
-def _own_nodes(outputs: Iterable[object], args: Iterable[object]) -> set[Node]:
-    """Return the autograd nodes of outputs that are no views of inputs, whose nodes belong to other code."""
-    memory = {arg.untyped_storage().data_ptr() for arg in args if type(arg) is Tensor and arg.numel()}
-    tensors = [output for output in outputs if isinstance(output, Tensor) and output.grad_fn is not None]
-    return {t.grad_fn for t in tensors if t.grad_fn is not None and t.untyped_storage().data_ptr() not in memory}
 
 
 def _is_pending(token: weakref.ref[PendingBackward] | None) -> bool:

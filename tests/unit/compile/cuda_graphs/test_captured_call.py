@@ -1,13 +1,9 @@
 """Replays as autograd and the caller see them."""
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from lightning_zero.compile.cuda_graphs.captured_call import unsupported_input
-from lightning_zero.compile.cuda_graphs.input_views import find_input_views
 from lightning_zero.compile.cuda_graphs.manager import WARMUP_RUNS
 from tests.unit.compile.cuda_graphs.fakes import Training, captured
 
@@ -29,47 +25,6 @@ def test_an_input_gets_its_gradient() -> None:
         training.step(batch)
         assert batch.grad.tolist() == [18 * number] * 2
     assert training.made[0].replays
-
-
-def test_an_output_that_is_a_view_of_an_input_stays_one() -> None:
-    """Eager code that edits it edits the input, and its gradient reaches the input once."""
-    training = Training()
-
-    def compiled(weight: Tensor, batch: Tensor) -> tuple[Tensor, ...]:
-        return 2 * weight + batch.sum(), batch.view(2, 2).t(), batch.detach()[1:]
-
-    call = training.replays.wrap(compiled)
-    for step in range(2 * WARMUP_RUNS):
-        given = torch.full((4,), float(step), requires_grad=True)
-        batch = given * 1
-        loss, turned, rest = call(training.weight, batch)
-        assert turned.stride() == (1, 2)
-        assert not rest.requires_grad
-        rest += 1
-        assert batch.tolist() == [step, step + 1, step + 1, step + 1]
-        training.backward(loss + 10 * turned[0].sum())
-        assert given.grad.tolist() == [11, 1, 11, 1]
-        training.books.steps += 1
-    assert training.made[-1].replays == WARMUP_RUNS
-
-
-class Mirror(torch.autograd.Function):
-    """A view of its input, with a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return -grad
-
-
-def test_a_view_with_a_gradient_of_its_own_is_refused() -> None:
-    x = torch.ones(2, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="a view of one"):
-        find_input_views([Mirror.apply(x).view(1, 2)], [x])
-    assert find_input_views([x.view(1, 2)[0]], [x]).views != (None,)
 
 
 def test_a_second_backward_through_one_call_raises() -> None:

@@ -109,8 +109,7 @@ def scaled(weight: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
 def capture(executor: Executor, compiled: Any = scaled, shared: Any = None) -> CUDAGraphPair:
     batch = torch.ones(2)
     inputs = [nn.Parameter(torch.tensor(3.0)), batch]
-    spec = CaptureSpec(compiled, inputs, [batch], executor, False, shared, 5, frozenset([0]))  # type: ignore[arg-type]
-    return CUDAGraphPair(spec)
+    return CUDAGraphPair(CaptureSpec(compiled, inputs, [batch], executor, False, shared, 5))  # type: ignore[arg-type]
 
 
 def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock) -> None:
@@ -176,25 +175,13 @@ def test_a_gradient_that_the_executor_does_not_get_is_a_bug(allocator: MagicMock
     ("compiled", "reason"),
     [
         (lambda weight, batch: (weight * batch.mul_(2),), "changed in place"),
-        (lambda weight, batch: (weight * batch, weight.detach()), "a view of one"),
-        (lambda weight, batch: (weight * batch, batch.view(torch.int32)), "a view of one"),
+        (lambda weight, batch: (weight * batch, batch.view(1, 2)), "a view of one"),
         (lambda weight, batch: (weight * batch, 4), "not a tensor"),
     ],
 )
 def test_what_a_replay_would_not_do_is_refused(allocator: MagicMock, compiled: Any, reason: str) -> None:
     with pytest.raises(NotImplementedError, match=reason):
         capture(Executor(), compiled)
-
-
-def test_an_output_that_is_a_view_of_an_input_is_left_to_the_replay(allocator: MagicMock) -> None:
-    pair = capture(Executor(), lambda weight, batch: (batch, Scaled.apply(weight, batch), batch[1:]))
-    assert [output.tolist() for output in pair.forward()] == [[3, 3]]
-    batch = torch.tensor([4.0, 5.0])
-    same, computed, part = pair.plan.restore([torch.tensor(7.0)], [None, batch])
-    assert same is batch
-    assert computed == 7
-    batch[1] = 6.0
-    assert part.tolist() == [6]
 
 
 def test_pairs_of_one_graph_share_memory_and_give_it_back(allocator: MagicMock) -> None:
