@@ -17,21 +17,22 @@ import json
 import logging
 import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import lightning as L
 import torch
-import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.utils.data import DataLoader, Dataset
 
+from architectures import ARCHITECTURES, WARMED_UP, Architecture, Sizes
 from compare import idle_gaps
 from compare.baselines import clip_by_hand, zero_strategy
 from compare.fast_init import quick_draws
@@ -41,167 +42,53 @@ from compare.timing import Clock, Start, exit_without_cleanup, outer_deciles
 PROFILED = 6  # steps
 
 
-class Parts(L.LightningModule):
-    """Three attributes, called one after another, as most people write it."""
-
-    def __init__(self, width: int, layers: int, wrapped: bool = False) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(width, width // 64, 4 * width, 0.0, batch_first=True, norm_first=True)
-        self.embedding = nn.Embedding(32000, width)
-        self.encoder = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
-        self.head = nn.Linear(width, 32000)
-        self.wrapped = wrapped
-        if wrapped:
-            self.whole = nn.Sequential(self.embedding, self.encoder, self.head)
-            del self.embedding, self.encoder, self.head
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.whole(tokens) if self.wrapped else self.head(self.encoder(self.embedding(tokens)))
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(
-            n_layer=ARGS.layers or 48,
-            n_embd=1600,
-            n_head=25,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            use_cache=ARGS.cache,
-        )
-    )
-
-
-def small_gpt() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(
-        GPT2Config(n_layer=12, n_embd=768, n_head=12, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    )
-
-
-def llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=2048,
-        intermediate_size=5632,
-        num_hidden_layers=ARGS.layers or 24,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        vocab_size=32000,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
-
-
-def llama_checkpointed() -> nn.Module:
-    model = llama()
-    model.gradient_checkpointing_enable()
-    return model
-
-
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        hidden_size=1024,
-        intermediate_size=2048,
-        num_hidden_layers=ARGS.layers or 8,
-        num_attention_heads=16,
-        num_key_value_heads=4,
-        num_local_experts=8,
-        vocab_size=32000,
-        use_cache=False,
-        **({"experts_implementation": ARGS.experts} if ARGS.experts else {}),
-    )
-    return MixtralForCausalLM(config)
-
-
-def vit() -> nn.Module:
-    import timm
-
-    return timm.create_model("vit_huge_patch14_224", num_classes=1000)
-
-
-def convnext() -> nn.Module:
-    import timm
-
-    return timm.create_model("convnext_large", num_classes=1000).to(memory_format=torch.channels_last)
-
-
-@dataclass
-class Row:
-    make: Callable[[], nn.Module]
-    batch: int
-    length: int  # tokens, or pixels along a side
-    blocks: tuple[str, ...] = ()  # classes that FSDP2 compiles and shards
-    images: bool = False
-    logits: bool = False  # the model gives logits of the next token instead of a loss
-
-
-ROWS = {
-    "gpt2": Row(gpt2, 4, 1024, ("GPT2Block",)),
-    "small_gpt": Row(small_gpt, 4, 512, ("GPT2Block",)),
-    "llama": Row(llama, 2, 2048, ("LlamaDecoderLayer",)),
-    "llama_checkpointed": Row(llama_checkpointed, 4, 2048, ("LlamaDecoderLayer",)),
-    "mixtral": Row(mixtral, 4, 1024, ("MixtralDecoderLayer",)),
-    "vit": Row(vit, 64, 224, ("Block",), images=True),
-    "convnext": Row(convnext, 64, 224, ("ConvNeXtBlock",), images=True),
-    "parts": Row(lambda: Parts(1024, 12), 4, 512, ("TransformerEncoderLayer",), logits=True),
-    "wrapped_parts": Row(lambda: Parts(1024, 12, wrapped=True), 4, 512, ("TransformerEncoderLayer",), logits=True),
-}
-
-
 class Module(L.LightningModule):
-    def __init__(self, row: Row, strategy: str, reshard: bool) -> None:
+    def __init__(self, architecture: Architecture, sizes: Sizes) -> None:
         super().__init__()
-        self.row, self.strategy, self.reshard = row, strategy, reshard
-        self.automatic_optimization = strategy != "fsdp2_graph"
+        self.architecture = architecture
+        self.automatic_optimization = ARGS.strategy != "fsdp2_graph"
         with quick_draws():
-            model = row.make()
-        if isinstance(model, Parts) and not model.wrapped:
-            self.embedding, self.encoder, self.head = model.embedding, model.encoder, model.head
-        else:
-            self.net = model
+            made = architecture.make(sizes)
+        modules = {"net": made} if isinstance(made, nn.Module) else made
+        for name, module in modules.items():
+            setattr(self, name, module)
+            if ARGS.no_dropout:
+                remove_dropout(module)
         self.graph: StepGraph | None = None
+        self.sharded = False
 
     def configure_model(self) -> None:
-        if self.strategy == "ddp" and not hasattr(self.net, "_compiled"):
-            self.net.compile()
-        if not self.strategy.startswith("fsdp2"):
+        if self.sharded:
             return
+        self.sharded = True
+        if ARGS.strategy == "ddp":
+            for part in self.children():
+                compile_calls(part)
+        if ARGS.strategy.startswith("fsdp2"):
+            self.shard_by_blocks()
+
+    def shard_by_blocks(self) -> None:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        mesh = self.device_mesh["data_parallel"]
-        for block in [module for module in self.modules() if type(module).__name__ in self.row.blocks]:
-            block.compile()
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
+        mixed = torch.bfloat16 if ARGS.precision == "bf16-mixed" else None
+        policy = MixedPrecisionPolicy(param_dtype=mixed, reduce_dtype=mixed)
+        for part in list(self.modules()):
+            for name, param in list(part.named_parameters(recurse=False)):
+                if param.dim() == 0:  # fully_shard takes none
+                    setattr(part, name, nn.Parameter(param.detach()[None]))
+        mesh, reshard = self.device_mesh["data_parallel"], not ARGS.no_reshard
+        for block in [module for module in self.modules() if type(module).__name__ in self.architecture.blocks]:
+            compile_calls(block)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         for part in self.children():
-            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
+            fully_shard(part, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
 
-    def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        if self.row.images:
-            return F.cross_entropy(self.net(x).float(), y)
-        if not self.row.logits:
-            return self.net(input_ids=x, labels=y).loss
-        out = self.net(x) if hasattr(self, "net") else self.head(self.encoder(self.embedding(x)))
-        return F.cross_entropy(out.float().flatten(0, 1), y.flatten())
-
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        x, y = batch
-        if self.row.images:
-            x = x.contiguous(memory_format=torch.channels_last) if "conv" in ARGS.model else x
-        if self.strategy != "fsdp2_graph":
-            return self.loss(x, y)
+    def training_step(self, batch: dict[str, Any], index: int) -> Tensor:
+        if ARGS.strategy != "fsdp2_graph":
+            return self.architecture.loss(self, batch)
         if self.graph is None:
-            self.graph = StepGraph(lambda batch: self.loss(*batch))
-        loss = self.graph((x, y))
+            self.graph = StepGraph(lambda batch: self.architecture.loss(self, batch))
+        loss = self.graph(batch)
         optimizer = self.optimizers()
         torch.nn.utils.clip_grad_norm_(self.parameters(), 1.0)
         optimizer.step()
@@ -209,31 +96,82 @@ class Module(L.LightningModule):
         return loss
 
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any = None, *_: Any, **__: Any) -> None:
-        if self.strategy != "ddp":
+        if ARGS.strategy != "ddp":
             self.clip_gradients(optimizer, gradient_clip_val, "norm")
         else:
             clip_by_hand(self, gradient_clip_val)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+        trained = [param for param in self.parameters() if param.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.1, fused=torch.cuda.is_available())
+
+
+def compile_calls(module: nn.Module) -> None:
+    """Compile a module, also of one of torch's own classes, whose outermost frames Dynamo leaves out."""
+    if not type(module).__module__.startswith("torch.nn"):
+        module.compile(backend=ARGS.backend)
+        return
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return type(self).forward(self, *args, **kwargs)
+
+    module.forward = MethodType(torch.compile(forward, backend=ARGS.backend), module)
+
+
+def remove_dropout(module: nn.Module) -> None:
+    """Set all dropout to zero, that of `nn.Dropout` and that of transformers' attention."""
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, float) and ("drop" in name or (isinstance(part, nn.Dropout) and name == "p")):
+                setattr(part, name, 0.0)
+        if isinstance(part, nn.MultiheadAttention):
+            part.dropout = 0.0
 
 
 class Data(Dataset):
     """Whole batches."""
 
-    def __init__(self, row: Row, lengths: list[int]) -> None:
-        self.row, self.lengths = row, lengths
+    def __init__(self, architecture: Architecture, sizes: Sizes) -> None:
+        self.architecture, self.sizes = architecture, sizes
 
     def __len__(self) -> int:
         return 1 << 16
 
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        generator, batch = torch.Generator().manual_seed(index), ARGS.batch or self.row.batch
-        if self.row.images:
-            image = torch.randn(batch, 3, self.row.length, self.row.length, generator=generator)
-            return image, torch.randint(1000, (batch,), generator=generator)
-        tokens = torch.randint(32000, (batch, self.lengths[index % len(self.lengths)]), generator=generator)
-        return tokens, tokens
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.architecture.inputs(self.sizes, torch.Generator().manual_seed(index), index)
+
+
+class Record(L.Callback):
+    """Keep the loss of each step, on the device, and at the end what was compiled and replayed."""
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.result: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, outputs: Any, *_: object) -> None:
+        self.losses.append(outputs["loss"].detach().clone())
+
+    def on_train_end(self, trainer: L.Trainer, *_: object) -> None:
+        counters = torch._dynamo.utils.counters
+        breaks = {reason.split("\n")[0]: count for reason, count in counters["graph_break"].items()}
+        self.result = {"graphs": counters["stats"]["unique_graphs"], "graph_breaks": breaks}
+        engine = getattr(trainer.strategy, "_engine", None)
+        if engine is not None:
+            self.result["not_replayed"] = engine.cuda_graphs.disabled_reason()
+
+
+class DeviceTurn(L.Callback):
+    """Wait after warm-up for a line of the input, so that other processes may compile while no steps are timed."""
+
+    def __init__(self, warm: int) -> None:
+        self.warm = warm
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
+        if trainer.global_step == self.warm:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            print(WARMED_UP, flush=True)
+            sys.stdin.readline()
 
 
 def keep_masks_as_compiled() -> None:
@@ -250,8 +188,9 @@ def strategy_of(name: str) -> Any:
     if name.startswith("fsdp2"):
         return ModelParallelStrategy(data_parallel_size=ARGS.devices, tensor_parallel_size=1)
     if name == "ddp":
-        return DDPStrategy(ddp_comm_hook=bf16_compress_hook)
-    return zero_strategy(name, ARGS.option)
+        return DDPStrategy(ddp_comm_hook=bf16_compress_hook if ARGS.precision == "bf16-mixed" else None)
+    emulated = [] if torch.cuda.is_available() else ["tuning.emulate_cuda_graph_model=true"]
+    return zero_strategy(name, emulated + ARGS.option, ARGS.backend)
 
 
 def profiler(trainer: L.Trainer) -> Any:
@@ -269,24 +208,36 @@ def profiler(trainer: L.Trainer) -> Any:
     return torch.profiler.profile(schedule=schedule, on_trace_ready=show)
 
 
+def chosen_sizes(architecture: Architecture) -> Sizes:
+    """Return the sizes of a model with what the command line changes."""
+    sizes = architecture.tiny if ARGS.tiny else architecture.sizes
+    lengths = tuple(int(length) for length in ARGS.lengths.split(",")) if ARGS.lengths else ()
+    given = {"layers": ARGS.layers, "batch": ARGS.batch, "length": ARGS.length, "lengths": lengths}
+    changed = {name: value for name, value in given.items() if value}
+    if ARGS.length and not lengths:
+        changed["lengths"] = ()
+    return replace(sizes, **changed, experts=ARGS.experts or "", cache=ARGS.cache)
+
+
 def main() -> None:
     logging.basicConfig(level=logging.WARNING)
     logging.getLogger("lightning_zero").setLevel(logging.INFO)  # where the seconds of the start went
     L.seed_everything(0, verbose=False)
-    row = ROWS[ARGS.model]
+    architecture = ARCHITECTURES[ARGS.model]
+    sizes = chosen_sizes(architecture)
     # torchrun gives each process one thread, by which making GPT-2 XL's weights takes as long as the start.
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // ARGS.devices, 1))
-    start, clock = Start(), Clock(ARGS.warm)
-    lengths = [int(length) for length in ARGS.lengths.split(",")] if ARGS.lengths else [ARGS.length or row.length]
-    module = Module(row, ARGS.strategy, not ARGS.no_reshard)
+    start, clock, record = Start(), Clock(ARGS.warm), Record()
+    turns = [DeviceTurn(ARGS.warm)] if ARGS.turns else []
+    module = Module(architecture, sizes)
     trainer = L.Trainer(
         strategy=strategy_of(ARGS.strategy),
         devices=ARGS.devices,
-        accelerator="gpu",
+        accelerator="gpu" if torch.cuda.is_available() else "cpu",
         precision="32-true" if ARGS.strategy.startswith("fsdp2") else ARGS.precision,
         max_steps=ARGS.steps + (PROFILED + 6 if ARGS.profile else 0),
         gradient_clip_val=None if ARGS.strategy == "fsdp2_graph" else 1.0,
-        callbacks=[clock, start],
+        callbacks=[clock, start, record, *turns],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -299,7 +250,7 @@ def main() -> None:
         clock.profiler = profiler(trainer)
         clock.profiler.start()
     start.begin = time.perf_counter()
-    trainer.fit(module, DataLoader(Data(row, lengths), batch_size=None, num_workers=4))
+    trainer.fit(module, DataLoader(Data(architecture, sizes), batch_size=None, num_workers=0 if ARGS.tiny else 4))
     steady, leads = (values[: ARGS.steps - ARGS.warm - 1] for values in (clock.milliseconds(), clock.leads()))
     result = {
         "model": ARGS.model,
@@ -307,15 +258,19 @@ def main() -> None:
         "options": ARGS.option + [f"precision={ARGS.precision}"] * (ARGS.precision != "bf16-mixed"),
         "ms": round(statistics.median(steady), 2),
         "ms_10_90": outer_deciles(steady, 2),
-        "host_ahead_ms": round(statistics.median(leads), 2),
+        "host_ahead_ms": round(statistics.median(leads), 2) if leads else None,
         "start_s": round(start.seconds, 1),
         "peak_gib": clock.peak,
         "reserved_gib": clock.reserved,
         "device_gib": clock.device,
         "gib_by_role": start.roles,
         "last_loss": round(float(clock.loss), 4),
+        "parameters": sum(param.numel() for param in module.parameters()),
         "torch": torch.__version__,
-    } | start.counters
+    }
+    result |= start.counters | record.result
+    if ARGS.losses:
+        result["losses"] = [round(float(loss), 6) for loss in record.losses]
     if trainer.global_rank == 0:
         print(json.dumps(result), flush=True)
     exit_without_cleanup()
@@ -323,12 +278,17 @@ def main() -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", choices=ROWS)
+    parser.add_argument("model", choices=ARCHITECTURES)
     parser.add_argument("--strategy", default="zero3_compile")
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--cache", action="store_true", help="gpt2: keys and values are kept, transformers' default")
+    parser.add_argument("--tiny", action="store_true", help="sizes for the CPU, which show what is compiled")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile; aot_eager is quick")
+    parser.add_argument("--no-dropout", action="store_true", help="so that strategies have the same losses")
+    parser.add_argument("--losses", action="store_true", help="print the loss of each step, too")
+    parser.add_argument("--turns", action="store_true", help="wait for a line of the input before steps are timed")
+    parser.add_argument("--cache", action="store_true", help="keys and values are kept, transformers' default")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
-    parser.add_argument("--experts", help="mixtral: eager, batched_mm or grouped_mm; transformers' default without it")
+    parser.add_argument("--experts", help="of mixtures: eager, batched_mm or grouped_mm")
     parser.add_argument("--batch", type=int)
     parser.add_argument("--length", type=int)
     parser.add_argument("--lengths", help="tokens of batches, in turn, with commas")

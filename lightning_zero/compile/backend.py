@@ -48,6 +48,7 @@ from lightning_zero.compile.capture.dynamo_graph import (
     last_read,
     tag_weight_names,
 )
+from lightning_zero.compile.capture.masked_writes import replace_masked_writes
 from lightning_zero.compile.capture.recompile_reason import find_recompile_reason
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.events import OPTIMIZATION_COUNTS, CompileProgress, CompileTimer
@@ -147,6 +148,8 @@ class Compiler:
             names = tag_weight_names(module)
             check_weight_edits(module)
             check_foreach_on_shards(module, inputs)
+            if replaced := replace_masked_writes(module):
+                log.debug("Compile: masked writes replaced by torch.where (writes=%d)", replaced)
             if dropped := drop_causal_masks(module):
                 log.debug("Compile: replaced attention masks by is_causal=True (masks=%d)", dropped)
             communicates = has_collectives(module)

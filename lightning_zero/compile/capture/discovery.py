@@ -38,7 +38,7 @@ from lightning_zero.compat.tensors import (
 from lightning_zero.compile.async_compile import PendingCompiles
 from lightning_zero.compile.capture import requires_grad as requires_grad_hooks
 from lightning_zero.compile.capture.module_hooks import ModuleHooks, guard_hooks, needs_hook_guards
-from lightning_zero.compile.capture.recompile_reason import argument_names, explain_recompilation
+from lightning_zero.compile.capture.recompile_reason import FRAME, argument_names, explain_recompilation
 from lightning_zero.compile.capture.requires_grad import ignore_grad_leaves
 from lightning_zero.compile.dynamo_layer_reuse import reuse_layer_traces
 from lightning_zero.errors import UnsupportedError
@@ -354,7 +354,7 @@ class CompiledModules:
         # Dynamo counts compilations per code object and stops after eight. Modules of equal parameters share one code
         # object and its graphs; others have their own.
         looks = tuple((name, param.shape, param.dtype) for name, param in module.named_parameters())
-        code = call.__code__.replace(co_name=f"call of {type(module).__name__}")
+        code = call.__code__.replace(co_name=f"{FRAME}{type(module).__name__}")
         call.__code__ = self._codes.setdefault((type(module), looks), code)
         return call
 

@@ -16,6 +16,7 @@ from torch import nn
 from lightning_zero.compat.compiler import guard_failures, metrics_context
 from lightning_zero.compat.lookup import Absent
 
+FRAME = "call of "  # begins the name of the frames of ``discovery.py``
 LONGEST_VALUE = 60  # characters of a value in a reason
 UNKNOWN = "a value that the code depends on has changed"
 ARGUMENTS_CHANGED = "the call has other arguments"
@@ -50,9 +51,12 @@ def find_recompile_reason(arguments: Sequence[str] = ()) -> RecompileReason | No
 
     None for a first compilation, and for other passes or options.
     """
-    reason = metrics_context()._metrics.get("recompile_reason")
+    metrics = metrics_context()._metrics
+    reason = metrics.get("recompile_reason")
     if not reason or "BACKEND_MATCH" in reason:
         return None
+    if not str(metrics.get("co_name", FRAME)).startswith(FRAME):
+        arguments = ()  # code after a graph break, or inside the module, has other arguments
     return explain_recompilation(reason, arguments)
 
 

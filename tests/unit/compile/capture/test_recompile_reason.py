@@ -184,3 +184,17 @@ def test_other_passes_are_no_reason(monkeypatch: pytest.MonkeyPatch, reason: str
     notes = {} if reason is None else {"recompile_reason": reason}
     monkeypatch.setattr(recompile_reason, "metrics_context", lambda: SimpleNamespace(_metrics=notes))
     assert find_recompile_reason() is None
+
+
+@pytest.mark.parametrize(("frame", "named"), [("call of Net", "'ids'"), ("torch_dynamo_resume_in_forward_at_9", "1")])
+def test_only_the_modules_own_call_has_its_argument_names(
+    monkeypatch: pytest.MonkeyPatch, frame: str, named: str
+) -> None:
+    notes = {
+        "recompile_reason": "0/0: tensor 'args[0]' dtype mismatch. expected Float, actual Double",
+        "co_name": frame,
+    }
+    monkeypatch.setattr(recompile_reason, "metrics_context", lambda: SimpleNamespace(_metrics=notes))
+    reason = find_recompile_reason(["ids"])
+    assert reason is not None
+    assert reason.text == f"argument {named} changed its dtype from float to double"
