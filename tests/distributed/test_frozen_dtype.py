@@ -1,0 +1,125 @@
+"""`frozen_dtype` in an engine: the training of a plain module whose frozen weights are the dequantized ones."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_zero
+from lightning_zero.engine import Engine
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.report.engine_report import memory_by_role
+from lightning_zero.sharding.weight_format import WeightFormat, packed_words
+from tests.helpers.models import build, make_batches
+from tests.helpers.oracle import Reference, assert_close_relative, train_reference
+from tests.helpers.sharded import EAGER, adamw, engine_for, train_sharded
+from tests.ranks.pool import Ranks
+
+STEPS, SAMPLES = 4, 12
+FROZEN = ("first.base.weight", "second.base.weight")
+
+
+def dequantized(kind: Any) -> nn.Module:
+    """The oracle's module."""
+    model = build("LoRA")
+    for name in FROZEN:
+        weight = model.get_parameter(name)
+        packing = WeightFormat(kind, weight.shape, weight.dtype)
+        weight.data = packing.decode(packing.encode(weight))
+    return model
+
+
+def trained_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return adamw(model)  # of all parameters: frozen ones are left alone
+
+
+def bytes_of(kind: str, rows: int = 25, columns: int = 19) -> int:
+    return packed_words(rows, columns, kind) * 4
+
+
+def train(kind: str, backend: str, **options: Any) -> dict[str, Any]:
+    model = build("LoRA")
+    with engine_for(model, backend, frozen_dtype=kind, **options) as engine:
+        out = train_sharded(engine, model, make_batches("LoRA", STEPS, SAMPLES), trained_adamw(model))
+        before = engine.executor.counters()["gather_bytes"]
+        engine.eval_step()
+        with torch.no_grad():
+            evaluated = model(make_batches("LoRA", 1, SAMPLES)[0][0])
+        moved = engine.executor.counters()["gather_bytes"] - before
+        reads = {name: model.get_submodule(name.removesuffix(".weight")).weight.clone() for name in FROZEN}
+        with engine.full_parameters(writeback=False):
+            whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+        masters = sum(r.shard.nbytes for r in engine.sharder.live)
+        roles = memory_by_role(engine, [])
+        return {
+            "out": out,
+            "evaluated": evaluated,
+            "reads": reads,
+            "whole": whole,
+            "state": engine.model_state(),
+            "moved": moved,
+            "masters": masters,
+            "roles": roles,
+            "numel": sum(param.numel() for param in model.parameters()),
+            "errors": errors(engine, model),
+        }
+
+
+def errors(engine: Engine, model: Any) -> list[str]:
+    found = []
+    layer = model.first.base
+    for act in (
+        lambda: layer.weight.mul_(2),
+        lambda: layer.weight.data.copy_(torch.zeros(25, 19)),
+        lambda: model.requires_grad_(True),
+        lambda: layer._parameters["weight"].norm(),
+        lambda: layer._parameters["weight"].data.zero_(),
+    ):
+        try:
+            act()
+        except UnsupportedError as error:
+            found.append(str(error))
+    return found
+
+
+def compare(found: dict[str, Any], expected: Reference) -> None:
+    __tracebackhide__ = True
+    out = found["out"]
+    trained = [name for name in expected.params[0] if name not in FROZEN]
+    assert_close_relative(out.losses, expected.losses, 1e-6, what="losses")
+    assert_close_relative(out.grads, expected.grads, 3e-6, what="grads")
+    for mine, theirs in zip(out.params, expected.params, strict=True):
+        assert_close_relative([mine[n] for n in trained], [theirs[n] for n in trained], 1e-6, atol=2e-8, what="params")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "backend", "kind", "options"),
+    [
+        (1, EAGER, "nf4", {}),
+        (2, "aot_eager", "nf4", {}),
+        (3, "aot_eager", "nf4", {"prefetch": False}),
+        (3, EAGER, "int8", {}),
+        (2, "aot_eager", "int8", {"stage": 2}),
+    ],
+)
+def test_training_equals_that_of_dequantized_weights(
+    ranks: Ranks, world_size: int, backend: str, kind: str, options: dict[str, Any]
+) -> None:
+    results = ranks.run(world_size, train, kind, backend, **options)
+    found, plain = results[0], dequantized(kind)
+    expected = train_reference(plain, make_batches("LoRA", STEPS, SAMPLES), trained_adamw, world=world_size)
+    compare(found, expected)
+    values = dict(plain.named_parameters())
+    for name in FROZEN:
+        for where in ("reads", "whole", "state"):
+            assert torch.equal(found[where][name], values[name]), f"{name} in {where}"
+    assert_close_relative(found["evaluated"], expected.model(make_batches("LoRA", 1, SAMPLES)[0][0]), 1e-5)
+    assert found["numel"] == sum(param.numel() for param in plain.parameters())
+    assert [("codes" in error) for error in found["errors"]] == [True] * 5, found["errors"]
+    # Evaluation gathers each weight once; shards are padded to 128 bytes.
+    rest = sum(p.numel() * 4 for name, p in values.items() if name not in FROZEN)
+    padding = len(values) * 128 * world_size
+    if options.get("stage") != 2:
+        assert 2 * bytes_of(kind) + rest <= found["moved"] <= 2 * bytes_of(kind) + rest + padding
+    assert sum(each["masters"] for each in results) <= 2 * bytes_of(kind) + rest + padding
