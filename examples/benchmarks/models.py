@@ -105,6 +105,28 @@ def llama_checkpointed() -> nn.Module:
     return model
 
 
+def llama_lora() -> nn.Module:
+    """Llama's shape of 8 billion weights in bfloat16, frozen, with adapters in float32 on all linear layers."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=ARGS.layers or 32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=32000,
+        use_cache=False,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = LlamaForCausalLM(config)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
 def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -149,6 +171,7 @@ ROWS = {
     "small_gpt": Row(small_gpt, 4, 512, ("GPT2Block",)),
     "llama": Row(llama, 2, 2048, ("LlamaDecoderLayer",)),
     "llama_checkpointed": Row(llama_checkpointed, 4, 2048, ("LlamaDecoderLayer",)),
+    "llama_lora": Row(llama_lora, 1, 4096, ("LlamaDecoderLayer",)),
     "mixtral": Row(mixtral, 4, 1024, ("MixtralDecoderLayer",)),
     "vit": Row(vit, 64, 224, ("Block",), images=True),
     "convnext": Row(convnext, 64, 224, ("ConvNeXtBlock",), images=True),
@@ -215,7 +238,8 @@ class Module(L.LightningModule):
             clip_by_hand(self, gradient_clip_val)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=True)
+        trained = [param for param in self.parameters() if param.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.1, fused=True)
 
 
 class Data(Dataset):
