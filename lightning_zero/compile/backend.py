@@ -59,7 +59,7 @@ from lightning_zero.compile.partitioner.partition import partition_joint_graph, 
 from lightning_zero.compile.partitioner.recompute_policy import partitioner_settings
 from lightning_zero.compile.passes import PassSpec, default_passes, offload_limits, run_passes, saved_limits
 from lightning_zero.compile.passes.activation_offload import OffloadLimits, insert_offloads
-from lightning_zero.compile.passes.dequantize import expand_dequantized, narrow_dequantized
+from lightning_zero.compile.passes.dequantize import expand_dequantized
 from lightning_zero.compile.passes.selection import PassSelection
 from lightning_zero.compile.subgraphs import (
     DeferredKernels,

@@ -251,9 +251,7 @@ class Sharder:
     def _install_class(self, module: nn.Module) -> None:
         self.classes.install_class(module, tuple(sorted(module.__dict__[SHAPES])))
 
-    def _shard_parameter(
-        self, name: str, param: nn.Parameter, packed: WeightFormat | None = None
-    ) -> ShardedParameter:
+    def _shard_parameter(self, name: str, param: nn.Parameter, packed: WeightFormat | None = None) -> ShardedParameter:
         check_parameter(name, param)
         noted = self._aliases.snapshot_memory(param)
         if packed is not None:

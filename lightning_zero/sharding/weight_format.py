@@ -101,9 +101,7 @@ def _run(op: Any, *args: Any, **settings: Any) -> Any:
 # -- decoding
 
 
-def decode(
-    call: Call, packed: Any, shape: tuple[int, ...], dtype: torch.dtype, kind: str, device: torch.device
-) -> Any:
+def decode(call: Call, packed: Any, shape: tuple[int, ...], dtype: torch.dtype, kind: str, device: torch.device) -> Any:
     """Return the weight of a packed one; each op goes through ``call``."""
     rows, columns = shape
     find = _nf4_values if kind == "nf4" else _int8_values

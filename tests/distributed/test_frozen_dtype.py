@@ -4,9 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import lightning_zero
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.report.engine_report import memory_by_role

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node, map_arg
 
-from lightning_zero.compile.fx_utils import cast_dtype, is_dequantize, is_view_or_cast, repeat_views
+from lightning_zero.compile.fx_utils import cast_dtype, is_view_or_cast, repeat_views
 from lightning_zero.sharding.weight_format import DEQUANTIZE, decode
 
 
@@ -50,7 +50,11 @@ def _casts(node: Node) -> list[tuple[Node, tuple[Node, ...]]]:
             if dtype is not None:
                 if dtype.is_floating_point and dtype.itemsize < node.meta["val"].dtype.itemsize:
                     found.append((user, views))
-            elif is_view_or_cast(user) and user.all_input_nodes == [source] and isinstance(user.meta["val"], torch.Tensor):
+            elif (
+                is_view_or_cast(user)
+                and user.all_input_nodes == [source]
+                and isinstance(user.meta["val"], torch.Tensor)
+            ):
                 pending.append((user, (*views, user)))
     return found
 
@@ -74,4 +78,3 @@ def expand_dequantized(graph: Graph) -> Graph:
         node.replace_all_uses_with(weight)
         graph.erase_node(node)
     return graph
-
