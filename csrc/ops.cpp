@@ -18,9 +18,9 @@ Executor& executor_of(at::TensorList shards, const char* op, std::optional<size_
   return *ShardTable::instance().find(shards[0], op).executor;
 }
 
-// `resident` is memory in which passes may keep the weight. The eager kernel ignores it.
+// `cache` is memory in which passes may keep the weight. The eager kernel ignores it.
 at::Tensor gather(const at::Tensor& shard, at::IntArrayRef shape, at::ScalarType dtype,
-                  const std::optional<at::Tensor>& resident) {
+                  const std::optional<at::Tensor>& cache) {
   auto [executor, index] = ShardTable::instance().find(shard, "gather");
   return executor->weights().gather(index, shape, dtype, /*tracked=*/false);
 }
@@ -42,12 +42,12 @@ at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t num
   return executor_of(shards, "gather_group").weights().gather_group(shards, dtype, numel);
 }
 
-void resident_start(at::TensorList resident, at::TensorList shards) {
-  executor_of(shards, "resident_start", resident.size()).weights().resident_start(resident, shards);
+void cached_gather_start(at::TensorList cache, at::TensorList shards) {
+  executor_of(shards, "cached_gather_start", cache.size()).weights().cached_gather_start(cache, shards);
 }
 
-void resident_wait(at::TensorList resident, at::TensorList shards) {
-  executor_of(shards, "resident_wait").weights().resident().wait(shards);
+void cached_gather_wait(at::TensorList cache, at::TensorList shards) {
+  executor_of(shards, "cached_gather_wait").weights().unsharded_cache().wait(shards);
 }
 
 void reduce_add(const at::Tensor& grad, const at::Tensor& shard) {
@@ -134,17 +134,17 @@ auto any(Kernel* kernel) {
 }  // namespace
 
 TORCH_LIBRARY(lightning_zero, m) {
-  m.def("gather(Tensor shard, int[] shape, ScalarType dtype, Tensor? resident=None) -> Tensor", any(gather));
+  m.def("gather(Tensor shard, int[] shape, ScalarType dtype, Tensor? cache=None) -> Tensor", any(gather));
   m.def("gather_eager(Tensor shard, int[] shape, ScalarType dtype) -> Tensor", any(gather_eager));
   m.def("gather_start(Tensor shard, int[] shape, ScalarType dtype) -> Tensor", any(gather_start));
   m.def("gather_group(Tensor[] shards, ScalarType dtype, int numel) -> Tensor", any(gather_group));
-  // Both mutate `resident`, so that its readers are ordered after them.
-  m.def("resident_start(Tensor(a!)[] resident, Tensor[] shards) -> ()", any(resident_start));
-  m.def("resident_wait(Tensor(a!)[] resident, Tensor[] shards) -> ()", any(resident_wait));
+  // Both mutate `cache`, so that its readers are ordered after them.
+  m.def("cached_gather_start(Tensor(a!)[] cache, Tensor[] shards) -> ()", any(cached_gather_start));
+  m.def("cached_gather_wait(Tensor(a!)[] cache, Tensor[] shards) -> ()", any(cached_gather_wait));
   m.def("reduce(Tensor grad, Tensor shard, int number=0) -> Tensor", any(reduce));
   m.def("reduce_add(Tensor grad, Tensor shard) -> ()", any(reduce_add));
   m.def("reduce_group(Tensor[] grads, Tensor[] shards) -> ()", any(reduce_group));
-  m.def("reduce_zero_copy(Tensor[] grads, Tensor[] shards, int[] borrow) -> ()", any(reduce_zero_copy));
+  m.def("reduce_zero_copy(Tensor[] grads, Tensor[] shards, int[] zero_copy) -> ()", any(reduce_zero_copy));
   m.def("reduce_release(Tensor[] grads, Tensor[] shards) -> ()", any(reduce_release));
   m.def("offload(Tensor value, Tensor shard) -> Tensor", any(offload));
   m.def("offload_start(Tensor value, Tensor shard) -> Tensor", any(offload_start));

@@ -280,6 +280,7 @@ class Engine(PickledAsNone):
         """Free the executor. The module's weights cannot be read afterwards, see :meth:`unshard`."""
         self.checkpoints.saver.close()
         self.cuda_graphs.close()
+        self.optimizers.drop_captures()
         self.executor.close()
         self.watchdog.close()
 

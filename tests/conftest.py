@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """What a run of everything will do, for who did not write it."""
+    """Print the plan of a full run, for users who did not write it."""
     if not all(Path(arg).is_dir() for arg in config.args) or config.option.collectonly:
         return None
     if config.getoption("--exhaustive"):
@@ -59,8 +59,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 def pytest_configure(config: pytest.Config) -> None:
     config.option.slow |= config.option.exhaustive
     if "PYTEST_XDIST_WORKER" not in os.environ and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        # Who is told to end, as by timeout(1), would leave ranks behind that go on with what they do, and not say what
-        # has failed until then.
+        # A run that is ended, as by timeout(1), would leave ranks that continue, and would not print the
+        # failures until then.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     config.addinivalue_line(
         "markers", "gpu(count=1, apart=False): needs that many CUDA devices; apart: which ranks must not share"
@@ -91,8 +91,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 
 def _adds_nothing(item: pytest.Item) -> bool:
-    """Compiled code on one rank shows nothing that compiled code on two, or eager code on one, does not; and compiling
-    is what takes time."""
+    """Compiled code on one rank shows nothing that other trainings do not show, and compilation takes most of the time."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     return params.get("world_size") == 1 and params.get("backend") == "aot_eager"
 

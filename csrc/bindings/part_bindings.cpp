@@ -20,8 +20,8 @@ ComputeShards& compute_shards(Executor& executor) {
 UserWrites& user_writes(Executor& executor) {
   return executor.weights().user_writes();
 }
-ResidentWeights& resident(Executor& executor) {
-  return executor.weights().resident();
+UnshardedCache& unsharded_cache(Executor& executor) {
+  return executor.weights().unsharded_cache();
 }
 Reducer& gradients(Executor& executor) {
   return executor.gradients();
@@ -52,7 +52,7 @@ void bind_executor_parts(torch::Library& m) {
       ("drop", &Parameters::drop, {arg("index")})                                                          //
       ("install_gradient_hooks", &Parameters::install_gradient_hooks, {arg("index")})                      //
       ("set_grad", &Parameters::set_grad, {arg("index"), arg("grad")})                                     //
-      ("set_resident", &Parameters::set_resident, {arg("index"), arg("memory")})                           //
+      ("set_unsharded_cache", &Parameters::set_unsharded_cache, {arg("index"), arg("memory")})             //
       ("set_compute_shard", &Parameters::set_compute_shard, {arg("index"), arg("copy")})                   //
       ("add_compute_shard_memory", &Parameters::add_compute_shard_memory, {arg("copies"), arg("shards")})  //
       ("mark_on_host", &Parameters::mark_on_host, {arg("index")})                                          //
@@ -72,12 +72,12 @@ void bind_executor_parts(torch::Library& m) {
       ("sync_compute_shards", &Weights::sync_compute_shards, {arg("ahead") = false})  //
       ("valid_compute_shards", compute_shards, &ComputeShards::valid_indices)         //
       ("mark_compute_shards_written", compute_shards, &ComputeShards::mark_compute_shards_written,
-       {arg("indices"), arg("written")})                                                   //
-      ("sync_user_writes", user_writes, &UserWrites::sync, {arg("forget") = false})        //
-      ("drop", user_writes, &UserWrites::drop)                                             //
-      ("serve_eager_from_resident", resident, &ResidentWeights::serve_eager, {arg("on")})  //
-      ("find_gathered", user_writes, &UserWrites::find_gathered, {arg("tensor")})          //
-      ("shard_version", whole_executor, &Executor::shard_version)                          //
+       {arg("indices"), arg("written")})                                                      //
+      ("sync_user_writes", user_writes, &UserWrites::sync, {arg("forget") = false})           //
+      ("drop", user_writes, &UserWrites::drop)                                                //
+      ("serve_eager_from_cache", unsharded_cache, &UnshardedCache::serve_eager, {arg("on")})  //
+      ("find_gathered", user_writes, &UserWrites::find_gathered, {arg("tensor")})             //
+      ("shard_version", whole_executor, &Executor::shard_version)                             //
       ("user_write_count", compute_shards, &ComputeShards::user_write_count);
 
   BindingTable<Reducer>(m, "Gradients", gradients)                                              //

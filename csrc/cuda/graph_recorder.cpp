@@ -11,8 +11,8 @@
 namespace lightning_zero {
 
 std::string WeightCapture::disabled_reason() const {
-  if (weights_.resident().has_pending())
-    return "gathers of resident weights have not completed";
+  if (weights_.unsharded_cache().has_pending())
+    return "gathers of cached weights have not completed";
   // Edits of held weights reach the shards before each replay. Ranks that copy without an epoch lock must
   // have published alike, and they may hold weights for different times.
   const auto& access = weights_.access();
@@ -25,7 +25,7 @@ void WeightCapture::begin() {
   // Captured work must not wait for earlier work, nor vice versa.
   weights_.prefetcher().forget();
   grad_aliasing::begin_noting_reads(context_);
-  weights_.resident().begin_recording();
+  weights_.unsharded_cache().begin_recording();
   weights_.compute_shards().recording = true;
   gathered_before_ = weights_.log().size();
   if (auto* exchange = weights_.exchange())
@@ -33,8 +33,8 @@ void WeightCapture::begin() {
 }
 
 std::string WeightCapture::finish() const {
-  if (weights_.resident().has_pending())
-    return "another graph waits for gathers of resident weights";
+  if (weights_.unsharded_cache().has_pending())
+    return "another graph waits for gathers of cached weights";
   return {};
 }
 
@@ -44,14 +44,14 @@ WeightCapture::Recorded WeightCapture::end() {
   auto gathers = weights_.log().take_from(gathered_before_);
   if (!has_streams(context_.device))
     weights_.log().append(gathers);  // a CPU executes what it captures
-  return {weights_.resident().end_recording(),
+  return {weights_.unsharded_cache().end_recording(),
           exchange ? exchange->end_recording() : HostExchange::Recorded{},
           grad_aliasing::parameters_read(context_), std::move(gathers)};
 }
 
 bool WeightCapture::fits(const Recorded& graph, std::set<int64_t>& gathered) const {
   const auto* exchange = weights_.exchange();
-  return weights_.resident().has_inputs(graph.resident, gathered) &&
+  return weights_.unsharded_cache().has_inputs(graph.unsharded_cache, gathered) &&
          (exchange == nullptr || exchange->fits(graph.exchange));
 }
 

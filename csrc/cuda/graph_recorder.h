@@ -28,7 +28,7 @@ class WeightCapture {
 
   // The weights' part of a captured graph.
   struct Recorded {
-    ResidentWeights::Recorded resident;
+    UnshardedCache::Recorded unsharded_cache;
     HostExchange::Recorded exchange;
     std::vector<int64_t> read;  // parameters whose compute shards are read and that gradients may alias
     GatherLog::Entries gathers;
@@ -45,10 +45,10 @@ class WeightCapture {
   // the graph's own are added.
   bool fits(const Recorded& graph, std::set<int64_t>& gathered) const;
   // The graph was only captured, so the weights that it gathers are not valid.
-  void mark_not_run(const Recorded& graph) { weights_.resident().mark_not_run(graph.resident); }
+  void mark_not_run(const Recorded& graph) { weights_.unsharded_cache().mark_not_run(graph.unsharded_cache); }
   // Let peers agree that the weights are new and readable.
   void before_replay(const Recorded& graph);
-  void after_replay(const Recorded& graph) { weights_.resident().after_replay(graph.resident); }
+  void after_replay(const Recorded& graph) { weights_.unsharded_cache().after_replay(graph.unsharded_cache); }
 
  private:
   Context& context_;

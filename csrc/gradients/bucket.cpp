@@ -52,7 +52,7 @@ ApplySum make_row_mean(at::Tensor rows, int64_t begin, const RowMeans& mean) {
 
 ApplySum make_product(at::Tensor sums, double factor) {
   return [sums = std::move(sums), factor](const at::Tensor& to, int64_t begin, bool add) {
-    add_product(to, piece(sums, begin, to.numel()), factor, add);
+    add_product(to, flat_range(sums, begin, to.numel()), factor, add);
   };
 }
 
@@ -272,7 +272,7 @@ void ReduceBucket::copy_in(size_t index, const at::Tensor& grad) {
   const auto& record = *slot.record;
   // Copy in the gradient's own shape, so that a transposed view is copied once and not flattened first.
   auto slice = send_slice(index);
-  auto filled = piece(slice, 0, record.numel).view(grad.sizes());
+  auto filled = flat_range(slice, 0, record.numel).view(grad.sizes());
   if (scale == 1.0) {
     filled.copy_(grad);
   } else if (filled.element_size() > grad.element_size()) {
@@ -286,14 +286,14 @@ void ReduceBucket::copy_in(size_t index, const at::Tensor& grad) {
   // Stale values in the padding would reach the last ranks' shards and the gradient norm.
   const auto padding = ranks_ * record.host_shard_numel() - record.numel;
   if (padding > 0)
-    piece(slice, record.numel, padding).zero_();
+    flat_range(slice, record.numel, padding).zero_();
 }
 
 at::Tensor ReduceBucket::send_slice(size_t index) {
   const auto& slot = slots_[index];
   const auto length = ranks_ * slot.record->host_shard_numel();
   if (!own_send_buffers)
-    return piece(memory(buffer_->send, ranks_ * buffer_->capacity), ranks_ * slot.offset, length);
+    return flat_range(memory(buffer_->send, ranks_ * buffer_->capacity), ranks_ * slot.offset, length);
   return memory(sent_[index].flat, length);
 }
 
@@ -343,7 +343,7 @@ void ReduceBucket::accumulate(int64_t begin, int64_t width, const ApplySum& sums
       return Target{sum.memory, &sum.filled};
     });
   else
-    sums(piece(fp32_memory(), begin, width), begin, /*add=*/false);
+    sums(flat_range(fp32_memory(), begin, width), begin, /*add=*/false);
 }
 
 at::Tensor ReduceBucket::sum_on_host() {
@@ -352,7 +352,7 @@ at::Tensor ReduceBucket::sum_on_host() {
   for (auto& slot : slots_) {
     auto& sum = slot.record->deferred;
     if (sum.filled && !sum.full) {
-      to.push_back(piece(sums, slot.offset, slot.record->host_shard_numel()));
+      to.push_back(flat_range(sums, slot.offset, slot.record->host_shard_numel()));
       from.push_back(sum.memory);
       sum.clear();
     }
@@ -364,7 +364,7 @@ at::Tensor ReduceBucket::sum_on_host() {
 
 at::Tensor ReduceBucket::fp32_memory() {
   const auto wide = c10::promoteTypes(dtype_, at::kFloat);
-  return piece(memory(buffer_->host_sums, buffer_->capacity, wide), 0, chunk_);
+  return flat_range(memory(buffer_->host_sums, buffer_->capacity, wide), 0, chunk_);
 }
 
 // `parts`: the ratio of a slot's size to its contribution.
@@ -378,7 +378,7 @@ void ReduceBucket::apply_to_runs(int64_t begin, int64_t width, const ApplySum& s
   const auto within = [&](Slot& slot) {
     const auto from = std::max(begin, offset(slot));
     const auto to = std::min(end, offset(slot) + numel(slot));
-    return from < to ? piece(target(slot).memory, from - offset(slot), to - from) : at::Tensor();
+    return from < to ? flat_range(target(slot).memory, from - offset(slot), to - from) : at::Tensor();
   };
   // Slots that are adjacent in the bucket are usually adjacent in the flat gradient buffer too. Use one
   // kernel per contiguous run.

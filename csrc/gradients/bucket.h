@@ -164,8 +164,10 @@ class ReduceBucket {
   int64_t segment() const { return segment_; }  // see [Note: segments of a backward]
   std::vector<Slot>& slots() { return slots_; }
   BucketBuffer* buffer() { return buffer_; }
-  at::Tensor send() { return piece(memory(buffer_->send, ranks_ * buffer_->capacity), 0, ranks_ * chunk_); }
-  at::Tensor recv() { return piece(memory(buffer_->recv, buffer_->capacity), 0, chunk_); }
+  at::Tensor send() {
+    return flat_range(memory(buffer_->send, ranks_ * buffer_->capacity), 0, ranks_ * chunk_);
+  }
+  at::Tensor recv() { return flat_range(memory(buffer_->recv, buffer_->capacity), 0, chunk_); }
   // Return the slice of send() of one parameter; with `own_send_buffers`, a separate tensor or the zero-copy
   // gradient.
   at::Tensor send_slice(size_t slot);

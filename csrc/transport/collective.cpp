@@ -106,7 +106,7 @@ void CollectiveReduce::reduce(ReduceBucket& bucket) {
   std::vector<at::Tensor> parts, runs;
   for (size_t index = 0; index < bucket.slots().size(); ++index) {
     const auto& slot = bucket.slots()[index];
-    parts.push_back(piece(bucket.recv(), slot.offset, slot.record->host_shard_numel()));
+    parts.push_back(flat_range(bucket.recv(), slot.offset, slot.record->host_shard_numel()));
     runs.push_back(bucket.send_slice(index));
   }
   bucket.buffer()->pending = comm_.reduce_scatter_group(parts, runs, send, [this, &bucket, factor] {

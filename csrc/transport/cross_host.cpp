@@ -104,7 +104,7 @@ Pending CrossHostReduce::send_unreduced(ReduceBucket& bucket) {
   const bool mean = intra_host_->averages(bucket.dtype());
   const double factor = mean ? 1.0 / static_cast<double>(context_.inter_host.size) : 1.0;
   const auto wire = bucket.own_send_buffers ? at::Tensor() : bucket.send();
-  return send(bucket, wire, piece(bucket.recv(), 0, part_of(bucket)), factor);
+  return send(bucket, wire, flat_range(bucket.recv(), 0, part_of(bucket)), factor);
 }
 
 Pending CrossHostReduce::send(ReduceBucket& bucket, const at::Tensor& wire, const at::Tensor& received,
@@ -124,9 +124,10 @@ Pending CrossHostReduce::send(ReduceBucket& bucket, const at::Tensor& wire, cons
   std::vector<at::Tensor> outputs, inputs;
   for (size_t index = 0; index < bucket.slots().size(); ++index) {
     const auto& slot = bucket.slots()[index];
-    outputs.push_back(piece(received, slot.offset / context_.inter_host.size, slot.record->shard_numel()));
+    outputs.push_back(
+        flat_range(received, slot.offset / context_.inter_host.size, slot.record->shard_numel()));
     inputs.push_back(own ? bucket.send_slice(index)
-                         : piece(wire, slot.offset, slot.record->host_shard_numel()));
+                         : flat_range(wire, slot.offset, slot.record->host_shard_numel()));
   }
   context_.count("reduce_bytes_across", bytes_of(bucket));
   return comm_.reduce_scatter_group(std::move(outputs), std::move(inputs), wire,

@@ -67,7 +67,7 @@ void register_pending(const at::Tensor& tensor, Pending pending, std::vector<at:
 
 // Return `length` elements of a contiguous tensor as a one-dimensional view. A step needs thousands of views,
 // and narrow() takes three times as long on the host.
-inline at::Tensor piece(const at::Tensor& tensor, int64_t begin, int64_t length) {
+inline at::Tensor flat_range(const at::Tensor& tensor, int64_t begin, int64_t length) {
   return tensor.as_strided({length}, {1}, tensor.storage_offset() + begin);
 }
 

@@ -210,8 +210,8 @@ void ShardAccess::wait_for_shard(ParamRecord& record, at::ScalarType dtype, bool
                                                  Reader::GATHERS, from_peers);
 }
 
-void ShardAccess::wait_for_resident(ParamRecord& record, bool compiled) {
-  const auto dtype = record.resident.memory.scalar_type();
+void ShardAccess::wait_for_cached(ParamRecord& record, bool compiled) {
+  const auto dtype = record.cached.memory.scalar_type();
   host_shards_->exchange().wait_until_readable(host_shards_->read(record, dtype, compiled), Reader::CURRENT,
                                                /*from_peers=*/false);
 }

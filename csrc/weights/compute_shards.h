@@ -135,8 +135,8 @@ class ShardAccess : public WeightMemory {
   // Do before a capture the work that publish() does before a replay, because the captured graph depends on
   // it. The replay then needs no work that other ranks, which may run the same graph eagerly, did not do.
   void publish_before_capture();
-  // Work queued on the current stream may then read the host shard that is the resident weight.
-  void wait_for_resident(ParamRecord& record, bool compiled);
+  // Work queued on the current stream may then read the host shard that is the cached weight.
+  void wait_for_cached(ParamRecord& record, bool compiled);
   void close();
 
  private:

@@ -81,7 +81,7 @@ PendingGroup start_gather(Gatherer& gatherer, GatherGroup group, std::vector<at:
   std::vector<at::Tensor> outputs;
   int64_t offset = 0;
   for (const auto* record : group.records) {
-    outputs.push_back(piece(buffer, offset, gatherer.full_numel(*record)));
+    outputs.push_back(flat_range(buffer, offset, gatherer.full_numel(*record)));
     offset += outputs.back().numel();
   }
   TORCH_INTERNAL_ASSERT(offset == group.numel, "a group of ", offset, " elements was planned as ",

@@ -98,7 +98,7 @@ class GroupPrefetcher {
 // detects it, see RankConsensus::raise_order_mismatch().
 class GatherLog {
  public:
-  enum class Kind { EAGER, SINGLE, GROUP, RESIDENT, GRAPH };
+  enum class Kind { EAGER, SINGLE, GROUP, CACHED, GRAPH };
   // GRAPH: the beginning of a compiled graph, which may wait for peers. `numel`: size of a group.
   struct Entry {
     Kind kind = Kind::GRAPH;

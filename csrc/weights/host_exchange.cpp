@@ -58,7 +58,7 @@ void HostExchange::begin(const std::vector<ShardCopy*>& copies, int64_t first) {
     for (const auto* copy : part) {
       const auto numel = copy->local.numel() / context_.inter_host.size;
       outputs.push_back(copy->local);
-      own.push_back(piece(copy->local, context_.inter_host.rank * numel, numel));
+      own.push_back(flat_range(copy->local, context_.inter_host.rank * numel, numel));
       context_.count("gather_bytes_across", static_cast<int64_t>(copy->local.nbytes()));
     }
     send(std::move(outputs), std::move(own));
@@ -209,7 +209,7 @@ void HostShards::refresh() {
       if (!copy->local.defined())
         continue;
       const auto numel = record->shard_numel();
-      own.push_back(piece(copy->local, context_.inter_host.rank * numel, numel));
+      own.push_back(flat_range(copy->local, context_.inter_host.rank * numel, numel));
       shards.push_back(record->shard);
       copy->name = &record->name;
       copy->written = record->stamp(context_.shard_version);

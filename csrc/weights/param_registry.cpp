@@ -22,11 +22,11 @@ const std::vector<at::Tensor>& ParamRecord::peer_shards_in(at::ScalarType dtype)
   return own.defined() && own.scalar_type() == dtype ? compute_shard.by_rank : none;
 }
 
-ShardCopy* ParamRecord::resident_host_shard() {
-  if (!resident.memory.defined())
+ShardCopy* ParamRecord::cached_host_shard() {
+  if (!cached.memory.defined())
     return nullptr;
   for (auto* copy : {&compute_shard, &full_precision_shard}) {
-    if (copy->local.defined() && copy->local.const_data_ptr() == resident.memory.const_data_ptr())
+    if (copy->local.defined() && copy->local.const_data_ptr() == cached.memory.const_data_ptr())
       return copy;
   }
   return nullptr;
@@ -163,9 +163,9 @@ void Parameters::set_deferred_gradient(int64_t index, std::optional<at::Tensor> 
   sum.clear();
 }
 
-void Parameters::set_resident(int64_t index, std::optional<at::Tensor> memory) {
+void Parameters::set_unsharded_cache(int64_t index, std::optional<at::Tensor> memory) {
   Lock lock(context_.mutex);
-  context_.at(index).resident = {std::move(memory).value_or(at::Tensor())};
+  context_.at(index).cached = {std::move(memory).value_or(at::Tensor())};
 }
 
 void Parameters::set_compute_shard(int64_t index, at::Tensor copy) {

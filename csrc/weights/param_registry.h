@@ -52,8 +52,8 @@ struct ShardCopy {
 };
 
 // Padded memory in which the full parameter stays until the optimizer step. Undefined if the parameter is not
-// resident.
-struct ResidentWeight {
+// cached.
+struct CachedWeight {
   at::Tensor memory;
   Stamp filled;
 };
@@ -87,7 +87,7 @@ struct ParamRecord {
   // since shards change at times that peers do not know.
   ShardCopy full_precision_shard;
   std::vector<at::Tensor> shards;  // of every rank of the host, with an epoch lock
-  ResidentWeight resident;
+  CachedWeight cached;
   DeferredGradient deferred;
   std::vector<int64_t> shape;  // of the full parameter
   std::vector<int64_t> order;  // order of its dimensions in memory
@@ -97,8 +97,8 @@ struct ParamRecord {
   int64_t shard_numel() const { return shard.numel(); }
   // Return the size of the host shard, see [Note: hosts]; the shard's size with one host.
   int64_t host_shard_numel() const { return deferred.shards * shard_numel(); }
-  // Return the host shard that is also the resident weight, with one rank per host; otherwise null.
-  ShardCopy* resident_host_shard();
+  // Return the host shard that is also the cached weight, with one rank per host; otherwise null.
+  ShardCopy* cached_host_shard();
   // If the user assigned a tensor to param.grad, copy it to `grad`, so that it counts as accumulated so far.
   void accept_user_gradient();
   // Return true if `grad` uses the compute shard's memory, see [Note: gradient aliasing] in
@@ -170,7 +170,7 @@ class Parameters {
   // Set or remove memory for deferred gradients, see [Note: deferred gradients]. `full`: for the full
   // gradient instead of the host shard.
   void set_deferred_gradient(int64_t index, std::optional<at::Tensor> memory, bool full);
-  void set_resident(int64_t index, std::optional<at::Tensor> memory);
+  void set_unsharded_cache(int64_t index, std::optional<at::Tensor> memory);
   void set_compute_shard(int64_t index, at::Tensor copy);
   // The shard is in host memory, which the device reads over its link.
   void mark_on_host(int64_t index);

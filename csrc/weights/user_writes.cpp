@@ -153,7 +153,7 @@ void UserWrites::copy_to_shard(const Tracked& weight) {
   record.compute_shard.written = record.full_precision_shard.written = {};
   if (record.compute_shard.written_by_optimizer)
     ++context_.user_write_count;
-  resident_.apply_user_write(record, weight.flat);
+  unsharded_cache_.apply_user_write(record, weight.flat);
 }
 
 // Return true if the values differ from those of the shards. During a write epoch the shards cannot be

@@ -11,7 +11,7 @@
 #include "context.h"
 #include "weights/compute_shards.h"
 #include "weights/gather.h"
-#include "weights/resident.h"
+#include "weights/unsharded_cache.h"
 
 namespace lightning_zero {
 
@@ -36,8 +36,8 @@ class GatheredStorages {
 
 class UserWrites {
  public:
-  UserWrites(Context& context, ShardAccess& access, Gatherer& gatherer, ResidentWeights& resident)
-      : context_(context), access_(access), gatherer_(gatherer), resident_(resident) {}
+  UserWrites(Context& context, ShardAccess& access, Gatherer& gatherer, UnshardedCache& unsharded_cache)
+      : context_(context), access_(access), gatherer_(gatherer), unsharded_cache_(unsharded_cache) {}
 
   // A weight that eager code has read.
   struct Tracked {
@@ -87,7 +87,7 @@ class UserWrites {
   Context& context_;
   ShardAccess& access_;
   Gatherer& gatherer_;
-  ResidentWeights& resident_;
+  UnshardedCache& unsharded_cache_;
   GatheredStorages storages_;
   std::vector<Tracked> tracked_;
   std::string before_write_op_;

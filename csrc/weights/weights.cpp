@@ -14,8 +14,8 @@ Weights::Weights(Context& context, Transports& transports, Communicators& comms)
       access_(context, comms.gathers(), compute_shards_, host_shards_.get(), [this] { prefetcher_.drop(); }),
       gatherer_(context, transports.make_gathers(access_)),
       prefetcher_(context, gatherer_),
-      resident_(context, access_, gatherer_),
-      user_writes_(context, access_, gatherer_, resident_) {}
+      unsharded_cache_(context, access_, gatherer_),
+      user_writes_(context, access_, gatherer_, unsharded_cache_) {}
 
 void Weights::sync_edits_if_any() {
   // A capture would repeat the copies; before_replay() makes them.
@@ -41,7 +41,7 @@ at::Tensor Weights::gather(int64_t index, at::IntArrayRef shape, at::ScalarType 
     // The values are the same, so autograd must not count this as a write to the tensor.
     at::AutoDispatchBelowADInplaceOrView no_autograd;
     std::vector<at::Tensor> sources;
-    if (!resident_.read(record, dtype, flat)) {
+    if (!unsharded_cache_.read(record, dtype, flat)) {
       note(tracked ? GatherLog::Kind::EAGER : GatherLog::Kind::SINGLE, dtype, {&record});
       if (tracked && !access_.uses_epoch_lock())
         context_.record_read(index);
@@ -89,16 +89,16 @@ at::Tensor Weights::gather_group(at::TensorList shards, at::ScalarType dtype, in
   return started.buffer;
 }
 
-void Weights::resident_start(at::TensorList resident, at::TensorList shards) {
+void Weights::cached_gather_start(at::TensorList cache, at::TensorList shards) {
   Lock lock(context_.mutex);
   sync_edits_if_any();
   if (!access_.uses_epoch_lock()) {
     std::vector<ParamRecord*> records;
     for (const auto& shard : shards)
-      records.push_back(&context_.at(ShardTable::instance().find(shard, "resident_start").index));
-    note(GatherLog::Kind::RESIDENT, at::kFloat, records);
+      records.push_back(&context_.at(ShardTable::instance().find(shard, "cached_gather_start").index));
+    note(GatherLog::Kind::CACHED, at::kFloat, records);
   }
-  resident_.start(resident, shards);
+  unsharded_cache_.start(cache, shards);
 }
 
 void Weights::check_plan(const std::string& digest, const std::string& plan) {
@@ -205,14 +205,14 @@ void Weights::repeat(const GatherLog::Entry& entry) {
       start_gather(gatherer_, {std::move(records), entry.dtype, entry.numel}, sources)
           .pending.wait(context_.device);
       return;
-    case GatherLog::Kind::RESIDENT: {
-      std::vector<at::Tensor> resident, shards;
+    case GatherLog::Kind::CACHED: {
+      std::vector<at::Tensor> cache, shards;
       for (const auto* record : records) {
-        resident.push_back(record->resident.memory);
+        cache.push_back(record->cached.memory);
         shards.push_back(record->shard);
       }
-      resident_.start(resident, shards);
-      resident_.wait(shards);
+      unsharded_cache_.start(cache, shards);
+      unsharded_cache_.wait(shards);
       return;
     }
     case GatherLog::Kind::GRAPH:
@@ -223,7 +223,7 @@ void Weights::repeat(const GatherLog::Entry& entry) {
 
 void Weights::close() {
   user_writes_.close();
-  resident_.close();
+  unsharded_cache_.close();
   prefetcher_.forget();
   compute_shards_.close();
   access_.close();

@@ -14,7 +14,7 @@
 #include "weights/compute_shards.h"
 #include "weights/gather.h"
 #include "weights/host_exchange.h"
-#include "weights/resident.h"
+#include "weights/unsharded_cache.h"
 #include "weights/user_writes.h"
 
 namespace lightning_zero {
@@ -30,7 +30,7 @@ class Weights {
   // padded.
   at::Tensor gather_group(at::TensorList shards, at::ScalarType dtype, int64_t numel);
   // Gather weights that stay until the optimizer step into their memory, unless they are valid.
-  void resident_start(at::TensorList resident, at::TensorList shards);
+  void cached_gather_start(at::TensorList cache, at::TensorList shards);
   // Begin a compiled graph that gathers and reduces according to `plan`. All ranks must have that plan, and
   // the weights that it reads must be readable.
   void check_plan(const std::string& digest, const std::string& plan);
@@ -66,7 +66,7 @@ class Weights {
   ShardAccess& access() { return access_; }
   ComputeShards& compute_shards() { return compute_shards_; }
   UserWrites& user_writes() { return user_writes_; }
-  ResidentWeights& resident() { return resident_; }
+  UnshardedCache& unsharded_cache() { return unsharded_cache_; }
   GroupPrefetcher& prefetcher() { return prefetcher_; }
   // null with one host
   HostExchange* exchange() { return host_shards_ ? &host_shards_->exchange() : nullptr; }
@@ -85,7 +85,7 @@ class Weights {
   ShardAccess access_;
   Gatherer gatherer_;
   GroupPrefetcher prefetcher_;
-  ResidentWeights resident_;
+  UnshardedCache unsharded_cache_;
   UserWrites user_writes_;
   GatherLog log_;
   std::string new_plan_op_;

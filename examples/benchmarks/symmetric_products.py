@@ -36,11 +36,11 @@ SHAPES = [
 ]
 A, B, C = COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SWEEP = [
-    Blocks(128, ratio, inner, warps, stages)
-    for ratio, warps in ((1, 4), (1, 8), (2, 8))
+    Blocks(rows, inner, warps, stages)
+    for rows, warps in ((128, 8), (128, 4), (64, 4))
     for inner in (32, 64)
     for stages in (3, 4)
-] + [Blocks(64, ratio, 64, 4, 4) for ratio in (1, 2)]
+]
 
 
 def time_ms(fn: Callable[[], Tensor], times: int) -> float:

@@ -229,6 +229,8 @@ def locked_for_removal(work: Path, path: object) -> Iterator[None]:
         if descriptor is not None and not try_lock(descriptor):
             raise concurrent_save_error(path)
         yield
+    except IsADirectoryError:  # another save has made its folder since the caller looked
+        raise concurrent_save_error(path) from None
     finally:
         if descriptor is not None:
             os.close(descriptor)
@@ -239,6 +241,14 @@ def concurrent_save_error(path: object) -> CheckpointError:
     return CheckpointError(
         f"another save to {path} is running, and this one has written nothing. Wait until the other save ends, or let "
         "each training save to its own path."
+    )
+
+
+def taken_error(path: object) -> CheckpointError:
+    """Return the error of a save whose files another save to ``path`` has removed."""
+    return CheckpointError(
+        f"another save to {path} has begun meanwhile, and removed these files. The checkpoint before them is still "
+        "there. Let each training save to its own path."
     )
 
 

@@ -29,13 +29,13 @@ from lightning_zero.checkpoint.atomic import (
     replace_atomically,
     restore_replaced,
     sibling_path,
+    taken_error,
     try_lock,
     unlock,
 )
 from lightning_zero.checkpoint.file_writers import ChecksumWriter, ThreadedWriter, stable_memory
 from lightning_zero.checkpoint.remote_files import move_file, remove_tree, remove_within, resolve_url
 from lightning_zero.checkpoint.sharded.folder import finish_interrupted_save
-from lightning_zero.errors import CheckpointError
 from lightning_zero.sharding.host_memory import copy_to_host
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.state_dict import StateDictHooks, full_on_cpu, ignore_bytes
@@ -115,10 +115,7 @@ def write_local_file(value: Any, path: Path, on_write: OnWrite = lambda count: N
         with ThreadedWriter(file, stable_memory(value), on_write) as writer:
             torch.save(value, writer)  # type: ignore[arg-type]
         if not _is_at(work, pinned):
-            raise CheckpointError(
-                f"another save to {path} has begun meanwhile, and removed what was written. What stood there is still "
-                "there. Let each training save to a place of its own."
-            )
+            raise taken_error(path)
         replace_atomically(work, path)
     except BaseException:
         with suppress(OSError):  # the first error has the cause

@@ -10,8 +10,7 @@ from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.cli.command import Command
-from lightning_zero.cli.help_text import describe
+from lightning_zero.cli.command import Command, describe
 from lightning_zero.cli.model_sizes import SIZES
 from lightning_zero.cli.status_line import StatusLine
 

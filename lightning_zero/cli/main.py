@@ -13,9 +13,8 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from lightning_zero.cli.command import Command, UsageError
+from lightning_zero.cli.command import Command, Parser, UsageError, describe
 from lightning_zero.cli.commands import COMMANDS, add_json
-from lightning_zero.cli.help_text import Parser, describe
 from lightning_zero.cli.invocation import program_name
 from lightning_zero.errors import CheckpointError, NativeBuildError, UnsupportedError
 from lightning_zero.version import __version__

@@ -9,15 +9,23 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from threading import RLock
+from threading import RLock, Thread
 from time import monotonic
 from typing import Any
 
+import torch
 from functorch.compile import config as functorch_config
 
-from lightning_zero.compat.compiler import DEFERRED_KERNELS, TritonBundler, defer_cache_saves
+from lightning_zero.compat.compiler import (
+    DEFERRED_KERNELS,
+    TritonBundler,
+    defer_cache_saves,
+    maybe_warm_pool,
+    triton_key,
+)
+from lightning_zero.config import CompileConfig
 
 log = logging.getLogger(__name__)
 
@@ -177,3 +185,15 @@ def _finish(compiled: Any, waits: list[Callable[[], None]]) -> None:
     kept = getattr(compiled, "_triton_bundle", None)
     if hasattr(compiled, "set_triton_bundle") and not (kept and (kept.kernel_artifacts or kept.static_autotuners)):
         compiled.set_triton_bundle(bundle)
+
+
+def start_compile_workers(config: CompileConfig, device: torch.device) -> None:
+    """Start Inductor's worker processes, and hash Triton's files, and return at once. Idempotent; CPUs need none."""
+    if config.enabled and config.backend == "inductor" and device.type != "cpu":
+        maybe_warm_pool()
+        Thread(target=_hash_triton, name="lightning_zero-triton", daemon=True).start()
+
+
+def _hash_triton() -> None:
+    with suppress(Exception):  # the compilation reports the error
+        triton_key()

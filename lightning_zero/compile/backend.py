@@ -33,6 +33,7 @@ from lightning_zero.compat.compiler import (
     inductor_config,
     lookup_backend,
     replace_random_passes,
+    speed_up_lowering,
     stable_topological_sort,
 )
 from lightning_zero.compat.graphs import USER_VISIBLE_OUTPUTS
@@ -50,7 +51,6 @@ from lightning_zero.compile.capture.dynamo_graph import (
 from lightning_zero.compile.capture.recompile_reason import find_recompile_reason
 from lightning_zero.compile.context import PassContext
 from lightning_zero.compile.events import OPTIMIZATION_COUNTS, CompileProgress, CompileTimer
-from lightning_zero.compile.fast_compile import speed_up_lowering
 from lightning_zero.compile.fp8 import convert_products
 from lightning_zero.compile.fx_utils import draws_random, graph_kind, output_node
 from lightning_zero.compile.graph_plan import PlanStore

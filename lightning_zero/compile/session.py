@@ -403,8 +403,8 @@ class CompiledStepHooks:
                 stack.enter_context(regather_saved_weights(self.sharder, saves))
             stack.callback(setattr, self._cuda_graphs, "in_step", False)
             self._cuda_graphs.in_step = True
-            stack.callback(self._executor.weights.serve_eager_from_resident, False)
-            self._executor.weights.serve_eager_from_resident(True)
+            stack.callback(self._executor.weights.serve_eager_from_cache, False)
+            self._executor.weights.serve_eager_from_cache(True)
             yield
         if first:
             self.session.set_last_read(self.sharder.reader.last_read)

@@ -18,7 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_zero.compile.capture.compile_workers import start_compile_workers
+from lightning_zero.compile.async_compile import start_compile_workers
 from lightning_zero.compile.events import GraphObserver, PassObserver
 from lightning_zero.config import EngineConfig, Options
 from lightning_zero.config.schema import option_fields

@@ -256,7 +256,7 @@ class Executor:
         """Return counts since the last reset. Counts that are zero may be missing.
 
         Weights: ``gathers``, ``gather_bytes`` (of unsharded weights), and of these ``eager_gathers``,
-        ``resident_gathers`` (into the cache of unsharded weights), ``copied_weights`` (without a collective);
+        ``cached_gathers`` (into the cache of unsharded weights), ``copied_weights`` (without a collective);
         ``gather_groups``, and of these ``prefetched_groups`` (started at the beginning of the step);
         ``compute_shard_writes`` (one by one).
 

@@ -45,7 +45,7 @@ class Parameters(Protocol):
         steps, after gradients are used.
         """
 
-    def set_resident(self, index: int, memory: Tensor | None) -> None:
+    def set_unsharded_cache(self, index: int, memory: Tensor | None) -> None:
         """Set 1-D padded memory to cache the unsharded parameter until the step; None removes it."""
 
     def set_deferred_gradient(self, index: int, memory: Tensor | None, full: bool) -> None:
@@ -148,7 +148,7 @@ class Weights(Protocol):
     def drop(self) -> None:
         """Release all weights held for eager code. Later user writes of weights that it still holds are lost."""
 
-    def serve_eager_from_resident(self, on: bool) -> None:
+    def serve_eager_from_cache(self, on: bool) -> None:
         """Let eager code read unsharded weights from the cache if they are in its dtype.
 
         A backward always does.

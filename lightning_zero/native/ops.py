@@ -54,7 +54,7 @@ class Op:
         return getattr(getattr(torch.ops, NAMESPACE), self.name).default
 
 
-def _fake_full(shard: Tensor, shape: list[int], dtype: torch.dtype, resident: Tensor | None = None) -> Tensor:
+def _fake_full(shard: Tensor, shape: list[int], dtype: torch.dtype, cache: Tensor | None = None) -> Tensor:
     return shard.new_empty(shape, dtype=dtype)
 
 

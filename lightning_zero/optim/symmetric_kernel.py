@@ -22,29 +22,26 @@ class Blocks(NamedTuple):
     """Sizes of one program's work.
 
     Attributes:
-        rows: Rows of a block of the product.
-        ratio: Columns of a block, as a multiple of ``rows``.
+        rows: Rows and columns of a block of the product.
         inner: Elements of the inner dimension per iteration.
         warps: Warps of a program.
         stages: Iterations whose loads are in flight.
     """
 
     rows: int
-    ratio: int
     inner: int
     warps: int
     stages: int
 
 
-# Both use WGMMA with 128 accumulators for each thread or fewer, and fit into the shared memory of Hopper.
-SQUARE = Blocks(rows=128, ratio=1, inner=64, warps=8, stages=4)
-WIDE = Blocks(rows=128, ratio=2, inner=64, warps=8, stages=3)
+# The fastest or nearly the fastest of 14 for all of Llama's shapes on an H200, among them blocks of 128 x 256.
+BLOCKS = Blocks(rows=128, inner=64, warps=8, stages=4)
 
 
-def programs(size: int, blocks: Blocks) -> int:
+def programs(size: int, rows: int = BLOCKS.rows) -> int:
     """Return the number of programs for one product of ``size`` rows."""
-    wide = -(-size // (blocks.rows * blocks.ratio))
-    return wide * (wide + 1) // 2 * blocks.ratio
+    wide = -(-size // rows)
+    return wide * (wide + 1) // 2
 
 
 @triton.jit if triton is not None else lambda kernel: kernel
@@ -63,30 +60,26 @@ def _upper_blocks(  # type: ignore[no-untyped-def]
     HAS_BASE: tl.constexpr,
     MASKED: tl.constexpr,
     ROWS: tl.constexpr,
-    RATIO: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    COLUMNS: tl.constexpr = ROWS * RATIO
     # A triangle of `wide` block columns is folded into a rectangle: line r holds the triangle's lines r and wide-1-r
     # (or wide-r if `wide` is odd), which together have one length. So no program starts below the diagonal.
-    wide = (size + COLUMNS - 1) // COLUMNS
+    wide = (size + ROWS - 1) // ROWS
     length = wide + 1 - wide % 2
-    program = tl.program_id(0)
-    cell = program // RATIO
-    line = cell // length
-    step = cell % length
+    line = tl.program_id(0) // length
+    step = tl.program_id(0) % length
     first = step < wide - line
     upper = tl.where(first, line, wide - line - (1 - wide % 2))
     column = tl.where(first, line + step, upper + step - (wide - line))
-    rows = (upper * RATIO + program % RATIO) * ROWS + tl.arange(0, ROWS)
-    columns = column * COLUMNS + tl.arange(0, COLUMNS)
+    rows = upper * ROWS + tl.arange(0, ROWS)
+    columns = column * ROWS + tl.arange(0, ROWS)
     batch = tl.program_id(1).to(tl.int64)
 
     depth = tl.arange(0, INNER)
     x_ptr += batch * x_batch
     left = x_ptr + rows[:, None] * x_row + depth[None, :] * x_inner
     right = x_ptr + columns[None, :] * x_row + depth[:, None] * x_inner
-    total = tl.full((ROWS, COLUMNS), 0.0, tl.float32)
+    total = tl.full((ROWS, ROWS), 0.0, tl.float32)
     for begin in range(0, inner, INNER):
         if MASKED:
             valid = depth < inner - begin
@@ -107,7 +100,7 @@ def _upper_blocks(  # type: ignore[no-untyped-def]
     if HAS_BASE:
         base = tl.load(base_ptr + direct, mask=inside, other=0.0) if MASKED else tl.load(base_ptr + direct)
         total += beta * base.to(tl.float32)
-    if column * COLUMNS >= (upper * RATIO + program % RATIO + 1) * ROWS:
+    if column > upper:
         result = total.to(out_ptr.dtype.element_ty)
         if MASKED:
             tl.store(out_ptr + direct, result, mask=inside)
@@ -123,7 +116,7 @@ def _upper_blocks(  # type: ignore[no-untyped-def]
 
 
 def symmetric_product(
-    x: Tensor, base: Tensor | None, alpha: float, beta: float, shift: float, blocks: Blocks
+    x: Tensor, base: Tensor | None, alpha: float, beta: float, shift: float, blocks: Blocks = BLOCKS
 ) -> Tensor:
     """Return ``alpha * x @ x.mT + beta * base + shift * I`` in the dtype of ``x``, accumulated in float32.
 
@@ -133,7 +126,7 @@ def symmetric_product(
     """
     number, size, inner = x.shape
     out = torch.empty(number, size, size, dtype=x.dtype, device=x.device)
-    _upper_blocks[programs(size, blocks), number](
+    _upper_blocks[programs(size, blocks.rows), number](
         x,
         out if base is None else base,
         out,
@@ -144,9 +137,8 @@ def symmetric_product(
         beta,
         shift,
         HAS_BASE=base is not None,
-        MASKED=size % (blocks.rows * blocks.ratio) != 0 or inner % blocks.inner != 0,
+        MASKED=size % blocks.rows != 0 or inner % blocks.inner != 0,
         ROWS=blocks.rows,
-        RATIO=blocks.ratio,
         INNER=blocks.inner,
         num_warps=blocks.warps,
         num_stages=blocks.stages,

@@ -22,7 +22,7 @@ from torch.fx import Graph, Node, map_arg
 from torch.utils.flop_counter import flop_registry
 
 from lightning_zero.compat import tensors as ops
-from lightning_zero.compat.tensors import tree_map_only
+from lightning_zero.compat.tensors import TorchDispatchMode, tree_map_only
 from lightning_zero.native.ops import find_op
 from lightning_zero.profiling.graph_tensors import (
     Storage,
@@ -314,3 +314,25 @@ def _time(work: Callable[[], object], device: torch.device, repetitions: int) ->
 def _finish(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+class FlopCount(TorchDispatchMode):
+    """Counts the operations of eager code while the mode is active, also in backward passes on autograd's threads.
+
+    ``torch.utils.flop_counter.FlopCounterMode`` is not used: a formula that raises would fail the training step there,
+    it counts no attention on CPUs, and it puts hooks on all modules, whose calls the engine records in that step.
+
+    Attributes:
+        total: operations of this rank so far; a multiplication and an addition are two.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.total += op_flops(func, args, kwargs or {}, result)
+        return result

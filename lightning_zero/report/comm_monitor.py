@@ -21,7 +21,7 @@ from lightning_zero.engine import Engine, engine_of
 from lightning_zero.integrations.console import show_info
 from lightning_zero.integrations.trainer.pass_schedule import zero_strategy
 from lightning_zero.profiling.devices import PeakFlops, find_peak_flops
-from lightning_zero.report.flops import FlopCount
+from lightning_zero.profiling.node_costs import FlopCount
 from lightning_zero.report.step_metrics import BatchTotals, EngineCounters, StepWindow, window_metrics
 
 SizeOf = Callable[[Any], int]

@@ -18,16 +18,6 @@ from lightning_zero.profiling.device_gauges import DeviceTimer, MemoryGauge
 from lightning_zero.profiling.devices import PeakFlops
 from lightning_zero.report.engine_report import memory_by_role, replay_blockers
 
-__all__ = [
-    "BatchTotals",
-    "EngineCounters",
-    "StepWindow",
-    "exposed_per_pass",
-    "exposed_seconds",
-    "pass_plans",
-    "window_metrics",
-]
-
 HALVINGS = 40  # of the interval in which the compute factor is searched
 REDUCE, START, WAIT = range(3)  # in this order if they are at the same place
 

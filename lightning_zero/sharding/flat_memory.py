@@ -477,7 +477,7 @@ class ShardMemory:
         self._unsharded = FlatBuffer(made, self._mesh.device)
         new = iter(self._unsharded.views)
         for (record, layout, _), flat in zip(found, (next(new) if t is None else t for t in existing), strict=True):
-            self.executor.parameters.set_resident(record.index, flat)
+            self.executor.parameters.set_unsharded_cache(record.index, flat)
             record.memory[Role.UNSHARDED_CACHE] = view = flat[: layout.numel].view(layout.shape)
             for owner, key in record.owners:
                 owner.__dict__.setdefault(UNSHARDED_CACHE, {})[key] = view
@@ -499,7 +499,7 @@ class ShardMemory:
         self._unsharded = None
         for record in self._records:
             if record.memory.pop(Role.UNSHARDED_CACHE, None) is not None:
-                self.executor.parameters.set_resident(record.index, None)
+                self.executor.parameters.set_unsharded_cache(record.index, None)
                 for owner, key in record.owners:
                     owner.__dict__[UNSHARDED_CACHE].pop(key, None)
 

@@ -115,8 +115,12 @@ class OptimizerSteps:
         if self._on_host is not None:
             self.settle()  # a failed step may have left copies in flight
             self._on_host.ring.resize(config.offload_buffer_bytes)
-            for stepper in self._steppers.values():
-                stepper.drop_captures()
+            self.drop_captures()
+
+    def drop_captures(self) -> None:
+        """Free the captured steps and their device memory; a later step is captured again."""
+        for stepper in self._steppers.values():
+            stepper.drop_captures()
 
     @property
     def _masters_on_host(self) -> bool:

@@ -237,7 +237,7 @@ class OptimizerStepper:
             kernel.prefetch_from_host()
 
     def drop_captures(self) -> None:
-        """Drop captured steps, because the staging buffers change."""
+        """Free captured steps. A step is captured again after one eager step."""
         self._captured.forget()
 
     @contextmanager

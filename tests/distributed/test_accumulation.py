@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches add up, whatever changes between them."""
+"""Gradients of several micro-batches add up, also if settings change between them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Which activations are saved is the user's choice; results and the life of weights stay the same."""
+"""The user chooses which activations are saved; results and lifetimes of weights stay the same."""
 
 from typing import Any
 
@@ -78,8 +78,9 @@ def test_saving_less_changes_memory_and_nothing_else(ranks: Ranks) -> None:
 
 
 class Scaled(nn.Module):
-    """Each of its weights multiplies what it returns, so a weight times its gradient is the result, if backward goes by
-    the numbers that forward has drawn."""
+    """Each weight multiplies the result, so a weight times its gradient is the result if backward uses the random
+    numbers of forward.
+    """
 
     def __init__(self, checkpointed: bool) -> None:
         super().__init__()
@@ -121,7 +122,7 @@ def errors(backend: str, checkpointed: bool, budget: float) -> list[float]:
     ("backend", "checkpointed", "budget"),
     [
         *(("aot_eager", checkpointed, budget) for checkpointed in (False, True) for budget in (0.3, 0.0)),
-        # What is saved is settled before code is generated.
+        # The saved values are chosen before code is generated.
         pytest.param("inductor", True, 0.3, marks=pytest.mark.exhaustive),
     ],
 )

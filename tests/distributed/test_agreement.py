@@ -1,4 +1,7 @@
-"""Ranks that see batches of different lengths train; ranks that gather different weights are told so, and do not hang."""
+"""Ranks with batches of different lengths train.
+
+Ranks that gather different weights get an error and do not hang.
+"""
 
 from typing import Any
 
@@ -25,7 +28,7 @@ BALANCED = CostModel(((1, 1e-9),), DeviceSpeed({torch.float32: 1e10}, 1e12, 1e-9
 
 
 class Residual(NextToken):
-    """What a batch's length decides about, without what takes long to compile."""
+    """Return the settings that depend on the batch's length, without slow compilations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +163,7 @@ def run_and_raise(*args: Any) -> None:
 
 
 def evaluate_other_parts() -> None:
-    """What only some graphs use, and what is compiled in evaluation, is agreed on as well."""
+    """Ranks also agree on weights of single graphs and on graphs of evaluation."""
     model = build(Forks)
     with engine_for(model, "aot_eager", gather_transport="collective") as engine:
         for step in range(4):

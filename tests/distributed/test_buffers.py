@@ -1,4 +1,4 @@
-"""Which buffers are sent, when, and how ranks come to agree on it."""
+"""Buffers that are sent, the time of sending, and the agreement of ranks on it."""
 
 from collections.abc import Callable
 from typing import Any

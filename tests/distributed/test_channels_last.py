@@ -68,7 +68,7 @@ def train(backend: str) -> dict[str, Any]:
         moments = engine.optimizer_state(optimizer)
         with engine.full_parameters():
             whole = model.first.weight.stride(), torch.equal(model.first.weight, state["first.weight"])
-        # What is written to a weight reaches the shards at the same places.
+        # A write to a weight reaches the shards at the same places.
         ramp = torch.arange(64.0 * 16 * 9).view(64, 16, 3, 3)
         model.first.weight.data = ramp
         assigned = torch.equal(model.state_dict()["first.weight"], ramp)

@@ -1,5 +1,7 @@
-"""Activation checkpointing as users write it: one graph, every weight of it planned, and nothing saved but what they
-asked for."""
+"""Activation checkpointing as users write it.
+
+One graph, every weight planned, and only the requested values saved.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -87,7 +87,7 @@ class Lists(nn.Module):
 
 
 class Plain(nn.Module):
-    """Nothing but one parameter of its own, which nobody shards before the end."""
+    """Own one parameter, which is sharded at the end only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +222,7 @@ def test_meta_modules_get_their_values_when_they_are_sharded(ranks: Ranks, world
         assert out["tied"] == tied(plain)
         assert out["grad"] == [param.requires_grad for param in plain.parameters()]
         assert out["has gradient"] == out["grad"]
-    # What reset_parameters() draws: its spread, not its values, for which the modules' order decides.
+    # The spread of reset_parameters(), not its values, which depend on the order of modules.
     params = outs[0]["params"]
     assert params["tokens.weight"].std() == pytest.approx(1.0, abs=0.3)
     assert_close_relative([params["norm.weight"], params["norm.bias"]], [torch.ones(7), torch.zeros(7)], 0.0)
@@ -266,7 +266,7 @@ def most_whole_weights(layers: int, meta: bool, construction: bool) -> float:
 @pytest.mark.parametrize("meta", [False, True], ids=["real", "meta"])
 def test_no_rank_holds_more_than_one_layer_whole(ranks: Ranks, meta: bool) -> None:
     # One layer of the 32, with the copies that drawing, sending and cutting it need, and
-    # what gloo's threads held and freed unseen, which grows with the logarithm of the layers (8: 4, 128: 8).
+    # memory that gloo's threads held and freed unseen; it grows with the logarithm of the layers (8: 4, 128: 8)
     assert max(ranks.run(3, most_whole_weights, 32, meta, True)) <= 12
 
 
@@ -284,7 +284,7 @@ def exception_while_building() -> None:
     with engine_for(backend=EAGER) as engine:
         with pytest.raises(RuntimeError, match="while building"), engine.construction():
             Broken()
-        # No hook is left behind: what is built now stays whole.
+        # No hook remains: modules that are built now stay unsharded.
         plain = nn.Sequential(nn.Linear(3, 4))
         assert plain[0].weight.shape == (4, 3)
         assert isinstance(plain[0].weight, nn.Parameter)

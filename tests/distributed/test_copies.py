@@ -1,4 +1,4 @@
-"""Copies of sharded modules are plain ones with whole parameters; what they were taken from goes on as before."""
+"""Copies of sharded modules are plain ones with full parameters; the originals continue as before."""
 
 import copy
 import gc
@@ -19,7 +19,10 @@ WIDTH = 64
 
 
 class Tied(nn.Module):
-    """A tied weight, a scalar, a frozen parameter, buffers, a recurrent layer; the root owns a parameter, too."""
+    """A tied weight, a scalar, a frozen parameter, buffers, a recurrent layer.
+
+    The root owns a parameter, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +37,7 @@ class Tied(nn.Module):
 
 
 class Own(nn.Sequential):
-    """Says itself what is copied, and owns no parameters."""
+    """Define its own copy, and own no parameters."""
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)

@@ -1,4 +1,4 @@
-"""Buffers that forward edits: backward goes by what they were when forward read them."""
+"""Buffers that forward edits: backward uses the values that forward read."""
 
 import copy
 
@@ -16,7 +16,7 @@ WIDTH = 8
 
 
 class Queue(nn.Module):
-    """Of keys that were seen last, as contrastive losses compare with them."""
+    """Keep the keys that were seen last, as contrastive losses compare with them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Queue(nn.Module):
 
 
 class Mean(nn.Module):
-    """Read before it is edited, and behind that."""
+    """Read the buffer before and after an edit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Mean(nn.Module):
 
 
 class Count(nn.Module):
-    """Of calls."""
+    """Count calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Normalised(nn.BatchNorm1d):
         super().__init__(WIDTH)
 
 
-# In this order a net of one of each has no gradient that is but what rounding leaves.
+# In this order, no gradient of a net with one of each is only rounding noise.
 KINDS: tuple[type[nn.Module], ...] = (Normalised, Count, Queue, Mean)
 EDITS = {kind.__name__: (kind,) * 3 for kind in KINDS}
 ALL = "one of each"
@@ -81,7 +81,7 @@ class Net(nn.Module):
 
 
 def differences(backend: str, edits: str, checkpointed: bool) -> dict[str, float]:
-    """Of gradients and buffers, from those of eager code without checkpoints, which would edit buffers twice."""
+    """Return differences of gradients and buffers from eager code without checkpoints, which would edit buffers twice."""
     torch.manual_seed(3)
     model = Net(edits, checkpointed)
     plain = copy.deepcopy(model)
@@ -117,7 +117,7 @@ def differences(backend: str, edits: str, checkpointed: bool) -> dict[str, float
     ("backend", "edits", "checkpointed"),
     [
         *(("aot_eager", edits, checkpointed) for edits in EDITS for checkpointed in (False, True)),
-        # Which buffers backward reads is settled before code is generated, which then takes seconds for each graph.
+        # The buffers of backward are chosen before code is generated, which then takes seconds for each graph.
         pytest.param("inductor", ALL, True, marks=pytest.mark.exhaustive),
     ],
 )
@@ -125,7 +125,7 @@ def differences(backend: str, edits: str, checkpointed: bool) -> dict[str, float
 def test_backward_reads_buffers_as_forward_has_read_them(
     ranks: Ranks, backend: str, edits: str, checkpointed: bool
 ) -> None:
-    """torch's partitioner saves the buffer itself, and computes again with what it has become."""
+    """torch's partitioner saves the buffer itself, and computes again with its new value."""
     (found,) = ranks.run(1, differences, backend, edits, checkpointed, deadline=200)
     assert found
     assert max(found.values()) < 1e-4, found

@@ -1,4 +1,4 @@
-"""Evaluation between training steps computes what the plain model computes, and leaves training as it was."""
+"""Evaluation between training steps computes the values of the plain model, and does not change training."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def train_evaluate_train(case: type[Case], backend: str) -> tuple[Any, dict[str,
 
 @pytest.mark.parametrize(
     ("case", "world_size", "backend"),
-    # Dynamo runs the recurrent one as it is, and would compile what is called from there.
+    # Dynamo runs the recurrent one eagerly, and would compile the functions that it calls.
     [(CASE, 1, EAGER), (CASE, 2, "aot_eager"), (CASE, 3, EAGER), (LSTMNet, 2, "aot_eager")],
     ids=["1-eager", "2-compiled", "3-eager", "recurrent"],
 )

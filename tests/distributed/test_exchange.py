@@ -1,5 +1,7 @@
-"""Hosts exchange weights in parts, in the order in which they are read: the first layers run before the last part has
-come, and read what they would have read behind it."""
+"""Hosts exchange weights in parts, in the order of reads.
+
+The first layers run before the last part arrives. They read the values that they would read after the exchange.
+"""
 
 from typing import Any
 
@@ -44,8 +46,10 @@ WAYS: dict[tuple[int, int], dict[str, dict[str, Any]]] = {
 
 
 def train(ways: dict[str, dict[str, Any]], ranks_per_host: int) -> dict[str, tuple[Reference, list[list[int]], int]]:
-    """By way: what was trained, what the layers saw in a compiled step and in the last one, and into how many parts its
-    exchange was cut."""
+    """Return for each transport the trained weights.
+
+    The layers' inputs in a compiled step and in the last one, and the parts of the exchange.
+    """
     found = {}
     for name, options in ways.items():
         model = build(Layers)
@@ -55,7 +59,7 @@ def train(ways: dict[str, dict[str, Any]], ranks_per_host: int) -> dict[str, tup
             counted[:] = [engine.executor]
 
             def note(model: nn.Module, index: int, engine: Any = engine, name: str = name) -> None:
-                if index == UNREPLAYED + 1:  # a replay would count what its first run did
+                if index == UNREPLAYED + 1:  # a replay would count the events of its first run
                     counters = engine.executor.counters()
                     assert "replayed_graphs" not in counters
                     assert counters["awaited_parts"] == counters["exchanged_parts"], (name, counters)
@@ -86,7 +90,7 @@ def test_first_layers_run_before_the_last_part_has_come(ranks: Ranks, world_size
                 assert awaited == sorted(awaited), name
                 assert awaited[0] < parts / 2, f"{name}: {awaited} of {parts}"
                 assert awaited[LAYERS // 2] < parts, f"{name}: {awaited} of {parts}"
-                assert awaited[-1] >= parts - 1, f"{name}: {awaited} of {parts}"  # the last layer's own, right behind
+                assert awaited[-1] >= parts - 1, f"{name}: {awaited} of {parts}"  # the last layer's own, right after it
 
 
 def test_graphs_that_wait_for_parts_of_before_are_captured_anew(ranks: Ranks) -> None:

@@ -78,7 +78,10 @@ def loss_of(model: nn.Module, index: int) -> Tensor:
 
 
 def train(backend: str = "aot_eager", **options: Any) -> dict[str, Any]:
-    """Train on this rank's shards. All ranks take equal batches, so that their scales are those of one rank."""
+    """Train on this rank's shards.
+
+    All ranks take equal batches, so that their scales are those of one rank.
+    """
     model = Model()
     losses = []
     with engine_for(model, backend, **OPTIONS | options) as engine:

@@ -1,4 +1,7 @@
-"""Inside full_parameters() a module is the plain module it was; afterwards, and after unshard(), nothing is lost."""
+"""Inside full_parameters() a module is the plain module it was.
+
+Afterwards, and after unshard(), nothing is lost.
+"""
 
 import copy
 from typing import Any
@@ -118,14 +121,14 @@ def parts_and_nesting() -> None:
             with engine.full_parameters(module):
                 for name, param in module.named_parameters():
                     assert torch.equal(param, twin.get_parameter(name)), name
-                # Outside of it, what is tied to it is whole, and the rest is sharded and read as ever.
+                # Outside of it, tied parameters are full, and the rest is sharded and read as usual.
                 assert model.last.weight is model.inner[1].linear.weight
                 assert torch.equal(model.first.weight, plain.first.weight)
                 with torch.no_grad():
                     next(module.parameters()).add_(1)
                     next(twin.parameters()).add_(1)
             assert_close_relative(whole_params(engine, model), dict(plain.named_parameters()), 0.0, what="part")
-        # An inner context must not end the outer one, nor write what the outer one keeps.
+        # An inner context must neither end the outer one nor write the values that the outer one keeps.
         with engine.full_parameters(model.inner):
             with engine.full_parameters():
                 check_plain(model, plain)
@@ -178,7 +181,7 @@ def gradients_stay() -> None:
             before = whole_grads(engine, model)
             with engine.full_parameters(model.inner):
                 assert model.inner[0].linear.weight.grad is None  # a shard's gradient does not fit a whole parameter
-                # Gradients of whole parameters are nobody's.
+                # Gradients of full parameters belong to no parameter.
                 model.inner[0](torch.ones(2, 19)).sum().backward()
             assert all(param.grad is grads[name] for name, param in model.named_parameters())
             assert_close_relative(whole_grads(engine, model), before, 0.0, what="gradient")
@@ -229,7 +232,7 @@ def low_precision_copies_follow() -> None:
         train_sharded(engine, model, make_batches(Net, 2, SAMPLES), adamw(model), context=lambda: autocast)
         with engine.full_parameters():
             for param, value in zip(model.parameters(), plain.parameters(), strict=True):
-                param.data.copy_(value)  # behind autograd's back: no version tells
+                param.data.copy_(value)  # unknown to autograd: no version counts it
         engine.eval_step()
         with torch.no_grad(), autocast:
             assert_close_relative(model(torch.ones(3, 19)), plain(torch.ones(3, 19)), 1e-6, what="output")

@@ -1,5 +1,7 @@
-"""Gradients that lie where the compute copies of their weights lay: training is what it is with rounded gradients, and
-what would read them as weights is refused."""
+"""Gradients that alias the compute copies of their weights.
+
+Training has the results of rounded gradients, and reads of the weights raise an error.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -53,7 +55,7 @@ def train(
     clip: float | None = None,
     **options: Any,
 ) -> tuple[Reference, dict[str, int], set[torch.dtype]]:
-    """What the training recorded, whose gradients were rounded; memory by role; and the gradients' dtypes."""
+    """Return the record of the training with rounded gradients, memory by role, and the dtypes of gradients."""
     torch.manual_seed(17)
     model: Any = build(case)
     dtypes: set[torch.dtype] = set()
@@ -128,7 +130,7 @@ def evaluate(model: nn.Module) -> Tensor:
 
 
 def backward(model: Any, index: int) -> None:
-    """Of another batch than those that are trained with."""
+    """Return another batch than those of the training."""
     engine = _engine(model)
     with engine.train_step(), autocast():
         loss = model.loss(shard_batch(model.make_batch(99 + index, SAMPLES), engine.rank, engine.world_size))
@@ -142,8 +144,10 @@ Trained = tuple[list[dict[str, Tensor]], list[str]]
 def up_to_backwards(
     over: bool, options: dict[str, Any], thens: Sequence[Then], refused: Sequence[Then] = ()
 ) -> Trained:
-    """Each of these is called with a model whose gradients wait for their step, its optimizer, and what an evaluation
-    gave before. Returns the weights behind each, and with what those end that are refused."""
+    """Call each with a model whose gradients wait for their step, its optimizer, and earlier results of an evaluation.
+
+    Return the weights after each, and the errors of those that end in one.
+    """
     torch.manual_seed(17)
     model: Any = build(OneLayer)
     weights, errors = [], []
@@ -163,7 +167,7 @@ def up_to_backwards(
         for then in refused:
             before = evaluate(model)
             backward(model, 5)
-            with pytest.raises(Exception) as caught:  # noqa: PT011 - who asks for it looks at what it says
+            with pytest.raises(Exception) as caught:  # noqa: PT011 - the caller checks the message
                 then(model, optimizer, before)
             errors.append(str(caught.value))
             engine.cycle.reset()
@@ -188,7 +192,7 @@ def evaluates(model: Any, optimizer: Any, before: Tensor) -> None:
 
 
 def one_rank_evaluates(model: Any, optimizer: Any, before: Tensor) -> None:
-    """Where ranks take turns; others do it together."""
+    """The case of ranks that take turns; others act together."""
     model.zero_grad()
     if _engine(model).rank == 0 or _engine(model).config.tuning.gather_transport == "collective":
         assert torch.equal(evaluate(model), before)
@@ -197,7 +201,7 @@ def one_rank_evaluates(model: Any, optimizer: Any, before: Tensor) -> None:
 
 
 def drops_gradients(model: Any, optimizer: Any, before: Tensor) -> None:
-    """With a step that comes behind them at once, behind an evaluation, and behind others that are dropped."""
+    """Run each directly before a step, after an evaluation, and after dropped gradients."""
     for index, evaluated in enumerate((False, True, True)):
         model.zero_grad()
         if index == 2:
@@ -238,7 +242,7 @@ def two_losses(model: Any, optimizer: Any, before: Tensor) -> None:
 
 
 def steps_in_turn(model: Any, optimizer: Any, before: Tensor) -> None:
-    """Two optimizers after one backward; what no optimizer has keeps its gradient for good."""
+    """Two optimizers after one backward; a gradient without an optimizer remains."""
     model.zero_grad()
     halves = [list(model.parameters())[0:3], list(model.parameters())[3:-2]]
     optimizers = [torch.optim.AdamW(half, lr=0.01, eps=1e-4) for half in halves]
@@ -251,7 +255,7 @@ def steps_in_turn(model: Any, optimizer: Any, before: Tensor) -> None:
 
 
 def puts_gradients_in(model: Any, optimizer: Any, before: Tensor) -> None:
-    """Of his own: without a backward, for a step with clipping; and then for none."""
+    """Clip the user's own gradients, without a backward; then gradients of no parameter."""
     model.zero_grad()
     for clip in (0.1, None):
         for param in model.parameters():
@@ -314,7 +318,7 @@ Found = Callable[[str], list[Trained]]
 
 @pytest.fixture(scope="module")
 def plain(ranks: Ranks) -> Found:
-    """By transport, of each rank: weights behind each of these, where gradients have memory of their own."""
+    """Return by transport and rank the weights after each case, where gradients have memory of their own."""
     return cache(
         lambda transport: ranks.run(2, up_to_backwards, False, TRANSPORTS[transport], of(transport), deadline=120)
     )
@@ -322,7 +326,7 @@ def plain(ranks: Ranks) -> Found:
 
 @pytest.fixture(scope="module")
 def over(ranks: Ranks) -> Found:
-    """The same where gradients lie over copies, and what is refused then."""
+    """Return the same where gradients alias copies, and the errors."""
 
     @cache
     def trained(transport: str) -> list[Trained]:
@@ -334,14 +338,14 @@ def over(ranks: Ranks) -> Found:
 
 
 def of(transport: str) -> list[Then]:
-    """Replays refuse what needs weights again."""
+    """Replays reject code that needs weights again."""
     return [*RIGHT, *(ROUNDED[:1] if transport == "replayed" else ROUNDED)]
 
 
 @pytest.mark.parametrize("transport", TRIED)
 @pytest.mark.exhaustive_variants("replayed")
 def test_what_comes_before_the_step_is_as_right_as_ever(over: Found, plain: Found, transport: str) -> None:
-    # Which transport it was changes no bit of a sum of two.
+    # The transport changes no bit of a sum of two.
     expected = plain("replayed" if transport == "replayed" else "copies")
     for (mine, _), (its, _) in zip(over(transport), expected, strict=True):
         assert_close_relative(mine[: len(RIGHT)], its[: len(RIGHT)], 1e-6)

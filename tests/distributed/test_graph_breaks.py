@@ -32,7 +32,7 @@ def count_graphs(steps: int) -> dict[str, Any]:
         first = seen.count("joint")
         train_sharded(engine, model, batches[2:], adamw(model), clip_norm=0.5)
         reads = engine.executor.counters()["eager_gathers"]
-        # One eager step reads everything once; what a graph cannot hold is read eagerly in each step that follows.
+        # One eager step reads all weights once; code outside of the graphs reads eagerly in each later step.
         per_step = (reads - len(engine.sharder.live)) / steps
     return {
         "out": out,
@@ -62,7 +62,7 @@ def test_twelve_blocks_with_a_break_in_each_share_their_graphs(ranks: Ranks, wor
 
 
 class BrokenLoop(OneMLP):
-    """Dynamo runs such a loop as it is, and compiles what is called in it, but for torch's own modules."""
+    """Dynamo runs such a loop eagerly, and compiles the functions that it calls, except for torch's own modules."""
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.tokens(ids)
@@ -140,7 +140,7 @@ class _Trip(torch.autograd.Function):
 
 
 class Fragile(Case):
-    """Raises half way, when told to."""
+    """Raise in the middle on request."""
 
     where = ""
 
@@ -167,7 +167,7 @@ class Fragile(Case):
 
 
 def trip_and_go_on(backend: str, trips: dict[int, str]) -> tuple[list[dict[str, Any]], Reference]:
-    """What each exception left behind, and the training as it went on."""
+    """Return the state after each exception, and the training as it continued."""
     model = build(Fragile)
     found, out = [], Reference()
     with engine_for(model, backend, reduce_bucket_mb=0.002) as engine:
@@ -194,7 +194,7 @@ def trip_and_go_on(backend: str, trips: dict[int, str]) -> tuple[list[dict[str, 
     return found, out
 
 
-# The first step is the one that finds out what to compile.
+# The first step records the modules to compile.
 TRIPS = [{0: "forward", 2: "backward"}, {0: "backward", 2: "forward"}]
 
 

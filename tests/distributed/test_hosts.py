@@ -1,4 +1,7 @@
-"""Ranks told apart into hosts: weights come, and gradients go, in two steps, and the result is that of one process."""
+"""Ranks of several hosts: weights arrive and gradients are reduced in two steps.
+
+The result equals that of one process.
+"""
 
 import time
 from contextlib import nullcontext
@@ -70,7 +73,7 @@ def reference(world: int, accumulate: int = 1, steps: int = STEPS) -> Reference:
 def train(
     ranks_per_host: int, backend: str, accumulate: int = 1, steps: int = STEPS, **options: Any
 ) -> tuple[Reference, dict[str, int], int]:
-    """What was trained, what was counted in the last step, and the bytes of all parameters with their padding."""
+    """Return the trained weights, counters of the last step, and the bytes of all parameters with padding."""
     model = build(Wide)
     options = {"gather_group_mb": 0.02} | options  # so small that hosts exchange several parts
     with engine_for(model, backend, ranks_per_host=ranks_per_host, **options) as engine:
@@ -126,7 +129,7 @@ def test_training_over_hosts_equals_one_process(ranks: Ranks, world_size: int, r
         ranks_per_host > 1 and way not in ("eager", "by collectives", "no copy per host")
     )
     assert ("replayed_graphs" in counters) == (way == "replayed")
-    # Of a host of one rank compiled code reads what the hosts have exchanged where it lies.
+    # On a host of one rank, compiled code reads the exchanged weights in place.
     assert ("gathers" in counters) == (ranks_per_host > 1 or way in ("eager", "no copy per host"))
 
 
@@ -182,13 +185,13 @@ def test_what_crosses_hosts_in_a_step(ranks: Ranks, options: dict[str, Any], gat
     assert counters["reduce_bytes_across"] == reductions * nbytes // 2
     if gathers <= 1:
         assert counters.get("gather_bytes_across", 0) == gathers * nbytes // 2
-    else:  # in backward the middle one: what is small stays, and the last one; the first one's input needs no gradient
+    else:  # in backward the middle one: small weights and the last one stay; the first one's input needs no gradient
         middle = 4 * 4 * 448  # bytes, with the padding of four ranks
         assert counters["gather_bytes_across"] == MICRO * (nbytes + middle) // 2
 
 
 @pytest.mark.parametrize(
-    ("world_size", "ranks_per_host", "way"),  # "compiled" on two hosts of two: see what crosses once per step
+    ("world_size", "ranks_per_host", "way"),  # "compiled" on two hosts of two: count transfers once per step
     [
         *((4, 2, way) for way in ("eager", "replayed", "kept, gradients by copies")),
         *((3, 1, way) for way in ("eager", "replayed")),
@@ -209,7 +212,7 @@ def test_accumulated_micro_batches_are_reduced_across_hosts_once(
 
 
 def timed(gbs: float) -> tuple[Reference, float, float]:
-    """A training over a slow network, its seconds, and those that what crossed hosts takes at least."""
+    """Return a training over a slow network, its seconds, and the least seconds of its transfers between hosts."""
     begun = time.monotonic()
     out, counters, _ = train(1, "aot_eager", steps=2, emulate_cross_host_gb_per_s=gbs)
     taken = time.monotonic() - begun
@@ -217,7 +220,7 @@ def timed(gbs: float) -> tuple[Reference, float, float]:
     return out, taken, crossed / (1e9 * gbs)
 
 
-@pytest.mark.exhaustive  # the others here count what is sent
+@pytest.mark.exhaustive  # the other tests here count the traffic
 def test_an_emulated_network_is_as_slow_as_asked_and_changes_nothing(ranks: Ranks) -> None:
     for out, taken, least in ranks.run(2, timed, 1e-5):
         check(out, reference(2, steps=2))
@@ -240,7 +243,7 @@ def test_on_one_host_there_is_nothing_to_replicate_and_one_line_says_so(ranks: R
 
 
 def zeroed(set_to_none: bool) -> Tensor | None:
-    """A first micro-batch's gradients are dropped; what the second one brings."""
+    """The gradients of a first micro-batch are dropped; return those of the second one."""
     model = build(Wide)
     first, second = make_batches(Wide, 2, SAMPLES)
     with engine_for(model, EAGER, ranks_per_host=1, cross_host_reduce="step") as engine:
@@ -270,7 +273,7 @@ def test_gradients_that_were_changed_between_micro_batches_are_refused_by_name(r
 
 
 def stepped_early(backend: str) -> Reference:
-    """The last micro-batch, as was announced, is not the last: the optimizer steps before it comes."""
+    """The micro-batch announced as last is not the last: the optimizer steps before it."""
     model = build(Wide)
     with engine_for(model, backend, ranks_per_host=1, cross_host_reduce="step") as engine:
         optimizer, out = sgd(model), Reference()

@@ -1,4 +1,4 @@
-"""What is written into a weight that was read reaches the shards, and never undoes what came later."""
+"""A write to a weight that was read reaches the shards, and does not undo later writes."""
 
 import copy
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def change_through_a_tie(model: Net) -> None:
 
 @torch.no_grad()
 def swap_with_a_copy(model: Net) -> None:
-    # What averaging callbacks do around validation.
+    # as averaging callbacks do around validation
     kept = [param.detach().clone() for param in (model.first.weight, model.second.weight)]
     for param in (model.first.weight, model.second.weight):
         param.copy_(torch.ones_like(param))
@@ -135,7 +135,7 @@ def test_an_edit_reaches_the_shards_before_anybody_looks(ranks: Ranks, edit: Cal
 
 
 def edited_training(model: Net, engine: Engine | None, batches: list[Batch], world: int) -> Reference:
-    """Edits between forward passes, between steps, and of what was read long before."""
+    """Edit weights between forward passes, between steps, and long after a read."""
     optimizer = adamw(model)
     held: list[Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Trainings whose equal layers are traced once, and as often as there are layers: to the last bit, with the same plan."""
+"""Trainings whose equal layers are traced once, and as often as there are layers, to the last bit, with the same plan."""
 
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -26,7 +26,7 @@ class ManyBlocks(Blocks):
 
 
 class WithOneApart(Deep):
-    """The fourth layer adds to its sum what the others do not."""
+    """The fourth layer adds another value to its sum than the others."""
 
     def __init__(self) -> None:
         super().__init__()

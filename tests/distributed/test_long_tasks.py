@@ -1,4 +1,4 @@
-"""A rank that says how far it is with what takes long is waited for as long as it goes on, and no longer."""
+"""Ranks wait for a rank that reports progress as long as it progresses, and no longer."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ def found(native_library: None) -> Iterator[Found]:
 
 
 def _told(work: Callable[[Any], None]) -> tuple[str, str, float]:
-    """What is said while rank 0 does that and both meet; how it ends; after how long."""
+    """Return the messages while rank 0 works and both ranks meet, the end, and its time."""
     with watched(report_s=2.0, timeout_s=5.0) as (engine, model), stderr() as said:
         step(engine, model)
         begun, error = time.monotonic(), ""
@@ -47,7 +47,7 @@ def goes_on() -> tuple[str, str, float]:
 
 
 def goes_on_after_its_last_gather() -> tuple[str, str, float]:
-    """As where copies to the host come behind those from other devices: the others are at the next place already."""
+    """Copies to the host follow those from other devices: the other ranks are at the next place already."""
 
     def work(checkpoints: Any) -> None:
         if dist.get_rank() == 0:

@@ -1,4 +1,7 @@
-"""`offload=("optimizer", "parameters")`: whatever happens to master weights, training is the same to the last bit."""
+"""`offload=("optimizer", "parameters")`.
+
+Training is the same to the last bit with master weights on the host.
+"""
 
 import gc
 from contextlib import nullcontext
@@ -42,7 +45,7 @@ REPLAYED = CAPTURED | {"emulate_cuda_graph_model": True, "unsharded_cache_mb": 1
         (1, "AdamW", CAPTURED),
         pytest.param(2, "AdamW", REPLAYED, marks=pytest.mark.slow),
         pytest.param(2, "SGD", CAPTURED | {"ranks_per_host": 1, "replicate_over": "hosts"}, marks=pytest.mark.slow),
-        # Copies add gradients up in the ranks' order; in what order a collective of three does depends on where they lie.
+        # Copies add gradients in the order of ranks; a collective of three adds in an order that depends on addresses.
         pytest.param(3, "SGD", {"reduce_transport": "copy"}, marks=pytest.mark.slow),
     ],
 )
@@ -54,7 +57,7 @@ def test_training_is_the_same_to_the_last_bit(
         check(here, away)
         assert away["captured"] == here["captured"] == ("emulate_cuda_graph_step" in options)
         if name == "AdamW" and not options.get("unsharded_cache_mb"):
-            # Copies are written by steps alone, but where somebody else has changed masters.
+            # Only steps write copies, unless other code has changed masters.
             anew = {step: names for step, names in enumerate(away["stale"]) if names}
             assert list(anew) == ANEW
             assert anew[9] == anew[10] == ["frozen.weight"], "others were stepped, and written, after the edit"
@@ -159,7 +162,7 @@ def test_what_a_plan_has_put_there_stays_under_a_later_trainer(ranks: Ranks) -> 
 
 
 def where_it_may_not_leave() -> list[Any]:
-    """By what is chosen by hand, or once training has begun."""
+    """Move masters by an option, or after training has begun."""
     found = []
     for chosen in ({"offload": ("optimizer",)}, {"gather_transport": "copy"}):
         found.append(train(False, steps=1, **planned() | chosen))
@@ -176,7 +179,7 @@ def test_plans_leave_masters_where_users_or_a_training_have_put_them(ranks: Rank
 
 
 def before_and_after_an_evaluation() -> list[bool]:
-    """Whether a rank reads another's shards, and whether these may still leave."""
+    """Return if a rank reads another rank's shards, and if these may still move to the host."""
     with engine_for(Mixed(), compute_dtype=BF16, memory=1.0) as engine:
         memory, weights = engine.sharder.memory, engine.executor.weights
         before = [weights.uses_epoch_lock(), memory.can_move_to_host]

@@ -1,4 +1,7 @@
-"""``reshard_after_forward="auto"``: what the fullest rank has left decides, once, at the same step on every rank."""
+"""``reshard_after_forward="auto"``.
+
+The memory left on the fullest rank decides, once, at the same step on every rank.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -35,7 +38,7 @@ class Gauge(MemoryGauge):
 
 
 def train(
-    spare: list[int], resident: Any = "auto", steps: int = 7, accumulate: int = 1, lengths: bool = False, **options: Any
+    spare: list[int], cached: Any = "auto", steps: int = 7, accumulate: int = 1, lengths: bool = False, **options: Any
 ) -> dict[str, Any]:
     """A training's losses and weights; for each batch, whether it compiled and how many bytes it gathered."""
     torch._dynamo.reset()
@@ -56,7 +59,7 @@ def train(
         return model.loss(tuple(part[:rows] for part in batch))
 
     with patch("lightning_zero.compile.session.MemoryGauge", Gauge), patch.object(Gauge, "spare", spare, create=True):
-        budget = {"reshard_after_forward": "auto"} if resident == "auto" else {"unsharded_cache_mb": resident}
+        budget = {"reshard_after_forward": "auto"} if cached == "auto" else {"unsharded_cache_mb": cached}
         settings = {**budget, "gather_group_mb": 0.001, **options}
         with engine_for(model, "aot_eager", observe=count, **settings) as engine:
             engine.session.progress._report = said.append

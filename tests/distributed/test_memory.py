@@ -1,4 +1,7 @@
-"""No whole weight lives from forward to backward: memory grows with the shards of a model, not with its weights."""
+"""No whole weight lives from forward to backward.
+
+Memory grows with the shards of a model, not with its weights.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,8 +24,10 @@ bf16_autocast = partial(torch.autocast, "cpu", torch.bfloat16)
 
 
 class Views(Case):
-    """Weights that are viewed, cut, copied and cast before they are used. No activation has the size of one or a
-    part."""
+    """Weights that are viewed, cut, copied and cast before they are used.
+
+    No activation has the size of one or a part.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +60,7 @@ PARTS = {29 * 29, 37 * 31}
 
 
 def gathered_from(node: Any) -> bool:
-    """Whether a node is a gathered weight, or some view, copy or part of one."""
+    """Return True if a node is a gathered weight, or a view, copy or part of one."""
     while isinstance(node, Node) and node.op == "call_function":
         if "lightning_zero.gather" in str(node.target):
             return True
@@ -76,7 +81,7 @@ def crossings(autocast: bool, tagged: bool) -> dict[str, Any]:
         "gathers in backward": 0,
     }
     model = build(Views)
-    # What forward needs last and backward first stays. No other weight has its size.
+    # The last weight of forward and first of backward stays. No other weight has its size.
     last = model.last.weight.numel()
     sizes = {param.numel() for param in model.parameters() if param.numel() > 100} | PARTS
 
@@ -157,7 +162,7 @@ def kept_of_parts() -> list[tuple[str, ...]]:
 
 
 def test_of_several_graphs_only_the_last_keeps_its_last_weight(ranks: Ranks) -> None:
-    """What the others kept would live while the last one runs forward and backward."""
+    """Weights kept by the others would live while the last one runs forward and backward."""
     assert ranks.run(2, kept_of_parts) == [[("d.weight",)]] * 2
 
 
@@ -177,7 +182,7 @@ class Deep(nn.Module):
 
 @contextmanager
 def leaks() -> Iterator[None]:
-    """What must keep weights from living on, taken away."""
+    """Remove the mechanisms that prevent weights from living on."""
     with (
         patch("lightning_zero.compile.backend.tag_gathers", lambda graph, *options: graph),
         patch("lightning_zero.compile.session.regather_saved_weights", lambda sharder, rest: nullcontext()),
@@ -186,7 +191,7 @@ def leaks() -> Iterator[None]:
 
 
 def peaks(backend: str, layers: int, autocast: bool, steps: int, leaky: bool = False) -> list[float]:
-    """What forward and backward of each step need at once beyond what they leave behind, in whole float32 weights."""
+    """Return the peaks of forward and backward of each step beyond the memory that remains, in full float32 weights."""
     context = bf16_autocast if autocast else nullcontext
     model = Deep(layers)
     found = []
@@ -208,7 +213,7 @@ def peaks(backend: str, layers: int, autocast: bool, steps: int, leaky: bool = F
 
 
 FEW, MANY = 3, 11
-GROWTH = 3.0  # weights; some room for what the measurement cannot see
+GROWTH = 3.0  # weights; some room for memory that the measurement cannot see
 
 
 @pytest.mark.parametrize(
@@ -224,7 +229,7 @@ def test_the_peak_of_a_step_does_not_grow_with_the_number_of_layers(ranks: Ranks
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 def test_the_peak_of_the_first_step_does_not_grow_with_the_number_of_layers(ranks: Ranks, autocast: bool) -> None:
-    """It is eager, whatever comes later: what it needs must fit."""
+    """It runs eagerly in any case, so its memory must fit."""
     few, many = (min(ranks.run(2, peaks, EAGER, n, autocast, 1)[0][0] for _ in range(2)) for n in (FEW, MANY))
     assert many - few < GROWTH
 

@@ -1,5 +1,7 @@
-"""A part of what hosts exchange that does not come: within the time limit every rank ends, and says whose part it is,
-of which weights, or that all have sent theirs and the network is to blame."""
+"""A part of the exchange between hosts does not arrive.
+
+Every rank ends within the time limit, and names the rank and the weights, or the network if all have sent their parts.
+"""
 
 import time
 from dataclasses import replace
@@ -43,7 +45,7 @@ class Layers(Case):
         return x
 
 
-# Rank 3, on the second host, sends nothing. So rank 1 gets nothing, and rank 0, which reads what rank 1 gets, waits too.
+# Rank 3, on the second host, sends nothing. So rank 1 gets nothing, and rank 0, which reads from rank 1, waits too.
 UNSENT = {
     0: {WANTED[0]: 9},
     1: {COME: 7, WANTED[0]: 9},
@@ -53,8 +55,10 @@ UNSENT = {
 
 
 def devices(come_after_s: float, rest_s: float) -> str:
-    """As if devices waited for the second part of an exchange, whose numbers follow 7 others; of four ranks, two on each
-    host. What ends this rank before the part comes, or behind that."""
+    """Let devices wait for the second part of an exchange, whose numbers follow 7 others.
+
+    There are four ranks, two on each host. Return the errors of this rank before the part arrives, and after.
+    """
     mesh = Mesh.from_world(torch.device("cpu"), ranks_per_host=2)
     watchdog = Watchdog(replace(mesh, timeout_s=DEVICES_S), report_s=1.0)
     try:
@@ -88,7 +92,7 @@ def test_devices_that_wait_for_a_part_end_and_name_the_rank_that_has_not_sent_it
 
 def over_a_network_that_brings_nothing() -> tuple[str, float]:
     model = build(Layers)
-    dist.barrier()  # by which all have ended what was before: the groups that come now wait no longer than the timeout
+    dist.barrier()  # by then all have ended earlier work: later groups wait no longer than the timeout
     timeout = timedelta(seconds=TIMEOUT_S)
     with engine_for(model, ranks_per_host=2, gather_group_mb=LAYER_MB, timeout=timeout) as engine:
         engine.cycle.begin_stage()

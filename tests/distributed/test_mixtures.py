@@ -1,4 +1,7 @@
-"""Mixtures of experts train as under DDP: experts without tokens, on one rank or on all, and routing biases."""
+"""Mixtures of experts train as under DDP.
+
+Experts without tokens, on one rank or on all, and routing biases.
+"""
 
 from __future__ import annotations
 
@@ -195,7 +198,7 @@ def test_a_mixture_trains_as_under_ddp(ranks: Ranks, kind: str, accumulate: int)
 
 
 def check_unused_experts(kind: str, grads: list[dict[str, Tensor | None]]) -> None:
-    """Check that the data is what this test is about."""
+    """Check that the data has the property of this test."""
     if kind == "hand-written":
         missing = [[name for name, grad in step.items() if grad is None] for step in grads]
         assert all(missing[step] for step in ONE_TOKEN)

@@ -1,4 +1,4 @@
-"""Muon on shards: the weights of a single process, whatever the options, and checkpoints at any world size."""
+"""Muon on shards has the weights of a single process with all options, and checkpoints at any world size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ ROWS = 12  # a batch, divisible by 1, 2 and 3
 
 
 class Net(nn.Module):
-    """Matrices of several shapes, some alike; a convolution, a batch of experts, vectors, and an unused part."""
+    """Matrices of several shapes, some alike.
+
+    A convolution, a batch of experts, vectors, and an unused part.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +224,7 @@ def _torchs_own() -> dict[str, Tensor]:
 
 
 def _states() -> dict[str, Any]:
-    """Train 6 steps; then with skips, another setting, and a frozen layer; return what each leaves."""
+    """Train 6 steps; then with skips, another setting, and a frozen layer; return the results of each."""
     found = {}
     for emulate in (False, True):
         with flat(WideMuon, emulate_cuda_graph_step=emulate) as (engine, model, optimizer):

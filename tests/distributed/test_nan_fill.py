@@ -1,4 +1,7 @@
-"""Test that no code reads a weight or a gradient before it arrives or after its release: it would read NaN."""
+"""Test that no code reads a weight or a gradient before it arrives or after its release.
+
+It would read NaN.
+"""
 
 from functools import partial
 from typing import Any

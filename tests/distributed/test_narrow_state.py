@@ -1,4 +1,7 @@
-"""`state_dtype="bf16"` in an engine: the same training on any number of ranks, half the memory, and back again."""
+"""`state_dtype="bf16"` in an engine.
+
+The same training on any number of ranks, half the memory, and back again.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -140,7 +143,7 @@ WAYS: list[tuple[bool, dict[str, Any]]] = [
 
 
 def train_in_all_ways(events: list[tuple[str, Event]]) -> list[str]:
-    """What is not the same, with state of every size narrow."""
+    """Return the differences with narrow state of every size."""
     wrong = []
     with patch("lightning_zero.optim.bf16_state.MIN_NUMEL", 1):
         for name, event in events:

@@ -22,7 +22,7 @@ ORDERS: tuple[Any, ...] = (1, 2, "3.5", "inf")
 MATRIX, VECTOR = (13, 17), 5
 WORLD = 3
 NUMEL = 13 * 17
-# Of two shards and of three: first, last and inner elements, and neighbours of a boundary and of padding.
+# Two shards and three: first, last and inner elements, and neighbours of a boundary and of padding.
 PLACES = (0, 95, 96, 127, 128, NUMEL - 1, NUMEL, NUMEL + VECTOR - 1)
 
 

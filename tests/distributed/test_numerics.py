@@ -140,7 +140,7 @@ def test_clipped_training_equals_one_process(ranks: Ranks, world_size: int, back
 
 
 def follow(precision: str, backend: str) -> None:
-    """Each step starts from the shards' own values: low precision would carry two free runs apart, whoever is right."""
+    """Start each step from the shards' own values: low precision would carry two free runs apart."""
     model, plain = model_of(precision), model_of(precision)
     context = context_of(precision)
     optimizer, plain_optimizer = adamw(model), adamw(plain)
@@ -155,7 +155,7 @@ def follow(precision: str, backend: str) -> None:
             out = train_sharded(engine, model, [batch], Unstepped(model.parameters()), context=context, clip_norm=CLIP)
             expected = {name: torch.stack([share[name] for share in shares]).mean(0) for name in shares[0]}
             for name, grad in expected.items():
-                # Rounding on the wire is relative to what each rank sends, and what they send may cancel.
+                # Rounding on the wire is relative to each rank's values, which may cancel.
                 rounded = (
                     0.0 if precision == "autocast" else 6e-3 * sum(share[name].norm() for share in shares) / len(shares)
                 )
@@ -163,7 +163,7 @@ def follow(precision: str, backend: str) -> None:
             norm = nn.utils.get_total_norm(expected.values()).item()
             assert_close_relative(out.grad_norms[0], norm, 1e-6 if precision == "autocast" else 1e-2, what="norm")
             assert norm > CLIP
-            # What the optimizer makes of the same clipped gradient is the same to the bit.
+            # The optimizer's result of the same clipped gradient is equal to the bit.
             clipped = whole_grads(engine, model)
             for name, param in plain.named_parameters():
                 param.grad = clipped[name]
@@ -203,7 +203,7 @@ def test_each_low_precision_step_equals_that_of_one_process(
 
 @pytest.mark.exhaustive  # the test above compares each step
 def test_low_precision_loss_curve_lies_on_that_of_one_process(ranks: Ranks) -> None:
-    """Where there is a copy of the weights to be led astray by; without one, each step tells (above)."""
+    """The case with a copy of the weights that could be wrong; without one, each step shows it (above)."""
     out = ranks.run(3, train, "bf16-mixed", "aot_eager", CLIP)[0]
     expected = reference("bf16-mixed", 3, CLIP)
     assert_close_relative(out.losses, expected.losses, 1e-2, what="loss")

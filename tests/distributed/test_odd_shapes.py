@@ -1,4 +1,4 @@
-"""Parameters that do not divide by the number of ranks, or hardly exist, and what lies in their padding."""
+"""Parameters that do not divide by the number of ranks, or hardly exist, and the values in their padding."""
 
 from typing import Any
 
@@ -14,8 +14,10 @@ STEPS, SAMPLES, CLIP = 8, 12, 0.1
 
 
 def train(case: str, backend: str) -> tuple[Reference, dict[str, Any]]:
-    """What was trained; the number of buckets, and what lies in the arenas beside each parameter's own. (Padding of each weight,
-    gradient and state is looked at when they are put together.)"""
+    """Return the trained weights, the number of buckets, and the values between parameters in flat buffers.
+
+    Other code checks the padding of each weight, gradient and state.
+    """
     model = build(case)
     # Several buckets, which take turns in the same memory.
     with engine_for(model, backend, reduce_bucket_mb=0.0003) as engine:
@@ -65,8 +67,9 @@ def test_odd_parameters_train_as_in_one_process_and_padding_stays_zero(
 
 
 def compare_mixed(out: Reference, expected: Reference) -> None:
-    """The ranks' parts of a bfloat16 gradient are rounded before they are added; and the norm to clip by is in bfloat16,
-    the oracle's in float32."""
+    """The ranks' parts of a bfloat16 gradient are rounded before they are added, and the norm to clip by is in
+    bfloat16, the oracle's in float32.
+    """
     assert_close_relative(out.losses, expected.losses, 5e-5, what="losses")
     assert_close_relative(out.grad_norms, expected.grad_norms, 2e-3, what="norms")
     wide = [name for name, param in expected.params[0].items() if param.dtype == torch.float32]

@@ -46,7 +46,7 @@ def come_and_go(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -
 
 
 def other_buffers(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Their size changes, as a plan has it once it is measured what they would hide; state stays where it is."""
+    """The size of the buffers changes, as by a plan after a measurement; state stays in place."""
     engine = engine_of(model)
     assert engine is not None
     if engine.config.offload and step in (4, 9):
@@ -86,7 +86,7 @@ class Counted(RingPass):
 
 
 def train_both_ways(cases: list[tuple[str, Event]], emulate: bool) -> list[str]:
-    """What of each case is not the same with state on the host."""
+    """Return the differences of each case with state on the host."""
     wrong = []
     for name, event in cases:
         expected = train_sharded_steps(name, stay if event is come_and_go else event, emulate)
@@ -114,7 +114,8 @@ def test_training_is_the_same_to_the_last_bit(ranks: Ranks, cases: list[tuple[st
 
 def buffers_grow(emulate: bool) -> tuple[Any, Any, int]:
     """Training in which more is stepped from some step on, without and with room for all of it; how often buffers of
-    another number were made."""
+    another number were made.
+    """
     made: list[int] = []
     resize = StagingRing.resize
     expected = train_sharded_steps("AdamW", unfreeze_and_add, emulate)
@@ -134,7 +135,7 @@ def test_more_to_step_passes_through_more_buffers(ranks: Ranks, emulate: bool) -
 
 
 def when_it_comes(masters: bool) -> list[str]:
-    """In training: forwards, steps, and when state begins to come for the next one."""
+    """Note forwards, steps, and the beginning of copies for the next step."""
     seen: list[str] = []
     ahead = RingPass.prefetch
     model = build(Parts)
@@ -154,7 +155,7 @@ def when_it_comes(masters: bool) -> list[str]:
             with engine.optimizers.stepping(optimizer):
                 seen.append("step")
                 optimizer.step()
-            if step == 2:  # between steps no version need tell
+            if step == 2:  # between steps the version may stay
                 for state in optimizer.state.values():
                     state["exp_avg"].data.zero_()
     return seen
@@ -243,14 +244,13 @@ def test_an_optimizer_whose_rule_is_not_known_is_refused_by_name(ranks: Ranks) -
 
 
 def copy_out(optimizer: torch.optim.Optimizer, find: Any) -> None:
-    """As state leaves a GPU. Here it is on the host already, and would stay what it is."""
+    """Copy as state leaves a GPU. Here it is on the host already, and must not change."""
     for entries in optimizer.state.values():
         entries.update({key: value.clone() for key, value in entries.items()})
 
 
 def left_behind(**options: Any) -> int:
-    """Of an optimizer's state on the device, what is there still once it has gone to the host, nobody having looked for
-    what can only be found as a cycle."""
+    """Return the state that is still on the device after it moved to the host, without a search for cycles."""
     model = build(Parts)
     with engine_for(model, "eager", **options) as engine:
         with engine.registered_parameters():

@@ -1,5 +1,7 @@
-"""``offload=("activations",)``: training is the same to the last bit, whatever leaves, and copies that are as late as
-their waits allow bring the right values."""
+"""``offload=("activations",)``: training is the same to the last bit for any offloaded values.
+
+Copies that are as late as their waits allow have the right values.
+"""
 
 from functools import partial
 from typing import Any
@@ -25,7 +27,7 @@ MIXED: dict[str, Any] = {"compute_dtype": BF16, "reduce_dtype": BF16}
 
 
 def made_late(engine: Engine) -> LateCopyStreams:
-    """From here on its copies are done when they are waited for, and what comes back to the pool is spoilt."""
+    """From here on, copies are done at their waits, and memory that returns to the pool is overwritten."""
     lanes = engine.executor.activations._streams = LateCopyStreams()
     return lanes
 
@@ -137,7 +139,7 @@ def more_later(seen: list[int]) -> Any:
 
 
 def passes_of(case: type[Case], loss_fn: Any, replayed: bool = False) -> tuple[list[float], list[str]]:
-    """MiB that each of them sent, where 0.1 were named, and what was said."""
+    """Return the MiB that each of them sent, with a limit of 0.1, and the messages."""
     torch._dynamo.reset()
     said: list[str] = []
     sent: list[float] = []
@@ -183,7 +185,7 @@ def test_an_amount_is_kept_by_all_graphs_of_a_pass_together(ranks: Ranks) -> Non
 
 
 def without_backward() -> list[Any]:
-    """Memory of the host behind forwards whose backward never comes, or fails, and behind evaluations."""
+    """Host memory after forwards without a backward or with a failed one, and after evaluations."""
     model, found = build(OneLayer), []
     with engine_for(model, "aot_eager", **AWAY) as engine:
         lanes, activations = made_late(engine), engine.executor.activations

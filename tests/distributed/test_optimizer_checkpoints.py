@@ -1,4 +1,4 @@
-"""What optimizers keep for scalars, for single elements and for no element reaches a checkpoint and comes back."""
+"""The state of optimizers for scalars, single elements and empty parameters is saved and loaded."""
 
 import functools
 from collections.abc import Callable
@@ -63,8 +63,11 @@ class Counting(Lion):
 
 
 class Tabled(torch.optim.Optimizer):
-    """Keeps, for parameters of at most one dimension, a table of 32 numbers, which is what a small shard has; it reads
-    them all. Each parameter is a group: tables of several are no table of them together."""
+    """Keep a table of 32 numbers, the size of a small shard, for parameters of at most one dimension, and read them
+    all.
+
+    Each parameter is a group: tables of several are no table of them together.
+    """
 
     def __init__(self, params: Any, lr: float = 0.05) -> None:
         super().__init__([{"params": [param]} for param in params], {"lr": lr})
@@ -115,7 +118,7 @@ KINDS = [
     for model in (ScalarsOnly, Mixed)
     for name in OPTIMIZERS
     if not (model is ScalarsOnly and name in WITHOUT_RULES)
-]  # a counter of an unknown optimizer is told by what it is for parameters with dimensions
+]  # the state for parameters with dimensions shows that an entry of an unknown optimizer is a counter
 
 
 def batches(model: type[Case]) -> list[Batch]:
@@ -175,7 +178,7 @@ def test_a_file_holds_what_a_single_process_would_have(home: str, kind: type[Cas
     assert_close_relative(_tensors(written["optimizer"]["state"]), _tensors(state), RTOL, atol=1e-6)
 
 
-# All write the same, as the test above shows; each reads what another wrote.
+# All write the same, as the test above shows; each reads the file of another one.
 @pytest.mark.parametrize(("world", "written_by"), [(1, 2), (2, 3), (3, 1)])
 @pytest.mark.exhaustive_variants("3-1")
 def test_training_that_goes_on_equals_one_that_was_not_interrupted(

@@ -1,4 +1,4 @@
-"""The optimizer steps the arenas in a few pieces, or by what a captured graph replays: as if it stepped parameters."""
+"""The optimizer steps flat buffers in a few parts, or by a captured graph, with the results of single parameters."""
 
 import copy
 from collections.abc import Callable
@@ -124,14 +124,13 @@ def test_counts_that_move_to_the_device_are_those_of_all_plans(ranks: Ranks, eve
 
 
 def gradients_by_hand(emulate: bool) -> tuple[list[list[Tensor]], list[list[Tensor]], list[int]]:
-    """Of weights that are not trained, so that there is no place for them here: by turns each in memory of its own, and
-    side by side."""
+    """Weights that are not trained have no place here, by turns each in memory of its own, and side by side."""
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)).requires_grad_(False)
     plain = [nn.Parameter(layer.weight.detach().reshape(1, -1).clone()) for layer in model]
     found, expected, flat_runs = [], [], []
     with engine_for(model, "eager", emulate_cuda_graph_step=emulate) as engine:
         theirs, optimizer = (torch.optim.AdamW(params, lr=0.02) for params in (plain, model.parameters()))
-        ways = [torch.zeros(1, 64), torch.zeros(1, 64)], torch.zeros(2, 1, 64).unbind()[::-1]  # as shards lie
+        ways = [torch.zeros(1, 64), torch.zeros(1, 64)], torch.zeros(2, 1, 64).unbind()[::-1]  # in the order of shards
         for step in range(8):
             grads = ways[step // 2 % 2]
             for param, other, grad in zip(model.parameters(), plain, grads, strict=True):

@@ -88,7 +88,10 @@ def other(config: EngineConfig, name: str) -> EngineConfig:
 
 
 def change_each() -> dict[str, str]:
-    """Return the effect of each option's other value: refused, compiled or applied. Train before and after."""
+    """Return the effect of each option's other value: refused, compiled or applied.
+
+    Train before and after.
+    """
     model = build("OddMLP")
     optimizer, batches, found = sgd(model), make_batches("OddMLP", 4, 6), {}
     with engine_for(model, **BEFORE) as engine:
@@ -118,7 +121,7 @@ def change_each() -> dict[str, str]:
 
 def test_every_option_is_applied_or_refused_by_name(ranks: Ranks) -> None:
     words = {OnChange.REFUSE: "refused", OnChange.RECOMPILE: "compiled", OnChange.APPLY: "applied"}
-    words[OnChange.NEGOTIATE] = "refused"  # test_peers.py has those that come to the same
+    words[OnChange.NEGOTIATE] = "refused"  # test_peers.py has those with the same result
     expected = {name: words[change] for name, change in CHANGES.items() if name != "tuning"}
     for found in ranks.run(2, change_each, deadline=240):
         assert found == expected

@@ -1,4 +1,4 @@
-"""Trainings whose equal layers are differentiated once, and as often as there are layers: to the last bit."""
+"""Trainings whose equal layers are differentiated once, and as often as there are layers, to the last bit."""
 
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -127,7 +127,7 @@ def checkpointed(case: type[Case], backend: str, layers: int, same_order: bool) 
 @pytest.mark.exhaustive  # see unit/compile/layer_dedup/test_checkpointed_layers.py
 @pytest.mark.parametrize(
     ("case", "layers", "same_order"),
-    # T5's first layer makes what all read, and the last returns more; sums of its gradient stand behind layers.
+    # T5's first layer makes a value that all read, and the last returns more; sums of its gradient follow layers.
     [(DeepGPT2, 3, True), (T5Encoder, 3, False)],
     ids=["GPT-2 with dropout", "T5's encoder"],
 )

@@ -1,5 +1,7 @@
-"""``torch.autograd.grad`` and ``backward(inputs=...)``: gradients of some tensors must not come with those of all
-weights."""
+"""``torch.autograd.grad`` and ``backward(inputs=...)``.
+
+Gradients of some tensors must not mix with those of all weights.
+"""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What the passes do to a graph changes when and in which dtype weights travel, never a bit of what is computed."""
+"""The passes change the time and dtype of transfers of weights, and no bit of the results."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -27,7 +27,7 @@ WAYS = (OFF, ON, PERSISTENT, EARLY, LATE)
 # Weights gathered by collectives; and copied out of peers' memory, as CPUs do by themselves.
 COLLECTED: dict[str, Any] = ON | {"gather_transport": "collective"}
 COPIED: dict[str, Any] = ON | {"gather_transport": "copy"}
-RESIDENT: dict[str, Any] = COPIED | {"unsharded_cache_mb": float("inf"), "unsharded_cache_until": "step"}
+CACHED: dict[str, Any] = COPIED | {"unsharded_cache_mb": float("inf"), "unsharded_cache_until": "step"}
 
 
 def all_ways(
@@ -66,7 +66,7 @@ def test_losses_gradients_and_parameters_are_bitwise_equal(ranks: Ranks, case: s
 
 
 def copies_are_equal(results: Sequence[tuple[Reference, dict[str, int]]]) -> None:
-    """Of the weights gathered by collectives, copied, and copied and resident."""
+    """Train with weights that are gathered by collectives, copied, and copied and cached."""
     (on, gathered), *others = results
     assert gathered.get("copied_weights", 0) == 0
     assert others[0][1]["prefetched_groups"] > 0  # on their way before the graph began
@@ -77,9 +77,10 @@ def copies_are_equal(results: Sequence[tuple[Reference, dict[str, int]]]) -> Non
 
 @pytest.fixture(scope="module")
 def tied(ranks: Ranks) -> list[list[tuple[Reference, dict[str, int]]]]:
-    """Trainings of a model with a tied weight in mixed precision: by rank; without prefetch, with it, with weights
-    that stay, collected, and copied and resident."""
-    return ranks.run(2, all_ways, TiedLayer, True, (OFF, ON, PERSISTENT, COLLECTED, RESIDENT), deadline=240)
+    """Trainings of a model with a tied weight in mixed precision, by rank; without prefetch, with it, with weights that
+    stay, collected, and copied and cached.
+    """
+    return ranks.run(2, all_ways, TiedLayer, True, (OFF, ON, PERSISTENT, COLLECTED, CACHED), deadline=240)
 
 
 def test_mixed_precision_and_a_tied_weight_change_no_bit_either(tied: Any) -> None:
@@ -94,8 +95,8 @@ def test_nor_do_they_where_weights_come_early_or_late(ranks: Ranks) -> None:
 
 
 def test_copies_from_peers_bring_the_same_bits(tied: Any) -> None:
-    for _, on, _, collected, resident in tied:
-        copies_are_equal([collected, on, resident])
+    for _, on, _, collected, cached in tied:
+        copies_are_equal([collected, on, cached])
 
 
 @pytest.mark.exhaustive  # see test_peers.py
@@ -105,18 +106,19 @@ def test_copies_from_two_peers_bring_the_same_bits(ranks: Ranks) -> None:
 
 
 def test_weights_used_in_low_precision_travel_in_it(tied: Any) -> None:
-    """Bytes on the wire, counted: half of what float32 takes, for every weight of a linear layer but the head, which is
-    the embedding's."""
-    (_, off), (_, on), (_, resident) = tied[0][:3]
+    """Count bytes on the wire: half of float32 for the weight of every linear layer but the head, which is tied to the
+    embedding.
+    """
+    (_, off), (_, on), (_, cached) = tied[0][:3]
     # All gather in float32 in their first, eager step; later small weights are kept for backward, or all are.
-    assert off["gathers"] > on["gathers"] > resident["gathers"]
+    assert off["gathers"] > on["gathers"] > cached["gathers"]
     blocks = TiedLayer().blocks
     weights = sum(module.weight.numel() for module in blocks.modules() if isinstance(module, torch.nn.Linear))
     # Two bytes an element, in forward and in backward of each compiled step.
     assert off["gather_bytes"] - on["gather_bytes"] >= (STEPS - 1) * 2 * 2 * weights
     # Kept weights are not gathered in backward at all. (Those of the first layer norm, say, are small anyway, and the
     # head's is kept without a budget.)
-    assert on["gather_bytes"] - resident["gather_bytes"] >= (STEPS - 1) * 2 * weights
+    assert on["gather_bytes"] - cached["gather_bytes"] >= (STEPS - 1) * 2 * weights
     # All compute copies are written at once, not one by one; only the first, eager step takes edits of weights into account.
     assert on.get("compute_shard_writes", 0) == off.get("compute_shard_writes", 0)
 
@@ -141,7 +143,7 @@ def test_gradients_pushed_to_peers_are_the_same(ranks: Ranks, world_size: int, m
 
 
 def starts(options: dict[str, Any]) -> list[list[int]]:
-    """Where each graph starts its gathers."""
+    """Return the positions at which each graph starts its gathers."""
     torch._dynamo.reset()
     model = build(OneMLP)
     with engine_for(model, "aot_eager", **options) as engine:

@@ -1,4 +1,4 @@
-"""Weights copied out of peers' memory, and gradients into it: what could go wrong with memory that others read."""
+"""Weights copied from peers' memory, and gradients into it, with faults of shared memory."""
 
 import math
 import os
@@ -44,7 +44,7 @@ def in_shared_memory() -> set[str]:
 
 
 def left_since(before: set[str]) -> set[str]:
-    """Tests may run beside this one: what they have there goes again, and what is left behind does not."""
+    """Tests may run concurrently: their files in this place are removed again, and leaked ones remain."""
     end = time.monotonic() + 5.0
     while (left := in_shared_memory() - before) and time.monotonic() < end:
         time.sleep(0.05)
@@ -121,8 +121,10 @@ def copying_by_itself() -> Iterator[None]:
 
 @contextmanager
 def memory_fails(nth: int, rank: int = 1) -> Iterator[None]:
-    """The nth piece of memory that a rank wants: the probe's, the shards', that of turns, gradients', or that of
-    weights in the dtype that is computed in."""
+    """The nth piece of memory that a rank wants.
+
+    The probe's, the shards', that of turns, gradients', or that of weights in the dtype that is computed in.
+    """
     claims, fallocate = 0, os.posix_fallocate
 
     def claimed(*args: Any) -> None:
@@ -137,8 +139,10 @@ def memory_fails(nth: int, rank: int = 1) -> Iterator[None]:
 
 
 def trained(nth: int, choices: dict[str, str]) -> tuple[list[float], dict[str, int], int, str, list[bool]]:
-    """After a few steps: losses, counters, bytes in peers' memory, what goes through process groups; and each time that
-    the links were measured since the engine was made, whether by copies."""
+    """Return after a few steps losses, counters, bytes in peers' memory, and traffic of process groups.
+
+    Also return each measurement of the links since the engine was made, with True for copies.
+    """
     torch._dynamo.reset()
     model = build(OneLayer)
     links = MagicMock(return_value=NOMINAL_COSTS)
@@ -232,7 +236,7 @@ def test_a_barrier_that_does_not_wait_is_not_relied_on(ranks: Ranks) -> None:
 
 
 def objections(backend: str, atomics: str) -> str | None:
-    """Of GPUs, of which rank 1's is not as the others."""
+    """Return GPUs of which rank 1's differs from the others."""
     mine = dist.get_rank() == 1
     own = SymmetricMemory(Mesh.from_world(torch.device("cuda", 0)))
     with (
@@ -269,7 +273,7 @@ def configured(options: dict[str, Any], other: dict[str, Any]) -> str:
             "sharded with reduce_transport='collective'",
         ),
         ({}, {"reduce_transport": "copy"}, "Pass reduce_transport='auto', or call lightning_zero.unshard(model) first"),
-        ({}, {"reduce_transport": "collective", "gather_transport": "copy"}, "25.0"),  # what "auto" has come to
+        ({}, {"reduce_transport": "collective", "gather_transport": "copy"}, "25.0"),  # the choice of "auto"
         ({}, {"consensus_timeout_s": 7.0}, "7.0"),
     ],
 )
@@ -338,7 +342,7 @@ def lengths_differ() -> tuple[list[float], dict[str, int]]:
 
 
 def lengths_in_one_process(world: int, edited: bool = True) -> list[list[float]]:
-    """What each rank's losses ought to be."""
+    """Return the expected losses of each rank."""
     model: Any = build(OneLayer)
     optimizer = sgd(model)
     losses: list[list[float]] = [[] for _ in range(world)]
@@ -430,8 +434,7 @@ def test_shards_that_an_optimizer_has_placed_again_take_memory_once(ranks: Ranks
 
 
 def trained_with_other_options() -> list[tuple[int, float]]:
-    """What this rank has of memory that peers reach after the first step, which is not compiled, of each training, and
-    its loss."""
+    """Return the memory that peers reach after the first step, which is eager, for each training, and its loss."""
     model, found = build(OneLayer), []
     with engine_for(model, "aot_eager", **MIXED, **COPY) as engine:
         optimizer = sgd(model)
@@ -445,7 +448,7 @@ def trained_with_other_options() -> list[tuple[int, float]]:
 
 
 def test_later_trainings_with_other_options_take_no_more_memory_that_peers_reach(ranks: Ranks) -> None:
-    """Larger buckets go through the same staging in more rounds, and what is computed in another dtype reads shards."""
+    """Larger buckets use the same staging memory in more rounds, and code in another dtype reads shards."""
     for found in ranks.run(2, trained_with_other_options, deadline=120):
         assert len({nbytes for nbytes, _ in found}) == 1
         assert found[0][0] > 0
@@ -460,7 +463,8 @@ def halve(model: Any) -> None:
 
 def edited_between_graphs(options: dict[str, Any]) -> tuple[list[float], dict[str, int]]:
     """Weights are changed in eager code after the step's first groups are on their way: one that is computed with in
-    bfloat16, and two in full precision."""
+    bfloat16, and two in full precision.
+    """
     torch._dynamo.reset()
     model = build(OneLayer)
     losses = []

@@ -1,4 +1,7 @@
-"""Weights that stay until the optimizer steps: the same results, fewer gathers, and never an old value."""
+"""Weights that stay until the optimizer steps.
+
+The same results, fewer gathers, and never an old value.
+"""
 
 from functools import partial
 from typing import Any
@@ -48,24 +51,24 @@ def with_and_without(case: str | type[Case], mixed: bool, backend: str) -> list[
 def test_accumulation_is_bitwise_the_same_and_gathers_once(
     ranks: Ranks, case: str | type[Case], backend: str, mixed: bool
 ) -> None:
-    for (expected, usual), (out, resident) in ranks.run(2, with_and_without, case, mixed, backend, deadline=240):
+    for (expected, usual), (out, cached) in ranks.run(2, with_and_without, case, mixed, backend, deadline=240):
         assert_same_bits(out, expected)
         # Kept weights: once in each of the windows; without, twice in each micro-batch.
-        assert resident["resident_gathers"] % (WINDOWS - 1) == 0
-        weights = resident["resident_gathers"] // (WINDOWS - 1)
-        saved = usual["gathers"] - resident["gathers"]
+        assert cached["cached_gathers"] % (WINDOWS - 1) == 0
+        weights = cached["cached_gathers"] // (WINDOWS - 1)
+        saved = usual["gathers"] - cached["gathers"]
         forwards = (WINDOWS - 1) * (ACCUMULATE - 1) * weights
         assert saved >= forwards > 0
 
 
 def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
-    """Names of the weights that there is memory for, their bytes, what a step gathers of them, and the training."""
+    """Return the cached weights' names and bytes, the gathered bytes of a step, and the training."""
     torch._dynamo.reset()
     model = build("CalledTwice")
     with engine_for(model, "aot_eager", small_bytes=0, **STEP | {"unsharded_cache_mb": megabytes}) as engine:
         batches, optimizer = make_batches("CalledTwice", 6, 12), sgd(model)
         out = train_sharded(engine, model, batches, optimizer, accumulate=2)
-        resident = {
+        cached = {
             view.untyped_storage().data_ptr(): view.untyped_storage().nbytes()
             for view in engine.sharder.memory.tensors(Role.UNSHARDED_CACHE)
         }
@@ -75,12 +78,12 @@ def kept_within(megabytes: float) -> tuple[list[str], int, int, Reference]:
             for owner, key in r.owners
             if key in owner.__dict__.get(UNSHARDED_CACHE, {})
         ]
-        return names, sum(resident.values()), engine.executor.counters().get("resident_gathers", 0), out
+        return names, sum(cached.values()), engine.executor.counters().get("cached_gathers", 0), out
 
 
 @pytest.mark.parametrize("share", [0.4, 1.0])
 def test_no_more_is_kept_than_the_budget_allows(ranks: Ranks, share: float) -> None:
-    """In the order of registration; what does not fit is passed over."""
+    """In the order of registration; weights that do not fit are skipped."""
     model = build("CalledTwice")
     sizes = {
         name: ShardLayout.from_shape(p.shape, p.dtype, 2).shard_numel * 2 * 4 for name, p in model.named_parameters()
@@ -100,7 +103,7 @@ def test_no_more_is_kept_than_the_budget_allows(ranks: Ranks, share: float) -> N
 
 
 def change_between() -> list[bool]:
-    """What is read after each kind of change, against what a plain model computes."""
+    """Compare reads after each kind of change with the values of a plain model."""
     model, plain = build(OneLayer), build(OneLayer)
     batch = make_batches(OneLayer, 1, 12)[0]
     other = build(OneLayer, seed=3).state_dict()
@@ -139,7 +142,7 @@ def change_between() -> list[bool]:
             mine.data.mul_(0.9)  # a step that leaves no trace, but is announced
             theirs.data.mul_(0.9)
         compare()
-        assert engine.executor.counters()["resident_gathers"] > 0
+        assert engine.executor.counters()["cached_gathers"] > 0
         whole_params(engine, model)
     return same
 

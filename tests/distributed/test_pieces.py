@@ -33,7 +33,9 @@ def train(lengths: tuple[int, ...], options: dict[str, Any]) -> tuple[Reference,
     model = build(FourLayers)
     with (
         logged("lightning_zero.compile.backend") as lines,
-        functorch_config.patch(enable_autograd_cache=False),  # an earlier run's graphs would come whole out of it
+        functorch_config.patch(
+            enable_autograd_cache=False
+        ),  # graphs of an earlier run would be read from it as a whole
         # Two and a half layers in a group.
         engine_for(model, "inductor", gather_group_mb=0.02, reduce_group_mb=0.02, **options) as engine,
     ):

@@ -56,8 +56,10 @@ class Course:
 
 
 def train(limit: int | None, rounded: int = STEPS + LATER, options: Any = None, eager: int = SAVED) -> tuple[Any, ...]:
-    """``limit``: bytes; None for none. ``rounded``: from this step on gradients are, by a hook. After ``STEPS`` some
-    more have two micro-batches."""
+    """``limit``: bytes; None for none. ``rounded``: from this step on gradients are, by a hook.
+
+    After ``STEPS`` some more have two micro-batches.
+    """
     torch._dynamo.reset()
     torch.manual_seed(17)
     model, seen, said = build(OneLayer), Course(), []

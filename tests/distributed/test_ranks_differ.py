@@ -13,8 +13,10 @@ from tests.ranks.pool import Ranks
 
 
 class Uneven(nn.Module):
-    """Every rank reads the same weights in the same order, as it must: reading is a collective. What it adds where
-    differs."""
+    """Every rank reads the same weights in the same order, as a collective requires.
+
+    Only the added values differ.
+    """
 
     def __init__(self) -> None:
         super().__init__()

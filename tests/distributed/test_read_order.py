@@ -1,5 +1,8 @@
-"""Ranks that gather weights by collectives, and not in one order: what each was given is another rank's weight, and nobody
-may train on with that. Where every rank reads alone, any order is right."""
+"""Ranks gather weights by collectives in different orders, so each gets another rank's weight, and the training must
+end.
+
+Where every rank reads alone, any order is right.
+"""
 
 import re
 from typing import Any
@@ -17,7 +20,7 @@ WIDTH = 16
 
 
 class Pair(nn.Module):
-    """Two layers of one size, of which either may come first."""
+    """Two layers of one size, which may run in either order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +39,11 @@ def expected(turned: list[bool]) -> dict[str, Tensor]:
 
 
 def turned_on_the_last_rank(options: dict[str, Any]) -> tuple[str, dict[str, Tensor | None], int]:
-    """What a backward says in which the last rank turns the layers round; its gradients, or where that was refused those
-    of the one behind it, after a reset; and how many backwards were dropped."""
+    """Return the message of a backward in which the last rank exchanges the layers, and gradients.
+
+    After an error, these are the gradients of the next backward after a reset. Also return the number of dropped
+    backwards.
+    """
     model, said = Pair(), ""
     with engine_for(model, EAGER, **options) as engine:
         last = engine.rank == engine.world_size - 1

@@ -1,4 +1,7 @@
-"""Compiled graphs whose forward and backward are replayed, emulated on a CPU: the same books, without the graphs."""
+"""Compiled graphs whose forward and backward are replayed, emulated on a CPU.
+
+The same books, without the graphs.
+"""
 
 from typing import Any
 
@@ -18,7 +21,7 @@ def both(way: str) -> tuple[Any, Any]:
     return train(way, "aot_eager", emulate_cuda_graph_model=True), train(way, "aot_eager")
 
 
-# Each of the others varies what one of these does.
+# Each of the others varies one of these.
 QUICK = (
     "accumulated, kept until the step",
     "dropout",
@@ -91,7 +94,7 @@ def test_eight_lengths_are_compiled_twice_and_replayed_after_some_rounds(ranks: 
 
 
 def closed_before_its_backward() -> tuple[int, str]:
-    """A captured forward, and what its backward says when the engine is closed between the two."""
+    """Return a captured forward, and the error of its backward when the engine is closed between the two."""
     model = build(OneLayer)
     with engine_for(model, "aot_eager", emulate_cuda_graph_model=True, **COPY) as engine:
         loss, replayed = train_up_to_a_replayed_forward(engine, model)

@@ -1,5 +1,6 @@
 """Compiled graphs that are replayed where collectives move weights, gradients, or both: emulated on a CPU, which keeps
-the same books and runs the collectives each time."""
+the same books and runs the collectives each time.
+"""
 
 from typing import Any
 from unittest.mock import patch
@@ -87,7 +88,7 @@ def fails(*args: Any) -> None:
 
 
 def interrupted(replayed: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """The backward of the tenth batch comes to nothing, on every rank; where nothing is replayed, there is no tenth."""
+    """The backward of the tenth batch has no effect, on every rank; without replays, there is no tenth."""
     torch.manual_seed(3)
     model = build(OneLayer)
     options = COPY | TO_STEP | BY_COLLECTIVE["weights and gradients"]
@@ -99,7 +100,7 @@ def interrupted(replayed: bool) -> tuple[dict[str, Any], dict[str, int]]:
             mine = shard_batch(batch, engine.rank, engine.world_size)
             with engine.train_step(), torch.autocast("cpu", BF16, cache_enabled=False):
                 loss = model.loss(mine)
-            if index == 9:  # what is started is over before its books are kept
+            if index == 9:  # a started collective has ended before it is recorded
                 with patch.object(pairs, "_started", fails), pytest.raises(Interruption):
                     loss.backward()
                 optimizer.zero_grad()

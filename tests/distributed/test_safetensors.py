@@ -1,4 +1,7 @@
-"""Hugging Face's files go into shards, and come out of them, each rank reading and writing its own."""
+"""Hugging Face's files are loaded into shards and written from them.
+
+Each rank reads and writes its part.
+"""
 
 import json
 from pathlib import Path

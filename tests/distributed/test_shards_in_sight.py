@@ -1,5 +1,7 @@
-"""Each function of torch, asked of shards as users hold them: what a plain tensor gives, or a refusal that says what to
-write."""
+"""Functions of torch on shards as users hold them.
+
+The result of a plain tensor, or an error with the line to write.
+"""
 
 import copy
 import io
@@ -52,7 +54,9 @@ RIGHT: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "var": lambda p, g: p.var(),
     "std": lambda p, g: torch.std(p, unbiased=False),
     "var by correction": lambda p, g: p.var(correction=2),
-    "view of gradients": lambda p, g: float(g._is_view()),  # of views Dynamo fakes what they are of, in seconds
+    "view of gradients": lambda p, g: float(
+        g._is_view()
+    ),  # Dynamo makes fake tensors of the bases of views, in seconds
     "equal": lambda p, g: [float(torch.equal(p, g)), float(torch.equal(p, p.clone()))],
     "_foreach_norm": lambda p, g: list(torch._foreach_norm([p.detach(), g, torch.ones(3)], 2)),
     "get_total_norm": lambda p, g: nn.utils.get_total_norm([p.detach(), g]),
@@ -220,7 +224,7 @@ def _numbers(values: Any) -> Any:
 
 
 def _edited() -> list[tuple[str, Tensor, Tensor]]:
-    """What is written to shards in users' ways, and what a plain module has then; padding stays zero."""
+    """Return the shards after writes in users' ways, and the values of a plain module; padding stays zero."""
     model, plain = _models()
     seen = []
     with engine_for(model, EAGER) as engine:

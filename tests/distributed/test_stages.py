@@ -55,7 +55,7 @@ def reference(world: int, steps: int = STEPS, accumulate: int = MICRO) -> Refere
 
 
 def train(stage: int, backend: str, steps: int, **options: Any) -> Trained:
-    """What was trained, what was counted in the last step, and the bytes of all parameters with their padding."""
+    """Return the trained weights, counters of the last step, and the bytes of all parameters with padding."""
     model = build(TiedLayer)
     with engine_for(model, backend, stage=stage, **options) as engine:
 
@@ -121,7 +121,7 @@ def test_between_hosts_weights_and_gradients_travel_once_per_step(ranks: Ranks, 
         assert counters["reduce_bytes_across"] == reductions * nbytes // 2
 
 
-@pytest.mark.exhaustive  # test_hosts.py counts what crosses hosts
+@pytest.mark.exhaustive  # test_hosts.py counts transfers between hosts
 @pytest.mark.parametrize(("world_size", "ranks_per_host"), [(4, 2), (2, 1)])
 def test_of_replicas_only_gradients_travel_between_hosts(ranks: Ranks, world_size: int, ranks_per_host: int) -> None:
     options: dict[str, Any] = {"ranks_per_host": ranks_per_host, "replicate_over": "hosts"}
@@ -136,8 +136,9 @@ def test_of_replicas_only_gradients_travel_between_hosts(ranks: Ranks, world_siz
 
 
 def in_mixed_precision(backend: str, stages: Sequence[int]) -> list[tuple[Reference, int, int]]:
-    """By stage: what was trained without accumulation; bytes gathered in the last step; bytes of weights that stay, with
-    their padding."""
+    """Return by stage: weights trained without accumulation; bytes gathered in the last step; bytes of cached weights
+    with padding.
+    """
     found = []
     for stage in stages:
         model = build(TiedLayer)
@@ -182,7 +183,7 @@ def accumulated(engine: Engine, model: Any, batch: Any, more: bool) -> None:
 
 
 def zeroed(set_to_none: bool) -> Tensor | None:
-    """A first micro-batch's gradients are dropped; what the second one brings."""
+    """The gradients of a first micro-batch are dropped; return those of the second one."""
     model = build(TiedLayer)
     first, second = make_batches(TiedLayer, 2, SAMPLES)
     with engine_for(model, EAGER, stage=1) as engine:
@@ -207,7 +208,7 @@ def test_gradients_that_were_changed_between_micro_batches_are_refused_by_name(r
 
 
 def stepped_early(backend: str) -> Reference:
-    """The last micro-batch, as was announced, is not the last: the optimizer steps before it comes."""
+    """The micro-batch announced as last is not the last: the optimizer steps before it."""
     model = build(TiedLayer)
     with engine_for(model, backend, stage=1) as engine:
         optimizer, out = sgd(model), Reference()
@@ -246,7 +247,7 @@ def test_hooks_see_the_gradient_of_each_micro_batch(ranks: Ranks) -> None:
 
 
 class Experts(nn.Module):
-    """In the first micro-batch of a step rank 0 alone has tokens for the second expert, in the others nobody."""
+    """In the first micro-batch of a step only rank 0 has tokens for the second expert, in the others no rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,8 +334,10 @@ def test_in_place_edits_between_micro_batches_reach_weights_that_stay(ranks: Ran
 
 
 def changed(backend: str) -> tuple[Reference, list[set[str]]]:
-    """Trained with another stage from step to step, and from one micro-batch to the next; what memory there is after
-    each step."""
+    """Train with another stage from step to step, and from one micro-batch to the next.
+
+    Return the memory after each step.
+    """
     model = build(TiedLayer)
     held: list[set[str]] = []
     stages = iter([3, 1, 1, 1, 2, 2, 1, 3, 3])

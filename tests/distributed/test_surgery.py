@@ -1,4 +1,7 @@
-"""A sharded module is still the user's module: its class, its names, its identity. And what cannot work says so."""
+"""A sharded module is still the user's module: its class, its names, its identity.
+
+Unsupported uses raise an error.
+"""
 
 import copy
 import pickle
@@ -26,7 +29,7 @@ from tests.ranks.pool import Ranks
 
 
 class Block(nn.Module):
-    """One of ours, with what classes may have."""
+    """Return a subclass of ours with features that classes may have."""
 
     slots = 3
 
@@ -66,7 +69,7 @@ def raises_all(kind: type[Exception], words: str, *calls: Callable[[], Any]) -> 
             raise AssertionError(f"call {number} did not raise")
 
 
-# -- what stays the same
+# -- unchanged behavior
 
 
 def looks_the_same() -> None:
@@ -179,7 +182,7 @@ def reads_recurrent() -> None:
 
 
 def _compared() -> list[str]:
-    """What compiled code compares by identity in each step, of a model of several layers."""
+    """Return the objects that compiled code compares by identity in each step, for a model of several layers."""
     parts: list[str] = []
     real = guards.build_guard_function
     model = nn.Sequential(*(Block() for _ in range(4)))
@@ -215,7 +218,7 @@ def edits_arrive() -> None:
         with torch.no_grad():
             first.weight.mul_(2)
             first.weight[1].fill_(3.0)
-            held, again = second.weight, second.weight  # reading twice must not undo what was written through one
+            held, again = second.weight, second.weight  # reading twice must not undo writes through one
             held.clamp_(min=0)
             again[0] += 1
             del held, again
@@ -257,11 +260,11 @@ def test_tensors_that_share_memory_with_a_parameter_stay_as_they_were(ranks: Ran
     ranks.run(3, shares_memory)
 
 
-# -- what cannot work
+# -- unsupported uses
 
 
 def copies_values() -> None:
-    # What the message says to do instead.
+    # Return the instruction of the message.
     model = nn.Sequential(Block(), nn.Linear(6, 3))
     with sharded(model):
         twin = nn.Sequential(Block(), nn.Linear(6, 3))

@@ -1,4 +1,4 @@
-"""One parameter read more than once: in one graph, in several, by several calls, by several backward passes."""
+"""One parameter read more than once, in one graph, in several, by several calls, by several backward passes."""
 
 import pytest
 import torch
@@ -102,8 +102,7 @@ def test_two_backward_passes_in_one_step_add_up(ranks: Ranks, world_size: int, l
 
 
 class LateSurprise(Case):
-    """From the third step on, a weight is read by a second graph whose backward comes when all other gradients are
-    there."""
+    """From the third step on, a second graph reads a weight, and its backward runs after all other gradients."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""Where ranks read shards out of each other's memory, they need not read the same, nor at the same time; what one
-writes, the others see when they come to the same point."""
+"""Ranks read shards in each other's memory, with other weights and at other times.
+
+A rank sees the writes of others at the same point of the program.
+"""
 
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +21,7 @@ from tests.helpers.spread import check_spread
 from tests.helpers.turns import CHOICES, Parts, batches
 from tests.ranks.pool import RankFailure, Ranks
 
-LATE_S = 0.2  # a rank that comes so late finds out whether the others waited
+LATE_S = 0.2  # a rank that is this late shows if the others waited
 
 
 class Whole(Parts):
@@ -267,7 +269,7 @@ def test_one_rank_may_read_alone(ranks: Ranks) -> None:
 
 def begun_again() -> Tensor:
     with sharded({}) as (engine, layer):
-        for _ in range(1 + 2 * engine.rank):  # as after an exception that came at another step on each rank
+        for _ in range(1 + 2 * engine.rank):  # as after an exception at another step on each rank
             engine.executor.begin_training_step()
         engine.executor.begin_stage()
         with engine.train_step():

@@ -1,5 +1,6 @@
 """Parameters that get no gradient: never, not now, not on this rank, not any more; and gradients of another kind than
-usual."""
+usual.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +31,7 @@ STEPS, SAMPLES = 6, 12
 def compare(out: Reference, expected: Reference) -> None:
     __tracebackhide__ = True
     assert_close_relative(out.losses, expected.losses, 1e-6, what="losses")
-    # None where the oracle has None: weight decay must leave alone what nobody used.
+    # None where the oracle has None: weight decay must not change unused weights.
     assert_close_relative(out.grads, expected.grads, 3e-6, what="grads")
     assert_close_relative(out.grad_norms, expected.grad_norms, 1e-6, what="norms")
     assert_close_relative(out.params, expected.params, 1e-6, atol=2e-8, what="params")
@@ -71,8 +72,10 @@ def have_gradients_in_the_steps_that_take_the_branch(out: Reference) -> None:
 
 
 class UsedOnOneRank(Case):
-    """The bias counts only where the share's first sample says so. (A weight could not: its gathers need every
-    rank.)"""
+    """The bias counts only where the share's first sample says so.
+
+    (A weight could not: its gathers need every rank.)
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +178,7 @@ class ReadsModuleInBackward(FeedbackAlignment):
     [
         *((2, "aot_eager", case) for case in (FeedbackAlignment, LearnedFeedback, ReadsModuleInBackward)),
         *((3, EAGER, case) for case in (FeedbackAlignment, LearnedFeedback, ReadsModuleInBackward)),
-        (1, EAGER, FeedbackOnItsOwn),  # the mean of what does not depend on the loss is not what one process adds up
+        (1, EAGER, FeedbackOnItsOwn),  # the mean of values that do not depend on the loss is not the sum in one process
     ],
 )
 def test_parameters_used_only_in_backward_train_as_in_one_process(
@@ -205,7 +208,7 @@ class DenseRows(Case):
 
 
 class SparseRows(DenseRows):
-    """Its gradient comes as a sparse tensor."""
+    """Return a sparse gradient."""
 
     sparse = True
 

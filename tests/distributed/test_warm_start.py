@@ -1,4 +1,4 @@
-"""Graphs that were compiled before come out of the compiler's caches, with their plans."""
+"""Compiled graphs are read from the compiler's caches, with their plans."""
 
 import os
 from typing import Any

@@ -1,6 +1,6 @@
-"""Ranks that wait for one that does not come: who is missing is said, and what cannot end well is ended, by name.
+"""Ranks that wait for a missing one report its name, and waits that cannot end well raise an error.
 
-What ends with the process of a rank is tested in tests/faults.
+tests/faults tests the end of a rank's process.
 """
 
 import time
@@ -27,7 +27,7 @@ Found = Callable[[Callable[..., Any]], list[Any]]
 
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest, native_library: None) -> Iterator[Found]:
-    """What two ranks return, by function; of those below, the longest first."""
+    """Return the results of two ranks by function, for the functions below, the longest first."""
     calls: list[Callable[..., Any]] = [overdue] if request.config.getoption("--slow") else []
     calls += [replays_and_ends, patience_changes, compiling, one_takes_a_norm, one_gathers_and_all_meet, fails]
     calls += [replays_of_two_trainings, replays_past_the_timeout, all_fail, late_to_nothing_watched, late]
@@ -85,7 +85,7 @@ def test_a_norm_of_shards_on_one_rank_only_ends_soon(found: Found) -> None:
 
 
 def one_gathers_and_all_meet(seconds: float = 25.0) -> tuple[str, float]:
-    """As with collectives of a device: the host goes on from an all-gather, and waits in what comes after it."""
+    """As with collectives of a device: the host returns from an all-gather, and waits in later code."""
     with watched() as (engine, model):
         step(engine, model)
         if dist.get_rank() == 0:
@@ -110,7 +110,10 @@ def test_hosts_that_wait_together_while_a_device_waits_alone_are_told_who_is_mis
 
 
 def replays_alone(engine: Engine) -> Tensor:
-    """As if this rank's device were in a graph that holds an all-gather. Returns where it says how many it has ended."""
+    """As if this rank's device were in a graph that holds an all-gather.
+
+    Returns where it says how many it has ended.
+    """
     with engine.watchdog.waiting("an all-gather of parameters", SequenceId.GATHER):
         pass
     native, ended = engine.watchdog.native, torch.zeros(1, dtype=torch.int64)
@@ -206,8 +209,9 @@ def test_a_rank_that_is_late_is_named_on_every_rank_and_waited_for(found: Found)
 
 
 def patience_changes() -> tuple[str, str, str]:
-    """What has been said after a wait of a patient rank, after the same wait of one that is not any more, and after
-    another wait when it is patient again."""
+    """Return the messages after a wait of a patient rank, after the same wait of an impatient one, and of a patient one
+    again.
+    """
     with watched(report_s=30.0) as (engine, model), stderr() as said:
         step(engine, model)
         patient = engine.config

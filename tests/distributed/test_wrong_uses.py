@@ -1,8 +1,8 @@
-"""Wrong uses, each refused with a message that says what is wrong, where, and what to do.
+"""Wrong uses, each with an error that names the fault, the place, and the solution.
 
 Elsewhere: options (tests/unit/test_config.py), optimizers and precision plugins (tests/trainer), checkpoints of another
 model (tests/trainer/test_full_checkpoints.py), `devices` against torchrun (tests/trainer/test_launching.py), replaced
-parameters and copies (test_surgery.py), what may not reach the executor (tests/native/test_backward.py).
+parameters and copies (test_surgery.py), arguments of the executor (tests/native/test_backward.py).
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def fit(module: pl.LightningModule, **arguments: Any) -> None:
 
 
 class With(Regression):
-    """A module that is fine but for what is added to it."""
+    """A valid module without the fault that is added."""
 
     def __init__(self, **parts: nn.Module | nn.Parameter) -> None:
         super().__init__()
@@ -406,7 +406,7 @@ def refused_in_the_end() -> None:
         model.pop(2)
         assert type(model[0]) is nn.Linear
         assert all(torch.equal(*pair) for pair in zip(model.parameters(), values, strict=True))
-    sharded(model).close()  # without what was wrong
+    sharded(model).close()  # without the fault
 
 
 def test_a_refused_module_stays_as_it_was(ranks: Ranks) -> None:

@@ -1,4 +1,4 @@
-"""What can go wrong: ``ACTIONS[name](where, fault)`` happens to the rank that calls it, on the thread that calls it."""
+"""Faults: ``ACTIONS[name](where, fault)`` acts on the rank and thread that call it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ FAR_TOO_MUCH = 1 << 50  # bytes; more than any device has
 
 
 class Planned(Exception):
-    """The exception that a rank raises because it was told to. No RuntimeError: some of these are handled, as when a
-    CUDA graph cannot be captured."""
+    """The exception that a rank raises on request.
+
+    No RuntimeError: some of these are handled, as when a graph cannot be captured.
+    """
 
 
 class Skip(BaseException):
-    """For the injector: what was about to be called is not called."""
+    """For the injector: skip the call."""
 
 
 class Stuck(BaseException):
-    """A rank that was to hang for ever did not: nobody ended it."""
+    """A rank that should hang for ever did not, and was not ended."""
 
 
 def _raise(where: str, fault: Fault) -> NoReturn:
@@ -66,7 +68,7 @@ def _exit_well(where: str, fault: Fault) -> NoReturn:
 
 
 def _stop(where: str, fault: Fault) -> None:
-    """All threads stand still, the watchdog's too, until somebody else has the process go on."""
+    """Stop all threads, the watchdog's too, until another process continues this one."""
     script = f"sleep {fault.seconds}; kill -CONT {os.getpid()}"
     subprocess.Popen(
         ["bash", "-c", script], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
@@ -123,7 +125,7 @@ def _hang_holding_the_gil(where: str, fault: Fault) -> NoReturn:
 
 def _sleep_in_c(libc: Any) -> None:
     left = FOREVER_S
-    while left > 0:  # a signal ends it early, and returns what was left
+    while left > 0:  # a signal ends it early, and returns the rest
         left = libc.sleep(left)
 
 
@@ -172,6 +174,6 @@ ACTIONS: dict[str, Callable[[str, Fault], None]] = {
     "hang_holding_the_gil": _hang_holding_the_gil,
     "out_of_memory": _out_of_memory,
     "device_assert": _device_assert,  # on a GPU only
-    "skip": _skip,  # what the point wraps
+    "skip": _skip,  # the wrapped object
     "full_shared_memory": _fill_shared_memory,
 }

@@ -51,7 +51,7 @@ def _raises() -> Iterator[Case]:
 
 
 def _at_the_end() -> Iterator[Case]:
-    """Where no collective of the stage follows."""
+    """Cases in which no collective of the stage follows."""
     for point in ("on_fit_end", "teardown_hook"):
         for action in ("raise", "sigkill"):
             yield case(action, point, ranks=(0,))
@@ -67,7 +67,7 @@ def _at_the_end() -> Iterator[Case]:
 
 
 def _more() -> Iterator[Case]:
-    # whoever serves the store takes it along, and Lightning's own observer ends what its launcher started
+    # the process that serves the store ends it, and Lightning's own observer ends the processes of its launcher
     for how in ("rank0", "lightning"):
         for rank in (0, 1):
             yield case("raise", "forward", ranks=(rank,), how=how, slow=(how, rank) == ("lightning", 1))
@@ -137,11 +137,11 @@ def _more() -> Iterator[Case]:
 
     yield case("full_shared_memory", "peer_memory")
 
-    # users who catch what all ranks raise
+    # users who catch exceptions that all ranks raise
     yield case("out_of_memory", "forward", **CATCHING)
     yield case("out_of_memory", "compiled_forward", **CATCHING)
 
-    # whatever the others are at
+    # independent of the others' work
     for point, busy in _BUSY:
         for action in ("raise", "sigkill"):
             slow = action == "raise" and (busy.action == "hang_holding_the_gil" or busy.point == "checkpoint_write")
@@ -173,7 +173,7 @@ def _on_hosts() -> Iterator[Case]:
     yield case("exit", "batch_end", **hosts)
     yield case("exit_well", "batch_end", **compiled, ends="stops", slow=True)
     yield case("hang_busily", "forward", **hosts, **AFTER_TIMEOUT)
-    # ranks that no longer do the same, and what is no fault of ours
+    # ranks that no longer do the same, and faults of the user's code
     yield case("skip", "log", **hosts, **OTHER_COLLECTIVES | {"named": False})
     yield case("skip", "validation_step", **compiled, **OTHER_COLLECTIVES)
     yield case("exhaust", "data_loader", **hosts, **OTHER_COLLECTIVES)
@@ -183,7 +183,7 @@ def _on_hosts() -> Iterator[Case]:
     as_ever = GOES_ON | {"named": False, "named_within_s": None}
     yield case("reorder", "batch_end", **compiled, **as_ever)  # a host has all weights, and ranks read alone
     yield case("nan", "batch_end", **compiled, **as_ever)
-    # hosts of one rank, whose processes nobody else sees
+    # hosts of one rank, whose processes no other rank sees
     ones: dict[str, Any] = {"options": {"ranks_per_host": 1}}
     yield case("sigkill", "forward", **ones, slow=True)
     yield case("sigkill", "compiled_forward", **ones)
@@ -253,7 +253,7 @@ def _on_gpus() -> Iterator[Case]:
         for point in ("capture", "replay", "replay_backward", "replaying", "in_step"):
             yield case(action, point, **by_collective, quick=(action, point) == ("raise", "replay_backward"))
         yield case(action, "batch_end", step=10, **by_collective, quick=action == "sigkill")
-    # both have failed, and nobody hears of it from the other; the device of rank 0 waits for rank 1's all the same
+    # both have failed without a message from the other; the device of rank 0 still waits for rank 1's
     both_fail = Fault("raise", "replaying", (0,))
     yield case("raise", "replay", meanwhile=both_fail, **by_collective, named=False, limit_s=15.0 + LIMIT_S)
     yield case("sleep", "batch_end", step=10, **by_collective, **GOES_ON, quick=True)

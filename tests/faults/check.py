@@ -1,4 +1,4 @@
-"""Runs a case, and says what was wrong with its outcome."""
+"""Run a case, and return the faults of its outcome."""
 
 import shutil
 

@@ -1,4 +1,4 @@
-"""Inside a rank: counts batches, writes down what happens, and lets the fault happen where and when it should."""
+"""Inside a rank: count batches, record events, and start the fault at its place and time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Injector", "events_of", "find", "output_of", "wrap"]
 
 
 def events_of(home: Path, rank: int) -> Path:
-    """One JSON object a line; written past all buffers, so that the last ones are there whatever ends the rank."""
+    """Write one JSON object a line, past all buffers, so that the last ones exist however the rank ends."""
     return home / f"rank{rank}.events"
 
 
@@ -46,7 +46,7 @@ def find(target: str) -> tuple[Any, str]:
 
 
 def wrap(target: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Puts ``make(original)`` in the place of what is there; see :func:`find`."""
+    """Replace an object by ``make(original)``; see :func:`find`."""
     owner, name = find(target)
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(make(original)))
@@ -97,7 +97,7 @@ class Injector:
             if not self.wait_for("busy", self._others):
                 raise LookupError(f"ranks {self._others} were to be at something else, and never came to it")
             time.sleep(0.5)
-        # What is written later is about the fault.
+        # Later lines are about the fault.
         written = {
             f"{rank}.{stream}": output_of(self.home, rank, stream).stat().st_size
             for rank in range(self.world)
@@ -120,8 +120,10 @@ class Injector:
         return False
 
     def around(self, point: str, least: int, after: bool, skipped: Callable[..., Any]) -> Callable[..., Any]:
-        """For :func:`wrap`: what reaches ``point`` before, or after, it calls the original. ``skipped`` gives the
-        result, from the arguments, where it is not called at all."""
+        """For :func:`wrap`: call ``reach(point)`` before, or after, the original.
+
+        ``skipped`` gives the result, from the arguments, if the original is not called.
+        """
 
         def make(original: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,12 @@
 """Starts the ranks of a job, watches them from the fault to their end, and leaves nothing of them behind.
 
-``how``: who starts the ranks, and who serves the store in which they meet.
+``how``: the process that starts the ranks, and the one that serves their store.
 
 ``"torchrun"``: each rank has a process group of its own, and the parent serves the store, as torchrun's agent does.
 ``"rank0"``: likewise, but rank 0 serves the store, which dies with it.
 ``"lightning"``: the Trainer of rank 0 starts the others.
 
-Unlike torchrun's agent, the parent ends nobody when a rank dies: whoever is left has to notice it.
+Unlike torchrun's agent, the parent ends no rank when another dies: the others have to notice it.
 """
 
 from __future__ import annotations
@@ -98,11 +98,11 @@ class Job:
     def __exit__(self, error: object, *_: object) -> None:
         self.kill()
         shutil.rmtree(self.memory, ignore_errors=True)
-        if error is not None:  # no outcome tells where it is, and the error has the ranks' last lines
+        if error is not None:  # no outcome has its position, and the error has the ranks' last lines
             shutil.rmtree(self.home, ignore_errors=True)
 
     def kill(self) -> None:
-        """The ranks, and whatever they have started."""
+        """The ranks, and all processes that they have started."""
         for session in self._sessions:
             processes.kill_session(session)
         for process in self._processes:
@@ -125,7 +125,7 @@ class Job:
             if fired_at is None:
                 fired_at = records.fired(self.ranks)
             everybody = all(rank.over for rank in self.ranks) or (
-                # whoever the Trainer of rank 0 should have started never came
+                # a process that the Trainer of rank 0 should have started did not
                 self.how == "lightning" and self.ranks[0].over and not self.ranks[1].pid and now - begun > 10
             )
             if fired_at is None and (everybody or now - begun > start_s):
@@ -196,7 +196,7 @@ class Job:
             return parent.run(MODULE, environ, str(self.home), out.fileno(), err.fileno())
 
     def _nursery(self, rank: int, environ: dict[str, str]) -> nursery.Nursery:
-        # pools share it, and want stacks of what crashes; the script turns that off again
+        # pools share it, and want stacks of crashes; the script disables that again
         return nursery.shared(rank, environ | {"PYTHONFAULTHANDLER": "1"}, str(REPO), PRELOAD, START_S)
 
     def _port(self) -> int:
@@ -214,7 +214,7 @@ class Job:
         env[VARIABLE] = self.orders.dumps()
         env["TESTS_SHARED_MEMORY"] = str(self.memory)
         env["OMP_NUM_THREADS"] = "1"
-        env["TORCHINDUCTOR_CACHE_DIR"] = str(self.home / "inductor")  # what comes out of a cache is not compiled
+        env["TORCHINDUCTOR_CACHE_DIR"] = str(self.home / "inductor")  # code from a cache is not compiled
         env.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         if sys.platform == "linux":  # gloo would look up the host's name, which may not resolve
             env.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -223,7 +223,7 @@ class Job:
         return env
 
     def _place(self, rank: int, port: int) -> dict[str, str]:
-        """What torchrun tells a rank."""
+        """Return torchrun's variables for a rank."""
         world = str(self.world)
         return {
             "RANK": str(rank),

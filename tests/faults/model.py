@@ -1,5 +1,7 @@
-"""What the ranks train: blocks in a container, so that messages have module paths to show, wide enough for every rank to
-hold a part of every matrix."""
+"""Blocks that the ranks train.
+
+They are in a container, so that messages have module paths, and so wide that every rank has a part of every matrix.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,10 @@ class Numbers(Dataset):
 
 
 class Trained(pl.LightningModule):
-    """Args: ``late``: build the network in ``configure_model``; ``hooked``: hooks on gradients; ``catches``: a batch for
-    which there is no memory is tried again, half of it."""
+    """Args: ``late``: build the network in ``configure_model``; ``hooked``.
+
+    Hooks on gradients; ``catches``: a batch for which there is no memory is tried again, half of it.
+    """
 
     scale = 1.0  # of the loss
 

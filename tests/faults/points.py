@@ -1,4 +1,7 @@
-"""Where something can go wrong: what a rank is about to do, what is wrapped to be there, and the training it takes."""
+"""Points at which a fault can happen.
+
+The action of a rank, the wrapped functions, and the training that reaches it.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,14 @@ def _wrap_targets(point: Point, injector: Injector) -> None:
 class Point:
     """
     Args:
-        what: what the rank is about to do, or has just done.
-        targets: what is wrapped, ``"module:Class.method"``; each of them is this point.
+        what: the action that the rank begins, or has just ended.
+        targets: wrapped functions, ``"module:Class.method"``; each of them is this point.
         after: the point comes after the call, and not before it.
         step: batches (minus one) that have begun, at least, when something happens here; -1: before the first.
-        training: what a training must be, besides the default, for the point to be reached; names of ``Training``.
+        training: settings other than the default with which a training reaches the point; names of ``Training``.
         skipped: the result of a call that the action ``skip`` leaves out.
         install: puts the point in place, where wrapping the targets is not enough.
-        ranks: who gets here; ``None``: all.
+        ranks: ranks that reach the point; ``None``: all.
     """
 
     name: str
@@ -84,7 +87,10 @@ def _in_backward(point: Point, injector: Injector) -> None:
 
 
 def _in_graphs(point: Point, injector: Injector, backward: bool) -> None:
-    """A node in the middle of each forward, or backward, graph, after all passes. Inductor takes no such node."""
+    """A node in the middle of each forward, or backward, graph, after all passes.
+
+    Inductor takes no such node.
+    """
     (target,) = point.targets
 
     def make(original: Calls) -> Calls:
@@ -152,7 +158,7 @@ REPLAYED = COMPILED | {"emulate": True, "steps": 12}
 
 
 def _hook(name: str, step: int = 2, what: str = "", ranks: tuple[int, ...] | None = None, **training: Any) -> Point:
-    """One of the user's hooks; ``what`` tells it from a point of the same name."""
+    """One of the user's hooks; ``what`` distinguishes it from a point of the same name."""
     return Point(name + what, f"runs {name}()", (f"{MODEL}:Trained.{name}",), step, training=training, ranks=ranks)
 
 

@@ -1,4 +1,4 @@
-"""What Linux knows of processes that need not be our children: whether they live, how they ended, what they started."""
+"""Facts of Linux about processes that need not be our children, if they live, how they ended, and their children."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 __all__ = ["command", "ended", "exit_code", "kill_session", "members"]
 
-STATE, SESSION, EXIT_CODE = 0, 3, 49  # in /proc/PID/stat, counted from behind the name
+STATE, SESSION, EXIT_CODE = 0, 3, 49  # in /proc/PID/stat, counted from the end of the name
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -21,7 +21,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def ended(pid: int) -> bool:
-    """Also one that nobody has reaped yet."""
+    """Include a process that was not waited for."""
     stat = _stat(pid)
     return stat is None or stat[STATE] in "ZX"
 

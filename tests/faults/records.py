@@ -1,4 +1,4 @@
-"""What is known of one rank from outside: its process, its events, and what it has printed since the fault."""
+"""Facts about one rank, seen from outside: its process, its events, and its output since the fault."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Rank:
     """
     Attributes:
         pid: 0 before it has started.
-        over: whether it has ended.
-        code: as subprocess's; None: it lives, or nobody could see how it ended.
+        over: True after it has ended.
+        code: as subprocess's; None: it lives, or its end is unknown.
         seconds: from the fault to its end; None: it did not end in time.
-        printed: what it has written to stdout and stderr since the fault.
+        printed: its output to stdout and stderr since the fault.
         at: seconds from the fault at which a text was first seen, for the texts that :meth:`watch_for` was given.
     """
 
@@ -43,7 +43,7 @@ class Rank:
         self.offsets: dict[str, int] | None = None
 
     def watch_for(self, name: str, pattern: Any) -> None:
-        """Notes in ``at[name]`` when the compiled ``pattern`` is first found in what the rank prints."""
+        """Set ``at[name]`` when the compiled ``pattern`` is first found in the rank's output."""
         self.watched[name] = pattern
 
     def look(self, process: Any, fired_at: float | None) -> None:
@@ -112,7 +112,7 @@ class Rank:
 
 
 def fired(ranks: Sequence[Rank]) -> float | None:
-    """When the fault happened first. Then all ranks know from where on what they print counts."""
+    """The first time of the fault. Then all ranks know the beginning of output that counts."""
     events = [event for rank in ranks for event in rank.events if event["what"] == "fired"]
     if not events:
         return None

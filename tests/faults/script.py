@@ -1,5 +1,7 @@
-"""What each rank runs: a training as a user would write it, with a fault. ``python -m tests.faults.script``, told by an
-environment variable; started by tests.faults.job."""
+"""The program of each rank: a training as a user would write it, with a fault.
+
+``python -m tests.faults.script`` reads an environment variable; tests.faults.job starts it.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def main() -> None:
             os.close(file)
     dump_stacks_on_signal(open(output_of(home, rank, "stacks"), "a"))  # noqa: SIM115 - open as long as this rank lives
     faulthandler.disable()  # users have none
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever started the tests may ignore
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which the process that started the tests may ignore
     injector = Injector(orders, rank)
     injector.count_batches()
     for fault in filter(None, (orders.fault, orders.meanwhile)):

@@ -1,4 +1,4 @@
-"""What a job trains, and what goes wrong in it. Travels to the ranks as JSON, in an environment variable."""
+"""The training of a job, and its fault, as JSON in an environment variable."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ VARIABLE = "LIGHTNING_ZERO_TESTS_JOB"  # read by tests.faults.script only
 class Fault:
     """
     Args:
-        action: what happens; a name of ``actions.ACTIONS``.
+        action: kind of the fault; a name of ``actions.ACTIONS``.
         point: where; a name of ``points.POINTS``.
-        ranks: to whom.
-        step: not before this many batches (minus one) have begun: 0 is the first batch, -1 all that comes before it.
+        ranks: affected ranks.
+        step: not before this many batches (minus one) have begun: 0 is the first batch, -1 everything before it.
             ``None``: as the point says. In a loader's worker: batches that this worker has loaded.
         seconds: how long ``sleep`` sleeps.
     """
@@ -69,13 +69,13 @@ class Training:
 
 @dataclass(frozen=True)
 class Orders:
-    """All that a rank is told.
+    """The settings of a rank.
 
     Args:
         home: where it writes.
-        fault: what is tried.
-        meanwhile: what other ranks are at when it happens, which waits for that.
-        checkpoint: what ``resume`` resumes from.
+        fault: the injected fault.
+        meanwhile: the work of other ranks at that time, for which the fault waits.
+        checkpoint: path from which ``resume`` resumes.
     """
 
     home: str

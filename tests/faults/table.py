@@ -1,4 +1,4 @@
-"""``python -m tests.faults.table``: runs the cases, prints a Markdown table, and fails if any is not as expected."""
+"""``python -m tests.faults.table`` runs the cases, prints a Markdown table, and fails if any is not as expected."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def run(
 def attempt(
     case: Case, forked: bool, resumed: str = "", running: set[Job] | None = None
 ) -> tuple[Outcome | None, list[str]]:
-    """The outcome, and what is wrong with it."""
+    """Return the outcome, and its faults."""
     try:
         outcome = run(case, forked, resumed, running=running)
     except NeverReached as error:
@@ -99,7 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for c in cases
         if (c.quick or not chosen.quick) and (not chosen.only or any(part in str(c) for part in chosen.only))
     )
-    forked = chosen.forked and chosen.jobs == 1 and chosen.device == "cpu"  # what has touched CUDA cannot be forked
+    forked = (
+        chosen.forked and chosen.jobs == 1 and chosen.device == "cpu"
+    )  # a process that has used CUDA cannot be forked
     if chosen.list:
         print("\n".join(map(str, cases)))
         return 0
@@ -125,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for text, failed in pool.map(lambda each: look(*each), tries):
                 print(text, flush=True)
                 bad += failed
-        except BaseException:  # a SIGTERM: the pool would wait for what runs, and ranks would outlive a SIGKILL
+        except BaseException:  # a SIGTERM: the pool would wait for running jobs, and ranks would outlive a SIGKILL
             pool.shutdown(wait=False, cancel_futures=True)
             for job in list(running):
                 job.kill()

@@ -1,4 +1,4 @@
-"""What becomes of a job when something goes wrong on one of its ranks: it ends soon, and everybody says why.
+"""A job ends soon after a fault on one of its ranks, and every rank reports the reason.
 
 The full list of faults runs with ``python -m tests.faults.table``.
 """
@@ -22,7 +22,7 @@ CHOSEN = [
 
 @pytest.fixture(scope="module")
 def checked(request: pytest.FixtureRequest, native_library: None) -> Iterator[Callable[[str], None]]:
-    """What :func:`check` has to say about a case, by its name, of those that are to be tested."""
+    """Return the faults that :func:`check` finds in a case, by its name, for those to be tested."""
     cases = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]  # type: ignore[attr-defined]
     with beside({str(case): partial(check, case) for case in cases}) as outcome:
         yield outcome

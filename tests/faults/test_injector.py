@@ -1,4 +1,4 @@
-"""The injector itself: what it finds, what it notices, and that it leaves nothing behind."""
+"""The injector itself: it finds functions, notices events, and restores everything."""
 
 import re
 import shutil

@@ -1,6 +1,7 @@
-"""Whether a job ended as a user may expect: in time, with the traceback, and on the other ranks with a line that says who.
+"""Judge if a job ended as a user may expect.
 
-Texts are matched loosely: the word "rank" and the number of the rank that failed.
+It ends in time, with the traceback, and the other ranks name the one that failed. Texts are matched loosely: the word
+"rank" and the number of the rank that failed.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ AT_ONCE_S = 3.0  # until an exception's traceback is there; a machine may be bus
 TRACE = "Traceback (most recent call last)"
 ELSEWHERE = re.compile(r"\(traceback: printed by rank \d+\)")  # where several ranks share an exception
 
-# What the rank that fails prints itself. Who is killed prints nothing.
+# The output of the rank that fails. A killed rank prints nothing.
 TRACES = {
     "raise": r"Planned: planned",
     "cuda_error": r"Error: CUDA error: an illegal memory access",
@@ -38,9 +39,9 @@ class Case:
         how: see ``job``.
         ends: ``"fails"``: all ranks end, none with status 0; ``"stops"``: all end; ``"finishes"``: the training does.
         limit_s: from the fault to the end of the last rank.
-        named: the other ranks say who failed,
+        named: the other ranks name the failed one,
         named_within_s: and do so this long after it.
-        meanwhile: what other ranks are at, for longer than anybody should have to wait for them.
+        meanwhile: work of other ranks, which takes longer than a wait for them may.
         quick: among the tests that always run; slow: among those that take longer. The others are the table's.
     """
 
@@ -89,7 +90,7 @@ def shows(action: str) -> re.Pattern[str] | None:
 
 
 def watch(case: Case, ranks: list[Rank]) -> None:
-    """What the ranks are watched for while they end."""
+    """Texts to wait for while the ranks end."""
     trace = shows(case.fault.action)
     for rank in ranks:
         if rank.number in case.fault.ranks and trace is not None:
@@ -100,7 +101,7 @@ def watch(case: Case, ranks: list[Rank]) -> None:
 
 
 def judge(case: Case, outcome: Outcome) -> list[str]:
-    """What is not as it should be, in words; empty when all is."""
+    """Return the faults in words; empty if there are none."""
     complaints = []
     for rank in outcome.ranks:
         who = f"rank {rank.number}"
@@ -142,8 +143,8 @@ def _own(case: Case, rank: Rank) -> list[str]:
 
 
 def place(rank: Rank) -> str:
-    """Where the main thread of a rank was that had to be killed: the frame of this project that called last."""
-    main = rank.stacks.rpartition("(most recent call first)")[2]  # the current thread's comes last
+    """Return the last frame of this project in the main thread of a rank that had to be killed."""
+    main = rank.stacks.rpartition("(most recent call first)")[2]  # the current thread's is last
     frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', main)
     ours = [frame for frame in frames if "/lightning_zero/" in frame[0]] or frames
     if not ours:

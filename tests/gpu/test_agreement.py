@@ -1,4 +1,4 @@
-"""Ranks that are about to gather different weights over NCCL are told so, before anything hangs."""
+"""Ranks that are about to gather different weights over NCCL raise an error before anything hangs."""
 
 import pytest
 import torch

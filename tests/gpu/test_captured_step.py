@@ -1,4 +1,4 @@
-"""The optimizer's step as a CUDA graph: the same weights and state as the plain optimizer's, whatever changes between."""
+"""The optimizer's step as a CUDA graph has the weights and state of the plain optimizer."""
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def test_captured_steps_of_less_common_optimizers_equal_the_plain_ones(ranks: Ra
 
 
 def profile_steps():
-    """Copies to the host in steps that are replayed, and what launched them."""
+    """Count copies to the host in replayed steps, and the functions that launched them."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8))
     with engine_for(model, "eager", device=f"cuda:{torch.cuda.current_device()}") as engine:
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -1,4 +1,4 @@
-"""Checkpoints on GPUs: what is saved beside training is what was there when it was asked for, to the bit."""
+"""Checkpoints on GPUs: a save during training has the values of its call, to the bit."""
 
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,7 @@
-"""Forward and backward as CUDA graphs that hold NCCL's collectives: they train like runs, go along with ranks that run,
-and do not outlive the process groups."""
+"""Forward and backward as CUDA graphs that hold NCCL's collectives.
+
+They train like runs, go along with ranks that run, and do not outlive the process groups.
+"""
 
 import os
 from typing import Any
@@ -143,7 +145,7 @@ def test_process_groups_can_be_destroyed_once_the_engine_is_closed(ranks: Ranks)
 
 
 def connected(options: dict[str, Any]) -> list[bool]:
-    """Whether the groups for gathers and for reductions have communicators when a graph has been replayed."""
+    """Return True if the groups for gathers and for reductions have communicators after a replay."""
     world = dist.group.WORLD
     assert world is not None
     dist.barrier(device_ids=[torch.cuda.current_device()])

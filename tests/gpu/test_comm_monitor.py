@@ -18,7 +18,7 @@ def _logged() -> list[dict[str, float]]:
 
     class Watched(CommMonitor):
         def on_train_batch_end(self, *args: Any) -> None:
-            # Inside, what makes the host wait for the device is an error.
+            # Inside, waits of the host for the device are errors.
             torch.cuda.set_sync_debug_mode("error")
             try:
                 super().on_train_batch_end(*args)

@@ -1,4 +1,4 @@
-"""The doctor on the GPUs of this machine: it finds them, trains on all, and says what is replayed."""
+"""The doctor on the GPUs of this machine finds them, trains on all, and reports replays."""
 
 import json
 from pathlib import Path
@@ -25,5 +25,5 @@ def test_the_doctor_trains_on_all_devices_and_is_content(native_library: None, t
     assert test["equal"]
     assert test["optimizer_step_replayed"] == "yes"
     assert test["steps_replayed"] > 0
-    # What is said before is what happened.
+    # The announcement is right.
     assert (test["graphs_replayed"] > 0) == (test["forward_and_backward_replayed"] == "yes"), test

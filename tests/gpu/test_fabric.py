@@ -1,4 +1,7 @@
-"""A loop under Fabric on GPUs: forward, backward and the optimizer's step are replayed, and train like what is run."""
+"""A loop under Fabric on GPUs.
+
+Replays of forward, backward and the optimizer's step train like eager runs.
+"""
 
 from typing import Any
 

@@ -1,4 +1,7 @@
-"""Faults of the device, and on ranks whose others wait on the device, which no host sees: see tests/faults."""
+"""Faults of the device, and on ranks whose others wait on the device, which no host sees.
+
+See tests/faults.
+"""
 
 import pytest
 
@@ -11,4 +14,4 @@ pytestmark = [pytest.mark.gpu(2, apart=True), pytest.mark.usefixtures("native_li
 
 @pytest.mark.parametrize("case", [case for case in GPU_CASES if case.quick], ids=str)
 def test_a_job_ends_soon_and_says_why(case: Case) -> None:
-    check(case, forked=False)  # what has touched CUDA cannot be forked
+    check(case, forked=False)  # a process that has used CUDA cannot be forked

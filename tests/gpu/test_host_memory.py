@@ -1,5 +1,7 @@
-"""On GPUs nothing that is loaded stands on the host first, but a part of one weight; with the optimizer's state there,
-that lies there once."""
+"""On GPUs, loads have no more than a part of one weight on the host.
+
+Optimizer state on the host is there once.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.gpu(2)
 
 LAYERS = 12
 WEIGHTS = LAYERS * WEIGHT
-MARGIN = 32 * MIB  # with what the driver takes for copies from memory that is not pinned
+MARGIN = 32 * MIB  # with the driver's memory for copies from memory that is not pinned
 RANKS = 2
 
 

@@ -1,5 +1,8 @@
-"""Two GPUs as two hosts, and four as two: weights come, and gradients go, across them by NCCL, inside CUDA graphs too, and
-what is trained is what one host trains. What hosts exchange comes part by part beside the first layers."""
+"""Two GPUs as two hosts, and four as two.
+
+NCCL transfers weights and gradients between them, also inside CUDA graphs. The results are those of one host. Parts of
+the exchange arrive while the first layers run.
+"""
 
 from typing import Any
 
@@ -18,7 +21,7 @@ HOSTS: dict[str, dict[str, Any]] = {
     "no copy per host": {"compute_shard_group": "all"},
     "reduced once per step": {"cross_host_reduce": "step"},
     "a replica on each": {"replicate_over": "hosts"},
-    # Whoever reads what has not come reads what it was before, and waits are real ones, in graphs, too.
+    # A read before the arrival has the old values, and waits are real ones, in graphs, too.
     "a slow network": {"emulate_cross_host_gb_per_s": 2e-3},
 }
 
@@ -86,7 +89,7 @@ def test_graphs_wait_for_no_part_that_there_is_no_more(ranks: Ranks) -> None:
 
 
 def seconds_between_layers(gbs: float) -> tuple[float, float]:
-    """On the device, from the first layer's forward to the last one's, and what the exchange takes at least."""
+    """Return the device's seconds from the first layer's forward to the last one's, and the least of the exchange."""
     device = f"cuda:{torch.cuda.current_device()}"
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
     options: dict[str, Any] = {"ranks_per_host": 1, "gather_group_mb": 1.0, "cuda_graph_model": False}
@@ -123,7 +126,7 @@ def seconds_between_layers(gbs: float) -> tuple[float, float]:
                 optimizer.step()
             optimizer.zero_grad()
         torch.cuda.synchronize()
-        nbytes = sum(r.shard.nbytes for r in engine.sharder.live)  # of the other host, which come
+        nbytes = sum(r.shard.nbytes for r in engine.sharder.live)  # of the other host, which arrive
     return marks[0].elapsed_time(marks[1]) / 1e3, nbytes / (1e9 * gbs)
 
 

@@ -1,5 +1,8 @@
-"""Master weights in pinned memory: on one GPU, and on two ranks, training is the same to the last bit, captured and not, and
-the device has so much more memory."""
+"""Master weights in pinned memory.
+
+On one GPU, and on two ranks, training is the same to the last bit, captured and not, and the device has so much more
+memory.
+"""
 
 import gc
 import warnings
@@ -46,7 +49,7 @@ def test_two_ranks_train_the_same(ranks: Ranks) -> None:
 
 
 def see_both_ways() -> dict[str, Any]:
-    """What goes through one view is seen through the other."""
+    """Writes through one view are visible through the other."""
     here = torch.device(device())
     seen, host = HostMemory(here).mapped(1 << 20, torch.float32)
     found: dict[str, Any] = {"device": str(seen.device), "pinned": host.is_pinned(), "zero": not seen.any().item()}
@@ -76,9 +79,9 @@ def test_a_device_and_the_host_see_the_same_memory(ranks: Ranks) -> None:
 def train_large(
     offload: tuple[str, ...], capture: bool, steps: int = 10, memory: float | None = None
 ) -> dict[str, Any]:
-    """Of a layer with so much of it that copies take milliseconds, and fill the ring some times over."""
+    """A layer with so many masters that copies take milliseconds, and fill the ring several times."""
     torch._dynamo.reset()
-    gc.collect()  # or what an earlier training has left would count as this one's
+    gc.collect()  # or memory of an earlier training would count as this one's
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -95,17 +98,17 @@ def train_large(
         for step in range(steps):
             with engine.train_step(), autocast():
                 loss = model(x + step).float().square().mean()
-            engine.cycle.before_backward()  # beside which state and masters come
+            engine.cycle.before_backward()  # during which state and masters arrive
             loss.backward()
             engine.cycle.after_backward()
-            if step == 7:  # too late for what has come
+            if step == 7:  # too late for earlier arrivals
                 model._modules["0"]._parameters["weight"].data.mul_(1.01)
             with engine.optimizers.stepping(optimizer, clip=1.0):
                 optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.item())
             del loss
-            # Copies that do not wait would see, or leave, what this writes.
+            # Copies that do not wait would read or leave these values.
             junk = [torch.full((1 << 22,), float(step), device=engine.device) for _ in range(8)]
             del junk
         weights = [param.detach().cpu().clone() for param in model.parameters()]
@@ -134,7 +137,7 @@ def test_much_passes_unharmed_and_leaves_the_device(ranks: Ranks, capture: bool)
 
 def planned_and_by_hand() -> tuple[dict[str, Any], dict[str, Any]]:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a limit cannot be held by what a first step makes for a moment
+        warnings.simplefilter("ignore")  # a limit cannot be held by tensors that exist in a first step for a moment
         plenty = train_large((), False, steps=1, memory=1000.0)
         limit = (plenty["without state"] - 2 * ELEMENTS) / 2**30  # half of the master weights are too much
         return train_large((), False, memory=limit), train_large(("optimizer", "parameters"), False)

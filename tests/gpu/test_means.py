@@ -1,4 +1,4 @@
-"""The kernel that adds up what ranks have sent: torch's mean, of any part of a row, wherever that lies."""
+"""The kernel that adds the ranks' values has the results of torch's mean, for any part of a row at any address."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def compare() -> None:
                         assert executor.transport._native.mean_rows(to, rows, add)
                         torch.testing.assert_close(
                             to, wanted, rtol=8e-3, atol=1e-6
-                        )  # sums end beside a tie's other side
+                        )  # sums end at the other side of a tie
         rows = torch.ones(2, 8, device=device)
         assert not executor.transport._native.mean_rows(torch.empty(8, device=device), rows.double(), False)
         assert not executor.transport._native.mean_rows(

@@ -1,4 +1,4 @@
-"""What a device has left is read off it, and decides what is kept."""
+"""The memory left on a device is read from it, and decides which weights are cached."""
 
 import pytest
 import torch
@@ -36,12 +36,12 @@ def test_peaks_and_what_is_left(ranks: Ranks) -> None:
     ranks.run(2, gauge_a_device, backend="nccl")
 
 
-def train(resident: float | str, until: str) -> tuple[list[float], list[int], list[str]]:
+def train(cached: float | str, until: str) -> tuple[list[float], list[int], list[str]]:
     device = torch.device("cuda", torch.cuda.current_device())
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024, bias=False) for _ in range(4)))
     said: list[str] = []
-    budget = {"reshard_after_forward": "auto"} if resident == "auto" else {"unsharded_cache_mb": resident}
+    budget = {"reshard_after_forward": "auto"} if cached == "auto" else {"unsharded_cache_mb": cached}
     chosen = config(compile_backend="aot_eager", unsharded_cache_until=until, **budget)
     engine = Engine(device, chosen, report=said.append)
     try:

@@ -1,4 +1,7 @@
-"""``memory=``: a device stays within its limit in the first step and once plans are settled; the host's bandwidth."""
+"""``memory=``: a device stays within its limit in the first step and once plans are settled.
+
+The host's bandwidth.
+"""
 
 import gc
 from typing import Any
@@ -25,23 +28,27 @@ WIDTH, LAYERS, SAMPLES = (
 
 
 def train(free_gib: float | None) -> dict[str, Any]:
-    """Losses, and how much of the device was taken at most up to each step, since the engine counted peaks anew, by its
-    own gauge. ``free_gib``: is all that there is besides what stays."""
+    """Return losses, and the device's peak up to each step since the engine reset it, by its own gauge.
+
+    ``free_gib``: memory in addition to the state that stays.
+    """
     torch._dynamo.reset()
-    gc.collect()  # what trainings before this one have left would be in the way
+    gc.collect()  # memory of earlier trainings would count
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(LAYERS)))
     torch.zeros(1, device=device) @ torch.zeros(1, device=device)
-    dist.all_reduce(torch.zeros(1, device=device))  # NCCL's memory comes with its first collective
+    dist.all_reduce(torch.zeros(1, device=device))  # NCCL allocates memory in its first collective
     gauge, weights = MemoryGauge(device), sum(param.nbytes for param in model.parameters())
     limit = gauge.read().here + 4.5 * weights + (free_gib or 0) * GIB
     options = {} if free_gib is None else {"memory": limit / GIB}
     losses: list[Tensor] = []
     taken, said = [], []
     with (
-        patch("lightning_zero.compile.session.MemoryGauge", lambda device: gauge),  # or each would reset what both read
+        patch(
+            "lightning_zero.compile.session.MemoryGauge", lambda device: gauge
+        ),  # or each would reset a value that both read
         engine_for(model, "aot_eager", device=device, compute_dtype=torch.bfloat16, **options) as engine,
     ):
         optimizer = adamw(model)
@@ -82,7 +89,7 @@ def both() -> list[dict[str, Any]]:
 def test_a_limit_is_held_in_the_first_step_and_once_plans_are_settled(ranks: Ranks) -> None:
     ((free, held),) = ranks.run(1, both, backend="nccl", deadline=200)
     assert max(free["taken"]) > held["limit"], "there would be enough for all"
-    print(*held["said"], held["limit"], held["plan"], sep="\n")  # what -rP shows, and a failure
+    print(*held["said"], held["limit"], held["plan"], sep="\n")  # shown by -rP and by a failure
     # In between, CUDA graphs may take more until their peak is measured. Peaks count anew with each plan.
     assert held["taken"][0] <= held["limit"]
     assert held["taken"][-1] <= held["limit"]

@@ -1,6 +1,8 @@
-"""Two ranks as two hosts, of which one's device does not send its part of the weights: the other's device waits in a
-kernel, or in a replayed graph, which no host sees, and both end within the time limit with the name of the one that is
-late. See tests/distributed/test_missing_parts.py, where devices are emulated."""
+"""Two ranks as two hosts, of which one's device does not send its part of the weights.
+
+The other's device waits in a kernel, or in a replayed graph, which no host sees, and both end within the time limit
+with the name of the one that is late. See tests/distributed/test_missing_parts.py, where devices are emulated.
+"""
 
 import time
 from datetime import timedelta
@@ -14,13 +16,15 @@ from tests.helpers.sharded import engine_for, sgd
 from tests.helpers.watched import verdict
 from tests.ranks.pool import Ranks
 
-# The watchdog ends who does not come back 4 s after it was told.
+# The watchdog ends a process 4 s after its message.
 TIMEOUT_S, HELD_S, PATIENCE_S, LATE_AT = 6.0, 8.0, 20.0, 12
 
 
 def hold(seconds: float) -> None:
-    """Keeps the device from what is queued next; told in cycles, whose number in a second depends on the device and on
-    what it has done before."""
+    """Delay later work of the device.
+
+    The unit is cycles, whose number in a second depends on the device and on its earlier work.
+    """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     cycles = 4 * 10**8
     torch.cuda._sleep(cycles)
@@ -61,8 +65,8 @@ def one_device_is_held(replayed: bool) -> tuple[str, float, dict[str, int]]:
             hold(HELD_S)
         try:
             forward()
-            # The rank whose device was held comes back before it hears why the other one ends, and what it queued then
-            # would wait for collectives that nobody ends.
+            # The rank whose device was held returns before it gets the other one's reason, and its queued work
+            # would wait for collectives that no rank ends.
             said = verdict(engine.watchdog, PATIENCE_S)
         except RankFailedError as error:
             said = str(error)

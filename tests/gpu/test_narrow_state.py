@@ -1,5 +1,8 @@
-"""State in bfloat16 on a GPU: on the host or not, captured or launched one by one, steps give the same bits, and captured
-ones about those of the others and of a CPU."""
+"""State in bfloat16 on a GPU.
+
+On the host or not, captured or launched one by one, steps give the same bits, and captured ones about those of the
+others and of a CPU.
+"""
 
 from typing import Any
 

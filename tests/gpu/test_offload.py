@@ -1,5 +1,7 @@
-"""State of optimizers, and activations, in pinned memory: on one GPU, training is the same to the last bit, captured and
-not."""
+"""State of optimizers, and activations, in pinned memory.
+
+On one GPU, training is the same to the last bit, captured and not.
+"""
 
 import gc
 from typing import Any
@@ -36,7 +38,7 @@ def device() -> str:
 
 
 def train_both_ways(capture: bool) -> list[str]:
-    """What of each case is not the same with state on the host."""
+    """Return the differences of each case with state on the host."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     wrong = []
     for name, event in CASES:
@@ -57,7 +59,7 @@ def test_training_is_the_same_to_the_last_bit(ranks: Ranks, capture: bool) -> No
 
 
 def train_large(offload: bool, capture: bool, steps: int = 12) -> dict[str, Any]:
-    """Of a layer with so much state that copies take milliseconds, and fill the ring some times over."""
+    """A layer with so much state that copies take milliseconds, and fill the ring several times."""
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     options: dict[str, Any] = {"offload": ("optimizer",), "offload_buffer_mb": 32.0} if offload else {}
@@ -71,17 +73,17 @@ def train_large(offload: bool, capture: bool, steps: int = 12) -> dict[str, Any]
         for step in range(steps):
             with engine.train_step():
                 loss = model(x + step).square().mean()
-            engine.cycle.before_backward()  # beside which state comes
+            engine.cycle.before_backward()  # during which state arrives
             loss.backward()
             engine.cycle.after_backward()
-            if step == 7:  # too late for what has come
+            if step == 7:  # too late for earlier arrivals
                 torch.cuda.synchronize()
                 next(iter(optimizer.state.values()))["exp_avg"].zero_()
             with engine.optimizers.stepping(optimizer, clip=1.0) as norm:
                 optimizer.step()
             norms.append(norm.clone())
             optimizer.zero_grad()
-            # Copies that do not wait would see, or leave, what this writes.
+            # Copies that do not wait would read or leave these values.
             del norm, loss
             junk = [torch.full((1 << 22,), float(step), device=engine.device) for _ in range(8)]
             del junk
@@ -120,7 +122,7 @@ def test_much_state_passes_unharmed_and_leaves_the_device(ranks: Ranks) -> None:
 
 
 def skip_steps(offload: bool) -> tuple[list[torch.Tensor], list[float]]:
-    """Every third step by a captured graph is skipped by what the device knows."""
+    """Every third step by a captured graph is skipped by a value on the device."""
     torch.manual_seed(0)
     options: dict[str, Any] = ON_HOST if offload else {}
     model = nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64))
@@ -167,7 +169,7 @@ class Wide(nn.Module):
 
 def train_wide(capture: bool | str, backend: str, sizes: tuple[int, ...] = (4096,), **options: Any) -> dict[str, Any]:
     torch._dynamo.reset()
-    gc.collect()  # or what an earlier training has left would count as this one's
+    gc.collect()  # or memory of an earlier training would count as this one's
     before = torch.cuda.memory_allocated()
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -185,7 +187,7 @@ def train_wide(capture: bool | str, backend: str, sizes: tuple[int, ...] = (4096
                 with engine.train_step():
                     loss = model(x)
                 between = torch.cuda.memory_allocated()
-                # Copies that do not wait would see, or leave, what this writes.
+                # Copies that do not wait would read or leave these values.
                 junk = [torch.full((1 << 22,), float(step), device=engine.device) for _ in range(4)]
                 del junk
                 loss.backward()
@@ -230,13 +232,13 @@ def test_activations_leave_and_training_is_the_same(
     assert away["host"] > 100 << 20
     assert away["replays"] == plain["replays"]
     assert (away["replays"] > 10) == capture
-    if not capture:  # what is captured holds the memory of its pool
+    if not capture:  # captured graphs hold the memory of their pool
         assert plain["between"] - away["between"] > 100 << 20
         assert plain["peak"] - away["peak"] > 50 << 20
 
 
 def waits_are_few() -> tuple[float, float, int]:
-    """Milliseconds of a step with nothing, and what hides, on the host; bytes of it."""
+    """Return milliseconds of a step with nothing, and with hidden copies, on the host; and its bytes."""
     found = []
     for options in ({}, {"offload": ("activations",)}):
         torch._dynamo.reset()

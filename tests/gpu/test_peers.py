@@ -1,4 +1,4 @@
-"""Memory that GPUs of one host read and write: whether they can wait for each other in it, and where it comes from."""
+"""Memory that GPUs of one host read and write: their waits for each other, and its source."""
 
 from unittest.mock import patch
 
@@ -34,7 +34,7 @@ def test_a_barrier_between_gpus_waits_and_a_stub_is_found_out(ranks: Ranks) -> N
 
 
 def where_memory_is_short() -> tuple[int, str]:
-    """Rank 1's allocator keeps nearly all of its device, and then somebody else does."""
+    """Rank 1's allocator keeps nearly all of its device, and then another process does."""
     peers, _ = memory()
     assert peers is not None
     free = torch.cuda.mem_get_info()[0]
@@ -52,7 +52,7 @@ def where_memory_is_short() -> tuple[int, str]:
         assert peers.nbytes == before
         del used
         torch.cuda.empty_cache()
-        dist.barrier()  # nobody has it mapped any more
+        dist.barrier()  # no process maps it any more
         left = torch.cuda.mem_get_info()[0]
         assert left > free - 4 * GIB - GIB // 2, "what was allocated before it failed is still there"
         return mine.numel(), str(error)

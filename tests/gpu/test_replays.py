@@ -1,4 +1,4 @@
-"""Forward and backward of compiled code as CUDA graphs: they train like what they were captured from."""
+"""Forward and backward of compiled code as CUDA graphs train like the code that was captured."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What users do around training steps does the same whether these are replayed as CUDA graphs or run."""
+"""Users' code around training steps has the same results with replays and with runs."""
 
 from typing import Any
 

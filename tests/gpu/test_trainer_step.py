@@ -1,4 +1,7 @@
-"""A Trainer's training step on GPUs: the optimizer's step is replayed, and the host never waits for the device."""
+"""A Trainer's training step on GPUs.
+
+The optimizer's step is replayed, and the host never waits for the device.
+"""
 
 from typing import Any
 
@@ -17,7 +20,7 @@ from tests.ranks.pool import Ranks
 
 pytestmark = pytest.mark.gpu(2)
 
-STEPS, FIRST, LAST = 60, 8, 57  # what is profiled comes after all that is compiled and captured
+STEPS, FIRST, LAST = 60, 8, 57  # profile after all compilation and capture
 WIDTH, BATCH = 64, 4
 
 
@@ -42,7 +45,7 @@ class Model(pl.LightningModule):
 
 
 class Profile(pl.Callback):
-    """What ran on the device from the first to the last of the steps above, and how many of them were replays."""
+    """Return the kernels of the device from the first to the last of the steps above, and the number of replays."""
 
     def __init__(self) -> None:
         self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])

@@ -1,4 +1,7 @@
-"""What holds on gloo holds on NCCL: shards train like the plain model, compiled or not, and give their memory back."""
+"""Results of gloo hold on NCCL.
+
+Shards train like the plain model, compiled or not, and release their memory.
+"""
 
 from contextlib import nullcontext
 from functools import partial
@@ -100,11 +103,11 @@ def test_kept_weights_train_like_the_plain_model(ranks: Ranks, backend: str, unt
         assert_close_relative(got.losses, expected.losses, 1e-5, what="losses")
         assert_close_relative(got.grads[0], expected.grads[0], 1e-5, atol=1e-6, what="gradients")
         assert_close_relative(got.params, expected.params, 1e-4, what="parameters")
-        assert (counters.get("resident_gathers", 0) > 0) == (until == "step")
+        assert (counters.get("cached_gathers", 0) > 0) == (until == "step")
 
 
 def gathered_memory():
-    """Bytes allocated after training steps, with few and with many layers, beyond what shards and gradients need."""
+    """Return bytes allocated after training steps, with few and with many layers, beyond those of shards and gradients."""
     device = torch.device("cuda", torch.cuda.current_device())
     left = []
     for layers in (4, 12):

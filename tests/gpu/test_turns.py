@@ -96,7 +96,7 @@ def test_ranks_that_call_other_modules_train_as_if_they_had_no_gradients_there(
 def test_a_host_that_waits_for_its_device_in_backward_does_not_wait_for_ever(
     ranks: Ranks, reduce_transport: str
 ) -> None:
-    """Its device waits for gradients of the other rank, which has none, and comes to the agreement without this host."""
+    """The device waits for gradients of the other rank, which has none, and reaches the agreement without this host."""
     options = {"cuda_graph_model": False, "reduce_transport": reduce_transport}
     for got, expected, _ in ranks.run(
         2, train, options, {"compile_backend": "aot_eager"}, False, True, backend="nccl", deadline=55
@@ -105,7 +105,7 @@ def test_a_host_that_waits_for_its_device_in_backward_does_not_wait_for_ever(
 
 
 def late_readers(late: int) -> list[torch.Tensor]:
-    """A rank that comes late still reads what was there when it should have come."""
+    """A late rank still reads the values of the time at which it was expected."""
     device = here()
     torch.manual_seed(1)
     model = Experts()

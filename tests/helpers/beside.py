@@ -1,4 +1,4 @@
-"""Calls that sleep for most of their time run beside each other; each test takes the outcome of its own."""
+"""Run calls that sleep for most of their time concurrently; each test takes the outcome of its own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ AT_ONCE = 3
 
 @contextmanager
 def beside(calls: Mapping[str, Callable[[], Any]], at_once: int = AT_ONCE) -> Iterator[Callable[[str], Any]]:
-    """Starts the calls, in order; gives what waits for one, by its name, and returns or raises what it does."""
+    """Start the calls, in order; return a function that waits for one by name, and returns or raises its outcome."""
     with ThreadPoolExecutor(at_once) as threads:
         running = {name: threads.submit(call) for name, call in calls.items()}
         try:
@@ -31,7 +31,7 @@ def beside(calls: Mapping[str, Callable[[], Any]], at_once: int = AT_ONCE) -> It
 def ranks_beside(
     calls: Sequence[Callable[[], Any]], world_size: int = 2, at_once: int = AT_ONCE, deadline: float = 60.0
 ) -> Iterator[Callable[[Callable[[], Any]], list[Any]]]:
-    """The same for calls on ranks, by function: each has ranks that no other has meanwhile."""
+    """Do the same for calls on ranks, by function: each has ranks of its own."""
     with ExitStack() as stack:
         free: queue.SimpleQueue[RankPool] = queue.SimpleQueue()
         for _ in range(at_once):

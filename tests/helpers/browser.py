@@ -70,7 +70,7 @@ window.addEventListener("load", () => setTimeout(() => {
 
 @dataclass(frozen=True)
 class Looked:
-    """What a page looked like: ``errors`` of the console and of loading, ``faults`` of its layout."""
+    """The appearance of a page: ``errors`` of the console and of loading, ``faults`` of its layout."""
 
     errors: list[str]
     faults: list[str]

@@ -1,5 +1,4 @@
-"""A callback and a logger that keep what they see of a training, one that saves, and a schedule for
-``PassSchedule``."""
+"""A callback and a logger that record a training, one that saves, and a schedule for ``PassSchedule``."""
 
 from typing import Any
 
@@ -9,7 +8,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 
 class Lines(Logger):
-    """Keeps what it is given, on rank 0."""
+    """Keep the arguments, on rank 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +34,7 @@ MINIMAL = ["split_gathers", "enqueue_gradients", "publish_plan"]
 
 
 class SavesAfter(Callback):
-    """Saves after that step, during training, beside which the save may go on."""
+    """Save after that step, during training, which may continue during the save."""
 
     def __init__(self, step: int, path: str) -> None:
         self.step, self.path = step, path

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.helpers.models import Batch, Case, NextToken
 
-WRAPPED = "_checkpoint_wrapped_module."  # what a wrapper puts into the names of parameters
+WRAPPED = "_checkpoint_wrapped_module."  # a wrapper's part of the names of parameters
 
 Call = Callable[[nn.Module, Tensor], Tensor]
 
@@ -57,7 +57,7 @@ class Blocks(NextToken):
         return self.head(x)
 
     def loss(self, batch: Batch, call: Any = None) -> Tensor:
-        torch.manual_seed(int(batch[0].sum()))  # the same numbers for the same samples, on whichever rank
+        torch.manual_seed(int(batch[0].sum()))  # the same numbers for the same samples, on each rank
         return super().loss(batch, call)
 
 
@@ -194,7 +194,7 @@ class DeepGPT2(_Transformers):
 
 
 class T5Encoder(_Transformers):
-    """Its first layer is another kind than those behind it, which are given what that one has made."""
+    """The first layer has another class than the later ones, which get its result."""
 
     checkpointed = False
 
@@ -211,7 +211,7 @@ class T5Encoder(_Transformers):
         return self.head(self.net(input_ids=ids).last_hidden_state)
 
 
-# Each with what it is to be like.
+# Each with its counterpart.
 WAYS: dict[str, tuple[type[Case], type[Case]]] = {
     "checkpoint": (NonReentrant, Dropping),
     "reentrant checkpoint": (Reentrant, Dropping),

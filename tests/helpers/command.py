@@ -16,12 +16,12 @@ DEADLINE = 120.0
 
 
 def python_path() -> str:
-    """``PYTHONPATH`` of a process that finds this project, and what the tests' own do."""
+    """Return ``PYTHONPATH`` of a process that finds this project and the tests' own modules."""
     return os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
 
 
 def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Ends with everything that the command has started, whatever happens."""
+    """Return a context at whose end all processes of the command end."""
     left_out = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTEST_CURRENT_TEST")
     env = {key: value for key, value in os.environ.items() if key not in left_out}
     env.update(PYTHONPATH=python_path(), OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", MASTER_PORT=str(free_port()))

@@ -26,7 +26,7 @@ class DelayedCopyStreams:
     """Run nothing before :meth:`run`.
 
     Args:
-        without: a wait to leave out, such as ``"in behind compute"``, to see that it is needed.
+        without: a wait to leave out, such as ``"in behind compute"``, to show that it is needed.
     """
 
     def __init__(self, without: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Ways in which checkpoints are damaged, each with what a reader must name."""
+"""Ways in which checkpoints are damaged, each with the words that a reader must name."""
 
 from __future__ import annotations
 
@@ -63,8 +63,10 @@ def resign(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def of_folder(folder: Path, other: Path) -> Iterator[tuple[str, Damage, str]]:
-    """Name, what does it to a copy of ``folder``, and what the error says, as a regular expression. ``other``: a
-    checkpoint of the same shapes by another save."""
+    """Return name, a function that damages a copy of ``folder``, and the error as a regular expression.
+
+    ``other``: a checkpoint of the same shapes by another save.
+    """
     for file in sorted(path.name for path in folder.iterdir()):
         named = re.escape(f"/{file}") + "['\"]? (is|cannot|holds|does|and)" if file != ".metadata" else r"\.metadata"
         for part in (0.0, 0.3, 0.999):
@@ -92,7 +94,7 @@ def of_folder(folder: Path, other: Path) -> Iterator[tuple[str, Damage, str]]:
 
 
 def of_file(file: Path, ran: Path) -> Iterator[tuple[str, Damage, str]]:
-    """The same for a full checkpoint. ``ran``: made by what would run code."""
+    """Return the same for a full checkpoint. ``ran``: made by code in the file."""
     size = file.stat().st_size
     for length in (0, 1, 2, 3, 4, 30, 100, size // 2, size - 200, size - 23, size - 22, size - 1):
         yield f"cut to {length} of {size}", partial(cut, part=length / size), "x.ckpt"

@@ -1,4 +1,7 @@
-"""Damaged checkpoints in all formats, each of which a reader must refuse by name. They hold harmless data."""
+"""Damaged checkpoints in all formats, each of which a reader must refuse by name.
+
+They hold harmless data.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +85,7 @@ def values_in(content: Any, name: str = "") -> dict[str, Tensor]:
 
 
 def damages(kind: str) -> Iterator[tuple[str, Damage]]:
-    """Yield names, and functions that damage what :func:`write` has written."""
+    """Yield names, and functions that damage the files of :func:`write`."""
     if kind == "full":
         yield from _of_file()
     elif kind == "sharded":
@@ -122,7 +125,7 @@ def _cut(file: Path, part: float) -> None:
 
 
 def _flip(file: Path, part: float) -> None:
-    """Of the largest part of an archive, where what torch writes between parts is not."""
+    """Damage the largest part of an archive, outside of torch's data between parts."""
     data = bytearray(file.read_bytes())
     at = int(len(data) * part)
     if zipfile.is_zipfile(file):

@@ -1,6 +1,8 @@
-"""Checkpoints in the layout of DeepSpeed's, written without it. What DeepSpeed 0.19.8 wrote on CPUs (ZeRO-1 to ZeRO-3,
-float32 and bfloat16, one to three ranks) has these files, keys, shapes and classes; what else is in its files is left
-out."""
+"""Checkpoints in the layout of DeepSpeed's, written without it.
+
+Files of DeepSpeed 0.19.8 on CPUs (ZeRO-1 to ZeRO-3, float32 and bfloat16, one to three ranks) have these files, keys,
+shapes and classes. Other content is left out.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,12 @@ def write(
     """Writes ``folder/checkpoint/`` and ``folder/latest``.
 
     groups: of the optimizer: settings, and under "params" trained weights by name
-    moments: by weight's name, what the optimizer keeps of its shape
+    moments: by weight's name, state of the optimizer in its shape
     others: the rest of the state dict: buffers, and ``frozen`` weights
-    client: what the Trainer saves
+    client: the state that the Trainer saves
     shared: of tied weights, the name of each and that of the one that is in groups
     reverse: each partition holds parameters in another order than the list of shapes, as after "round robin"
-    mappings: whether ranks say where parameters lie, as early versions did not
+    mappings: ranks save the places of parameters, which early versions did not
     """
     home = folder / "checkpoint"
     home.mkdir(parents=True)
@@ -87,7 +89,7 @@ def _settings(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _cut_rows(ranks: int, groups: Any, moments: Any, reverse: bool, made: Mapping[str, type]) -> list[dict[str, Any]]:
-    """ZeRO-1 and ZeRO-2: parameters one behind the other, cut wherever the borders fall."""
+    """ZeRO-1 and ZeRO-2: parameters one after the other, cut at the borders of partitions."""
     found: list[dict[str, Any]] = [
         {
             "single_partition_of_fp32_groups": [],
@@ -148,7 +150,7 @@ def _cut_each(ranks: int, groups: Any, moments: Any) -> list[dict[str, Any]]:
 
 
 def _pieces(value: Tensor, ranks: int) -> list[Tensor]:
-    """Of one size, the last with padding."""
+    """Return parts of one size, the last with padding."""
     width = -(-value.numel() // ranks)
     flat = torch.cat([value.detach().reshape(-1), torch.full((width * ranks - value.numel(),), float("nan"))])
     return [piece.clone() for piece in flat.split(width)]

@@ -39,8 +39,10 @@ def mount(home: Path | str) -> None:
 
 
 def _opened(memory: MemoryFileSystem, path: str, mode: str = "rb", **options: Any) -> Any:
-    """Whoever reads gets a file of his own. fsspec gives all the same one, whose place in it they share: of ranks that
-    are threads one reads what the other has left."""
+    """Return a file of its own for each reader.
+
+    fsspec returns one for all, whose position they share: ranks that are threads would read each other's rest.
+    """
     found = _open(memory, path, mode, **options)
     return BytesIO(found.getvalue()) if mode == "rb" else found
 

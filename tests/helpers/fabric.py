@@ -20,8 +20,10 @@ WINDOW, NORM, VALUE = 2, 0.3, 0.02
 
 
 def make_fabric(kind: str, precision: str = "32-true", **options: Any) -> Fabric:
-    """``compiled``, ``eager`` and ``replayed`` (compiled, and done as it is in CUDA graphs) are ours, ``ddp`` is what
-    they are compared with. Launched, on the ranks that call this."""
+    """Return ``compiled``, ``eager`` and ``replayed`` (compiled, and run as in CUDA graphs) of ours, or ``ddp``.
+
+    Fabric is launched, on the ranks that call this.
+    """
     strategy: Any = "ddp"
     if kind != "ddp":
         chosen = {"compile": kind != "eager", "compile_backend": "aot_eager"} | options

@@ -24,7 +24,7 @@ class Forks(nn.Module):
 
 
 def run_forks(swaps: dict[int, list[bool]], patience_s: float, delay: dict[int, float], device: str = "cpu") -> Any:
-    """Steps in the orders given for each rank. What a mismatch said, and after how many seconds."""
+    """Run steps in the orders given for each rank. Return the message of a mismatch, and its seconds."""
     model = build(Forks)
     collective = {"gather_transport": "collective"}  # ranks that copy weights out of peers' memory need no common order
     with engine_for(model, "aot_eager", consensus_timeout_s=patience_s, device=device, **collective) as engine:

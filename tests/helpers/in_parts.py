@@ -55,7 +55,7 @@ class TiedParts(Parts):
 
 
 class FrozenEncoder(Parts):
-    """The middle needs no gradients, and what comes before it gets none."""
+    """The middle needs no gradients, and earlier modules get none."""
 
     def __init__(self) -> None:
         super().__init__()

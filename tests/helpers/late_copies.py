@@ -1,5 +1,7 @@
-"""Snapshots on a CPU as they are on a GPU whose copies come as late as they may: when somebody is about to write what
-they copy, or gives up waiting for that."""
+"""Snapshots on a CPU as on a GPU whose copies are as late as allowed.
+
+They run when other code is about to write their source, or stops waiting for them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class Late:
 
     @property
     def waiting(self) -> bool:
-        """Whether there are copies that were not made yet."""
+        """Return True if there are copies that were not made yet."""
         return bool(self._jobs)
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -55,7 +57,7 @@ class Late:
 
 @contextmanager
 def late_copies() -> Iterator[Late]:
-    """Of the engines that are made inside."""
+    """Apply to the engines that are made inside."""
     late, made = Late(), Snapshot.__init__
     before_writing, write = Snapshot.before_writing, AsyncSaver._write
 

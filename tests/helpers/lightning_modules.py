@@ -223,7 +223,7 @@ class EditsWeights(Parts):
 
 
 class Averaged(Regression):
-    """With a buffer, a tied and a frozen parameter; notes what validation sees."""
+    """A module with a buffer, a tied and a frozen parameter; it records validation."""
 
     def __init__(self) -> None:
         super().__init__()

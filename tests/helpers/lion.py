@@ -1,4 +1,7 @@
-"""An optimizer of a third party's, and the rule that makes it known: the one that `register_rule` documents."""
+"""An optimizer of a third party's, and the rule that makes it known.
+
+The one that `register_rule` documents.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank logs and prints, for tests that ask for it: pytest's own captures are of its process."""
+"""A rank's logs and output, for tests that need them: pytest's own captures are of its process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["logged", "said_by", "stderr"]
 
 @contextmanager
 def logged(name: str) -> Iterator[list[str]]:
-    """The messages of that logger and those below it, from DEBUG on, as they come."""
+    """Collect the messages of that logger and those below it, from DEBUG on."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -32,7 +32,7 @@ def logged(name: str) -> Iterator[list[str]]:
 
 @contextmanager
 def stderr() -> Iterator[Path]:
-    """What this process writes to its standard error, C++ included."""
+    """Return this process's standard error, C++ included."""
     with tempfile.NamedTemporaryFile() as file:
         before = os.dup(2)
         os.dup2(file.fileno(), 2)
@@ -44,7 +44,7 @@ def stderr() -> Iterator[Path]:
 
 
 def said_by(job: Callable[[], Any]) -> tuple[str, float]:
-    """What this process wrote to its standard error meanwhile, and how many seconds that was."""
+    """Return this process's standard error in the context, and its seconds."""
     with stderr() as said:
         begun = time.monotonic()
         job()

@@ -1,4 +1,4 @@
-"""How much of what hosts exchange a rank has awaited when a layer runs."""
+"""The parts of the exchange that a rank has awaited when a layer runs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ HERE: dict[str, Any] = {"gather_transport": "collective"}  # as weights travel w
 
 
 class Mixed(nn.Module):
-    """Matrices whose masters leave, one of them frozen; and what autocast leaves in float32, which stays."""
+    """Matrices whose masters move, one of them frozen, and parameters in float32 under autocast, which stay."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ LEAVE = ["first.weight", "frozen.weight", "second.weight", "last.weight"]
 
 
 def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """What leaves, and what stays: so each group is stepped, and its norm added up, in the same parts either way."""
+    """Return the moved and the other parameters, so that both are stepped, and their norms added, in the same parts."""
     named = dict(model.named_parameters())
     return [
         {"params": [named[name] for name in LEAVE], "weight_decay": 0.1},
@@ -56,12 +56,12 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 
 
 def after_backward(model: Any, engine: Engine, step: int) -> None:
-    """When masters may have come for the step already."""
+    """The times at which masters may have arrived for the step."""
     if step == 8:
         model._modules["first"]._parameters["weight"].data.mul_(1.1)
     if step == 9:
         with torch.no_grad():
-            model.last.weight.mul_(0.9)  # what was read, and its shard
+            model.last.weight.mul_(0.9)  # the read weight, and its shard
 
 
 def between_steps(model: Any, engine: Engine, step: int) -> None:
@@ -84,7 +84,7 @@ def between_steps(model: Any, engine: Engine, step: int) -> None:
         model.load_state_dict({key: 0.98 * value for key, value in model.state_dict().items()})
 
 
-# Steps before which compute copies are not what they should be: what was edited is seen where it reaches the shard, and
+# Steps before which compute copies are stale: an edit is visible where it reaches the shard, and
 # an evaluation writes them, too.
 ANEW = [0, 1, 5, 6, 9, 10]
 
@@ -106,7 +106,7 @@ def check_copies(engine: Engine) -> None:
 
 
 def least_with_masters(name: str = "AdamW", **options: Any) -> float:
-    """GiB that are just too few with master weights on the device, whatever else leaves it."""
+    """Return GiB that are just too few with master weights on the device, with all other state on the host."""
     model = Mixed()
     with engine_for(model, compute_dtype=BF16, memory=1.0, **options) as engine:
         with engine.registered_parameters():
@@ -131,8 +131,10 @@ def train(
     steps: int = STEPS,
     **options: Any,
 ) -> Any:
-    """All that a training comes to, and what was seen on the way. ``later``: options from the second step on, as
-    of another Trainer."""
+    """Return all results of a training, and records on the way.
+
+    ``later``: options from the second step on, as of another Trainer.
+    """
     torch._dynamo.reset()
     model, record, stale = Mixed(), [], []
     chosen = {"compute_dtype": BF16} | (AWAY if away else HERE) | options
@@ -188,7 +190,7 @@ def train_both_ways(*args: Any, **options: Any) -> list[Any]:
 
 
 def check(here: Any, away: Any) -> None:
-    """The same to the last bit; and what left is not there twice."""
+    """Check that results are equal to the last bit, and that moved state exists once."""
     for what in ("record", "params", "state"):
         torch.testing.assert_close(away[what], here[what], rtol=0, atol=0)
     assert away["away"] == sorted(LEAVE)

@@ -1,4 +1,7 @@
-"""What is measured of a device, and decided by it, in tests of memory: a model, and how its trainings are compared."""
+"""Measurements of a device and decisions by them, in tests of memory.
+
+A model, and a comparison of its trainings.
+"""
 
 import torch
 from torch import Tensor, nn

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 @dataclass
 class Allocations:
-    """Address and signed size in bytes of each allocation, positive, and of each freeing, negative; in order."""
+    """Address and signed size in bytes of each allocation, positive, and of each freeing, negative, in order."""
 
     events: list[tuple[int, int]] = field(default_factory=list)
 
@@ -44,10 +44,10 @@ class Allocations:
 
 @contextmanager
 def allocations() -> Iterator[Allocations]:
-    """Watches the CPU allocator; what it yields is filled in at the end.
+    """Watch the CPU allocator; the yielded object is filled at the end.
 
-    It is blind in gloo's threads. When one of those is the last to hold the output of a collective, that memory is seen
-    to be free only when somebody else gets it: allow for a few outputs more than there are.
+    It is blind in gloo's threads. If one of those holds the output of a collective last, that memory counts as free
+    only at its next use: allow for a few outputs more than there are.
     """
     out = Allocations()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -60,10 +60,9 @@ def allocations() -> Iterator[Allocations]:
 
 
 class Gathered:
-    """What was gathered, and how many bytes of it somebody still holds.
+    """The gathered weights, and the bytes of them that are still held.
 
-    Watching costs a Python object for each storage, which counts as one more holder: not for measuring while a step
-    runs.
+    Watching costs a Python object for each storage, which counts as one more holder: do not measure while a step runs.
     """
 
     def __init__(self) -> None:
@@ -93,7 +92,7 @@ class Gathered:
 
 @contextmanager
 def gathered_weights() -> Iterator[Gathered]:
-    """Watches what every op of ours that gathers returns, in compiled code and elsewhere."""
+    """Watch the results of all our ops that gather, in compiled code and elsewhere."""
     out = Gathered()
     library = torch.library.Library("lightning_zero", "IMPL")
     names = {s.name.split("::")[1] for s in torch._C._jit_get_all_schemas() if s.name.startswith("lightning_zero::")}

@@ -26,7 +26,7 @@ def _tokens(seed: int, n: int, length: int, vocabulary: int) -> tuple[Tensor, Te
 class Case(nn.Module):
     """A batch is (*inputs, target), with samples along each tensor's first dimension."""
 
-    # what to expect of another summing order; bf16 parameters round their gradients, too
+    # expected with another order of sums; bf16 parameters round their gradients, too
     rtol = 1e-5
     # the loss of a batch is the mean of the losses of its equal parts
     mean_of_parts = True
@@ -100,7 +100,7 @@ class _TransformerBlock(nn.Module):
 
 
 class NextToken(Case):
-    """Of sequences of tokens, by default of 8, of 61 that there are."""
+    """Return sequences of tokens, by default of 8, from 61."""
 
     @staticmethod
     def make_batch(seed: int, n: int) -> Batch:
@@ -154,14 +154,15 @@ class TiedBlock(OneBlock):
 
 
 def made_one_mlp(model: TinyTransformer) -> None:
-    """Of all blocks the first one's MLP is left, where compiling should take little and what is built matters: dropout in it, or
-    how blocks are called."""
+    """Only the first block's MLP remains, where compiling must be fast and the built modules matter: dropout in it, or
+    calls of blocks.
+    """
     del model.blocks[1:]
     model.blocks[0] = model.blocks[0].mlp  # type: ignore[assignment]
 
 
 class OneLayer(OneBlock):
-    """Two matrices in place of a block, where compiling should take little: embeddings and a norm are what they were."""
+    """Two matrices in place of a block, where compiling must be fast: embeddings and a norm are unchanged."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,7 +330,7 @@ class NeverUsed(Case):
 
 
 class ReturnsParameter(Case):
-    """A parameter leaves the graph as it came in; its gathered form must outlive the forward."""
+    """A parameter is an output of the graph; its gathered form must outlive the forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -432,7 +433,7 @@ class CompilerDisabled(Case):
 
 
 class LSTMNet(Case):
-    """nn.LSTM keeps a list of its weights beside the attributes, and Dynamo runs it eagerly."""
+    """nn.LSTM keeps a list of its weights in addition to the attributes, and Dynamo runs it eagerly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -473,7 +474,7 @@ CASES: dict[str, type[Case]] = {
 
 
 def build(case: str | type[Case], seed: int = 0) -> Case:
-    """The same weights on every rank and in every process, whatever was drawn before."""
+    """Return equal weights on every rank and in every process, after any random draws."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return (CASES[case] if isinstance(case, str) else case)()

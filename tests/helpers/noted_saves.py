@@ -1,4 +1,4 @@
-"""What a Trainer saves beside training, compared to the bit with what was there when it was asked to."""
+"""Compare saves of a Trainer during training, to the bit, with the values at their calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers' steps on shards beside those of the plain optimizer, with something that happens between them."""
+"""Optimizers' steps on shards and those of the plain optimizer, with an event between them."""
 
 import math
 from collections.abc import Callable
@@ -94,7 +94,7 @@ def nothing(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> No
 
 
 def unfreeze_and_add(model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """What BackboneFinetuning does."""
+    """Act as BackboneFinetuning does."""
     if step == 0:
         model.later.requires_grad_(False)
     if step == 6:
@@ -130,7 +130,10 @@ def replace_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, step: 
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, event: Event, engine: Engine | None) -> list[Any]:
-    """Warm-up and cosine; gradients cross the clipping threshold both ways; parts of the model rest by turns."""
+    """Warm-up and cosine; gradients cross the clipping threshold both ways.
+
+    Parts of the model rest by turns.
+    """
     record = []
     for step in range(STEPS):
         scale = 0.02 if step % 3 == 0 else 1.0
@@ -200,7 +203,7 @@ def counts(optimizer: torch.optim.Optimizer) -> list[dict[str, float]]:
 
 
 def kinds(optimizer: torch.optim.Optimizer) -> list[list[Any]]:
-    """What optimizers keep, parameter by parameter, in its order."""
+    """Return the state of optimizers, parameter by parameter, in its order."""
     return [
         [(key, getattr(value, "dtype", type(value))) for key, value in optimizer.state[param].items()]
         for group in optimizer.param_groups

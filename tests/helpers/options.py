@@ -30,7 +30,7 @@ def _again(op: str, nbytes: int, path: str) -> bool | None:
     return None
 
 
-# Of each option a value that is not its default.
+# For each option a value that is not its default.
 OTHERS: dict[str, Any] = {
     "compile": False,
     "cuda_graphs": False,

@@ -1,4 +1,4 @@
-"""What the sharded runs are compared with: plain training in one process."""
+"""The oracle of sharded runs: plain training in one process."""
 
 import copy
 import math

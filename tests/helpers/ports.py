@@ -3,13 +3,13 @@
 import random
 import socket
 
-# Below what systems give to outgoing connections, which other tests open by the hundred: a port of theirs may be taken
+# Below the ports of outgoing connections, which other tests open by the hundred: one of theirs may be taken
 # between the look and the use.
 OWN = range(20000, 30000)
 
 
 def free_port() -> int:
-    """A port that nobody holds now and that only a caller of this function may pick."""
+    """Return a free port that only callers of this function may pick."""
     while True:
         port = random.SystemRandom().choice(OWN)  # tests seed the shared one
         with socket.socket() as probe:

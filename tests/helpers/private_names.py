@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 PRIVATE = re.compile(r"_[A-Za-z]\w*")
-OURS = "_zero_"  # what we put on objects of torch's and Lightning's begins so
+OURS = "_zero_"  # prefix of our attributes on objects of torch and Lightning
 FOREIGN = {"torch", "torchmetrics", "lightning", "lightning_fabric", "pytorch_lightning"}
 FORM = re.compile(r".{10,} \((torch|lightning) \d+\.\d+\+\)")
 COMPAT = "compat"
@@ -27,9 +27,9 @@ class Entry:
 
     Attributes:
         module: the file's name.
-        alias: what it is called there; None for an attribute of objects.
+        alias: its name there; None for an attribute of objects.
         name: dotted, from torch's or Lightning's root.
-        comment: what stands above it.
+        comment: the comment above it.
         line: where.
     """
 
@@ -91,7 +91,7 @@ def _comment_above(lines: list[str], line: int) -> str:
 
 
 def bindings(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """What imports bind: the name here, and what it stands for."""
+    """Return the names that imports bind, and their meaning."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -1,5 +1,7 @@
-"""A training whose compiled code is captured before all ranks know in which order it reads weights: what hosts exchange is
-cut into other parts, and fewer, after that."""
+"""A training whose compiled code is captured before all ranks know the order of reads of weights.
+
+Afterwards hosts cut the exchange into other parts, and fewer.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ ACROSS: dict[str, Any] = {"ranks_per_host": 1, "gather_group_mb": BIG_MB}
 
 
 class BigAndSmall(Case):
-    """Registered in turns, each of which is a part of its own; read are the big ones first, and then all small ones
-    together are one part."""
+    """Registered in turns, each of which is a part of its own.
+
+    Read are the big ones first, and then all small ones together are one part.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,8 +46,10 @@ class BigAndSmall(Case):
 
 
 def train_captured_at_once(device: str = "cpu", **options: Any) -> tuple[Reference, list[int], list[str], int]:
-    """What was trained; by step, into how many parts its exchange was cut, and why what was captured was dropped; how often
-    the last step was replayed."""
+    """Return the trained weights, and by step the parts of its exchange and the reason to drop captures.
+
+    Also return the number of replays of the last step.
+    """
     model = build(BigAndSmall)
     parts: list[int] = []
     dropped: list[str] = []

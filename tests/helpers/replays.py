@@ -114,7 +114,7 @@ def edit(model: nn.Module, index: int) -> None:
 
 
 def train_spare(model: nn.Module, index: int) -> None:
-    """What compiled code reads stays the same, and buckets do not."""
+    """The reads of compiled code stay the same, and buckets do not."""
     if index == 10:
         model.spare.requires_grad_(True)
 
@@ -153,7 +153,7 @@ class Way:
     samples: Callable[[int], int] = lambda index: SAMPLES
     replays: int = 12  # at least; each of a forward or a backward
     emulated: bool = True  # else only a capture shows that it cannot be replayed
-    # aot_eager would keep the state of random numbers, which lies on the host, for what is computed again
+    # aot_eager would keep the state of random numbers, which is on the host, for recomputed values
     generated: bool = False
     twice: bool = False  # a weight's gradients are sent twice, where they would be added up before in a run
 
@@ -207,25 +207,25 @@ SHORTER_ON_ONE = Way(samples=shorter_on_one, engine=BY_COLLECTIVE["weights and g
 
 
 def meetings(engine: Engine) -> dict[str, int]:
-    """How many collectives this rank has taken part in, as the watchdog counts them to tell who is behind."""
+    """Return the number of collectives of this rank, by which the watchdog finds late ranks."""
     lanes = (SequenceId.CONTROL, SequenceId.GATHER, SequenceId.REDUCE)
     return {f"met_{lane.name.lower()}": engine.watchdog.native.sequence_number(int(lane)) for lane in lanes}
 
 
 def graphs_are_cut(way: str) -> bool:
-    """Whether buckets end where graphs do, and so are others, and more, where graphs are replayed."""
+    """Return True if buckets end where graphs do, and so are others, and more, with replays."""
     case = WAYS[way].case
     return WAYS[way].twice or (isinstance(case, type) and issubclass(case, Parts))
 
 
 def train(way: str, backend: str, device: str = "cpu", **options: Any) -> tuple[Reference, dict[str, int]]:
-    """What the training recorded; the executor's counters at its end, and the :func:`meetings`."""
+    """Return the record of the training, the executor's counters at its end, and the :func:`meetings`."""
     chosen = SHORTER_ON_ONE if way == "shorter on one" else WAYS[way]
     kind = torch.device(device).type
     torch.manual_seed(17)
     model: Any = build(chosen.case)
     if kind == "cpu" and isinstance(model, TinyTransformer):
-        # Nothing is captured here, and most of the time goes into compiling what books are kept of.
+        # Nothing is captured here, and most of the time is compilation of recorded code.
         made_one_mlp(model)
     batches = [model.make_batch(step, chosen.samples(step)) for step in range(STEPS)]
     batches = tree_map_only(Tensor, lambda tensor: tensor.to(device), batches)

@@ -1,8 +1,7 @@
-"""The most memory that a process holds while something goes on: its own, and what it shares with other processes, page
-cache apart, which the system takes back when it wants to.
+"""The largest memory of a process in a context.
 
-Another process looks: a thread of the same one would not get to look while Python's lock is held, which is when whole
-files are read into memory.
+Its own, and memory shared with other processes, without the page cache. Another process looks: a thread would not run
+while Python's lock is held, such as while whole files are read.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ __all__ = ["MIB", "Held", "holding"]
 
 MIB = 1 << 20
 NAMES = ("RssAnon", "RssShmem")
-# Tells once that it looks, and, when its input ends, the most that it has seen, in KiB: before, at most, and at the end.
+# Reports once that it looks, and, when its input ends, the KiB that it has seen: before, at most, and at the end.
 LOOK = """
 import os, select, sys
 status = os.open(f"/proc/{sys.argv[1]}/status", os.O_RDONLY)
@@ -39,7 +38,7 @@ print(*first, *map(max, most, now), *now, flush=True)
 
 @dataclass
 class Held:
-    """In bytes, beyond what was held at the beginning; filled in at the end.
+    """Bytes beyond those at the beginning; set at the end.
 
     Attributes:
         own: private memory, at most.
@@ -61,10 +60,10 @@ class Held:
 
 @contextmanager
 def holding(pid: int | None = None) -> Iterator[Held]:
-    """What this process, or that one, holds inside. Skips nothing that lasts longer than a few milliseconds."""
+    """Measure this process, or that one, inside. Peaks of a few milliseconds can be missed."""
     gc.collect()
     with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)  # what is free would be taken, and nobody would see it
+        ctypes.CDLL(None).malloc_trim(0)  # freed memory would be used again unseen
     look = [sys.executable, "-S", "-E", "-c", LOOK, str(pid or os.getpid()), ",".join(NAMES)]
     out = Held()
     with subprocess.Popen(look, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

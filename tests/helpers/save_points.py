@@ -1,7 +1,7 @@
-"""The points of a save: before and after everything that it does to files, by name.
+"""The points of a save: before and after each operation on files, by name.
 
-The events of a save come in one order on each rank, named ``"before create __0_0.distcp"``, ``"after sync
-manifest.json"`` and so on; :func:`observed` calls somebody at each.
+The events of a save have one order on each rank, and names such as ``"before create __0_0.distcp"`` and ``"after sync
+manifest.json"``. :func:`observed` calls a function at each.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ Reach = Callable[[str], None]
 
 @contextmanager
 def observed(reach: Reach) -> Iterator[None]:
-    """While it is open, ``reach`` is told the name of each point before this process goes on. Of a file's writes, which
-    are many, the first, the second, the fourth and so on are points."""
+    """Call ``reach`` with the name of each point before this process continues.
+
+    Of a file's many writes, the first, the second, the fourth and so on are points.
+    """
 
     writes: Counter[str] = Counter()
 
@@ -83,8 +85,10 @@ def _target(number: int) -> str:
 
 
 def killed_everywhere(home: Path, save: Callable[[], Any]) -> dict[str, Path]:
-    """Copies of ``home`` as a SIGKILL of all ranks at each point would leave it: what was written is in the system's
-    memory, and stays there."""
+    """Return copies of ``home`` as after a SIGKILL of all ranks at each point.
+
+    Written data stays in the system's memory.
+    """
     copies: dict[str, Path] = {}
     lock, inside = threading.RLock(), threading.local()
 

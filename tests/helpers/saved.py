@@ -1,4 +1,4 @@
-"""Modules whose trainings are saved and gone on with, and how they are: by the tests of either kind of checkpoint."""
+"""Modules whose trainings are saved and gone on with, and how they are, by the tests of either kind of checkpoint."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def resume(kind: str, name: str, paths: list[str]) -> dict[str, tuple[list[float
 
 
 def uninterrupted_fit(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    """The same of a training on a single device that was never interrupted."""
+    """Return the same for a training on a single device without interruption."""
     module, trainer = MODULES[name](), make_trainer("single", max_epochs=2)
     trainer.fit(module, make_loader("single"))
     return module.losses[4:], whole_state(module)

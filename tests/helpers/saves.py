@@ -30,7 +30,7 @@ def save_file(path: Path, seed: float) -> None:
 
 
 def seed_of(path: Path | str) -> float | None:
-    """Of the save that stands there, all of whose values are its own; None: nothing does."""
+    """Return the save that is there, all of whose values are its own; None: there is none."""
     if checkpoint_kind(path) == "nothing":
         return None
     if checkpoint_kind(path) == "folder":

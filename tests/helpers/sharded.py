@@ -1,4 +1,7 @@
-"""Trains a model that an engine has sharded, and keeps the same record as the oracle. Runs on every rank."""
+"""Trains a model that an engine has sharded, and keeps the same record as the oracle.
+
+Runs on every rank.
+"""
 
 from __future__ import annotations
 
@@ -153,11 +156,12 @@ def train_sharded(
     before_batch: Callable[[nn.Module, int], None] | None = None,
     announce: bool = False,
 ) -> Reference:
-    """Takes global batches and trains on this rank's share, stepping as the Trainer's path does. Steps after a last
-    partial window, too.
+    """Train on this rank's share of global batches, with the steps of the Trainer's path.
+
+    It also steps after a last partial window.
 
     loss_fn: may return several losses, each of which gets a backward pass of its own
-    announce: the engine is told of micro-batches after which others come, as a Trainer tells it
+    announce: announce micro-batches that others follow, as a Trainer does
     """
     check_spread(engine, model)
     out = Reference()
@@ -199,7 +203,7 @@ def train_plain(
     set_to_none: bool = True,
     before_batch: Callable[[nn.Module, int], None] | None = None,
 ) -> Reference:
-    """The oracle for what ``train_reference`` has no words for; several losses are added up."""
+    """The oracle for cases that ``train_reference`` does not have; several losses are added."""
     out = Reference()
     for index, batch in enumerate(batches):
         if before_batch is not None:
@@ -232,7 +236,7 @@ def train_case(
     engine_options: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> tuple[Reference, dict[str, int]]:
-    """What a case's training on shards recorded, and the executor's counters at its end."""
+    """Return the record of a case's training on shards, and the executor's counters at its end."""
     model = build(case)
     with engine_for(model, backend, **(engine_options or {})) as engine:
         optimizer = make_optimizer(model)
@@ -243,7 +247,10 @@ def train_case(
 
 @contextmanager
 def single_thread() -> Iterator[None]:
-    """Ranks have one thread, and sums split over threads round differently: bitwise comparison needs the same."""
+    """Ranks have one thread, and sums split over threads round differently.
+
+    Bitwise comparison needs the same.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

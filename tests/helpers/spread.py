@@ -1,7 +1,7 @@
-"""Whether every rank holds enough of a model for a comparison over ranks to mean anything.
+"""Check that every rank has enough of a model for a comparison over ranks.
 
-Shards are multiples of 128 bytes, so of a [7, 5] weight rank 0 holds everything: norms that are summed over ranks in the
-wrong way, or every rank loading rank 0's part, would change nothing.
+Shards are multiples of 128 bytes, so rank 0 has all of a [7, 5] weight: a wrong sum of norms over ranks, or a load of
+rank 0's part on every rank, would change nothing.
 """
 
 from __future__ import annotations

@@ -36,15 +36,16 @@ class _Object(AbstractBufferedFile):
 
 
 class Store(AbstractFileSystem):
-    """No folders, no renames, and objects come whole; one may have the name of what others are "in". Lists are
-    remembered, by each thread for itself, whatever others do meanwhile. Names that are given to what works on several
-    objects are patterns.
+    """An object store: no folders, no renames, and objects appear complete.
+
+    An object may have the name of a prefix of others. Each thread remembers its own lists. Functions for several
+    objects take names as patterns.
 
     Attributes:
         objects: by their names.
-        versions: of each, which tell it from what stood there before.
+        versions: of each, which distinguish it from earlier ones.
         fails_after: so many parts of an upload; None: never.
-        gives: what a read gets of what stands there.
+        gives: returns the bytes that a read gets.
     """
 
     protocol = ("stored", "s3")
@@ -91,7 +92,7 @@ class Store(AbstractFileSystem):
         return found if detail else [one["name"] for one in found]
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        """Of one name, not of the list in which it stands."""
+        """Apply to one name, not to the list that contains it."""
         if path is None:
             self.dircache.clear()
         else:

@@ -1,5 +1,7 @@
-"""Ranks that are threads of this process, as far as saving and opening checkpoints asks for them: what takes processes a
-second takes these a few milliseconds."""
+"""Threads of this process as ranks, for saving and opening checkpoints.
+
+Processes take a second, and threads a few milliseconds.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +23,16 @@ from lightning_zero.sharding.layout import ShardLayout
 
 __all__ = ["checkpoints_of", "on_ranks", "sharded_state", "values_of"]
 
-PATIENCE_S = 20.0  # else a rank waits for one that will not come: the hang that must not be
+PATIENCE_S = 20.0  # otherwise a rank waits for one that will not arrive: the hang that must not happen
 
 VALUES = {"up.weight": (33, 17), "up.bias": (33,), "down.weight": (5, 33), "scale": ()}
 
 
 class _Meeting:
-    """Where threads wait for one another, as often as they like. Who waits for one that has ended gets an error, as from
-    a process that is gone."""
+    """A barrier of threads, for any number of uses.
+
+    A thread that waits for one that has ended gets an error, as from a process that is gone.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -55,7 +59,7 @@ class _Meeting:
 
 
 def on_ranks(world_size: int, attempt: Callable[[RankTasks], Any]) -> list[Any]:
-    """What ``attempt`` returns, or the error that it raises, on each rank."""
+    """Return the result of ``attempt``, or its error, on each rank."""
     meeting, shared = _Meeting(world_size), dist.HashStore()
     watchdog: Any = SimpleNamespace(
         busy=lambda what: nullcontext(),
@@ -84,7 +88,7 @@ def on_ranks(world_size: int, attempt: Callable[[RankTasks], Any]) -> list[Any]:
 
 
 def checkpoints_of(together: RankTasks) -> Any:
-    """Their ``CheckpointManager``, without an engine: for what reads."""
+    """Return their ``CheckpointManager``, without an engine, for readers."""
     found = CheckpointManager.__new__(CheckpointManager)
     found.ranks, found._print_line, found._report_to_ranks = together, None, None
     return found

@@ -1,4 +1,7 @@
-"""Trainers that differ only in their strategy, on the same data; the modules that they train are in lightning_modules.py."""
+"""Trainers that differ only in their strategy, on the same data.
+
+The modules that they train are in lightning_modules.py.
+"""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +45,7 @@ class Captured(ZeroStrategy):
 
 
 def check_captured(trainer: pl.Trainer, eager: Sequence[int] = (0,)) -> None:
-    """Where the Trainer's kind is a ``captured`` one: all of its steps were, but these, and there were some.
+    """For a ``captured`` Trainer: all of its steps were captured, except for these, and there were some.
 
     Only the first step of a plan is the optimizer's own: it makes the state.
     """
@@ -54,8 +57,11 @@ def check_captured(trainer: pl.Trainer, eager: Sequence[int] = (0,)) -> None:
 
 
 def make_strategy(kind: str, **options: Any) -> Any:
-    """``compiled``, ``eager`` and, with an optimizer step as it is captured on a GPU, ``captured`` (eager) and
-    ``compiled, captured`` are ours; ``ddp`` and ``single`` are what they are compared with."""
+    """Return ``compiled``, ``eager``, ``captured`` (eager) and ``compiled, captured`` of ours, or ``ddp`` and
+    ``single``.
+
+    ``captured`` has an optimizer step as it is captured on a GPU.
+    """
     if kind.endswith("captured"):
         return Captured(compile=kind.startswith("compiled"), compile_backend="aot_eager", **options)
     if kind in ("compiled", "eager"):
@@ -106,13 +112,19 @@ def make_trainer(kind: str, **arguments: Any) -> pl.Trainer:
 
 
 def gpus_of_ranks() -> dict[str, Any]:
-    """What a Trainer, or Fabric, is told of the pool's ranks; see tests/ranks/shared_gpu.py for those of one GPU."""
+    """Return the arguments of a Trainer, or Fabric, for the pool's ranks.
+
+    tests/ranks/shared_gpu.py has those for ranks of one GPU.
+    """
     devices = int(os.environ["LOCAL_WORLD_SIZE"])
     return {"accelerator": "gpu", "devices": devices, "num_nodes": dist.get_world_size() // devices}
 
 
 def make_loader(kind: str, steps: int = 4, seed: int = 0) -> DataLoader:
-    """Batches of (x, y), the same ones for any number of ranks: ``single`` gets them whole, a rank its share."""
+    """Batches of (x, y), the same ones for any number of ranks.
+
+    ``single`` gets them whole, a rank its share.
+    """
     rng = torch.Generator().manual_seed(seed)
     count = steps * GLOBAL_BATCH
     data = TensorDataset(torch.randn(count, INPUTS, generator=rng), torch.randn(count, OUTPUTS, generator=rng))
@@ -130,7 +142,7 @@ def mlp(width: int = WIDTH) -> nn.Sequential:
 
 @contextmanager
 def seeded(seed: int = 0) -> Iterator[None]:
-    """The same random numbers on every rank, whatever was drawn before."""
+    """Return equal random numbers on every rank, after any random draws."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -180,7 +192,7 @@ def whole_state(module: pl.LightningModule) -> dict[str, Tensor]:
 
 
 def mean_over_ranks(values: list[float]) -> list[float]:
-    """What a single device sees of losses that are means over the ranks' equal shares."""
+    """Return the losses of a single device, as means over the ranks' equal shares."""
     total = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(total)
     return (total / dist.get_world_size()).tolist()
@@ -191,8 +203,10 @@ def global_losses(kind: str, module: Any) -> list[float]:
 
 
 def close(*modules: pl.LightningModule) -> None:
-    """Frees the engines, so that the next call finds the ranks as new. Fails where a module was too narrow for its ranks:
-    see ``check_spread``."""
+    """Frees the engines, so that the next call finds the ranks as new.
+
+    Fails where a module was too narrow for its ranks: see ``check_spread``.
+    """
     for module in modules:
         engine = engine_of(module)
         if engine is not None:

@@ -34,7 +34,7 @@ CHOICES = [
 
 
 class Parts(nn.Module):
-    """The same, but the experts are what is compiled: they are called by a module that is not."""
+    """The same, but the experts are compiled: a module that is not compiled calls them."""
 
     def __init__(self) -> None:
         super().__init__()

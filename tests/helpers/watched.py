@@ -1,4 +1,4 @@
-"""An engine whose watchdog is not patient, with a small model; and what a watchdog has to say."""
+"""An engine with an impatient watchdog and a small model; and the watchdog's messages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def step(engine: Engine, model: nn.Module, both: bool = True) -> None:
 
 
 def verdict(watchdog: Watchdog, seconds: float) -> str:
-    """What ends this rank within so many seconds; nothing where it may go on."""
+    """Return the error that ends this rank within these seconds; None if it may continue."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:

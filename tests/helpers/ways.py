@@ -1,4 +1,4 @@
-"""Trainings through the Trainer in which compiled code can be replayed, or stops being so: what users do around it."""
+"""Trainings through the Trainer in which replays of compiled code are possible, or stop: users' code around them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -140,7 +140,7 @@ class FreezesLater(Smooth):
 
 
 class ReturnsMore(Smooth):
-    """Outputs that nobody differentiates, and two that are."""
+    """Outputs that are not differentiated, and two that are."""
 
     def forward(self, x: Tensor) -> Any:
         hidden = self.net[:2](x)
@@ -173,7 +173,7 @@ class Normalised(Smooth):
 
 
 class InNoOptimizer(Smooth):
-    """Nobody drops the gradients of one layer, which grow beside others that come anew at each step."""
+    """The gradients of one layer are not dropped, and grow, while others are new at each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,9 +225,9 @@ class Way:
     arguments: Callable[[], dict[str, Any]] = dict  # of the Trainer; anew for each, since callbacks keep things
     epochs: int = 2
     replays: int | None = STEPS + 1  # at least; 0: none; None: as many as there are, where several graphs make a step
-    emulated: bool = True  # else only a capture shows what happens
-    # Whether DDP is the oracle. It reduces no gradients of what was frozen at first, and gives all ranks the buffers of
-    # the first one: there, the same steps without compiled code are.
+    emulated: bool = True  # otherwise only a capture shows the result
+    # True if DDP is the oracle. It reduces no gradients of parameters frozen at first, and gives all ranks the
+    # buffers of the first one. Otherwise the same steps without compiled code are the oracle.
     ddp: bool = True
     validated: bool = True
     twice: bool = False  # replays send gradients one by one, which would be added up, and rounded, together in a run
@@ -283,7 +283,7 @@ PARTS = ("losses", "weights", "logged", "seen", "steps")  # in which two trainin
 
 
 def fit(name: str, strategy: Any = None, validated: bool = True, **arguments: Any) -> dict[str, Any]:
-    """What a training leaves under this strategy, by default DDP.
+    """Return the results of a training under this strategy, by default DDP.
 
     validated: after each epoch, where the way is
     arguments: of the Trainer; the way's own win

@@ -11,7 +11,7 @@ __all__ = ["Counting", "Renaming", "Stacking", "Wrapping"]
 
 
 class Wrapping(Lion):
-    """Wraps what it keeps in dicts, as bitsandbytes does."""
+    """Wrap kept values in dicts, as bitsandbytes does."""
 
     def state_dict(self) -> dict[str, Any]:
         packed = super().state_dict()

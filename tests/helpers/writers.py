@@ -1,8 +1,8 @@
-"""Writer processes that come out of a nursery: one that is started anew imports torch, which takes longer than all that
-a test has it write. Those of tests/trainer/test_saving_beside_training.py and test_sigterm.py are as users have them.
+"""Writer processes from a nursery.
 
-No rank forks its own: ranks have threads, and now and then such a fork died (SIGSEGV), or would have stood still, when
-it came to what only these threads could have ended. So a writer knows nothing of what a test has patched in its rank.
+A new one imports torch, which takes longer than all writes of a test. tests/trainer/test_saving_beside_training.py and
+test_sigterm.py have the writers of users. No rank forks its own: ranks have threads, and some such forks died
+(SIGSEGV), or would have hung at locks of these threads. So a writer has no patches of a test in its rank.
 """
 
 from __future__ import annotations

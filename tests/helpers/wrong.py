@@ -1,4 +1,4 @@
-"""A table of wrong uses: functions that do something wrong, and what their errors must say."""
+"""A table of wrong uses: functions that make a mistake, and the words of their errors."""
 
 import re
 from collections.abc import Callable
@@ -9,8 +9,10 @@ class WrongUses(dict[str, tuple[Callable[[], Any], str]]):
     """By the function's name: the function, and a pattern for the start of "type: message"."""
 
     def __call__(self, words: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-        """The function does something wrong; what is raised must match ``words``: the error's type, what, where, what
-        to do."""
+        """The function makes a mistake; its error must match ``words``.
+
+        The type, the fault, the place, and the solution.
+        """
 
         def register(function: Callable[[], Any]) -> Callable[[], Any]:
             self[function.__name__] = (function, words)
@@ -19,7 +21,7 @@ class WrongUses(dict[str, tuple[Callable[[], Any], str]]):
         return register
 
     def messages(self) -> dict[str, str]:
-        """Of all of them, run one after the other."""
+        """Return the outcomes of all, run one after the other."""
         found = {}
         for name, (function, _) in self.items():
             try:

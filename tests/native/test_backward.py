@@ -42,7 +42,10 @@ def assert_grad(twin: Twin, contributions: list[Tensor | None], held: Tensor | f
 
 
 def some_ranks_only(bucket_mb: float) -> dict[str, int]:
-    """p0: all ranks. p1: only rank 0. p2: only the last rank, twice. p3: none. Each rank has its own order."""
+    """p0: all ranks. p1: only rank 0. p2: only the last rank, twice. p3: none.
+
+    Each rank has its own order.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     executor, (p0, p1, p2, p3) = make(Mesh.from_world(CPU), [(7, 3), (5,), (40,), (2, 2)], reduce_bucket_mb=bucket_mb)
     last = world - 1
@@ -318,9 +321,9 @@ def wrong_calls() -> None:
     grad = torch.ones(4, 3)
     lists: dict[str, Callable[[], Any]] = {
         "gather_group got no shards": lambda: ops.gather_group([], torch.float32, 12),
-        "resident_start got no shards": lambda: ops.resident_start([], []),
-        "resident_wait got no shards": lambda: ops.resident_wait([], []),
-        "resident_start got 1 shards, but 0": lambda: ops.resident_start([], [twin.param]),
+        "cached_gather_start got no shards": lambda: ops.cached_gather_start([], []),
+        "cached_gather_wait got no shards": lambda: ops.cached_gather_wait([], []),
+        "cached_gather_start got 1 shards, but 0": lambda: ops.cached_gather_start([], [twin.param]),
         "reduce_group got no shards": lambda: ops.reduce_group([], []),
         "reduce_group got 1 shards, but 2": lambda: ops.reduce_group([grad, grad], [twin.param]),
         "reduce_zero_copy got 1 shards, but 0": lambda: ops.reduce_zero_copy([grad], [twin.param], []),

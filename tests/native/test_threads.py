@@ -35,7 +35,7 @@ def from_two_threads() -> int:
         gradients.take_consensus_flag,
         lambda: gradients.set_consensus_flag(True),
         lambda: parameters.set_grad(spare.index, torch.zeros(spare.layout.shard_numel)),
-        lambda: parameters.set_resident(spare.index, None),
+        lambda: parameters.set_unsharded_cache(spare.index, None),
         lambda: parameters.set_deferred_gradient(spare.index, None, False),
         lambda: parameters.set_compute_shard(spare.index, torch.zeros(spare.layout.shard_numel, dtype=torch.bfloat16)),
     ]

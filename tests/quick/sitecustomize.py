@@ -1,6 +1,7 @@
-"""Python imports this at its start, in the processes that tests start: searching all that torch and Lightning ever
-imported for garbage, while they are imported and once more at the end, takes a third of a short program's time, and what
-torchmetrics imports for pictures and metrics of texts, which no test asks it for, a sixth of what is left."""
+"""Shorten the start and the end of processes that tests start; Python imports this first.
+
+Garbage collections during the imports of torch and Lightning, and at the end, take a third of a short program's time.
+Imports of torchmetrics for pictures and metrics of texts, which no test uses, take a sixth of the rest."""
 
 import atexit
 import gc
@@ -13,7 +14,7 @@ atexit.register(gc.freeze)
 
 
 class Sparing:
-    """Runs torchmetrics' module that says what is installed, and then says that these are not."""
+    """Run torchmetrics' module that reports installed packages, and report these as missing."""
 
     def __init__(self, loader: Any) -> None:
         self.create_module, self.run = loader.create_module, loader.exec_module

@@ -1,8 +1,8 @@
-"""A process that has imported everything once, and forks a rank whenever one is asked for.
+"""A process that has imported everything once, and forks a rank on request.
 
-There is one for each rank number: what a set of strings yields first depends on a seed that a fork inherits, and ranks
-that agree only thanks to a common seed must be found out. Where several processes run tests, whoever starts them serves
-nurseries that all of them use, each over a connection of its own, with which its ranks end.
+There is one for each rank number. The first string of a set depends on a seed that a fork inherits, and ranks that
+agree only thanks to a common seed must be found out. Where several processes run tests, the process that starts them
+serves nurseries for all of them. Each process has a connection of its own, with which its ranks end.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ROOM = 1 << 20  # bytes; an environment fits
 COLD = "TESTS_NURSERY_COLD"  # set where nothing may be compiled before a fork
 CHILD = object()
 SERVED = "TESTS_NURSERIES"  # folder of those that are served, whose sockets have the numbers of their ranks
-OWN = "TESTS_NURSERY"  # socket of the one that a rank came from
+OWN = "TESTS_NURSERY"  # socket of the nursery that started a rank
 
 
 class Forked:
@@ -48,7 +48,7 @@ class Forked:
         if self.returncode is None:
             try:
                 self.returncode = self.nursery.ask("poll", self.pid)
-            except OSError:  # nobody is left to reap it but the kernel, which kills it with its parent
+            except OSError:  # only the kernel can wait for it, which kills it with its parent
                 self.returncode = -signal.SIGKILL
         return self.returncode
 
@@ -62,7 +62,7 @@ class Forked:
 
 
 class Connected:
-    """One side of a nursery that somebody else has started, or that this process has; ``path``: of its socket."""
+    """One side of a nursery of another process, or of this one; ``path``: of its socket."""
 
     def __init__(self, path: Path, link: socket.socket, log: Any, deadline: float) -> None:
         self.path, self.link, self.log = path, link, log
@@ -202,7 +202,7 @@ def children_can_run_backward() -> bool:
 
 
 def warm_up() -> None:
-    """What the first compilation imports and sets up takes longer than most tests."""
+    """The imports and the setup of the first compilation take longer than most tests."""
     import torch
     import torch._inductor.compile_fx
     import tqdm
@@ -278,7 +278,7 @@ def main() -> None:
 
 
 def answer_all(first: socket.socket, door: socket.socket) -> None:
-    """Answers until ``first`` is closed; what was forked over another connection ends with that."""
+    """Answer until ``first`` is closed; children that were forked over another connection end with that."""
     children: dict[socket.socket, set[int]] = {first: set()}
     with selectors.DefaultSelector() as waiting:
         waiting.register(first, selectors.EVENT_READ)
@@ -312,7 +312,7 @@ def answer_all(first: socket.socket, door: socket.socket) -> None:
 
 
 def answer_to(question: tuple[Any, ...], fds: list[int], own: list[socket.socket], children: set[int]) -> Any:
-    """What to answer; CHILD where a child has returned, which ends as any script does, after whatever it raises."""
+    """Return the answer; CHILD if a child has returned, which ends as any script does, after any error."""
     what, *body = question
     if what == "fork":
         pid = fork(own, fds, *body)

@@ -35,7 +35,7 @@ class _Rank:
     stacks_start: int = 0
 
     def mark(self) -> None:
-        """Later reports show only what was written from here on."""
+        """Later reports show only later output."""
         self.log_start, self.stacks_start = report.size(self.log), report.size(self.stacks)
 
     def kill(self) -> None:
@@ -51,7 +51,7 @@ class RankPool:
 
     deadline: seconds a call may take unless it says otherwise
     preload: modules each rank imports before its first call
-    start_deadline: seconds the ranks may take to come up
+    start_deadline: seconds the ranks may take to start
     grace: seconds the other ranks get to answer once one has failed, or to settle after a call
     collective_timeout: the process group's; long, so that the deadline speaks first
     """
@@ -89,7 +89,7 @@ class RankPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the running ranks, in order; empty before the first call and after a kill."""
+        """The running ranks, in order; empty before the first call and after a kill."""
         return [rank.process.pid for rank in self._ranks]
 
     def run(
@@ -142,15 +142,17 @@ class RankPool:
             raise
 
     def _signal(self, number: signal.Signals) -> None:
-        """Ranks stand still between calls: gloo's threads wake up a hundred times a second in each, and pools are many,
-        which together was a twelfth of what all tests take."""
+        """Stop ranks between calls: gloo's threads wake up a hundred times a second in each.
+
+        In all pools together that was a twelfth of the time of all tests.
+        """
         if self._forks:
             for rank in self._ranks:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(rank.process.pid, number)
 
     def kill(self) -> None:
-        """Kill the ranks and whatever they started; the next call starts new ones."""
+        """Kill the ranks and their child processes; the next call starts new ones."""
         ranks, self._ranks = self._ranks, []
         for rank in ranks:
             rank.kill()
@@ -222,7 +224,7 @@ class RankPool:
 
     @property
     def _forks(self) -> bool:
-        # what has touched CUDA cannot be forked, and importing may touch it
+        # a process that has used CUDA cannot be forked, and importing may use it
         return sys.platform == "linux" and "nccl" not in self.backend
 
     def _nursery(self, rank: int, environ: dict[str, str]) -> nursery.Nursery:

@@ -1,4 +1,4 @@
-"""What a failed call says: every rank's traceback, Python stack and last output."""
+"""The text of a failed call: every rank's traceback, Python stack and last output."""
 
 import contextlib
 import os
@@ -11,7 +11,7 @@ STACK_LINES = 150
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died, or left a collective behind."""
+    """A rank raised, died, or left a collective unfinished."""
 
 
 class RankDeadline(RankFailure):

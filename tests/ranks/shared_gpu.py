@@ -1,8 +1,8 @@
-"""Two ranks on one GPU, where TESTS_SHARE_GPU=1 asks for it: each waits for its turn on the device, so it is slow, but
-copies between ranks, collectives and captured graphs are those of two GPUs.
+"""Two ranks on one GPU, with TESTS_SHARE_GPU=1.
 
-NCCL takes ranks that have different NCCL_HOSTIDs for two hosts and talks through a socket; it refuses two on one device
-of a host. Lightning, too, is told of hosts with one GPU each. Ours finds one host, by its name.
+Each waits for its turn on the device, so it is slow, but copies between ranks, collectives and captured graphs are
+those of two GPUs. NCCL takes ranks with different NCCL_HOSTIDs for two hosts and uses a socket; it rejects two ranks on
+one device of a host. Lightning also gets hosts with one GPU each. Our code finds one host, by its name.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""The pool itself: what a rank sees, what a failure says, and that nothing outlives it."""
+"""The pool itself: the environment of a rank, the text of a failure, and the end of all processes."""
 
 import ctypes
 import os
@@ -236,7 +236,7 @@ def test_ranks_die_with_their_parent(tmp_path: Path) -> None:
         "pool._ask(('call', ('time', 'sleep'), pool_args, '/'), 0.2)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     ).replace("pool_args", "__import__('tests.ranks.wire').ranks.wire.dumps(((600,), {}))")
-    env = {**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}  # nobody is left to clean up
+    env = {**os.environ, "PYTHONPATH": str(REPO), "TMPDIR": str(tmp_path)}  # no process is left to clean up
     done = subprocess.run([sys.executable, "-c", script], env=env, cwd="/", capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert wait_until_gone([int(pid) for pid in done.stdout.split()])

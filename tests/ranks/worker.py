@@ -1,4 +1,4 @@
-"""One rank of a `RankPool`: reads calls from a pipe, runs them, cleans up behind them."""
+"""One rank of a `RankPool`: read calls from a pipe, run them, and clean up after them."""
 
 import contextlib
 import ctypes
@@ -26,8 +26,10 @@ def die_with(parent: int) -> None:
 
 
 def free_at_once() -> None:
-    """From now on large pieces of memory go back to the system as soon as they are freed, so that tests see what is
-    held: glibc keeps those of up to 32 MiB, once it has seen one go."""
+    """Return large blocks of memory to the system at once, so that tests see the memory in use.
+
+    glibc keeps those of up to 32 MiB after it has seen one freed.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, LARGE)
 
@@ -64,7 +66,7 @@ class Baseline:
         import torch._functorch.config
         import torch._inductor.config
 
-        # it flushes the processor's cache for each graph, to log a duration that nobody reads
+        # it flushes the processor's cache for each graph, to log a duration that no test reads
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
         torch._inductor.config.cpp.vec_isa_ok = True  # else it compiles and loads a program to find out
         configs = (torch._dynamo.config, torch._inductor.config, torch._functorch.config)

@@ -1,4 +1,7 @@
-"""Train on two devices as a user's script, and write each rank's observations. Run by test_launching.py."""
+"""Train on two devices as a user's script, and write each rank's observations.
+
+Run by test_launching.py.
+"""
 
 import json
 import sys

@@ -23,7 +23,7 @@ class Counts(Regression):
     def on_train_batch_end(self, *_: Any) -> None:
         engine = engine_of(self)
         if engine is not None:
-            self.gathers.append(engine.executor.counters().get("resident_gathers", 0))
+            self.gathers.append(engine.executor.counters().get("cached_gathers", 0))
             self.reductions.append(engine.executor.counters().get("reduce_bytes", 0))
 
 

@@ -123,7 +123,10 @@ def test_file_loads_into_a_plain_module(files: Any, uninterrupted: Any, name: st
 
 
 def _with_callback(kind: str, home: str) -> dict[str, Any]:
-    """Train with ModelCheckpoint; resume from the best file, and from the last in a run that overwrites it."""
+    """Train with ModelCheckpoint.
+
+    Resume from the best file, and from the last in a run that overwrites it.
+    """
     out: dict[str, Any] = {}
     module = Scheduled()
     kept = ModelCheckpoint(f"{home}/{kind}", "{epoch}-{step}", monitor="val_loss", save_top_k=2, save_last=True)

@@ -43,7 +43,7 @@ class Parts(Regression):
 
 @contextmanager
 def ours() -> Iterator[list[str]]:
-    """Collect what this package logs from info on, through Lightning's logger on rank 0 and through its own."""
+    """Collect this package's logs from info on, through Lightning's logger on rank 0 and through its own."""
     lines: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
@@ -66,7 +66,10 @@ def ours() -> Iterator[list[str]]:
 
 
 def _default_run(home: str) -> list[list[str]]:
-    """Fit with validation, save, and fit with a second Trainer, which adopts the module; return each one's lines."""
+    """Fit with validation, save, and fit with a second Trainer, which adopts the module.
+
+    Return each one's lines.
+    """
     torch.compiler.reset()
     module, found = Parts(), []
     for _ in range(2):

@@ -59,7 +59,10 @@ def test_training_is_the_same_and_rank_zero_leaves_a_report(
 
 
 def _train_and_evaluate(folder: str) -> tuple[str, str]:
-    """A training with validation, and the pages before and after an evaluation. Its callbacks use the model, too."""
+    """A training with validation, and the pages before and after an evaluation.
+
+    Its callbacks use the model, too.
+    """
 
     class Sample(Callback):
         def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -127,7 +127,10 @@ def run_page(page: str, folder: str) -> tuple[int, int, str | None]:
 
 
 def with_python() -> list[Any]:
-    """Return the pages that have blocks; those that import transformers take 20 s, most of them for that import."""
+    """Return the pages that have blocks.
+
+    Those that import transformers take 20 s, most of them for that import.
+    """
     found = []
     for page in pages():
         code = "\n".join(blocks(page.read_text(), "python"))

@@ -258,7 +258,7 @@ def test_every_option_says_what_a_later_trainer_may_do_to_it() -> None:
     assert set(OTHERS) == {*option_fields(Options), *option_fields(Tuning)} - {"tuning"}
 
 
-def test_what_stays_resident() -> None:
+def test_unsharded_cache_options() -> None:
     assert CompileConfig.from_options(Options(reshard_after_forward="auto")).unsharded_cache_bytes == 0
     assert CompileConfig.from_options(Options(reshard_after_forward="auto")).unsharded_cache_mb == "auto"
     assert CompileConfig.from_options(Options(reshard_after_forward=False)).unsharded_cache_mb == math.inf

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md names files that exist, and in its path of a gradient what these files contain."""
+"""Check that CONTRIBUTING.md names files that exist, and that its path of a gradient is right."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Check the length of sentences in README and examples/docs/: `python -m tests.helpers.sentences PAGE` shows them."""
+"""Check the length of sentences in README and examples/docs/.
+
+`python -m tests.helpers.sentences PAGE` shows them.
+"""
 
 from pathlib import Path
 

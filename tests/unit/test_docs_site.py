@@ -1,4 +1,7 @@
-"""The documentation as a site: it builds without warnings, its links lead somewhere, and browsers show its pages."""
+"""The documentation as a site.
+
+It builds without warnings, its links lead somewhere, and browsers show its pages.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ def broken_links(site: Path, pages: list[Path]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder of the site, and what mkdocs said."""
+    """Return the folder of the site, and the output of mkdocs."""
     pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install -e .[docs]")
     pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed: pip install -e .[docs]")
     site = tmp_path_factory.mktemp("docs") / "site"

@@ -40,7 +40,10 @@ def python_messages(source: str) -> Iterator[str]:
 
 
 def cpp_messages(source: str) -> Iterator[str]:
-    """Yield the literals of each statement from each one on, joined; expressions between them are ``FIELD``."""
+    """Yield the literals of each statement from each one on, joined.
+
+    Expressions between them are ``FIELD``.
+    """
     literal = r'"((?:[^"\\\n]|\\.)*)"'
     for statement in re.sub(r"(?m)//.*$", "", source).split(";"):
         text, after = "", len(statement)

@@ -81,7 +81,7 @@ def _is_dynamic_import(func: ast.expr) -> bool:
 
 
 def top_name(module: str, taken: str | None, package: Path) -> str:
-    """Which entry of FLOORS an import of our own package means."""
+    """Return the entry of FLOORS of an import of our own package."""
     below = module.split(".")[1:]
     if below:
         return below[0]
@@ -90,7 +90,7 @@ def top_name(module: str, taken: str | None, package: Path) -> str:
 
 
 def floor_of(room: str, module: str, taken: str | None = None) -> int:
-    """Of an import of our own package, in a room that has a floor."""
+    """Return True for an import of our own package, in a package that has a floor."""
     below = (*module.split(".")[1:], *filter(None, [taken]))
     return MOVED.get(below[:2], FLOORS[room])
 

@@ -1,4 +1,4 @@
-"""Check README, the quickstart, the chart and the Dockerfile without running what they start."""
+"""Check README, the quickstart, the chart and the Dockerfile without running their commands."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_failed_install_ends_the_quickstart_and_shows_its_last_lines(tmp_path:
 
 
 def instructions(text: str) -> list[tuple[str, str]]:
-    """Of a Dockerfile: words and what follows them, longer lines in one."""
+    """Return words of a Dockerfile and their arguments, with continued lines joined."""
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     return [tuple(line.split(None, 1)) for line in lines if line and not line.startswith("#")]  # type: ignore[misc]
 

@@ -158,7 +158,7 @@ def test_unused_parameters_are_skipped_or_decayed() -> None:
 
 
 def test_no_test_takes_anything_from_another() -> None:
-    """What two need is in tests/helpers, or beside them in a module that holds no tests."""
+    """Shared code of tests is in tests/helpers, or next to them in a module without tests."""
     tests = Path(__file__).resolve().parents[1]
     taken = []
     for path in sorted(tests.rglob("*.py")):

@@ -1,4 +1,6 @@
-"""Check the language of docstrings and comments of the package and of csrc: the rules in CONTRIBUTING.md, "Language".
+"""Check the language of docstrings and comments by the rules in CONTRIBUTING.md, "Language".
+
+The package and csrc have all checks, and the tests have those of words.
 
 Words are counted for each package, so that one unusual sentence is possible and a habit is not.
 
@@ -32,7 +34,7 @@ OLD_TERMS = re.compile(
     r"\b(?:Outline|NotOutlined|Unlike|Around|Given|Texts|Inlined|NotOutlined|Sight|SavedEvenly|Piece|PieceCache|WaitJudge"
     r"|RankBoard|RankEnd|Arrivals|HeldFolder|Halfway|PaperCompiler|StepOnPaper|plainly|takes_turns|lie_over|lie_apart"
     r"|over_copies|is_away|masters_away|bring_ahead|hand_over_gradients|why_not|compute_copy|full_precision_copy"
-    r"|resident_weight|use_resident)\b"
+    r"|\w*resident_(?:weight|start|wait|gathers|host_shard)s?|\w+_resident|Resident\w+|borrow(?:ed|s)?)\b"
 )
 
 
@@ -89,7 +91,7 @@ PACKAGES = sorted(path for path in (REPO / "lightning_zero").iterdir() if path.i
 PACKAGES += [REPO / "csrc"]
 
 
-@pytest.mark.parametrize("directory", [*PACKAGES, REPO / "lightning_zero"], ids=lambda path: path.name)
+@pytest.mark.parametrize("directory", [*PACKAGES, REPO / "lightning_zero", REPO / "tests"], ids=lambda path: path.name)
 def test_words_are_the_fields(directory: Path) -> None:
     words, counted = rates([text for path in files(directory, PYTHON + CPP) for text in prose(path)])
     if words >= FEW_WORDS:
@@ -139,4 +141,5 @@ def test_the_checks_find_faults() -> None:
     }
     assert not problems_of_docstrings('"""Return the shard. The sum is exact."""')
     assert OLD_TERMS.search("x = Outline()")
+    assert OLD_TERMS.search("class ResidentWeights {")
     assert not OLD_TERMS.search("outline = 1")

@@ -1,4 +1,7 @@
-"""Private names of torch and Lightning stand in ``lightning_zero/compat`` and nowhere else. Checked on the source."""
+"""Private names of torch and Lightning stand in ``lightning_zero/compat`` and nowhere else.
+
+Checked on the source.
+"""
 
 from pathlib import Path
 

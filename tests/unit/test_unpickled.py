@@ -1,4 +1,4 @@
-"""Places that unpickle, each with what it trusts: a pickle may run code. Checked on the source."""
+"""Places that unpickle, each with its trusted source: a pickle may run code. Checked on the source."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "lightning_zero"
 
-# Whoever can connect to a rank's sockets can send to it, as in every program that uses torch.distributed.
+# Any process that can connect to a rank's sockets can send to it, as in every program that uses torch.distributed.
 RANKS = "other ranks, over the sockets of a process group"
 PIPE = "a process that this one has started, or that has started this one, over a pipe"
 NOTHING = "nothing: weights_only=True, or an unpickler that knows a few classes"
@@ -32,7 +32,7 @@ OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatt
 
 
 def found(source: str) -> set[str]:
-    """Names of what unpickles, wherever it is mentioned."""
+    """Return the names of unpickling functions, wherever they are mentioned."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):

@@ -1,4 +1,4 @@
-"""What users can do nothing about is not shown to them."""
+"""Warnings that users cannot act on are not shown to them."""
 
 import os
 import subprocess

@@ -34,6 +34,7 @@ from lightning_zero.checkpoint.atomic import (
     restore_replaced,
     sibling_path,
     sync_folder,
+    taken_error,
 )
 from lightning_zero.checkpoint.integrity import FileChecksum, digest_of, parse_json
 from lightning_zero.checkpoint.remote_files import copy_file, remove_tree, resolve_url
@@ -195,7 +196,7 @@ class LocalFolder:
             try:
                 return open(self._folder / name, "xb", buffering=0)
             except FileExistsError:  # without locks two saves may have begun in one folder
-                raise _taken_error(self._path) from None
+                raise taken_error(self._path) from None
 
     @property
     def _folder(self) -> Path:
@@ -207,7 +208,7 @@ class LocalFolder:
         try:
             yield
         except FileNotFoundError as error:  # the folder itself is gone
-            raise _taken_error(self._path) from error
+            raise taken_error(self._path) from error
 
     def commit(self, on_progress: OnProgress = lambda count: None) -> None:
         """Put the folder in place of the previous checkpoint. One rank."""
@@ -236,7 +237,7 @@ class LocalFolder:
 
     def _check_ownership(self) -> None:
         if not self._is_ours():
-            raise _taken_error(self._path)
+            raise taken_error(self._path)
 
 
 class RemoteFolder:
@@ -276,13 +277,13 @@ class RemoteFolder:
 
     def create(self, name: str) -> BinaryIO:
         if self._token is not None and not self._is_ours():  # else files of two saves would mix
-            raise _taken_error(self._path)
+            raise taken_error(self._path)
         file: BinaryIO = self._fs.open(f"{self._work}/{name}", "wb")
         return file
 
     def commit(self, on_progress: OnProgress = lambda count: None) -> None:
         if self._token is not None and not self._is_ours():
-            raise _taken_error(self._path)
+            raise taken_error(self._path)
         self._fs.rm_file(f"{self._work}/{TOKEN}")
         self._committed = True
         if self._work != self._path:
@@ -333,10 +334,3 @@ def _move(fs: Any, work: str, path: str, on_progress: OnProgress = lambda count:
 def is_complete(fs: Any, place: str) -> bool:
     """Return True if ``place`` is a complete sharded checkpoint of ours."""
     return bool(fs.exists(f"{place}/{MANIFEST}") and not fs.exists(f"{place}/{TOKEN}"))
-
-
-def _taken_error(path: Path | str) -> CheckpointError:
-    return CheckpointError(
-        f"another save to {path} has begun meanwhile, and taken its folder. What stood there is still there. Let each "
-        "training save to a place of its own."
-    )

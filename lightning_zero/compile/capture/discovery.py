@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero.compat.compiler import Unsupported, dynamo_config
+from lightning_zero.compat.compiler import Unsupported, collect_young_only, dynamo_config
 from lightning_zero.compat.dynamo import ChangingInts, CompileContexts, LimitHit, watch_recompile_limits
 from lightning_zero.compat.patches import failure_of_untested_torch
 from lightning_zero.compat.tensors import (
@@ -41,7 +41,6 @@ from lightning_zero.compile.capture.module_hooks import ModuleHooks, guard_hooks
 from lightning_zero.compile.capture.recompile_reason import argument_names, explain_recompilation
 from lightning_zero.compile.capture.requires_grad import ignore_grad_leaves
 from lightning_zero.compile.dynamo_layer_reuse import reuse_layer_traces
-from lightning_zero.compile.fast_compile import collect_young_only
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.offload.activations import OffloadQuota
 from lightning_zero.sharding.module_patching import pop_functional_call_read

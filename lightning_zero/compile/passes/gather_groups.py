@@ -71,7 +71,7 @@ def group_gathers(
     budget = None
     # Launches that fill the unsharded cache are interleaved. Launch order must be equal on all ranks and cannot depend
     # on estimates, so both kinds start one group ahead.
-    if costs is not None and not graph.find_nodes(op="call_function", target=ops("resident_start")):
+    if costs is not None and not graph.find_nodes(op="call_function", target=ops("cached_gather_start")):
         sizes = [sum(_padded(node, world_size) * dtype_of(node).itemsize for node in group) for group in groups]
         budget = PrefetchBudget(costs, sizes, 2 * limit if window_bytes is None else window_bytes)
     begin, waits = prefetch_schedule(graph, groups, at_once, ahead, budget)
@@ -221,8 +221,8 @@ def size_of(node: Node) -> int:
     return nbytes(node.meta["val"])
 
 
-register_op(Op("resident_start", shards=1, fake=no_result, role=Role.START, has_effect=True))
-register_op(Op("resident_wait", shards=1, fake=no_result, has_effect=True))
+register_op(Op("cached_gather_start", shards=1, fake=no_result, role=Role.START, has_effect=True))
+register_op(Op("cached_gather_wait", shards=1, fake=no_result, has_effect=True))
 
 
 def use_unsharded_cache(
@@ -254,7 +254,7 @@ def use_unsharded_cache(
     if groups is None:
         groups = split_into_groups(nodes, limits.max_group_bytes(map(size_of, nodes)), size_of, dtype_of)
     begin, waits = prefetch_schedule(graph, groups, [False] * len(groups), ahead)
-    for op, anchors in (("resident_start", begin), ("resident_wait", waits)):
+    for op, anchors in (("cached_gather_start", begin), ("cached_gather_wait", waits)):
         for group, anchor in zip(groups, anchors, strict=True):
             with graph.inserting_before(anchor):
                 call = graph.call_function(

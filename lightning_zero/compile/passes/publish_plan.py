@@ -78,7 +78,7 @@ def _linears(graph: Graph) -> tuple[Linear, ...]:
 
 
 def _parts(graph: Graph) -> list[Node]:
-    return [part for target in (*_PARTS, ops("resident_wait")) for part in _calls(graph, target)]
+    return [part for target in (*_PARTS, ops("cached_gather_wait")) for part in _calls(graph, target)]
 
 
 def _calls(graph: Graph, target: Any) -> list[Node]:
@@ -97,7 +97,7 @@ def _next_user_nodes(nodes: list[Node], ours: AbstractSet[Node]) -> list[str]:
 
 def _cache_waits(graph: Graph) -> dict[tuple[Any, ...], Node]:
     waits: dict[tuple[Any, ...], Node] = {}
-    for node in _calls(graph, ops("resident_wait")):
+    for node in _calls(graph, ops("cached_gather_wait")):
         waits.setdefault(_group(node), node)
     return waits
 
@@ -146,7 +146,7 @@ def _gather(
     cache_waits: dict[tuple[Any, ...], Node],
     ours: AbstractSet[Node],
 ) -> Gather:
-    cached = start.target is ops("resident_start")
+    cached = start.target is ops("cached_gather_start")
     if cached:
         waits = [wait] if (wait := cache_waits.get(_group(start))) is not None else []
         values = [memory.meta["val"] for memory in start.args[0]]  # type: ignore[union-attr]

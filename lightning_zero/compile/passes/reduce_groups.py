@@ -107,9 +107,9 @@ def zero_copy_gradients(graph: Graph, in_flight: int = 2) -> Graph:
         with graph.inserting_before(node):
             if len(groups) >= in_flight:
                 _release(graph, *groups[-in_flight])
-            borrowed = graph.call_function(ops("reduce_zero_copy"), (grads, shards, zero_copy))
-        borrowed.meta["val"] = None
-        borrowed.meta["weights"] = node.meta.get("weights") or (weight_name(node),)
+            call = graph.call_function(ops("reduce_zero_copy"), (grads, shards, zero_copy))
+        call.meta["val"] = None
+        call.meta["weights"] = node.meta.get("weights") or (weight_name(node),)
         graph.erase_node(node)
         pairs = [(grad, shard) for grad, shard, yes in zip(grads, shards, zero_copy, strict=True) if yes]
         groups.append(([grad for grad, _ in pairs], [shard for _, shard in pairs]))

@@ -1,4 +1,4 @@
-"""What is done to models, and what jobs are made of."""
+"""Changes of models, and the parts of jobs."""
 
 import torch
 from torch import nn

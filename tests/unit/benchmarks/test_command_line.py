@@ -11,7 +11,7 @@ from compare.command_line import main
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What would be run, instead of which rows are given."""
+    """Return the jobs that would run, in place of the given rows."""
     seen: list[Any] = []
 
     def compare(job: Any, names: Any, devices: Any, say: Any, known: Any, keep: Any) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Peers that fail are rows that say why, and do not end the others; times are told as parts of ours."""
+"""Failed baselines are rows with the reason, and do not end the others; times are shares of ours."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ FOUND: dict[str, Any] = {
     "device_gib": None,
     "last_loss": 9.5,
 }
-# Peers' times are told by their names; ddp fails on its second rank.
+# Times of baselines have their names; ddp fails on its second rank.
 RANK = f"""
 import json, os, sys
 job = json.loads(sys.argv[1])
@@ -65,7 +65,7 @@ def test_what_ended_halfway_goes_on_where_it_was() -> None:
     assert again[0] == "floor: 50.0 ms, as before"
     assert rows[0]["ratio"] == round(50 / 130, 3)
     compare(JOB, names, replace(DEVICES, rank=["-c", only_ddp]), again.append, kept[-1], kept.append)
-    assert [row["peer"] for row in kept[-1]] == names  # what comes behind it is not lost where this ends here
+    assert [row["peer"] for row in kept[-1]] == names  # later rows are not lost if this ends here
 
 
 def test_where_ours_has_no_time_the_first_is_the_measure() -> None:

@@ -1,4 +1,4 @@
-"""Where a device stands idle, told from a trace."""
+"""Idle times of a device, found in a trace."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ def span(cat: str, name: str, ts: float, dur: float) -> dict[str, Any]:
 
 
 def trace(steps: int = 3) -> list[dict[str, Any]]:
-    """Each step takes 100 us: two kernels, 10 us apart, of which the first has a copy beside it that outlasts it by 4."""
+    """Each step takes 100 us: two kernels, 10 us apart; a copy during the first one outlasts it by 4."""
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}]
     for number in range(steps):
         begin = 100.0 * number
@@ -52,7 +52,7 @@ def test_each_gap_is_named_by_its_ends_and_by_what_the_host_did() -> None:
 
 def test_transfers_between_ranks_count_where_nothing_else_runs() -> None:
     meetings = [
-        # Of 22 us of NCCL's, 12 stand beside a kernel and one beside a copy, from whose end on there is nothing else.
+        # Of 22 us of NCCL's, 12 overlap with a kernel and one with a copy, after whose end there is nothing else.
         span("kernel", "ncclDevKernel_AllGather_RING_LL", 38, 22),
         span("kernel", "wait_for_parts", 90, 7),
     ]

@@ -1,4 +1,4 @@
-"""A sweep of options beside ``memory=``: what is tried, and what is called the best."""
+"""A sweep of options in addition to ``memory=``: the tried ones, and the best."""
 
 import importlib.util
 import sys

@@ -1,4 +1,7 @@
-"""Two trainings that save to the same place: a checkpoint that stands there is always a whole one, of one of them."""
+"""Two trainings that save to the same place.
+
+A checkpoint that stands there is always a whole one, of one of them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
-from lightning_zero.checkpoint.atomic import INCOMPLETE, PinnedDirectory, remove, sibling_path
+from lightning_zero.checkpoint.atomic import INCOMPLETE, PinnedDirectory, locked_for_removal, remove, sibling_path
 from lightning_zero.checkpoint.rank_tasks import SingleProcess
 from lightning_zero.checkpoint.safetensors import ExportWeight, export_weights
 from lightning_zero.checkpoint.sharded.commit import save_sharded
@@ -29,7 +32,7 @@ from tests.helpers.threaded import on_ranks, sharded_state
 
 
 def _folder(path: Path, seed: float) -> None:
-    """By one rank: its points come in one order."""
+    """Save by one rank: its points have one order."""
     [error] = on_ranks(
         1, lambda together: save_sharded(path, sharded_state(0, 1, seed), {"seed": seed}, together) and None
     )
@@ -149,7 +152,7 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_one_that_was_too_late_leaves_the_other_alone(tmp_path: Path, no_locks: None) -> None:
-    """Of one folder: the second begins when the first has written some of its files."""
+    """Save to one folder: the second save begins when the first has written some of its files."""
     path = tmp_path / "x.ckpt"
     first = save_folder_at(path)
     first.begin("one")
@@ -220,3 +223,13 @@ def test_in_an_object_store(store: None) -> None:
     assert second.sees("other")
     second.discard()
     assert read_folder(path, None)["seed"] == 1.0
+
+
+def test_a_folder_that_another_save_makes_during_the_removal_is_named(tmp_path: Path) -> None:
+    work = tmp_path / "x.ckpt.incomplete"
+    with (
+        pytest.raises(CheckpointError, match="another save to x.ckpt is running"),
+        locked_for_removal(work, "x.ckpt"),
+    ):
+        work.mkdir()  # after the look of remove()
+        work.unlink()

@@ -24,7 +24,7 @@ EVERY = 5  # of the damages, in the quick version
 
 
 def _process() -> dict[str, Any]:
-    """What a file might have changed: attributes of the classes and functions that metadata name."""
+    """Return the state that a file might have changed: attributes of the classes and functions that metadata name."""
     known = [*vars(metadata).values(), *vars(filesystem).values(), torch.serialization._get_layout, torch.Size]
     known += list(metadata._MEM_FORMAT_ENCODING)
     return {

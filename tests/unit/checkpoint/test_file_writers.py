@@ -1,4 +1,4 @@
-"""What is written behind is what was given, in its order, on the disk; and what goes wrong there is told here."""
+"""A writer's file has the given bytes in order, on the disk; and its errors are raised here."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_all_kinds_of_memory_come_in_their_order(tmp_path: Path) -> None:
             behind.write(b"small")
             behind.write(kept.numpy())
             behind.write(passing)
-            passing[:] = b"q" * len(passing)  # memory that nobody has promised to keep
+            passing[:] = b"q" * len(passing)  # memory that may change
             passing[:] = b"p" * len(passing)
         assert behind.tell() == 3 * (5 + kept.nbytes + len(passing))
     assert (tmp_path / "x").read_bytes() == 3 * (b"small" + kept.numpy().tobytes() + bytes(passing))
@@ -50,7 +50,7 @@ def test_files_are_what_torch_writes(tmp_path: Path) -> None:
         "shared": [shared, shared.t(), shared[3:5]],
         "large": (torch.rand(WRITE_BYTES // 4 + 1),),
         "strange": torch.eye(40).to_sparse(),
-        "passing": torch.nn.Linear(300, 70),  # in an object, where nobody looks for memory that stays
+        "passing": torch.nn.Linear(300, 70),  # in an object, in which stable memory is not searched
         "numbers": [b"x" * 100000, 1.5],
     }
     torch.save(value, tmp_path / "archive")
@@ -111,7 +111,7 @@ def test_a_stores_own_words_are_kept(error: OSError, said: str) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
-    """What the system is asked for: from where, how much, how."""
+    """Return the requests to the system: begin, bytes, flags."""
     found: list[tuple[int, int, int]] = []
 
     def ask(number: int, begin: Any, count: Any, flags: Any) -> int:

@@ -1,4 +1,4 @@
-"""Full checkpoints at URLs: streams, which leave what stood there until all is written."""
+"""Full checkpoints at URLs: streams, which leave the earlier file until all is written."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_one_takes_the_place_of_a_folder(root: str) -> None:
 def test_what_a_killed_sharded_save_has_left_beside_is_neither_in_the_way_nor_believed(
     root: str, complete: bool
 ) -> None:
-    """A complete one is read in the place of what stands there, until it is moved."""
+    """A complete one is read in place of the earlier one, until it is moved."""
     url, left = f"{root}/x.ckpt", f"{root}/x.ckpt.incomplete"
     _save(url, 1)
     save_sharded(left, {"state_dict": {"w": torch.ones(3)}}, {}, SingleProcess())

@@ -1,4 +1,4 @@
-"""Full checkpoints at URLs: each host downloads one once, and finds there what ``torch.load`` finds."""
+"""Full checkpoints at URLs: each host downloads one once, and reads the values of ``torch.load``."""
 
 from __future__ import annotations
 

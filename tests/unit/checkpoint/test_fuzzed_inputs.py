@@ -1,4 +1,4 @@
-"""Readers of files whose bytes were changed at random: they return what was saved, or name the file."""
+"""Readers of files with random changes return the saved values, or name the file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a place is called, a checkpoint is saved there, replaced, found and read, and nothing else is made."""
+"""Checkpoints are saved, replaced, found and read under any name, and nothing else is made."""
 
 from __future__ import annotations
 

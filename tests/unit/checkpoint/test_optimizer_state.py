@@ -1,4 +1,4 @@
-"""Which entries of an optimizer's state are cut like their parameter, and which are the same on every rank."""
+"""Entries of an optimizer's state that are sharded like their parameter, and those that are equal on every rank."""
 
 from typing import Any
 from unittest.mock import MagicMock
@@ -24,7 +24,7 @@ WORLD = 2
 
 
 class Sharder:
-    """Of parameters of these shapes, on one rank of two."""
+    """Return parameters of these shapes, on one rank of two."""
 
     def __init__(self, *shapes: tuple[int, ...], rank: int = 0) -> None:
         self.records = Records()
@@ -43,7 +43,7 @@ class NoRule(Lion):
 
 
 def held(optimizer: torch.optim.Optimizer, sharder: Any) -> dict[int, dict[str, bool]]:
-    """Whether each entry is cut."""
+    """Return for each entry True if it is sharded."""
     return _cut(OptimizerStateEntries(optimizer, sharder).local(optimizer.state_dict()))
 
 
@@ -215,7 +215,7 @@ def test_moments_of_another_shape_are_refused(cls: Any) -> None:
 
 
 def counted(shapes: list[tuple[int, ...]], **seen: Any) -> dict[int, dict[str, bool]]:
-    """What is cut of whole moments, and of entries by other names: of each one value for each parameter."""
+    """Return the sharded part of full moments, and of entries by other names: one value for each parameter."""
     sharder: Any = Sharder(*shapes)
     saved = whole(NoRule, *shapes)
     for key, values in seen.items():

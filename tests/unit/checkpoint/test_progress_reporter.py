@@ -1,4 +1,4 @@
-"""What takes long says how far it is, and nothing else does."""
+"""Long tasks report their progress, and short ones do not."""
 
 import pytest
 

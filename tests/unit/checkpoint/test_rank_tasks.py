@@ -1,4 +1,4 @@
-"""Which part of the reading is whose, and who has come after an exception."""
+"""The shares of ranks in reading, and the ranks that arrive after an exception."""
 
 import time
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ def test_ranks_of_a_host_share_what_lies_there() -> None:
 
 
 def _meet(words: list[str | None], late_s: float = 0.0) -> list[str]:
-    """What ranks that say these words hear; None: does not come. The last one comes late."""
+    """Return the reasons that ranks with these words get; None: does not arrive. The last one is late."""
 
     def attempt(ranks: RankTasks) -> str:
         word = words[ranks.rank]

@@ -56,7 +56,7 @@ def test_a_file_takes_the_place_of_another_however_renames_go(kind: type[Renames
         (tmp_path / "x.ckpt.incomplete").write_text(text)
         move_file(kind(tmp_path), "x.ckpt.incomplete", "x.ckpt")
         assert _files(tmp_path)["x.ckpt"] == text
-    left = {"x.ckpt.replaced"} if kind is Renames else set()  # which does not come to it
+    left = {"x.ckpt.replaced"} if kind is Renames else set()  # which it does not reach
     assert set(_files(tmp_path)) == {"x.ckpt"} | left
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint takes the place of another one, and of nothing else that somebody keeps there."""
+"""A checkpoint replaces another one, and no other files of a user."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""A checkpoint whose place is taken by another one while it is being read: it is read to its end, or an error says so;
-never some of each."""
+"""A checkpoint whose place is taken by another one while it is being read.
+
+It is read to its end, or an error says so; never some of each.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of safetensors: what is in them, and which are written."""
+"""Files of safetensors: their content, and their distribution."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,7 @@
-"""A file that is cut off once it was compared and mapped: reading from it ends in an error, and not in a signal, whoever
-has written it."""
+"""A file that is cut off after it was compared and mapped.
+
+A read raises an error, without a signal, for files of any writer.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,10 @@ print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["X"], importlib.u
 
 
 def test_ranks_meet_where_this_process_listens() -> None:
-    """A port that was free a second ago was taken when rank 0 wanted it: others start jobs on the machine, too."""
+    """A port that was free a second ago was taken when rank 0 wanted it.
+
+    Others start jobs on the machine, too.
+    """
     script = """
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")

@@ -27,7 +27,7 @@ class Store:
 
 
 def together(*ranks: Callable[[RankConsensus], object], patience_s: float = 3.0, limit_s: float = 20.0) -> list[object]:
-    """Return what each rank's function returns or raises, each in a thread of its own."""
+    """Return the result or the error of each rank's function, each in a thread of its own."""
     store = Store()
     out: list[object] = [None] * len(ranks)
 

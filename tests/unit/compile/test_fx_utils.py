@@ -111,11 +111,11 @@ def test_what_only_replaced_nodes_read_is_erased_with_them() -> None:
     assert [node.op for node in graph.nodes] == ["placeholder", "output"]
 
 
-def returned_weights(resident: bool = False, cast: bool = False) -> Graph:
+def returned_weights(cached: bool = False, cast: bool = False) -> Graph:
     """A forward that returns five weights, as for its backward."""
     b = Builder()
     shards = [b.shard(f"primals_{number}", 8) for number in range(5)]
-    memory = [b.input(f"memory_{number}", 4, 4) for number in range(5)] if resident else []
+    memory = [b.input(f"memory_{number}", 4, 4) for number in range(5)] if cached else []
     weights = [b.gather(shard, 4, 4) for shard in shards]
     for weight, own in zip(weights, memory, strict=False):
         weight.args = (*weight.args[:3], own)
@@ -129,7 +129,7 @@ def returned_weights(resident: bool = False, cast: bool = False) -> Graph:
         (returned_weights(cast=True), fuse_casts),
         (returned_weights(), split_gathers),
         (returned_weights(), lambda graph: group_gathers(graph, 2, GroupLimits(1 << 10))),
-        (returned_weights(resident=True), lambda graph: use_unsharded_cache(graph, GroupLimits(1 << 10))),
+        (returned_weights(cached=True), lambda graph: use_unsharded_cache(graph, GroupLimits(1 << 10))),
     ],
     ids=["casts", "waits", "views of groups", "weights that stay"],
 )

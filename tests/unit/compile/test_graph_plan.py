@@ -88,7 +88,7 @@ def test_gradients_may_come_in_another_order() -> None:
 
 def test_a_later_graph_follows_the_plan_that_was_agreed_on() -> None:
     first = planned(named_products("abcd"))
-    # The same weights in another order of use: a and b are exchanged.
+    # Exchange a and b: the same weights in another order of use.
     graph = run_passes(
         named_products("bacd"),
         default_passes(PassContext(CompileConfig(gather_group_mb=0.04), 2, agreed_plans=(first,))),

@@ -29,7 +29,7 @@ def test_it_multiplies_scaled_operands_and_adds_the_bias() -> None:
 
 
 def test_generated_code_passes_operands_with_contiguous_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies without a constraint get the strides of what they read, which scaled products on GPUs refuse."""
+    """Copies without a constraint get the strides of their source, which scaled products on GPUs reject."""
     layouts, multiply = [], scaled_mm_op.multiply
 
     def recorded(left: Tensor, right: Tensor, *rest: Any) -> Tensor:

@@ -1,4 +1,7 @@
-"""A process that a launcher has started fails: the one that started it says which, and ends with a status."""
+"""A process that a launcher has started fails.
+
+The one that started it says which, and ends with a status.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.integrations.child_processes import ChildWatch, terminate_after_grace
+from lightning_zero.integrations.processes import ChildWatch, terminate_after_grace
 
 
 def _started(script: str) -> subprocess.Popen[bytes]:

@@ -66,7 +66,10 @@ def test_a_line_is_written_above_tqdms_bar_which_is_drawn_again() -> None:
 
 
 def test_a_log_that_writes_through_tqdm_does_not_wait_for_a_line_for_ever() -> None:
-    """tqdm's own recipe replaces sys.stderr by a file that takes tqdm's lock; the log's handler has its own lock."""
+    """tqdm's own recipe replaces sys.stderr by a file that takes tqdm's lock.
+
+    The log's handler has its own lock.
+    """
     log, handler_is_locked, line_begun = logging.getLogger("lightning.pytorch"), threading.Event(), threading.Event()
 
     class Slow(DummyTqdmFile):

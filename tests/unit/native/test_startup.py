@@ -1,4 +1,7 @@
-"""Test that ranks that set up exchange messages over the rendezvous store. Ends of processes: tests/faults."""
+"""Test that ranks that set up exchange messages over the rendezvous store.
+
+Ends of processes: tests/faults.
+"""
 
 import socket
 import time

@@ -1,4 +1,7 @@
-"""Test offloaded master shards and state: for each order of copies and compute, readers see the right values."""
+"""Test offloaded master shards and state.
+
+For each order of copies and compute, readers see the right values.
+"""
 
 from typing import Any
 

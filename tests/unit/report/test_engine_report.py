@@ -1,4 +1,4 @@
-"""Test the words of the line about what runs, for devices that this machine may not have."""
+"""Test the words of the startup summary, for devices that this machine may not have."""
 
 from types import SimpleNamespace
 from typing import Any

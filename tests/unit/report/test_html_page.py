@@ -23,7 +23,7 @@ DETAILS = Details([FORWARD, BACKWARD], [EVALUATION], ["graph_00_forward_before.t
 
 
 def text_of(page: str) -> str:
-    """What a reader sees, without folding."""
+    """Return the text that a reader sees without unfolding."""
     body = re.sub(r"<style>.*?</style>", "", page, flags=re.S)
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", body))
 

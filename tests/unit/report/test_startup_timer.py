@@ -148,7 +148,10 @@ def test_parts_do_not_overlap_wherever_something_is_compiled() -> None:
 
 
 def test_a_second_trainer_reports_only_its_own_times() -> None:
-    """The module's engine already has seconds of the first Trainer; the new strategy sees them when it adopts it."""
+    """The module's engine already has seconds of the first Trainer.
+
+    The new strategy sees them when it adopts it.
+    """
     first = Training()
     adopted: dict[str, float] = {}
     timer = StartupTimer(lambda: adopted, lambda: "", lambda: first.now, lambda: first.torch)

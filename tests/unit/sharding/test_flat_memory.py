@@ -360,7 +360,7 @@ def test_where_ranks_take_turns_shards_themselves_are_read_in_full_precision(rec
     assert having(records, Role.FULL_PRECISION_SHARD) == []
 
 
-def test_weights_that_fit_the_budget_are_resident_and_shown_to_their_modules(records: Records, executor: Any) -> None:
+def test_weights_that_fit_the_budget_are_cached_and_visible_to_their_modules(records: Records, executor: Any) -> None:
     memory = memory_of(records, executor)
     padded = 2 * records[0].layout.shard_numel
     for _ in range(2):
@@ -371,14 +371,14 @@ def test_weights_that_fit_the_budget_are_resident_and_shown_to_their_modules(rec
     assert (view.shape, view.dtype) == (torch.Size((20, 10)), BF16)
     (layer, key), *_ = records[0].owners
     assert layer.__dict__[UNSHARDED_CACHE][key] is view
-    index, flat = executor.parameters.set_resident.mock_calls[0].args
+    index, flat = executor.parameters.set_unsharded_cache.mock_calls[0].args
     assert (index, flat.numel(), flat.data_ptr()) == (0, padded, view.data_ptr())
     before = memory.shards
     memory.group_shards([[records[2].param], [records[0].param]])
     assert memory.shards is before
 
 
-def test_all_weights_are_resident_where_nothing_limits_them_and_wide_where_autocast_leaves_them_so(
+def test_all_weights_are_cached_where_nothing_limits_them_and_wide_where_autocast_leaves_them_so(
     records: Records, executor: Any
 ) -> None:
     memory = memory_of(records, executor)
@@ -390,14 +390,14 @@ def test_all_weights_are_resident_where_nothing_limits_them_and_wide_where_autoc
 def test_another_budget_gives_memory_back(records: Records, executor: Any) -> None:
     memory = memory_of(records, executor)
     memory.cache_unsharded(None, 0, 0.0)
-    assert executor.parameters.set_resident.mock_calls == []
+    assert executor.parameters.set_unsharded_cache.mock_calls == []
     memory.cache_unsharded(None, 0, math.inf)
     (layer, key), *_ = records[0].owners
     assert key in layer.__dict__[UNSHARDED_CACHE]
     memory.cache_unsharded(None, 0, 0.0)
     assert memory.tensors(Role.UNSHARDED_CACHE) == []
     assert key not in layer.__dict__[UNSHARDED_CACHE]
-    assert executor.parameters.set_resident.mock_calls[-1] == call(5, None)
+    assert executor.parameters.set_unsharded_cache.mock_calls[-1] == call(5, None)
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -26,8 +26,7 @@ Write = Callable[[SaveOutcome], None]
 def _ends(
     *writes: Write, finish: Callable[[], object] = lambda: None, longer_s: float = 0.3
 ) -> tuple[list[str | None], list[float], list[int]]:
-    """Of ranks that write so: what went wrong, after how many seconds they know, and with how many ranks' files a
-    checkpoint was made."""
+    """Return for ranks that write so the error, its seconds, and the number of ranks' files in a checkpoint."""
     store, made = dist.HashStore(), []
     save: Any = SimpleNamespace(
         save_id="x", what="save a checkpoint to x", folder=SimpleNamespace(discard=lambda: None)
@@ -110,7 +109,7 @@ def test_that_rank_0_makes_no_checkpoint_of_the_files_is_said() -> None:
 
 
 def test_making_a_checkpoint_of_it_has_a_timeout_of_its_own() -> None:
-    """Of which the time is no part that the last writer took after its last block."""
+    """The time of the last writer after its last block does not count."""
     late: Write = lambda ours: time.sleep(0.7 * TIMEOUT_S)  # noqa: E731
     said, _, made = _ends(late, _at_once, finish=lambda: time.sleep(0.7 * TIMEOUT_S), longer_s=0.0)
     assert said == [None, None]

@@ -1,4 +1,4 @@
-"""What a snapshot copies at once, and that it holds what was there."""
+"""Tensors that a snapshot copies at once, and its values."""
 
 import threading
 from collections.abc import Iterator
@@ -82,7 +82,7 @@ def test_a_snapshot_holds_what_was_there(guarded: bool, in_threads: bool) -> Non
     expected = {name: value.clone().resolve_conj().resolve_neg() for name, value in values.items()}
     taken = Snapshot(torch.device("cpu"), in_threads)
     items = [PickledItem(("blob",), b"abc"), *(_piece(name, value, guarded) for name, value in values.items())]
-    with patch.object(snapshot, "COPY_BYTES", 100):  # pieces lie over the seams
+    with patch.object(snapshot, "COPY_BYTES", 100):  # chunks cross the boundaries
         kept = taken.take(items)
     assert kept[0] is items[0]
     if guarded:
@@ -117,7 +117,7 @@ def test_storages_that_share_memory_may_have_different_sizes(guarded: bool, in_t
 @pytest.mark.parametrize("in_threads", [False, True])
 @pytest.mark.parametrize("guarded", [False, True])
 def test_what_lies_where_nothing_can_be_copied_from_is_an_error(guarded: bool, in_threads: bool) -> None:
-    """What the memory held before would have been saved."""
+    """Earlier content of the memory would have been saved."""
     taken = Snapshot(torch.device("cpu"), in_threads)
     with pytest.raises(NotImplementedError, match="meta"):
         taken.take([_piece("x", torch.empty(3, device="meta"), guarded)])
@@ -136,7 +136,7 @@ def test_a_model_of_many_pieces_takes_few_copies() -> None:
 
 
 class _Later(ThreadPoolExecutor):
-    """Begins when it is told to."""
+    """Begin on request."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(1)
@@ -159,7 +159,7 @@ def test_who_writes_waits_for_copies_on_the_host_and_the_save_does_not() -> None
 
 
 def test_what_still_comes_to_the_host_is_copied_when_it_is_there() -> None:
-    """Offloaded state leaves the device behind the step, and nobody waits for the last of it."""
+    """Offloaded state leaves the device after the step, without a wait for the last of it."""
     arena, comes = torch.zeros(4096), threading.Event()
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""Ranges of flattened tensors as boxes, against what torch's own indexing says."""
+"""Ranges of flattened tensors as boxes, compared with torch's own indexing."""
 
 import random
 from math import prod

@@ -25,7 +25,7 @@ CASES = [_whole(shape) for shape in SHAPES] + [_whole((8, 4, 3, 3), channels_las
 
 
 def _saved(whole: torch.Tensor, writers: int, most: int, read: list[Box]) -> CheckpointTensor:
-    """As it lies in a checkpoint that so many ranks have written."""
+    """Return a tensor as it is stored in a checkpoint of several ranks."""
     layout = ShardLayout.from_shape(whole.shape, whole.dtype, writers, memory_order(whole))
     chunks = []
     for rank in range(writers):

@@ -1,4 +1,4 @@
-"""A save that dies at any point leaves what stood there, or the new checkpoint, whole."""
+"""A save that dies at any point leaves the earlier or the new checkpoint, complete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.save_points import killed_everywhere
 from tests.helpers.saves import save, save_file, seed_of
 
 KINDS: dict[str, Callable[[Path, float], Any]] = {"sharded": save, "full": save_file}
-NAMED = {  # a save that does not come by these is another one than this test is about
+NAMED = {  # a save without these is another one than this test is about
     "sharded": ["after make folders", "after begin", "before create __0_0.distcp", "after create __1_0.distcp"]
     + ["after write __1_0.distcp", "before fsync __0_0.distcp", "after finish __1_0.distcp", "after create meta.pt"]
     + ["after fsync meta.pt", "after create .metadata", "after write .metadata", "after finish .metadata"]

@@ -35,7 +35,7 @@ def save(path: Path, seed: float) -> Path:
 
 
 def refusals(path: Path, full: bool = False, name: str = "") -> list[str]:
-    """What each rank says who is to read it, and a process by itself."""
+    """Return the message of each reading rank, and that of a single process."""
 
     def attempt(together: Any) -> None:
         if full and path.is_file():
@@ -106,7 +106,7 @@ def test_a_bit_anywhere_in_a_file_is_noticed_or_changes_nothing(tmp_path: Path, 
             del found
 
 
-# -- what others have written has no checksums
+# -- files of other programs have no checksums
 
 
 def foreign(path: Path) -> Path:
@@ -184,7 +184,7 @@ def test_nothing_is_executed(tmp_path: Path, file: str, whose: str) -> None:
     ran, at = tmp_path / "ran", tmp_path / "x.ckpt"
     if whose == "ours":
         save(at, 1.0)
-        (at / MANIFEST).unlink()  # whoever forges one file, forges that, too; and without it, it is not complete
+        (at / MANIFEST).unlink()  # a forger of one file forges that, too; and without it, it is not complete
         (at / METADATA).write_bytes((at / METADATA).read_bytes().replace(b"lightning_zero-", b"somebody-else--"))
     else:
         foreign(at)

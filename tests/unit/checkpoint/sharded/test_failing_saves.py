@@ -58,7 +58,7 @@ def full_disk(name: str, room: int) -> AbstractContextManager[Any]:
 
 @contextmanager
 def size_limit(room: int) -> Iterator[None]:
-    """Of all files that this process writes."""
+    """Return all files that this process writes."""
     before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.getsignal(signal.SIGXFSZ)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
@@ -179,7 +179,7 @@ def test_a_missing_parent_is_made(tmp_path: Path) -> None:
 
 
 def on_hosts(attempt: Callable[[Any], Any], owner: Any, name: str, other: Callable[..., Any]) -> list[Any]:
-    """With ``other`` in the place of what ``owner`` has by that name, on rank 1 only."""
+    """Replace an attribute of ``owner`` by ``other``, on rank 1 only."""
     here, real = threading.local(), getattr(owner, name)
 
     def one(together: Any) -> Any:
@@ -211,7 +211,7 @@ def test_a_rank_that_sees_no_folder_is_named(tmp_path: Path) -> None:
 
 
 def _late(owner: Any, name: str, before: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """What gives ``before`` the first three times, as a client that remembers."""
+    """Return ``before`` the first three times, as a client with a cache does."""
     real, asked = getattr(owner, name), []
 
     def late(*args: Any) -> Any:

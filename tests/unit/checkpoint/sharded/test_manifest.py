@@ -1,4 +1,4 @@
-"""A manifest says what a folder must hold, and notices what was done to itself."""
+"""A manifest lists the content of a folder, and detects changes of itself."""
 
 import json
 

@@ -46,7 +46,7 @@ def test_parameters_and_buffers_have_memory_and_what_is_tied_stays_so() -> None:
 
 
 def test_a_parameter_that_lost_its_memory_is_named() -> None:
-    """Whoever reads it is ended by a signal."""
+    """Return a file whose reader is ended by a signal."""
     module = nn.Sequential(nn.Linear(5, 7), nn.Linear(0, 3))
     module[0].weight.data = _saved()
     with pytest.raises(ValueError, match=r"'0\.weight' has no memory.*value\.clone\(\)"):

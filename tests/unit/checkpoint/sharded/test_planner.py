@@ -1,4 +1,4 @@
-"""Nested state and the flat names of torch's distributed checkpoints: what comes back is what was saved."""
+"""Nested state and the flat names of torch's distributed checkpoints: loaded values equal saved ones."""
 
 from __future__ import annotations
 

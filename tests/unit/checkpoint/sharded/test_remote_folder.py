@@ -130,7 +130,7 @@ STEPS = ["exists", "rm", "rm_file", "makedirs", "pipe_file", "open", "copy", "cp
 
 
 class Killed(BaseException):
-    """Nobody catches it, and nothing is done after it."""
+    """No code catches it, and nothing runs after it."""
 
 
 def _dying(fs: type, after: int) -> tuple[ExitStack, list[str]]:

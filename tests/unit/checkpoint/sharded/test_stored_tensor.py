@@ -39,7 +39,7 @@ def test_any_part_of_any_layout(
 ) -> None:
     monkeypatch.setattr(
         checkpoint_tensors, "READ_BYTES", 64
-    )  # several reads each, and rows by themselves where much lies between
+    )  # several reads each, and single rows where gaps are large
     memory = torch.arange(400).to(dtype)
     sizes, strides = LAYOUTS[layout]
     lies = memory[: torch.Size(sizes).numel()].view(sizes) if strides is None else memory.as_strided(sizes, strides)

@@ -1,4 +1,4 @@
-"""Values of our own files are read where they lie."""
+"""Values of our own files are read in place."""
 
 from pathlib import Path
 from typing import Any

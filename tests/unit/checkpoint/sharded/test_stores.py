@@ -1,4 +1,4 @@
-"""Sharded checkpoints in object stores as they are: what is listed may be old, and names may look like patterns."""
+"""Sharded checkpoints in real object stores: lists may be old, and names may look like patterns."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_names_are_no_patterns() -> None:
 
 
 def test_a_list_that_lacks_files_loses_none() -> None:
-    """What is copied to its place is then removed from where it was written."""
+    """A file that is copied to its place is then removed from its first place."""
     save(PATH, 1.0)
 
     def lacking(
@@ -95,7 +95,7 @@ def test_a_list_that_lacks_files_loses_none() -> None:
 
 
 def test_a_file_that_was_not_read_before_its_place_was_taken_is_not_read() -> None:
-    """Rank 1's, of which the first look comes after another save, with values of the same sizes."""
+    """Rank 1's first look is after another save, with values of the same sizes."""
     save(PATH, 1.0)
     folder = CheckpointReader(PATH)
     value = folder.state()["state_dict"]["down.weight"]
@@ -107,7 +107,7 @@ def test_a_file_that_was_not_read_before_its_place_was_taken_is_not_read() -> No
 
 
 def test_one_that_has_lost_its_place_to_a_save_that_died_is_found() -> None:
-    """It is complete beside its place, in which there is nothing any more."""
+    """It is complete next to its place, which is empty now."""
     save("stored://run/a.ckpt", 1.0)
     save(PATH, 2.0)
 
@@ -125,7 +125,7 @@ def test_one_that_has_lost_its_place_to_a_save_that_died_is_found() -> None:
 
 
 def test_a_writer_reaches_what_the_program_has_set_up(tmp_path: Path) -> None:
-    """Keys, or where a store is: a process of its own has what the environment says, and no more."""
+    """Keys, or the address of a store: a process of its own has the environment's values only."""
     (tmp_path / "run").mkdir()
     claim, replies = Claim.of(64), io.BytesIO()
     with set_up("dir", path=str(tmp_path), target_protocol="file"), set_up("other", session=threading.Lock()):

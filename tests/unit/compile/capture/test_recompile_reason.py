@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def compiled() -> tuple[Net, Callable[..., Any], list[RecompileReason]]:
-    """Return a module, its compiled call as discovery.py makes it, and the reasons to come."""
+    """Return a module, its compiled call as discovery.py makes it, and the later reasons."""
     module, reasons = Net(), []
     names = argument_names(module)
 

@@ -294,7 +294,7 @@ def test_each_kind_of_the_same_graph_gets_the_memory_once_and_is_captured_then()
     for size in sizes:
         training.step(torch.ones(size), size)
         assert all(pair.closed for pair in training.made)
-        training.step()  # warm, whichever code had the memory
+        training.step()  # warm, for memory of any code
         assert not training.made[-1].closed
     runs, replays = training.runs, sum(pair.replays for pair in training.made)
     for size in sizes:

@@ -77,7 +77,7 @@ class Compiled:
     Attributes:
         graphs: that Dynamo made.
         traced: how often it followed the code of modules of each class.
-        seen: what ``look`` has found in the graphs, as they were before anybody changed them.
+        seen: results of ``look`` for the graphs, before any change.
     """
 
     def __init__(

@@ -329,7 +329,7 @@ def part(x: Tensor, w: Tensor) -> Tensor:
 
 
 def partitioned(step: Callable[[Tensor, Tensor], Tensor]) -> tuple[list[Node], list[Node]]:
-    """Return what forward saves in addition to inputs, and the nodes of backward."""
+    """Return the values that forward saves in addition to inputs, and the nodes of backward."""
     found: dict[str, list[Node]] = {}
 
     def split(module: GraphModule, inputs: Any, **kwargs: Any) -> Any:

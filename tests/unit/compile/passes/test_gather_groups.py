@@ -1,4 +1,4 @@
-"""Groups of gathers, and weights that stay resident until the optimizer steps."""
+"""Groups of gathers, and weights that stay cached until the optimizer steps."""
 
 import torch
 from torch.fx import Graph
@@ -99,12 +99,12 @@ WEIGHT_BYTES = 64 * 64 * 4  # bytes of each weight below
 BF16 = torch.bfloat16
 
 
-def chain(uses: str, resident: str, memory: torch.dtype = torch.float32) -> Graph:
-    """x @ a @ b @ ...; there is memory for the weights named in ``resident``."""
+def chain(uses: str, cached: str, memory: torch.dtype = torch.float32) -> Graph:
+    """x @ a @ b @ ...; there is memory for the weights named in ``cached``."""
     b = Builder()
     names = sorted(set(uses))
     shards = {name: b.shard(name, 2048) for name in names}
-    memories = {name: b.input(f"memory_{name}", 64, 64, dtype=memory) for name in resident}
+    memories = {name: b.input(f"memory_{name}", 64, 64, dtype=memory) for name in cached}
     x = b.input("x", 64, 64)
     for name in uses:
         whole = b.gather(shards[name], 64, 64)
@@ -122,21 +122,24 @@ def rewritten(graph: Graph, group_bytes: int = WEIGHT_BYTES, ahead: int = 1) -> 
 
 def test_each_group_is_started_while_the_one_before_is_in_use() -> None:
     assert rewritten(chain("abc", "abc")) == (
-        "resident_start(memory_a, a) resident_start(memory_b, b) resident_wait(memory_a, a) mm "
-        "resident_start(memory_c, c) resident_wait(memory_b, b) mm resident_wait(memory_c, c) mm"
+        "cached_gather_start(memory_a, a) cached_gather_start(memory_b, b) cached_gather_wait(memory_a, a) mm "
+        "cached_gather_start(memory_c, c) cached_gather_wait(memory_b, b) mm cached_gather_wait(memory_c, c) mm"
     )
 
 
 def test_groups_share_a_launch() -> None:
     assert rewritten(chain("ab", "ab"), group_bytes=2 * WEIGHT_BYTES) == (
-        "resident_start(memory_a, memory_b, a, b) resident_wait(memory_a, memory_b, a, b) mm mm"
+        "cached_gather_start(memory_a, memory_b, a, b) cached_gather_wait(memory_a, memory_b, a, b) mm mm"
     )
 
 
 def test_a_weight_that_is_used_twice_is_waited_for_once_before_the_first_use() -> None:
-    assert rewritten(chain("aba", "a")) == "resident_start(memory_a, a) resident_wait(memory_a, a) mm gather(b) mm mm"
+    assert (
+        rewritten(chain("aba", "a"))
+        == "cached_gather_start(memory_a, a) cached_gather_wait(memory_a, a) mm gather(b) mm mm"
+    )
     assert rewritten(chain("abab", "ab")) == (
-        "resident_start(memory_a, a) resident_start(memory_b, b) resident_wait(memory_a, a) mm resident_wait(memory_b, b) mm mm mm"
+        "cached_gather_start(memory_a, a) cached_gather_start(memory_b, b) cached_gather_wait(memory_a, a) mm cached_gather_wait(memory_b, b) mm mm mm"
     )
 
 
@@ -147,7 +150,10 @@ def test_products_read_the_memory_itself() -> None:
 
 
 def test_others_are_gathered_as_usual() -> None:
-    assert rewritten(chain("ab", "b")) == "resident_start(memory_b, b) gather(a) mm resident_wait(memory_b, b) mm"
+    assert (
+        rewritten(chain("ab", "b"))
+        == "cached_gather_start(memory_b, b) gather(a) mm cached_gather_wait(memory_b, b) mm"
+    )
     assert rewritten(chain("ab", "")) == "gather(a) mm gather(b) mm"
 
 
@@ -164,7 +170,10 @@ def test_what_is_used_in_a_narrower_dtype_is_cast_where_it_is() -> None:
     narrow.args = (*narrow.args[:2], BF16, memory)
     narrow.meta["val"] = narrow.meta["val"].to(BF16)
     graph = b.done(b.call(aten.mm.default, x, wide), b.call(aten.mm.default, y, narrow))
-    assert rewritten(graph) == "resident_start(memory_a, a) resident_wait(memory_a, a) convert_element_type mm mm"
+    assert (
+        rewritten(graph)
+        == "cached_gather_start(memory_a, a) cached_gather_wait(memory_a, a) convert_element_type mm mm"
+    )
     (cast,) = (node for node in graph.nodes if node.target is torch.ops.prims.convert_element_type.default)
     assert (cast.args[0].name, cast.args[1], cast.meta["val"].dtype) == ("memory_a", BF16, BF16)
 
@@ -185,16 +194,16 @@ def test_a_cast_of_a_kept_weight_reads_memory_of_its_dtype() -> None:
     graph = run_passes(
         graph, default_passes(PassContext(CompileConfig(unsharded_cache_mb=1, unsharded_cache_until="step"), 2))
     )
-    assert order(graph) == "check_plan(a) resident_start(memory_a, a) resident_wait(memory_a, a) mm"
+    assert order(graph) == "check_plan(a) cached_gather_start(memory_a, a) cached_gather_wait(memory_a, a) mm"
 
 
 def test_the_plan_says_how_long_they_stay(monkeypatch: object) -> None:
     config = CompileConfig(unsharded_cache_mb=1, unsharded_cache_until="step")
     plan = read_plan(run_passes(chain("abca", "a"), default_passes(PassContext(config, 2))))
     assert [(g.weights, g.until) for g in plan.gathers if g.until == "step"] == [(("a",), "step")]
-    resident = next(g for g in plan.gathers if g.until == "step")
-    assert (resident.bytes, resident.used) == (WEIGHT_BYTES, "mm_default")
-    assert resident.started < resident.waited
+    cached = next(g for g in plan.gathers if g.until == "step")
+    assert (cached.bytes, cached.used) == (WEIGHT_BYTES, "mm_default")
+    assert cached.started < cached.waited
     # Another graph of the same weights follows it.
     again = read_plan(run_passes(chain("bcaa", "a"), default_passes(PassContext(config, 2, agreed_plans=(plan,)))))
     assert again.digest == plan.digest

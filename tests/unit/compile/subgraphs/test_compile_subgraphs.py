@@ -1,4 +1,7 @@
-"""Graphs compiled by subgraphs with Inductor: each distinct one once, with the results of a whole graph."""
+"""Graphs compiled by subgraphs with Inductor.
+
+Each distinct one once, with the results of a whole graph.
+"""
 
 from __future__ import annotations
 

@@ -205,8 +205,9 @@ def test_nothing_is_done_later_than_what_is_written_in_place() -> None:
 
 
 def test_what_a_layer_makes_for_a_backward_alone_stands_in_the_layer() -> None:
-    """Layer norms: autograd orders a division for backward after the loss. In one subgraph it would grow with the
-    layers."""
+    """Layer norms: autograd orders a division for backward after the loss, in one subgraph it would grow with the
+    layers.
+    """
 
     def saved(count: int) -> Graph:
         graph = layers(count)

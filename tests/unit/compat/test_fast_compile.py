@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_zero.compile.fast_compile import collect_young_only
+from lightning_zero.compat.compiler import collect_young_only
 
 
 class Ring:

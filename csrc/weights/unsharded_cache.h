@@ -13,19 +13,19 @@
 
 namespace lightning_zero {
 
-class ResidentWeights {
+class UnshardedCache {
  public:
-  ResidentWeights(Context& context, ShardAccess& access, Gatherer& gatherer)
+  UnshardedCache(Context& context, ShardAccess& access, Gatherer& gatherer)
       : context_(context), access_(access), gatherer_(gatherer) {}
 
-  // For compiled code: gather weights into their memory `resident`, unless they are valid.
-  void start(at::TensorList resident, at::TensorList shards);
+  // For compiled code: gather weights into their memory `cache`, unless they are valid.
+  void start(at::TensorList cache, at::TensorList shards);
   void wait(at::TensorList shards);
-  // For eager code, while serve_eager() is on: copy a resident weight of this dtype into `flat`, which is
+  // For eager code, while serve_eager() is on: copy a cached weight of this dtype into `flat`, which is
   // allocated if undefined. Gather the weight first if it is not valid. Return true if it was copied.
   bool read(ParamRecord& record, at::ScalarType dtype, at::Tensor& flat);
   void serve_eager(bool on);
-  // Apply a write of eager code to the resident weight.
+  // Apply a write of eager code to the cached weight.
   void apply_user_write(ParamRecord& record, const at::Tensor& flat) const;
   bool has_pending() const { return !pending_.empty(); }
   void close() { pending_.clear(); }

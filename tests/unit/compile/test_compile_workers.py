@@ -7,7 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from lightning_zero.compile.capture import compile_workers
+from lightning_zero.compile import async_compile
 from lightning_zero.config import CompileConfig
 
 
@@ -24,9 +24,9 @@ def test_workers_are_started_where_kernels_will_be_compiled(
     monkeypatch: pytest.MonkeyPatch, config: CompileConfig, device: str, times: int
 ) -> None:
     start, summed = Mock(), Queue[int]()
-    monkeypatch.setattr(compile_workers, "maybe_warm_pool", start)
-    monkeypatch.setattr(compile_workers, "triton_key", lambda: summed.put(get_ident()))
-    compile_workers.start_compile_workers(config, torch.device(device))
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", start)
+    monkeypatch.setattr(async_compile, "triton_key", lambda: summed.put(get_ident()))
+    async_compile.start_compile_workers(config, torch.device(device))
     assert start.call_count == times
     for _ in range(times):
         assert summed.get(timeout=10) != get_ident(), "in a thread of its own, beside what comes next"

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lightning_zero.report.flops import FlopCount
+from lightning_zero.profiling.node_costs import FlopCount
 
 
 def test_forward_and_backward_are_counted() -> None:
