@@ -296,6 +296,7 @@ class Sharder:
             full, owners = gather_full(record), record.owners
             self.executor.parameters.drop(record.index)
             record.owners, record.dropped = [], True
+            ShardSpec.unwrap(record.param)
             record.shard.untyped_storage().resize_(0)
             other = self._pack(record.name, record.param, packed, lambda full=full: full)  # type: ignore[misc]
             for module, key in owners:

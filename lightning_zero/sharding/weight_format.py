@@ -1,11 +1,11 @@
 """Pack frozen weights into 4-bit or 8-bit codes, and compute weights from them.
 
-A packed weight is one 1-D int32 tensor, so it is sharded, gathered and saved like any other parameter. Shards may cut
-blocks, because a weight is decoded after its all-gather. :func:`decode` is the only definition of the values: eager code
-runs its ops, and a graph pass inserts the same ops next to the product.
+A packed weight is one 1-D int32 tensor, so it is sharded and gathered like any other parameter. Shards may cut blocks,
+because a weight is decoded after its all-gather. :func:`decode` alone defines the values: eager code runs its ops, and
+a graph pass inserts them next to the product.
 
-``nf4``: flattened blocks of 64 have 4-bit codes of :data:`NF4` and a 7-bit absolute maximum. 256 blocks have one bfloat16
-scale. ``int8``: each row has codes from -127 to 127 and one bfloat16 absolute maximum.
+``nf4``: flattened blocks of 64 have 4-bit codes of :data:`NF4` and a 7-bit absolute maximum. 256 blocks have one
+bfloat16 scale. ``int8``: each row has codes from -127 to 127 and one bfloat16 absolute maximum.
 
 Encoding the decoded values again gives the same bytes, also if they were rounded to bfloat16.
 """

@@ -8,7 +8,6 @@ from torch import nn
 
 from lightning_zero.engine import Engine
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.report.engine_report import memory_by_role
 from lightning_zero.sharding.weight_format import WeightFormat, packed_words
 from tests.helpers.models import build, make_batches
 from tests.helpers.oracle import Reference, assert_close_relative, train_reference
@@ -49,8 +48,13 @@ def train(kind: str, backend: str, **options: Any) -> dict[str, Any]:
         reads = {name: model.get_submodule(name.removesuffix(".weight")).weight.clone() for name in FROZEN}
         with engine.full_parameters(writeback=False):
             whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+        before_load = [record.shard.clone() for record in engine.sharder.live]
+        model.load_state_dict(
+            {key: value.bfloat16() if key in FROZEN else value for key, value in model.state_dict().items()}
+        )
+        kept = all(torch.equal(r.shard, own) for r, own in zip(engine.sharder.live, before_load, strict=True))
+        parts = {name: engine.checkpoints.model_state(sharded=True)[name].shard for name in FROZEN}
         masters = sum(r.shard.nbytes for r in engine.sharder.live)
-        roles = memory_by_role(engine, [])
         return {
             "out": out,
             "evaluated": evaluated,
@@ -58,8 +62,9 @@ def train(kind: str, backend: str, **options: Any) -> dict[str, Any]:
             "whole": whole,
             "state": engine.model_state(),
             "moved": moved,
+            "kept": kept,
+            "parts": parts,
             "masters": masters,
-            "roles": roles,
             "numel": sum(param.numel() for param in model.parameters()),
             "errors": errors(engine, model),
         }
@@ -113,7 +118,10 @@ def test_training_equals_that_of_dequantized_weights(
     for name in FROZEN:
         for where in ("reads", "whole", "state"):
             assert torch.equal(found[where][name], values[name]), f"{name} in {where}"
+        together = torch.cat([each["parts"][name] for each in results])
+        assert torch.equal(together[: values[name].numel()], values[name].reshape(-1)), name
     assert_close_relative(found["evaluated"], expected.model(make_batches("LoRA", 1, SAMPLES)[0][0]), 1e-5)
+    assert all(each["kept"] for each in results), "loading values that were rounded to bfloat16 changed the codes"
     assert found["numel"] == sum(param.numel() for param in plain.parameters())
     assert [("codes" in error) for error in found["errors"]] == [True] * 5, found["errors"]
     # Evaluation gathers each weight once; shards are padded to 128 bytes.
@@ -122,3 +130,37 @@ def test_training_equals_that_of_dequantized_weights(
     if options.get("stage") != 2:
         assert 2 * bytes_of(kind) + rest <= found["moved"] <= 2 * bytes_of(kind) + rest + padding
     assert sum(each["masters"] for each in results) <= 2 * bytes_of(kind) + rest + padding
+
+
+class Params4bit(nn.Parameter):
+    """Stands for that of bitsandbytes."""
+
+
+Params4bit.__module__ = "bitsandbytes.nn.modules"
+
+
+def refuse_and_pack_what_was_built_sharded() -> list[str]:
+    found = []
+    quantized = nn.Sequential(nn.Linear(8, 8))
+    quantized[0]._parameters["weight"] = Params4bit(torch.zeros(8, 8), requires_grad=False)
+    for model in (quantized, nn.Sequential(nn.Linear(8, 8))):
+        with engine_for(backend=EAGER, frozen_dtype="nf4") as engine, pytest.raises(UnsupportedError) as caught:
+            engine.shard(model)
+        found.append(str(caught.value))
+    expected = dequantized("nf4")
+    with engine_for(backend=EAGER, frozen_dtype="nf4", frozen_exclude=("second.*",)) as engine:
+        with engine.construction():
+            model = build("LoRA")
+        engine.shard(model)
+        assert torch.equal(model.first.base.weight, expected.first.base.weight)
+        assert torch.equal(model.second.base.weight, build("LoRA").second.base.weight)
+        engine.unshard()
+    assert torch.equal(model.first.base.weight, expected.first.base.weight)
+    return found
+
+
+def test_other_quantizers_are_refused_and_sharded_construction_packs_later(ranks: Ranks) -> None:
+    other, nothing = ranks.run(2, refuse_and_pack_what_was_built_sharded)[0]
+    assert "bitsandbytes" in other
+    assert "frozen_dtype='nf4'" in other
+    assert "no frozen weight" in nothing

@@ -1,8 +1,8 @@
 """Compute packed frozen weights next to the products that read them.
 
 In traced graphs one op follows the gather of a packed weight. :func:`narrow_dequantized` lets it return the dtype to
-which autocast casts. :func:`expand_dequantized` replaces it by elementwise ops, which Inductor fuses into one kernel. It
-is the last pass of a graph, because earlier passes are faster on one node for each weight.
+which autocast casts. :func:`expand_dequantized` replaces it by elementwise ops, which Inductor fuses into one kernel.
+It is the last pass of a graph, because earlier passes are faster on one node for each weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_zero.sharding.weight_format import DEQUANTIZE, decode
 
 
 def narrow_dequantized(graph: Graph) -> Graph:
-    """Replace a narrowing cast of a dequantized weight, or of a view of it, by a narrower result of the op, in place."""
+    """Replace narrowing casts of dequantized weights and of their views by narrower results of the op, in place."""
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
         packed, shape, own, kind = node.args
         assert isinstance(packed, Node)
@@ -65,16 +65,23 @@ def expand_dequantized(graph: Graph) -> Graph:
         packed, shape, dtype, kind = node.args
         assert isinstance(packed, Node)
         value = packed.meta["val"]
-
-        def call(op: Any, *args: Any, mode: Any = getattr(value, "fake_mode", None), **settings: Any) -> Node:
-            made = graph.call_function(op, args, settings)
-            with mode or nullcontext():
-                made.meta["val"] = op(*map_arg(args, lambda read: read.meta["val"]), **settings)
-            return made
-
+        call = _Inserter(graph, getattr(value, "fake_mode", None))
         with graph.inserting_before(node):
             weight = decode(call, packed, tuple(shape), dtype, str(kind), value.device)  # type: ignore[arg-type]
         weight.meta = {**node.meta, "val": weight.meta["val"]}
         node.replace_all_uses_with(weight)
         graph.erase_node(node)
     return graph
+
+
+class _Inserter:
+    """Insert calls with the values of their results."""
+
+    def __init__(self, graph: Graph, mode: Any) -> None:
+        self._graph, self._mode = graph, mode
+
+    def __call__(self, op: Any, *args: Any, **settings: Any) -> Node:
+        made = self._graph.call_function(op, args, settings)
+        with self._mode or nullcontext():
+            made.meta["val"] = op(*map_arg(args, lambda read: read.meta["val"]), **settings)
+        return made

@@ -32,6 +32,7 @@ from lightning_zero.checkpoint.optimizer_state import gather_value
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.checkpoint.sharded.folder import full_path
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.uncompile import (
     accept_compiled_names,
     save_compiled_names,
