@@ -230,7 +230,10 @@ class CheckpointManager:
 
 
 def _checkpoint_shard(record: ShardedParameter, mesh: Mesh) -> CheckpointShard:
-    """Return this rank's values; those of a packed weight are computed from all ranks' codes. Collective then."""
+    """Return this rank's values.
+
+    Collective for a packed weight, which is computed from all ranks' codes.
+    """
     layout, shard = record.layout, record.shard
     if record.format is not None:
         layout = ShardLayout.from_shape(record.shape, record.dtype, layout.world_size)

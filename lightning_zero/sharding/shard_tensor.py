@@ -84,7 +84,7 @@ def raise_unsupported_for(func: Any, spec: ShardSpec) -> NoReturn:
 
 
 def raise_packed(func: Any, spec: ShardSpec) -> NoReturn:
-    """Raise :class:`UnsupportedError` for a function of values that was called with a frozen weight's codes."""
+    """Raise :class:`UnsupportedError` for a function that was called with a frozen weight's codes."""
     name = getattr(func, "__name__", str(func))
     own = spec.name.rpartition(".")[2]
     raise UnsupportedError(

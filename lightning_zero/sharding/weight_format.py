@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from lightning_zero.compat.tensors import unsafe_index
+
 WeightKind = Literal["nf4", "int8"]
 
 BLOCK = 64  # elements with one absolute maximum, as in the QLoRA paper
@@ -114,7 +116,7 @@ def _nf4_values(call: Call, packed: Any, rows: int, columns: int, device: torch.
     sizes = (blocks * (BLOCK // 8), -(-blocks // 4), -(-blocks // SUPERBLOCK), len(NF4))
     codes, maxima, scales, table = _parts(call, packed, sizes)
     table, scales = call(_aten.view.dtype, table, torch.float32), call(_aten.view.dtype, scales, torch.float32)
-    values = call(_aten._unsafe_index.Tensor, table, [_fields(call, codes, sizes[0], 4, device)])
+    values = call(unsafe_index, table, [_fields(call, codes, sizes[0], 4, device)])
     maxima = call(_aten.view.default, _fields(call, maxima, sizes[1], 8, device), [4 * sizes[1]])
     maxima = call(_aten.slice.Tensor, maxima, 0, 0, blocks)
     scales = call(_aten.expand.default, call(_aten.view.default, scales, [sizes[2], 1]), [sizes[2], SUPERBLOCK])

@@ -18,7 +18,7 @@ from lightning_zero.sharding.weight_format import DEQUANTIZE, decode
 
 
 def narrow_dequantized(graph: Graph) -> Graph:
-    """Replace narrowing casts of dequantized weights and of their views by narrower results of the op, in place."""
+    """Let the op return the dtype to which a dequantized weight, or a view of it, is cast, in place."""
     for node in graph.find_nodes(op="call_function", target=DEQUANTIZE):
         packed, shape, own, kind = node.args
         assert isinstance(packed, Node)
