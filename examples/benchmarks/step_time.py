@@ -12,12 +12,17 @@ lets the other strategies do so, too, to show what of a difference that is.
 With `--ranks-per-host 2`, neighbours count as hosts for every strategy: FSDP2 shards over those of each and replicates
 over hosts, and bytes that cross are counted. `--on-cpu` makes the weights before they are sharded, the same for each
 strategy, whose losses can be compared then.
+
+`--torchao tensorwise` trains `fsdp2`, `ddp` or `ddp_compile` with torchao's float8 layers; see `torchao_peer.py`.
+`--option 'linear_dtype="fp8"'` is ours. `--size 8b --layers 8` has the widths of Llama-8B and eight of its layers.
 """
 
 import argparse
 import json
 import statistics
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader
 
+import torchao_peer
 from compare import idle_gaps
 from compare.baselines import clip_by_hand, zero_strategy
 from compare.fast_init import quick_draws
@@ -39,11 +45,29 @@ from lightning_zero.cli.models import SIZES, Decoder, Tokens
 STRATEGIES = ["zero3_compile", "zero3", "fsdp2", "ddp", "ddp_compile"]
 
 
+@dataclass(frozen=True)
+class Torchao:
+    """How torchao converts the model. No recipe: it stays in 16 bits."""
+
+    recipe: str = ""
+    layers: str = "auto"
+    fp8_gather: bool = False
+
+
 class Module(L.LightningModule):
-    def __init__(self, size: str, strategy: str, reshard: bool, on_cpu: bool = False, ranks_per_host: int = 0) -> None:
+    def __init__(
+        self,
+        shape: Sequence[int],
+        strategy: str,
+        reshard: bool,
+        on_cpu: bool = False,
+        ranks_per_host: int = 0,
+        torchao: Torchao = Torchao(),
+    ) -> None:
         super().__init__()
-        self.size, self.strategy, self.reshard = size, strategy, reshard
-        self.on_cpu, self.ranks_per_host = on_cpu, ranks_per_host
+        self.shape, self.strategy, self.reshard = shape, strategy, reshard
+        self.on_cpu, self.ranks_per_host, self.torchao = on_cpu, ranks_per_host, torchao
+        self.swapped = 0
         self.net: Decoder | None = None
 
     def configure_model(self) -> None:
@@ -53,7 +77,10 @@ class Module(L.LightningModule):
         # Lightning makes what is made here on the GPU, which draws other numbers, but not under ModelParallelStrategy.
         place = torch.device("cpu") if self.on_cpu else nullcontext() if ddp else torch.device("meta")
         with place:
-            self.net = Decoder(*SIZES[self.size])
+            self.net = Decoder(*self.shape)
+        if self.torchao.recipe:
+            chosen = self.torchao
+            self.swapped = torchao_peer.convert(self.net, chosen.recipe, chosen.layers, chosen.fp8_gather)
         if self.strategy == "ddp_compile":
             self.net.compile()
         if ddp:
@@ -85,6 +112,11 @@ class Module(L.LightningModule):
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
         else:
             clip_by_hand(self, gradient_clip_val)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        if self.torchao.fp8_gather:
+            torchao_peer.after_step(self.net)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4, weight_decay=0.1, fused=self.device.type == "cuda")
@@ -123,10 +155,23 @@ def traced(profile: torch.profiler.profile, file: str) -> None:
     print("\n".join(idle_gaps.describe(Path(file))), flush=True)
 
 
-def main() -> None:
+def torchao_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> Torchao:
+    if not arguments.torchao:
+        return Torchao()
+    if arguments.strategy not in ("fsdp2", "ddp", "ddp_compile"):
+        parser.error(f"--torchao swaps modules of fsdp2, ddp and ddp_compile, not of {arguments.strategy}.")
+    can_gather = arguments.torchao == "tensorwise" and arguments.strategy == "fsdp2"
+    if arguments.torchao_gather == "fp8" and not can_gather:
+        parser.error("--torchao-gather fp8 needs --strategy fsdp2 --torchao tensorwise.")
+    by_default = "fp8" if can_gather and arguments.devices > 1 else "16"
+    return Torchao(arguments.torchao, arguments.torchao_layers, (arguments.torchao_gather or by_default) == "fp8")
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--strategy", default="zero3_compile", choices=STRATEGIES)
     parser.add_argument("--size", default="1b", choices=SIZES)
+    parser.add_argument("--layers", type=int, default=0, help="instead of the size's own")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--accumulate", type=int, default=1)
@@ -140,8 +185,19 @@ def main() -> None:
     parser.add_argument(
         "--option", action="append", default=[], metavar="NAME=VALUE", help="of ZeroStrategy, or tuning.NAME=VALUE"
     )
+    parser.add_argument("--torchao", default="", choices=torchao_peer.RECIPES, help="float8 layers of torchao")
+    parser.add_argument("--torchao-layers", default="auto", choices=torchao_peer.FILTERS, help="its filter, or all")
+    parser.add_argument("--torchao-gather", choices=["16", "fp8"], help="fp8 for tensorwise on several ranks")
     parser.add_argument("--trace", metavar="FILE", help="a Chrome trace of some steps on rank 0")
+    return parser
+
+
+def main() -> None:
+    parser = make_parser()
     arguments = parser.parse_args()
+    torchao = torchao_options(parser, arguments)
+    width, layers, *others = SIZES[arguments.size]
+    shape = (width, arguments.layers or layers, *others)
     L.seed_everything(0, verbose=False)
     fsdp2, per_host = arguments.strategy == "fsdp2", arguments.ranks_per_host
     if fsdp2:
@@ -173,16 +229,14 @@ def main() -> None:
             on_trace_ready=lambda p: traced(p, arguments.trace) if trainer.global_rank == 0 else None,
         )
         clock.profiler.start()
+    module = Module(shape, arguments.strategy, not arguments.no_reshard, arguments.on_cpu, per_host, torchao)
     with quick_draws():
-        trainer.fit(
-            Module(arguments.size, arguments.strategy, not arguments.no_reshard, arguments.on_cpu, per_host),
-            DataLoader(Tokens(arguments.length), arguments.batch),
-        )
+        trainer.fit(module, DataLoader(Tokens(arguments.length), arguments.batch))
     steady = clock.milliseconds()
     result = {
         "strategy": arguments.strategy + ("_no_reshard" if arguments.no_reshard else ""),
         "options": arguments.option + ["ask_on_cpu"] * arguments.ask_on_cpu,
-        "size": arguments.size,
+        "size": arguments.size + f"/{arguments.layers} layers" * bool(arguments.layers),
         "tokens": f"{arguments.accumulate}x{arguments.batch}x{arguments.length}",
         "devices": arguments.devices,
         "ms": round(statistics.median(steady), 2),
@@ -194,6 +248,8 @@ def main() -> None:
         "last_loss": round(float(clock.loss), 4),
         "torch": torch.__version__,
     }
+    if torchao.recipe:
+        result |= {"torchao": asdict(torchao) | {"swapped": module.swapped}}
     if crossing:  # DDP calls its collectives from C++, where none is seen
         across = None if arguments.strategy.startswith("ddp") else crossing.gb
         result |= {"ranks_per_host": per_host, "gb_across": across, "losses": losses.read()}

@@ -31,11 +31,14 @@ class Norm(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, hidden: int) -> None:
+    def __init__(self, width: int, heads: int, hidden: int, key_heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_width, self.grouped = width // heads, key_heads != heads
         self.norms = nn.ModuleList([Norm(width), Norm(width)])
-        self.query, self.key, self.value, self.output = (nn.Linear(width, width, bias=False) for _ in range(4))
+        narrow = self.head_width * key_heads
+        self.query, self.key, self.value, self.output = (
+            nn.Linear(width, outputs, bias=False) for outputs in (width, narrow, narrow, width)
+        )
         self.gate, self.up = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
         self.down = nn.Linear(hidden, width, bias=False)
 
@@ -43,10 +46,11 @@ class Block(nn.Module):
         batch, length, width = x.shape
         normed = self.norms[0](x)
         q, k, v = (
-            project(normed).view(batch, length, self.heads, -1).transpose(1, 2)
+            project(normed).view(batch, length, -1, self.head_width).transpose(1, 2)
             for project in (self.query, self.key, self.value)
         )
-        mixed = F.scaled_dot_product_attention(turn(q, cos, sin), turn(k, cos, sin), v, is_causal=True)
+        q, k = turn(q, cos, sin), turn(k, cos, sin)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
         x = x + self.output(mixed.transpose(1, 2).reshape(batch, length, width))
         normed = self.norms[1](x)
         return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
@@ -63,11 +67,11 @@ class Decoder(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, width: int, layers: int, heads: int, hidden: int) -> None:
+    def __init__(self, width: int, layers: int, heads: int, hidden: int, key_heads: int | None = None) -> None:
         super().__init__()
         self.angles = width // heads // 2
         self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width, heads, hidden) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, hidden, key_heads or heads) for _ in range(layers))
         self.norm = Norm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.register_buffer("cos", torch.empty(LONGEST, self.angles), persistent=False)

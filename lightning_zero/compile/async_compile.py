@@ -188,7 +188,7 @@ def _finish(compiled: Any, waits: list[Callable[[], None]]) -> None:
 
 
 def start_compile_workers(config: CompileConfig, device: torch.device) -> None:
-    """Start Inductor's worker processes, and hash Triton's files, and return at once. Idempotent; CPUs need none."""
+    """Start Inductor's workers and hash Triton's files, without waiting. Idempotent; CPUs need none."""
     if config.enabled and config.backend == "inductor" and device.type != "cpu":
         maybe_warm_pool()
         Thread(target=_hash_triton, name="lightning_zero-triton", daemon=True).start()

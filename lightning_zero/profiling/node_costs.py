@@ -317,7 +317,7 @@ def _finish(device: torch.device) -> None:
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts the operations of eager code while the mode is active, also in backward passes on autograd's threads.
+    """Count the operations of eager code while the mode is active, also on autograd's threads.
 
     ``torch.utils.flop_counter.FlopCounterMode`` is not used: a formula that raises would fail the training step there,
     it counts no attention on CPUs, and it puts hooks on all modules, whose calls the engine records in that step.
