@@ -26,6 +26,7 @@ from lightning_zero.integrations.trainer.checkpoint_lookup import install_checkp
 from lightning_zero.integrations.trainer.grad_norm import grad_norm
 from lightning_zero.integrations.trainer.pass_schedule import PassSchedule
 from lightning_zero.integrations.trainer.strategy import ZeroStrategy
+from lightning_zero.optim.reduction_rules import Reduction, ReductionRule
 from lightning_zero.optim.update_rules import MatrixRule, Rule, register_matrix_rule, register_rule
 from lightning_zero.planning.estimate_training import Training, plan
 from lightning_zero.planning.training_plan import TrainingPlan
@@ -48,6 +49,8 @@ __all__ = [
     "PlanReport",
     "RankFailedError",
     "RankMismatchError",
+    "Reduction",
+    "ReductionRule",
     "Rule",
     "Training",
     "TrainingPlan",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.optim.reduction_rules import of_parameter
 from lightning_zero.optim.update_rules import has_rules, rule_for
 from lightning_zero.sharding.layout import ALIGNMENT_BYTES
 from lightning_zero.sharding.param_record import ShardedParameter
@@ -42,9 +43,10 @@ def bf16_state_names(
     names_by_index = {}
     for group in groups:
         rule = rule_for(optimizer, group)
-        names = rule.state if rule is not None else ()
         for param in group["params"]:
             record = find(param)
+            shaped = None if record is None else of_parameter(rule, record.layout.shape, param.dtype)
+            names = shaped.state if shaped is not None else ()
             if names and record is not None and keeps_bf16_state(record.layout.numel, param.dtype):
                 names_by_index[record.index] = names
     return names_by_index

@@ -26,7 +26,7 @@ from lightning_zero.sharding.param_record import Role, ShardedParameter
 State = defaultdict[Any, dict[str, Any]]
 
 
-@dataclass
+@dataclass(eq=False)
 class FlatRun:
     """Shards that are stepped as one tensor.
 
@@ -37,6 +37,8 @@ class FlatRun:
         bf16_state: Names of the bfloat16 state, in the rule's order.
         on_host: Host view of ``param`` if it is offloaded.
         copy: Compute shards of offloaded members, written by the step; None if there are none.
+        shared: For each member, state of its own shape that every rank stores in full, by name.
+        shared_names: Names of such state.
         copied: True if the last step has written all of ``copy``.
     """
 
@@ -47,6 +49,8 @@ class FlatRun:
     counts: dict[str, Tensor] = field(default_factory=dict)
     state: dict[str, Any] = field(default_factory=dict)
     bf16_state: tuple[str, ...] = ()
+    shared: list[dict[str, Tensor]] = field(default_factory=list)
+    shared_names: frozenset[str] = frozenset()
     on_host: Tensor | None = None
     copy: Tensor | None = None
     copied: bool = False
@@ -84,6 +88,8 @@ class FlatRun:
             return False
         moved = False
         for key in own[0]:
+            if key in self.shared_names:
+                continue
             values = [_rank_part(record, entries[key]) for record, entries in zip(self.members, own, strict=True)]
             first = values[0]
             if not isinstance(first, Tensor):
@@ -200,7 +206,7 @@ class FlatRun:
 
 def make_flat_runs(
     groups: Sequence[Sequence[ShardedParameter]],
-    kinds: Mapping[int, int],
+    kinds: Mapping[int, Any],
     mix_dimensions: bool,
     bf16_state: Mapping[int, tuple[str, ...]] | None = None,
     one_per_parameter: bool = False,
@@ -208,7 +214,7 @@ def make_flat_runs(
     """Return the flat runs of the parameters in ``groups``, all of which have a gradient.
 
     Args:
-        kinds: A number for parameters with the same history, by index; only those are joined.
+        kinds: A value for parameters with the same history and rule, by index; only those are joined.
     """
     names = bf16_state or {}
     runs: list[FlatRun] = []
@@ -228,7 +234,7 @@ def make_flat_runs(
     return runs
 
 
-def _joins(last: ShardedParameter, record: ShardedParameter, kinds: Mapping[int, int], mix_dimensions: bool) -> bool:
+def _joins(last: ShardedParameter, record: ShardedParameter, kinds: Mapping[int, Any], mix_dimensions: bool) -> bool:
     before, after = last.param.grad, record.param.grad
     assert before is not None
     assert after is not None

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_zero.mesh import Mesh
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.optim.flat_runs import FlatRun
-from lightning_zero.optim.matrix_rules import MatrixRule
+from lightning_zero.optim.matrix_rules import MatrixRule, Tensors
 from lightning_zero.sharding.layout import ShardLayout
 
 Wait = Callable[[], None]
@@ -104,6 +104,15 @@ class MatrixBucket:
     def received_numel(self, group: MatrixGroup) -> int:
         """Return the number of elements that this rank receives."""
         return group.size * sum(layout.shard_numel for layout in self.owned_by(group.rank))
+
+    @property
+    def shared(self) -> list[dict[str, Tensor]]:
+        """The members' state that every rank stores in full."""
+        if self.run is None or not self.run.shared:
+            return [{} for _ in self.layouts]
+        begins = list(accumulate([0, *(record.layout.shard_numel for record in self.run.members)]))
+        first = begins.index(self.begin)
+        return self.run.shared[first : first + len(self.layouts)]
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -392,26 +401,73 @@ class MatrixExchange:
             self.update[slice(*ranges[i])].copy_(self._returned[begin : begin + numel])
             begin += numel
 
-    def transform(self) -> None:
-        """Transform the matrices of this rank in place, in batches of one shape."""
-        for layout, parts in self._batches():
-            self._transform_batch(layout, parts)
+    def transform(self, scalars: Tensors | None = None) -> None:
+        """Transform the matrices of this rank in place, in batches of one shape.
 
-    def _transform_batch(self, layout: ShardLayout, parts: list[Tensor]) -> None:
+        Args:
+            scalars: The rule's scalars, and ``skip``: state does not change if it is not zero.
+        """
+        for layout, parts, states in self._batches():
+            self._transform_batch(layout, parts, states, scalars or {})
+
+    def _transform_batch(
+        self, layout: ShardLayout, parts: list[Tensor], states: list[Tensors], scalars: Tensors
+    ) -> None:
         # A call of its own frees the tensors of a batch before the next one.
         full = self._gathered(layout, parts)
         number, rows, columns = self._rule.matrices(layout.shape)
-        done = self._rule.transform(full.reshape(len(parts) * number, rows, columns))
+        updates = full.reshape(len(parts) * number, rows, columns)
+        if self._rule.shared is None:
+            done = self._rule.transform(updates)
+        else:
+            done = self._transform_with_state(updates, rows, columns, states, scalars)
         self._scatter(layout, parts, done.reshape(len(parts), *layout.shape))
 
-    def _batches(self) -> Iterator[tuple[ShardLayout, list[Tensor]]]:
-        """Yield a layout and, for each of its matrices, the shards' parts as (shards, elements)."""
+    def _transform_with_state(
+        self, updates: Tensor, rows: int, columns: int, states: list[Tensors], scalars: Tensors
+    ) -> Tensor:
+        rule = self._rule
+        assert rule.shared is not None
+        assert rule.transform_with_state is not None, "a rule with shared state needs transform_with_state"
+        old = {
+            name: torch.stack([state[name] for state in states]).view(-1, *shape)
+            for name, shape in rule.shared(rows, columns).items()
+        }
+        wide = {name: value if value.dtype is torch.float64 else value.float() for name, value in old.items()}
+        done, new = rule.transform_with_state(updates, wide, scalars)
+        for name, value in new.items():
+            kept = value if "skip" not in scalars else torch.where(scalars["skip"] == 0, value, wide[name])
+            for state, one in zip(states, kept.view(len(states), -1), strict=True):
+                state[name].copy_(one.view(state[name].shape))
+        return done.to(updates.dtype)
+
+    def publish_state(self, flat: Tensor) -> None:
+        """Write the shared state of matrices that this rank owns, and zeros for others, into ``flat``."""
+        states = zip(self.bucket.shared, self.bucket.owners, strict=True)
+        values = [
+            (value if owner == self._group.rank else torch.zeros_like(value)).reshape(-1).to(flat.dtype)
+            for state, owner in states
+            for value in state.values()
+        ]
+        torch.cat(values, out=flat)
+
+    def receive_state(self, flat: Tensor) -> None:
+        """Read the shared state of all matrices from ``flat``."""
+        values = [value for state in self.bucket.shared for value in state.values()]
+        for value, new in zip(values, flat.split([value.numel() for value in values]), strict=True):
+            value.copy_(new.view(value.shape))
+
+    def _batches(self) -> Iterator[tuple[ShardLayout, list[Tensor], list[Tensors]]]:
+        """Yield a layout, and for each matrix the shards' parts as (shards, elements), and its state."""
         layouts, several = self.bucket.layouts, self._group.size > 1
         begins = dict(zip(self._owned, accumulate([0, *(layouts[i].shard_numel for i in self._owned)]), strict=False))
         ranges = self.bucket.ranges
-        for layout, indices in groupby(self._owned, key=lambda i: layouts[i]):
+        shared = self.bucket.shared
+        for layout, members in groupby(self._owned, key=lambda i: layouts[i]):
+            indices = list(members)
             firsts = [begins[i] if several else ranges[i][0] for i in indices]
-            yield layout, [self._received[:, begin : begin + layout.shard_numel] for begin in firsts]
+            parts = [self._received[:, begin : begin + layout.shard_numel] for begin in firsts]
+            yield layout, parts, [shared[i] for i in indices]
 
     def _gathered(self, layout: ShardLayout, parts: list[Tensor]) -> Tensor:
         """Return full updates of shape (number, *shape)."""

@@ -67,6 +67,10 @@ class MatrixRule:
         matrices: (parameter's shape) -> number, rows and columns of its matrices.
         dtype: In which updates are sent and transformed.
         counts: Names of 0-dim state. ``"step"`` counts the steps, from 1.
+        shared: (rows, columns) -> shapes by name of the state of one matrix, such as a value per row. Every rank stores
+            it in full, so it should be small. A 3-D parameter has one for each of its matrices.
+        transform_with_state: Instead of ``transform`` if there is ``shared`` state: (updates, state with one more
+            dimension for the number of matrices, scalars; state in float32) -> (transformed updates, new state).
     """
 
     settings: tuple[str, ...]
@@ -81,6 +85,16 @@ class MatrixRule:
     matrices: Callable[[torch.Size], tuple[int, int, int]] = as_matrices
     dtype: torch.dtype = torch.bfloat16
     counts: tuple[str, ...] = ()
+    shared: Callable[[int, int], dict[str, tuple[int, ...]]] | None = None
+    transform_with_state: Callable[[Tensor, Tensors, Tensors], tuple[Tensor, Tensors]] | None = None
+
+    def shared_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
+        """Return the shapes of the shared state of a parameter of this shape, by name."""
+        if self.shared is None:
+            return {}
+        number, rows, columns = self.matrices(shape)
+        lead = (number,) if len(shape) == 3 and (rows, columns) == tuple(shape[1:]) else ()
+        return {name: torch.Size((*lead, *own)) for name, own in self.shared(rows, columns).items()}
 
 
 def newton_schulz_flops(rows: int, columns: int) -> float:
@@ -135,6 +149,8 @@ def muon(group: Mapping[str, Any]) -> MatrixRule:
     """Return the rule of ``torch.optim.Muon`` for a parameter group.
 
     ``flatten=True`` in the group makes a 3-D parameter, such as the weight of ``nn.Conv1d``, one matrix.
+    ``split_sizes`` gives the rows of each part of a fused weight, such as those of queries, keys and values. Parts are
+    orthogonalized and scaled as if they were parameters of their own.
     """
     return _muon(
         bool(group["nesterov"]),
@@ -144,6 +160,7 @@ def muon(group: Mapping[str, Any]) -> MatrixRule:
         group["adjust_lr_fn"] or "original",
         torch.bfloat16,
         bool(group.get("flatten", False)),
+        tuple(group.get("split_sizes") or ()),
     )
 
 
@@ -156,12 +173,30 @@ def _muon(
     adjust: str,
     dtype: torch.dtype,
     flatten: bool = False,
+    split_sizes: tuple[int, ...] = (),
 ) -> MatrixRule:
     """Muon (Jordan et al., 2024), with the learning rate factors of ``torch.optim.Muon``."""
     if adjust not in _FACTORS:
         raise UnsupportedError(f"adjust_lr_fn={adjust!r} of Muon is not known here. Use one of {sorted(_FACTORS)}.")
 
-    matrices = as_one_matrix if flatten else as_matrices
+    def matrices(shape: torch.Size) -> tuple[int, int, int]:
+        number, rows, columns = as_one_matrix(shape) if flatten else as_matrices(shape)
+        if split_sizes and (sum(split_sizes) != rows or min(split_sizes) < 1):
+            raise UnsupportedError(
+                f"split_sizes={split_sizes} of Muon do not divide the {rows} rows of a parameter of shape "
+                f"{tuple(shape)}. Give rows that add up to {rows}, in a parameter group of the fused weights only."
+            )
+        return number, rows, columns
+
+    def factor(rows: int, columns: int) -> float:
+        return _FACTORS[adjust](rows, columns)
+
+    def orthogonalize(updates: Tensor) -> Tensor:
+        return newton_schulz(updates, coefficients, steps, eps)
+
+    def orthogonalize_parts(updates: Tensor) -> Tensor:
+        parts = updates.split(split_sizes, dim=-2)
+        return torch.cat([orthogonalize(part) * factor(*part.shape[-2:]) for part in parts], dim=-2)
 
     def scalars(setting: Tensors, step: Tensor) -> Tensors:
         return {
@@ -183,11 +218,11 @@ def _muon(
         state=("momentum_buffer",),
         scalars=scalars,
         prepare=prepare,
-        transform=lambda updates: newton_schulz(updates, coefficients, steps, eps),
+        transform=orthogonalize_parts if split_sizes else orthogonalize,
         finish=finish,
-        factor=lambda shape: _FACTORS[adjust](*matrices(shape)[1:]),
-        flops=newton_schulz_flops,
-        workspace=newton_schulz_workspace,
+        factor=lambda shape: 1.0 if split_sizes else factor(*matrices(shape)[1:]),
+        flops=lambda rows, columns: sum(newton_schulz_flops(part, columns) for part in split_sizes or (rows,)),
+        workspace=lambda rows, columns: newton_schulz_workspace(rows, columns) + (rows * columns if split_sizes else 0),
         matrices=matrices,
         dtype=dtype,
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice
 from typing import Any
 from weakref import proxy
 
@@ -32,9 +32,11 @@ from lightning_zero.optim.matrix_exchange import (
     make_buckets,
     make_exchanges,
 )
-from lightning_zero.optim.matrix_rules import MatrixRule
+from lightning_zero.optim.matrix_rules import MatrixRule, Tensors
+from lightning_zero.optim.parameter_sums import ParameterPart, ParameterSums, of_run
+from lightning_zero.optim.reduction_rules import Reduction, ReductionRule
 from lightning_zero.optim.support import is_torch_optimizer
-from lightning_zero.optim.update_rules import Rule, rule_for
+from lightning_zero.optim.update_rules import AnyRule, Rule, needs_ranks, rule_for
 from lightning_zero.sharding.layout import as_real
 
 MAX_COMPILED_RUNS = 16  # limits compilation, which makes one kernel per run
@@ -51,6 +53,8 @@ class StepKernel:
         matrix_group: The ranks that hold each matrix together; needed for a :class:`MatrixRule`.
         matrix_bucket_bytes: Limit for the full updates that exist at one time.
         matrix_memory: Memory of these updates, shared with other kernels that step before or after this one.
+        sum_over_ranks: Adds up a tensor over the ranks that hold each parameter together, in place. None if this rank
+            holds all.
     """
 
     def __init__(
@@ -65,17 +69,26 @@ class StepKernel:
         matrix_group: MatrixGroup | None = None,
         matrix_bucket_bytes: int = 1 << 28,
         matrix_memory: ExchangeMemory | None = None,
+        sum_over_ranks: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._rules = [rule_for(optimizer, group) for group in groups]
         # Runs of matrices are last: elementwise ones are stepped before the first exchange.
         self._runs = runs = sorted(runs, key=lambda run: isinstance(self._rules[run.group], MatrixRule))
         self._device = device
-        self._compile = compile and len(runs) <= MAX_COMPILED_RUNS
+        of_sums = [run for run in runs if isinstance(self._rules[run.group], ReductionRule)]
+        kernels = len(runs) - len(of_sums) + sum(len(run.members) for run in of_sums)
+        self._compile = compile and kernels <= MAX_COMPILED_RUNS
         memory = {} if matrix_memory is None else matrix_memory
         self._exchanges = _make_exchanges(self._rules, runs, matrix_group, matrix_bucket_bytes, device, memory)
         self._sends = bool(self._exchanges) and matrix_group is not None and matrix_group.size > 1
         # The copies of a staging ring cannot continue from one captured graph to the next.
         self._capture = capture and not (self._sends and ring is not None)
+        self._sum_over_ranks = sum_over_ranks
+        # Shared state of all matrices, which their owners send to all ranks after a step.
+        shared = sum(map(_shared_numel, self._exchanges)) if self._sends else 0
+        wide = any(run.param.dtype is torch.float64 for run in runs)
+        dtype = torch.float64 if wide else torch.float32
+        self._shared_state = torch.zeros(shared, dtype=dtype, device=device) if shared else None
         self._floats: list[dict[str, float]] = [{} for _ in groups]
         self._settings = [
             {name: torch.zeros((), dtype=torch.float64, device=device) for name in rule.settings} if rule else {}
@@ -84,9 +97,15 @@ class StepKernel:
         max_numel = None if self._compile else MAX_CHUNK_NUMEL  # each op materializes its result
         rules = self._rules  # do not bind self, see below
         ends: dict[int, list[int]] = {}
+        for run in of_sums:  # a sum is of one parameter
+            ends[id(run)] = list(accumulate(record.layout.shard_numel for record in run.members))
         for exchange in self._exchanges:
             ends.setdefault(id(exchange.bucket.run), []).append(exchange.bucket.end)
         self._state = ChunkedState(runs, lambda run: _rule_of(rules, run).state, ring, max_numel, ends)
+        own = {id(run) for run in of_sums}
+        chunks = [chunk for chunk in self._state.chunks if id(chunk.run) in own]
+        self._sums = ParameterSums(chunks, lambda run: _reduction_rule_of(rules, run), device)
+        self._sum_chunks = chunks
         self._squared = torch.zeros((), device=device)
         self._max_norm = torch.ones((), device=device)
         self._skip = torch.zeros((), device=device)
@@ -109,7 +128,7 @@ class StepKernel:
         known = [rule for rule in rules if rule is not None]
         dtypes = {param.dtype for group in groups for param in group["params"]}
         wide = torch.float64 in dtypes or torch.complex128 in dtypes
-        wide = wide and not any(isinstance(rule, MatrixRule) for rule in known)
+        wide = wide and not any(map(needs_ranks, known))
         # torch.optim treats real and imaginary parts as elements; a registered rule may not.
         as_pairs = is_torch_optimizer(optimizer) or not any(dtype.is_complex for dtype in dtypes)
         return (
@@ -117,7 +136,7 @@ class StepKernel:
             and not wide
             and as_pairs
             and all(
-                all(isinstance(run.state.get(name), Tensor) for name in known[run.group].state)
+                all(isinstance(run.state.get(name), Tensor) for name in _rule_of(known, run).state)
                 and all(name in run.counts for name in known[run.group].counts)
                 and not (run.bf16_state and _steps(run.counts) is None)
                 and ("step" not in run.state or "step" in run.counts)  # a Python number is the optimizer's to count
@@ -177,10 +196,19 @@ class StepKernel:
         def graphed(*functions: Callable[[], None]) -> GraphedSequence:
             return GraphedSequence(lambda: _call_all(functions), self._device, warmups, watch=used, pool=pool)
 
-        begin, end = partial(StepKernel._begin_update, own), partial(StepKernel._end_update, own)
+        parts: list[Callable[[], None]] = []
+        begin: list[Callable[[], None]] = [partial(StepKernel._compute_scalars, own)]
+        for number in range(self._sums.passes):
+            begin.append(partial(StepKernel._add_up, own, number))
+            if (sum_over_ranks := self._sum_over_ranks) is not None:
+                parts += [graphed(*begin), partial(sum_over_ranks, self._sums.sums(number))]
+                begin = []
+            begin.append(partial(StepKernel._use_sums, own, number))
+        begin.append(partial(StepKernel._begin_update, own))
+        end = partial(StepKernel._end_update, own)
         if not self._sends:
             buckets = (partial(StepKernel._step_bucket, own, number) for number in range(len(self._exchanges)))
-            return [graphed(begin, *buckets, end)]
+            return [*parts, graphed(*begin, *buckets, end)]
 
         exchanges, last = self._exchanges, len(self._exchanges) - 1
 
@@ -191,16 +219,23 @@ class StepKernel:
             return exchanges[number].unpack, partial(StepKernel._finish, own, number)
 
         # While a bucket is transformed, the next one is sent, and the one before it returns.
-        parts: list[Callable[[], None]] = [graphed(begin, *prepare(0)), exchanges[0].start_send]
+        parts += [graphed(*begin, *prepare(0)), exchanges[0].start_send]
         for number, exchange in enumerate(exchanges):
             parts.append(exchange.finish_send)
             if number < last:
                 parts += [graphed(*prepare(number + 1)), exchanges[number + 1].start_send]
-            parts.append(graphed(exchange.transform))
+            parts.append(graphed(partial(StepKernel._transform, own, number)))
             if number > 0:
                 parts += [exchanges[number - 1].finish_return, graphed(*finish(number - 1))]
             parts.append(exchange.start_return)
-        return [*parts, exchanges[last].finish_return, graphed(*finish(last), end)]
+        parts.append(exchanges[last].finish_return)
+        if self._shared_state is None:
+            return [*parts, graphed(*finish(last), end)]
+        assert self._sum_over_ranks is not None
+        parts.append(graphed(*finish(last), partial(StepKernel._publish_state, own)))
+        # Each value is not zero on its owner only.
+        parts.append(partial(self._sum_over_ranks, self._shared_state))
+        return [*parts, graphed(partial(StepKernel._receive_state, own), end)]
 
     @property
     def workspace_bytes(self) -> int:
@@ -212,11 +247,53 @@ class StepKernel:
         """Start to copy offloaded state to the device for the next step."""
         self._state.prefetch_from_host()
 
-    def _begin_update(self) -> None:
-        """Compute the scalars, and step all runs of elementwise rules."""
+    def _compute_scalars(self) -> None:
         self._scalars = {id(run): self._numbers(self._rule(run), run) for run in self._runs}
+
+    def _add_up(self, number: int) -> None:
+        """Add up the terms of this rank's shards in one pass of reductions."""
+        self._sums.begin_pass(number)
+        for chunk in self._sum_chunks:
+            rule, numbers = self._rule(chunk.run), self._scalars[id(chunk.run)]
+            assert isinstance(rule, ReductionRule)
+            if number >= len(rule.reductions):
+                continue
+            reduction, part = rule.reductions[number], self._sums.part(chunk)
+            param, grad = chunk.view_of(chunk.run.param), chunk.view_of(chunk.run.grad)
+            state = chunk.load(rule.state)
+            values, sums = self._sums.values(chunk), self._sums.outputs(chunk, number)
+            keys = list(state), list(numbers), list(values), list(sums)
+
+            def add(
+                param: Tensor,
+                grad: Tensor,
+                *rest: Tensor,
+                keys: Any = keys,
+                reduction: Reduction = reduction,
+                part: ParameterPart = part,
+            ) -> dict[str, Tensor]:
+                tensors = iter(rest)
+                old, scalar, known, out = (dict(zip(names, tensors, strict=False)) for names in keys)
+                wide = _wide(grad) * scalar["factor"] if "factor" in scalar else _wide(grad)
+                old = {name: _wide(value) for name, value in old.items()}
+                terms = reduction.terms(_wide(param), wide, old, scalar, part.expand_all(known))
+                for name, total in out.items():
+                    total.add_(part.add_up(terms[name], reduction.over.get(name)))
+                return {}
+
+            dtypes = param.dtype, grad.dtype, *(value.dtype for value in state.values())
+            key = (reduction, part, tuple(map(tuple, keys)), dtypes)
+            arguments = (param, grad, *state.values(), *numbers.values(), *values.values(), *sums.values())
+            self._run_compiled(key, add, arguments)
+
+    def _use_sums(self, number: int) -> None:
+        """Compute the values of one pass of reductions from the sums of all ranks."""
+        self._sums.end_pass(number, lambda run: self._scalars[id(run)])
+
+    def _begin_update(self) -> None:
+        """Step all runs but those of matrices."""
         self._chunks = self._state.iter_chunks()
-        elementwise = sum(isinstance(self._rule(chunk.run), Rule) for chunk in self._state.chunks)
+        elementwise = sum(not isinstance(self._rule(chunk.run), MatrixRule) for chunk in self._state.chunks)
         for loaded in islice(self._chunks, elementwise):
             self._apply(loaded)
 
@@ -227,8 +304,29 @@ class StepKernel:
     def _step_bucket(self, number: int) -> None:
         """Step one bucket of matrices, all of which this rank holds."""
         self._prepare(number)
-        self._exchanges[number].transform()
+        self._transform(number)
         self._finish(number)
+
+    def _transform(self, number: int) -> None:
+        exchange = self._exchanges[number]
+        assert exchange.bucket.run is not None
+        exchange.transform(self._scalars[id(exchange.bucket.run)])
+
+    def _shared_parts(self) -> Iterator[tuple[MatrixExchange, Tensor]]:
+        """Yield the exchanges of matrices with shared state, and their parts of the memory that is sent."""
+        assert self._shared_state is not None
+        sizes = [_shared_numel(exchange) for exchange in self._exchanges]
+        for exchange, size, part in zip(self._exchanges, sizes, self._shared_state.split(sizes), strict=True):
+            if size:
+                yield exchange, part
+
+    def _publish_state(self) -> None:
+        for exchange, part in self._shared_parts():
+            exchange.publish_state(part)
+
+    def _receive_state(self) -> None:
+        for exchange, part in self._shared_parts():
+            exchange.receive_state(part)
 
     def _prepare(self, number: int) -> None:
         """Update the elementwise state of a bucket, and compute its updates."""
@@ -267,10 +365,10 @@ class StepKernel:
             key = (rule, "finish", factor, end - begin, param.dtype, tuple(keys))
             self._run_compiled(key, change, (param, update, *numbers.values()))
 
-    def _rule(self, run: FlatRun) -> Rule | MatrixRule:
+    def _rule(self, run: FlatRun) -> AnyRule:
         return _rule_of(self._rules, run)
 
-    def _numbers(self, rule: Rule | MatrixRule, run: FlatRun) -> dict[str, Tensor]:
+    def _numbers(self, rule: AnyRule, run: FlatRun) -> dict[str, Tensor]:
         """Return the scalars that the update of all elements shares, 0-dim and as wide, and count the step."""
         assert self._variant is not None
         clip, skip = self._variant
@@ -309,6 +407,16 @@ class StepKernel:
         where: tuple[Tensor, ...] = () if positions is None else (positions.owners, positions.shifts, positions.begin)
         copies = () if loaded.copy is None else (loaded.copy,)
         out = copies if update is None else (update,)
+        sums = isinstance(rule, ReductionRule)
+        values = self._sums.values(loaded.chunk) if sums else {}
+        part = self._sums.part(loaded.chunk) if sums else None
+
+        def step(before: tuple[Tensor, Tensors], grad: Tensor, scalar: Tensors, values: Tensors) -> Any:
+            if isinstance(rule, ReductionRule):
+                assert part is not None
+                return rule.apply(before[0], grad, before[1], scalar, part.expand_all(values))
+            function = rule.apply if isinstance(rule, Rule) else rule.prepare
+            return function(before[0], grad, before[1], scalar)
 
         def change(param: Tensor, grad: Tensor, *rest: Tensor) -> dict[str, Tensor]:
             old = dict(zip(names, rest, strict=False))
@@ -318,18 +426,19 @@ class StepKernel:
                 wide = wide * scalar["factor"]
                 grad.copy_(wide)
             before = _wide(param), {k: _wide(v) for k, v in old.items()}
-            step = rule.apply if isinstance(rule, Rule) else rule.prepare
-            after, new = step(before[0], wide, before[1], scalar)
+            known = dict(zip(values, rest[len(names) + len(keys) :], strict=False))
+            after, new = step(before, wide, scalar, known)
+            changes_param = not isinstance(rule, MatrixRule)
             if "skip" in scalar:
                 keep = scalar["skip"] == 0
-                after = torch.where(keep, after, before[0]) if isinstance(rule, Rule) else after
+                after = torch.where(keep, after, before[0]) if changes_param else after
                 new = {k: torch.where(keep, v, before[1][k]) for k, v in new.items()}
-            if isinstance(rule, Rule):
+            if changes_param:
                 param.copy_(after)
             if out:
                 rest[-1].copy_(after)
             if positions is not None:
-                owners, shifts, begin = rest[len(names) + len(keys) :][: len(where)]
+                owners, shifts, begin = rest[len(names) + len(keys) + len(values) :][: len(where)]
                 noise = rounding_noise(owners, shifts, begin, scalar["keys"])
                 new = {
                     k: stochastic_round(v, noise, names.index(k)) if old[k].dtype is STATE_DTYPE else v
@@ -341,7 +450,8 @@ class StepKernel:
 
         members = 0 if positions is None else len(positions.shifts)
         key = (rule, param.numel(), param.dtype, grad.dtype, tuple(keys), members, *(tensor.dtype for tensor in out))
-        self._run_compiled(key, change, (param, grad, *state, *numbers.values(), *where, *out))
+        arguments = (param, grad, *state, *numbers.values(), *values.values(), *where, *out)
+        self._run_compiled((*key, part, tuple(values)), change, arguments)
 
     def _run_compiled(
         self, key: Any, fn: Callable[..., dict[str, Tensor]], arguments: tuple[Tensor, ...]
@@ -368,8 +478,12 @@ def _call_all(functions: Sequence[Callable[[], None]]) -> None:
         function()
 
 
+def _shared_numel(exchange: MatrixExchange) -> int:
+    return sum(value.numel() for state in exchange.bucket.shared for value in state.values())
+
+
 def _make_exchanges(
-    rules: Sequence[Rule | MatrixRule | None],
+    rules: Sequence[AnyRule | None],
     runs: Sequence[FlatRun],
     group: MatrixGroup | None,
     max_bytes: int,
@@ -393,9 +507,15 @@ def _make_exchanges(
     return make_exchanges(even_out(buckets, of_buckets, loads), of_buckets, group, device, memory)
 
 
-def _rule_of(rules: Sequence[Rule | MatrixRule | None], run: FlatRun) -> Rule | MatrixRule:
+def _rule_of(rules: Sequence[AnyRule | None], run: FlatRun) -> AnyRule:
     rule = rules[run.group]
     assert rule is not None
+    return of_run(rule, run)
+
+
+def _reduction_rule_of(rules: Sequence[AnyRule | None], run: FlatRun) -> ReductionRule:
+    rule = _rule_of(rules, run)
+    assert isinstance(rule, ReductionRule)
     return rule
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.optim.reduction_rules import ReductionRule, check_rows
 from lightning_zero.optim.update_rules import MatrixRule, has_rules, needs_matrices, rule_for
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 
@@ -63,8 +64,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         if reason is not None:
             raise UnsupportedError(
                 f"{type(optimizer).__name__} {reason}, but each rank holds only a flat piece of every parameter, so it "
-                f"would train wrongly. {INSTEAD} torch.optim.Muon itself works, and others by "
-                "lightning_zero.register_matrix_rule."
+                f"would train wrongly. {INSTEAD} torch.optim.Muon and torch.optim.Adafactor themselves work, and "
+                "others by lightning_zero.register_matrix_rule."
             )
     name = type(optimizer).__name__
     inner = next((type(v).__name__ for v in vars(optimizer).values() if isinstance(v, torch.optim.Optimizer)), None)
@@ -126,18 +127,22 @@ def check_matrices(optimizer: torch.optim.Optimizer, find: Callable[[Tensor], An
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
         rule = rule_for(optimizer, group)
-        if not isinstance(rule, MatrixRule):
+        if not isinstance(rule, MatrixRule | ReductionRule):
             continue
         if masters_on_host:
             raise UnsupportedError(
-                f"offload=('optimizer', 'parameters') steps parameters in chunks, but {name} needs full matrices. Pass "
-                "offload=('optimizer',)."
+                f"offload=('optimizer', 'parameters') steps parameters in chunks, but {name} needs full parameters. "
+                "Pass offload=('optimizer',)."
             )
         for param in group["params"]:
             record = find(param)
             if record is None:
                 continue
-            rule.matrices(record.layout.shape)  # raises for vectors
+            if isinstance(rule, MatrixRule):
+                rule.matrices(record.layout.shape)  # raises for vectors
+            else:
+                for reduction in rule.of(record.layout.shape, param.dtype).reductions:
+                    check_rows(record.layout, reduction.over, record.name)
             if param.is_complex():
                 raise UnsupportedError(
                     f"{name} cannot step {record.name!r}, which is complex. Give it to another optimizer, such as Adam."
@@ -151,6 +156,11 @@ def check_offload(optimizer: torch.optim.Optimizer) -> None:
             f"offload=('optimizer',) steps parameters in chunks, which needs the update rule of "
             f"{type(optimizer).__name__}. The rule is not known (only elementwise ones of torch.optim, no subclasses). "
             "Register it with lightning_zero.register_rule, or leave 'optimizer' out of offload."
+        )
+    if any(isinstance(rule_for(optimizer, group), ReductionRule) for group in optimizer.param_groups):
+        raise UnsupportedError(
+            f"offload=('optimizer',) copies state to the device once per step, but {type(optimizer).__name__} reads it "
+            "several times, because it needs sums over parameters. Leave 'optimizer' out of offload."
         )
 
 

@@ -19,7 +19,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_zero.optim.adafactor import adafactor
+from lightning_zero.optim.library_rules import library_rule
 from lightning_zero.optim.matrix_rules import MatrixRule, Tensors, muon
+from lightning_zero.optim.reduction_rules import ReductionRule, shared_names
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,7 @@ class StateNames:
 
     Attributes:
         cut: State with one element per element of the parameter.
+        counts: State that is equal on every rank: 0-dim, or of rows and columns.
         complete: True if all state outside ``cut`` is equal on every rank.
     """
 
@@ -338,10 +342,12 @@ def _rmsprop(descent: Descent, momentum: bool, centered: bool) -> Rule:
 
 
 MakeRule = Callable[[Mapping[str, Any]], Rule]
-MakeMatrixRule = Callable[[Mapping[str, Any]], MatrixRule | Rule]
+AnyRule = Rule | MatrixRule | ReductionRule
+MakeMatrixRule = Callable[[Mapping[str, Any]], AnyRule]
 
 _ATTRIBUTE = "_zero_rule"  # attribute of an optimizer class
 _RULES: Mapping[type[torch.optim.Optimizer], MakeMatrixRule] = {
+    torch.optim.Adafactor: lambda group: adafactor(group["eps"][0], group["maximize"]),
     torch.optim.Adadelta: lambda group: _adadelta(Descent.from_group(group)),
     torch.optim.Adagrad: lambda group: _adagrad(Descent.from_group(group)),
     torch.optim.Adam: lambda group: _adam(Descent.from_group(group), group["amsgrad"]),
@@ -359,15 +365,22 @@ _RULES: Mapping[type[torch.optim.Optimizer], MakeMatrixRule] = {
 }
 
 
-def rule_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> Rule | MatrixRule | None:
+def rule_for(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> AnyRule | None:
     """Return the rule by which this optimizer steps this group; None if unknown, as for subclasses."""
     make = _RULES.get(type(optimizer)) or type(optimizer).__dict__.get(_ATTRIBUTE)
+    if make is None and (of_library := library_rule(type(optimizer))) is not None:
+        return of_library(optimizer, group)
     return None if make is None or group.get("differentiable") else make(group)
 
 
 def needs_matrices(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if a group of this optimizer has a :class:`MatrixRule`."""
-    return any(isinstance(rule_for(optimizer, group), MatrixRule) for group in optimizer.param_groups)
+    """Return True if a group has a rule that needs values of other ranks. Such a rule makes all steps."""
+    return any(needs_ranks(rule_for(optimizer, group)) for group in optimizer.param_groups)
+
+
+def needs_ranks(rule: AnyRule | None) -> bool:
+    """Return True if the rule needs full matrices, or sums over parameters."""
+    return isinstance(rule, MatrixRule | ReductionRule)
 
 
 def has_rules(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> bool:
@@ -376,6 +389,8 @@ def has_rules(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, An
 
 def state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> StateNames:
     """Return the names in this optimizer's state for the parameters of this group, as far as known."""
+    if library_rule(type(optimizer)) is not None and (rule := rule_for(optimizer, group)) is not None:
+        return _names_of(rule, complete=False)
     for cls in type(optimizer).__mro__:
         ours, registered = _RULES.get(cls), cls.__dict__.get(_ATTRIBUTE)
         make = ours or registered
@@ -384,13 +399,16 @@ def state_names(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> S
         if cls is type(optimizer):
             # A registered rule names all elementwise state. For torch's optimizers, users' hooks may add state, and
             # settings that have changed may have left state that the rule does not read.
-            rule = make(group)
-            return StateNames(frozenset(rule.state), frozenset(rule.counts), complete=ours is None)
+            return _names_of(make(group), complete=ours is None)
         try:
             return StateNames(frozenset(), frozenset(make(group).counts), complete=False)
         except KeyError:  # a subclass with other settings
             break
     return StateNames(frozenset(), frozenset(), complete=False)
+
+
+def _names_of(rule: AnyRule, complete: bool) -> StateNames:
+    return StateNames(frozenset(rule.state), frozenset(rule.counts) | shared_names(rule), complete)
 
 
 def register_rule(optimizer: type[torch.optim.Optimizer], make: MakeRule) -> None:
@@ -431,14 +449,15 @@ def register_rule(optimizer: type[torch.optim.Optimizer], make: MakeRule) -> Non
 
 
 def register_matrix_rule(optimizer: type[torch.optim.Optimizer], make: MakeMatrixRule) -> None:
-    """Register the update rule of an optimizer that needs full matrices.
+    """Register the update rule of an optimizer that needs full matrices, or sums over full parameters.
 
     All steps are computed by the rule, the first one, too: the optimizer's ``step`` is called without parameters. State
     begins as zeros. Call this before training, on every rank. Subclasses need rules of their own.
 
     Args:
         optimizer: The class itself.
-        make: Returns the :class:`~lightning_zero.MatrixRule` for a parameter group, or an elementwise
+        make: Returns the :class:`~lightning_zero.MatrixRule` for a parameter group, or the
+            :class:`~lightning_zero.ReductionRule` if sums are enough, or an elementwise
             :class:`~lightning_zero.Rule` for the groups of other parameters. Return one object for groups that agree in
             their non-numeric settings.
 
@@ -458,7 +477,7 @@ def register_matrix_rule(optimizer: type[torch.optim.Optimizer], make: MakeMatri
 def _register(optimizer: type[torch.optim.Optimizer], make: MakeMatrixRule) -> None:
     if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
         raise ValueError(f"{optimizer!r} is no class of optimizers. Pass the class, such as Lion, and not an object.")
-    known = _RULES.get(optimizer) or optimizer.__dict__.get(_ATTRIBUTE)
+    known = _RULES.get(optimizer) or library_rule(optimizer) or optimizer.__dict__.get(_ATTRIBUTE)
     if known is not None and known is not make:
         raise ValueError(
             f"{optimizer.__name__} has another rule already ({known!r}). Register yours for a subclass of it."

@@ -14,6 +14,7 @@ from lightning_zero.config import EngineConfig
 from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
 from lightning_zero.optim.flat_runs import MAX_CHUNK_NUMEL
 from lightning_zero.optim.matrix_exchange import UpdateMemory, update_memory
+from lightning_zero.optim.reduction_rules import of_parameter, shared_bytes
 from lightning_zero.optim.update_rules import MatrixRule, needs_matrices, rule_for
 from lightning_zero.planning.memory_counter import MemoryCounter
 from lightning_zero.sharding.flat_memory import compute_dtype_of
@@ -255,13 +256,14 @@ def _matrix_states(
     """Return the bytes of state of an optimizer of matrices, and add to the bytes per element by name."""
     total = 0
     for group in optimizer.param_groups:
-        rule = rule_for(optimizer, group)
+        any_rule = rule_for(optimizer, group)
         for shard in (of[id(param)] for param in group["params"]):
-            if rule is None or not shard.trained:
+            if any_rule is None or not shard.trained:
                 continue
+            rule = of_parameter(any_rule, shard.layout.shape, shard.dtype)
             small = narrow and keeps_bf16_state(shard.layout.numel, shard.dtype)
             size = (STATE_DTYPE if small else shard.dtype).itemsize
-            total += len(rule.state) * shard.elements * size
+            total += len(rule.state) * shard.elements * size + shared_bytes(rule, shard.layout.shape, shard.dtype)
             words.update({name: min(size, words.get(name, size)) for name in rule.state})
     return total
 

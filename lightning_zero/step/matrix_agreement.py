@@ -1,4 +1,4 @@
-"""Check before a step that all ranks step the same matrices, whose updates they exchange."""
+"""Check before a step that all ranks step the same parameters, if they exchange values for it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lightning_zero.errors import RankMismatchError
 from lightning_zero.native.watchdog import SequenceId
-from lightning_zero.optim.update_rules import MatrixRule, rule_for
+from lightning_zero.optim.update_rules import needs_ranks, rule_for
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.step.step_layouts import OwnParams, StepLayout
 
 
 class MatrixAgreement:
-    """Compares over the ranks which parameters of matrix rules have gradients, on the CPU.
+    """Compares over the ranks which parameters of such rules have gradients, on the CPU.
 
     After a backward they are the same on all ranks. Only the user's code can change them on one rank, for instance by
     ``param.grad = None``. The sizes of the exchange would then differ, which ends gloo's processes and blocks NCCL's.
@@ -30,7 +30,7 @@ class MatrixAgreement:
         self._names: WeakKeyDictionary[StepLayout, tuple[list[str], Tensor]] = WeakKeyDictionary()
 
     def check(self, layout: StepLayout, own: OwnParams) -> None:
-        """Raise on all ranks if they differ. Collective with several ranks if a group has a matrix rule.
+        """Raise on all ranks if they differ. Collective if a group's rule needs values of other ranks.
 
         Raises:
             RankMismatchError: A parameter has a gradient on some ranks only.
@@ -52,13 +52,13 @@ class MatrixAgreement:
         if differing:
             here = ", ".join(f"{names[n]!r} ({'present' if present[n] else 'None'} here)" for n in differing[:3])
             raise RankMismatchError(
-                f"{type(self._optimizer).__name__} exchanges updates of matrices between ranks, but the gradients of "
+                f"{type(self._optimizer).__name__} needs values of all ranks for its step, but the gradients of "
                 f"{len(differing)} parameters are None on some ranks only: {here}. Set param.grad = None on all ranks, "
                 "or param.grad.zero_() on one."
             )
 
     def _is_of_matrices(self, group: Mapping[str, Any]) -> bool:
-        return isinstance(rule_for(self._optimizer, group), MatrixRule)
+        return needs_ranks(rule_for(self._optimizer, group))
 
     def _find(self, layout: StepLayout, own: OwnParams) -> tuple[list[str], Tensor]:
         """Return names of the parameters, and flags that say if they have gradients, or none, on this rank."""

@@ -23,7 +23,8 @@ from lightning_zero.offload.pinned_memory import free_bytes, host_master_policy
 from lightning_zero.offload.staging_ring import measure_host_bandwidth
 from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
 from lightning_zero.optim.matrix_exchange import update_memory
-from lightning_zero.optim.update_rules import MatrixRule, rule_for
+from lightning_zero.optim.reduction_rules import ReductionRule, of_parameter, shared_bytes
+from lightning_zero.optim.update_rules import MatrixRule, needs_ranks, rule_for
 from lightning_zero.sharding.flat_memory import can_be_on_host, compute_dtype_of, free_gradients
 from lightning_zero.sharding.param_record import Role, ShardedParameter
 from lightning_zero.sharding.shard_tensor import no_shard_dispatch
@@ -131,9 +132,10 @@ class MemoryController:
         rules = [rule_for(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
         masters = [record for record in self._sharder.live if can_be_on_host(record, config.compute_dtype)]
         may_move = bool(masters) and all(rules) and config.compile and self._can_move_masters(config)
-        may_move = may_move and not any(isinstance(rule, MatrixRule) for rule in rules)
+        may_move = may_move and not any(map(needs_ranks, rules))
         can_move_now = may_move and self._sharder.memory.can_move_to_host
-        possible = {"optimizer": all(rules), MASTERS: can_move_now, "activations": config.compile}
+        streams_state = all(rules) and not any(isinstance(rule, ReductionRule) for rule in rules)
+        possible = {"optimizer": streams_state, MASTERS: can_move_now, "activations": config.compile}
         offloadable = tuple(name for name in OFFLOADABLE if possible[name])
         if config.memory is not None and offloadable and self._link is None:
             self._link = measure_host_bandwidth(self._mesh)
@@ -220,8 +222,10 @@ class MemoryController:
                 allocated = sum(value.nbytes for value in states)
                 small = self._optimizers.bf16_state and keeps_bf16_state(record.layout.numel, param.dtype)
                 itemsize = STATE_DTYPE.itemsize if small else param.dtype.itemsize
-                expected = len(rule.state) * record.shard.numel() * itemsize if rule is not None else 0
-                yield allocated or expected, allocated > 0
+                shaped = of_parameter(rule, record.layout.shape, param.dtype)
+                expected = len(shaped.state) * record.shard.numel() * itemsize if shaped is not None else 0
+                shared = shared_bytes(shaped, record.layout.shape, param.dtype)
+                yield (allocated or expected) + shared, allocated > 0
 
     def _compute_shard_bytes(self, live: Sequence[ShardedParameter], used: torch.dtype | None) -> int:
         if used is None:

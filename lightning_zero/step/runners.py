@@ -18,9 +18,12 @@ from lightning_zero.errors import UnsupportedError
 from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE
 from lightning_zero.optim.flat_runs import State, StateOnHost
 from lightning_zero.optim.matrix_exchange import ExchangeMemory, MatrixGroup
+from lightning_zero.optim.parameter_sums import of_run
+from lightning_zero.optim.reduction_rules import shared_shapes
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import is_torch_optimizer
-from lightning_zero.optim.update_rules import MatrixRule, needs_matrices, rule_for
+from lightning_zero.optim.update_rules import AnyRule, Rule, needs_matrices, needs_ranks, rule_for
+from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
 
 
@@ -117,7 +120,7 @@ def reason_not_captured(
 class CapturedRunner:
     """Replays a layout's step, after the optimizer itself has made the first step and the state.
 
-    An optimizer of matrices makes no step itself: its state begins as zeros.
+    An optimizer whose rule needs other ranks makes no step itself: its state begins as zeros.
 
     Args:
         compile_kernels: Compile the update with Inductor; otherwise run it op by op.
@@ -126,6 +129,7 @@ class CapturedRunner:
             bfloat16 state or matrices.
         make_matrix_group: Returns the ranks that hold each matrix together.
         matrix_bucket_bytes: See :class:`StepKernel`.
+        sum_over_ranks: See :class:`StepKernel`.
 
     Attributes:
         replays: Number of steps that were one graph launch.
@@ -143,6 +147,7 @@ class CapturedRunner:
         captures: bool = True,
         make_matrix_group: Callable[[], MatrixGroup | None] = lambda: None,
         matrix_bucket_bytes: int = 1 << 28,
+        sum_over_ranks: Callable[[Tensor], None] | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._layouts = layouts
@@ -151,6 +156,7 @@ class CapturedRunner:
         self._host = host
         self._captures = captures
         self._make_matrix_group, self._matrix_bucket_bytes = make_matrix_group, matrix_bucket_bytes
+        self._sum_over_ranks = sum_over_ranks
         self._matrix_memory: ExchangeMemory = {}
         self._kernels: WeakKeyDictionary[StepLayout, StepKernel] = WeakKeyDictionary()
         self.replays = 0
@@ -204,6 +210,7 @@ class CapturedRunner:
             self._make_matrix_group() if matrices else None,
             self._matrix_bucket_bytes,
             self._matrix_memory,
+            self._sum_over_ranks,
         )
         for run in layout.runs:
             run.export_state(own.state)
@@ -217,17 +224,37 @@ class CapturedRunner:
             rule = rule_for(self._optimizer, own.groups[run.group])
             if rule is None:
                 continue
+            rule = of_run(rule, run)
             for name in rule.state:
                 if name not in run.state:
                     dtype = STATE_DTYPE if name in run.bf16_state else run.param.dtype
                     run.state[name] = run.empty(dtype, memory).zero_().view(run.param.shape)
-            counts = (*rule.counts, *(() if isinstance(rule, MatrixRule) else ("step",)))
+            counts = (*rule.counts, *(("step",) if isinstance(rule, Rule) else ()))
             if run.bf16_state and "step" not in (*counts, *run.counts):
                 counts = (*counts, ROUNDING_COUNT)
             for name in counts:
                 if name not in run.counts:
                     run.state[name] = torch.zeros((), device=self._device)
             run.export_state(own.state)
+            if needs_ranks(rule):
+                run.shared = [self._make_shared_state(rule, record, own.state) for record in run.members]
+
+    def _make_shared_state(self, rule: AnyRule, record: ShardedParameter, state: State) -> dict[str, Tensor]:
+        """Return the state of a parameter that every rank stores in full; make it as far as it is missing."""
+        entries = state[record.param]
+        shapes = shared_shapes(rule, record.layout.shape)
+        for name, shape in shapes.items():
+            old = entries.get(name)
+            if old is None:
+                entries[name] = torch.zeros(shape, dtype=record.param.dtype, device=self._device)
+            elif old.shape != shape:
+                raise ValueError(
+                    f"The state {name!r} of {record.name!r} has shape {tuple(old.shape)}, but its rule keeps "
+                    f"{tuple(shape)}. Load the state of the same optimizer."
+                )
+            else:
+                entries[name] = old.to(device=self._device)
+        return {name: entries[name] for name in shapes}
 
     def begin(self, layout: StepLayout, own: OwnParams, max_norm: float | None, skip: Tensor | None) -> FlatParams:
         with torch.no_grad():

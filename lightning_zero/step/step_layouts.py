@@ -22,9 +22,10 @@ from lightning_zero.offload.pinned_memory import HostMemory
 from lightning_zero.optim.bf16_state import bf16_state_names, check_bf16_state
 from lightning_zero.optim.flat_runs import FlatRun, State, make_flat_runs
 from lightning_zero.optim.grad_norms import clip_factor, norm_dtype
+from lightning_zero.optim.reduction_rules import ReductionRule, shared_names
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import check_matrices, check_members
-from lightning_zero.optim.update_rules import MatrixRule, rule_for
+from lightning_zero.optim.update_rules import needs_ranks, rule_for
 from lightning_zero.sharding.layout import as_real
 from lightning_zero.sharding.param_record import ShardedParameter
 from lightning_zero.sharding.sharder import Sharder
@@ -209,7 +210,7 @@ class StepLayouts:
         """Return all settings that a layout depends on."""
         rules = [rule_for(self._optimizer, group) for group in groups]
         # Numbers such as the iterations of Newton-Schulz are constants of the rule.
-        return _settings(groups), [rule if isinstance(rule, MatrixRule) else None for rule in rules]
+        return _settings(groups), [rule if needs_ranks(rule) else None for rule in rules]
 
     def _has_gradient(self, param: Tensor) -> bool | int:
         """Return True if the parameter has a gradient; move it to the engine's gradient memory.
@@ -236,9 +237,13 @@ class StepLayouts:
         self._split_kinds({r.index for group in present for r in group}, own.state)
         bf16_state = bf16_state_names(self._optimizer, own.groups, self._sharder.find) if self._bf16_state else {}
         mix = StepKernel.supports(self._optimizer, own.groups)
+        kinds = self._kinds_by_rule(own.groups)
         runs = make_flat_runs(
-            present, self._kinds, mix_dimensions=mix, bf16_state=bf16_state, one_per_parameter=self._one_per_parameter
+            present, kinds, mix_dimensions=mix, bf16_state=bf16_state, one_per_parameter=self._one_per_parameter
         )
+        for run in runs:
+            rule = rule_for(self._optimizer, own.groups[run.group])
+            run.shared_names = shared_names(rule)
         if self._host is not None:
             self._host.settle()
         moved = [run.join_state(own.state, self._host) for run in runs]
@@ -246,6 +251,17 @@ class StepLayouts:
             self._by_pattern.clear()  # the other layouts view memory that is no longer the optimizer's
         dtype = norm_dtype(param for group in own.groups for param in group["params"])
         return StepLayout(runs, self._sharder.executor.device, dtype)
+
+    def _kinds_by_rule(self, groups: Groups) -> dict[int, Any]:
+        """Return the kinds of parameters, and their rules where those of one group differ."""
+        kinds: dict[int, Any] = dict(self._kinds)
+        for group in groups:
+            rule = rule_for(self._optimizer, group)
+            if not isinstance(rule, ReductionRule):
+                continue
+            for record in filter(None, map(self._sharder.find, group["params"])):
+                kinds[record.index] = kinds.get(record.index), rule.of(record.layout.shape, record.param.dtype)
+        return kinds
 
     def _split_kinds(self, stepped: set[int], state: State) -> None:
         """Give a new kind to parameters whose step counts differ from others of their kind."""

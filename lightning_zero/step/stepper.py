@@ -169,6 +169,7 @@ class OptimizerStepper:
             self._graphs,
             lambda: MatrixGroup.from_mesh(sharder.mesh, sharder.executor.start_collective),
             matrix_bucket_bytes,
+            self._sum_over_ranks if sharder.mesh.shard_group.size > 1 else None,
         )
         # The first runner that can step a layout is used.
         in_chunks = host is not None or bf16_state
@@ -228,6 +229,10 @@ class OptimizerStepper:
     def clip_value(self, limit: float) -> None:
         """Clamp gradients to [-most, most]."""
         self._layouts.current(self._swap.own).clip_value(limit)
+
+    def _sum_over_ranks(self, values: Tensor) -> None:
+        collective = partial(self._sharder.executor.collective, "sums over parameters", SequenceId.GATHER)
+        all_reduce_sum(values, self._sharder.mesh, collective)
 
     def prefetch_from_host(self) -> None:
         """Start to copy offloaded state to the device for a step like the last one."""

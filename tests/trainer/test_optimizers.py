@@ -131,7 +131,7 @@ class OurOwnShampoo(Shampoo):
 
 
 WHOLE = {cls.__name__: cls for cls in (Muon, MuonWithAuxAdam, Shampoo, Adafactor, OurOwnShampoo)}
-WHOLE |= {"torch's Adafactor": torch.optim.Adafactor, "LBFGS": torch.optim.LBFGS}
+WHOLE |= {"LBFGS": torch.optim.LBFGS}
 
 
 class Refused(Regression):

@@ -145,11 +145,6 @@ def lbfgs() -> None:
     fit(Optimized(lambda params: torch.optim.LBFGS(params)))
 
 
-@wrong(r"MisconfigurationException: Adafactor keeps row and column statistics of full matrices.*Use an optimizer that")
-def adafactor() -> None:
-    fit(Optimized(lambda params: torch.optim.Adafactor(params)))
-
-
 @wrong(
     r"MisconfigurationException: cuda_graph_step=True, but the step of AdamW cannot be captured: there are no CUDA graphs on "
     r"device 'cpu'\. Pass cuda_graph_step='auto'"

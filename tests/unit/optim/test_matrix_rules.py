@@ -119,7 +119,7 @@ RULE = muon({"nesterov": True, "ns_coefficients": DEFAULTS[0], "ns_steps": 5, "e
 
 def run_of(shapes: list[tuple[int, ...]], world: int) -> Any:
     layouts = [ShardLayout.from_shape(torch.Size(shape), torch.float32, world) for shape in shapes]
-    return SimpleNamespace(members=[SimpleNamespace(layout=layout) for layout in layouts])
+    return SimpleNamespace(members=[SimpleNamespace(layout=layout) for layout in layouts], shared=[])
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
@@ -312,3 +312,25 @@ def test_a_python_number_of_steps_is_left_to_the_optimizer(step: Any, expected: 
     counts = {"step": step.view(1)} if isinstance(step, torch.Tensor) else {}
     run: Any = SimpleNamespace(group=0, state=state, counts=counts, bf16_state=())
     assert StepKernel.supports(optimizer, optimizer.param_groups, [run]) == expected
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw", "spectral_unclamped"])
+def test_parts_of_a_fused_weight_are_transformed_as_if_they_were_parameters(adjust: str) -> None:
+    """Queries, keys and values in one weight, of unequal sizes."""
+    sizes = (24, 8, 8)
+    group = torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))]).param_groups[0] | {"adjust_lr_fn": adjust}
+    fused, single = muon(group | {"split_sizes": [*sizes]}), muon(group)
+    torch.manual_seed(0)
+    update = torch.randn(2, 40, 16).bfloat16()
+    found = fused.transform(update.clone()) * fused.factor(torch.Size((40, 16)))
+    parts = update.split(sizes, dim=1)
+    expected = torch.cat([single.transform(part) * single.factor(part.shape[1:]) for part in parts], 1)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    assert fused.flops(40, 16) == sum(single.flops(size, 16) for size in sizes)
+    assert fused is muon(group | {"split_sizes": sizes})
+
+
+def test_parts_that_are_not_the_rows_of_a_weight_are_refused() -> None:
+    group = torch.optim.Muon([nn.Parameter(torch.zeros(2, 2))]).param_groups[0] | {"split_sizes": (24, 8)}
+    with pytest.raises(UnsupportedError, match=r"split_sizes=\(24, 8\).*40 rows.*add up to 40"):
+        muon(group).matrices(torch.Size((40, 16)))

@@ -54,10 +54,9 @@ def test_an_optimizer_for_whole_parameters_is_refused_with_the_reason(name: str,
         check_optimizer(named(name))
 
 
-@pytest.mark.parametrize("name", ["Adafactor", "LBFGS"])
-def test_torchs_own_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"^{name} "):
-        check_optimizer(getattr(torch.optim, name)([nn.Parameter(torch.zeros(3, 3))]))
+def test_torchs_own_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="^LBFGS "):
+        check_optimizer(torch.optim.LBFGS([nn.Parameter(torch.zeros(3, 3))]))
 
 
 def test_a_subclass_of_a_refused_one_is_refused_by_its_own_name() -> None:

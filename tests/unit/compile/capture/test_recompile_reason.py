@@ -112,14 +112,12 @@ def x(*sizes: int) -> Tensor:
         ),
     ],
 )
-def test_guards_of_this_torch_are_translated(
-    before: Any, after: Any, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # With torch 2.11, a parameter that is frozen later does not recompile otherwise; discovery.py sets it, too.
-    monkeypatch.setattr(torch.compiler.config, "skip_tensor_guards_with_matching_dict_tags", False)
+def test_guards_of_this_torch_are_translated(before: Any, after: Any, words: str) -> None:
     net, call, reasons = compiled()
-    before(net, call)
-    after(net, call)
+    # With torch 2.11, a parameter that is frozen later does not recompile otherwise; discovery.py sets it, too.
+    with torch._dynamo.config.patch(skip_tensor_guards_with_matching_dict_tags=False):
+        before(net, call)
+        after(net, call)
     [reason] = reasons
     assert words in reason.text
     assert not reason.expected
