@@ -28,6 +28,7 @@ from lightning_zero.native.watchdog import Watchdog
 from lightning_zero.offload.pinned_memory import host_master_policy
 from lightning_zero.sharding.buffers import BufferBroadcast
 from lightning_zero.sharding.construction import sharded_construction
+from lightning_zero.sharding.frozen_weights import frozen_weights
 from lightning_zero.sharding.full_params import ModuleCopier, PickledAsNone, full_parameters, unshard_module
 from lightning_zero.sharding.module_patching import engine_of_class, is_sharded
 from lightning_zero.sharding.param_record import Role
@@ -113,6 +114,7 @@ class Engine(PickledAsNone):
             host_policy,
             self.config.uses_grad_aliasing(mesh.host_count),
             self.config.quantizes_state,
+            frozen_weights(self.config),
         )
         self.sharder.reader.bind_engine(self)
         self._copies = ModuleCopier(self.sharder)
@@ -287,7 +289,7 @@ class Engine(PickledAsNone):
 
     def __repr__(self) -> str:
         live = self.sharder.live
-        total = sum(record.layout.numel for record in live)
+        total = sum(record.shape.numel() for record in live)
         compiled_modules = self.session.compiled_modules
         compiled = (
             sorted(set(compiled_modules.modules) - set(compiled_modules.limit_reasons)) if compiled_modules else []

@@ -36,8 +36,10 @@ from lightning_zero.checkpoint.sharded.planner import bytes_to_write
 from lightning_zero.checkpoint.sharded.reader import CheckpointReader, checkpoint_kind, open_checkpoint, refreshed_kind
 from lightning_zero.compat.tensors import tree_leaves
 from lightning_zero.errors import CheckpointError
+from lightning_zero.mesh import Mesh
 from lightning_zero.native.watchdog import Watchdog
-from lightning_zero.sharding.param_record import ShardedParameter
+from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.param_record import ShardedParameter, gather_full
 from lightning_zero.sharding.sharder import Sharder
 from lightning_zero.sharding.state_dict import StateDictHooks, ignore_bytes
 
@@ -90,7 +92,7 @@ class CheckpointManager:
 
         def shard_of(record: ShardedParameter) -> Tensor:
             if record.index not in shards:
-                shards[record.index] = CheckpointShard(record.layout, record.shard, mesh.shard_index, mesh.replica)
+                shards[record.index] = _checkpoint_shard(record, mesh)
             return shards[record.index]
 
         with self.hooks.overriding_values(shard_of):
@@ -230,6 +232,18 @@ class CheckpointManager:
 
         self.ranks.run_on_all(what, check)
         return reader
+
+
+def _checkpoint_shard(record: ShardedParameter, mesh: Mesh) -> CheckpointShard:
+    """Return this rank's values.
+
+    Collective for a packed weight, which is computed from all ranks' codes.
+    """
+    layout, shard = record.layout, record.shard
+    if record.format is not None:
+        layout = ShardLayout.from_shape(record.shape, record.dtype, layout.world_size)
+        shard = layout.part(gather_full(record), mesh.shard_index).cpu()
+    return CheckpointShard(layout, shard, mesh.shard_index, mesh.replica)
 
 
 def _share_of_files(sizes: Mapping[str, int], part: int, parts: int) -> list[str]:

@@ -96,6 +96,9 @@ to_copy = private("torch.ops.aten._to_copy.default")
 # Tensor.view() in graphs, next to matrix products of more than two dimensions. (torch 2.11+)
 unsafe_view = private("torch.ops.aten._unsafe_view.default")
 
+# Indexing without a check of bounds, which Inductor would write into the kernel that dequantizes. (torch 2.11+)
+unsafe_index = private("torch.ops.aten._unsafe_index.Tensor")
+
 # A product of fp8 matrices, each with a scale. (torch 2.11+)
 scaled_mm = private("torch.ops.aten._scaled_mm.default")
 

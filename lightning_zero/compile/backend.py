@@ -60,6 +60,7 @@ from lightning_zero.compile.partitioner.partition import partition_joint_graph, 
 from lightning_zero.compile.partitioner.recompute_policy import partitioner_settings
 from lightning_zero.compile.passes import PassSpec, default_passes, offload_limits, run_passes, saved_limits
 from lightning_zero.compile.passes.activation_offload import OffloadLimits, insert_offloads
+from lightning_zero.compile.passes.dequantize import expand_dequantized
 from lightning_zero.compile.passes.selection import PassSelection
 from lightning_zero.compile.subgraphs import (
     DeferredKernels,
@@ -268,7 +269,7 @@ class Compiler:
         uuid = None if uncached else self._digest()
         joint = JointPasses(layers, partial(self._tag, last, layers), first=self._config.recompute is not None)
         options = joint.options(lambda function: _Pass(function, uuid and f"{uuid} {last}")) | {
-            "post_grad_custom_post_pass": _Pass(self._rewrite, uuid),
+            "post_grad_custom_post_pass": _Pass(lambda graph: expand_dequantized(self._rewrite(graph)), uuid),
             # Inductor's reordering would move early gathers back to their use.
             "reorder_for_peak_memory": False,
         }
@@ -305,6 +306,7 @@ class Compiler:
             log.debug("Subgraphs: the graph is compiled as a whole (reason=%s)", error)
             program = None
         if program is None:
+            expand_dequantized(module.graph)
             with inductor_config.patch(post_grad_custom_post_pass=None):
                 return compile_fx_inner(module, inputs, **settings)
         self._listener.add_metric("subgraphs", program.calls)

@@ -13,6 +13,7 @@ from torch.fx import Graph, Node, map_arg
 from lightning_zero.compat.graphs import CUSTOM, TANGENTS
 from lightning_zero.compat.tensors import OpOverload, TorchDispatchMode, to_copy, unsafe_view
 from lightning_zero.native.ops import OPS, Op, Role, find_op, graph_overloads
+from lightning_zero.sharding.weight_format import DEQUANTIZE
 
 GATHER = "gather"
 REDUCE = "reduce"
@@ -83,13 +84,20 @@ def weight_name(node: Node) -> str:
     return node.meta.get(CUSTOM, {}).get(WEIGHT) or shard_of(node).name
 
 
+def is_dequantize(node: Node) -> bool:
+    """Return True if a node computes a frozen weight from a packed one."""
+    return node.op == "call_function" and node.target is DEQUANTIZE
+
+
 def weight_nodes(graph: Graph) -> set[Node]:
-    """Return gathers and their views and casts."""
+    """Return gathers, what is dequantized from them, and views and casts of both."""
     forms = gathers(graph)
     found = set(forms)
     for form in forms:  # the list grows
         for user in form.users:
-            if user not in found and is_view_or_cast(user) and user.args and user.args[0] is form:
+            if user in found or not user.args or user.args[0] is not form:
+                continue
+            if is_view_or_cast(user) or is_dequantize(user):
                 found.add(user)
                 forms.append(user)
     return found
@@ -124,12 +132,15 @@ def first_call(graph: Graph) -> Node:
 
 
 def readers(node: Node) -> Iterator[Node]:
-    """Yield all users of a node and of its views. Dtype casts are yielded, their users are not."""
+    """Yield all users of a node, of its views and of weights dequantized from it.
+
+    Dtype casts are yielded, their users are not.
+    """
     pending = [node]
     while pending:
         for user in pending.pop().users:
             yield user
-            if is_view_or_cast(user) and cast_dtype(user) is None:
+            if is_dequantize(user) or (is_view_or_cast(user) and cast_dtype(user) is None):
                 pending.append(user)
 
 

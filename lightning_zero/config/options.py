@@ -232,6 +232,13 @@ class Tuning:
         on_change=OnChange.RECOMPILE,
     )
 
+    frozen_exclude: tuple[str, ...] = _compile(
+        "With ``frozen_dtype``, names of frozen weights that stay as they are, with ``*`` for any text. Default "
+        "``('*lm_head.weight',)``.",
+        default=("*lm_head.weight",),
+        check=check_patterns,
+        on_change=OnChange.REFUSE,
+    )
     fp8_products: tuple[Literal["forward", "input_gradient", "weight_gradient"], ...] = _compile(
         "With ``linear_dtype='fp8'``, the products of each layer that may be in fp8. Default all three.",
         default=FP8_PRODUCT_CHOICES,
@@ -289,7 +296,7 @@ class Tuning:
     )
 
     def __post_init__(self) -> None:
-        _make_tuples(self, "fp8_products", "fp8_exclude")
+        _make_tuples(self, "fp8_products", "fp8_exclude", "frozen_exclude")
         check_options(self)
         if self.replicate_over == "hosts" and self.compute_shard_group == "all":
             raise ValueError(
@@ -384,6 +391,13 @@ class Options:
         default=None,
         on_change=OnChange.RECOMPILE,
         default_text="as `precision`",
+    )
+    frozen_dtype: Literal["nf4", "int8"] | None = option(
+        "Stores frozen weights of linear layers in 4 or 8 bits each, and gathers them so. Products compute in the "
+        "Trainer's precision. Default None: as the module has them.",
+        default=None,
+        on_change=OnChange.REFUSE,
+        default_text="as the module has them",
     )
     timeout: timedelta | None = option(
         "Time that a rank waits for the other ranks before the job ends. Default 30 minutes.",

@@ -123,7 +123,7 @@ def export_safetensors(
 
     def placeholder_of(record: ShardedParameter) -> Tensor:
         if record.index not in placeholders:
-            made = torch.empty(record.layout.shape, dtype=record.param.dtype, device="meta")
+            made = torch.empty(record.shape, dtype=record.dtype, device="meta")
             placeholders[record.index], records[id(made)] = made, record
         return placeholders[record.index]
 

@@ -41,6 +41,7 @@ from lightning_zero.planning.user_code import UserCode
 from lightning_zero.profiling.cost_model import NOMINAL_COSTS
 from lightning_zero.profiling.device_gauges import memory_limit
 from lightning_zero.profiling.devices import LINKS, Device, find_device
+from lightning_zero.sharding.frozen_weights import frozen_weights
 
 # Estimates of a configuration that was chosen by an earlier estimate; each may choose another one.
 MAX_ESTIMATES = 6
@@ -119,7 +120,7 @@ def plan(
     config.uses_grad_aliasing(hosts)  # raises
     code = UserCode(module, how.loss, how.optimizer)
     with code.configured():
-        shards = shard_parameters(module, shard_group, kind.own, config.quantizes_state)
+        shards = shard_parameters(module, shard_group, kind.own, config.quantizes_state, frozen_weights(config))
         optimizers = code.optimizer_memory(kind.own, shard_group, config.tuning)
         costs = replace(NOMINAL_COSTS, speed=card.speed)
         buffers = sum(b.nbytes for b in module.buffers())
@@ -291,7 +292,7 @@ def _assemble(
     found = TrainingPlan(
         device=cluster.device,
         ranks=ranks,
-        parameters=sum(s.layout.numel for s in shards),
+        parameters=sum(s.numel for s in shards),
         roles=roles,
         passes=passes,
         # The optimizer's own step reads gradients in the weights' dtype, so aliased ones are copied.

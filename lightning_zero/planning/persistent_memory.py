@@ -18,6 +18,7 @@ from lightning_zero.optim.state_dtypes import StoredDtypes, stored_bytes, stored
 from lightning_zero.optim.update_rules import MatrixRule, needs_matrices, rule_for
 from lightning_zero.planning.memory_counter import MemoryCounter
 from lightning_zero.sharding.flat_memory import compute_dtype_of
+from lightning_zero.sharding.frozen_weights import FrozenWeights
 from lightning_zero.sharding.layout import ShardLayout
 
 MIB = 2**20
@@ -33,12 +34,19 @@ class ParamShard:
         dtype: of the master shard.
         trained: the parameter gets gradients.
         keeps_dtype: autocast does not cast it.
+        unpacked: elements of the full weight if its frozen values are packed; None for others.
     """
 
     layout: ShardLayout
     dtype: torch.dtype
     trained: bool
     keeps_dtype: bool
+    unpacked: int | None = None
+
+    @property
+    def numel(self) -> int:
+        """Return the elements of the full parameter; a packed frozen weight has fewer words."""
+        return self.layout.numel if self.unpacked is None else self.unpacked
 
     @property
     def elements(self) -> int:
@@ -51,18 +59,34 @@ class ParamShard:
 
 
 def shard_parameters(
-    module: nn.Module, world_size: int, dtype: torch.dtype | None = None, state_blocks: bool = False
+    module: nn.Module,
+    world_size: int,
+    dtype: torch.dtype | None = None,
+    state_blocks: bool = False,
+    frozen: FrozenWeights | None = None,
 ) -> list[ParamShard]:
     """Return the layouts of a module's parameters, each once.
 
     Args:
         dtype: None for their own.
         state_blocks: see :meth:`ShardLayout.from_shape`.
+        frozen: which frozen weights are stored packed; None: none.
     """
+    formats = {} if frozen is None else frozen.find(module)
+    packed = {
+        id(m._parameters[key]): formats[id(m), key]
+        for m in module.modules()
+        for key in m._parameters
+        if (id(m), key) in formats
+    }
     embedded = {id(p) for m in module.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     found = []
     for param in module.parameters():
         kind = dtype if dtype is not None and param.is_floating_point() else param.dtype
+        if (found_format := packed.get(id(param))) is not None:
+            layout = ShardLayout.from_shape(torch.Size([found_format.words]), torch.int32, world_size)
+            found.append(ParamShard(layout, torch.int32, False, True, param.numel()))
+            continue
         keeps_dtype = param.dim() < 2 or id(param) in embedded
         layout = ShardLayout.from_shape(param.shape, kind, world_size, state_blocks=state_blocks)
         found.append(ParamShard(layout, kind, param.requires_grad, keeps_dtype))

@@ -97,7 +97,7 @@ def step_seconds(
         else config.compute_dtype.itemsize
     )
     wire_bytes = 4 if config.wire_dtype is None else config.wire_dtype.itemsize
-    parameters = max(sum(s.layout.numel for s in shards), 1)
+    parameters = max(sum(s.numel for s in shards), 1)
     layers = max(ceil(parameters * 2 / (config.tuning.gather_group_mb * 2**20)), 1)
     layer_bytes = parameters / layers * compute_bytes
     gather = cluster.inside_s(layer_bytes)

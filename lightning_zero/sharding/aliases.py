@@ -132,7 +132,7 @@ class Aliases:
         for other_span, record, view_key in by_storage.get(span.storage, ()) if span is not None else ():
             if span is None or not span.overlaps(other_span):
                 continue
-            if _view_key(tensor) == view_key and type(tensor) in (Tensor, nn.Parameter):
+            if record.format is None and _view_key(tensor) == view_key and type(tensor) in (Tensor, nn.Parameter):
                 # numpy arrays of this tensor's memory do not hold the storage themselves.
                 tensor.__dict__["_zero_former_memory"] = tensor.detach()
                 record.add_alias(tensor)

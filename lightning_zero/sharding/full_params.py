@@ -35,7 +35,7 @@ def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True)
     inside = {id(child) for child in module.modules()}
     records = [r for r in sharder.live if any(id(owner) in inside for owner, _ in r.owners)]
     with no_shard_dispatch():
-        records = [r for r in records if r.param.shape != r.layout.shape or r.param.data_ptr() == r.shard.data_ptr()]
+        records = [r for r in records if not r.is_full]
     sharder.sync.flush_user_writes()
     grads = {}
     for record in records:
@@ -52,12 +52,12 @@ def full_parameters(sharder: Sharder, module: nn.Module, writeback: bool = True)
             if writeback:
                 sharder.sync.before_writing()
                 with torch.no_grad():
-                    record.layout.write(record.shard, record.param, sharder.mesh.shard_index)
+                    record.write_local_part(record.param, record.shard)
             record.param.grad = None
             record.install_shard()
             record.param.grad = grads[record.index]
             for owner, key in record.owners:
-                owner.__dict__[SHAPES][key] = tuple(record.layout.shape)
+                owner.__dict__[SHAPES][key] = tuple(record.shape)
         sharder.sync.after_writing()
 
 
@@ -137,8 +137,7 @@ class ModuleCopier:
         self._sharder.sync.before_reading()
         param = record.param
         with no_shard_dispatch():
-            in_place = param.shape == record.layout.shape and param.data_ptr() != record.shard.data_ptr()
-            value = param.detach() if in_place else gather_full(record)
+            value = param.detach() if record.is_full else gather_full(record)
             made = nn.Parameter(value.to(device, copy=True), param.requires_grad)  # without padding
         ours = ("numel", "nelement", "_zero_spec")
         made.__dict__.update({key: value for key, value in param.__dict__.items() if key not in ours})

@@ -165,6 +165,11 @@ class ShardLayout:
         shard[end - begin :].zero_()
 
 
+def whole_layout(shape: torch.Size) -> ShardLayout:
+    """Return a layout of one shard without padding."""
+    return ShardLayout(shape, shape.numel(), 1)
+
+
 def extent(sizes: Iterable[int], strides: Iterable[int]) -> int:
     """Return the number of elements from a tensor's first to its last, both included.
 

@@ -21,12 +21,15 @@ from lightning_zero.compat.modules import skip_code
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.adapted_parameters import DELTAS, adapted_property
 from lightning_zero.sharding.layout import inverse
+from lightning_zero.sharding.weight_format import WeightFormat, packed_words
 from lightning_zero.sharding.weight_reader import WeightReader
 
 # Module attributes. Parameter name -> full shape, or None while the full parameter is installed;
 SHAPES = "_zero_shapes"
 # parameter name -> memory order of its dimensions, if it differs from their own order (channels_last);
 ORDERS = "_zero_orders"
+# parameter name -> format of a packed frozen weight;
+FORMATS = "_zero_formats"
 # parameter name -> memory in which compiled code keeps the unsharded parameter until the optimizer steps.
 UNSHARDED_CACHE = "_zero_unsharded_cache"
 
@@ -74,10 +77,33 @@ def _weight_property(name: str) -> property:
     return property(read, doc=f"The full parameter {name!r}, gathered from its shards.")
 
 
+def _packed_property(name: str, kind: str, dtype: torch.dtype) -> property:
+    def read(self: Any) -> Tensor | None:
+        param = self._parameters[name]
+        if param is None:
+            return None
+        shape: tuple[int, ...] | None = self._zero_shapes[name]
+        if shape is None:
+            return param
+        if torch.compiler.is_compiling():
+            with DisableTorchFunction():
+                cache: Tensor | None = (self._zero_unsharded_cache or {}).get(name)
+                words = (packed_words(shape[0], shape[1], kind),)
+                packed = torch.ops.lightning_zero.gather(param, words, torch.int32, cache)
+                return torch.ops.lightning_zero_weights.dequantize(packed, shape, dtype, kind)
+        return _read_packed_eagerly(self, param)
+
+    return property(read, doc=f"The full parameter {name!r}, computed from its gathered codes.")
+
+
 # From code that Dynamo cannot trace (recurrent modules, loops with a graph break) it would compile each read as a graph
 # that saves the full weight for backward. All properties share one code object, which is skipped here.
 if not isinstance(skip_code, Absent):  # without Dynamo's skip_code, nothing is compiled
-    for _property in (_weight_property(""), adapted_property(_weight_property(""), "")):
+    for _property in (
+        _weight_property(""),
+        _packed_property("", "nf4", torch.float32),
+        adapted_property(_weight_property(""), ""),
+    ):
         skip_code(cast(types.FunctionType, _property.fget).__code__)
 
 
@@ -93,6 +119,17 @@ def _read_eagerly(module: Any, param: Tensor, shape: tuple[int, ...]) -> Tensor:
     with DisableTorchFunctionSubclass():
         weight = torch.ops.lightning_zero.gather_eager(param, shape, param.dtype)
     return reader.wrap(weight, cast(nn.Parameter, param))
+
+
+@torch.compiler.disable
+def _read_packed_eagerly(module: Any, param: Tensor) -> Tensor:
+    reader: WeightReader = module._zero_cache.reader
+    if reader.reads_shards:
+        return param
+    if not isinstance(param, nn.Parameter):
+        reader.note_functional_call_read()
+        return param
+    return reader.read_packed(param)
 
 
 def _is_functional_call_weight(weight: Tensor, shape: tuple[int, ...], reader: WeightReader) -> bool:
@@ -123,11 +160,14 @@ def _ignore_flat_weights(self: nn.RNNBase, value: Any) -> None:
     """Ignore the list of parameters that recurrent modules keep; it would hold shards."""
 
 
+_Packed = tuple[str, str, torch.dtype]  # a parameter's name, and the kind and dtype of its format
+
+
 class ClassCache:
     """Create and cache the subclasses of one engine."""
 
     def __init__(self) -> None:
-        self._classes: dict[tuple[type, tuple[str, ...], tuple[str, ...]], type] = {}
+        self._classes: dict[tuple[type, tuple[str, ...], tuple[str, ...], tuple[_Packed, ...]], type] = {}
         self.reader = WeightReader()
         self._deepcopy: Callable[..., Any] = raise_copy_unsupported
         self._reduce: Callable[..., Any] = raise_copy_unsupported
@@ -160,7 +200,9 @@ class ClassCache:
         """Give ``module`` the subclass whose properties read ``names``."""
         self.check(module)
         original = getattr(type(module), "_zero_original_class", type(module))
-        key = (original, names, tuple(sorted(module.__dict__.get(DELTAS, ()))))
+        formats: dict[str, WeightFormat] = module.__dict__.get(FORMATS, {})
+        packed = tuple(sorted((name, found.kind, found.dtype) for name, found in formats.items()))
+        key = (original, names, tuple(sorted(module.__dict__.get(DELTAS, ()))), packed)
         if key not in self._classes:
             self._classes[key] = _subclass(*key, self)
         try:
@@ -180,13 +222,16 @@ class ClassCache:
     @staticmethod
     def restore(module: nn.Module) -> None:
         """Restore the module's own class, and delete the attributes of the subclass."""
-        for attribute in (SHAPES, ORDERS, UNSHARDED_CACHE, DELTAS):
+        for attribute in (SHAPES, ORDERS, FORMATS, UNSHARDED_CACHE, DELTAS):
             module.__dict__.pop(attribute, None)
         module.__class__ = getattr(type(module), "_zero_original_class", type(module))
 
 
-def _subclass(original: type, names: tuple[str, ...], adapted: tuple[str, ...], cache: ClassCache) -> type:
+def _subclass(
+    original: type, names: tuple[str, ...], adapted: tuple[str, ...], packed: tuple[_Packed, ...], cache: ClassCache
+) -> type:
     members: dict[str, Any] = {name: _weight_property(name) for name in names}
+    members.update({name: _packed_property(name, kind, dtype) for name, kind, dtype in packed})
     members.update({name: adapted_property(members[name], name) for name in adapted if name in members})
     if issubclass(original, nn.RNNBase):
         members["_flat_weights"] = property(_flat_weights, _ignore_flat_weights)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.sharding.layout import ShardLayout
+from lightning_zero.sharding.layout import ShardLayout, whole_layout
 from lightning_zero.sharding.shard_tensor import ShardSpec, no_shard_dispatch
+from lightning_zero.sharding.weight_format import WeightFormat
 
 
 class Role(Enum):
@@ -37,7 +38,9 @@ class ShardedParameter:
         memory: tensors on this rank, by role; a missing role is not allocated yet.
         spec: what the parameter's shard tensors refer to.
         owners: the (module, name) pairs that read the parameter: several if it is tied, none after it is dropped.
+        format: how the frozen weight is packed; None if the shard holds values. ``layout`` is that of the packed words.
         copied: True if a module was deep-copied from the owner, which may have been only a template.
+        dropped: True if another record has replaced this one.
         visible_grad: the object that is ``param.grad`` after a backward.
         on_host: the shard as a CPU tensor, if it is stored in host memory.
         _aliases: tensors that shared the parameter's memory before it was sharded, see ``sharding/aliases.py``.
@@ -50,7 +53,9 @@ class ShardedParameter:
     memory: dict[Role, Tensor]
     spec: ShardSpec = field(repr=False)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
+    format: WeightFormat | None = None
     copied: bool = False
+    dropped: bool = False
     visible_grad: Tensor | None = None
     on_host: Tensor | None = None
     _aliases: list[weakref.ref[Tensor]] = field(default_factory=list, repr=False)
@@ -59,6 +64,22 @@ class ShardedParameter:
     def shard(self) -> Tensor:
         """Return this rank's elements and padding, 1-D, which optimizers step."""
         return self.memory[Role.MASTER_SHARD]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return the full parameter's shape."""
+        return self.layout.shape if self.format is None else self.format.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the dtype in which modules read the parameter outside autocast."""
+        return self.param.dtype if self.format is None else self.format.dtype
+
+    @property
+    def is_full(self) -> bool:
+        """Return True if the registered parameter is the full value. Call it inside ``no_shard_dispatch``."""
+        other = self.param.data_ptr() != self.shard.data_ptr()
+        return other and (self.format is not None or self.param.shape == self.layout.shape)
 
     @property
     def is_on_host(self) -> bool:
@@ -87,11 +108,26 @@ class ShardedParameter:
 
         It is padded with zeros.
         """
-        return self.layout.part(full, self.spec.shard_index)
+        shard = torch.empty(self.layout.shard_numel, dtype=self._stored_dtype(full), device=self._stored_device(full))
+        self.write_local_part(full, shard)
+        return shard.view(self.layout.visible_shape)
 
     def write_local_part(self, full: Tensor, into: Tensor) -> None:
         """Write this rank's part of a tensor of the full shape into the 1-D ``into``, of any device and dtype."""
-        self.layout.write(into, full, self.spec.shard_index)
+        self.layout.write(into, full if self.format is None else self._packed(full), self.spec.shard_index)
+
+    def _stored_dtype(self, full: Tensor) -> torch.dtype:
+        return full.dtype if self.format is None else torch.int32
+
+    def _stored_device(self, full: Tensor) -> torch.device:
+        return full.device if self.format is None else self.shard.device
+
+    def _packed(self, full: Tensor) -> Tensor:
+        assert self.format is not None
+        # A tensor of a checkpoint file is read whole, because blocks do not end where shards do.
+        flat = torch.empty(self.format.shape.numel(), dtype=full.dtype, device=self.shard.device)
+        whole_layout(self.format.shape).write(flat, full, 0)
+        return self.format.encode(flat.view(self.format.shape))
 
     def install_shard(self) -> None:
         """Point the registered parameter at the shard.
@@ -103,7 +139,7 @@ class ShardedParameter:
             for tensor in self._tensors():
                 tensor.data = self.shard.view(self.layout.visible_shape)
             self.spec.storage_address = self.shard.untyped_storage().data_ptr()
-        self.param.__dict__["numel"] = self.param.__dict__["nelement"] = partial(int, self.layout.numel)
+        self.param.__dict__["numel"] = self.param.__dict__["nelement"] = partial(int, self.shape.numel())
         for tensor in self._tensors():
             self.spec.wrap(tensor)
 
@@ -134,8 +170,11 @@ class ShardedParameter:
 
 def gather_full(record: ShardedParameter, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return the full parameter on the shard's device, in its own dtype or another, detached. Collective."""
-    shape, dtype = list(record.layout.memory_shape), dtype or record.param.dtype
+    shape = list(record.layout.memory_shape)
     with torch.no_grad(), no_shard_dispatch():
+        if record.format is not None:
+            return record.format.decode(torch.ops.lightning_zero.gather(record.param, shape, torch.int32), dtype)
+        dtype = dtype or record.param.dtype
         return record.layout.permute_from_memory(torch.ops.lightning_zero.gather(record.param, shape, dtype))
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.compat.tensors import OpOverload, OpOverloadPacket, foreach_norm
+from lightning_zero.errors import UnsupportedError
 from lightning_zero.sharding.layout import ShardLayout
 from lightning_zero.sharding.shard_reductions import REDUCTIONS, foreach_norms, reduce
 from lightning_zero.sharding.shard_tensor import (
@@ -30,6 +31,7 @@ from lightning_zero.sharding.shard_tensor import (
     gather_value,
     is_shard,
     no_shard_dispatch,
+    raise_packed,
     raise_unsupported,
     shards_in,
     spec_of,
@@ -88,6 +90,31 @@ _TRANSPOSED = frozenset(["T", "mT", "H", "mH"])
 @lru_cache(maxsize=4096)
 def rule_of(func: Any) -> Rule:
     """Return the rule by which ``func`` is called if one of its arguments is a shard tensor."""
+    rule = _rule_of(func)
+    keeps_bytes = getattr(func, "__name__", "") in _KEEP_BYTES or getattr(rule, "func", rule) in _READ_NO_VALUES
+    return rule if keeps_bytes else partial(_call_with_values, rule)
+
+
+def _call_with_values(rule: Rule, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call a rule that reads or writes values; raise if a shard holds codes instead."""
+    found = list(shards_in((*args, *kwargs.values())))
+    packed = [shard for shard in found if shard.__dict__["_zero_spec"].packed is not None]
+    if packed and not (getattr(func, "__name__", "") == "copy_" and len(packed) == len(args)):
+        raise_packed(func, packed[0].__dict__["_zero_spec"])
+    return rule(func, args, kwargs)
+
+
+def _set_requires_grad(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    spec = spec_of(args[:1])
+    if spec.packed is not None and (True in args[1:] or kwargs.get("requires_grad") or not (args[1:] or kwargs)):
+        raise UnsupportedError(
+            f"requires_grad was set on {spec.name!r}, whose {spec.packed} codes cannot be trained. Set it before the "
+            f"model is sharded, or exclude the weight: tuning=Tuning(frozen_exclude=('*{spec.name}',))."
+        )
+    return _call_plain(func, args, kwargs)
+
+
+def _rule_of(func: Any) -> Rule:
     name = getattr(func, "__name__", "")
     if isinstance(func, OpOverload | OpOverloadPacket):
         return _operator
@@ -101,6 +128,8 @@ def rule_of(func: Any) -> Rule:
         return draw_like
     if name in FULL_SHAPE_QUERIES:
         return partial(_query_full_shape, name)
+    if name == "requires_grad_":
+        return _set_requires_grad
     if name in _PASSED_THROUGH or name in _NEW_TENSORS:
         return _call_plain
     if name in _STORAGE_ACCESS:
@@ -133,6 +162,8 @@ def _property(attribute: str, access: str) -> Rule:
         return _get_data if access == "__get__" else _assign_data
     if attribute == "grad" and access == "__set__":
         return _assign_grad
+    if attribute == "requires_grad" and access == "__set__":
+        return _set_requires_grad
     if attribute in FULL_SHAPE_QUERIES:
         return partial(_query_full_shape, attribute)
     if attribute in ("real", "imag"):
@@ -473,3 +504,19 @@ def _write_local_part(shard: Tensor, full: Tensor, spec: ShardSpec) -> None:
     part = spec.layout.part(full, spec.shard_index)
     spec.before_write(shard)
     shard.copy_(part.view(shard.shape))
+
+
+# Rules that do not depend on values, and functions that keep each element. Codes of frozen weights allow only these.
+_READ_NO_VALUES = (
+    _operator,
+    _call_plain,
+    _access_storage,
+    _assign_grad,
+    _describe,
+    _equal,
+    _get_data,
+    _query_full_shape,
+    _set_requires_grad,
+    raise_unsupported,
+)
+_KEEP_BYTES = words("clone detach detach_ to cpu cuda xpu contiguous alias pin_memory as_subclass")

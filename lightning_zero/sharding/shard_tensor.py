@@ -83,6 +83,18 @@ def raise_unsupported_for(func: Any, spec: ShardSpec) -> NoReturn:
     )
 
 
+def raise_packed(func: Any, spec: ShardSpec) -> NoReturn:
+    """Raise :class:`UnsupportedError` for a function that was called with a frozen weight's codes."""
+    name = getattr(func, "__name__", str(func))
+    own = spec.name.rpartition(".")[2]
+    raise UnsupportedError(
+        f"{name} was called on {spec.name!r}, a frozen weight whose shard holds {spec.packed} codes and not values. "
+        f"Read the values from the module that owns it, `module.{own}`. To change them, enter `with "
+        "lightning_zero.full_parameters(module): ...`. Do so on every rank. To compute over trained parameters only, "
+        "filter by `p.requires_grad`."
+    )
+
+
 class Mismatch(Exception):
     """Signal that operands do not fit one layout; callers raise the final error."""
 
@@ -199,6 +211,7 @@ class ShardSpec:
         group: returns the process group of the shards, or None after the engine is closed.
         on_write: called before the parameter is written to, with True if all values are replaced.
         collective: runs a collective over ``group`` and waits for it, see :meth:`Executor.collective`.
+        packed: kind of the format if the shard holds codes of a frozen weight; None if it holds values.
         storage_address: address of the storage that the shard is in.
     """
 
@@ -209,6 +222,7 @@ class ShardSpec:
     group: Callable[[], dist.ProcessGroup | None]
     on_write: Callable[[bool], None]
     collective: Callable[[Callable[[bool], dist.Work | None]], None]
+    packed: str | None = None
     storage_address: int = 0
     _aliases: list[weakref.ref[Tensor]] = field(default_factory=list, repr=False)
 

@@ -26,12 +26,14 @@ from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.sharding.adapted_parameters import mark_adapted_parameters
 from lightning_zero.sharding.aliases import Aliases, check_shared_memory
 from lightning_zero.sharding.flat_memory import HostMasterPolicy, ShardMemory
+from lightning_zero.sharding.frozen_weights import FrozenWeights, check_not_quantized
 from lightning_zero.sharding.layout import ShardLayout, as_real, is_strided, memory_order
-from lightning_zero.sharding.module_patching import ORDERS, SHAPES, ClassCache, is_sharded
+from lightning_zero.sharding.module_patching import FORMATS, ORDERS, SHAPES, ClassCache, is_sharded
 from lightning_zero.sharding.param_record import Records, Role, ShardedParameter, gather_full
 from lightning_zero.sharding.shard_rules import rule_of
 from lightning_zero.sharding.shard_tensor import ShardSpec, closed_engine_message, full_arguments, set_rules
 from lightning_zero.sharding.symm_mem import PeerTransports
+from lightning_zero.sharding.weight_format import WeightFormat
 from lightning_zero.sharding.weight_reader import ShardSync
 
 
@@ -56,6 +58,7 @@ def check_parameter(name: str, param: nn.Parameter) -> None:
             f"Parameter {name!r} has no shape yet (a lazy module). Run one batch through the model, or give it its "
             "sizes, before training."
         )
+    check_not_quantized(name, param)
     if not is_strided(param):
         raise UnsupportedError(
             f"Parameter {name!r} has dtype {param.dtype} and layout {param.layout}; only dense parameters can be "
@@ -144,7 +147,7 @@ class Materializer:
         for key, record in already.items():
             if record is not None:
                 module._parameters[key] = record.param
-                shapes[key] = tuple(record.layout.shape)
+                shapes[key] = tuple(record.shape)
         for key, old in before.items():
             new = module._parameters[key]
             if old is not None and new is not None and new is not old:
@@ -174,6 +177,7 @@ class Sharder:
         transports: allocate the shards in memory that other ranks can read, if possible.
         policy: which shards are stored on the host; None: none.
         state_blocks: see :meth:`ShardLayout.from_shape`.
+        frozen: which frozen weights are stored packed; None: none.
 
     Attributes:
         records: of all parameters that were ever sharded.
@@ -189,6 +193,7 @@ class Sharder:
         policy: HostMasterPolicy | None = None,
         alias_gradients: bool = False,
         state_blocks: bool = False,
+        frozen: FrozenWeights | None = None,
     ) -> None:
         check_tensor_arguments(full_arguments)
         set_rules(rule_of)
@@ -202,6 +207,8 @@ class Sharder:
         self._state_blocks = state_blocks
         self._aliases = Aliases()
         self._materializer = Materializer(self.records, mesh.device)
+        self._frozen = frozen
+        self._formats: dict[tuple[int, str], WeightFormat] = {}  # by a module's id and a parameter's name
         self._read: dict[tuple[int, str], ShardedParameter] = {}  # by a module's id and a parameter's name
 
     def find(self, param: Tensor) -> ShardedParameter | None:
@@ -224,7 +231,9 @@ class Sharder:
         for key, param in own:
             record = self.find(param)
             if record is None:
-                record = self._shard_parameter(f"{name}.{key}" if name else key, param)
+                record = self._shard_parameter(
+                    f"{name}.{key}" if name else key, param, self._formats.get((id(module), key))
+                )
                 module._parameters[key] = record.param
             self.attach(module, key, record)
 
@@ -235,7 +244,9 @@ class Sharder:
             before.owners = [(m, k) for m, k in before.owners if not (m is module and k == key)]
         self._read[id(module), key] = record
         record.owners.append((module, key))
-        module.__dict__.setdefault(SHAPES, {})[key] = tuple(record.layout.shape)
+        module.__dict__.setdefault(SHAPES, {})[key] = tuple(record.shape)
+        if record.format is not None:
+            module.__dict__.setdefault(FORMATS, {})[key] = record.format
         if record.layout.order is not None:
             module.__dict__.setdefault(ORDERS, {})[key] = record.layout.order
         self._install_class(module)
@@ -243,9 +254,13 @@ class Sharder:
     def _install_class(self, module: nn.Module) -> None:
         self.classes.install_class(module, tuple(sorted(module.__dict__[SHAPES])))
 
-    def _shard_parameter(self, name: str, param: nn.Parameter) -> ShardedParameter:
+    def _shard_parameter(self, name: str, param: nn.Parameter, packed: WeightFormat | None = None) -> ShardedParameter:
         check_parameter(name, param)
         noted = self._aliases.snapshot_memory(param)
+        if packed is not None:
+            record = self._pack(name, param, packed, lambda: param.detach().to(self.mesh.device))
+            self._aliases.register(noted, record)
+            return record
         layout = ShardLayout.from_shape(
             param.shape, param.dtype, self.mesh.shard_group.size, memory_order(param), self._state_blocks
         )
@@ -263,6 +278,35 @@ class Sharder:
         self._aliases.register(noted, record)
         return record
 
+    def _pack(
+        self, name: str, param: nn.Parameter, packed: WeightFormat, values: Callable[[], Tensor]
+    ) -> ShardedParameter:
+        """Shard the packed words of rank 0's values."""
+        layout = ShardLayout.from_shape(torch.Size([packed.words]), torch.int32, self.mesh.shard_group.size)
+        if self.mesh.rank == 0:
+            words = packed.encode(values())
+        else:
+            words = torch.empty(packed.words, dtype=torch.int32, device=self.mesh.device)
+        if self.mesh.world_size > 1:
+            dist.broadcast(words, group=self.mesh.gather_group, group_src=0)
+        return self._register(name, param, layout.part(words, self.mesh.shard_index), layout, packed)
+
+    def _pack_sharded(self) -> None:
+        """Replace the values of selected weights that were sharded while the model was built. Collective."""
+        for record in self.live:
+            module, key = record.owners[0]
+            packed = self._formats.get((id(module), key))
+            if packed is None or record.format is not None:
+                continue
+            full, owners = gather_full(record), record.owners
+            self.executor.parameters.drop(record.index)
+            record.owners, record.dropped = [], True
+            ShardSpec.unwrap(record.param)
+            record.shard.untyped_storage().resize_(0)
+            other = self._pack(record.name, record.param, packed, lambda full=full: full)  # type: ignore[misc]
+            for module, key in owners:
+                self.attach(module, key, other)
+
     def clone(self, record: ShardedParameter) -> ShardedParameter:
         """Return a new parameter of the same values that no module reads yet."""
         record.copied = True
@@ -270,7 +314,9 @@ class Sharder:
         param = nn.Parameter(shard.view(record.layout.visible_shape), record.param.requires_grad)
         return self._register(record.name, param, shard, record.layout)
 
-    def _register(self, name: str, param: nn.Parameter, shard: Tensor, layout: ShardLayout) -> ShardedParameter:
+    def _register(
+        self, name: str, param: nn.Parameter, shard: Tensor, layout: ShardLayout, packed: WeightFormat | None = None
+    ) -> ShardedParameter:
         index = self.executor.parameters.add(name, param, shard, layout.shape, layout.order)
         device = self.mesh.device
         spec = ShardSpec(
@@ -281,8 +327,9 @@ class Sharder:
             weakref.ref(self.mesh.shard_group.gather_group),
             partial(_before_write, weakref.ref(self)),
             partial(_run_collective, weakref.ref(self), name),
+            packed=None if packed is None else packed.kind,
         )
-        record = ShardedParameter(index, name, param, layout, {Role.MASTER_SHARD: shard}, spec)
+        record = ShardedParameter(index, name, param, layout, {Role.MASTER_SHARD: shard}, spec, format=packed)
         record.install_shard()
         self.records.add(record)
         return record
@@ -303,10 +350,12 @@ class Sharder:
                 if param is not None and self.find(param) is None:
                     self.classes.check(module)
                     check_parameter(f"{name}.{key}" if name else key, param)
+        self._formats = {} if self._frozen is None else self._frozen.find(root)
         check_shared_memory(
             {name: param for name, param in root.named_parameters() if self.find(param) is None},
             dict(root.named_buffers()),
         )
+        self._pack_sharded()
         for name, module in root.named_modules():
             for key, param in list(module._parameters.items()):
                 if param is not None:
@@ -340,7 +389,7 @@ class Sharder:
     def _lay_out(self) -> None:
         # Gradients arrive in reverse order of registration, so a bucket's shards are contiguous.
         for record in self.records:
-            if not record.owners:
+            if not record.owners and not record.dropped:
                 self.executor.parameters.drop(record.index)
         self.memory.place_shards(self.live[::-1])
 

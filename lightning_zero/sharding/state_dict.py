@@ -113,10 +113,10 @@ class StateDictHooks:
             record = None if param is None else self.sharder.find(param)
             if record is None or shape is None or full is None:
                 continue
-            if full.shape != record.layout.shape:
+            if full.shape != record.shape:
                 errors.append(
                     f"size mismatch for {prefix + key}: the checkpoint has shape {tuple(full.shape)}, the model "
-                    f"{tuple(record.layout.shape)}."
+                    f"{tuple(record.shape)}."
                 )
                 assert param is not None
                 state[prefix + key] = param.detach()  # unchanged, and not also reported as missing
@@ -193,7 +193,7 @@ class _Writer:
             )
         sharder.sync.before_overwriting()
         with torch.no_grad():
-            record.param.copy_(full)
+            record.param.copy_(full if record.format is None else record.local_part(full))
         self._version = record.param._version
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import DisableTorchFunctionSubclass, Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_zero.compat.tensors import storage_key
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
 
@@ -192,6 +193,40 @@ class GatheredWeight(Tensor):
         return self.detach().__reduce_ex__(protocol)  # pickle the values only
 
 
+_SETTERS = ("__set__", "__setitem__")
+
+
+class DequantizedWeight(GatheredWeight):
+    """Hold a frozen weight computed from its codes. A write to it would be lost, so writes raise."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        first = args[0] if args else None
+        in_place = name.endswith("_") and not name.endswith("__") and name != "requires_grad_"
+        if type(first) is cls and (in_place or name in _SETTERS or name.startswith("__i") and name != "__invert__"):
+            raise first._written(name)
+        with DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            if type(first) is cls and type(result) is Tensor and result.data_ptr() == first.data_ptr():
+                return cls.of(result, first._zero_param, first._zero_reader)  # a view, such as ``weight.data``
+        return result
+
+    @staticmethod
+    def of(weight: Tensor, param: nn.Parameter, view: WeightReader) -> Tensor:
+        weight.__class__ = DequantizedWeight
+        weight.__dict__.update(_zero_param=param, _zero_reader=view)
+        return weight
+
+    def _written(self, name: str) -> UnsupportedError:
+        record = self._zero_reader.find_record(self._zero_param)
+        return UnsupportedError(
+            f"{name} would write to a copy of {'a frozen weight' if record is None else repr(record.name)}, which "
+            "frozen_dtype stores as codes. Change its values on every rank inside `with "
+            "lightning_zero.full_parameters(module): ...`."
+        )
+
+
 class _GatheredParameter(nn.Parameter):
     """Hold a gathered parameter while a model is built.
 
@@ -215,6 +250,7 @@ class WeightReader:
     def __init__(self) -> None:
         self._shards = self._parameters = self._forward = False
         self._given = False
+        self._dequantized: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # by storage: the weight, the record's index
         self._last_read: Callable[[], nn.Parameter | None] = lambda: None
         self._engine: Callable[[], Any] = lambda: None
 
@@ -268,6 +304,28 @@ class WeightReader:
             weight.__dict__["register_hook"] = param.register_hook  # outlives this read, as in a plain module
             return weight
         return GatheredWeight.of(weight, param, self)
+
+    def read_packed(self, param: nn.Parameter) -> Tensor:
+        """Return the object that eager code gets for a packed frozen weight."""
+        record = self.find_record(param)
+        self.note_read(param)
+        with DisableTorchFunctionSubclass(), torch.no_grad():
+            packed = torch.ops.lightning_zero.gather_eager(param, list(record.layout.shape), torch.int32)
+        if not (self._forward and torch.is_grad_enabled()):
+            return DequantizedWeight.of(record.format.decode(packed), param, self)
+        # Autocast would cast a copy, which autograd would save as a tensor of its own.
+        device, dtype = packed.device.type, record.dtype
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device).itemsize < dtype.itemsize:
+            dtype = torch.get_autocast_dtype(device)
+        weight: Tensor = record.format.decode(packed, dtype)
+        self._dequantized = {key: entry for key, entry in self._dequantized.items() if entry[0]() is not None}
+        self._dequantized[storage_key(weight)] = weakref.ref(weight), record.index
+        return weight
+
+    def find_dequantized(self, tensor: Tensor) -> int:
+        """Return the index of the record whose weight eager code holds in this tensor's memory; -1 for none."""
+        found = self._dequantized.get(storage_key(tensor)) if self._dequantized else None
+        return -1 if found is None or found[0]() is None else found[1]
 
     @property
     def last_read(self) -> nn.Parameter | None:

@@ -29,7 +29,9 @@ class OneRank:
         state_blocks: bool = False,
     ) -> None:
         self.rank = rank
-        self.mesh = SimpleNamespace(world_size=1, replicated=False, shard_group=SimpleNamespace(gather_group=None, size=1))
+        self.mesh = SimpleNamespace(
+            world_size=1, replicated=False, shard_group=SimpleNamespace(gather_group=None, size=1)
+        )
         layouts = [
             ShardLayout.from_shape(torch.Size(shape), torch.float32, world_size, state_blocks=state_blocks)
             for shape in shapes

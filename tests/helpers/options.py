@@ -41,6 +41,8 @@ OTHERS: dict[str, Any] = {
     "offload": ("optimizer",),
     "reduce_dtype": "bf16",
     "linear_dtype": "fp8",
+    "frozen_dtype": "nf4",
+    "frozen_exclude": ("*.head.weight",),
     "fp8_products": ("forward",),
     "fp8_exclude": ("*.head.weight",),
     "fp8_min_gain": 2.0,

@@ -24,6 +24,7 @@ from lightning_zero.compile.fx_utils import WEIGHT
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native.ops import NAMESPACE
 from lightning_zero.sharding.shard_tensor import ShardSpec
+from lightning_zero.sharding.weight_format import DEQUANTIZE
 
 _DISTRIBUTED = "torch.distributed"
 
@@ -103,6 +104,9 @@ def check_weight_edits(module: GraphModule) -> None:
         storage = node_storage(gather)
         if storage is not None:
             weights[storage] = shard
+        for user in gather.users:
+            if getattr(user.target, "overloadpacket", user.target) is DEQUANTIZE.overloadpacket:
+                weights[node_storage(user) or -1] = shard
     if not weights:
         return
     for node in walk_nodes(module):

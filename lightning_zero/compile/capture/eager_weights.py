@@ -47,10 +47,11 @@ def regather_saved_weights(sharder: Sharder, rest: SavedTensorOffload | None = N
     def pack(tensor: Tensor) -> Tensor | _SavedWeight | VersionedTensor | SavedTensor:
         with no_shard_dispatch():  # code compiled by the user saves shards
             index = find(tensor)
+            index = index if index >= 0 else sharder.reader.find_dequantized(tensor)
         record = sharder.records[index] if index >= 0 else _record_of_cast(tensor, sharder)
         if record is None:
             return VersionedTensor.of(tensor) if rest is None else rest.pack(tensor)
-        if not _is_within_weight(tensor, record):
+        if record.format is None and not _is_within_weight(tensor, record):
             return tensor.detach()  # otherwise the tensor would be saved by its own grad_fn and keep itself alive
         view = (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         with no_shard_dispatch():

@@ -38,6 +38,7 @@ from lightning_zero.compile.fx_utils import (
     weight_nodes,
 )
 from lightning_zero.compile.partitioner.residual_sums import save_residual_sums
+from lightning_zero.compile.passes.dequantize import narrow_dequantized
 from lightning_zero.compile.passes.prepare import cast_before_views
 from lightning_zero.compile.passes.saved_weights import NOTHING_SAVED, SavedLimits, backward_nodes, choose_saved
 from lightning_zero.config import RecomputePolicy
@@ -128,7 +129,7 @@ def _module_path(node: Node) -> str:
 
 def tag_gathers(graph: Graph, keep: SavedLimits = NOTHING_SAVED) -> Graph:
     """Tag weights in a joint graph as recomputed in place, except those within the limits ``keep``."""
-    tagged = weight_nodes(cast_before_views(graph))
+    tagged = weight_nodes(narrow_dequantized(cast_before_views(graph)))
     if not tagged:
         return graph
     kept = set(choose_saved(graph, keep))

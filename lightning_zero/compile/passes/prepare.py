@@ -14,6 +14,7 @@ from lightning_zero.compile.fx_utils import (
     NodeReplacer,
     cast_dtype,
     gathers,
+    is_dequantize,
     is_view_or_cast,
     ops,
     reduces,
@@ -41,7 +42,7 @@ def split_gathers(graph: Graph) -> Graph:
 
 
 def sink_gathers(graph: Graph) -> Graph:
-    """Move each gather, with views and casts, to the weight's first use, in place.
+    """Move each gather, with views, casts and dequantization, to the weight's first use, in place.
 
     The partitioner orders recomputed nodes arbitrarily. Later passes rely on gathers in order of use.
     """
@@ -61,12 +62,13 @@ def sink(graph: Graph, nodes: Sequence[Node]) -> Graph:
 
 
 def _chain_and_first_use(node: Node, position: dict[Node, int]) -> tuple[list[Node], Node | None]:
-    """Return a node with the views and casts of it in order, and the first other user."""
+    """Return a node with the views, casts and dequantization of it in order, and the first other user."""
     chain, uses = {node: None}, []
     pending = [node]
     while pending:
         for user in pending.pop().users:
-            if is_view_or_cast(user) and user.args[0] in chain and len(user.all_input_nodes) == 1:
+            follows = is_view_or_cast(user) or is_dequantize(user)
+            if follows and user.args[0] in chain and len(user.all_input_nodes) == 1:
                 if user not in chain:
                     chain[user] = None
                     pending.append(user)

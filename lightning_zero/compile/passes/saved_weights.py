@@ -19,7 +19,7 @@ import torch
 from torch.fx import Graph, Node
 
 from lightning_zero.compat.graphs import TANGENTS
-from lightning_zero.compile.fx_utils import cast_dtype, gathers, is_view_or_cast, readers, shard_of
+from lightning_zero.compile.fx_utils import cast_dtype, gathers, is_dequantize, is_view_or_cast, readers, shard_of
 from lightning_zero.compile.passes.gather_groups import max_group_bytes
 from lightning_zero.profiling.graph_tensors import nbytes
 
@@ -149,7 +149,7 @@ def _within(again: Sequence[_Weight], saved: AbstractSet[_Weight], budget_bytes:
 
 
 def _only_view(node: Node) -> bool:
-    return is_view_or_cast(node) and cast_dtype(node) is None
+    return is_dequantize(node) or (is_view_or_cast(node) and cast_dtype(node) is None)
 
 
 def _forms(gather: Node) -> list[Node]:

@@ -21,6 +21,7 @@ from lightning_zero.compat.graphs import USER_VISIBLE_OUTPUTS
 from lightning_zero.compat.tensors import OpOverload
 from lightning_zero.compile.async_compile import DeferredKernels
 from lightning_zero.compile.fx_utils import output_node
+from lightning_zero.compile.passes.dequantize import expand_dequantized
 from lightning_zero.compile.subgraphs.subgraph import NodeSignatures, Subgraph, signature
 from lightning_zero.compile.subgraphs.subgraph_program import Compiled, SubgraphProgram, compile_subgraph
 from lightning_zero.native.ops import find_op
@@ -88,6 +89,7 @@ def _compiled(
         # Other subgraphs were compiled for the strides of these results.
         output_node(subgraph.graph).meta[USER_VISIBLE_OUTPUTS] = list(range(len(subgraph.outputs)))
         inputs = [node.meta["val"] for node in subgraph.graph.find_nodes(op="placeholder")]
+        expand_dequantized(subgraph.graph)
         compiled = compile_subgraph(GraphModule(module, subgraph.graph), inputs, settings)
         kernels.assign_to(compiled)
         check_strides(compiled, [node.meta.get("val") for node in subgraph.outputs])

@@ -32,6 +32,7 @@ from lightning_zero.checkpoint.optimizer_state import gather_value
 from lightning_zero.checkpoint.sharded.checkpoint_tensors import CheckpointShard
 from lightning_zero.checkpoint.sharded.folder import full_path
 from lightning_zero.engine import Engine, engine_of
+from lightning_zero.errors import UnsupportedError
 from lightning_zero.integrations.uncompile import (
     accept_compiled_names,
     save_compiled_names,
@@ -224,6 +225,11 @@ class _ShardedAverage(PickledAsNone):
         for name, param in named.items():
             record = engine.sharder.find(param)
             assert record is not None
+            if record.format is not None:
+                raise UnsupportedError(
+                    f"An average of {record.name!r} would be one of its {record.format.kind} codes. Leave "
+                    "frozen_dtype out, or the callback that averages weights."
+                )
             self._records[name] = record
             # Copy from the shards: they have rank 0's initial values, and the copies may have others.
             copies[name].data = record.param.detach().to(copies[name].dtype, copy=True)

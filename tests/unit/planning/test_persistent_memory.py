@@ -10,6 +10,7 @@ from lightning_zero import Tuning
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.planning.estimate_training import Training, plan
 from lightning_zero.planning.persistent_memory import measure_optimizer_memory, persistent_bytes, shard_parameters
+from lightning_zero.sharding.weight_format import packed_words
 from tests.helpers.optimizer_steps import Lion
 from tests.helpers.options import config
 
@@ -109,3 +110,15 @@ def test_gradients_that_wait_for_the_last_micro_batch_are_a_hosts() -> None:
     assert whole["deferred_gradient"] == 4 * once["gradient"]
     each = persistent_bytes(shards, config(replicate_over="hosts"), hosts=3, accumulate=2)
     assert each["deferred_gradient"] == 0
+
+
+def test_packed_frozen_weights_count_by_their_words() -> None:
+    module = nn.Sequential(nn.Linear(256, 256).requires_grad_(False), nn.Linear(256, 256))
+    loss = Training(loss=lambda net, batch: net(batch).sum())
+    plans = [plan(module, torch.zeros(4, 256), training=loss, frozen_dtype=kind) for kind in (None, "nf4", "int8")]
+    plain, *packed = (found.roles for found in plans)
+    for kind, roles in zip(("nf4", "int8"), packed, strict=True):
+        saved = plain["master_shard"] - roles["master_shard"]
+        assert saved == pytest.approx(256 * 256 * 4 - packed_words(256, 256, kind) * 4, abs=128)
+        assert plain["compute_shard"] - roles["compute_shard"] == 256 * 256 * 2
+    assert len({found.parameters for found in plans}) == 1

@@ -1,0 +1,166 @@
+"""`frozen_dtype` in an engine: the training of a plain module whose frozen weights are the dequantized ones."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_zero.engine import Engine
+from lightning_zero.errors import UnsupportedError
+from lightning_zero.sharding.weight_format import WeightFormat, packed_words
+from tests.helpers.models import build, make_batches
+from tests.helpers.oracle import Reference, assert_close_relative, train_reference
+from tests.helpers.sharded import EAGER, adamw, engine_for, train_sharded
+from tests.ranks.pool import Ranks
+
+STEPS, SAMPLES = 4, 12
+FROZEN = ("first.base.weight", "second.base.weight")
+
+
+def dequantized(kind: Any) -> nn.Module:
+    """The oracle's module."""
+    model = build("LoRA")
+    for name in FROZEN:
+        weight = model.get_parameter(name)
+        packing = WeightFormat(kind, weight.shape, weight.dtype)
+        weight.data = packing.decode(packing.encode(weight))
+    return model
+
+
+def trained_adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return adamw(model)  # of all parameters: frozen ones are left alone
+
+
+def bytes_of(kind: str, rows: int = 25, columns: int = 19) -> int:
+    return packed_words(rows, columns, kind) * 4
+
+
+def train(kind: str, backend: str, **options: Any) -> dict[str, Any]:
+    model = build("LoRA")
+    with engine_for(model, backend, frozen_dtype=kind, **options) as engine:
+        out = train_sharded(engine, model, make_batches("LoRA", STEPS, SAMPLES), trained_adamw(model))
+        before = engine.executor.counters()["gather_bytes"]
+        engine.eval_step()
+        with torch.no_grad():
+            evaluated = model(make_batches("LoRA", 1, SAMPLES)[0][0])
+        moved = engine.executor.counters()["gather_bytes"] - before
+        reads = {name: model.get_submodule(name.removesuffix(".weight")).weight.clone() for name in FROZEN}
+        with engine.full_parameters(writeback=False):
+            whole = {name: param.detach().clone() for name, param in model.named_parameters()}
+        before_load = [record.shard.clone() for record in engine.sharder.live]
+        model.load_state_dict(
+            {key: value.bfloat16() if key in FROZEN else value for key, value in model.state_dict().items()}
+        )
+        kept = all(torch.equal(r.shard, own) for r, own in zip(engine.sharder.live, before_load, strict=True))
+        parts = {name: engine.checkpoints.model_state(sharded=True)[name].shard for name in FROZEN}
+        masters = sum(r.shard.nbytes for r in engine.sharder.live)
+        return {
+            "out": out,
+            "evaluated": evaluated,
+            "reads": reads,
+            "whole": whole,
+            "state": engine.model_state(),
+            "moved": moved,
+            "kept": kept,
+            "parts": parts,
+            "masters": masters,
+            "numel": sum(param.numel() for param in model.parameters()),
+            "errors": errors(engine, model),
+        }
+
+
+def errors(engine: Engine, model: Any) -> list[str]:
+    found = []
+    layer = model.first.base
+    for act in (
+        lambda: layer.weight.mul_(2),
+        lambda: layer.weight.data.copy_(torch.zeros(25, 19)),
+        lambda: model.requires_grad_(True),
+        lambda: layer._parameters["weight"].norm(),
+        lambda: layer._parameters["weight"].data.zero_(),
+    ):
+        try:
+            act()
+        except UnsupportedError as error:
+            found.append(str(error))
+    return found
+
+
+def compare(found: dict[str, Any], expected: Reference) -> None:
+    __tracebackhide__ = True
+    out = found["out"]
+    trained = [name for name in expected.params[0] if name not in FROZEN]
+    assert_close_relative(out.losses, expected.losses, 1e-6, what="losses")
+    assert_close_relative(out.grads, expected.grads, 3e-6, what="grads")
+    for mine, theirs in zip(out.params, expected.params, strict=True):
+        assert_close_relative([mine[n] for n in trained], [theirs[n] for n in trained], 1e-6, atol=2e-8, what="params")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "backend", "kind", "options"),
+    [
+        (1, EAGER, "nf4", {}),
+        (2, "aot_eager", "nf4", {}),
+        (3, "aot_eager", "nf4", {"prefetch": False}),
+        (3, EAGER, "int8", {}),
+        (2, "aot_eager", "int8", {"stage": 2}),
+    ],
+)
+def test_training_equals_that_of_dequantized_weights(
+    ranks: Ranks, world_size: int, backend: str, kind: str, options: dict[str, Any]
+) -> None:
+    results = ranks.run(world_size, train, kind, backend, **options)
+    found, plain = results[0], dequantized(kind)
+    expected = train_reference(plain, make_batches("LoRA", STEPS, SAMPLES), trained_adamw, world=world_size)
+    compare(found, expected)
+    values = dict(plain.named_parameters())
+    for name in FROZEN:
+        for where in ("reads", "whole", "state"):
+            assert torch.equal(found[where][name], values[name]), f"{name} in {where}"
+        together = torch.cat([each["parts"][name] for each in results])
+        assert torch.equal(together[: values[name].numel()], values[name].reshape(-1)), name
+    assert_close_relative(found["evaluated"], expected.model(make_batches("LoRA", 1, SAMPLES)[0][0]), 1e-5)
+    assert all(each["kept"] for each in results), "loading values that were rounded to bfloat16 changed the codes"
+    assert found["numel"] == sum(param.numel() for param in plain.parameters())
+    assert [("codes" in error) for error in found["errors"]] == [True] * 5, found["errors"]
+    # Evaluation gathers each weight once; shards are padded to 128 bytes.
+    rest = sum(p.numel() * 4 for name, p in values.items() if name not in FROZEN)
+    padding = len(values) * 128 * world_size
+    if options.get("stage") != 2:
+        assert 2 * bytes_of(kind) + rest <= found["moved"] <= 2 * bytes_of(kind) + rest + padding
+    assert sum(each["masters"] for each in results) <= 2 * bytes_of(kind) + rest + padding
+
+
+class Params4bit(nn.Parameter):
+    """Stands for that of bitsandbytes."""
+
+
+Params4bit.__module__ = "bitsandbytes.nn.modules"
+
+
+def refuse_and_pack_what_was_built_sharded() -> list[str]:
+    found = []
+    quantized = nn.Sequential(nn.Linear(8, 8))
+    quantized[0]._parameters["weight"] = Params4bit(torch.zeros(8, 8), requires_grad=False)
+    for model in (quantized, nn.Sequential(nn.Linear(8, 8))):
+        with engine_for(backend=EAGER, frozen_dtype="nf4") as engine, pytest.raises(UnsupportedError) as caught:
+            engine.shard(model)
+        found.append(str(caught.value))
+    expected = dequantized("nf4")
+    with engine_for(backend=EAGER, frozen_dtype="nf4", frozen_exclude=("second.*",)) as engine:
+        with engine.construction():
+            model = build("LoRA")
+        engine.shard(model)
+        assert torch.equal(model.first.base.weight, expected.first.base.weight)
+        assert torch.equal(model.second.base.weight, build("LoRA").second.base.weight)
+        engine.unshard()
+    assert torch.equal(model.first.base.weight, expected.first.base.weight)
+    return found
+
+
+def test_other_quantizers_are_refused_and_sharded_construction_packs_later(ranks: Ranks) -> None:
+    other, nothing = ranks.run(2, refuse_and_pack_what_was_built_sharded)[0]
+    assert "bitsandbytes" in other
+    assert "frozen_dtype='nf4'" in other
+    assert "no frozen weight" in nothing
