@@ -108,8 +108,8 @@ def check_state_dtype(
     name, option = type(optimizer).__name__, f"state_dtype={state_dtype!r}"
     if not has_rules(optimizer, groups):
         raise UnsupportedError(
-            f"{option} rounds the state of {name} after each step, which needs its update rule. The rule is "
-            "not known (only elementwise ones of torch.optim, no subclasses). "
+            f"state_dtype={state_dtype!r} rounds the state of {name} after each step, which needs its update rule. "
+            "The rule is not known (only elementwise ones of torch.optim, no subclasses). "
             "Register it with lightning_zero.register_rule, or leave state_dtype out."
         )
     if any(param.dtype is torch.float64 for group in groups for param in group["params"]):

@@ -18,43 +18,11 @@ from lightning_zero.engine import Engine
 from lightning_zero.errors import RankMismatchError
 from lightning_zero.optim.matrix_rules import _muon
 from lightning_zero.report.engine_report import memory_by_role
-from tests.helpers.muon import WideMuon, orthogonalize
+from tests.helpers.muon import ROWS, Net, WideMuon, batch, orthogonalize
 from tests.helpers.sharded import engine_for, whole_params, whole_state
 from tests.ranks.pool import Ranks
 
 STEPS = 20
-ROWS = 12  # a batch, divisible by 1, 2 and 3
-
-
-class Net(nn.Module):
-    """Matrices of several shapes, some alike.
-
-    A convolution, a batch of experts, vectors, and an unused part.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first, self.last = nn.Linear(61, 70), nn.Linear(70, 33)
-        self.alike = nn.ModuleList(nn.Linear(70, 70, bias=False) for _ in range(3))
-        self.conv = nn.Conv2d(2, 5, 3, padding=1).to(memory_format=torch.channels_last)
-        self.experts = nn.Parameter(torch.randn(3, 35, 70) / 8)
-        self.unused = nn.Linear(7, 5)
-        self.norm = nn.LayerNorm(70)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.first(x))
-        for layer in self.alike:
-            x = x + torch.tanh(layer(x))
-        x = x + self.conv(x.view(-1, 2, 5, 7)).mean(1).repeat(1, 1, 2).view(-1, 70)
-        x = torch.cat([x @ expert.T for expert in self.experts], 1)[:, :70]
-        return self.last(self.norm(x))
-
-
-def batch(step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
-    rng = torch.Generator().manual_seed(step)
-    x, y = torch.randn(ROWS, 61, generator=rng), torch.randn(ROWS, 33, generator=rng)
-    return x[rank::world], y[rank::world]
 
 
 def optimizers(model: nn.Module, muon: Any = WideMuon, **options: Any) -> list[torch.optim.Optimizer]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_zero.engine import Engine
 from lightning_zero.errors import RankMismatchError
 from lightning_zero.report.engine_report import memory_by_role
-from tests.distributed.test_muon import Net, batch
+from tests.helpers.muon import Net, batch
 from tests.helpers.reference_optimizers import LARS, Lamb, NorMuon
 from tests.helpers.sharded import engine_for, whole_params
 from tests.ranks.pool import Ranks

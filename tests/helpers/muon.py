@@ -1,4 +1,4 @@
-"""An oracle for Muon: Newton-Schulz in the parameters' own dtype, without the strategy's code."""
+"""An oracle for Muon (Newton-Schulz in the parameters' own dtype, without the strategy's code), and a model for it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero import MatrixRule, register_matrix_rule
 from lightning_zero.optim.matrix_rules import _muon
 
-__all__ = ["WideMuon", "orthogonalize"]
+__all__ = ["ROWS", "Net", "WideMuon", "batch", "orthogonalize"]
+
+ROWS = 12  # a batch, divisible by 1, 2 and 3
 
 
 def orthogonalize(update: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
@@ -62,3 +64,34 @@ def _rule(group: Mapping[str, Any]) -> MatrixRule:
 
 
 register_matrix_rule(WideMuon, _rule)
+
+
+class Net(nn.Module):
+    """Matrices of several shapes, some alike.
+
+    A convolution, a batch of experts, vectors, and an unused part.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(61, 70), nn.Linear(70, 33)
+        self.alike = nn.ModuleList(nn.Linear(70, 70, bias=False) for _ in range(3))
+        self.conv = nn.Conv2d(2, 5, 3, padding=1).to(memory_format=torch.channels_last)
+        self.experts = nn.Parameter(torch.randn(3, 35, 70) / 8)
+        self.unused = nn.Linear(7, 5)
+        self.norm = nn.LayerNorm(70)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for layer in self.alike:
+            x = x + torch.tanh(layer(x))
+        x = x + self.conv(x.view(-1, 2, 5, 7)).mean(1).repeat(1, 1, 2).view(-1, 70)
+        x = torch.cat([x @ expert.T for expert in self.experts], 1)[:, :70]
+        return self.last(self.norm(x))
+
+
+def batch(step: int, rank: int = 0, world: int = 1) -> tuple[Tensor, Tensor]:
+    rng = torch.Generator().manual_seed(step)
+    x, y = torch.randn(ROWS, 61, generator=rng), torch.randn(ROWS, 33, generator=rng)
+    return x[rank::world], y[rank::world]

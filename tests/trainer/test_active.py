@@ -20,6 +20,7 @@ NOT_CALLED = {
     "torch._dynamo.variables.nn_module.invoke_and_store_as_constant": "no function's result is a constant",
     "torch.utils.checkpoint._checkpoint_without_reentrant_generator": "for plans, see tests/unit/planning",
     "torch.utils.checkpoint.CheckpointFunction": "for plans, see tests/unit/planning",
+    "torch._inductor.runtime.triton_heuristics._persistent_reduction_configs": "only 8-bit state reduces rows",
     "torch.tensor": "for users' code, see tests/distributed/test_shards_in_sight.py",
     "torch.as_tensor": "for users' code",
     "torch.asarray": "for users' code",

@@ -13,7 +13,7 @@ from lightning_zero.cli.invocation import is_command_line, program_name
 REPO = Path(lightning_zero.__file__).parents[1]
 LINES = ["--help", "--version", "doctor --help", "build --help", "plan --help", "checkpoint --help"]
 LINES += [f"checkpoint {action} --help" for action in ("inspect", "verify", "consolidate", "export")]
-LINES += ["", "trane", "plan", "plan 8b", "plan tiny --ranks 0", "build --timeout x"]
+LINES += ["", "trane", "plan", "plan 9b", "plan tiny --ranks 0", "build --timeout x"]
 # Runs each line in one process, as the console script does, and prints its status and the heavy packages so far.
 PROGRAM = """
 import contextlib, io, sys
