@@ -181,6 +181,23 @@ def is_view_or_cast(node: Node) -> bool:
     return bool(arguments) and arguments[0].alias_info is not None and not arguments[0].alias_info.is_write
 
 
+def narrowing_casts(source: Node) -> list[tuple[Node, tuple[Node, ...]]]:
+    """Return narrowing floating-point casts of a node and of its views, each with the views in order."""
+    itemsize = source.meta["val"].dtype.itemsize
+    found: list[tuple[Node, tuple[Node, ...]]] = []
+    pending: list[tuple[Node, tuple[Node, ...]]] = [(source, ())]
+    while pending:
+        form, views = pending.pop()
+        for user in form.users:
+            dtype = cast_dtype(user)
+            if dtype is not None:
+                if dtype.is_floating_point and dtype.itemsize < itemsize:
+                    found.append((user, views))
+            elif is_view_or_cast(user) and user.target is not operator.getitem and user.all_input_nodes == [form]:
+                pending.append((user, (*views, user)))
+    return found
+
+
 def repeat_views(graph: Graph, source: Node, views: Sequence[Node]) -> Node:
     """Insert the same views of ``source``, which may have another dtype, and return the last one."""
     for view in views:

@@ -87,14 +87,19 @@ def rounding_noise(owners: Tensor, shifts: Tensor, begin: Tensor, keys: Tensor) 
     return hash_words(numbers ^ keys[owner])
 
 
+def noise_bits(words: Tensor, number: int) -> Tensor:
+    """Return 16 bits of each word of noise, other ones for each ``number``."""
+    if number >= 2:
+        words = hash_words((words + number // 2 * 0x3C6EF372) & WORD)
+    return torch.bitwise_right_shift(words, 16 * (number % 2)) & HALF
+
+
 def stochastic_round(value: Tensor, noise: Tensor, number: int) -> Tensor:
     """Round float32 to bfloat16 with this noise.
 
     ``number`` is the index of the value among those that share the noise. Each index uses other bits of it.
     """
-    if number >= 2:
-        noise = hash_words((noise + number // 2 * 0x3C6EF372) & WORD)
-    low = torch.bitwise_right_shift(noise, 16 * (number % 2)) & HALF
+    low = noise_bits(noise, number)
     finite = value.isfinite()
     bits = torch.where(finite, value, 0.0).view(torch.int32)
     up = (bits + low.to(torch.int32)) & ~HALF  # the sign bit stays: finite magnitudes are below it

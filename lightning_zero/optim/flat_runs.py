@@ -204,6 +204,16 @@ class FlatRun:
         numel = self.param.numel() // (STATE_BLOCK if per_block else 1)
         return torch.empty(numel, dtype=dtype, device=self.param.device) if host is None else host.empty(numel, dtype)
 
+    def allocate_state(self, name: str, dtype: torch.dtype, host: HostMemory | None) -> list[Tensor]:
+        """Allocate the tensors that store state of this name, unless they exist, and return the new ones."""
+        keys = (codes_key(name), scales_key(name)) if is_quantized(dtype) else (name,)
+        if keys[0] in self.state:
+            return []
+        self.state[keys[0]] = self.empty(dtype, host).view(self.param.shape)
+        for key in keys[1:]:
+            self.state[key] = self.empty(torch.float32, host, per_block=True)
+        return [self.state[key] for key in keys]
+
     def _concatenate(self, values: Sequence[Tensor], dtype: torch.dtype, host: HostMemory | None) -> Tensor:
         numel = sum(value.numel() for value in values)
         flat = self.empty(dtype, host, per_block=numel < self.param.numel())

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_zero.mesh import Mesh
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.optim.flat_runs import FlatRun
-from lightning_zero.optim.matrix_rules import MatrixRule, Tensors
+from lightning_zero.optim.matrix_rules import MatrixRule, Tensors, at_least_float32
 from lightning_zero.sharding.layout import ShardLayout
 
 Wait = Callable[[], None]
@@ -113,6 +113,15 @@ class MatrixBucket:
         begins = list(accumulate([0, *(record.layout.shard_numel for record in self.run.members)]))
         first = begins.index(self.begin)
         return self.run.shared[first : first + len(self.layouts)]
+
+    @property
+    def shared_values(self) -> list[Tensor]:
+        """The tensors of :attr:`shared`, in order."""
+        return [value for state in self.shared for value in state.values()]
+
+    @property
+    def shared_numel(self) -> int:
+        return sum(value.numel() for value in self.shared_values)
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -433,7 +442,7 @@ class MatrixExchange:
             name: torch.stack([state[name] for state in states]).view(-1, *shape)
             for name, shape in rule.shared(rows, columns).items()
         }
-        wide = {name: value if value.dtype is torch.float64 else value.float() for name, value in old.items()}
+        wide = {name: at_least_float32(value) for name, value in old.items()}
         done, new = rule.transform_with_state(updates, wide, scalars)
         for name, value in new.items():
             kept = value if "skip" not in scalars else torch.where(scalars["skip"] == 0, value, wide[name])
@@ -453,7 +462,7 @@ class MatrixExchange:
 
     def receive_state(self, flat: Tensor) -> None:
         """Read the shared state of all matrices from ``flat``."""
-        values = [value for state in self.bucket.shared for value in state.values()]
+        values = self.bucket.shared_values
         for value, new in zip(values, flat.split([value.numel() for value in values]), strict=True):
             value.copy_(new.view(value.shape))
 

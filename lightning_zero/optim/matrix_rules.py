@@ -22,6 +22,11 @@ from lightning_zero.optim.symmetric_products import has_kernel, symmetric_produc
 Tensors = dict[str, Tensor]
 
 
+def at_least_float32(value: Tensor) -> Tensor:
+    """Return the value in the dtype in which rules compute: float32, or its own float64."""
+    return value if value.dtype is torch.float64 else value.float()
+
+
 def as_matrices(shape: torch.Size) -> tuple[int, int, int]:
     """Return (number, rows, columns) of the matrices in a parameter of this shape.
 

@@ -72,7 +72,7 @@ def quantize(values: Tensor, dtype: torch.dtype, noise: Tensor | None = None) ->
     Args:
         values: Shape (blocks, 256).
         dtype: Of the codes.
-        noise: Rounds stochastically, see :func:`block_noise`; None: to the nearest.
+        noise: 16 bits for each block, shape (blocks, 1), int32: rounds stochastically. None: to the nearest.
 
     Returns:
         Codes of the shape of ``values``, and scales of shape (blocks, 1).
@@ -112,13 +112,6 @@ def block_noise(owners: Tensor, shifts: Tensor, begin: Tensor, keys: Tensor) -> 
     owner = owners.view(-1, STATE_BLOCK // BLOCK)[:, 0].long()
     numbers = (torch.arange(len(owner), device=owners.device) * STATE_BLOCK + begin + shifts[owner]) & WORD
     return hash_words(numbers ^ keys[owner]).view(-1, 1)
-
-
-def noise_of(words: Tensor, number: int) -> Tensor:
-    """Return noise for :func:`quantize` from 16 bits of each block's word, other ones for each state."""
-    if number >= 2:
-        words = hash_words((words + number // 2 * 0x3C6EF372) & WORD)
-    return (torch.bitwise_right_shift(words, 16 * (number % 2)) & HALF).to(torch.int32)
 
 
 # -- tensors of any length

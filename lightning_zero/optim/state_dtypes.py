@@ -12,14 +12,17 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state
+from lightning_zero.optim.bf16_state import STATE_DTYPE, keeps_bf16_state, noise_bits, stochastic_round
 from lightning_zero.optim.quantized_state import (
     NONNEGATIVE,
     SCALE_BYTES,
     SIGNED,
+    codes_key,
     is_quantized,
     keeps_quantized_state,
     pack_entries,
+    quantize,
+    scales_key,
     unpack_entries,
 )
 from lightning_zero.optim.reduction_rules import ReductionRule, of_parameter
@@ -53,6 +56,20 @@ def stored_dtypes(
 def stored_bytes(dtype: torch.dtype) -> float:
     """Return the bytes per element of state that is stored in ``dtype``, with scales of codes."""
     return dtype.itemsize + (SCALE_BYTES if is_quantized(dtype) else 0.0)
+
+
+def round_state(name: str, value: Tensor, dtype: torch.dtype, noise: Tensor, number: int) -> dict[str, Tensor]:
+    """Return the tensors that store new state, stochastically rounded, by key.
+
+    Args:
+        value: float32; of shape (blocks, 256) if ``dtype`` is that of codes.
+        noise: of :func:`block_noise` for codes, otherwise of :func:`rounding_noise`.
+        number: of the state among those that share the noise.
+    """
+    if not is_quantized(dtype):
+        return {name: stochastic_round(value, noise, number)}
+    codes, scales = quantize(value, dtype, noise_bits(noise, number).to(torch.int32))
+    return {codes_key(name): codes, scales_key(name): scales}
 
 
 def stored_dtypes_by_index(

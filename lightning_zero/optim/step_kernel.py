@@ -21,7 +21,7 @@ from lightning_zero.compat.compiler import limit_row_elements, lookup_backend
 from lightning_zero.compat.tensors import FakeTensorMode
 from lightning_zero.native.capture import GraphedSequence
 from lightning_zero.offload.staging_ring import StagingRing
-from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE, noise_keys, rounding_noise, stochastic_round
+from lightning_zero.optim.bf16_state import ROUNDING_COUNT, STATE_DTYPE, noise_keys, rounding_noise
 from lightning_zero.optim.flat_runs import MAX_CHUNK_NUMEL, ChunkedState, FlatRun, LoadedChunk
 from lightning_zero.optim.grad_norms import clip_factor
 from lightning_zero.optim.matrix_exchange import (
@@ -32,18 +32,17 @@ from lightning_zero.optim.matrix_exchange import (
     make_buckets,
     make_exchanges,
 )
-from lightning_zero.optim.matrix_rules import MatrixRule, Tensors
+from lightning_zero.optim.matrix_rules import MatrixRule, Tensors, at_least_float32
 from lightning_zero.optim.parameter_sums import ParameterPart, ParameterSums, of_run
 from lightning_zero.optim.quantized_state import (
     block_noise,
     codes_key,
     dequantize,
     is_quantized,
-    noise_of,
-    quantize,
     scales_key,
 )
 from lightning_zero.optim.reduction_rules import Reduction, ReductionRule
+from lightning_zero.optim.state_dtypes import round_state
 from lightning_zero.optim.support import is_torch_optimizer
 from lightning_zero.optim.update_rules import AnyRule, Rule, needs_ranks, rule_for
 from lightning_zero.sharding.layout import STATE_BLOCK, as_real
@@ -95,7 +94,7 @@ class StepKernel:
         self._capture = capture and not (self._sends and ring is not None)
         self._sum_over_ranks = sum_over_ranks
         # Shared state of all matrices, which their owners send to all ranks after a step.
-        shared = sum(map(_shared_numel, self._exchanges)) if self._sends else 0
+        shared = sum(exchange.bucket.shared_numel for exchange in self._exchanges) if self._sends else 0
         wide = any(run.param.dtype is torch.float64 for run in runs)
         dtype = torch.float64 if wide else torch.float32
         self._shared_state = torch.zeros(shared, dtype=dtype, device=device) if shared else None
@@ -284,9 +283,9 @@ class StepKernel:
             ) -> dict[str, Tensor]:
                 tensors = iter(rest)
                 old, scalar, known, out = (dict(zip(names, tensors, strict=False)) for names in keys)
-                wide = _wide(grad) * scalar["factor"] if "factor" in scalar else _wide(grad)
-                old = {name: _wide(value) for name, value in old.items()}
-                terms = reduction.terms(_wide(param), wide, old, scalar, part.expand_all(known))
+                wide = at_least_float32(grad) * scalar["factor"] if "factor" in scalar else at_least_float32(grad)
+                old = {name: at_least_float32(value) for name, value in old.items()}
+                terms = reduction.terms(at_least_float32(param), wide, old, scalar, part.expand_all(known))
                 for name, total in out.items():
                     total.add_(part.add_up(terms[name], reduction.over.get(name)))
                 return {}
@@ -325,7 +324,7 @@ class StepKernel:
     def _shared_parts(self) -> Iterator[tuple[MatrixExchange, Tensor]]:
         """Yield the exchanges of matrices with shared state, and their parts of the memory that is sent."""
         assert self._shared_state is not None
-        sizes = [_shared_numel(exchange) for exchange in self._exchanges]
+        sizes = [exchange.bucket.shared_numel for exchange in self._exchanges]
         for exchange, size, part in zip(self._exchanges, sizes, self._shared_state.split(sizes), strict=True):
             if size:
                 yield exchange, part
@@ -366,7 +365,7 @@ class StepKernel:
 
             def change(param: Tensor, update: Tensor, *rest: Tensor, factor: float = factor) -> dict[str, Tensor]:
                 scalar = dict(zip(keys, rest, strict=True))
-                before = _wide(param)
+                before = at_least_float32(param)
                 after = rule.finish(before, update.to(before.dtype), scalar, factor)
                 param.copy_(torch.where(scalar["skip"] == 0, after, before) if "skip" in scalar else after)
                 return {}
@@ -440,11 +439,11 @@ class StepKernel:
         def change(param: Tensor, grad: Tensor, *rest: Tensor) -> dict[str, Tensor]:
             old = dict(zip(stored, rest, strict=False))
             scalar = dict(zip(keys, rest[len(stored) :], strict=False))
-            wide = _wide(grad)
+            wide = at_least_float32(grad)
             if "factor" in scalar:
                 wide = wide * scalar["factor"]
                 grad.copy_(wide)
-            before = _wide(param), {name: _wide_state(name, old) for name in names}
+            before = at_least_float32(param), {name: _wide_state(name, old) for name in names}
             known = dict(zip(values, rest[len(stored) + len(keys) :], strict=False))
             after, new = step(before, wide, scalar, known)
             changes_param = not isinstance(rule, MatrixRule)
@@ -490,34 +489,23 @@ def _wide_state(name: str, stored: Mapping[str, Tensor]) -> Tensor:
     """Return a chunk's state of this name as the rule reads it."""
     if codes_key(name) in stored:
         return dequantize(stored[codes_key(name)], stored[scales_key(name)])
-    return _wide(stored[name])
+    return at_least_float32(stored[name])
 
 
 def _stored_state(
     name: str, value: Tensor, stored: Mapping[str, Tensor], noise: Tensor | None, number: int
 ) -> dict[str, Tensor]:
     """Return new values of the tensors that store the state of this name, rounded by the noise."""
-    codes = stored.get(codes_key(name))
-    if codes is not None:
+    dtype = stored[codes_key(name) if codes_key(name) in stored else name].dtype
+    if is_quantized(dtype) or (dtype is STATE_DTYPE and noise is not None):
         assert noise is not None
-        new_codes, scales = quantize(value, codes.dtype, noise_of(noise, number))
-        return {codes_key(name): new_codes, scales_key(name): scales}
-    if stored[name].dtype is STATE_DTYPE and noise is not None:
-        return {name: stochastic_round(value, noise, number)}
+        return round_state(name, value, dtype, noise, number)
     return {name: value}
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value if value.dtype is torch.float64 else value.float()
 
 
 def _call_all(functions: Sequence[Callable[[], None]]) -> None:
     for function in functions:
         function()
-
-
-def _shared_numel(exchange: MatrixExchange) -> int:
-    return sum(value.numel() for state in exchange.bucket.shared for value in state.values())
 
 
 def _make_exchanges(

@@ -40,12 +40,12 @@ def symmetric_product(
 
 def has_kernel(x: Tensor) -> bool:
     """Return True if the kernel computes the products of these matrices."""
-    from lightning_zero.optim.symmetric_kernel import programs
+    if x.device.type != "cuda" or x.dtype is not torch.bfloat16:
+        return False
+    from lightning_zero.optim.symmetric_kernel import programs  # imports Triton
 
     return (
-        x.device.type == "cuda"
-        and x.dtype is torch.bfloat16
-        and x.size(0) * programs(x.size(1)) >= MIN_PROGRAMS
+        x.size(0) * programs(x.size(1)) >= MIN_PROGRAMS
         # The kernel computes offsets in one matrix in 32 bits.
         and max(x.size(1) * x.size(1), x.size(1) * x.size(2)) < 2**31
         and _can_launch(x.device)

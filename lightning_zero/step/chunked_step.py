@@ -20,7 +20,6 @@ from lightning_zero.optim.bf16_state import (
     ElementPositions,
     noise_keys,
     rounding_noise,
-    stochastic_round,
 )
 from lightning_zero.optim.flat_runs import (
     MASTER_SHARD,
@@ -36,12 +35,10 @@ from lightning_zero.optim.quantized_state import (
     block_noise,
     codes_key,
     is_quantized,
-    noise_of,
-    quantize,
     quantized_names,
-    scales_key,
     unpack_entries,
 )
+from lightning_zero.optim.state_dtypes import round_state
 from lightning_zero.optim.update_rules import rule_for
 from lightning_zero.sharding.layout import STATE_BLOCK
 from lightning_zero.step.step_layouts import FlatParams, OwnParams, StepLayout, StepLayouts
@@ -184,12 +181,7 @@ class _ChunkSequence:
         memory = self._host.memory if self._host else None
         for name, value in large.items():
             run.check(name, value, shape)
-            dtype = run.stored_dtype(name, value)
-            key = codes_key(name) if is_quantized(dtype) else name
-            if key not in run.state:
-                run.state[key] = run.empty(dtype, memory).view(run.param.shape)
-                if is_quantized(dtype):
-                    run.state[scales_key(name)] = run.empty(torch.float32, memory, per_block=True)
+            run.allocate_state(name, run.stored_dtype(name, value), memory)
         stored = self._round_state(chunk, large)
         if run.on_host is not None:
             self._write_compute_shard(number)
@@ -223,11 +215,8 @@ class _ChunkSequence:
             if name not in rounded:
                 continue
             value = stored.pop(name).float()
-            if is_quantized(dtype):
-                codes, scales = quantize(value.view(-1, STATE_BLOCK), dtype, noise_of(noise, number))
-                stored |= {codes_key(name): codes.view(-1), scales_key(name): scales.view(-1)}
-            else:
-                stored[name] = stochastic_round(value.view(-1), noise, number).view(value.shape)
+            rows = value.view(-1, STATE_BLOCK) if is_quantized(dtype) else value.view(-1)
+            stored |= round_state(name, rows, dtype, noise, number)
         return stored
 
 

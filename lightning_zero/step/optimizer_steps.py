@@ -309,8 +309,9 @@ class OptimizerSteps:
             if previous not in optimizers and not stepper.in_progress:
                 del self._steppers[previous]
         groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
-        rules = {id(param): rule_for(optimizer, group) for optimizer, group in groups for param in group["params"]}
-        simple = all(rule_for(optimizer, group) is not None for optimizer, group in groups)
+        by_group = [(rule_for(optimizer, group), group["params"]) for optimizer, group in groups]
+        rules = {id(param): rule for rule, params in by_group for param in params}
+        simple = all(rule is not None for rule, _ in by_group)
 
         def kind(record: ShardedParameter) -> tuple[int, bool]:
             rule = rules.get(id(record.param))

@@ -19,7 +19,6 @@ from lightning_zero.optim.bf16_state import ROUNDING_COUNT
 from lightning_zero.optim.flat_runs import State, StateOnHost
 from lightning_zero.optim.matrix_exchange import ExchangeMemory, MatrixGroup
 from lightning_zero.optim.parameter_sums import of_run
-from lightning_zero.optim.quantized_state import codes_key, is_quantized, scales_key
 from lightning_zero.optim.reduction_rules import shared_shapes
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import is_torch_optimizer
@@ -227,12 +226,8 @@ class CapturedRunner:
                 continue
             rule = of_run(rule, run)
             for name in rule.state:
-                dtype = run.stored_dtypes.get(name, run.param.dtype)
-                key = codes_key(name) if is_quantized(dtype) else name
-                if key not in run.state:
-                    run.state[key] = run.empty(dtype, memory).zero_().view(run.param.shape)
-                    if is_quantized(dtype):
-                        run.state[scales_key(name)] = run.empty(torch.float32, memory, per_block=True).zero_()
+                for new in run.allocate_state(name, run.stored_dtypes.get(name, run.param.dtype), memory):
+                    new.zero_()
             counts = (*rule.counts, *(("step",) if isinstance(rule, Rule) else ()))
             if run.rounds_state and "step" not in (*counts, *run.counts):
                 counts = (*counts, ROUNDING_COUNT)

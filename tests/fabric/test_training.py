@@ -54,6 +54,6 @@ def test_twenty_accumulated_clipped_steps_equal_ddps(ranks: Ranks, kind: str, cl
         assert_close_relative(ours["found"], ddp["found"], RTOL)
         assert len(ddp["found"]["norms"]) == (0 if clip == "value" else 20)
         assert (ours["compiled"] > 0) == (kind != "eager")
-        # Of 40 batches some run forward and backward before they are captured.
+        # The first of the 40 batches run before forward and backward are captured.
         assert ours["replayed"] >= 50 if kind == "replayed" else not ours["replayed"]
         assert ours["captured"] == (kind == "replayed")

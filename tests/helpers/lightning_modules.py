@@ -52,6 +52,15 @@ def backbone_later() -> BackboneFinetuning:
 OVERFLOW = 3  # the step with an infinite gradient
 
 
+class Wide(Regression):
+    """Has one matrix that is large enough for rounded state (`state_dtype`), and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with seeded():
+            self.net = nn.Sequential(nn.Linear(INPUTS, 190), nn.Tanh(), nn.Linear(190, OUTPUTS))
+
+
 class Overflows(Regression):
     """Attributes: ``overflow`` is the rank, the place in its shard and the value of the gradient that overflows."""
 

@@ -34,7 +34,7 @@ CHOICES = [
 
 
 class Parts(nn.Module):
-    """The same, but the experts are compiled: a module that is not compiled calls them."""
+    """Like :class:`Experts`, but its experts are compiled, and the module that calls them is not."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -6,36 +6,22 @@ from unittest.mock import patch
 
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import nn
 
 from lightning_zero.cli.main import main
 from lightning_zero.engine import engine_of
 from lightning_zero.optim.quantized_state import NONNEGATIVE, SIGNED, pack, unpack
-from tests.helpers.lightning_modules import Overflows
+from tests.helpers.lightning_modules import Overflows, Wide
 from tests.helpers.trainer import (
-    INPUTS,
-    OUTPUTS,
-    Regression,
     check_captured,
     close,
     make_loader,
     make_trainer,
-    seeded,
     whole_state,
 )
 from tests.ranks.pool import Ranks
 
 STEPS = 3
 CODE_DTYPES = {"exp_avg": SIGNED, "exp_avg_sq": NONNEGATIVE}
-
-
-class Wide(Regression):
-    """Has one matrix that is large enough for 8-bit state, and one that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded():
-            self.net = nn.Sequential(nn.Linear(INPUTS, 190), nn.Tanh(), nn.Linear(190, OUTPUTS))
 
 
 def fit(kind: str, steps: int, resume: str | None = None, save: str | None = None, **options: Any) -> dict[str, Any]:

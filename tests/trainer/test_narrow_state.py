@@ -7,34 +7,21 @@ from unittest.mock import patch
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_zero.engine import engine_of
-from tests.helpers.lightning_modules import Overflows
+from tests.helpers.lightning_modules import Overflows, Wide
 from tests.helpers.trainer import (
-    INPUTS,
-    OUTPUTS,
-    Regression,
     check_captured,
     close,
     make_loader,
     make_trainer,
-    seeded,
     whole_state,
 )
 from tests.ranks.pool import Ranks
 
 STEPS = 3
 LARGE, SMALL = "0.weight", "2.weight"
-
-
-class Wide(Regression):
-    """Has one matrix that is large enough for bfloat16 state, and one that is not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with seeded():
-            self.net = nn.Sequential(nn.Linear(INPUTS, 190), nn.Tanh(), nn.Linear(190, OUTPUTS))
 
 
 def fit(kind: str, steps: int, resume: str | None = None, **options: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node, map_arg
 
-from lightning_zero.compile.fx_utils import cast_dtype, is_view_or_cast, repeat_views
+from lightning_zero.compile.fx_utils import cast_dtype, narrowing_casts, repeat_views
 from lightning_zero.sharding.weight_format import DEQUANTIZE, decode
 
 
@@ -23,7 +23,7 @@ def narrow_dequantized(graph: Graph) -> Graph:
         packed, shape, own, kind = node.args
         assert isinstance(packed, Node)
         narrow: dict[torch.dtype, Node] = {}
-        for cast, views in _casts(node):
+        for cast, views in narrowing_casts(node):
             dtype = cast_dtype(cast)
             assert dtype is not None
             if dtype not in narrow:
@@ -37,26 +37,6 @@ def narrow_dequantized(graph: Graph) -> Graph:
                 if not unused.users:
                     graph.erase_node(unused)
     return graph
-
-
-def _casts(node: Node) -> list[tuple[Node, tuple[Node, ...]]]:
-    """Return narrowing casts of views of a node, with the views in order."""
-    found: list[tuple[Node, tuple[Node, ...]]] = []
-    pending: list[tuple[Node, tuple[Node, ...]]] = [(node, ())]
-    while pending:
-        source, views = pending.pop()
-        for user in source.users:
-            dtype = cast_dtype(user)
-            if dtype is not None:
-                if dtype.is_floating_point and dtype.itemsize < node.meta["val"].dtype.itemsize:
-                    found.append((user, views))
-            elif (
-                is_view_or_cast(user)
-                and user.all_input_nodes == [source]
-                and isinstance(user.meta["val"], torch.Tensor)
-            ):
-                pending.append((user, (*views, user)))
-    return found
 
 
 def expand_dequantized(graph: Graph) -> Graph:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.fx import Graph, Node
@@ -16,6 +15,7 @@ from lightning_zero.compile.fx_utils import (
     gathers,
     is_dequantize,
     is_view_or_cast,
+    narrowing_casts,
     ops,
     reduces,
     repeat_views,
@@ -174,7 +174,9 @@ def cast_before_views(graph: Graph) -> Graph:
     count, too.
     """
     for gather in gathers(graph):
-        for cast, views in list(_casts_of_views(gather)):
+        for cast, views in narrowing_casts(gather):
+            if not views:
+                continue
             with graph.inserting_before(cast):
                 narrow = graph.call_function(cast.target, (gather, *cast.args[1:]), cast.kwargs)  # type: ignore[arg-type]
                 narrow.meta.update(cast.meta)
@@ -185,18 +187,3 @@ def cast_before_views(graph: Graph) -> Graph:
                 if not view.users:
                     graph.erase_node(view)
     return graph
-
-
-def _casts_of_views(gather: Node) -> Iterator[tuple[Node, tuple[Node, ...]]]:
-    """Yield narrowing casts of views of a gather, with the views in order."""
-    own: torch.dtype = gather.meta["val"].dtype
-    pending: list[tuple[Node, tuple[Node, ...]]] = [(gather, ())]
-    while pending:
-        source, views = pending.pop()
-        for user in source.users:
-            dtype = cast_dtype(user)
-            if dtype is not None:
-                if views and dtype.is_floating_point and dtype.itemsize < own.itemsize:
-                    yield user, views
-            elif is_view_or_cast(user) and user.target is not operator.getitem and user.all_input_nodes == [source]:
-                pending.append((user, (*views, user)))
