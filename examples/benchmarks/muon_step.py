@@ -24,7 +24,7 @@ from compare.timing import outer_deciles
 from lightning_zero.cli.models import SIZES, Decoder
 from lightning_zero.config import EngineConfig, Tuning
 from lightning_zero.engine import Engine
-from lightning_zero.optim.matrix_rules import newton_schulz
+from lightning_zero.optim.newton_schulz import newton_schulz
 
 MAX_NORM = 1.0
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

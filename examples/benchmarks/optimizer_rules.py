@@ -19,7 +19,8 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero.config import EngineConfig
 from lightning_zero.engine import Engine
-from lightning_zero.optim.matrix_rules import muon, newton_schulz
+from lightning_zero.optim.matrix_rules import muon
+from lightning_zero.optim.newton_schulz import newton_schulz
 from lightning_zero.optim.normuon import normuon
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

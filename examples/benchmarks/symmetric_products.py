@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.optim import symmetric_products
-from lightning_zero.optim.matrix_rules import newton_schulz
+from lightning_zero.optim.newton_schulz import newton_schulz
 from lightning_zero.optim.symmetric_kernel import Blocks
 from lightning_zero.optim.symmetric_kernel import symmetric_product as with_blocks
 from lightning_zero.optim.symmetric_products import symmetric_product
@@ -92,7 +92,7 @@ def main() -> None:
             (lambda x=x: torch.bmm(x, x.mT), lambda x=x: symmetric_product(x)),
             (
                 lambda gram=gram: torch.baddbmm(gram, gram, gram, beta=B, alpha=C),
-                lambda gram=gram: symmetric_product(gram, gram, alpha=C, beta=B, shift=A),
+                lambda gram=gram: symmetric_product(gram, base=gram, alpha=C, beta=B, shift=A),
             ),
             (
                 lambda updates=updates: torchs_loop(updates),
@@ -119,7 +119,7 @@ def sweep(x: Tensor, times: int) -> None:
     found = []
     for blocks in SWEEP:
         try:
-            found.append((time_ms(lambda b=blocks: with_blocks(x, None, 1.0, 0.0, 0.0, b), times), blocks))
+            found.append((time_ms(lambda b=blocks: with_blocks(x, None, None, 1.0, 0.0, 0.0, b), times), blocks))
         except Exception as reason:  # such as too much shared memory
             print(f"    {tuple(blocks)}: {type(reason).__name__}")
     for ms, blocks in sorted(found)[:4]:

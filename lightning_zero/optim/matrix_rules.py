@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.symmetric_products import has_kernel, symmetric_product
+from lightning_zero.optim.newton_schulz import newton_schulz, newton_schulz_flops, newton_schulz_workspace
 
 Tensors = dict[str, Tensor]
 
@@ -102,47 +102,6 @@ class MatrixRule:
         return {name: torch.Size((*lead, *own)) for name, own in self.shared(rows, columns).items()}
 
 
-def newton_schulz_flops(rows: int, columns: int) -> float:
-    """Return the operations of one Newton-Schulz iteration, up to a constant."""
-    short, long = sorted((rows, columns))
-    return float(short * short * (2 * long + short))
-
-
-def newton_schulz_workspace(rows: int, columns: int) -> float:
-    """Return the elements that :func:`newton_schulz` allocates for a matrix: two results, one product."""
-    return 2.0 * rows * columns + min(rows, columns) ** 2
-
-
-def newton_schulz(updates: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Return approximate orthogonal factors of matrices, as ``torch.optim.Muon`` computes them.
-
-    The iteration is the quintic one of Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).
-
-    Args:
-        updates: Matrices of shape (number, rows, columns).
-        coefficients: a, b, c of ``a X + b (X X^T) X + c (X X^T)^2 X``.
-        steps: Number of iterations.
-        eps: Lower bound of the Frobenius norm by which a matrix is divided first.
-    """
-    a, b, c = coefficients
-    tall = updates.size(-2) > updates.size(-1)
-    x = updates / torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    # baddbmm first copies x to its result. The kernel adds ``a I`` to the polynomial instead, before it rounds.
-    shift = a if has_kernel(x.mT if tall else x) else 0.0
-
-    def iterate(x: Tensor) -> Tensor:
-        gram = symmetric_product(x.mT if tall else x)
-        polynomial = symmetric_product(gram, base=gram, alpha=c, beta=b, shift=shift)
-        del gram  # bounds the memory, see newton_schulz_workspace
-        # Tall matrices are multiplied from the right, so that nothing is transposed.
-        left, right = (x, polynomial) if tall else (polynomial, x)
-        return torch.bmm(left, right) if shift else torch.baddbmm(x, left, right, beta=a)
-
-    for _ in range(steps):
-        x = iterate(x)
-    return x
-
-
 _FACTORS: Mapping[str, Callable[[int, int], float]] = {
     "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
@@ -196,6 +155,9 @@ def _muon(
     def factor(rows: int, columns: int) -> float:
         return _FACTORS[adjust](rows, columns)
 
+    def flops(rows: int, columns: int) -> float:
+        return newton_schulz_flops(rows, columns, coefficients, steps)
+
     def orthogonalize(updates: Tensor) -> Tensor:
         return newton_schulz(updates, coefficients, steps, eps)
 
@@ -226,7 +188,7 @@ def _muon(
         transform=orthogonalize_parts if split_sizes else orthogonalize,
         finish=finish,
         factor=lambda shape: 1.0 if split_sizes else factor(*matrices(shape)[1:]),
-        flops=lambda rows, columns: sum(newton_schulz_flops(part, columns) for part in split_sizes or (rows,)),
+        flops=lambda rows, columns: sum(flops(part, columns) for part in split_sizes or (rows,)),
         workspace=lambda rows, columns: newton_schulz_workspace(rows, columns) + (rows * columns if split_sizes else 0),
         matrices=matrices,
         dtype=dtype,

@@ -1,4 +1,4 @@
-"""A Triton kernel for products of matrices by their own transpose.
+"""A Triton kernel for symmetric products of matrices, such as those by their own transpose.
 
 The kernel computes the blocks on or above the diagonal, and stores each in both places.
 :mod:`~lightning_zero.optim.symmetric_products` decides when to use it.
@@ -47,6 +47,7 @@ def programs(size: int, rows: int = BLOCKS.rows) -> int:
 @triton.jit if triton is not None else lambda kernel: kernel
 def _upper_blocks(  # type: ignore[no-untyped-def]
     x_ptr,
+    y_ptr,
     base_ptr,
     out_ptr,
     size,
@@ -77,8 +78,9 @@ def _upper_blocks(  # type: ignore[no-untyped-def]
 
     depth = tl.arange(0, INNER)
     x_ptr += batch * x_batch
+    y_ptr += batch * x_batch
     left = x_ptr + rows[:, None] * x_row + depth[None, :] * x_inner
-    right = x_ptr + columns[None, :] * x_row + depth[:, None] * x_inner
+    right = y_ptr + columns[None, :] * x_row + depth[:, None] * x_inner
     total = tl.full((ROWS, ROWS), 0.0, tl.float32)
     for begin in range(0, inner, INNER):
         if MASKED:
@@ -116,18 +118,27 @@ def _upper_blocks(  # type: ignore[no-untyped-def]
 
 
 def symmetric_product(
-    x: Tensor, base: Tensor | None, alpha: float, beta: float, shift: float, blocks: Blocks = BLOCKS
+    x: Tensor,
+    y: Tensor | None,
+    base: Tensor | None,
+    alpha: float,
+    beta: float,
+    shift: float,
+    blocks: Blocks = BLOCKS,
 ) -> Tensor:
-    """Return ``alpha * x @ x.mT + beta * base + shift * I`` in the dtype of ``x``, accumulated in float32.
+    """Return ``alpha * x @ y.mT + beta * base + shift * I`` in the dtype of ``x``, accumulated in float32.
 
     Args:
         x: Matrices of shape (number, size, inner), with any strides.
+        y: Matrices of the same shape and strides; the product is computed above the diagonal, and mirrored. None: x.
         base: Symmetric matrices of shape (number, size, size), contiguous; None: zeros.
     """
     number, size, inner = x.shape
+    assert y is None or y.stride() == x.stride(), "the factors of a symmetric product have the same strides"
     out = torch.empty(number, size, size, dtype=x.dtype, device=x.device)
     _upper_blocks[programs(size, blocks.rows), number](
         x,
+        x if y is None else y,
         out if base is None else base,
         out,
         size,

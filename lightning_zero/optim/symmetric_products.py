@@ -1,4 +1,4 @@
-"""Products of matrices by their own transpose, which are symmetric: half of the operations are enough.
+"""Symmetric products of matrices, such as those by their own transpose: half of the operations are enough.
 
 On Hopper and Blackwell data-center GPUs with Triton, :func:`symmetric_product` computes only the blocks on or above the
 diagonal. Elsewhere, and for small matrices, it calls ``torch.baddbmm``.
@@ -19,28 +19,35 @@ MIN_PROGRAMS = 264
 
 
 def symmetric_product(
-    x: Tensor, base: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0, shift: float = 0.0
+    x: Tensor,
+    y: Tensor | None = None,
+    base: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    shift: float = 0.0,
 ) -> Tensor:
-    """Return ``alpha * x @ x.mT + beta * base + shift * I`` in the dtype of ``x``.
+    """Return ``alpha * x @ y.mT + beta * base + shift * I`` in the dtype of ``x``.
 
     Args:
         x: Matrices of shape (number, rows, columns), with any strides.
+        y: Matrices of the same shape and strides, so that ``x @ y.mT`` is symmetric up to rounding errors; None: ``x``.
         base: Symmetric matrices of shape (number, rows, rows), contiguous; None: zeros.
     """
     if has_kernel(x):
         from lightning_zero.optim import symmetric_kernel
 
-        return symmetric_kernel.symmetric_product(x, base, alpha, beta, shift)
+        return symmetric_kernel.symmetric_product(x, y, base, alpha, beta, shift)
     out = x.new_empty(()) if base is None else base
-    out = torch.baddbmm(out, x, x.mT, beta=beta if base is not None else 0.0, alpha=alpha)
+    out = torch.baddbmm(out, x, (x if y is None else y).mT, beta=beta if base is not None else 0.0, alpha=alpha)
     if shift:
         out.diagonal(dim1=-2, dim2=-1).add_(shift)
-    return out
+    # Rounding errors of a product of two matrices are not symmetric, and iterations on Gram matrices amplify that part.
+    return out if y is None else out.triu() + out.triu(1).mT
 
 
 def has_kernel(x: Tensor) -> bool:
     """Return True if the kernel computes the products of these matrices."""
-    if x.device.type != "cuda" or x.dtype is not torch.bfloat16:
+    if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     from lightning_zero.optim.symmetric_kernel import programs  # imports Triton
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from lightning_zero import MatrixRule, register_matrix_rule
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim import matrix_rules
 from lightning_zero.optim.flat_runs import make_flat_runs
 from lightning_zero.optim.matrix_exchange import (
     MatrixExchange,
@@ -21,7 +20,7 @@ from lightning_zero.optim.matrix_exchange import (
     make_exchanges,
     update_memory,
 )
-from lightning_zero.optim.matrix_rules import as_matrices, as_one_matrix, muon, newton_schulz
+from lightning_zero.optim.matrix_rules import as_matrices, as_one_matrix, muon
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import check_optimizer
 from lightning_zero.optim.update_rules import needs_matrices, rule_for
@@ -30,28 +29,6 @@ from lightning_zero.sharding.layout import ShardLayout
 from tests.helpers.muon import orthogonalize
 
 DEFAULTS = (3.4445, -4.7750, 2.0315), 5, 1e-7
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (16, 16), (1, 8)])
-def test_a_batch_equals_single_matrices(shape: tuple[int, int], fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also with the first term in the polynomial, as with the kernel for symmetric products."""
-    monkeypatch.setattr(matrix_rules, "has_kernel", lambda x: fused)
-    torch.manual_seed(0)
-    updates = torch.randn(3, *shape)
-    expected = torch.stack([orthogonalize(update, *DEFAULTS) for update in updates])
-    torch.testing.assert_close(newton_schulz(updates.clone(), *DEFAULTS), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_singular_values_are_near_one() -> None:
-    torch.manual_seed(0)
-    values = torch.linalg.svdvals(newton_schulz(torch.randn(1, 30, 50), *DEFAULTS)[0])
-    assert values.min() > 0.5
-    assert values.max() < 1.5
-
-
-def test_zeros_stay_zeros() -> None:
-    assert not newton_schulz(torch.zeros(2, 5, 3), *DEFAULTS).any()
 
 
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40)])

@@ -1,0 +1,114 @@
+"""Newton-Schulz iterations, which orthogonalize matrices by products alone.
+
+:func:`newton_schulz` computes the quintic iteration of Jordan et al., "Muon: An optimizer for hidden layers in neural
+networks" (2024), as ``torch.optim.Muon`` does. bfloat16 updates on GPUs are iterated in float16 by
+:func:`iterate_in_half`: with as many operations per second, its results are nearer to those of float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_zero.optim.symmetric_products import symmetric_product
+
+Coefficients = tuple[float, float, float]
+
+# Matrices are scaled to this Frobenius norm in float16. So rows that are 1e-4 of the largest keep their precision, and
+# singular values may grow 60-fold before an element overflows.
+SCALE = 1024.0
+# Bounds how much the rounding errors of a Gram matrix grow until it is computed again. With Muon's coefficients, up to
+# three iterations use one, and errors stay below those of torch's loop in bfloat16 (tests/unit/optim).
+MAX_GROWTH = 150.0
+# Columns per row from which iterations on Gram matrices are used. For square matrices they save no operations.
+MIN_ASPECT = 1.5
+
+
+def newton_schulz(updates: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
+    """Return approximate orthogonal factors of matrices, as ``torch.optim.Muon`` computes them.
+
+    Args:
+        updates: Matrices of shape (number, rows, columns).
+        coefficients: a, b, c of ``a X + b (X X^T) X + c (X X^T)^2 X``.
+        steps: Number of iterations.
+        eps: Lower bound of the Frobenius norm by which a matrix is divided first.
+
+    Returns:
+        Matrices of the same shape, in the dtype of ``updates``, or in float16 for bfloat16 on a GPU.
+    """
+    if updates.dtype is torch.bfloat16 and updates.is_cuda:
+        return iterate_in_half(updates, coefficients, steps, eps)
+    a, b, c = coefficients
+    tall = updates.size(-2) > updates.size(-1)
+    x = updates / torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True).clamp(min=eps)
+    for _ in range(steps):
+        gram = symmetric_product(x.mT if tall else x)
+        polynomial = symmetric_product(gram, base=gram, alpha=c, beta=b)
+        del gram  # bounds the memory, see newton_schulz_workspace
+        # Tall matrices are multiplied from the right, so that nothing is transposed.
+        left, right = (x, polynomial) if tall else (polynomial, x)
+        x = torch.baddbmm(x, left, right, beta=a)
+    return x
+
+
+def iterate_in_half(updates: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
+    """Return what :func:`newton_schulz` returns, computed in float16 and with fewer operations.
+
+    An iteration multiplies ``X`` by a polynomial of its Gram matrix ``X X^T``. The Gram matrix of the result is a
+    polynomial of the first one, too. So several iterations need only products of the Gram matrix's size, and one with
+    ``X``. They are symmetric, of which half is computed. See Zhang et al., "Gram Newton-Schulz" (2026).
+
+    Small singular values are lost among the rounding errors of a Gram matrix. So it is computed from ``X`` again after
+    a few iterations, see :func:`iterations_per_gram`.
+    """
+    tall = updates.size(-2) > updates.size(-1)
+    norm = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    x = torch.empty(updates.shape, dtype=torch.float16, device=updates.device)
+    torch.mul(updates, SCALE / norm.clamp(min=eps), out=x)
+    left = steps
+    for iterations in iterations_per_gram(*updates.shape[-2:], coefficients, steps):
+        left -= iterations
+        gram = symmetric_product(x.mT if tall else x, alpha=SCALE**-2)
+        factor = _factor(gram, coefficients, iterations)
+        del gram  # bounds the memory, see newton_schulz_workspace
+        first, second = (x, factor) if tall else (factor, x)
+        x = torch.baddbmm(x.new_empty(()), first, second, beta=0.0, alpha=1.0 if left else 1 / SCALE)
+    return x
+
+
+def _factor(gram: Tensor, coefficients: Coefficients, iterations: int) -> Tensor:
+    """Return the matrices by which iterations multiply those with these Gram matrices."""
+    a, b, c = coefficients
+    factor = None
+    for number in range(iterations):
+        polynomial = symmetric_product(gram, base=gram, alpha=c, beta=b, shift=a)
+        # All are polynomials of one matrix: they commute, and their products are symmetric.
+        factor = polynomial if factor is None else symmetric_product(factor, polynomial)
+        if number + 1 < iterations:
+            gram = symmetric_product(symmetric_product(gram, polynomial), polynomial)
+    assert factor is not None
+    return factor
+
+
+def iterations_per_gram(rows: int, columns: int, coefficients: Coefficients, steps: int) -> tuple[int, ...]:
+    """Return how many of the iterations use one Gram matrix, for each that is computed from the matrices."""
+    most = 1
+    if max(rows, columns) >= MIN_ASPECT * min(rows, columns):
+        while most < steps and coefficients[0] ** (2 * most) <= MAX_GROWTH:
+            most += 1
+    return tuple(min(most, steps - begin) for begin in range(0, steps, most))
+
+
+def newton_schulz_flops(rows: int, columns: int, coefficients: Coefficients, steps: int) -> float:
+    """Return the multiplications of :func:`iterate_in_half` for one matrix, if half of each symmetric product is left."""
+    short, long = sorted((rows, columns))
+    counts = iterations_per_gram(rows, columns, coefficients, steps)
+    # For each Gram matrix: itself, polynomials, factors after the first, two products for the next one, X.
+    products = sum(count + (count - 1) + 2 * (count - 1) for count in counts)
+    return float(short * short * (len(counts) * (long / 2 + long) + products * short / 2))
+
+
+def newton_schulz_workspace(rows: int, columns: int) -> float:
+    """Return the elements of 16 bits that :func:`newton_schulz` allocates for a matrix at its peak."""
+    square = min(rows, columns) ** 2
+    return max(2.0 * rows * columns + square, rows * columns + 5.0 * square)
