@@ -100,7 +100,7 @@ def iterations_per_gram(rows: int, columns: int, coefficients: Coefficients, ste
 
 
 def newton_schulz_flops(rows: int, columns: int, coefficients: Coefficients, steps: int) -> float:
-    """Return the multiplications of :func:`iterate_in_half` for one matrix, if half of each symmetric product is left."""
+    """Return the multiplications of :func:`iterate_in_half` for one matrix: of symmetric products, half."""
     short, long = sorted((rows, columns))
     counts = iterations_per_gram(rows, columns, coefficients, steps)
     # For each Gram matrix: itself, polynomials, factors after the first, two products for the next one, X.
