@@ -3,9 +3,9 @@
     python examples/benchmarks/muon_training.py --size 1b --batch 4 --length 2048 --accumulate 8
     python examples/benchmarks/muon_training.py --size tiny --batch 2 --length 64 --accumulate 2 --strategy zero3
 
-Both train one decoder on one device in bfloat16 mixed precision, through the Trainer with manual optimization, with norm
+Both train one decoder on one device in bfloat16 mixed precision, through the Trainer with manual optimization and norm
 clipping. `muon` steps hidden matrices by `torch.optim.Muon`, and embedding, head and vectors by fused AdamW. `adamw`
-steps all parameters by fused AdamW. A step has batch x length x accumulate tokens. Each way runs in a process of its own.
+steps all parameters by fused AdamW. A step has batch x length x accumulate tokens. Each way runs in its own process.
 """
 
 import argparse
