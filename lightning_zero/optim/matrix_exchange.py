@@ -283,8 +283,8 @@ def _workspace_bytes(layouts: Sequence[ShardLayout], rule: MatrixRule) -> int:
 
 def _copies(ranks: int, buckets: int) -> int:
     """Return the number of buffers: of updates, of parts sent and returned, and of parts received."""
-    if ranks == 1:
-        return 1
+    if ranks == 1:  # the next bucket is prepared while one is transformed
+        return 2 if buckets > 1 else 1
     # Three buckets are received at once: the next one, the one that is transformed, and the one that is sent back.
     return 6 if buckets > 1 else 3
 
@@ -329,11 +329,12 @@ class ExchangeBuffers(NamedTuple):
 
 
 def _buffers(tensors: Sequence[Tensor], copies: int, number: int) -> ExchangeBuffers:
+    if copies <= 2:
+        return ExchangeBuffers(*[tensors[number % copies]] * 4)
     update = tensors[0]
     if copies == 6:
         return ExchangeBuffers(update, tensors[1], tensors[2], tensors[3 + number % 3])
-    packed, received = (tensors[1], tensors[2]) if copies == 3 else (update, update)
-    return ExchangeBuffers(update, packed, packed, received)
+    return ExchangeBuffers(update, tensors[1], tensors[1], tensors[2])
 
 
 class MatrixExchange:

@@ -61,12 +61,13 @@ def iterate_in_half(updates: Tensor, coefficients: Coefficients, steps: int, eps
     Small singular values are lost among the rounding errors of a Gram matrix. So it is computed from ``X`` again after
     a few iterations, see :func:`iterations_per_gram`.
     """
-    tall = updates.size(-2) > updates.size(-1)
+    rows, columns = updates.shape[-2:]
+    tall = rows > columns
     norm = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=torch.float32)
     x = torch.empty(updates.shape, dtype=torch.float16, device=updates.device)
     torch.mul(updates, SCALE / norm.clamp(min=eps), out=x)
     left = steps
-    for iterations in iterations_per_gram(*updates.shape[-2:], coefficients, steps):
+    for iterations in iterations_per_gram(rows, columns, coefficients, steps):
         left -= iterations
         gram = symmetric_product(x.mT if tall else x, alpha=SCALE**-2)
         factor = _factor(gram, coefficients, iterations)
@@ -93,7 +94,7 @@ def _factor(gram: Tensor, coefficients: Coefficients, iterations: int) -> Tensor
 def iterations_per_gram(rows: int, columns: int, coefficients: Coefficients, steps: int) -> tuple[int, ...]:
     """Return how many of the iterations use one Gram matrix, for each that is computed from the matrices."""
     most = 1
-    if max(rows, columns) >= MIN_ASPECT * min(rows, columns):
+    if _shares_gram(rows, columns):
         while most < steps and coefficients[0] ** (2 * most) <= MAX_GROWTH:
             most += 1
     return tuple(min(most, steps - begin) for begin in range(0, steps, most))
@@ -111,4 +112,10 @@ def newton_schulz_flops(rows: int, columns: int, coefficients: Coefficients, ste
 def newton_schulz_workspace(rows: int, columns: int) -> float:
     """Return the elements of 16 bits that :func:`newton_schulz` allocates for a matrix at its peak."""
     square = min(rows, columns) ** 2
-    return max(2.0 * rows * columns + square, rows * columns + 5.0 * square)
+    # The Gram matrix, its polynomial, their product, the next Gram matrix, the factor.
+    squares = 5 if _shares_gram(rows, columns) else 2
+    return float(rows * columns + max(rows * columns + square, squares * square))
+
+
+def _shares_gram(rows: int, columns: int) -> bool:
+    return max(rows, columns) >= MIN_ASPECT * min(rows, columns)

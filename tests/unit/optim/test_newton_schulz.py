@@ -136,5 +136,6 @@ def test_operations_and_memory_are_those_of_the_products() -> None:
     assert square == 5 * (4 + 4 + 8)  # Gram matrix, polynomial, product
     assert wide == 2 * (8 + 16) + 4 * (5 + 3 + 6)
     assert newton_schulz_flops(4, 2, COEFFICIENTS, 5) == wide
-    assert newton_schulz_workspace(2, 2) == 24
-    assert newton_schulz_workspace(2, 8) == 36
+    assert newton_schulz_workspace(2, 2) == 12
+    assert newton_schulz_workspace(4, 2) == 28
+    assert newton_schulz_workspace(2, 16) == 68
