@@ -119,7 +119,7 @@ def sweep(x: Tensor, times: int) -> None:
     found = []
     for blocks in SWEEP:
         try:
-            found.append((time_ms(lambda b=blocks: with_blocks(x, None, None, 1.0, 0.0, 0.0, b), times), blocks))
+            found.append((time_ms(lambda b=blocks: with_blocks(x, None, None, 1.0, 0.0, 0.0, None, b), times), blocks))
         except Exception as reason:  # such as too much shared memory
             print(f"    {tuple(blocks)}: {type(reason).__name__}")
     for ms, blocks in sorted(found)[:4]:

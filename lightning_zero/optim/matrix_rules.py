@@ -8,7 +8,7 @@ applies the transformed update to the shards, elementwise again. ``optim/matrix_
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -17,7 +17,13 @@ import torch
 from torch import Tensor
 
 from lightning_zero.errors import UnsupportedError
-from lightning_zero.optim.newton_schulz import newton_schulz, newton_schulz_flops, newton_schulz_workspace
+from lightning_zero.optim.newton_schulz import (
+    kind,
+    newton_schulz,
+    newton_schulz_flops,
+    newton_schulz_of_batches,
+    newton_schulz_workspace,
+)
 
 Tensors = dict[str, Tensor]
 
@@ -64,6 +70,9 @@ class MatrixRule:
         prepare: (parameter, gradient, state, scalars; flat shards in float32) -> (update, new state). Elementwise.
         transform: (updates of shape (number, rows, columns) in ``dtype``) -> transformed updates of the same shape. The
             updates may be overwritten.
+        transform_batches: Instead of ``transform``, for matrices of several shapes: (batches of updates, each of shape
+            (number, rows, columns)) -> transformed batches.
+        kind: (rows, columns) -> value that is equal for matrices that one call of ``transform_batches`` transforms.
         finish: (parameter, update, scalars; flat shards in float32; factor) -> new parameter. Elementwise.
         factor: (parameter's shape) -> number that ``finish`` receives.
         flops: (rows, columns) -> operations of ``transform`` for one matrix, by which matrices are assigned to ranks.
@@ -90,8 +99,15 @@ class MatrixRule:
     matrices: Callable[[torch.Size], tuple[int, int, int]] = as_matrices
     dtype: torch.dtype = torch.bfloat16
     counts: tuple[str, ...] = ()
+    transform_batches: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
+    kind: Callable[[int, int], Hashable] = lambda rows, columns: (rows, columns)
     shared: Callable[[int, int], dict[str, tuple[int, ...]]] | None = None
     transform_with_state: Callable[[Tensor, Tensors, Tensors], tuple[Tensor, Tensors]] | None = None
+
+    def batch_key(self, shape: torch.Size) -> Hashable:
+        """Return a value that is equal for parameters that are transformed together."""
+        together = self.transform_batches is not None and self.shared is None
+        return self.kind(*self.matrices(shape)[1:]) if together else shape
 
     def shared_shapes(self, shape: torch.Size) -> dict[str, torch.Size]:
         """Return the shapes of the shared state of a parameter of this shape, by name."""
@@ -161,6 +177,9 @@ def _muon(
     def orthogonalize(updates: Tensor) -> Tensor:
         return newton_schulz(updates, coefficients, steps, eps)
 
+    def orthogonalize_batches(batches: Sequence[Tensor]) -> list[Tensor]:
+        return newton_schulz_of_batches(batches, coefficients, steps, eps)
+
     def orthogonalize_parts(updates: Tensor) -> Tensor:
         parts = updates.split(split_sizes, dim=-2)
         return torch.cat([orthogonalize(part) * factor(*part.shape[-2:]) for part in parts], dim=-2)
@@ -192,4 +211,6 @@ def _muon(
         workspace=lambda rows, columns: newton_schulz_workspace(rows, columns) + (rows * columns if split_sizes else 0),
         matrices=matrices,
         dtype=dtype,
+        transform_batches=None if split_sizes else orthogonalize_batches,
+        kind=kind,
     )

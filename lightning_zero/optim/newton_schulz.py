@@ -3,9 +3,13 @@
 :func:`newton_schulz` computes the quintic iteration of Jordan et al., "Muon: An optimizer for hidden layers in neural
 networks" (2024), as ``torch.optim.Muon`` does. bfloat16 updates on GPUs are iterated in float16 by
 :func:`iterate_in_half`: with as many operations per second, its results are nearer to those of float32.
+
+Matrices of several shapes are iterated together if their :func:`kind` is one.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -36,23 +40,39 @@ def newton_schulz(updates: Tensor, coefficients: Coefficients, steps: int, eps: 
     Returns:
         Matrices of the same shape, in the dtype of ``updates``, or in float16 for bfloat16 on a GPU.
     """
-    if updates.dtype is torch.bfloat16 and updates.is_cuda:
-        return iterate_in_half(updates, coefficients, steps, eps)
+    return newton_schulz_of_batches([updates], coefficients, steps, eps)[0]
+
+
+def newton_schulz_of_batches(
+    batches: Sequence[Tensor], coefficients: Coefficients, steps: int, eps: float
+) -> list[Tensor]:
+    """Return the results of :func:`newton_schulz` for batches whose matrices have one :func:`kind`."""
+    first = batches[0]
+    if first.dtype is torch.bfloat16 and first.is_cuda:
+        return iterate_in_half(batches, coefficients, steps, eps)
+    return [_iterate(updates, coefficients, steps, eps) for updates in batches]
+
+
+def _iterate(updates: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
     a, b, c = coefficients
     tall = updates.size(-2) > updates.size(-1)
     x = updates / torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True).clamp(min=eps)
-    for _ in range(steps):
+
+    def iterate(x: Tensor) -> Tensor:
         gram = symmetric_product(x.mT if tall else x)
         polynomial = symmetric_product(gram, base=gram, alpha=c, beta=b)
         del gram  # bounds the memory, see newton_schulz_workspace
         # Tall matrices are multiplied from the right, so that nothing is transposed.
         left, right = (x, polynomial) if tall else (polynomial, x)
-        x = torch.baddbmm(x, left, right, beta=a)
+        return torch.baddbmm(x, left, right, beta=a)
+
+    for _ in range(steps):
+        x = iterate(x)
     return x
 
 
-def iterate_in_half(updates: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
-    """Return what :func:`newton_schulz` returns, computed in float16 and with fewer operations.
+def iterate_in_half(batches: Sequence[Tensor], coefficients: Coefficients, steps: int, eps: float) -> list[Tensor]:
+    """Return what :func:`newton_schulz_of_batches` returns, computed in float16 and with fewer operations.
 
     An iteration multiplies ``X`` by a polynomial of its Gram matrix ``X X^T``. The Gram matrix of the result is a
     polynomial of the first one, too. So several iterations need only products of the Gram matrix's size, and one with
@@ -61,20 +81,36 @@ def iterate_in_half(updates: Tensor, coefficients: Coefficients, steps: int, eps
     Small singular values are lost among the rounding errors of a Gram matrix. So it is computed from ``X`` again after
     a few iterations, see :func:`iterations_per_gram`.
     """
-    rows, columns = updates.shape[-2:]
-    tall = rows > columns
-    norm = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    x = torch.empty(updates.shape, dtype=torch.float16, device=updates.device)
-    torch.mul(updates, SCALE / norm.clamp(min=eps), out=x)
+    rows, columns = batches[0].shape[-2:]
+    xs = [_scaled(updates, eps) for updates in batches]
     left = steps
     for iterations in iterations_per_gram(rows, columns, coefficients, steps):
         left -= iterations
-        gram = symmetric_product(x.mT if tall else x, alpha=SCALE**-2)
-        factor = _factor(gram, coefficients, iterations)
-        del gram  # bounds the memory, see newton_schulz_workspace
-        first, second = (x, factor) if tall else (factor, x)
-        x = torch.baddbmm(x.new_empty(()), first, second, beta=0.0, alpha=1.0 if left else 1 / SCALE)
-    return x
+        factor = _factor(_gram_matrices(xs, min(rows, columns)), coefficients, iterations)
+        factors = factor.split([len(x) for x in xs])
+        xs = [_multiply(x, part, 1.0 if left else 1 / SCALE) for x, part in zip(xs, factors, strict=True)]
+        del factor, factors  # bounds the memory, see newton_schulz_workspace
+    return xs
+
+
+def _scaled(updates: Tensor, eps: float) -> Tensor:
+    """Return matrices with the Frobenius norm ``SCALE``, in float16."""
+    norm = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    x = torch.empty(updates.shape, dtype=torch.float16, device=updates.device)
+    return torch.mul(updates, SCALE / norm.clamp(min=eps), out=x)
+
+
+def _gram_matrices(xs: Sequence[Tensor], size: int) -> Tensor:
+    """Return the Gram matrices of all, divided by the square of ``SCALE``."""
+    gram = xs[0].new_empty(sum(map(len, xs)), size, size)
+    for x, out in zip(xs, gram.split([len(x) for x in xs]), strict=True):
+        symmetric_product(x.mT if x.size(-2) > x.size(-1) else x, alpha=SCALE**-2, out=out)
+    return gram
+
+
+def _multiply(x: Tensor, factor: Tensor, alpha: float) -> Tensor:
+    first, second = (x, factor) if x.size(-2) > x.size(-1) else (factor, x)
+    return torch.baddbmm(x.new_empty(()), first, second, beta=0.0, alpha=alpha)
 
 
 def _factor(gram: Tensor, coefficients: Coefficients, iterations: int) -> Tensor:
@@ -89,6 +125,11 @@ def _factor(gram: Tensor, coefficients: Coefficients, iterations: int) -> Tensor
             gram = symmetric_product(symmetric_product(gram, polynomial), polynomial)
     assert factor is not None
     return factor
+
+
+def kind(rows: int, columns: int) -> tuple[int, bool]:
+    """Return a value that is equal for matrices that are iterated together."""
+    return min(rows, columns), _shares_gram(rows, columns)
 
 
 def iterations_per_gram(rows: int, columns: int, coefficients: Coefficients, steps: int) -> tuple[int, ...]:

@@ -124,6 +124,7 @@ def symmetric_product(
     alpha: float,
     beta: float,
     shift: float,
+    out: Tensor | None = None,
     blocks: Blocks = BLOCKS,
 ) -> Tensor:
     """Return ``alpha * x @ y.mT + beta * base + shift * I`` in the dtype of ``x``, accumulated in float32.
@@ -132,10 +133,13 @@ def symmetric_product(
         x: Matrices of shape (number, size, inner), with any strides.
         y: Matrices of the same shape and strides; the product is computed above the diagonal, and mirrored. None: x.
         base: Symmetric matrices of shape (number, size, size), contiguous; None: zeros.
+        out: The result's memory, contiguous; None: new memory.
     """
     number, size, inner = x.shape
     assert y is None or y.stride() == x.stride(), "the factors of a symmetric product have the same strides"
-    out = torch.empty(number, size, size, dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty(number, size, size, dtype=x.dtype, device=x.device)
+    assert out.is_contiguous(), "the kernel stores contiguous matrices"
     _upper_blocks[programs(size, blocks.rows), number](
         x,
         x if y is None else y,

@@ -25,6 +25,7 @@ def symmetric_product(
     alpha: float = 1.0,
     beta: float = 1.0,
     shift: float = 0.0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Return ``alpha * x @ y.mT + beta * base + shift * I`` in the dtype of ``x``.
 
@@ -32,17 +33,20 @@ def symmetric_product(
         x: Matrices of shape (number, rows, columns), with any strides.
         y: Matrices of the same shape and strides, so that ``x @ y.mT`` is symmetric up to rounding errors; None: ``x``.
         base: Symmetric matrices of shape (number, rows, rows), contiguous; None: zeros.
+        out: The result's memory, contiguous; None: new memory.
     """
     if has_kernel(x):
         from lightning_zero.optim import symmetric_kernel
 
-        return symmetric_kernel.symmetric_product(x, y, base, alpha, beta, shift)
-    out = x.new_empty(()) if base is None else base
-    out = torch.baddbmm(out, x, (x if y is None else y).mT, beta=beta if base is not None else 0.0, alpha=alpha)
+        return symmetric_kernel.symmetric_product(x, y, base, alpha, beta, shift, out)
+    start = x.new_empty(()) if base is None else base
+    result = torch.baddbmm(start, x, (x if y is None else y).mT, beta=0.0 if base is None else beta, alpha=alpha)
     if shift:
-        out.diagonal(dim1=-2, dim2=-1).add_(shift)
-    # Rounding errors of a product of two matrices are not symmetric, and iterations on Gram matrices amplify that part.
-    return out if y is None else out.triu() + out.triu(1).mT
+        result.diagonal(dim1=-2, dim2=-1).add_(shift)
+    if y is not None:
+        # Rounding errors of two different matrices are not symmetric, and iterations on Gram matrices amplify that.
+        result = result.triu() + result.triu(1).mT
+    return result if out is None else out.copy_(result)
 
 
 def has_kernel(x: Tensor) -> bool:

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_zero import MatrixRule, register_matrix_rule
 from lightning_zero.errors import UnsupportedError
+from lightning_zero.optim import matrix_rules, newton_schulz
 from lightning_zero.optim.flat_runs import make_flat_runs
 from lightning_zero.optim.matrix_exchange import (
     MatrixExchange,
@@ -21,6 +22,7 @@ from lightning_zero.optim.matrix_exchange import (
     update_memory,
 )
 from lightning_zero.optim.matrix_rules import as_matrices, as_one_matrix, muon
+from lightning_zero.optim.newton_schulz import iterate_in_half
 from lightning_zero.optim.step_kernel import StepKernel
 from lightning_zero.optim.support import check_optimizer
 from lightning_zero.optim.update_rules import needs_matrices, rule_for
@@ -201,10 +203,20 @@ def test_exchanges_transform_each_whole_matrix_once(order: tuple[int, int], limi
     finish(len(buckets) - 1)
 
 
+def product_without_temporaries(x: torch.Tensor, *args: Any, out: torch.Tensor | None = None, **k: Any) -> torch.Tensor:
+    return x.new_zeros(len(x), x.size(1), x.size(1)) if out is None else out.zero_()
+
+
+@pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("limit", [30_000, 1 << 30])
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_the_memory_of_updates_is_known_before_a_step(ranks: int, limit: int) -> None:
+def test_the_memory_of_updates_is_known_before_a_step(
+    ranks: int, limit: int, half: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As allocated by the exchanges of all ranks, and by transforms with their gathered updates."""
+    if half:  # as on GPUs, with a kernel that needs no temporary memory
+        monkeypatch.setattr(matrix_rules, "newton_schulz_of_batches", iterate_in_half)
+        monkeypatch.setattr(newton_schulz, "symmetric_product", product_without_temporaries)
     shapes = [(70, 70)] * 3 + [(60, 130), (130, 60)] + [(3, 35, 70)]
     layouts = [record.layout for record in run_of(shapes, ranks).members]
     expected = update_memory([(RULE, layouts)], ranks, limit)

@@ -9,8 +9,10 @@ from torch import Tensor
 from lightning_zero.optim.newton_schulz import (
     iterate_in_half,
     iterations_per_gram,
+    kind,
     newton_schulz,
     newton_schulz_flops,
+    newton_schulz_of_batches,
     newton_schulz_workspace,
 )
 from tests.helpers.muon import orthogonalize
@@ -27,19 +29,19 @@ def test_a_batch_equals_single_matrices(shape: tuple[int, int]) -> None:
     torch.testing.assert_close(newton_schulz(updates.clone(), *DEFAULTS), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("function", [newton_schulz, iterate_in_half])
-def test_singular_values_are_near_one(function: object) -> None:
+def test_singular_values_are_near_one() -> None:
     torch.manual_seed(0)
-    assert callable(function)
-    values = torch.linalg.svdvals(function(torch.randn(1, 30, 50), *DEFAULTS)[0].float())
-    assert values.min() > 0.5
-    assert values.max() < 1.5
+    updates = torch.randn(1, 30, 50)
+    for found in (newton_schulz(updates, *DEFAULTS), iterate_in_half([updates], *DEFAULTS)[0].float()):
+        values = torch.linalg.svdvals(found[0])
+        assert values.min() > 0.5
+        assert values.max() < 1.5
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 3), (2, 3, 3)])
 def test_zeros_stay_zeros(shape: tuple[int, int, int]) -> None:
     assert not newton_schulz(torch.zeros(shape), *DEFAULTS).any()
-    assert not iterate_in_half(torch.zeros(shape), *DEFAULTS).any()
+    assert not iterate_in_half([torch.zeros(shape)], *DEFAULTS)[0].any()
 
 
 # -- float16
@@ -79,7 +81,7 @@ def test_float16_is_nearer_to_float32_than_torchs_loop(kind: str, tall: bool, co
     update = spectra()[kind][:, :columns].bfloat16()
     expected = orthogonalize(update.float(), *DEFAULTS)
     updates = (update.T if tall else update)[None].expand(2, -1, -1)
-    found = iterate_in_half(updates, *DEFAULTS)
+    found = iterate_in_half([updates], *DEFAULTS)[0]
     assert found.dtype is torch.float16
     assert torch.equal(found[0], found[1])
 
@@ -89,11 +91,22 @@ def test_float16_is_nearer_to_float32_than_torchs_loop(kind: str, tall: bool, co
     assert error(found[0].T if tall else found[0]) < 0.8 * error(in_bfloat16(update))
 
 
+def test_batches_of_several_shapes_equal_batches_of_their_own() -> None:
+    torch.manual_seed(0)
+    shapes = [(2, 24, 60), (1, 60, 24), (3, 24, 40)]
+    assert {kind(*shape[1:]) for shape in shapes} == {(24, True)}
+    batches = [torch.randn(shape).bfloat16() for shape in shapes]
+    for function in (newton_schulz_of_batches, iterate_in_half):
+        for updates, found in zip(batches, function(batches, *DEFAULTS), strict=True):
+            assert found.shape == updates.shape
+            torch.testing.assert_close(found, function([updates], *DEFAULTS)[0])
+
+
 @pytest.mark.parametrize("scale", [1e-15, 1e15])
 def test_the_scale_of_updates_does_not_matter(scale: float) -> None:
     torch.manual_seed(0)
     update = torch.randn(1, 24, 40)
-    found = iterate_in_half((update * scale).bfloat16(), COEFFICIENTS, 5, eps=1e-30)
+    found = iterate_in_half([(update * scale).bfloat16()], COEFFICIENTS, 5, eps=1e-30)[0]
     torch.testing.assert_close(found.float(), newton_schulz(update, *DEFAULTS), rtol=0.03, atol=0.03)
 
 
@@ -102,14 +115,14 @@ def test_rows_of_tiny_norm_keep_their_direction() -> None:
     update = torch.randn(1, 40, 100)
     update[:, 20:] *= 1e-4
     expected = newton_schulz(update, *DEFAULTS)[0, 20:]
-    found = iterate_in_half(update, *DEFAULTS)[0, 20:].float()
+    found = iterate_in_half([update], *DEFAULTS)[0][0, 20:].float()
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 
 def test_a_nan_is_not_hidden() -> None:
     updates = torch.zeros(2, 8, 16)
     updates[1, 3, 3] = torch.nan
-    found = iterate_in_half(updates, *DEFAULTS)
+    found = iterate_in_half([updates], *DEFAULTS)[0]
     assert found[1].isnan().all()
     assert not found[0].any()
 

@@ -19,6 +19,9 @@ def test_the_result_is_that_of_the_formula(tall: bool) -> None:
     base = torch.randn(2, 5, 5)
     base = base + base.mT
     torch.testing.assert_close(symmetric_product(x), x @ x.mT)
+    out = torch.zeros(3, 5, 5)
+    assert symmetric_product(x, out=out[1:]).data_ptr() == out[1:].data_ptr()
+    torch.testing.assert_close(out, torch.cat([torch.zeros(1, 5, 5), x @ x.mT]))
     other = torch.randn(2, 5, 5)
     other = other + other.mT
     square = other @ other
@@ -41,16 +44,17 @@ for number, rows, columns in [(2, 33, 17), (1, 70, 40), (1, 64, 32), (1, 5, 3)]:
         base = base + base.mT.clone()
         blocks = Blocks(rows=16, inner=16, warps=4, stages=2)
         product = x.float() @ x.float().mT
-        found = symmetric_product(x, None, None, 1.0, 0.0, 0.0, blocks)
+        found = symmetric_product(x, None, None, 1.0, 0.0, 0.0, None, blocks)
         assert torch.equal(found, found.mT)
         torch.testing.assert_close(found, product.half())
-        found = symmetric_product(x, None, base, 0.5, -2.0, 3.0, blocks)
+        found = symmetric_product(x, None, base, 0.5, -2.0, 3.0, None, blocks)
         assert torch.equal(found, found.mT)
         torch.testing.assert_close(found, (0.5 * product - 2 * base.float() + 3 * torch.eye(rows)).half())
     # Polynomials of one matrix commute.
     base = base / rows
     square = (base.float() @ base.float()).half()
-    found = symmetric_product(base, square, None, 1.0, 0.0, 0.0, blocks)
+    found = torch.empty_like(base)
+    symmetric_product(base, square, None, 1.0, 0.0, 0.0, found, blocks)
     assert torch.equal(found, found.mT)
     torch.testing.assert_close(found, (base.float() @ square.float()).half(), rtol=2e-3, atol=2e-3)
 print("all equal")
