@@ -460,7 +460,7 @@ class MatrixExchange:
         done, new = rule.transform_with_state(updates, wide, scalars)
         for name, value in new.items():
             kept = value if "skip" not in scalars else torch.where(scalars["skip"] == 0, value, wide[name])
-            for state, one in zip(states, kept.view(len(states), -1), strict=True):
+            for state, one in zip(states, kept.reshape(len(states), -1), strict=True):
                 state[name].copy_(one.view(state[name].shape))
         return done.to(updates.dtype)
 

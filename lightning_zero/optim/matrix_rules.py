@@ -85,6 +85,7 @@ class MatrixRule:
             it in full, so it should be small. A 3-D parameter has one for each of its matrices.
         transform_with_state: Instead of ``transform`` if there is ``shared`` state: (updates, state with one more
             dimension for the number of matrices, scalars; state in float32) -> (transformed updates, new state).
+        captured: The step may be replayed as a CUDA graph. False if a transform makes the host wait for the device.
     """
 
     settings: tuple[str, ...]
@@ -103,6 +104,7 @@ class MatrixRule:
     kind: Callable[[int, int], Hashable] = lambda rows, columns: (rows, columns)
     shared: Callable[[int, int], dict[str, tuple[int, ...]]] | None = None
     transform_with_state: Callable[[Tensor, Tensors, Tensors], tuple[Tensor, Tensors]] | None = None
+    captured: bool = True
 
     def batch_key(self, shape: torch.Size) -> Hashable:
         """Return a value that is equal for parameters that are transformed together."""

@@ -92,7 +92,8 @@ class StepKernel:
         self._exchanges = _make_exchanges(self._rules, runs, matrix_group, matrix_bucket_bytes, device, memory)
         self._sends = bool(self._exchanges) and matrix_group is not None and matrix_group.size > 1
         # The copies of a staging ring cannot continue from one captured graph to the next.
-        self._capture = capture and not (self._sends and ring is not None)
+        can_capture = all(rule.captured for rule in self._rules if isinstance(rule, MatrixRule))
+        self._capture = capture and can_capture and not (self._sends and ring is not None)
         # Copies of a staging ring are ordered with the current stream only.
         several = len(self._exchanges) > 1 and not self._sends and ring is None
         self._side = SideStream(device if several and device.type == "cuda" else None)
