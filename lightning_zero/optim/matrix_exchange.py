@@ -338,7 +338,12 @@ def _buffers(tensors: Sequence[Tensor], copies: int, number: int) -> ExchangeBuf
 
 
 class Batch(NamedTuple):
-    """Parameters of one layout that this rank owns: the shards' parts of each as (shards, elements), and its state."""
+    """Parameters of one layout that this rank owns.
+
+    Attributes:
+        parts: For each parameter, the shards' parts as (shards, elements).
+        states: For each parameter, the state that every rank stores in full.
+    """
 
     layout: ShardLayout
     parts: list[Tensor]

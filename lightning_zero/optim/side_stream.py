@@ -8,7 +8,7 @@ import torch
 
 
 class SideStream:
-    """Launches functions on a stream of its own. Without a stream they run at once, in the order of the calls.
+    """Launches functions on a stream of its own. Without a GPU they run at once, in the order of calls.
 
     It may be used during a capture, if :meth:`join` is called before the end.
 

@@ -1,4 +1,4 @@
-"""The update rule of SOAP (Vyas et al., "SOAP: Improving and stabilizing Shampoo using Adam", 2024) for matrices."""
+"""The rule of SOAP (Vyas et al., "SOAP: Improving and stabilizing Shampoo using Adam", 2024)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Symmetric products of matrices, such as those by their own transpose: half of the operations are enough.
+"""Symmetric products, such as those by a matrix' own transpose: half of the operations are enough.
 
 On Hopper and Blackwell data-center GPUs with Triton, :func:`symmetric_product` computes only the blocks on or above the
 diagonal. Elsewhere, and for small matrices, it calls ``torch.baddbmm``.
