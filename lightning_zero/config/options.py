@@ -103,8 +103,8 @@ class Tuning:
     )
     matrix_bucket_mb: float = _memory(
         "MiB of full updates that an optimizer of matrices, such as Muon, has in memory at once on each rank. Default "
-        "256; at least one matrix. With several ranks, half of it is exchanged while the other half is computed. More "
-        "makes larger batches of matrices of one shape.",
+        "256; at least one matrix. With several ranks, half of it is exchanged while the other half is computed. One "
+        "rank alone has twice as much. More makes larger batches of matrices of one shape.",
         default=256.0,
         check=_mib(256),
     )
