@@ -276,7 +276,9 @@ def _workspace_bytes(layouts: Sequence[ShardLayout], rule: MatrixRule) -> int:
     numels: Counter[Hashable] = Counter()
     for layout in layouts:
         number, rows, columns = rule.matrices(layout.shape)
-        gathered = rows * columns  # of all shards, before they are transformed
+        # The full updates of all shards. Those of one shard may be views.
+        views = rule.transform_batches is not None and layout.world_size == 1 and layout.order is None
+        gathered = 0 if views else rows * columns
         numels[rule.batch_key(layout.shape)] += int(number * (gathered + rule.workspace(rows, columns)))
     return max(numels.values(), default=0) * rule.dtype.itemsize
 
@@ -439,14 +441,18 @@ class MatrixExchange:
     def _transform_batches(self, batches: Sequence[Batch], scalars: Tensors) -> None:
         # A call of its own frees the tensors of these batches before the next ones.
         rule = self._rule
+        together = rule.shared is None and rule.transform_batches is not None
+        if together:  # the rule joins them, so parameters of one rank alone are not copied first
+            batches = [Batch(layout, [part], []) for layout, parts, _ in batches for part in parts]
         updates = []
         for layout, parts, _ in batches:
             number, rows, columns = rule.matrices(layout.shape)
             updates.append(self._gathered(layout, parts).reshape(len(parts) * number, rows, columns))
-        if rule.shared is not None:
-            done = [self._transform_with_state(own, b.states, scalars) for own, b in zip(updates, batches, strict=True)]
-        elif rule.transform_batches is not None:
+        if together:
+            assert rule.transform_batches is not None
             done = list(rule.transform_batches(updates))
+        elif rule.shared is not None:
+            done = [self._transform_with_state(own, b.states, scalars) for own, b in zip(updates, batches, strict=True)]
         else:
             done = [rule.transform(own) for own in updates]
         del updates

@@ -53,6 +53,14 @@ def newton_schulz_of_batches(
     return [_iterate(updates, coefficients, steps, eps) for updates in batches]
 
 
+def _by_shape(batches: Sequence[Tensor]) -> list[list[int]]:
+    """Return the indices of the batches of each shape of matrices."""
+    found: dict[torch.Size, list[int]] = {}
+    for number, updates in enumerate(batches):
+        found.setdefault(updates.shape[1:], []).append(number)
+    return list(found.values())
+
+
 def _iterate(updates: Tensor, coefficients: Coefficients, steps: int, eps: float) -> Tensor:
     a, b, c = coefficients
     tall = updates.size(-2) > updates.size(-1)
@@ -72,7 +80,7 @@ def _iterate(updates: Tensor, coefficients: Coefficients, steps: int, eps: float
 
 
 def iterate_in_half(batches: Sequence[Tensor], coefficients: Coefficients, steps: int, eps: float) -> list[Tensor]:
-    """Return what :func:`newton_schulz_of_batches` returns, computed in float16 and with fewer operations.
+    """Return what :func:`newton_schulz_of_batches` returns, in float16 and with fewer operations.
 
     An iteration multiplies ``X`` by a polynomial of its Gram matrix ``X X^T``. The Gram matrix of the result is a
     polynomial of the first one, too. So several iterations need only products of the Gram matrix's size, and one with
@@ -82,7 +90,8 @@ def iterate_in_half(batches: Sequence[Tensor], coefficients: Coefficients, steps
     a few iterations, see :func:`iterations_per_gram`.
     """
     rows, columns = batches[0].shape[-2:]
-    xs = [_scaled(updates, eps) for updates in batches]
+    groups = _by_shape(batches)
+    xs = [_scaled([batches[number] for number in numbers], eps) for numbers in groups]
     left = steps
     for iterations in iterations_per_gram(rows, columns, coefficients, steps):
         left -= iterations
@@ -90,14 +99,20 @@ def iterate_in_half(batches: Sequence[Tensor], coefficients: Coefficients, steps
         factors = factor.split([len(x) for x in xs])
         xs = [_multiply(x, part, 1.0 if left else 1 / SCALE) for x, part in zip(xs, factors, strict=True)]
         del factor, factors  # bounds the memory, see newton_schulz_workspace
-    return xs
+    results: dict[int, Tensor] = {}
+    for numbers, x in zip(groups, xs, strict=True):
+        results |= zip(numbers, x.split([len(batches[number]) for number in numbers]), strict=True)
+    return [results[number] for number in range(len(batches))]
 
 
-def _scaled(updates: Tensor, eps: float) -> Tensor:
-    """Return matrices with the Frobenius norm ``SCALE``, in float16."""
-    norm = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    x = torch.empty(updates.shape, dtype=torch.float16, device=updates.device)
-    return torch.mul(updates, SCALE / norm.clamp(min=eps), out=x)
+def _scaled(batches: Sequence[Tensor], eps: float) -> Tensor:
+    """Return all matrices of these batches of one shape in float16, with the Frobenius norm ``SCALE``."""
+    sizes, first = [len(updates) for updates in batches], batches[0]
+    x = torch.empty(sum(sizes), *first.shape[1:], dtype=torch.float16, device=first.device)
+    for updates, out in zip(batches, x.split(sizes), strict=True):
+        norm = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+        torch.mul(updates, SCALE / norm.clamp(min=eps), out=out)
+    return x
 
 
 def _gram_matrices(xs: Sequence[Tensor], size: int) -> Tensor:

@@ -238,7 +238,8 @@ def test_the_memory_of_updates_is_known_before_a_step(
             assert counter.peak <= 1.05 * exchange.workspace_bytes + 1024
         buffers.append(sum(tensor.nbytes for kept in memory.values() for tensor in kept))
     assert max(buffers) == expected.buffers
-    assert 0.8 * expected.workspace < max(workspace) < 1.05 * expected.workspace + 1024
+    assert max(workspace) < 1.05 * expected.workspace + 1024
+    assert not half or max(workspace) > 0.8 * expected.workspace
 
 
 def exchanges_of(
