@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from compare.fast_init import quick_draws
 from compare.timing import outer_deciles
 from lightning_zero.cli.models import SIZES, Decoder
 from lightning_zero.config import EngineConfig, Tuning
@@ -42,7 +43,8 @@ def ours(size: str, capture: bool, bucket_mb: float) -> Step:
     device = torch.device("cuda", torch.cuda.current_device())
     tuning = Tuning(cuda_graph_step=capture, matrix_bucket_mb=bucket_mb)
     engine = Engine(device, EngineConfig(tuning=tuning, compute_dtype=torch.bfloat16))
-    model = Decoder(*SIZES[size])
+    with quick_draws():
+        model = Decoder(*SIZES[size])
     matrices, others = split(model)
     engine.shard(model)
     optimizers = [torch.optim.Muon(matrices, lr=1e-5), torch.optim.AdamW(others, lr=1e-5, fused=True)]
@@ -63,7 +65,8 @@ def ours(size: str, capture: bool, bucket_mb: float) -> Step:
 
 
 def plain(size: str, library: str) -> Step:
-    model = Decoder(*SIZES[size]).cuda()
+    with quick_draws():
+        model = Decoder(*SIZES[size]).cuda()
     matrices, others = split(model)
     copies = [torch.empty_like(p, dtype=torch.bfloat16) for p in model.parameters()]
     for param in model.parameters():

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from lightning_zero.optim import symmetric_products
+from lightning_zero.optim.descriptor_kernel import symmetric_product as with_blocks
 from lightning_zero.optim.newton_schulz import newton_schulz
 from lightning_zero.optim.symmetric_kernel import Blocks
-from lightning_zero.optim.symmetric_kernel import symmetric_product as with_blocks
 from lightning_zero.optim.symmetric_products import symmetric_product
 
 # Number, rows, columns.
@@ -36,10 +36,8 @@ SHAPES = [
 ]
 A, B, C = COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 SWEEP = [
-    Blocks(rows, inner, warps, stages)
-    for rows, warps in ((128, 8), (128, 4), (64, 4))
-    for inner in (32, 64)
-    for stages in (3, 4)
+    Blocks(rows=128, inner=64, warps=warps, stages=stages, ratio=ratio)
+    for ratio, warps, stages in ((2, 8, 3), (2, 8, 4), (1, 8, 3), (1, 8, 4), (1, 4, 3), (1, 4, 4))
 ]
 
 
@@ -77,9 +75,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
-    print(
-        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, kernel: {symmetric_products._can_launch(device)}"
-    )
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, kernel: {symmetric_products.can_launch(device)}")
     print(f"{'number x rows x columns':24} {'product':>22} {'polynomial':>22} {'muon':>24}   errors")
     for shape in SHAPES:
         updates = torch.randn(shape, device=device).bfloat16()

@@ -369,6 +369,7 @@ class MatrixExchange:
 
     Attributes:
         update: Updates of this rank's shards, in the order of memory.
+        result: The same memory, in the dtype of transformed updates.
         workspace_bytes: Bytes that :meth:`transform` allocates at its peak.
     """
 
@@ -388,6 +389,7 @@ class MatrixExchange:
         ]
         self._owned = [i for i in self._order if bucket.owners[i] == group.rank]
         self.update = buffers.update[: bucket.numel]
+        self.result = self.update.view(rule.result_dtype or rule.dtype)
         self._packed = buffers.sent[: bucket.numel]
         self._returned = buffers.returned[: bucket.numel]
         self._received = buffers.received[: group.size * self._sent[group.rank]].view(group.size, -1)
@@ -514,7 +516,9 @@ class MatrixExchange:
         return torch.stack([layout.permute_from_memory(one) for one in full]) if layout.order else full
 
     def _scatter(self, layout: ShardLayout, parts: list[Tensor], done: Tensor) -> None:
+        dtype = self._rule.result_dtype or self._rule.dtype
         for part, one in zip(parts, done, strict=True):
+            part = part.view(dtype)
             flat = layout.permute_to_memory(one).reshape(-1)
             for shard, row in enumerate(self._rows):
                 begin, end = layout.shard_range(shard)

@@ -80,6 +80,7 @@ class MatrixRule:
             Memory plans count them.
         matrices: (parameter's shape) -> number, rows and columns of its matrices.
         dtype: In which updates are sent and transformed.
+        result_dtype: In which transformed updates are stored, of the same size as ``dtype``; None: ``dtype``.
         counts: Names of 0-dim state. ``"step"`` counts the steps, from 1.
         shared: (rows, columns) -> shapes by name of the state of one matrix, such as a value per row. Every rank stores
             it in full, so it should be small. A 3-D parameter has one for each of its matrices.
@@ -99,6 +100,7 @@ class MatrixRule:
     workspace: Callable[[int, int], float] = lambda rows, columns: 2.0 * rows * columns
     matrices: Callable[[torch.Size], tuple[int, int, int]] = as_matrices
     dtype: torch.dtype = torch.bfloat16
+    result_dtype: torch.dtype | None = None
     counts: tuple[str, ...] = ()
     transform_batches: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None = None
     kind: Callable[[int, int], Hashable] = lambda rows, columns: (rows, columns)
@@ -213,6 +215,7 @@ def _muon(
         workspace=lambda rows, columns: newton_schulz_workspace(rows, columns) + (rows * columns if split_sizes else 0),
         matrices=matrices,
         dtype=dtype,
+        result_dtype=torch.float16 if dtype is torch.bfloat16 else None,
         transform_batches=None if split_sizes else orthogonalize_batches,
         kind=kind,
     )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_zero.optim.symmetric_products import symmetric_product
+from lightning_zero.optim.symmetric_products import can_launch, symmetric_product
 
 Coefficients = tuple[float, float, float]
 
@@ -111,7 +111,13 @@ def _scaled(batches: Sequence[Tensor], eps: float) -> Tensor:
     x = torch.empty(sum(sizes), *first.shape[1:], dtype=torch.float16, device=first.device)
     for updates, out in zip(batches, x.split(sizes), strict=True):
         norm = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-        torch.mul(updates, SCALE / norm.clamp(min=eps), out=out)
+        factors = SCALE / norm.clamp(min=eps)
+        if updates.is_cuda and updates.is_contiguous() and can_launch(updates.device):
+            from lightning_zero.optim.scale_kernel import scale  # imports Triton
+
+            scale(updates, factors, out)
+        else:
+            torch.mul(updates, factors, out=out)
     return x
 
 

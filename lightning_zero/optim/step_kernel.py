@@ -386,7 +386,7 @@ class StepKernel:
                 param.copy_(torch.where(scalar["skip"] == 0, after, before) if "skip" in scalar else after)
                 return {}
 
-            param, update = flat[begin:end], exchange.update[begin:end]
+            param, update = flat[begin:end], exchange.result[begin:end]
             key = (rule, "finish", factor, end - begin, param.dtype, tuple(keys))
             self._run_compiled(key, change, (param, update, *numbers.values()))
 

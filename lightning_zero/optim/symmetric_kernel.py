@@ -26,12 +26,14 @@ class Blocks(NamedTuple):
         inner: Elements of the inner dimension per iteration.
         warps: Warps of a program.
         stages: Iterations whose loads are in flight.
+        ratio: Columns of a block per row, 1 or 2; with descriptors.
     """
 
     rows: int
     inner: int
     warps: int
     stages: int
+    ratio: int = 1
 
 
 # The fastest or nearly the fastest of 14 for all of Llama's shapes on an H200, among them blocks of 128 x 256.
@@ -42,6 +44,21 @@ def programs(size: int, rows: int = BLOCKS.rows) -> int:
     """Return the number of programs for one product of ``size`` rows."""
     wide = -(-size // rows)
     return wide * (wide + 1) // 2
+
+
+@triton.jit if triton is not None else lambda kernel: kernel
+def place_of(tile, size, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the block row and block column of a program."""
+    # A triangle of `wide` block columns is folded into a rectangle: line r holds the triangle's lines r and wide-1-r
+    # (or wide-r if `wide` is odd), which together have one length. So no program starts below the diagonal.
+    wide = (size + ROWS - 1) // ROWS
+    length = wide + 1 - wide % 2
+    line = tile // length
+    step = tile % length
+    first = step < wide - line
+    upper = tl.where(first, line, wide - line - (1 - wide % 2))
+    column = tl.where(first, line + step, upper + step - (wide - line))
+    return upper, column
 
 
 @triton.jit if triton is not None else lambda kernel: kernel
@@ -63,15 +80,7 @@ def _upper_blocks(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     INNER: tl.constexpr,
 ):
-    # A triangle of `wide` block columns is folded into a rectangle: line r holds the triangle's lines r and wide-1-r
-    # (or wide-r if `wide` is odd), which together have one length. So no program starts below the diagonal.
-    wide = (size + ROWS - 1) // ROWS
-    length = wide + 1 - wide % 2
-    line = tl.program_id(0) // length
-    step = tl.program_id(0) % length
-    first = step < wide - line
-    upper = tl.where(first, line, wide - line - (1 - wide % 2))
-    column = tl.where(first, line + step, upper + step - (wide - line))
+    upper, column = place_of(tl.program_id(0), size, ROWS)
     rows = upper * ROWS + tl.arange(0, ROWS)
     columns = column * ROWS + tl.arange(0, ROWS)
     batch = tl.program_id(1).to(tl.int64)

@@ -36,9 +36,11 @@ def symmetric_product(
         out: The result's memory, contiguous; None: new memory.
     """
     if has_kernel(x):
-        from lightning_zero.optim import symmetric_kernel
+        from lightning_zero.optim import descriptor_kernel, symmetric_kernel
 
-        return symmetric_kernel.symmetric_product(x, y, base, alpha, beta, shift, out)
+        describes = all(descriptor_kernel.can_describe(each) for each in (x, y, base, out) if each is not None)
+        kernel = descriptor_kernel if describes else symmetric_kernel
+        return kernel.symmetric_product(x, y, base, alpha, beta, shift, out)
     start = x.new_empty(()) if base is None else base
     result = torch.baddbmm(start, x, (x if y is None else y).mT, beta=0.0 if base is None else beta, alpha=alpha)
     if shift:
@@ -59,12 +61,13 @@ def has_kernel(x: Tensor) -> bool:
         x.size(0) * programs(x.size(1)) >= MIN_PROGRAMS
         # The kernel computes offsets in one matrix in 32 bits.
         and max(x.size(1) * x.size(1), x.size(1) * x.size(2)) < 2**31
-        and _can_launch(x.device)
+        and can_launch(x.device)
     )
 
 
 @cache
-def _can_launch(device: torch.device) -> bool:
+def can_launch(device: torch.device) -> bool:
+    """Return True if Triton's kernels are used on this GPU."""
     if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] not in CAPABILITIES:
         return False
     from lightning_zero.optim import symmetric_kernel

@@ -16,7 +16,7 @@ SHAPES = [(27, 512, 512), (30, 512, 2048), (10, 777, 1001), (9, 1024, 640), (2, 
 
 @pytest.fixture(autouse=True)
 def needs_the_kernel() -> None:
-    if not symmetric_products._can_launch(torch.device("cuda", torch.cuda.current_device())):
+    if not symmetric_products.can_launch(torch.device("cuda", torch.cuda.current_device())):
         pytest.skip("the kernel is for Hopper and Blackwell with Triton")
 
 

@@ -262,7 +262,7 @@ def test_a_3d_weight_is_a_batch_of_matrices_or_one_matrix_if_the_group_says_so(f
     exchange.transform()
     matrices = update.view(1, 8, 12) if flatten else update
     expected = torch.stack([orthogonalize(matrix, *DEFAULTS) for matrix in matrices]).view(-1)
-    assert (exchange.update[:96].float() - expected).norm() < 0.1 * expected.norm()
+    assert (exchange.result[:96].float() - expected).norm() < 0.1 * expected.norm()
     assert rule.factor(torch.Size([8, 2, 2])) == (2**0.5 if flatten else 1.0)  # max(1, rows / columns) ** 0.5
 
 
@@ -270,7 +270,7 @@ def test_a_matrix_without_elements_stays_so() -> None:
     (exchange,) = exchanges_of([(0, 5), (4, 4), (0, 5)], {})
     exchange.update.zero_()
     exchange.transform()
-    assert not exchange.update.any()
+    assert not exchange.result.any()
 
 
 def test_layouts_of_alternating_gradients_share_the_memory_of_updates() -> None:
