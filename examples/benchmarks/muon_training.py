@@ -25,7 +25,7 @@ from compare.fast_init import quick_draws
 from compare.timing import Clock, exit_without_cleanup, outer_deciles
 from lightning_zero.cli.models import SIZES, Decoder, Tokens
 
-WAYS = ("adamw", "muon")
+WAYS = ("muon", "adamw")
 
 
 class Module(L.LightningModule):
@@ -123,14 +123,14 @@ def main() -> None:
     if arguments.way:
         train(arguments)
         return
-    found = []
+    found = {}
     for way in WAYS:
         command = [sys.executable, *sys.argv, "--way", way]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
         line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
         print(line, flush=True)
-        found.append(json.loads(line)["ms"])
-    print(f"ms with Muon / ms with AdamW alone: {found[1] / found[0]:.3f}")
+        found[way] = json.loads(line)["ms"]
+    print(f"ms with Muon / ms with AdamW alone: {found['muon'] / found['adamw']:.3f}")
 
 
 if __name__ == "__main__":
