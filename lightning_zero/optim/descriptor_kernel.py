@@ -1,6 +1,6 @@
-"""The kernel for symmetric products with tensor descriptors: Hopper's copy engine loads and stores whole blocks.
+"""The kernel for symmetric products with tensor descriptors.
 
-It needs addresses and strides that are multiples of 16 bytes. :mod:`~lightning_zero.optim.symmetric_kernel` has the one
+Hopper's copy engine then loads and stores whole blocks. It needs addresses and strides that are multiples of 16 bytes. :mod:`~lightning_zero.optim.symmetric_kernel` has the one
 for other matrices, and explains the order of blocks.
 """
 
@@ -104,7 +104,10 @@ def symmetric_product(
     out: Tensor | None = None,
     blocks: Blocks | None = None,
 ) -> Tensor:
-    """Return what the function of this name in ``symmetric_kernel`` returns, if :func:`can_describe` allows it."""
+    """Return what the function of this name in ``symmetric_kernel`` returns.
+
+    All matrices must fulfil :func:`can_describe`.
+    """
     number, size, inner = x.shape
     blocks = blocks or BLOCKS
     y = x if y is None else y
