@@ -1,7 +1,7 @@
 """The kernel for symmetric products with tensor descriptors.
 
-Hopper's copy engine then loads and stores whole blocks. It needs addresses and strides that are multiples of 16 bytes. :mod:`~lightning_zero.optim.symmetric_kernel` has the one
-for other matrices, and explains the order of blocks.
+Hopper's copy engine then loads and stores whole blocks. It needs addresses and strides that are multiples of 16 bytes.
+:mod:`~lightning_zero.optim.symmetric_kernel` has the kernel for other matrices, and explains the order of blocks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A Triton kernel that scales matrices and rounds them to another dtype.
 
-torch's kernel for mixed dtypes took five times as long on an H200.
+torch's kernel for mixed dtypes moves 0.8 TB/s on an H200, a fifth of what the memory can.
 """
 
 from __future__ import annotations
