@@ -95,7 +95,6 @@ def check(found: dict[str, Tensor], name: str) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.exhaustive_variants("1")
 def test_weights_are_those_of_one_process(ranks: Ranks, world_size: int) -> None:
     for found in ranks.run(world_size, train_all, deadline=90):
         for name in WAYS:
