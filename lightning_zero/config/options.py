@@ -121,10 +121,10 @@ class Tuning:
     )
     grad_aliasing: bool | None = _memory(
         "Store reduced gradients in bfloat16 in the memory of the compute shards, with ``precision='bf16-mixed'`` and "
-        "one micro-batch per step. Default None: if ``memory`` needs it.",
+        "one micro-batch per step. Default None: if ``memory`` needs it, and on one rank if no user code reads them.",
         default=None,
         on_change=OnChange.REFUSE,
-        default_text="if `memory` needs it",
+        default_text="automatic",
     )
 
     prefetch: bool = _communication(
