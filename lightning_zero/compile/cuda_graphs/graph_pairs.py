@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_zero.compat import cuda
 from lightning_zero.native import Executor
@@ -75,7 +76,7 @@ class CaptureSpec:
             raise NotImplementedError("an output is an input, or a view of one")
         return outputs
 
-    def run_backward(self, outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def run_backward(self, outputs: Sequence[Tensor] | Sequence[GradientEdge], grads: Sequence[Tensor]) -> None:
         """Leave the gradients of ``copied`` in ``.grad``; the executor takes those of parameters."""
         torch.autograd.backward(outputs, grads)
         copied = {id(tensor) for tensor in self.copied}
@@ -170,6 +171,33 @@ class _Graph:
         self._executor.graphs.drop(self.number)
 
 
+class GradientBuffers:
+    """Memory for gradients of outputs, shared by pairs that never run at the same time."""
+
+    def __init__(self) -> None:
+        self._memory: list[Tensor] = []  # bytes; one for each differentiable output
+
+    def like(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return a tensor for the gradient of each output; None for outputs without one."""
+        wanted = [output.requires_grad for output in outputs]
+        numbers = [sum(wanted[:n]) for n in range(len(outputs))]
+        return [self._one(n, output) if yes else None for n, yes, output in zip(numbers, wanted, outputs, strict=True)]
+
+    def _one(self, number: int, output: Tensor) -> Tensor:
+        nbytes = output.numel() * output.element_size()
+        if number == len(self._memory):
+            self._memory.append(torch.empty(0, dtype=torch.uint8, device=output.device))
+        if self._memory[number].numel() < nbytes:  # earlier captures go on using the former memory
+            self._memory[number] = torch.zeros(nbytes, dtype=torch.uint8, device=output.device)
+        strides = torch.empty_like(output, device="meta").stride()
+        return self._memory[number][:nbytes].view(output.dtype).as_strided(output.shape, strides)
+
+
+def _reusable(tensor: Tensor) -> Tensor:
+    """Return a tensor of memory of a pool that later allocations of the pool may use."""
+    return cuda.without_owner(tensor) if tensor.is_cuda else tensor
+
+
 class CUDAGraphPair:
     """A :class:`GraphPair` of CUDA graphs."""
 
@@ -206,10 +234,13 @@ class CUDAGraphPair:
 
             with spec.record_offloads(self._sent):
                 self._forward = _Graph(spec, self._pool, lambda: outputs.extend(spec.run()), False, prepare)
-            self._outputs = [output.detach() for output in outputs]
             self.differentiable: Sequence[bool] = [output.requires_grad for output in outputs]
-            wanted = [output for output in outputs if output.requires_grad]
-            self._grads = [torch.zeros_like(output) if output.requires_grad else None for output in outputs]
+            wanted = [get_gradient_edge(output) for output in outputs if output.requires_grad]
+            self._buffers = shared._buffers if shared is not None else GradientBuffers()
+            self._grads = self._buffers.like(outputs)
+            # A replay's outputs are copied before anything else uses the pool.
+            self._outputs = [_reusable(output.detach()) for output in outputs]
+            outputs.clear()
             given = [grad for grad in self._grads if grad is not None]
             try:
                 self._backward: _Graph | None = None
@@ -222,7 +253,9 @@ class CUDAGraphPair:
                 raise
             # The backward was recorded as if the forward had run, which no later code may assume.
             executor.graphs.mark_not_run(self._forward.number)
-            self._input_grads = [tensor.grad for tensor in spec.copied]
+            self._input_grads = [None if tensor.grad is None else _reusable(tensor.grad) for tensor in spec.copied]
+            for tensor in spec.copied:
+                tensor.grad = None
         self.nbytes = max(0, torch.cuda.memory_reserved(device) - reserved)
 
     def fits(self) -> bool:
@@ -248,6 +281,7 @@ class CUDAGraphPair:
     def close(self) -> None:
         # Free these now: a loss that the user keeps references this object.
         self._outputs, self._grads, self._input_grads, self.blocks = [], [], [], ReservedBlocks()
+        self._buffers = GradientBuffers()
         for graph in (self._forward, self._backward):
             if graph is not None:
                 graph.close()

@@ -271,6 +271,8 @@ MAX_FAILED_CAPTURES = 3  # captures in a row with too few replays before giving 
 # layers of common models. A call needs the memory of its activations, captured or not.
 MAX_PENDING_CALLS = 128
 MAX_CAPTURED_SIZES = 16  # batch sizes captured at the same time
+MAX_REPLACEMENTS = 3  # times that captures of smaller sizes are made again in the memory of a larger one
+MAX_REPLACED = 4  # captures at a time; each takes up to a second
 
 
 @dataclass(frozen=True)
@@ -309,6 +311,8 @@ class GraphDispatcher:
         # graph, and a step may skip one.
         self._pending_backwards: list[weakref.ref[PendingBackward] | None] = []
         self._weights: list[int] = []
+        self._elements: dict[CaptureKey, int] = {}  # of the inputs of warm-up runs
+        self._larger_waits = self._replacements = 0
         self._failures = self._waits = 0
         self._epoch = self._backwards = self._backwards_before = -1
         self._disabled = False
@@ -357,6 +361,8 @@ class GraphDispatcher:
 
     def _run(self, args: Sequence[Any], key: CaptureKey) -> Any:
         outputs = self._compiled(*args)
+        if key not in self._elements:
+            self._elements[key] = sum(a.numel() for a in args if isinstance(a, Tensor))
         nodes = {o.grad_fn for o in outputs if isinstance(o, Tensor) and o.grad_fn is not None}
         if self._disabled:
             return outputs
@@ -431,8 +437,11 @@ class GraphDispatcher:
         if reason := unsupported_input(args, manager.device):
             self.disable(reason)
             return None
+        if self._awaits_larger(key):
+            return None
         if sum(other.slot == key.slot for other in self._captures) >= MAX_CAPTURED_SIZES:
             self._evict_oldest(key.slot)
+        self._drop_smaller(key)
         if self._disabled:
             return None
         try:
@@ -458,6 +467,29 @@ class GraphDispatcher:
             if not manager.drop_unrelated(self):
                 raise
             return CapturedCall(args, manager.static_tensors(), manager.executor.gradients, capture)
+
+    def _awaits_larger(self, key: CaptureKey) -> bool:
+        """Return True if a larger size than all captured ones is warm and likely to be next.
+
+        Captures share one pool, whose blocks serve smaller tensors, but not larger ones.
+        """
+        largest = max((k for k in self._runs if k.slot == key.slot), key=self._elements.__getitem__)
+        is_captured = any(self._elements[k] >= self._elements[largest] for k in self._captures if k.slot == key.slot)
+        if is_captured or self._elements[key] >= self._elements[largest]:
+            self._larger_waits = 0
+            return False
+        self._larger_waits += 1
+        return self._larger_waits <= MAX_CAPTURED_SIZES
+
+    def _drop_smaller(self, key: CaptureKey) -> None:
+        """Free the slot's captures if all are of smaller sizes, so that a larger pool replaces theirs."""
+        others = [k for k in self._captures if k.slot == key.slot]
+        if not 0 < len(others) <= MAX_REPLACED or self._replacements >= MAX_REPLACEMENTS:
+            return
+        if all(self._elements[k] < self._elements[key] for k in others):
+            self._replacements += 1
+            for other in others:
+                self._captures.pop(other).close()
 
     def _evict_oldest(self, slot: int) -> None:
         oldest = next(key for key in self._captures if key.slot == slot)
@@ -490,6 +522,7 @@ class GraphDispatcher:
 
     def yield_memory(self, reason: str) -> None:
         """Drop captures for another kind of run of this graph, keeping it warm; at most once per kind."""
+        self._larger_waits = MAX_CAPTURED_SIZES  # the other kind may not fit in addition to any capture
         if len(self._runs) < MAX_CAPTURED_SIZES:
             self.drop()
         else:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.compat import cuda
-from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec, CUDAGraphPair
+from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec, CUDAGraphPair, GradientBuffers
 
 
 class Graph:
@@ -194,3 +194,41 @@ def test_pairs_of_one_graph_share_memory_and_give_it_back(allocator: MagicMock) 
     first.close()
     assert [graph.log[-1] for graph in Graph.made] == ["reset", "reset", "end", "end"]
     assert executor.log == [("drop", 1), ("drop", 2)]
+
+
+def test_gradients_of_outputs_share_memory_from_the_largest_on() -> None:
+    buffers = GradientBuffers()
+    outputs = [torch.ones(4, 6, requires_grad=True).t(), torch.ones(3), torch.ones(5, dtype=torch.bfloat16)]
+    outputs[2].requires_grad_()
+    large = buffers.like(outputs)
+    assert large[1] is None
+    assert large[0] is not None
+    assert large[2] is not None
+    assert (large[0].stride(), large[0].dtype, large[2].dtype) == ((1, 6), torch.float32, torch.bfloat16)
+    assert large[0].data_ptr() != large[2].data_ptr()
+    small = buffers.like([torch.ones(2, requires_grad=True)])[0]
+    larger = buffers.like([torch.ones(99, requires_grad=True)])[0]
+    assert small is not None
+    assert larger is not None
+    assert small.data_ptr() == large[0].data_ptr() != larger.data_ptr()
+    large[0].fill_(2.0)  # earlier captures go on using theirs
+    assert larger.eq(0).all()
+
+
+def test_pairs_of_one_graph_share_the_memory_of_gradients_of_outputs(allocator: MagicMock) -> None:
+    executor = Executor()
+    first = capture(executor)
+    second = capture(executor, shared=first)
+    assert first._grads[0] is not None
+    assert second._grads[0] is not None
+    assert first._grads[0].data_ptr() == second._grads[0].data_ptr()
+    assert first._grads[1] is second._grads[1] is None
+
+
+def test_a_tensor_without_owner_is_the_same_memory() -> None:
+    owned = torch.arange(12.0).view(3, 4)[1:, ::2]
+    other = cuda.without_owner(owned)
+    assert (other.tolist(), other.stride()) == (owned.tolist(), owned.stride())
+    other.fill_(7.0)
+    assert owned.eq(7.0).all()
+    assert owned.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
