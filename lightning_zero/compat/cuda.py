@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-
 from torch import Tensor
 
 from lightning_zero.compat.lookup import private
