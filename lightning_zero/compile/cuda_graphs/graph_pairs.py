@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +20,54 @@ from lightning_zero.native.capture import capture_graph
 from lightning_zero.offload.activations import ReservedBlocks
 
 
+class GradientBuffers:
+    """Memory for gradients of outputs, shared by backwards that never run at the same time."""
+
+    def __init__(self) -> None:
+        self._memory: list[Tensor] = []  # bytes; one for each differentiable output
+
+    def like(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return a tensor for the gradient of each output; None for outputs without one."""
+        wanted = [output.requires_grad for output in outputs]
+        numbers = [sum(wanted[:n]) for n in range(len(outputs))]
+        return [self._one(n, output) if yes else None for n, yes, output in zip(numbers, wanted, outputs, strict=True)]
+
+    def _one(self, number: int, output: Tensor) -> Tensor:
+        nbytes = output.numel() * output.element_size()
+        if number == len(self._memory):
+            self._memory.append(torch.empty(0, dtype=torch.uint8, device=output.device))
+        if self._memory[number].numel() < nbytes:  # earlier captures go on using the former memory
+            self._memory[number] = torch.zeros(nbytes, dtype=torch.uint8, device=output.device)
+        strides = torch.empty_like(output, device="meta").stride()
+        return self._memory[number][:nbytes].view(output.dtype).as_strided(output.shape, strides)
+
+
+class BackwardMemory:
+    """Memory of backwards that are replayed one after another.
+
+    What a forward saves stays in the pool of its own graph. A backward's temporary tensors are gone when its replay has
+    ended, and its results are copied before the next replay. So all backwards of a step can allocate from one pool.
+    Blocks belong to one stream, so all captures use the same.
+
+    Attributes:
+        buffers: memory for the gradients of outputs, which are copied there before each replay.
+    """
+
+    def __init__(self) -> None:
+        self.buffers = GradientBuffers()
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        self._stream = self._stream or torch.cuda.Stream(device)
+        return self._stream
+
+    @property
+    def pool(self) -> Any:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return self._pool
+
+
 @dataclass(frozen=True)
 class CaptureSpec:
     """Code to capture, with its inputs and conditions.
@@ -30,6 +78,9 @@ class CaptureSpec:
         accumulates: True if gradients are usually added to existing ones.
         shared: another pair that never runs at the same time, whose memory is shared.
         segment: the executor's number of the gradients that this backward produces; -1 if unknown.
+        memory: of all backwards of the step.
+        several: a step has several graphs, so that backwards share a pool. A backward that is alone can reuse the
+            memory of activations instead.
     """
 
     compiled: Callable[..., Any]
@@ -39,6 +90,8 @@ class CaptureSpec:
     accumulates: bool
     shared: GraphPair | None
     segment: int = -1
+    memory: BackwardMemory = field(default_factory=BackwardMemory)
+    several: bool = False
 
     def reserve_blocks(self) -> ReservedBlocks:
         """Return host memory for offloaded activations, shared with the pair that never runs at the same time."""
@@ -171,28 +224,6 @@ class _Graph:
         self._executor.graphs.drop(self.number)
 
 
-class GradientBuffers:
-    """Memory for gradients of outputs, shared by pairs that never run at the same time."""
-
-    def __init__(self) -> None:
-        self._memory: list[Tensor] = []  # bytes; one for each differentiable output
-
-    def like(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return a tensor for the gradient of each output; None for outputs without one."""
-        wanted = [output.requires_grad for output in outputs]
-        numbers = [sum(wanted[:n]) for n in range(len(outputs))]
-        return [self._one(n, output) if yes else None for n, yes, output in zip(numbers, wanted, outputs, strict=True)]
-
-    def _one(self, number: int, output: Tensor) -> Tensor:
-        nbytes = output.numel() * output.element_size()
-        if number == len(self._memory):
-            self._memory.append(torch.empty(0, dtype=torch.uint8, device=output.device))
-        if self._memory[number].numel() < nbytes:  # earlier captures go on using the former memory
-            self._memory[number] = torch.zeros(nbytes, dtype=torch.uint8, device=output.device)
-        strides = torch.empty_like(output, device="meta").stride()
-        return self._memory[number][:nbytes].view(output.dtype).as_strided(output.shape, strides)
-
-
 def _reusable(tensor: Tensor) -> Tensor:
     """Return a tensor of memory of a pool that later allocations of the pool may use."""
     return cuda.without_owner(tensor) if tensor.is_cuda else tensor
@@ -207,7 +238,7 @@ class CUDAGraphPair:
     def __init__(self, spec: CaptureSpec) -> None:
         executor, device = spec.executor, spec.executor.device
         shared = spec.shared if isinstance(spec.shared, CUDAGraphPair) else None
-        stream = shared._stream if shared is not None else torch.cuda.Stream(device)
+        stream = shared._stream if shared is not None else spec.memory.stream(device)
         self._stream, current = stream, torch.cuda.current_stream(device)
         # otherwise the graph would contain a wait for one particular step
         executor.weights.sync_compute_shards(ahead=True)
@@ -236,8 +267,7 @@ class CUDAGraphPair:
                 self._forward = _Graph(spec, self._pool, lambda: outputs.extend(spec.run()), False, prepare)
             self.differentiable: Sequence[bool] = [output.requires_grad for output in outputs]
             wanted = [get_gradient_edge(output) for output in outputs if output.requires_grad]
-            self._buffers = shared._buffers if shared is not None else GradientBuffers()
-            self._grads = self._buffers.like(outputs)
+            self._grads = spec.memory.buffers.like(outputs)
             # A replay's outputs are copied before anything else uses the pool.
             self._outputs = [_reusable(output.detach()) for output in outputs]
             outputs.clear()
@@ -245,7 +275,8 @@ class CUDAGraphPair:
             try:
                 self._backward: _Graph | None = None
                 if wanted:
-                    self._backward = _Graph(spec, self._pool, lambda: spec.run_backward(wanted, given), backward=True)
+                    pool = spec.memory.pool if spec.several else self._pool
+                    self._backward = _Graph(spec, pool, lambda: spec.run_backward(wanted, given), backward=True)
                     executor.graphs.mark_not_run(self._backward.number)
             except BaseException:
                 executor.graphs.mark_not_run(self._forward.number)
@@ -281,7 +312,6 @@ class CUDAGraphPair:
     def close(self) -> None:
         # Free these now: a loss that the user keeps references this object.
         self._outputs, self._grads, self._input_grads, self.blocks = [], [], [], ReservedBlocks()
-        self._buffers = GradientBuffers()
         for graph in (self._forward, self._backward):
             if graph is not None:
                 graph.close()

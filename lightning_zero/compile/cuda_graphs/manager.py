@@ -28,7 +28,13 @@ from lightning_zero.compile.cuda_graphs.captured_call import (
     PendingBackward,
     unsupported_input,
 )
-from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec, CUDAGraphPair, EmulatedGraphPair, GraphPair
+from lightning_zero.compile.cuda_graphs.graph_pairs import (
+    BackwardMemory,
+    CaptureSpec,
+    CUDAGraphPair,
+    EmulatedGraphPair,
+    GraphPair,
+)
 from lightning_zero.config import EngineConfig
 from lightning_zero.errors import UnsupportedError
 from lightning_zero.native import Executor
@@ -44,6 +50,7 @@ class CUDAGraphManager:
 
     Attributes:
         in_step: True during a training step, which includes calls without gradients.
+        memory: of the backwards of all captures.
 
     Raises:
         UnsupportedError: CUDA graphs are required and impossible, here or when compiled code runs.
@@ -73,6 +80,7 @@ class CUDAGraphManager:
         self._hooked_late: set[int] = set()  # and of those that got a hook between forward and backward
         self._stepped = -1, -1  # epoch of weights, and the number of backwards that had ended then
         self.in_step = False
+        self.memory = BackwardMemory()
         weakref.finalize(self, _end, self._calls, self._pairs).atexit = False
         # Process groups may be destroyed at exit by a handler registered before the engine existed.
         atexit.register(_close, weakref.ref(self))
@@ -154,11 +162,17 @@ class CUDAGraphManager:
     def drop(self) -> None:
         """Free the memory of all captures."""
         _drop(self._calls)
+        self.memory = BackwardMemory()
 
     def close(self) -> None:
         """Free all captures, even with a pending backward: destroying a process group waits for its captured
         collectives."""
         _end(self._calls, self._pairs)
+        self.memory = BackwardMemory()
+
+    def is_one_of_several(self, call: GraphDispatcher) -> bool:
+        """Return True if a step calls other graphs, or this one several times before its backward."""
+        return call.slots > 1 or any(o is not call and o.slots and o.is_in_same_pass(call) for o in self._calls)
 
     def capture(self, spec: CaptureSpec) -> GraphPair:
         pair = self.pair(spec)
@@ -458,8 +472,12 @@ class GraphDispatcher:
         shared: GraphPair | None = next((v.pair for other, v in self._captures.items() if other.slot == key.slot), None)
 
         def capture(inputs: Sequence[Any], copied: Sequence[Tensor]) -> GraphPair:
-            spec = CaptureSpec(self._compiled, inputs, copied, manager.executor, key.accumulates, shared, segment)
-            return manager.capture(spec)
+            memory, several = manager.memory, manager.is_one_of_several(self)
+            return manager.capture(
+                CaptureSpec(
+                    self._compiled, inputs, copied, manager.executor, key.accumulates, shared, segment, memory, several
+                )
+            )
 
         try:
             return CapturedCall(args, manager.static_tensors(), manager.executor.gradients, capture)
@@ -504,6 +522,11 @@ class GraphDispatcher:
     def is_in_same_pass(self, other: GraphDispatcher) -> bool:
         """Return True if both graphs are called in one pass."""
         return self._backwards in (other._backwards, other._backwards_before)
+
+    @property
+    def slots(self) -> int:
+        """Return the number of calls with a pending backward at the same time."""
+        return len(self._pending_backwards)
 
     @property
     def has_pending_backward(self) -> bool:

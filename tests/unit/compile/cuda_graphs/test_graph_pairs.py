@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.compat import cuda
-from lightning_zero.compile.cuda_graphs.graph_pairs import CaptureSpec, CUDAGraphPair, GradientBuffers
+from lightning_zero.compile.cuda_graphs.graph_pairs import BackwardMemory, CaptureSpec, CUDAGraphPair, GradientBuffers
 
 
 class Graph:
@@ -106,10 +106,11 @@ def scaled(weight: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
     return Scaled.apply(weight, batch), batch + 1
 
 
-def capture(executor: Executor, compiled: Any = scaled, shared: Any = None) -> CUDAGraphPair:
+def capture(executor: Executor, compiled: Any = scaled, shared: Any = None, **memory: Any) -> CUDAGraphPair:
     batch = torch.ones(2)
     inputs = [nn.Parameter(torch.tensor(3.0)), batch]
-    return CUDAGraphPair(CaptureSpec(compiled, inputs, [batch], executor, False, shared, 5))  # type: ignore[arg-type]
+    spec = CaptureSpec(compiled, inputs, [batch], executor, False, shared, 5, **memory)  # type: ignore[arg-type]
+    return CUDAGraphPair(spec)
 
 
 def test_a_capture_is_replayed_between_entries_in_the_books(allocator: MagicMock) -> None:
@@ -215,14 +216,19 @@ def test_gradients_of_outputs_share_memory_from_the_largest_on() -> None:
     assert larger.eq(0).all()
 
 
-def test_pairs_of_one_graph_share_the_memory_of_gradients_of_outputs(allocator: MagicMock) -> None:
-    executor = Executor()
-    first = capture(executor)
-    second = capture(executor, shared=first)
+@pytest.mark.parametrize("several", [False, True])
+def test_backwards_of_one_step_share_memory(allocator: MagicMock, several: bool) -> None:
+    handles = iter([(0, 1), (0, 2), (0, 3)])
+    with patch.object(torch.cuda, "graph_pool_handle", lambda: next(handles)):
+        executor, memory = Executor(), BackwardMemory()
+        first, second = (capture(executor, memory=memory, several=several) for _ in range(2))
     assert first._grads[0] is not None
     assert second._grads[0] is not None
     assert first._grads[0].data_ptr() == second._grads[0].data_ptr()
     assert first._grads[1] is second._grads[1] is None
+    pools = [graph.pool for graph in Graph.made]
+    assert pools == ([(0, 1), (0, 2), (0, 3), (0, 2)] if several else [(0, 1), (0, 1), (0, 2), (0, 2)])
+    assert first._stream is second._stream
 
 
 def test_a_tensor_without_owner_is_the_same_memory() -> None:

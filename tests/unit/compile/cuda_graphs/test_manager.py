@@ -100,6 +100,29 @@ class LayersOfOneGraph(Training):
         return [*self.layers]
 
 
+def test_backwards_share_memory_where_a_step_has_several() -> None:
+    alone = captured(Training())
+    assert [pair.job.several for pair in alone.made] == [False]
+    twice, calls = Training(), Training()
+    other = calls.replays.wrap(calls.compiled)
+    for _ in range(WARMUP_RUNS + 2):
+        losses = [twice.call(twice.weight, torch.ones(2))[0] for _ in range(2)]
+        twice.backward(sum(losses))  # type: ignore[arg-type]
+        twice.books.steps += 1
+    made = list(twice.made)
+    assert [pair.job.several for pair in made] == [True, True]
+    assert all(pair.job.memory is twice.replays.memory for pair in made)
+    before = twice.replays.memory
+    twice.replays.drop()
+    assert twice.replays.memory is not before
+    made.clear()
+    for _ in range(WARMUP_RUNS + 2):
+        loss = calls.call(calls.weight, torch.ones(2))[0] + other(calls.weight, torch.ones(3))[0]
+        calls.backward(loss)
+        calls.books.steps += 1
+    assert [pair.job.several for pair in calls.made[2:]] == [True, True]
+
+
 def test_layers_that_share_a_graph_keep_their_captures_if_a_step_skips_one() -> None:
     training = LayersOfOneGraph()
     layers = training.layers
