@@ -45,7 +45,7 @@ class GradientBuffers:
 class BackwardMemory:
     """Memory of backwards that are replayed one after another.
 
-    What a forward saves stays in the pool of its own graph. A backward's temporary tensors are gone when its replay has
+    Activations stay in the pool of their own graph. A backward's temporary tensors are gone when its replay has
     ended, and its results are copied before the next replay. So all backwards of a step can allocate from one pool.
     Blocks belong to one stream, so all captures use the same.
 
