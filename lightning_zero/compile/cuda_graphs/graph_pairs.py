@@ -68,6 +68,9 @@ class BackwardMemory:
         return self._pool
 
 
+CHANGED_INPUT = "an input is changed in place"
+
+
 @dataclass(frozen=True)
 class CaptureSpec:
     """Code to capture, with its inputs and conditions.
@@ -119,9 +122,14 @@ class CaptureSpec:
             NotImplementedError: a replay would behave differently; the message gives the reason.
         """
         before = [tensor._version for tensor in self.copied]
-        outputs = list(self.compiled(*self.inputs))
+        try:
+            outputs = list(self.compiled(*self.inputs))
+        except RuntimeError as error:
+            if "a leaf Variable that requires grad" not in str(error):
+                raise
+            raise NotImplementedError(CHANGED_INPUT) from error
         if [tensor._version for tensor in self.copied] != before:
-            raise NotImplementedError("an input is changed in place")
+            raise NotImplementedError(CHANGED_INPUT)
         if not all(isinstance(output, Tensor) for output in outputs):
             raise NotImplementedError("an output is not a tensor")
         owned = {value.untyped_storage().data_ptr() for value in self.inputs if isinstance(value, Tensor)}

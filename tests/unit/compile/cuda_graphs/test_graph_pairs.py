@@ -238,3 +238,10 @@ def test_a_tensor_without_owner_is_the_same_memory() -> None:
     other.fill_(7.0)
     assert owned.eq(7.0).all()
     assert owned.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def test_an_input_that_requires_grad_and_is_changed_is_refused_by_the_same_reason() -> None:
+    batch = torch.ones(2, requires_grad=True)
+    spec = CaptureSpec(lambda x: (x.add_(1), x), [batch], [batch], Executor(), False, None)  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match="an input is changed in place"):
+        spec.run()
