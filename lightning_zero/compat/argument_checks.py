@@ -122,6 +122,6 @@ def _check_first(function: Callable[..., Any], name: str, check: ArgumentCheck) 
 
 
 def _skip_frame(function: Any) -> None:
-    """Do not compile the function where eager code calls it within compiled code, as the builtin has no frame."""
+    # A builtin has no frame. Dynamo would compile the function where its own code or eager code calls it.
     if not isinstance(skip_code, Absent):
         skip_code(function.__code__)

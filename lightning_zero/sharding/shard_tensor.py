@@ -327,7 +327,7 @@ def _component(name: str) -> Any:
     return property(component.__get__, write)
 
 
-# What a parameter tells about its dtype and device.
+# Queries of a parameter about its dtype and device.
 _KIND_QUERIES = (
     Tensor.is_floating_point,
     Tensor.is_complex,
