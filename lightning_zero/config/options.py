@@ -219,6 +219,11 @@ class Tuning:
         default=None,
         default_text="as `cuda_graphs`",
     )
+    share_capture_memory: bool = _cuda_graphs(
+        "Let the backwards of all captured graphs allocate from one pool, share the gradients of outputs, and reuse "
+        "the memory of outputs. Experimental: no GPU has run it. Default False.",
+        default=False,
+    )
 
     compile_dynamic: bool | None = _compile(
         "As in ``torch.compile(dynamic=...)``. Default None: sizes become dynamic when they change.",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -49,11 +50,15 @@ class BackwardMemory:
     ended, and its results are copied before the next replay. So all backwards of a step can allocate from one pool.
     Blocks belong to one stream, so all captures use the same.
 
+    Args:
+        shared: False leaves each capture its own memory.
+
     Attributes:
         buffers: memory for the gradients of outputs, which are copied there before each replay.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shared: bool) -> None:
+        self.shared = shared
         self.buffers = GradientBuffers()
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
@@ -61,6 +66,16 @@ class BackwardMemory:
     def stream(self, device: torch.device) -> torch.cuda.Stream:
         self._stream = self._stream or torch.cuda.Stream(device)
         return self._stream
+
+    def gradients_like(self, outputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """Return a tensor for the gradient of each output; None for outputs without one."""
+        if self.shared:
+            return self.buffers.like(outputs)
+        return [torch.zeros_like(output) if output.requires_grad else None for output in outputs]
+
+    def reusable(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of memory that later allocations of its pool may use."""
+        return cuda.without_owner(tensor) if self.shared and tensor.is_cuda else tensor
 
     @property
     def pool(self) -> Any:
@@ -93,7 +108,7 @@ class CaptureSpec:
     accumulates: bool
     shared: GraphPair | None
     segment: int = -1
-    memory: BackwardMemory = field(default_factory=BackwardMemory)
+    memory: BackwardMemory = field(default_factory=partial(BackwardMemory, False))
     several: bool = False
 
     def reserve_blocks(self) -> ReservedBlocks:
@@ -232,11 +247,6 @@ class _Graph:
         self._executor.graphs.drop(self.number)
 
 
-def _reusable(tensor: Tensor) -> Tensor:
-    """Return a tensor of memory of a pool that later allocations of the pool may use."""
-    return cuda.without_owner(tensor) if tensor.is_cuda else tensor
-
-
 class CUDAGraphPair:
     """A :class:`GraphPair` of CUDA graphs."""
 
@@ -246,7 +256,8 @@ class CUDAGraphPair:
     def __init__(self, spec: CaptureSpec) -> None:
         executor, device = spec.executor, spec.executor.device
         shared = spec.shared if isinstance(spec.shared, CUDAGraphPair) else None
-        stream = shared._stream if shared is not None else spec.memory.stream(device)
+        own = spec.memory.stream(device) if spec.memory.shared else torch.cuda.Stream(device)
+        stream = shared._stream if shared is not None else own
         self._stream, current = stream, torch.cuda.current_stream(device)
         # otherwise the graph would contain a wait for one particular step
         executor.weights.sync_compute_shards(ahead=True)
@@ -275,15 +286,15 @@ class CUDAGraphPair:
                 self._forward = _Graph(spec, self._pool, lambda: outputs.extend(spec.run()), False, prepare)
             self.differentiable: Sequence[bool] = [output.requires_grad for output in outputs]
             wanted = [get_gradient_edge(output) for output in outputs if output.requires_grad]
-            self._grads = spec.memory.buffers.like(outputs)
+            self._grads = spec.memory.gradients_like(outputs)
             # A replay's outputs are copied before anything else uses the pool.
-            self._outputs = [_reusable(output.detach()) for output in outputs]
+            self._outputs = [spec.memory.reusable(output.detach()) for output in outputs]
             outputs.clear()
             given = [grad for grad in self._grads if grad is not None]
             try:
                 self._backward: _Graph | None = None
                 if wanted:
-                    pool = spec.memory.pool if spec.several else self._pool
+                    pool = spec.memory.pool if spec.several and spec.memory.shared else self._pool
                     self._backward = _Graph(spec, pool, lambda: spec.run_backward(wanted, given), backward=True)
                     executor.graphs.mark_not_run(self._backward.number)
             except BaseException:
@@ -292,7 +303,9 @@ class CUDAGraphPair:
                 raise
             # The backward was recorded as if the forward had run, which no later code may assume.
             executor.graphs.mark_not_run(self._forward.number)
-            self._input_grads = [None if tensor.grad is None else _reusable(tensor.grad) for tensor in spec.copied]
+            self._input_grads = [
+                None if tensor.grad is None else spec.memory.reusable(tensor.grad) for tensor in spec.copied
+            ]
             for tensor in spec.copied:
                 tensor.grad = None
         self.nbytes = max(0, torch.cuda.memory_reserved(device) - reserved)

@@ -220,7 +220,7 @@ def test_gradients_of_outputs_share_memory_from_the_largest_on() -> None:
 def test_backwards_of_one_step_share_memory(allocator: MagicMock, several: bool) -> None:
     handles = iter([(0, 1), (0, 2), (0, 3)])
     with patch.object(torch.cuda, "graph_pool_handle", lambda: next(handles)):
-        executor, memory = Executor(), BackwardMemory()
+        executor, memory = Executor(), BackwardMemory(shared=True)
         first, second = (capture(executor, memory=memory, several=several) for _ in range(2))
     assert first._grads[0] is not None
     assert second._grads[0] is not None
@@ -229,6 +229,17 @@ def test_backwards_of_one_step_share_memory(allocator: MagicMock, several: bool)
     pools = [graph.pool for graph in Graph.made]
     assert pools == ([(0, 1), (0, 2), (0, 3), (0, 2)] if several else [(0, 1), (0, 1), (0, 2), (0, 2)])
     assert first._stream is second._stream
+
+
+def test_captures_have_memory_of_their_own_by_default(allocator: MagicMock) -> None:
+    handles = iter([(0, 1), (0, 2)])
+    with patch.object(torch.cuda, "graph_pool_handle", lambda: next(handles)):
+        executor, memory = Executor(), BackwardMemory(shared=False)
+        first, second = (capture(executor, memory=memory, several=True) for _ in range(2))
+    assert first._grads[0] is not None
+    assert second._grads[0] is not None
+    assert first._grads[0].data_ptr() != second._grads[0].data_ptr()
+    assert [graph.pool for graph in Graph.made] == [(0, 1), (0, 1), (0, 2), (0, 2)]
 
 
 def test_a_tensor_without_owner_is_the_same_memory() -> None:
