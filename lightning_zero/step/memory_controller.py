@@ -56,7 +56,7 @@ class MemoryController:
         self._mesh: Mesh = self._sharder.mesh
         self._link: float | None = None
         self._has_moved = False  # master weights, to the host
-        self.gradients = GradientPlacement(compiled)
+        self.gradients = GradientPlacement(compiled, optimizers.drop_layouts)
         self._planner.connect(self._apply, accumulates)
         optimizers.before_arranging = self._before_training
 
@@ -245,6 +245,7 @@ class GradientPlacement:
 
     Args:
         compiled: the engine's compiled steps, whose captures hold addresses of gradients.
+        drop_layouts: drops the layouts of optimizer steps, which hold gradients, too.
 
     Attributes:
         single_micro_batch: each step certainly has one micro-batch; set before training begins.
@@ -252,8 +253,9 @@ class GradientPlacement:
         automatic: :meth:`choose` has aliased them.
     """
 
-    def __init__(self, compiled: CompiledStepHooks) -> None:
+    def __init__(self, compiled: CompiledStepHooks, drop_layouts: Callable[[], None]) -> None:
         self._compiled = compiled
+        self._drop_layouts = drop_layouts
         self._session = compiled.session
         self._sharder = compiled.sharder
         self.single_micro_batch = self.unread = self.automatic = False
@@ -311,6 +313,7 @@ class GradientPlacement:
         memory.alias_gradients = aliased
         if allocated:
             self._compiled.on_gradients_moved()
+            self._drop_layouts()
             memory.gradients = None
             free_gradients(self._sharder.executor, self._sharder.records)
             memory.allocate_gradients()

@@ -105,8 +105,7 @@ class OptimizerSteps:
             if "optimizer" in config.offload and not self.on_host:
                 for optimizer in self._steppers:
                     move_state_to_host(optimizer, self._sharder.find)
-            self._steppers.clear()
-            self._on_host = None
+            self.drop_layouts()
         elif config.offload_buffer_bytes != self.config.offload_buffer_bytes:
             self._resize_buffers(config)
         self.config = config
@@ -116,6 +115,12 @@ class OptimizerSteps:
             self.settle()  # a failed step may have left copies in flight
             self._on_host.ring.resize(config.offload_buffer_bytes)
             self.drop_captures()
+
+    def drop_layouts(self) -> None:
+        """Give each optimizer's next step a new layout, because memory of state or gradients has moved."""
+        self.settle()
+        self._steppers.clear()
+        self._on_host = None
 
     def drop_captures(self) -> None:
         """Free the captured steps and their device memory; a later step is captured again."""

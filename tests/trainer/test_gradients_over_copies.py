@@ -182,19 +182,21 @@ def by_default(kind: str) -> list[Any]:
         memory = strategy._require_engine().sharder.memory
         dtypes = {gradient.dtype for gradient in memory.tensors(Role.GRADIENT)}
         found.append((memory.alias_gradients, dtypes, model.losses))
-        if not chosen:  # a later training of the same model accumulates
-            later = make_strategy(kind)
-            options = {"precision": "bf16-mixed", "max_epochs": 1, "accumulate_grad_batches": 2}
-            make_trainer(kind, strategy=later, **options).fit(model, make_loader(kind, 4))
-            found.append((later._require_engine().sharder.memory.alias_gradients, set(), []))
+        if not chosen:  # of later trainings of the same model, the second accumulates
+            for batches in (1, 2):
+                later = make_strategy(kind)
+                options = {"precision": "bf16-mixed", "max_epochs": 1, "accumulate_grad_batches": batches}
+                make_trainer(kind, strategy=later, **options).fit(model, make_loader(kind, 4))
+                found.append((later._require_engine().sharder.memory.alias_gradients, set(), []))
         close(model)
     return found
 
 
 @pytest.mark.parametrize("kind", ["compiled", "compiled, captured"])
 def test_one_rank_aliases_gradients_that_nobody_reads(ranks: Ranks, kind: str) -> None:
-    ((over, later, apart, exact),) = ranks.run(1, by_default, kind, deadline=120)
+    ((over, again, later, apart, exact),) = ranks.run(1, by_default, kind, deadline=120)
     assert over[:2] == (True, {BF16})
+    assert again[0]
     assert not later[0]
     assert apart[:2] == exact[:2] == (False, {torch.float32})
     assert len(over[2]) >= 12
@@ -206,22 +208,41 @@ def is_aliased(trainer: Any) -> bool:
     return trainer.strategy._require_engine().sharder.memory.alias_gradients
 
 
-def accumulates_later(batches: int) -> list[bool]:
-    found: list[bool] = []
+def accumulates_later(kind: str, batches: int, when: str) -> list[Any]:
+    """Return for the default and without aliasing: where gradients alias copies, losses, and weights."""
 
     class Changes(Regression):
+        def __init__(self) -> None:
+            super().__init__()
+            self.aliased: list[bool] = []
+
         def on_train_batch_start(self, batch: Any, index: int) -> None:
-            found.append(is_aliased(self.trainer))
-            if index == batches // 2:
+            self.aliased.append(is_aliased(self.trainer))
+            self.change(when == "start" and index == batches // 2)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
+            self.change(when == "end" and index == batches // 2 - 1)
+
+        def change(self, now: bool) -> None:
+            if now:
+                assert self.trainer is not None
                 self.trainer.accumulate_grad_batches = 2
 
-    model = Changes()
-    trainer = make_trainer("compiled", strategy=make_strategy("compiled"), precision="bf16-mixed", max_epochs=1)
-    trainer.fit(model, make_loader("compiled", batches))
-    close(model)
+    found = []
+    for chosen in ({}, {OVER: False}):
+        torch._dynamo.reset()
+        model, strategy = Changes(), make_strategy(kind, **chosen)
+        trainer = make_trainer(kind, strategy=strategy, precision="bf16-mixed", max_epochs=1)
+        trainer.fit(model, make_loader(kind, batches))
+        found.append((model.aliased, model.losses, whole_state(model)))
+        close(model)
     return found
 
 
-def test_one_rank_stops_aliasing_if_micro_batches_follow(ranks: Ranks) -> None:
-    (found,) = ranks.run(1, accumulates_later, 8, deadline=120)
-    assert found == [True] * 5 + [False] * 3
+@pytest.mark.parametrize(("kind", "when"), [("compiled", "start"), ("compiled, captured", "end")])
+def test_one_rank_stops_aliasing_if_micro_batches_follow(ranks: Ranks, kind: str, when: str) -> None:
+    ((found, expected),) = ranks.run(1, accumulates_later, kind, 12, when, deadline=120)
+    assert found[0] == [True] * 7 + [False] * 5
+    assert not any(expected[0])
+    assert_close_relative(found[1], expected[1], 1e-6, what="losses")
+    assert_close_relative(found[2], expected[2], 1e-6, what="weights")

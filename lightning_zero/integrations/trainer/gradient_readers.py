@@ -37,7 +37,9 @@ def may_read_gradients(trainer: pl.Trainer) -> bool:
 
 def _reads(hooks: object) -> bool:
     functions = {name: value for cls in _own_classes(type(hooks)) for name, value in vars(cls).items()}
-    functions |= {name: value for name, value in vars(hooks).items() if hasattr(value, "__code__")}
+    own = {name: value for name, value in vars(hooks).items() if hasattr(value, "__code__")}
+    # After a first training, the compiled call is an attribute.
+    functions |= {name: value for name, value in own.items() if not _is_of_packages(value)}
     return any(
         name in BEFORE_STEP or any(map(_is_of_gradients, _names(code)))
         for name, value in functions.items()
@@ -47,7 +49,11 @@ def _reads(hooks: object) -> bool:
 
 def _own_classes(cls: type) -> Iterator[type]:
     """Yield the classes that other packages than Lightning, torch and this one define."""
-    return (base for base in cls.__mro__ if base.__module__.split(".")[0] not in PACKAGES)
+    return (base for base in cls.__mro__ if not _is_of_packages(base))
+
+
+def _is_of_packages(value: Any) -> bool:
+    return (value.__module__ or "").split(".")[0] in PACKAGES  # None for functions of exec()
 
 
 def _codes(value: Any) -> Iterator[CodeType]:
