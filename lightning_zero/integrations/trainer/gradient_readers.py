@@ -17,6 +17,8 @@ import lightning.pytorch as pl
 PACKAGES = ("lightning", "pytorch_lightning", "lightning_zero", "lightning_utilities", "torch", "builtins", "abc")
 # Hooks that run while gradients wait for the step. They may read gradients by any helper.
 BEFORE_STEP = frozenset({"on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping"})
+# Names of code that may step again, or between backward and step.
+OWN_STEPS = frozenset({"backward", "manual_backward", "step"})
 # Names that contain "grad", and of code that reads no gradient.
 HARMLESS = frozenset(
     {
@@ -72,4 +74,4 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _is_of_gradients(name: str) -> bool:
-    return "grad" in name and name not in HARMLESS
+    return name in OWN_STEPS or ("grad" in name and name not in HARMLESS)

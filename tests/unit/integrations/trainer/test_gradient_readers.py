@@ -40,6 +40,11 @@ class Logs(pl.Callback):
         module.log_dict(grad_norm(module, 2))
 
 
+class StepsAgain(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        trainer.optimizers[0].step()
+
+
 class Counts(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self.steps = trainer.global_step
@@ -61,6 +66,12 @@ def by_instance() -> pl.LightningModule:
     return module
 
 
+def test_a_compiled_call_of_an_earlier_training_is_no_reader() -> None:
+    module = Plain()
+    module._compiled_call_impl = may_read_gradients
+    assert not may_read_gradients(trainer(module))
+
+
 def test_lightning_and_code_without_gradients_read_none() -> None:
     lightning = ModelCheckpoint(), LearningRateMonitor(), WeightAveraging()
     assert not may_read_gradients(trainer(Plain(), Counts(), *lightning))
@@ -75,6 +86,7 @@ def test_lightning_and_code_without_gradients_read_none() -> None:
         trainer(ByName()),
         trainer(by_instance()),
         trainer(Plain(), Logs()),
+        trainer(Plain(), StepsAgain()),
         trainer(Plain(), by="value"),
     ],
 )
