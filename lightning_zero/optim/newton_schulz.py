@@ -89,6 +89,8 @@ def iterate_in_half(batches: Sequence[Tensor], coefficients: Coefficients, steps
     Small singular values are lost among the rounding errors of a Gram matrix. So it is computed from ``X`` again after
     a few iterations, see :func:`iterations_per_gram`.
     """
+    if not steps:
+        return [_iterate(updates, coefficients, steps, eps).half() for updates in batches]
     rows, columns = batches[0].shape[-2:]
     groups = _by_shape(batches)
     xs = [_scaled([batches[number] for number in numbers], eps) for numbers in groups]

@@ -42,7 +42,10 @@ def symmetric_product(
         kernel = descriptor_kernel if describes else symmetric_kernel
         return kernel.symmetric_product(x, y, base, alpha, beta, shift, out)
     start = x.new_empty(()) if base is None else base
-    result = torch.baddbmm(start, x, (x if y is None else y).mT, beta=0.0 if base is None else beta, alpha=alpha)
+    if base is not None and not alpha:
+        result = base * beta  # torch.baddbmm forgets beta in bfloat16 on CPUs, see findings/
+    else:
+        result = torch.baddbmm(start, x, (x if y is None else y).mT, beta=0.0 if base is None else beta, alpha=alpha)
     if shift:
         result.diagonal(dim1=-2, dim2=-1).add_(shift)
     if y is not None:

@@ -44,6 +44,17 @@ def test_zeros_stay_zeros(shape: tuple[int, int, int]) -> None:
     assert not iterate_in_half([torch.zeros(shape)], *DEFAULTS)[0].any()
 
 
+@pytest.mark.parametrize("coefficients", [(1.5, -0.5, 0.0), (1.0, 0.0, 0.0)])
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_iterations_without_some_terms_are_right(coefficients: tuple[float, float, float], steps: int) -> None:
+    torch.manual_seed(0)
+    updates = torch.randn(2, 64, 256).bfloat16()
+    exact = newton_schulz(updates.float(), coefficients, steps, 1e-7)
+    settings = coefficients, steps, 1e-7
+    for found in (newton_schulz(updates, *settings), iterate_in_half([updates], *settings)[0]):
+        torch.testing.assert_close(found.float(), exact, rtol=0, atol=5e-3)
+
+
 # -- float16
 
 ROWS, COLUMNS = 96, 256
