@@ -35,6 +35,7 @@ Pending Gatherer::gather(ParamRecord& record, at::ScalarType dtype, at::Tensor& 
   context_.count("gathers");
   context_.count("gather_bytes", static_cast<int64_t>(output.nbytes()));
   context_.set_last_parameter(record);
+  record.gathered_in.insert(dtype);
   const std::vector<ParamRecord*> records{&record};
   std::vector<at::Tensor> outputs{output};
   auto& transport = transport_for(records, outputs, /*grouped=*/false);
@@ -45,6 +46,7 @@ Pending Gatherer::gather(ParamRecord& record, at::ScalarType dtype, at::Tensor& 
 
 Pending Gatherer::gather_group(const std::vector<ParamRecord*>& records, std::vector<at::Tensor> outputs,
                                std::vector<at::Tensor>& sources) {
+  for (size_t i = 0; i < records.size(); ++i) records[i]->gathered_in.insert(outputs[i].scalar_type());
   auto& transport = transport_for(records, outputs, /*grouped=*/true);
   auto pending = transport.gather(records, std::move(outputs), sources, /*grouped=*/true);
   for (auto* record : records) grad_aliasing::note_read_until(*record, pending);

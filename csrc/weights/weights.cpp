@@ -89,6 +89,13 @@ at::Tensor Weights::gather_group(at::TensorList shards, at::ScalarType dtype, in
   return started.buffer;
 }
 
+at::Tensor Weights::fp8_factor(int64_t index) const {
+  Lock lock(context_.mutex);
+  const auto& record = context_.at(index);
+  TORCH_INTERNAL_ASSERT(record.fp8_factor.defined(), record.name, " has no factor for fp8");
+  return record.fp8_factor.clone();
+}
+
 void Weights::cached_gather_start(at::TensorList cache, at::TensorList shards) {
   Lock lock(context_.mutex);
   sync_edits_if_any();
@@ -169,6 +176,16 @@ bool Weights::sync_compute_shards(bool ahead) {
   else
     access_.publish(/*all=*/false, /*wait=*/true);
   return true;
+}
+
+std::vector<int64_t> Weights::gathered_in(at::ScalarType dtype) const {
+  Lock lock(context_.mutex);
+  std::vector<int64_t> found;
+  for (const auto& record : context_.records) {
+    if (record->live && record->gathered_in.count(dtype) > 0)
+      found.push_back(record->index);
+  }
+  return found;
 }
 
 // ---- a rank without gradients

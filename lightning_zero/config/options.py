@@ -266,6 +266,12 @@ class Tuning:
         default="e5m2",
         on_change=OnChange.RECOMPILE,
     )
+    fp8_shards: bool = _compile(
+        "With ``linear_dtype='fp8'``, weights whose products are all in fp8 are cast once per optimizer step and gathered "
+        "in fp8, where they are float32, and all-gathered by one host. Default False.",
+        default=False,
+        on_change=OnChange.RECOMPILE,
+    )
 
     report_stall_after_s: float = _debugging(
         "Seconds of waiting after which every rank prints which rank is missing, and where. The job ends after "

@@ -376,10 +376,19 @@ class ShardMemory:
 
     # -- compute shards
 
-    def allocate_transport_memory(self) -> bool:
-        """Allocate what the transports need, see :meth:`PeerTransports.allocate`. Collective."""
+    def allocate_transport_memory(self, copied_later: bool = False) -> bool:
+        """Allocate what the transports need, see :meth:`PeerTransports.allocate`. Collective.
+
+        Args:
+            copied_later: leave out compute shards that no other rank reads, see :meth:`allocate_some_compute_shards`.
+        """
         assert self._transports is not None
-        return self._transports.allocate(self.executor, self.allocate_compute_shards, self.allocate_host_shards)
+
+        def allocate(dtype: torch.dtype | None, symm_mem: SymmetricMemory | None) -> None:
+            if symm_mem is not None or not copied_later:
+                self.allocate_compute_shards(dtype, symm_mem)
+
+        return self._transports.allocate(self.executor, allocate, self.allocate_host_shards)
 
     def allocate_compute_shards(self, dtype: torch.dtype | None, symm_mem: SymmetricMemory | None = None) -> None:
         """Allocate a compute shard for each wider floating-point shard. May be repeated. Collective.
@@ -415,6 +424,27 @@ class ShardMemory:
         for record, mine, theirs in full_precision:
             record.memory[Role.FULL_PRECISION_SHARD] = mine
             self.executor.parameters.set_full_precision_shard(record.index, mine, theirs)
+        self._sync.before_writing()  # compute shards must be written before they are read
+
+    def allocate_some_compute_shards(self, records: Sequence[ShardedParameter], dtype: torch.dtype) -> None:
+        """Allocate a compute shard for each of these shards on the device, which have none."""
+        ordered = sorted(records, key=lambda record: record.shard.data_ptr())
+        buffer = FlatBuffer([(record.layout, dtype) for record in ordered], self._mesh.device)
+        runs: list[list[Tensor]] = []  # shards that are adjacent in memory
+        for record, view in zip(ordered, buffer.views, strict=True):
+            record.memory[Role.COMPUTE_SHARD] = view
+            self.executor.parameters.set_compute_shard(record.index, view)
+            if runs and runs[-1][-1].data_ptr() + runs[-1][-1].nbytes == record.shard.data_ptr():
+                runs[-1].append(record.shard)
+            else:
+                runs.append([record.shard])
+        [memory] = buffer.flat.values()
+        begin = 0
+        for run in runs:
+            numel = sum(shard.numel() for shard in run)
+            masters = run[0].as_strided((numel,), (1,), run[0].storage_offset())
+            self.executor.parameters.add_compute_shard_memory(memory[begin : begin + numel], masters)
+            begin += numel
         self._sync.before_writing()  # compute shards must be written before they are read
 
     def allocate_host_shards(self, dtype: torch.dtype | None, symm_mem: SymmetricMemory | None = None) -> None:

@@ -260,6 +260,8 @@ class StepCycle:
         if changed:
             self._sharder.sync.invalidate_copies()
         self._sharder.sync.after_writing()
+        if changed and self._in_train_step:
+            self._compiled.write_fp8_shards()
 
     def eval_step(self) -> None:
         """Prepare for a forward outside of training: weights may have changed since the last one.
@@ -274,6 +276,7 @@ class StepCycle:
         self._compiled.release_memory()
         self._sharder.sync.before_reading()
         self._sharder.sync.invalidate_copies()
+        self._compiled.write_fp8_shards()
         self._buffers.before_forward()
 
     def after_eval(self) -> None:
