@@ -185,6 +185,7 @@ void ShardAccess::end_writing() {
     return;
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   compute_shards_.write_all();
+  compute_shards_.write_stale_fp8();
   epoch_lock_->end_writing();
 }
 

@@ -11,9 +11,10 @@
 //
 // [Note: fp8 shards] A weight whose products are all in fp8 is gathered in fp8: each rank divides its shard by
 // a factor that is the same on all ranks, since it is the largest absolute value in any of their shards, over
-// the largest fp8 number. Python computes factors and writes all fp8 shards before the forward of a training
-// step and after an optimizer step. In between, a stale fp8 shard is written before it is read, with the
-// present factor, because a new one would need all ranks. An fp8 shard is a cache: without one, a gather casts.
+// the largest fp8 number. Python computes factors and writes all fp8 shards, see sharding/fp8_shards.py for the
+// times. In between, a stale fp8 shard is written before it is read, or with an epoch lock when a write epoch
+// ends, with the present factor, because a new one would need all ranks. An fp8 shard is a cache: without one,
+// a gather casts.
 #pragma once
 
 #include <functional>

@@ -35,7 +35,6 @@ Pending Gatherer::gather(ParamRecord& record, at::ScalarType dtype, at::Tensor& 
   context_.count("gathers");
   context_.count("gather_bytes", static_cast<int64_t>(output.nbytes()));
   context_.set_last_parameter(record);
-  record.gathered_in.insert(dtype);
   const std::vector<ParamRecord*> records{&record};
   std::vector<at::Tensor> outputs{output};
   auto& transport = transport_for(records, outputs, /*grouped=*/false);

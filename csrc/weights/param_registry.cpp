@@ -24,6 +24,8 @@ const std::vector<at::Tensor>& ParamRecord::peer_shards_in(at::ScalarType dtype)
   static const std::vector<at::Tensor> none;
   if (shard.scalar_type() == dtype)
     return shards.empty() ? full_precision_shard.by_rank : shards;
+  if (dtype == at::kFloat8_e4m3fn)
+    return fp8_shard.by_rank;
   const auto& own = compute_shard.local;
   return own.defined() && own.scalar_type() == dtype ? compute_shard.by_rank : none;
 }
@@ -193,10 +195,12 @@ void Parameters::set_fp8_factor(int64_t index, at::Tensor factor) {
   context_.at(index).fp8_factor = std::move(factor);
 }
 
-void Parameters::set_fp8_shard(int64_t index, at::Tensor copy) {
+void Parameters::set_fp8_shard(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers) {
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
   TORCH_INTERNAL_ASSERT(copy.numel() == record.shard_numel() && copy.scalar_type() == at::kFloat8_e4m3fn);
+  TORCH_INTERNAL_ASSERT(peers.empty() || (weights_.access().uses_epoch_lock() && covers_host(peers, copy.numel())));
+  record.fp8_shard.by_rank = std::move(peers);
   record.fp8_shard.local = std::move(copy);
   record.fp8_shard.written = {};
 }

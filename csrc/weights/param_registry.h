@@ -90,7 +90,7 @@ struct ParamRecord {
   // In fp8, divided by `fp8_factor`, which all ranks share. See [Note: fp8 shards] in weights/compute_shards.h.
   ShardCopy fp8_shard;
   at::Tensor fp8_factor;  // a float32 number; undefined if no graph may gather the weight in fp8
-  std::set<at::ScalarType> gathered_in;  // dtypes in which the weight was gathered
+  std::set<at::ScalarType> gathered_in;  // dtypes in which compiled code gathered the weight
   std::vector<at::Tensor> shards;  // of every rank of the host, with an epoch lock
   CachedWeight cached;
   DeferredGradient deferred;
@@ -179,9 +179,10 @@ class Parameters {
   void set_deferred_gradient(int64_t index, std::optional<at::Tensor> memory, bool full);
   void set_unsharded_cache(int64_t index, std::optional<at::Tensor> memory);
   void set_compute_shard(int64_t index, at::Tensor copy);
-  // Set the number by which gathers in fp8 divide the weight, in memory that Python writes, and a shard in fp8.
+  // Set the number by which gathers in fp8 divide the weight, in memory that Python writes.
   void set_fp8_factor(int64_t index, at::Tensor factor);
-  void set_fp8_shard(int64_t index, at::Tensor copy);
+  // Set a shard in fp8, and that of every rank if this process can read them, which needs an epoch lock.
+  void set_fp8_shard(int64_t index, at::Tensor copy, std::vector<at::Tensor> peers);
   // The shard is in host memory, which the device reads over its link.
   void mark_on_host(int64_t index);
   // Compute shards in one tensor, of the shards in another, to be written by one kernel.

@@ -61,6 +61,7 @@ at::Tensor Weights::gather_start(int64_t index, at::IntArrayRef shape, at::Scala
   sync_edits_if_any();
   auto& record = context_.at(index);
   note(GatherLog::Kind::SINGLE, dtype, {&record});
+  record.gathered_in.insert(dtype);
   at::Tensor flat;
   std::vector<at::Tensor> sources{record.shard};
   auto pending = gatherer_.gather(record, dtype, flat, sources);

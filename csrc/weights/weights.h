@@ -55,7 +55,7 @@ class Weights {
   // which is not repeated before its replay, see ShardAccess::publish_before_capture(). Return true if
   // anything was done.
   bool sync_compute_shards(bool ahead = false);
-  // Return the indices of the parameters that were gathered in `dtype`.
+  // Return the indices of the parameters that compiled code gathered in `dtype`.
   std::vector<int64_t> gathered_in(at::ScalarType dtype) const;
 
   // End a backward without gradients on this rank: gather what its peers gather, see [Note: a rank without

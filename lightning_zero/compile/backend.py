@@ -361,7 +361,8 @@ class Compiler:
                 return _boxed(module)
 
         def inference_compiler(module: GraphModule, inputs: Any) -> Any:
-            convert_products(module.graph, self._config, self._context.fp8_shards)  # Inductor runs joint passes here, too
+            # Inductor runs joint passes here, too.
+            convert_products(module.graph, self._config, self._context.fp8_shards)
             return compiler(module, inputs)
 
         compile_fx = aot_autograd(

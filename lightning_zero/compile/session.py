@@ -199,7 +199,7 @@ class CompileSession:
     @property
     def uses_fp8_shards(self) -> bool:
         """Return True if compiled code gathers weights in fp8."""
-        return uses_fp8_shards(self.config, self._mesh, self._transports.weight_memory is not None)
+        return uses_fp8_shards(self.config, self._mesh)
 
     def _compile_again(self, saved_share: float | None = None) -> None:
         """Recompile the same modules with other passes or another share of saved weights.
@@ -369,32 +369,49 @@ class CompiledStepHooks:
         self._executor.activations.wait_all()
         self._check_offloaded(config.tuning.offload_activations_mb)
         if config.compiled.enabled:
-            self._allocate_copies()
+            if (fp8_shards := self._find_fp8_shards()) is not None and fp8_shards.before_forward():
+                self._cuda_graphs.drop()  # they cast master shards
             self._executor.weights.refresh_compute_shards()
-            self.write_fp8_shards()
         used = config.compute_dtype if config.compiled.enabled else None  # eager code casts after it reads
         kept = self.session.next_pass()
         self.sharder.memory.cache_unsharded(used, small_weight_bytes(config.compiled), kept)
         if not self._first_pass:
             self._cache.forward_begins(self.session.config.memory, self.session.compiled)
 
-    def _allocate_copies(self) -> None:
-        """Allocate the copies of master shards that the graphs so far have read."""
+    def _find_fp8_shards(self) -> Fp8Shards | None:
+        """Return the shards that are gathered in fp8; None if the options exclude them."""
         dtype = self.session.config.compute_dtype
-        if self._fp8_shards is not None and dtype is not None and self._fp8_shards.allocate(dtype):
-            self._cuda_graphs.drop()  # they cast master shards
-
-    def write_fp8_shards(self) -> None:
-        """Write the shards that are gathered in fp8, if there are any. Collective.
-
-        Call it before each forward, also one after an optimizer step in the same training step.
-        """
-        if not self.session.uses_fp8_shards:
-            return
+        if dtype is None or not self.session.uses_fp8_shards:
+            return None
         if self._fp8_shards is None:
-            sharder = self.sharder
-            self._fp8_shards = Fp8Shards(self._executor, sharder.mesh, sharder.records, sharder.memory)
-        self._fp8_shards.refresh()
+            memory, symm_mem = self.sharder.memory, self.transports.weight_memory
+            self._fp8_shards = Fp8Shards(
+                self._executor, self.sharder.mesh, dtype, self.sharder.records, memory, symm_mem
+            )
+        return self._fp8_shards
+
+    def begin_stage(self) -> None:
+        """Call when a training or an evaluation begins."""
+        if self._fp8_shards is not None:
+            self._fp8_shards.begin_stage()
+
+    def end_step(self, forward_follows: bool) -> None:
+        """Call after an optimizer has stepped, before other ranks may read the shards. Collective.
+
+        ``forward_follows``: the training step goes on.
+        """
+        if self._fp8_shards is not None and self.session.uses_fp8_shards:
+            self._fp8_shards.after_step(forward_follows)
+
+    def before_evaluation(self) -> None:
+        """Call before each evaluation forward."""
+        if self._fp8_shards is not None and self.session.uses_fp8_shards:
+            self._fp8_shards.before_evaluation()
+
+    def after_loading(self) -> None:
+        """Call after all ranks have loaded weights. Collective."""
+        if self._fp8_shards is not None and self.session.uses_fp8_shards:
+            self._fp8_shards.after_loading()
 
     @property
     def _first_pass(self) -> bool:

@@ -267,8 +267,8 @@ class Tuning:
         on_change=OnChange.RECOMPILE,
     )
     fp8_shards: bool = _compile(
-        "With ``linear_dtype='fp8'``, weights whose products are all in fp8 are cast once per optimizer step and gathered "
-        "in fp8, where they are float32, and all-gathered by one host. Default False.",
+        "With ``linear_dtype='fp8'`` on one host, casts float32 weights whose products are all in fp8 once per "
+        "optimizer step, and gathers them in fp8. Default False.",
         default=False,
         on_change=OnChange.RECOMPILE,
     )

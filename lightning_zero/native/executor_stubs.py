@@ -64,8 +64,11 @@ class Parameters(Protocol):
         It must be equal on all ranks.
         """
 
-    def set_fp8_shard(self, index: int, copy: Tensor) -> None:
-        """Set memory for the parameter's shard in fp8."""
+    def set_fp8_shard(self, index: int, copy: Tensor, peers: list[Tensor]) -> None:
+        """Set memory for the parameter's shard in fp8, on this rank and on each rank.
+
+        ``peers`` is empty if this process cannot read them; otherwise it needs an epoch lock.
+        """
 
     def add_compute_shard_memory(self, copies: Tensor, shards: Tensor) -> None:
         """Register compute shards that are adjacent in memory, and their shards.
@@ -136,7 +139,7 @@ class Weights(Protocol):
         ...
 
     def gathered_in(self, dtype: torch.dtype) -> list[int]:
-        """Return the indices of the parameters that were gathered in ``dtype``."""
+        """Return the indices of the parameters that compiled code gathered in ``dtype``."""
         ...
 
     def mark_fp8_shards_written(self) -> None:

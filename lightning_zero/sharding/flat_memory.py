@@ -380,14 +380,11 @@ class ShardMemory:
         """Allocate what the transports need, see :meth:`PeerTransports.allocate`. Collective.
 
         Args:
-            copied_later: leave out compute shards that no other rank reads, see :meth:`allocate_some_compute_shards`.
+            copied_later: leave out compute shards, which :meth:`allocate_some_compute_shards` allocates.
         """
         assert self._transports is not None
 
-        def allocate(dtype: torch.dtype | None, symm_mem: SymmetricMemory | None) -> None:
-            if symm_mem is not None or not copied_later:
-                self.allocate_compute_shards(dtype, symm_mem)
-
+        allocate = _allocate_nothing if copied_later else self.allocate_compute_shards
         return self._transports.allocate(self.executor, allocate, self.allocate_host_shards)
 
     def allocate_compute_shards(self, dtype: torch.dtype | None, symm_mem: SymmetricMemory | None = None) -> None:
@@ -426,14 +423,24 @@ class ShardMemory:
             self.executor.parameters.set_full_precision_shard(record.index, mine, theirs)
         self._sync.before_writing()  # compute shards must be written before they are read
 
-    def allocate_some_compute_shards(self, records: Sequence[ShardedParameter], dtype: torch.dtype) -> None:
-        """Allocate a compute shard for each of these shards on the device, which have none."""
+    def allocate_some_compute_shards(
+        self, records: Sequence[ShardedParameter], dtype: torch.dtype, symm_mem: SymmetricMemory | None
+    ) -> None:
+        """Allocate a compute shard for each of these shards on the device, which have none.
+
+        With ``symm_mem`` all ranks can read them, and the call is collective.
+        """
         ordered = sorted(records, key=lambda record: record.shard.data_ptr())
-        buffer = FlatBuffer([(record.layout, dtype) for record in ordered], self._mesh.device)
+        pieces = [(record.layout, dtype) for record in ordered]
+        numel = FlatBuffer.sizes(pieces)[dtype]
+        mine, all_ranks = (None, []) if symm_mem is None else symm_mem.empty(numel, dtype)
+        buffer = FlatBuffer(pieces, self._mesh.device, None if mine is None else {dtype: mine})
         runs: list[list[Tensor]] = []  # shards that are adjacent in memory
         for record, view in zip(ordered, buffer.views, strict=True):
             record.memory[Role.COMPUTE_SHARD] = view
             self.executor.parameters.set_compute_shard(record.index, view)
+            if all_ranks:
+                self.executor.parameters.set_peer_compute_shards(record.index, _same_slices(view, all_ranks))
             if runs and runs[-1][-1].data_ptr() + runs[-1][-1].nbytes == record.shard.data_ptr():
                 runs[-1].append(record.shard)
             else:
@@ -532,6 +539,10 @@ class ShardMemory:
                 self.executor.parameters.set_unsharded_cache(record.index, None)
                 for owner, key in record.owners:
                     owner.__dict__[UNSHARDED_CACHE].pop(key, None)
+
+
+def _allocate_nothing(dtype: torch.dtype | None, symm_mem: SymmetricMemory | None) -> None:
+    pass
 
 
 def _full_layout(record: ShardedParameter) -> ShardLayout:
