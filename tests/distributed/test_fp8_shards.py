@@ -20,6 +20,7 @@ from tests.ranks.pool import Ranks
 SHARDS: dict[str, Any] = OPTIONS | {"fp8_shards": True, "gather_transport": "collective"}
 FP8_WEIGHTS = {f"{layer}.weight" for layer in FP8_LAYERS}
 EVALUATION = 100  # number of the batch
+TRANSPORTS = pytest.mark.parametrize("transport", ["collective", "copy"])
 
 Edit = Callable[[nn.Module], None]
 
@@ -106,14 +107,19 @@ def gathered_bytes(found: dict[str, Any], kind: str) -> dict[str, tuple[str, int
     return {gather.weights[0]: (gather.dtype, gather.bytes) for gather in graph.gathers if len(gather.weights) == 1}
 
 
-def both() -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    return train(), train(fp8_shards=False), train(emulate_cuda_graph_model=True, emulate_cuda_graph_step=True)
+def variants(transport: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    replays = {"emulate_cuda_graph_model": True, "emulate_cuda_graph_step": True}
+    found = [train(gather_transport=transport, **options) for options in ({}, {"fp8_shards": False}, replays)]
+    return found[0], found[1], found[2]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_training_equals_an_eager_one_that_casts_master_weights(ranks: Ranks, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("world_size", "transport"), [(1, "collective"), (2, "collective"), (3, "collective"), (2, "copy"), (3, "copy")]
+)
+@pytest.mark.exhaustive_variants("2-collective", "2-copy")
+def test_training_equals_an_eager_one_that_casts_master_weights(ranks: Ranks, world_size: int, transport: str) -> None:
     expected = oracle()
-    for found, in_16_bits, replayed in ranks.run(world_size, both, deadline=240.0):
+    for found, in_16_bits, replayed in ranks.run(world_size, variants, transport, deadline=240.0):
         assert_close_relative(found["losses"], expected["losses"], 1e-6, what="losses")
         assert_close_relative(found["params"], expected["params"], 1e-6, atol=1e-8, what="weights")
         # Replays read the fp8 shards at the same addresses.
@@ -152,12 +158,12 @@ def test_a_weight_written_between_steps_gets_a_new_factor(ranks: Ranks, world_si
         assert_close_relative(found["params"], expected["params"], 1e-6, atol=1e-8, what="weights")
 
 
-def write_in_a_forward() -> list[Any]:
+def write_in_a_forward(transport: str) -> list[Any]:
     """Return losses of a forward after a write that no call has announced, and what a clamped cast gives."""
     model = Model()
-    with engine_for(model, **SHARDS) as engine:
+    with engine_for(model, **SHARDS | {"gather_transport": transport}) as engine:
         optimizer = sgd(model)
-        for index in range(2):
+        for index in range(3):
             with engine.train_step():
                 loss = loss_of(model, index)
             loss.backward()
@@ -178,16 +184,17 @@ def write_in_a_forward() -> list[Any]:
         return [before, after, expected]
 
 
-def test_an_unannounced_write_saturates_until_the_next_step(ranks: Ranks) -> None:
-    for before, after, expected in ranks.run(2, write_in_a_forward, deadline=120.0):
+@TRANSPORTS
+def test_an_unannounced_write_saturates_until_the_next_step(ranks: Ranks, transport: str) -> None:
+    for before, after, expected in ranks.run(2, write_in_a_forward, transport, deadline=120.0):
         assert after == expected != before
 
 
-def step_twice() -> dict[str, Any]:
+def step_twice(transport: str) -> dict[str, Any]:
     """Step within a training step, and run another forward before it ends."""
     model = Model()
     losses = []
-    with engine_for(model, **SHARDS) as engine:
+    with engine_for(model, **SHARDS | {"gather_transport": transport}) as engine:
         optimizer = sgd(model)
         for index in range(3):
             with engine.train_step():
@@ -201,7 +208,8 @@ def step_twice() -> dict[str, Any]:
         return {"losses": losses}
 
 
-def test_a_forward_after_a_step_in_the_same_training_step_reads_new_weights(ranks: Ranks) -> None:
+@TRANSPORTS
+def test_a_forward_after_a_step_in_the_same_training_step_reads_new_weights(ranks: Ranks, transport: str) -> None:
     model = with_fp8_layers(Model(), FP8_LAYERS)
     optimizer = sgd(model)
     losses = []
@@ -216,11 +224,11 @@ def test_a_forward_after_a_step_in_the_same_training_step_reads_new_weights(rank
             optimizer.zero_grad()
     finally:
         Fp8Linear.on = Fp8Linear.of_masters = False
-    for found in ranks.run(2, step_twice, deadline=120.0):
+    for found in ranks.run(2, step_twice, transport, deadline=120.0):
         assert_close_relative(found["losses"], losses, 1e-6, what="losses")
 
 
-def save_and_load() -> list[float]:
+def save_and_load(transport: str) -> list[float]:
     """Return losses: at a checkpoint, after later steps, after loading, and in another engine after its first step."""
     model = Model()
     found = []
@@ -237,7 +245,7 @@ def save_and_load() -> list[float]:
         engine.eval_step()
         return evaluate(model)
 
-    with engine_for(model, **SHARDS) as engine:
+    with engine_for(model, **SHARDS | {"gather_transport": transport}) as engine:
         optimizer = sgd(model)
         for index in range(3):
             step(engine, model, optimizer, index)
@@ -249,10 +257,11 @@ def save_and_load() -> list[float]:
             step(engine, model, optimizer, 3)
         found.append(evaluated(engine, model))
         model.load_state_dict(weights)
+        engine.checkpoints.after_loading()  # strategies call it
         found.append(evaluated(engine, model))
     other = Model()
     other.load_state_dict(weights)
-    with engine_for(other, **SHARDS) as engine:
+    with engine_for(other, **SHARDS | {"gather_transport": transport}) as engine:
         optimizer = torch.optim.SGD(other.parameters(), lr=0.0)
         for index in range(2):
             step(engine, other, optimizer, index)
@@ -260,16 +269,7 @@ def save_and_load() -> list[float]:
     return found
 
 
-def test_loaded_weights_get_their_own_factors(ranks: Ranks) -> None:
-    for at_save, later, loaded, resumed in ranks.run(2, save_and_load, deadline=120.0):
+@TRANSPORTS
+def test_loaded_weights_get_their_own_factors(ranks: Ranks, transport: str) -> None:
+    for at_save, later, loaded, resumed in ranks.run(2, save_and_load, transport, deadline=120.0):
         assert at_save == loaded == resumed != later
-
-
-def with_peer_copies() -> dict[str, Any]:
-    return train(gather_transport="copy")
-
-
-def test_weights_that_ranks_copy_stay_in_16_bits(ranks: Ranks) -> None:
-    for found in ranks.run(2, with_peer_copies, deadline=120.0):
-        assert {gather.dtype for graph in found["graphs"] for gather in graph.gathers} == {"float32", "bfloat16"}
-        assert not found["fp8"]
