@@ -59,9 +59,9 @@ class Parameters(Protocol):
         """Set 1-D memory for the shard's values in another dtype. Gathers in that dtype read it."""
 
     def set_fp8_factor(self, index: int, factor: Tensor) -> None:
-        """Set the number by which gathers in fp8 divide the weight: a view of memory that the caller keeps current.
+        """Set the number by which gathers in fp8 divide the weight, equal on all ranks.
 
-        It must be equal on all ranks.
+        The caller keeps its memory current.
         """
 
     def set_fp8_shard(self, index: int, copy: Tensor, peers: list[Tensor]) -> None:

@@ -28,6 +28,7 @@ from lightning_zero.sharding.flat_memory import ShardMemory, compute_dtype_of, s
 from lightning_zero.sharding.param_record import Records, Role, ShardedParameter
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 from lightning_zero.sharding.symm_mem import SymmetricMemory
+from lightning_zero.sharding.weight_reader import ShardSync
 
 log = logging.getLogger(__name__)
 
@@ -41,18 +42,22 @@ OFTEN_UNTIL = 16
 MAX_GAP_NUMEL = 1 << 14
 
 
+def fp8_shards_conflict(config: EngineConfig, mesh: Mesh) -> str | None:
+    """Return what excludes fp8 shards, although the options ask for them; None if nothing does."""
+    conflicts = {
+        "there are several hosts": mesh.inter_host is not None,
+        f"memory={config.memory!r}": config.memory is not None,
+        "grad_aliasing=True": bool(config.tuning.grad_aliasing),
+        f"offload={config.offload!r}": "parameters" in config.offload,
+        "master weights are not float32": config.compute_dtype is None,
+    }
+    return next((what for what, applies in conflicts.items() if applies), None)
+
+
 def uses_fp8_shards(config: EngineConfig, mesh: Mesh) -> bool:
     """Return True if compiled code gathers weights in fp8. The result is the same on every rank."""
-    return (
-        config.tuning.fp8_shards
-        and config.linear_dtype == "fp8"
-        and config.compile
-        and config.compute_dtype is not None
-        and config.memory is None
-        and not config.tuning.grad_aliasing
-        and "parameters" not in config.offload
-        and mesh.inter_host is None
-    )
+    wanted = config.tuning.fp8_shards and config.linear_dtype == "fp8" and config.compile
+    return wanted and fp8_shards_conflict(config, mesh) is None
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,7 @@ class Fp8Shards:
     ) -> None:
         self._executor, self._mesh, self._dtype = executor, mesh, dtype
         self._all_records, self._memory, self._symm_mem = records, memory, symm_mem
+        self._sync = ShardSync(executor)
         self._gathered = GatheredDtypes(executor, (dtype, DTYPE))
         self._records: list[ShardedParameter] = []
         self._runs: list[_Run] = []
@@ -177,7 +183,7 @@ class Fp8Shards:
             self.refresh()
 
     def before_evaluation(self) -> None:
-        """Prepare for an evaluation forward. Collective if weights are all-gathered, as the forward is."""
+        """Prepare for an evaluation forward. Collective if weights are all-gathered."""
         if self._symm_mem is None:
             self.refresh()
 
@@ -192,7 +198,7 @@ class Fp8Shards:
     # -- memory
 
     def _allocate(self) -> bool:
-        """Allocate copies of master shards in the dtypes in which weights were gathered; return True if any is new.
+        """Allocate the copies that gathers have needed so far; return True if any is new.
 
         Until then each gather casts master shards.
         """
@@ -261,7 +267,7 @@ class Fp8Shards:
         if not self._records:
             return
         if self._symm_mem is not None:
-            self._executor.weights.begin_writing(True)  # other ranks read the shards
+            self._sync.before_writing(stepping=True)  # other ranks read the shards
         amax = torch.stack(list(foreach_norm([record.shard for record in self._records], math.inf)))
         # Process groups disagree about the maximum of NaN and a number.
         amax = self._all_max(amax.nan_to_num_(nan=math.inf, posinf=math.inf))
@@ -272,7 +278,7 @@ class Fp8Shards:
             torch.mul(run.masters, scales[run.numbers].unsqueeze(1), out=run.copies)
         self._executor.weights.mark_fp8_shards_written()
         if self._symm_mem is not None:
-            self._executor.weights.end_writing()
+            self._sync.after_writing()
         self._is_current = True
 
     def _all_max(self, amax: Tensor) -> Tensor:

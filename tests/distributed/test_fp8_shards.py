@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
+from lightning_zero.report.engine_report import startup_summary
 from lightning_zero.sharding.param_record import Role
 from tests.distributed.test_fp8 import ACCUMULATE, CLIP, FP8_LAYERS, OPTIONS, STEPS, Model, loss_of
 from tests.helpers.fp8_oracle import Fp8Linear, with_fp8_layers
@@ -74,6 +75,7 @@ def train(edit: Edit | None = None, **options: Any) -> dict[str, Any]:
             "counters": counters,
             "compute": roles(engine, Role.COMPUTE_SHARD),
             "fp8": roles(engine, Role.FP8_SHARD),
+            "summary": startup_summary(engine, [optimizer]),
         }
 
 
@@ -141,6 +143,7 @@ def test_training_equals_an_eager_one_that_casts_master_weights(ranks: Ranks, wo
         assert saved == less
         # Weights that are gathered in fp8 have no compute shard in bfloat16.
         assert found["fp8"] == FP8_WEIGHTS
+        assert f"{len(FP8_WEIGHTS)} weights are gathered in fp8" in found["summary"]
         assert not found["compute"] & FP8_WEIGHTS
         assert {"tokens.weight", "kept.weight", "router.weight"} <= found["compute"]
         assert found["counters"].get("fp8_shard_writes", 0) == 0  # all were written at once
@@ -273,3 +276,14 @@ def save_and_load(transport: str) -> list[float]:
 def test_loaded_weights_get_their_own_factors(ranks: Ranks, transport: str) -> None:
     for at_save, later, loaded, resumed in ranks.run(2, save_and_load, transport, deadline=120.0):
         assert at_save == loaded == resumed != later
+
+
+def train_with_a_memory_limit() -> dict[str, Any]:
+    return train(memory=1000.0)
+
+
+def test_a_memory_plan_keeps_gathers_in_16_bits_and_the_summary_says_so(ranks: Ranks) -> None:
+    [found] = ranks.run(1, train_with_a_memory_limit, deadline=120.0)
+    assert "fp8_shards=True changes nothing, because memory=1000.0" in found["summary"]
+    assert not found["fp8"]
+    assert "float8_e4m3fn" not in {gather.dtype for graph in found["graphs"] for gather in graph.gathers}
