@@ -25,6 +25,7 @@ from lightning_zero.mesh import Mesh
 from lightning_zero.native import Executor
 from lightning_zero.native.watchdog import SequenceId
 from lightning_zero.sharding.flat_memory import ShardMemory, compute_dtype_of, stays_full_precision
+from lightning_zero.sharding.fp8_cast import RowCast, cast_rows, compile_cast
 from lightning_zero.sharding.param_record import Records, Role, ShardedParameter
 from lightning_zero.sharding.shard_tensor import without_shard_dispatch
 from lightning_zero.sharding.symm_mem import SymmetricMemory
@@ -38,6 +39,7 @@ MIN_AMAX = 1e-12
 SIZE_UNIT = 16  # of rows and columns of a matrix that ``torch._scaled_mm`` reads
 # The first exchanges of the factors with flags of gathered dtypes; later ones have them at powers of two.
 OFTEN_UNTIL = 16
+MAX_COMPILED_RUNS = 8  # a compilation takes seconds, and shards of most models are one run
 # Elements between two fp8 shards that are cast with them, because a kernel launch takes longer. About a norm's.
 MAX_GAP_NUMEL = 1 << 14
 
@@ -157,6 +159,7 @@ class Fp8Shards:
         self._gathered = GatheredDtypes(executor, (dtype, DTYPE))
         self._records: list[ShardedParameter] = []
         self._runs: list[_Run] = []
+        self._casts: dict[int, RowCast] = {}  # by a run's id
         self._is_current = False  # with `symm_mem`: the factors need no refresh before the next forward
         self.factors = torch.ones(0, device=mesh.device)
 
@@ -272,14 +275,22 @@ class Fp8Shards:
         # Process groups disagree about the maximum of NaN and a number.
         amax = self._all_max(amax.nan_to_num_(nan=math.inf, posinf=math.inf))
         torch.mul(amax.clamp_min_(MIN_AMAX), 1 / torch.finfo(DTYPE).max, out=self.factors)
-        # No clamp: rounding exceeds the largest number by less than half of its last place.
         scales = torch.cat([self.factors.reciprocal(), self.factors.new_zeros(1)])
         for run in self._runs:
-            torch.mul(run.masters, scales[run.numbers].unsqueeze(1), out=run.copies)
+            self._cast(run)(run.masters, scales, run.numbers, run.copies)
         self._executor.weights.mark_fp8_shards_written()
         if self._symm_mem is not None:
             self._sync.after_writing()
         self._is_current = True
+
+    def _cast(self, run: _Run) -> RowCast:
+        if self._mesh.device.type != "cuda" or len(self._runs) > MAX_COMPILED_RUNS:
+            return cast_rows
+        if (cast := self._casts.get(id(run))) is None:
+            cast = self._casts[id(run)] = compile_cast(
+                run.masters, self.factors.new_ones(len(self.factors) + 1), run.numbers, run.copies
+            )
+        return cast
 
     def _all_max(self, amax: Tensor) -> Tensor:
         """Return the maxima over all ranks, and exchange the flags of gathered dtypes."""
@@ -318,6 +329,7 @@ class Fp8Shards:
                     groups.append([])
                 groups[-1].append(record)
         self._runs = [self._run(members, numbers) for members in groups]
+        self._casts.clear()
 
     def _run(self, members: list[ShardedParameter], numbers: dict[int, int]) -> _Run:
         begin, end = _span(members)
