@@ -287,3 +287,18 @@ def test_a_memory_plan_keeps_gathers_in_16_bits_and_the_summary_says_so(ranks: R
     assert "fp8_shards=True changes nothing, because memory=1000.0" in found["summary"]
     assert not found["fp8"]
     assert "float8_e4m3fn" not in {gather.dtype for graph in found["graphs"] for gather in graph.gathers}
+
+
+def with_a_broken_weight(value: float) -> float:
+    """Return the loss after one element of a weight, in one rank's shard, has become NaN or infinity."""
+
+    def spoil(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.get_submodule("blocks.1.up").weight[0, 0] = value  # type: ignore[operator,index]
+
+    return train(spoil)["losses"][3]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_weight_that_is_not_finite_makes_the_loss_nan_on_all_ranks(ranks: Ranks, value: float) -> None:
+    assert all(loss != loss for loss in ranks.run(2, with_a_broken_weight, value, deadline=120.0))
