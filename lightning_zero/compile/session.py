@@ -379,11 +379,12 @@ class CompiledStepHooks:
             self._cache.forward_begins(self.session.config.memory, self.session.compiled)
 
     def _find_fp8_shards(self) -> Fp8Shards | None:
-        """Return the shards that are gathered in fp8; None if the options exclude them."""
+        """Return the shards that are gathered in fp8; None if the options have always excluded them.
+
+        They also allocate compute shards, which later graphs without fp8 read.
+        """
         dtype = self.session.config.compute_dtype
-        if dtype is None or not self.session.uses_fp8_shards:
-            return None
-        if self._fp8_shards is None:
+        if self._fp8_shards is None and dtype is not None and self.session.uses_fp8_shards:
             memory, symm_mem = self.sharder.memory, self.transports.weight_memory
             self._fp8_shards = Fp8Shards(
                 self._executor, self.sharder.mesh, dtype, self.sharder.records, memory, symm_mem
@@ -400,17 +401,17 @@ class CompiledStepHooks:
 
         ``forward_follows``: the training step goes on.
         """
-        if self._fp8_shards is not None and self.session.uses_fp8_shards:
+        if self._fp8_shards is not None:
             self._fp8_shards.after_step(forward_follows)
 
     def before_evaluation(self) -> None:
         """Call before each evaluation forward."""
-        if self._fp8_shards is not None and self.session.uses_fp8_shards:
+        if self._fp8_shards is not None:
             self._fp8_shards.before_evaluation()
 
     def after_loading(self) -> None:
         """Call after all ranks have loaded weights. Collective."""
-        if self._fp8_shards is not None and self.session.uses_fp8_shards:
+        if self._fp8_shards is not None:
             self._fp8_shards.after_loading()
 
     @property

@@ -92,6 +92,10 @@ class GatheredDtypes:
         self._flags: Tensor | None = None  # on the CPU, one row for each dtype
         self._arrival: torch.cuda.Event | None = None
 
+    def begin_stage(self) -> None:
+        """Exchange flags often again, because there may be new graphs."""
+        self._sent = 0
+
     def local(self) -> list[list[int]]:
         """Return the indices of parameters that this rank has gathered, for each dtype."""
         return [self._executor.weights.gathered_in(dtype) for dtype in self._dtypes]
@@ -195,8 +199,9 @@ class Fp8Shards:
         self.refresh()
 
     def begin_stage(self) -> None:
-        """Begin a training or evaluation, before which weights may have changed."""
+        """Begin a training or evaluation, before which weights and options may have changed."""
         self._is_current = False
+        self._gathered.begin_stage()
 
     # -- memory
 

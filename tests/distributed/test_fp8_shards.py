@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -302,3 +303,25 @@ def with_a_broken_weight(value: float) -> float:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_weight_that_is_not_finite_makes_the_loss_nan_on_all_ranks(ranks: Ranks, value: float) -> None:
     assert all(loss != loss for loss in ranks.run(2, with_a_broken_weight, value, deadline=120.0))
+
+
+def train_in_16_bits_later(transport: str) -> list[set[str]]:
+    """Return the weights with a compute shard before and after a change of options."""
+    model = Model()
+    found = []
+    with engine_for(model, **SHARDS | {"gather_transport": transport}) as engine:
+        optimizer = sgd(model)
+        for options in (engine.config, replace(engine.config, linear_dtype=None)):
+            engine.cycle.begin_stage()
+            engine.configure(options)
+            for index in range(4):
+                step(engine, model, optimizer, index)
+            found.append(roles(engine, Role.COMPUTE_SHARD))
+    return found
+
+
+@TRANSPORTS
+def test_weights_get_compute_shards_if_later_graphs_gather_them_in_16_bits(ranks: Ranks, transport: str) -> None:
+    for before, after in ranks.run(2, train_in_16_bits_later, transport, deadline=120.0):
+        assert not before & FP8_WEIGHTS
+        assert after == before | FP8_WEIGHTS
