@@ -65,16 +65,16 @@ void bind_executor_parts(torch::Library& m) {
        {arg("index"), arg("memory"), arg("full")})  //
       ("set_peer_shards", &Parameters::set_peer_shards, {arg("index"), arg("shards")});
 
-  BindingTable<Weights>(m, "Weights", weights)                                        //
-      ("uses_epoch_lock", shard_access, &ShardAccess::uses_epoch_lock)                //
-      ("begin_writing", &Weights::begin_writing, {arg("stepping") = false})           //
-      ("end_writing", &Weights::end_writing)                                          //
-      ("expire_compute_shards", &Weights::expire_compute_shards)                      //
-      ("refresh_compute_shards", &Weights::refresh_compute_shards)                    //
-      ("sync_compute_shards", &Weights::sync_compute_shards, {arg("ahead") = false})  //
-      ("gathered_in", &Weights::gathered_in, {arg("dtype")})                          //
+  BindingTable<Weights>(m, "Weights", weights)                                              //
+      ("uses_epoch_lock", shard_access, &ShardAccess::uses_epoch_lock)                      //
+      ("begin_writing", &Weights::begin_writing, {arg("stepping") = false})                 //
+      ("end_writing", &Weights::end_writing)                                                //
+      ("expire_compute_shards", &Weights::expire_compute_shards)                            //
+      ("refresh_compute_shards", &Weights::refresh_compute_shards)                          //
+      ("sync_compute_shards", &Weights::sync_compute_shards, {arg("ahead") = false})        //
+      ("gathered_in", &Weights::gathered_in, {arg("dtype")})                                //
       ("mark_fp8_shards_written", compute_shards, &ComputeShards::mark_fp8_shards_written)  //
-      ("valid_compute_shards", compute_shards, &ComputeShards::valid_indices)         //
+      ("valid_compute_shards", compute_shards, &ComputeShards::valid_indices)               //
       ("mark_compute_shards_written", compute_shards, &ComputeShards::mark_compute_shards_written,
        {arg("indices"), arg("written")})                                                      //
       ("sync_user_writes", user_writes, &UserWrites::sync, {arg("forget") = false})           //

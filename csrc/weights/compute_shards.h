@@ -9,12 +9,12 @@
 // shard on the device anyway. It is not rewritten before a training step to catch unannounced changes, as
 // other compute shards are: everything except the optimizer must announce changes, as with an epoch lock.
 //
-// [Note: fp8 shards] A weight whose products are all in fp8 is gathered in fp8: each rank divides its shard by
-// a factor that is the same on all ranks, since it is the largest absolute value in any of their shards, over
-// the largest fp8 number. Python computes factors and writes all fp8 shards, see sharding/fp8_shards.py for the
-// times. In between, a stale fp8 shard is written before it is read, or with an epoch lock when a write epoch
-// ends, with the present factor, because a new one would need all ranks. An fp8 shard is a cache: without one,
-// a gather casts.
+// [Note: fp8 shards] A weight whose products are all in fp8 is gathered in fp8: each rank divides its shard
+// by a factor that is the same on all ranks, since it is the largest absolute value in any of their shards,
+// over the largest fp8 number. Python computes factors and writes all fp8 shards, see sharding/fp8_shards.py
+// for the times. In between, a stale fp8 shard is written before it is read, or with an epoch lock when a
+// write epoch ends. It gets the present factor, because a new one would need all ranks. An fp8 shard is a
+// cache: without one, a gather casts.
 #pragma once
 
 #include <functional>

@@ -199,7 +199,8 @@ void Parameters::set_fp8_shard(int64_t index, at::Tensor copy, std::vector<at::T
   Lock lock(context_.mutex);
   auto& record = context_.at(index);
   TORCH_INTERNAL_ASSERT(copy.numel() == record.shard_numel() && copy.scalar_type() == at::kFloat8_e4m3fn);
-  TORCH_INTERNAL_ASSERT(peers.empty() || (weights_.access().uses_epoch_lock() && covers_host(peers, copy.numel())));
+  TORCH_INTERNAL_ASSERT(peers.empty() ||
+                        (weights_.access().uses_epoch_lock() && covers_host(peers, copy.numel())));
   record.fp8_shard.by_rank = std::move(peers);
   record.fp8_shard.local = std::move(copy);
   record.fp8_shard.written = {};

@@ -87,11 +87,12 @@ struct ParamRecord {
   // In the shard's dtype, for full-precision computation. Written and read together with the compute shard,
   // since shards change at times that peers do not know.
   ShardCopy full_precision_shard;
-  // In fp8, divided by `fp8_factor`, which all ranks share. See [Note: fp8 shards] in weights/compute_shards.h.
+  // In fp8, divided by `fp8_factor`, which all ranks share. See [Note: fp8 shards] in
+  // weights/compute_shards.h.
   ShardCopy fp8_shard;
   at::Tensor fp8_factor;  // a float32 number; undefined if no graph may gather the weight in fp8
   std::set<at::ScalarType> gathered_in;  // dtypes in which compiled code gathered the weight
-  std::vector<at::Tensor> shards;  // of every rank of the host, with an epoch lock
+  std::vector<at::Tensor> shards;        // of every rank of the host, with an epoch lock
   CachedWeight cached;
   DeferredGradient deferred;
   std::vector<int64_t> shape;  // of the full parameter
