@@ -272,7 +272,7 @@ class GradientPlacement:
             self._sharder.mesh.world_size == 1
             and (self.single_micro_batch and self.unread)
             and (config.memory is None and config.tuning.grad_aliasing is None)
-            and (config.may_alias_gradients and config.reduce_dtype == "bf16")
+            and (config.may_alias_gradients and config.reduce_dtype == "bf16" and not config.tuning.fp8_shards)
             and all(isinstance(rule, Rule) for rule in rules)
             and not self._have_hooks()
         )

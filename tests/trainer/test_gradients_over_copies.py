@@ -173,7 +173,8 @@ def test_micro_batches_that_nobody_could_know_of_are_trained_with(ranks: Ranks) 
 def by_default(kind: str) -> list[Any]:
     """Return for options of one rank: if gradients alias copies, their dtypes, and the losses."""
     found = []
-    for chosen in ({}, {OVER: False}, {"reduce_dtype": "32"}):
+    fp8 = {"linear_dtype": "fp8", "fp8_shards": True}
+    for chosen in ({}, {OVER: False}, {"reduce_dtype": "32"}, fp8):
         torch._dynamo.reset()
         model, strategy = Regression(), make_strategy(kind, **chosen)
         trainer = make_trainer(
@@ -194,10 +195,10 @@ def by_default(kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", ["compiled", "compiled, captured"])
 def test_one_rank_aliases_gradients_that_nobody_reads(ranks: Ranks, kind: str) -> None:
-    ((over, later, apart, exact),) = ranks.run(1, by_default, kind, deadline=120)
+    ((over, later, apart, exact, fp8),) = ranks.run(1, by_default, kind, deadline=120)
     assert over[:2] == (True, {BF16})
     assert not later[0]
-    assert apart[:2] == exact[:2] == (False, {torch.float32})
+    assert apart[:2] == exact[:2] == fp8[:2] == (False, {torch.float32})
     assert len(over[2]) >= 12
     assert_close_relative(over[2][:12], apart[2], 2e-3, what="losses")
     assert over[2][0] == apart[2][0]
